@@ -1,0 +1,179 @@
+"""The typed schema of a run's configuration.  Standard library and OmegaConf only.
+
+Each key has one owner: what the trainer needs stands under `trainer.grpo`, what NeMo's model needs under `model`.
+`model` and `exp_manager` hold NeMo's own keys, as their yaml in `conf/` lists them; everything else is typed here.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class CorrectionConfig:
+    """Correction of the gap between the engine's policy and the trainer's (`algorithms.correction`)."""
+
+    kind: str = "tis"  # none | tis | icepop | sequence_mask
+    cap: float = 2.0  # upper bound of the importance weight pi_old / pi_engine
+    floor: float = 0.5  # icepop, sequence_mask: tokens or sequences below it are masked
+    alarm: float = 0.05  # mean absolute log-probability gap above which a step is reported
+
+
+@dataclass
+class DynamicSamplingConfig:
+    """Which groups are trained on, and how many may be drawn to find them (paper sec. 3.3)."""
+
+    enabled: bool = True
+    tolerance: float = 1e-6  # a group whose raw rewards differ by no more than this carries no signal
+    max_draw_factor: float = 4.0  # at most this many times `prompts_per_step` prompts are judged in a step
+    oversubscription: float = 1.0  # groups in flight per group that is expected to be needed
+    max_staleness: int = 1  # surplus groups older than this many steps are dropped
+
+
+@dataclass
+class GRPOConfig:
+    """One training step (paper sec. 3, 4.1); `recipe.md` of the paper's numbers is `algorithm=prorl`."""
+
+    max_steps: int = 100  # in all, for a run directory
+    prompts_per_step: int = 256
+    samples_per_prompt: int = 16
+    updates_per_step: int = 4  # mini-batches of prompts_per_step / updates_per_step prompts
+    context_tokens: int = 8192  # prompt and response together
+    max_response_tokens: int | None = None  # also bounded by context_tokens minus the prompt
+    temperature: float = 1.2
+    advantage: str = "group_norm"  # group_norm | leave_one_out | reinforce_pp_baseline
+    aggregation: str = "token"  # token | sequence | constant (Dr.GRPO)
+    clip_low: float = 0.2
+    clip_high: float = 0.4
+    dual_clip: float | None = None
+    kl_coef: float = 1e-4
+    kl_estimator: str = "k3"  # k1 | k2 | k3
+    entropy_coef: float = 0.0
+    unfinished_penalty: float = 0.0  # taken off the shaped reward of a response without eos
+    logprob_chunk_tokens: int = 4096  # rows of logits alive at a time
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    checkpoint_every: int = 20
+    keep_checkpoints: int = 3
+    validate_every: int = 25
+    validation_samples: int = 4
+    validation_temperature: float = 0.6
+    validation_top_p: float = 0.95
+    save_rollout_groups: int = 4  # groups a step written to rollouts/; -1 writes all
+
+
+@dataclass
+class ResetsConfig:
+    """Hard resets of reference policy and optimizer (paper sec. 3.3.1)."""
+
+    mode: str = "manual"  # manual | advise | auto
+    at_steps: list[int] = field(default_factory=list)  # after the updates of these steps
+    kl_after_reset: float = 1e-5  # the mean absolute reference gap that the step after a reset may show
+
+
+@dataclass
+class WarmupConfig:
+    """Supervised steps before the reinforcement learning, from the prompts' own answers; 0 steps: none."""
+
+    steps: int = 0
+    batch_size: int = 64
+    lr: float = 1e-3
+
+
+@dataclass
+class DeadlinesConfig:
+    """Seconds that each wait may take; every error names its key."""
+
+    startup_s: float = 300.0
+    rollout_s: float = 3600.0
+    reward_s: float = 600.0
+    publish_s: float = 300.0
+    collective_s: float = 1800.0
+    checkpoint_s: float = 1800.0
+    stop_s: float = 30.0
+
+
+@dataclass
+class TrainerConfig:
+    """PyTorch Lightning's trainer, as NeMo-Aligner builds it, and what trains with it."""
+
+    num_nodes: int = 1
+    devices: int = 1
+    accelerator: str = "gpu"
+    precision: Any = "bf16"
+    gradient_clip_val: float = 1.0
+    grpo: GRPOConfig = field(default_factory=GRPOConfig)
+    resets: ResetsConfig = field(default_factory=ResetsConfig)
+    warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
+
+
+@dataclass
+class PretrainedConfig:
+    """Where the policy's first weights come from."""
+
+    restore_from_path: str | None = None  # a Hugging Face folder; null: random weights of `model`'s shape
+
+
+@dataclass
+class RolloutConfig:
+    """The rollout engines (vLLM in an environment of its own)."""
+
+    python: str = ".venv/rollout/bin/python"
+    engines: int = 1  # in all nodes together
+    tensor_parallel_size: int = 1
+    dtype: str = "float32"
+    threads: int = 1  # CPU engines only
+    max_num_seqs: int = 256
+    max_batched_tokens: int = 4096
+    kv_cache_mb: int | None = None  # null: vLLM's own share of the device
+    eager: bool = False
+    max_restarts: int = 5  # of one engine within an hour
+
+
+@dataclass
+class RewardsConfig:
+    """The reward server of a node."""
+
+    workers: int = 1  # worker processes a node, shared out over the tasks in use
+    max_infrastructure_failures: int = 8  # in a row; then the run stops and names the plugin
+    plugins: dict[str, Any] = field(default_factory=dict)  # settings by plugin name
+
+
+@dataclass
+class DataSource:
+    """One source of a blend: either a file of prompt records, or tasks made on the spot by a generator."""
+
+    name: str = MISSING  # also its validation name
+    path: str | None = None
+    generator: str | None = None  # reasoning_gym:DATASET | arithmetic
+    options: dict[str, Any] = field(default_factory=dict)
+    size: int | None = None  # records to generate, or the first that many of the file
+    weight: float = 1.0
+    seed: int = 0
+
+
+@dataclass
+class DataConfig:
+    """What is trained on and what is held out."""
+
+    train: list[DataSource] = field(default_factory=list)
+    validation: list[DataSource] = field(default_factory=list)
+
+
+@dataclass
+class Config:
+    """The whole configuration of a run."""
+
+    run_dir: str = "runs/laptop"
+    seed: int = 1
+    deterministic: bool = False
+    on_event: str | None = None  # a command called with each alarm, reset and failure
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    model: dict[str, Any] = field(default_factory=dict)
+    pretrained_checkpoint: PretrainedConfig = field(default_factory=PretrainedConfig)
+    exp_manager: dict[str, Any] = field(default_factory=dict)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rewards: RewardsConfig = field(default_factory=RewardsConfig)
+    data: DataConfig = field(default_factory=DataConfig)

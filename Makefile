@@ -1,0 +1,42 @@
+# make train     sets up what is missing and runs the laptop job (again: continues it)
+# make test      sets up what is missing and runs the tests;  make test-all: the slow ones too
+# make lint      format, lint and types
+# make clean     deletes both environments and caches; runs/ stays
+
+PYTHON ?= python3.11
+RUN ?= runs/laptop
+ARGS ?=
+TRAIN_LOCK ?= setup/train.lock
+ROLLOUT_LOCK ?= setup/rollout.lock
+# A package index that has the torch build to install; empty: pip's own.
+TORCH_INDEX ?=
+
+BIN := .venv/train/bin
+
+.PHONY: setup train test test-all lint clean
+
+setup:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null || { \
+	  echo "set-up failed: '$(PYTHON)' is not a Python 3.11 that runs here. Install Python 3.11," >&2; \
+	  echo "or name it: make PYTHON=/path/to/python3.11 ..." >&2; \
+	  echo "Found: $$(ls $$(echo "$$PATH" | tr ':' ' ') 2>/dev/null | grep -xE 'python3(\.[0-9]+)?' | sort -u | tr '\n' ' ')" >&2; \
+	  exit 3; }
+	@$(PYTHON) setup/environments.py --train-lock "$(TRAIN_LOCK)" --rollout-lock "$(ROLLOUT_LOCK)" --torch-index "$(TORCH_INDEX)"
+
+train: setup
+	@$(BIN)/prorl train "run_dir=$(RUN)" $(ARGS)
+
+test: setup
+	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: setup
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	@$(BIN)/ruff format --check
+	@$(BIN)/ruff check
+	@$(BIN)/mypy
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

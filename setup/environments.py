@@ -1,0 +1,327 @@
+"""Creates the two Python environments of this project, or brings them up to date.
+
+    python3.11 setup/environments.py [--train-lock FILE] [--rollout-lock FILE] [--torch-index URL]
+
+`.venv/train` holds NeMo and the `prorl` command, `.venv/rollout` holds vLLM.  What stands is kept: a stamp inside an
+environment names the lock file, the Python and the projects it was made for, and is written last, after every file of
+every package was found with its right size.  Without a fitting stamp the steps run again (pip skips what is there), so
+a set-up that was interrupted is continued and never used half-made.  Standard library only; exit code 3 when this
+machine is not fit.  All that pip says goes to `.venv/NAME.log`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from lock import normal_name, read_pins
+
+ROOT = Path(__file__).resolve().parent.parent
+VENVS = ROOT / ".venv"
+UNFIT = 3
+STAMP = "prorl-setup.json"
+PIP = ["-m", "pip", "--disable-pip-version-check", "--no-input"]
+_log = logging.getLogger("setup")
+
+# What pip says when a step fails, and what the user can do about it.  The first that fits is told.
+ADVICE = [
+    (
+        r"No space left on device",
+        "The disk is full. Free some room (7 GB in all; TMPDIR and PIP_CACHE_DIR move pip's own folders) and run again.",
+    ),
+    (
+        r"DO NOT MATCH THE HASHES",
+        "The package index serves another file than the one the lock file names. Ask whoever runs the index, or make the"
+        " hashes anew with setup/lock.py after checking the file.",
+    ),
+    (
+        r"command '?\S*(gcc|cc|clang)\S*'? failed|Python\.h: No such file",
+        "A package without a wheel (pycosat) could not be compiled. Install a C compiler and Python's headers (on Debian"
+        " and Ubuntu: gcc python3.11-dev) and run again.",
+    ),
+    (
+        r"NewConnectionError|name resolution|Max retries|timed out|ProxyError|SSLError|unreachable"
+        r"|No matching distribution found|Connection broken|Connection refused",
+        "The package index could not be reached, or lacks a file. Check the network. Behind a proxy set HTTPS_PROXY; for"
+        " another index set PIP_INDEX_URL; for a company's certificate set PIP_CERT; for files on disk set"
+        " PIP_FIND_LINKS. Then run again: what was installed is kept.",
+    ),
+]
+
+
+class Unfit(Exception):
+    """This machine cannot hold the environments; the message says what is missing and how to get it."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One virtual environment: its lock file, the projects installed editable into it, and how big it gets."""
+
+    name: str
+    lock: Path
+    projects: tuple[Path, ...]
+    gigabytes: float
+    minutes: float  # on two cores, from a package index nearby
+
+    @property
+    def folder(self) -> Path:
+        return VENVS / self.name
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    def stamp(self, torch_index: str) -> dict[str, str]:
+        """What the environment is made from; equal to the stamp inside it, nothing needs to be done."""
+        projects = "".join(p.name + (p / "pyproject.toml").read_text() for p in self.projects)
+        return {
+            "folder": str(self.folder),
+            "python": "{}.{}".format(*sys.version_info),
+            "lock": hashlib.sha256(self.lock.read_bytes()).hexdigest(),
+            "torch_index": torch_index,
+            "projects": hashlib.sha256(projects.encode()).hexdigest(),
+        }
+
+    def stamped(self) -> dict[str, str]:
+        try:
+            stamp: dict[str, str] = json.loads((self.folder / STAMP).read_text())
+            return stamp if self.python.exists() else {}
+        except (OSError, ValueError):
+            return {}
+
+
+def directive(lock: Path, key: str) -> str:
+    """The value of a `# key: value` line at the head of a lock file."""
+    for line in read_pins(lock.read_text())[0]:
+        if match := re.match(rf"#\s*{key}:\s*(\S+)", line):
+            return match[1]
+    raise Unfit(f"{lock}: the head lacks a line '# {key}: ...'")
+
+
+def pythons_found() -> list[str]:
+    """Names of the Python commands on PATH, with the version each answers."""
+    found = {}
+    for folder in os.environ.get("PATH", "").split(os.pathsep):
+        for path in Path(folder).glob("python3*") if folder else []:
+            if re.fullmatch(r"python3(\.\d+)?", path.name) and path.name not in found:
+                told = subprocess.run([str(path), "--version"], capture_output=True, text=True, check=False)
+                if told.returncode == 0:
+                    found[path.name] = told.stdout.strip()
+    return [f"{name} ({version})" for name, version in sorted(found.items())]
+
+
+def check_python(lock: Path) -> None:
+    needed, here = directive(lock, "python"), "{}.{}".format(*sys.version_info)
+    if needed != here:
+        raise Unfit(
+            f"{lock.name} is made for Python {needed}; this is Python {here} ({sys.executable}).\n"
+            f"Found: {', '.join(pythons_found()) or 'no other Python'}.\n"
+            f"Name the right one: make PYTHON=/path/to/python{needed} ..."
+        )
+    for module, package in (("venv", f"python{needed}-venv"), ("ensurepip", f"python{needed}-venv")):
+        if subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, check=False).returncode:
+            raise Unfit(f"{sys.executable} lacks the module {module}. On Debian and Ubuntu: apt install {package}")
+
+
+def check_room(environments: list[Environment]) -> None:
+    """Looks for the room that the environments, pip's cache and its temporary files take, disk by disk."""
+    cache = Path(os.environ.get("PIP_CACHE_DIR") or Path.home() / ".cache" / "pip")
+    wanted = [(e.folder, e.gigabytes) for e in environments] + [(cache, 1.0), (Path(tempfile.gettempdir()), 0.5)]
+    disks: dict[int, tuple[Path, float]] = {}
+    for path, gigabytes in wanted:
+        while not path.exists():
+            path = path.parent
+        first, sum_ = disks.get(path.stat().st_dev, (path, 0.0))
+        disks[path.stat().st_dev] = (first, sum_ + gigabytes)
+    for path, gigabytes in disks.values():
+        free = shutil.disk_usage(path).free / 1e9
+        if free < gigabytes:
+            raise Unfit(
+                f"The set-up needs about {gigabytes:.1f} GB on the disk of {path}, which has {free:.1f} GB free.\n"
+                "Free some room, or move pip's own folders to another disk with TMPDIR and PIP_CACHE_DIR."
+            )
+
+
+def run_pip(env: Environment, arguments: list[str], doing: str, count: int = 0) -> None:
+    """Runs pip inside the environment, tells its progress, and turns a failure into advice."""
+    _log.info("  %s", doing)
+    start, seen, said = time.monotonic(), 0, []
+    with (VENVS / f"{env.name}.log").open("a") as log:
+        command = [str(env.python), *PIP, "install", "--progress-bar", "off", *arguments]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+        assert process.stdout is not None
+        for line in process.stdout:
+            log.write(line)
+            said = [*said[-200:], line]
+            if line.startswith(("Collecting ", "Processing ", "Requirement already")):
+                seen += 1
+                if count and seen % 50 == 0:
+                    _log.info("    %d of %d packages fetched, %.0f s", seen, count, time.monotonic() - start)
+            elif line.startswith("Installing collected") and count:
+                _log.info("    all fetched after %.0f s, writing them", time.monotonic() - start)
+    if process.wait():
+        raise Unfit(failure(env, doing, "".join(said)))
+
+
+def failure(env: Environment, doing: str, said: str) -> str:
+    """What to tell when pip failed: the step, pip's own error lines, and what can be done."""
+    errors = [line for line in said.splitlines() if re.match(r"\s*(ERROR|error|OSError)", line)][:4]
+    shown = "\n".join(f"  pip: {line.strip()}" for line in errors or said.splitlines()[-4:])
+    advice = next((text for pattern, text in ADVICE if re.search(pattern, said)), "Run again, or read the log.")
+    return f"{env.name}: this step failed: {doing}\n{shown}\n{advice}\nThe whole log: {VENVS / f'{env.name}.log'}"
+
+
+def install_locked(env: Environment, torch_index: str) -> None:
+    """Everything the lock file names, as it stands; torch last, with the rest as constraints."""
+    _, pins = read_pins(env.lock.read_text())
+    lines = [line for line in env.lock.read_text().splitlines() if "--hash=" in line]
+    builders = [line for line in lines if normal_name(line.split("==")[0]) in ("setuptools", "wheel")]
+    torch = f"torch=={directive(env.lock, 'torch')}"
+    exact = ["--no-deps", "--require-hashes", "--no-build-isolation"]
+    with tempfile.TemporaryDirectory() as folder:
+        first, constraints = Path(folder, "builders.txt"), Path(folder, "constraints.txt")
+        first.write_text("\n".join(builders) + "\n")
+        constraints.write_text("".join(f"{name}=={version}\n" for name, version in pins.items()))
+        run_pip(env, [*exact, "-r", str(first)], "what builds packages")
+        usual = f"{len(pins)} packages from {env.lock.name} (usually {env.minutes:g} min)"
+        run_pip(env, [*exact, "-r", str(env.lock)], usual, len(pins))
+        index = ["--index-url", torch_index] if torch_index else []
+        run_pip(env, [*index, "-c", str(constraints), torch], f"{torch} (usually 0.3 min; a CUDA build takes longer)")
+
+
+# Runs inside the environment: prints what differs from the pins, one line each.
+_VERIFY = """
+import importlib.metadata, json, os, re, sys
+pins, found = json.load(sys.stdin), {}
+for d in importlib.metadata.distributions():
+    found[re.sub(r"[-_.]+", "-", d.metadata["Name"] or "").lower()] = d
+for name, version in pins.items():
+    d = found.get(name)
+    if d is None or d.version.split("+")[0] != version:
+        print(name, "is", d and d.version, "instead of", version)
+        continue
+    for f in d.files or []:
+        try:
+            size = os.stat(f.locate()).st_size
+        except OSError:
+            size = -1
+        if f.size is not None and size != f.size and not str(f).endswith((".pyc", "RECORD")):
+            print(name, "lacks or changed", f)
+            break
+"""
+
+
+def damage(env: Environment) -> list[str]:
+    """What in the environment is not as its packages' own records say; empty when all is well."""
+    pins = {**read_pins(env.lock.read_text())[1], "torch": directive(env.lock, "torch")}
+    told = subprocess.run(
+        [str(env.python), "-c", _VERIFY], input=json.dumps(pins), capture_output=True, text=True, check=False
+    )
+    return told.stdout.splitlines() if told.returncode == 0 else [told.stderr.strip()]
+
+
+def make(env: Environment, torch_index: str) -> None:
+    """Brings one environment to what its lock file says and stamps it."""
+    stamp, old = env.stamp(torch_index), env.stamped()
+    if stamp == old:
+        return
+    start = time.monotonic()
+    _log.info("%s: setting up %s", env.name, env.folder)
+    locked = {key: value for key, value in stamp.items() if key != "projects"}
+    if not locked.items() <= old.items():
+        (env.folder / STAMP).unlink(missing_ok=True)
+        if env.folder.exists() and not usable(env, old):
+            shutil.rmtree(env.folder)
+        if not env.folder.exists():
+            _log.info("  a new environment for Python %s", stamp["python"])
+            subprocess.run([sys.executable, "-m", "venv", str(env.folder)], check=True)
+        install_locked(env, torch_index)
+        if wrong := damage(env):
+            _log.info("  some packages are incomplete (%s): installing them again", "; ".join(wrong[:3]))
+            names = {normal_name(line.split()[0]) for line in wrong}
+            reinstall(env, names)
+            if wrong := damage(env):
+                raise Unfit(f"{env.folder} is damaged: {'; '.join(wrong[:5])}\nDelete that folder and run again.")
+    if env.projects:
+        editable = [part for project in env.projects for part in ("--editable", str(project))]
+        run_pip(env, ["--no-deps", "--no-build-isolation", *editable], "this project and its plugins")
+    partial = env.folder / (STAMP + ".partial")
+    partial.write_text(json.dumps(stamp, indent=1) + "\n")
+    partial.replace(env.folder / STAMP)
+    _log.info("%s: ready after %.0f s", env.name, time.monotonic() - start)
+
+
+def usable(env: Environment, old: dict[str, str]) -> bool:
+    """Whether pip inside an unstamped or outdated environment can be built upon."""
+    if old and old["folder"] != str(env.folder):
+        return False  # it was moved: its commands name the old place
+    probe = "import sys, pip; print('{}.{}'.format(*sys.version_info))"
+    try:
+        told = subprocess.run([str(env.python), "-c", probe], capture_output=True, text=True, check=False)
+    except OSError:
+        return False
+    return told.returncode == 0 and told.stdout.strip() == "{}.{}".format(*sys.version_info)
+
+
+def reinstall(env: Environment, names: set[str]) -> None:
+    """Writes the files of some locked packages again."""
+    lines = [line for line in env.lock.read_text().splitlines() if normal_name(line.split("==")[0]) in names]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "again.txt").write_text("\n".join(lines) + "\n")
+        exact = ["--no-deps", "--require-hashes", "--no-build-isolation", "--force-reinstall"]
+        run_pip(env, [*exact, "-r", str(Path(folder, "again.txt"))], f"again: {', '.join(sorted(names))}")
+
+
+def environments(arguments: argparse.Namespace) -> list[Environment]:
+    plugins = sorted(p.parent for p in (ROOT / "reward_plugins").glob("*/pyproject.toml"))
+    train = Environment("train", arguments.train_lock, (ROOT, *plugins), gigabytes=3.3, minutes=2)
+    rollout = Environment("rollout", arguments.rollout_lock, (ROOT,), gigabytes=2.7, minutes=1.5)
+    return [train, rollout]
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    parser = argparse.ArgumentParser(description="Create or update .venv/train and .venv/rollout.")
+    parser.add_argument("--train-lock", type=Path, default=ROOT / "setup" / "train.lock")
+    parser.add_argument("--rollout-lock", type=Path, default=ROOT / "setup" / "rollout.lock")
+    parser.add_argument("--torch-index", default="", help="package index that has the torch build to install")
+    arguments = parser.parse_args()
+    try:
+        todo = [e for e in environments(arguments) if e.stamp(arguments.torch_index) != e.stamped()]
+        if not todo:
+            return 0
+        VENVS.mkdir(exist_ok=True)
+        with (VENVS / ".lock").open("w") as held:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                _log.info("another set-up runs in %s: waiting for it", VENVS)
+                fcntl.flock(held, fcntl.LOCK_EX)
+            for env in todo:
+                check_python(env.lock)
+            check_room([env for env in todo if not env.python.exists()])
+            for env in todo:
+                make(env, arguments.torch_index)
+    except (Unfit, OSError, subprocess.CalledProcessError) as error:
+        _log.error("\nset-up failed: %s", error)
+        return UNFIT
+    except KeyboardInterrupt:
+        _log.error("\nset-up stopped; the same command continues it")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Correction of the gap between the engine that sampled and the trainer that learns.  Suffixes: B responses, T tokens.
+
+The two run different kernels in different precisions, so that tokens drawn from pi_engine are trained on as if drawn
+from pi_old.  The ratio pi_old / pi_engine of a token, without gradient, corrects for it.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from nemo_prorl.algorithms.diagnostics import gap_statistics
+from nemo_prorl.algorithms.losses import MAX_LOG_RATIO, kl_estimate
+
+CORRECTION_KINDS = ("none", "tis", "icepop", "sequence_mask")
+
+
+def rollout_correction(
+    old_logp_BT: Tensor, engine_logp_BT: Tensor, mask_BT: Tensor, kind: str, cap: float, floor: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weight of each token in the surrogate, from the ratio r = pi_old / pi_engine.
+
+    - `none`: 1.
+    - `tis`: min(r, cap), truncated importance sampling (Yao et al., "Your efficient RL framework secretly brings you
+      off-policy RL training", 2025; truncation after Ionides 2008).
+    - `icepop`: r within [floor, cap], else 0 (IcePop, Ling team 2025; as INTELLECT-3, arXiv 2512.16144, eq. 1).
+    - `sequence_mask`: 1 for all tokens of a response whose geometric mean of r lies within [floor, cap], else 0
+      (Liu et al., "When speed kills stability", 2025; the mean's length normalisation is GSPO's, arXiv 2507.18071).
+
+    A bound itself is within.  A token of weight 0 still counts in the loss's denominator.
+
+    Args:
+        old_logp_BT, engine_logp_BT: log-probabilities of the sampled tokens, both at the rollout temperature; ignored
+            where the mask is False.
+        mask_BT: bool, the response tokens that count.
+        kind: one of CORRECTION_KINDS.
+        cap: largest ratio; for `tis`, `icepop`, `sequence_mask`.
+        floor: smallest ratio; for `icepop`, `sequence_mask`.
+
+    Returns:
+        weight_BT: float32 without gradient, 0 where the mask is False.
+        gap: `tokens`; `mean_abs`, `max_abs` of log r in nats; `mean_k3`: KL(engine || trainer) by k3, of tokens drawn by
+        the engine; `fraction_capped`: tokens cut to the cap; `fraction_masked`: tokens given weight 0.
+
+    Raises:
+        ValueError: unknown kind, bounds out of order, or a log-probability that is nan or infinite at a token that
+            counts (its index is named).
+    """
+    if kind not in CORRECTION_KINDS:
+        raise ValueError(f"unknown correction {kind!r}; known are {', '.join(CORRECTION_KINDS)}")
+    if kind != "none" and not 0.0 < cap < math.inf:
+        raise ValueError(f"correction cap is {cap}; a positive number is right")
+    if kind in ("icepop", "sequence_mask") and not 0.0 <= floor < cap:
+        raise ValueError(f"correction floor is {floor}; at least 0 and below the cap {cap} is right")
+    old_logp = _counted(old_logp_BT, mask_BT, "old_logp_BT")
+    engine_logp = _counted(engine_logp_BT, mask_BT, "engine_logp_BT")
+
+    log_ratio_BT = old_logp - engine_logp
+    ratio_BT = log_ratio_BT.clamp(max=MAX_LOG_RATIO).exp()
+    capped_BT = masked_BT = torch.zeros_like(mask_BT)
+    if kind == "none":
+        weight_BT = torch.ones_like(ratio_BT)
+    elif kind == "tis":
+        capped_BT = mask_BT & (ratio_BT > cap)
+        weight_BT = ratio_BT.clamp(max=cap)
+    elif kind == "icepop":
+        masked_BT = mask_BT & ((ratio_BT > cap) | (ratio_BT < floor))
+        weight_BT = ratio_BT
+    else:
+        length_B = mask_BT.sum(dim=-1).clamp(min=1)
+        geometric_B = (log_ratio_BT.sum(dim=-1) / length_B).exp()
+        masked_BT = mask_BT & ((geometric_B > cap) | (geometric_B < floor))[:, None]
+        weight_BT = torch.ones_like(ratio_BT)
+    weight_BT = torch.where(mask_BT & ~masked_BT, weight_BT, 0.0)
+
+    gap = gap_statistics(log_ratio_BT, kl_estimate(engine_logp, old_logp, "k3"), mask_BT)
+    counted = gap["tokens"].clamp(min=1)
+    gap["fraction_capped"] = capped_BT.sum() / counted
+    gap["fraction_masked"] = masked_BT.sum() / counted
+    return weight_BT, gap
+
+
+def _counted(logp_BT: Tensor, mask_BT: Tensor, name: str) -> Tensor:
+    """float32 without gradient, 0 where the mask is False; raises ValueError for nan or inf where it is True."""
+    logp_BT = logp_BT.detach().float()
+    bad = (mask_BT & ~torch.isfinite(logp_BT)).nonzero()
+    if len(bad):
+        row, token = bad[0].tolist()
+        raise ValueError(f"{name}[{row}, {token}] is {logp_BT[row, token].item()} ({len(bad)} such): finite is right")
+    return torch.where(mask_BT, logp_BT, 0.0)

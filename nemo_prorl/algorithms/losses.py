@@ -1,0 +1,227 @@
+"""The policy loss of one micro-batch (paper eq. 1, 3, 4, 5).  Suffixes: B responses, T token positions.
+
+Signs: the surrogate is an objective (higher is better); `grpo_loss` returns a loss (lower is better).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+KL_ESTIMATORS = ("k1", "k2", "k3")
+AGGREGATIONS = ("token", "sequence", "constant")
+MAX_LOG_RATIO = 20.0  # exp of it is 4.9e8: far outside any clip range, and sums of it stay finite in float32
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """What the loss of a token is made of, and how tokens add up.
+
+    Raises ValueError, naming the field, for a value that makes no sense.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.4
+    dual_clip: float | None = None  # bounds the objective of a negative advantage A at dual_clip * A
+    kl_coef: float = 1e-4
+    kl_estimator: str = "k3"
+    entropy_coef: float = 0.0
+    aggregation: str = "token"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.clip_low <= 1.0:
+            raise ValueError(
+                f"clip_low is {self.clip_low}; the ratio's lower bound is 1 - clip_low, so 0 to 1 is right"
+            )
+        if not 0.0 <= self.clip_high < math.inf:
+            raise ValueError(f"clip_high is {self.clip_high}; 0 or more is right")
+        if self.dual_clip is not None and not 1.0 < self.dual_clip < math.inf:
+            raise ValueError(f"dual_clip is {self.dual_clip}; a number above 1 (3 is usual) or None is right")
+        if self.kl_estimator not in KL_ESTIMATORS:
+            raise ValueError(f"unknown kl_estimator {self.kl_estimator!r}; known are {', '.join(KL_ESTIMATORS)}")
+        if self.aggregation not in AGGREGATIONS:
+            raise ValueError(f"unknown aggregation {self.aggregation!r}; known are {', '.join(AGGREGATIONS)}")
+        for name in ("kl_coef", "entropy_coef"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)}; a finite number is right")
+
+
+def token_ratio(logp_BT: Tensor, old_logp_BT: Tensor) -> Tensor:
+    """pi_theta / pi_old of each token, in the dtype of the arguments.
+
+    Clamped at exp(20); beyond it the gradient is 0, where without the clamp it would be inf or nan.
+    """
+    return (logp_BT - old_logp_BT).clamp(max=MAX_LOG_RATIO).exp()
+
+
+def clipped_surrogate(ratio_BT: Tensor, advantage_BT: Tensor, config: LossConfig) -> Tensor:
+    """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) of each token (paper eq. 1, 3), an objective.
+
+    With `dual_clip` c, a token of negative advantage never counts for less than c A (arXiv 1912.09729, eq. 5).
+    """
+    clipped_BT = ratio_BT.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    objective_BT = torch.minimum(ratio_BT * advantage_BT, clipped_BT * advantage_BT)
+    if config.dual_clip is None:
+        return objective_BT
+    bounded_BT = torch.maximum(objective_BT, config.dual_clip * advantage_BT)
+    return torch.where(advantage_BT < 0, bounded_BT, objective_BT)
+
+
+def kl_estimate(logp: Tensor, other_logp: Tensor, estimator: str) -> Tensor:
+    """Estimate of KL(p || q) from tokens drawn from p, one value a token.
+
+    With d = log q - log p: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1 (Schulman, "Approximating KL divergence", 2020;
+    k3 is paper eq. 5).  Differentiable in both.  As losses: the expected gradient of k1 is 0, that of k2 is the KL's.
+
+    For k3, d is clamped at 20 (k3 is 4.9e8 there): above it the gradient is 0.  Small d loses no digits (expm1), and
+    equal arguments give exactly 0.
+
+    Args:
+        logp, other_logp: log p and log q of the tokens, same shape, float32 or float64.
+        estimator: k1, k2 or k3; anything else is a ValueError.
+    """
+    difference = other_logp - logp
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return difference.square() / 2
+    if estimator == "k3":
+        difference = difference.clamp(max=MAX_LOG_RATIO)
+        return torch.expm1(difference) - difference
+    raise ValueError(f"unknown KL estimator {estimator!r}; known are {', '.join(KL_ESTIMATORS)}")
+
+
+def denominator_terms(mask_BT: Tensor, aggregation: str, constant: float | None = None) -> Tensor:
+    """What these responses add to the global denominator of an optimizer step: sum it over all micro-batches and ranks.
+
+    Args:
+        mask_BT: bool, the response tokens that count.
+        aggregation: `token`: number of those tokens (DAPO, arXiv 2503.14476).  `sequence`: number of responses with at
+            least one such token (GRPO's mean of means).  `constant`: `constant` times that number of responses
+            (Dr. GRPO, arXiv 2503.20783, with `constant` the generation budget in tokens).
+        constant: tokens a response; needed by `constant` only.
+
+    Returns:
+        A float64 scalar tensor on the mask's device: NCCL and gloo sum it exactly.
+    """
+    if mask_BT.dtype != torch.bool:
+        raise ValueError(f"mask_BT must be bool, got {mask_BT.dtype}")
+    if aggregation == "token":
+        return mask_BT.sum().double()
+    responses = mask_BT.any(dim=-1).sum().double()
+    if aggregation == "sequence":
+        return responses
+    if aggregation == "constant":
+        if constant is None or not 0 < constant < math.inf:
+            raise ValueError(f"aggregation 'constant' needs a positive number of tokens a response, got {constant}")
+        return responses * constant
+    raise ValueError(f"unknown aggregation {aggregation!r}; known are {', '.join(AGGREGATIONS)}")
+
+
+def aggregate(value_BT: Tensor, mask_BT: Tensor, aggregation: str) -> Tensor:
+    """The numerator that belongs to `denominator_terms`: the sum over tokens, or over the responses' means.
+
+    `value_BT` must be 0 where the mask is False.
+    """
+    if aggregation == "sequence":
+        length_B = mask_BT.sum(dim=-1).clamp(min=1)
+        return (value_BT.sum(dim=-1) / length_B).sum()
+    return value_BT.sum()
+
+
+def grpo_loss(
+    logp_BT: Tensor,
+    old_logp_BT: Tensor,
+    ref_logp_BT: Tensor | None,
+    advantage_B: Tensor,
+    mask_BT: Tensor,
+    weight_BT: Tensor | None,
+    denominator: Tensor | float,
+    config: LossConfig,
+    entropy_BT: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A micro-batch's share of the loss of an optimizer step: shares add up over micro-batches and ranks.
+
+    loss = sum of (-weight * surrogate + kl_coef * KL(pi_theta || pi_ref) - entropy_coef * entropy) / denominator
+
+    (paper eq. 4 with the sign of a loss; the sum is `aggregate`'s).  All terms have the same denominator.  The weight
+    corrects the sampling distribution of the surrogate only; a token of weight 0 still counts in the denominator.
+    Whatever stands where the mask is False, nan included, reaches neither loss nor gradient.  If nothing is left, the
+    loss is 0 with gradient 0.  nan at a token that counts makes the loss nan, so that the update can be refused; an
+    infinite log-probability may hide behind a clamp, but shows in `nonfinite`.
+
+    Args:
+        logp_BT: log pi_theta of the rollout temperature's distribution, with gradient.
+        old_logp_BT: log pi_old, of the weights before this step's updates.
+        ref_logp_BT: log pi_ref; may be None when kl_coef is 0, and is then not looked at.
+        advantage_B: one advantage a response.
+        mask_BT: bool, the response tokens that count.
+        weight_BT: from `correction.rollout_correction`; None is 1 everywhere.
+        denominator: sum of `denominator_terms` over the whole optimizer step, all ranks.
+        config: see LossConfig.
+        entropy_BT: entropy of each token's distribution; needed when entropy_coef is not 0, else only reported.
+
+    All floating inputs are taken to float32 (float64 if logp is float64); only logp and entropy are differentiated.
+
+    Returns:
+        loss: scalar, already divided by the global denominator.
+        diagnostics: sums (see the package's docstring).  `loss` adds up to the global loss; `surrogate`, `kl`, `entropy`,
+        `weight` are sums over `tokens` tokens; `sequences` counts responses with a token; `nonfinite` counts tokens
+        whose log-probability, new, old or reference, is nan or infinite.
+
+    Raises:
+        ValueError: a mask that is not bool, an input that is missing, or a denominator not above 0 although a token counts.
+    """
+    _check_inputs(ref_logp_BT, mask_BT, denominator, config, entropy_BT)
+    dtype = torch.promote_types(logp_BT.dtype, torch.float32)
+
+    def masked(value: Tensor) -> Tensor:
+        # Before the arithmetic: nan * 0 is nan, in the backward pass too.
+        return torch.where(mask_BT, value.to(dtype), 0.0)
+
+    logp, old_logp = masked(logp_BT), masked(old_logp_BT.detach())
+    surrogate = clipped_surrogate(token_ratio(logp, old_logp), masked(advantage_B.detach()[:, None]), config)
+    weight = masked(torch.ones_like(logp) if weight_BT is None else weight_BT.detach())
+    loss_BT = -weight * surrogate
+    kl = torch.zeros_like(logp)
+    nonfinite = ~torch.isfinite(logp) | ~torch.isfinite(old_logp)
+    if ref_logp_BT is not None:
+        ref_logp = masked(ref_logp_BT.detach())
+        kl = kl_estimate(logp, ref_logp, config.kl_estimator)
+        nonfinite |= ~torch.isfinite(ref_logp)
+        if config.kl_coef != 0.0:
+            loss_BT = loss_BT + config.kl_coef * kl
+    entropy = torch.zeros_like(logp) if entropy_BT is None else masked(entropy_BT)
+    if config.entropy_coef != 0.0:
+        loss_BT = loss_BT - config.entropy_coef * entropy
+
+    divisor = torch.as_tensor(denominator, dtype=torch.float64, device=logp.device)
+    divisor = torch.where(divisor > 0, divisor, 1.0).to(dtype)  # nothing counts: 0 / 1
+    loss = aggregate(loss_BT, mask_BT, config.aggregation) / divisor
+
+    sums = {"loss": loss, "surrogate": surrogate, "kl": kl, "weight": weight, "nonfinite": nonfinite, "tokens": mask_BT}
+    if entropy_BT is not None:
+        sums["entropy"] = entropy
+    diagnostics = {name: value.detach().sum(dtype=torch.float64) for name, value in sums.items()}
+    diagnostics["sequences"] = denominator_terms(mask_BT, "sequence")
+    return loss, diagnostics
+
+
+def _check_inputs(
+    ref_logp_BT: Tensor | None,
+    mask_BT: Tensor,
+    denominator: Tensor | float,
+    config: LossConfig,
+    entropy_BT: Tensor | None,
+) -> None:
+    if mask_BT.dtype != torch.bool:
+        raise ValueError(f"mask_BT must be bool, got {mask_BT.dtype}")
+    if config.kl_coef != 0.0 and ref_logp_BT is None:
+        raise ValueError(f"kl_coef is {config.kl_coef}, so ref_logp_BT is needed")
+    if config.entropy_coef != 0.0 and entropy_BT is None:
+        raise ValueError(f"entropy_coef is {config.entropy_coef}, so entropy_BT is needed")
+    if not float(denominator) > 0.0 and bool(mask_BT.any()):
+        raise ValueError(
+            f"denominator is {float(denominator)}, but {int(mask_BT.sum())} tokens count: sum denominator_terms"
+        )

@@ -1,0 +1,212 @@
+"""Dynamic sampling: which groups are trained on, and how many prompts are drawn to find them (paper sec. 3.3).
+
+Suffixes: G groups, N samples a group.  No clock, no thread, no randomness: whoever plays the same verdicts in the same
+order gets the same decisions to the bit.
+"""
+
+import math
+from collections import deque
+from typing import Any
+
+from torch import Tensor
+
+from nemo_prorl.algorithms.advantages import reward_spread
+
+
+def carries_signal(reward_GN: Tensor, valid_GN: Tensor, tolerance: float) -> Tensor:
+    """Whether a group's valid RAW rewards differ by more than `tolerance`; else all its advantages are 0.
+
+    Args:
+        reward_GN: raw (unshaped) rewards, ignored where not valid.
+        valid_GN: bool; False where infrastructure failed.
+        tolerance: at least 0.  Float rewards that are equal but for rounding must not count as different.
+
+    Returns:
+        bool [G]; False with fewer than 2 valid responses.
+
+    Raises:
+        ValueError: shapes do not fit, or a valid reward is nan or infinite (its index is named).
+    """
+    if not 0.0 <= tolerance < math.inf:
+        raise ValueError(f"tolerance is {tolerance}; 0 or more is right")
+    return reward_spread(reward_GN, valid_GN) > tolerance
+
+
+class KeepRates:
+    """How likely a drawn group is to be kept, for each task: an exponential moving average with a prior.
+
+    rate = (strength * prior + sum of decay^age * kept) / (strength + sum of decay^age), age counted in decisions of
+    the same task; decay 0.98 remembers about 50 decisions.  The prior of 1 is optimistic on purpose: a task that is not
+    known yet is drawn no more often than needed, and what is missing is refilled once verdicts say so.  A pessimistic
+    prior would start with a surplus, which costs generation and goes stale.  Because strength and prior are
+    positive, a rate is never 0.
+
+    Raises ValueError if prior is outside (0, 1], strength not positive, or decay outside (0, 1).
+    """
+
+    def __init__(self, prior: float = 1.0, strength: float = 1.0, decay: float = 0.98) -> None:
+        if not 0.0 < prior <= 1.0 or not 0.0 < strength < math.inf or not 0.0 < decay < 1.0:
+            raise ValueError(
+                f"keep rates need prior in (0, 1], strength > 0, decay in (0, 1); got {prior}, {strength}, {decay}"
+            )
+        self.prior, self.strength, self.decay = prior, strength, decay
+        self._sums: dict[str, tuple[float, float]] = {}  # task -> (discounted kept, discounted decisions)
+
+    def __getitem__(self, task: str) -> float:
+        """The rate of a task, in (0, 1]; the prior for one never seen."""
+        kept, decisions = self._sums.get(task, (0.0, 0.0))
+        return (self.strength * self.prior + kept) / (self.strength + decisions)
+
+    def update(self, task: str, kept: bool) -> None:
+        """One decision.  Call in draw order: the average depends on the order."""
+        old_kept, old_decisions = self._sums.get(task, (0.0, 0.0))
+        self._sums[task] = (self.decay * old_kept + float(kept), self.decay * old_decisions + 1.0)
+
+    @property
+    def tasks(self) -> list[str]:
+        """The tasks decided so far, sorted."""
+        return sorted(self._sums)
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """For a checkpoint; JSON keeps it exactly."""
+        return {task: list(self._sums[task]) for task in self.tasks}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sums = {task: (float(kept), float(decisions)) for task, (kept, decisions) in state.items()}
+
+
+class DynamicSampler:
+    """Decides, within one step, when another prompt is drawn and which groups make up the batch.
+
+    The caller draws prompts and generates; this object only counts.  A group is drawn (`carry` or `dispatched`), then
+    decided, strictly in draw order, until the batch is full or the draws are used up::
+
+        for group in surplus:                       # of the step before, oldest first
+            sampler.carry(group.task)
+        while not sampler.done:
+            while sampler.wants_more():
+                sampler.dispatched(draw_and_start().task)
+            sampler.decide(kept=wait_for_verdict_of_the_oldest_undecided())
+
+    All that it decides depends on the verdicts in draw order alone.  `decide` therefore refuses to go on while
+    `wants_more()` is true: otherwise a faster verdict would change which prompts are drawn.
+
+    When the batch is full, groups drawn and not yet decided are the surplus: the `surplus_count` latest draws, in
+    order.  They are judged in the next step, after `carry`, and touch the keep rates only then.  When the draws are
+    used up first, the groups kept so far are the batch.
+
+    Args:
+        needed: groups of a full batch, at least 1.
+        max_drawn: cap of draws in this step, carried groups included, at least `needed`.
+        oversubscription: expected kept groups per needed group that may be in flight, positive; 1 starts no more than
+            is expected to be needed.
+        keep_rate: shared by all steps of a run, updated by `decide`.
+        enabled: False keeps every group (static sampling); keep rates are still measured.
+
+    Raises:
+        ValueError: a number out of range.  RuntimeError: a call out of order.
+    """
+
+    def __init__(
+        self, needed: int, max_drawn: int, oversubscription: float, keep_rate: KeepRates, enabled: bool = True
+    ) -> None:
+        if needed < 1:
+            raise ValueError(f"needed is {needed}; at least 1 group is right")
+        if max_drawn < needed:
+            raise ValueError(f"max_drawn is {max_drawn}; at least needed ({needed}) is right")
+        if not 0.0 < oversubscription < math.inf:
+            raise ValueError(f"oversubscription is {oversubscription}; a positive number is right")
+        self.needed, self.max_drawn, self.oversubscription = needed, max_drawn, oversubscription
+        self.keep_rate, self.enabled = keep_rate, enabled
+        self.kept = self.dropped = self.carried = self.started = 0
+        self._undecided: deque[str] = deque()
+        self._undecided_of: dict[str, int] = {}
+
+    def carry(self, task: str) -> None:
+        """Takes over a surplus group of the step before.  Before the first `dispatched` and `decide`."""
+        if self.started or self.decided:
+            raise RuntimeError("carry() after the first dispatched() or decide(): surplus groups come first")
+        self.carried += 1
+        self._append(task)
+
+    def dispatched(self, task: str) -> None:
+        """A prompt of this task was drawn.  Only while `wants_more()`."""
+        if not self.wants_more():
+            raise RuntimeError(f"dispatched({task!r}) although wants_more() is false: {self}")
+        self.started += 1
+        self._append(task)
+
+    def decide(self, kept: bool) -> bool:
+        """The verdict of the oldest undecided group; returns whether it joins the batch.
+
+        `kept` is `carries_signal`'s answer.  Static sampling (`enabled` False) takes the group in any case.
+        """
+        if not self._undecided:
+            raise RuntimeError(f"decide() but no group is undecided: {self}")
+        if self.full:
+            raise RuntimeError(f"decide() although the batch is full; the rest is surplus: {self}")
+        if self.wants_more():
+            raise RuntimeError(f"decide() while wants_more() is true; draw first, or timing changes the draws: {self}")
+        task = self._undecided.popleft()
+        self._undecided_of[task] -= 1
+        self.keep_rate.update(task, kept)
+        joins = kept or not self.enabled
+        self.kept += joins
+        self.dropped += not joins
+        return joins
+
+    def wants_more(self) -> bool:
+        """Whether another prompt is to be drawn now."""
+        if self.full or self.drawn >= self.max_drawn:
+            return False
+        return not self._undecided or self.kept + self.expected < self.needed * self.oversubscription
+
+    @property
+    def expected(self) -> float:
+        """How many of the undecided groups will be kept, by the keep rates of now."""
+        if not self.enabled:
+            return float(self.undecided)
+        # By task and in sorted order: the sum's rounding must not depend on history.
+        return sum(self.keep_rate[task] * count for task, count in sorted(self._undecided_of.items()))
+
+    @property
+    def drawn(self) -> int:
+        """Groups drawn or carried so far."""
+        return self.carried + self.started
+
+    @property
+    def decided(self) -> int:
+        return self.kept + self.dropped
+
+    @property
+    def undecided(self) -> int:
+        return len(self._undecided)
+
+    @property
+    def full(self) -> bool:
+        """The batch has all the groups that it needs."""
+        return self.kept >= self.needed
+
+    @property
+    def exhausted(self) -> bool:
+        """All draws are used up and decided, and the batch is short: it is trained as it is."""
+        return not self.full and not self._undecided and self.drawn >= self.max_drawn
+
+    @property
+    def done(self) -> bool:
+        return self.full or self.exhausted
+
+    @property
+    def surplus_count(self) -> int:
+        """How many of the latest draws belong to the next step; 0 until the batch is full."""
+        return self.undecided if self.full else 0
+
+    def __repr__(self) -> str:
+        return (
+            f"DynamicSampler(needed={self.needed}, kept={self.kept}, dropped={self.dropped}, "
+            f"undecided={self.undecided}, drawn={self.drawn} of {self.max_drawn})"
+        )
+
+    def _append(self, task: str) -> None:
+        self._undecided.append(task)
+        self._undecided_of[task] = self._undecided_of.get(task, 0) + 1

@@ -1,0 +1,104 @@
+"""A batch of responses as the trainer holds it: right-padded tokens, and per-token values aligned with them.
+
+Shape suffixes: B responses, T token positions of the padded sequence (prompt first, then response, then padding).
+A per-token value at position t belongs to the token at t; it is 0 outside the response.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Responses to train on.
+
+    tokens_BT: int64.  mask_BT: bool, true at response tokens.  Log-probabilities and weights: float32, 0 where masked.
+    advantage_B: float32.  length_B: int64, tokens of prompt and response.
+    """
+
+    tokens_BT: Tensor
+    mask_BT: Tensor
+    length_B: Tensor
+    engine_logp_BT: Tensor
+    old_logp_BT: Tensor
+    ref_logp_BT: Tensor
+    weight_BT: Tensor
+    advantage_B: Tensor
+
+    @classmethod
+    def from_sequences(
+        cls, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], logps: Sequence[Sequence[float]]
+    ) -> "Batch":
+        """Pads token lists; the targets (advantages, old and reference log-probabilities) are zeros until set."""
+        lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
+        shape = (len(lengths), max(lengths, default=1))
+        tokens_BT, mask_BT = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
+        engine_logp_BT = torch.zeros(shape)
+        for b, (prompt, response, logp) in enumerate(zip(prompts, responses, logps, strict=True)):
+            tokens_BT[b, : lengths[b]] = torch.tensor([*prompt, *response], dtype=torch.int64)
+            mask_BT[b, len(prompt) : lengths[b]] = True
+            engine_logp_BT[b, len(prompt) : lengths[b]] = torch.tensor(logp, dtype=torch.float32)
+        zeros_BT = torch.zeros(shape)
+        return cls(
+            tokens_BT,
+            mask_BT,
+            torch.tensor(lengths, dtype=torch.int64),
+            engine_logp_BT,
+            old_logp_BT=zeros_BT,
+            ref_logp_BT=zeros_BT,
+            weight_BT=torch.ones(shape),
+            advantage_B=torch.zeros(shape[0]),
+        )
+
+    def __len__(self) -> int:
+        return self.tokens_BT.shape[0]
+
+    @property
+    def num_response_tokens(self) -> int:
+        return int(self.mask_BT.sum())
+
+    def with_targets(self, **values: Tensor) -> "Batch":
+        """The same responses with some of their values set."""
+        return replace(self, **values)
+
+    def rows(self, index: Tensor | slice) -> "Batch":
+        """Some of the responses, in the order of `index`, with the padding as it is."""
+        return Batch(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
+    def padded_to(self, rows: int, length: int) -> "Batch":
+        """At least `rows` rows and exactly `length` positions; rows added count nowhere (all masked, length 1)."""
+        missing = max(0, rows - len(self))
+        values = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value.ndim == 2:
+                value = torch.nn.functional.pad(value[:, :length], (0, max(0, length - value.shape[1]), 0, missing))
+            else:
+                value = torch.nn.functional.pad(value, (0, missing), value=1 if f.name == "length_B" else 0)
+            values[f.name] = value
+        return Batch(**values)
+
+    def micro_batches(self, size: int, multiple_of: int = 1, same_shape: bool = False) -> "list[tuple[Tensor, Batch]]":
+        """(row numbers, micro-batch) pairs of `size` rows, shortest sequences together, each trimmed to its longest.
+
+        `multiple_of`: the padded length is a multiple of it (sequence parallelism).  `same_shape`: all have the same
+        padded length and number of rows, as a pipeline needs.  The row numbers are those of the rows that count.
+        """
+        order = torch.argsort(self.length_B, stable=True)
+        parts = list(order.split(size)) or [order]
+
+        def padded_length(rows: Tensor) -> int:
+            longest = int(self.length_B[rows].max()) if len(rows) else 1
+            return -(-longest // multiple_of) * multiple_of
+
+        full = padded_length(order)
+        return [
+            (rows, self.rows(rows).padded_to(size if same_shape else 1, full if same_shape else padded_length(rows)))
+            for rows in parts
+        ]

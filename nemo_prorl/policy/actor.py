@@ -1,0 +1,365 @@
+"""The actor: NeMo-Aligner's Megatron model, and the four things that training asks of it.
+
+Shape suffixes: B responses of a (micro-)batch, T token positions, H hidden, N response tokens.
+A log-probability at position t is that of the token at t given what is before it, under softmax(logits / temperature).
+"""
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from nemo.collections.nlp.models.language_modeling.megatron_gpt_model import MegatronGPTModel
+from nemo.collections.nlp.parts.mixins.nlp_adapter_mixins import NLPAdapterModelMixin
+from nemo_aligner.utils.train_utils import grad_reductions, prepare_for_training_step, set_sync_funcs
+from torch import Tensor
+
+from nemo_prorl.algorithms.logprobs import chunked_logprobs
+from nemo_prorl.batch import Batch
+from nemo_prorl.errors import NonFiniteUpdate
+from nemo_prorl.policy.weights import HFFolder, Shape, rule_of
+
+_log = logging.getLogger(__name__)
+
+# (logp_BT, entropy_BT or None, micro-batch, denominator) -> (loss / denominator, sums to report)
+LossFunction = Callable[[Tensor, Tensor | None, Batch, float], tuple[Tensor, dict[str, Tensor]]]
+
+
+def _last_hidden_states(hidden_SBH: Tensor, weight: Tensor | None = None, **_: object) -> tuple[Tensor, None]:
+    return hidden_SBH, None
+
+
+class ActorModel(NLPAdapterModelMixin, MegatronGPTModel):
+    """NeMo's GPT model whose output is the last hidden states; the loss applies the output weight itself, in chunks."""
+
+    def model_provider_func(self, pre_process: bool, post_process: bool) -> torch.nn.Module:
+        model = super().model_provider_func(pre_process, post_process)
+        if post_process:
+            model.output_layer.forward = _last_hidden_states
+        return model
+
+    def _enable_nvidia_optimizations(self) -> None:
+        if torch.cuda.is_available():
+            super()._enable_nvidia_optimizations()
+
+    def setup_transformer_engine_cp_groups(self) -> None:
+        if self.cfg.get("transformer_engine", False):
+            super().setup_transformer_engine_cp_groups()
+
+
+class Actor:
+    """A policy on this rank's part of a (tensor, pipeline, data) parallel layout.
+
+    Every method that computes is a collective: all ranks call it, each with the rows of its data rank.
+    """
+
+    def __init__(self, model: ActorModel, optimizer: Any, temperature: float, hf_config: dict, chunk_tokens: int) -> None:
+        self.model, self.optimizer, self.temperature, self.chunk_tokens = model, optimizer, temperature, chunk_tokens
+        self.hf_config = hf_config
+        self.shape = Shape.of(hf_config, int(model.cfg.override_vocab_size))
+        self.micro_batch_size = int(model.cfg.micro_batch_size)
+        self.data_rank = parallel_state.get_data_parallel_rank()
+        self.data_size = parallel_state.get_data_parallel_world_size()
+        self._tp_size = parallel_state.get_tensor_model_parallel_world_size()
+        self._pp_size = parallel_state.get_pipeline_model_parallel_world_size()
+        self._last_stage = parallel_state.is_pipeline_last_stage()
+        self._reference: dict[str, Tensor] = {}  # the rank's parameters by name, on the CPU
+
+    # --- the module and its parameters -----------------------------------------------------------------------------
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """Megatron's GPTModel without its wrappers."""
+        return self.model.get_model_module_list()[0]
+
+    @property
+    def mcore_optimizer(self) -> Any:
+        return self.optimizer.mcore_optimizer
+
+    def _device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    def sum_over_data_ranks(self, value: float) -> float:
+        """A number summed over data ranks, in float64; the same on all tensor and pipeline ranks."""
+        total = torch.tensor(float(value), dtype=torch.float64, device=self._device())
+        if self.data_size > 1:
+            dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        return float(total)
+
+    def reduce_sums(self, sums: dict[str, float]) -> dict[str, float]:
+        """Sums reported by this rank's rows, over all data ranks; keys ending in _max or _min take that instead."""
+        if self.data_size == 1:
+            return sums
+        parts: list[dict[str, float]] = [{} for _ in range(self.data_size)]
+        dist.all_gather_object(parts, sums, group=parallel_state.get_data_parallel_group())
+        return merge_sums(parts)
+
+    # --- forward ---------------------------------------------------------------------------------------------------
+
+    def _logprobs_of(self, micro: Batch, hidden_BTH: Tensor, temperature: float, with_entropy: bool) -> tuple:
+        """(logp_BT, entropy_BT or None) from the model's last hidden states [B, T, H] ([B, T/TP, H] when scattered)."""
+        if self.module.config.sequence_parallel:
+            hidden_BTH = gather_from_sequence_parallel_region(hidden_BTH.transpose(0, 1)).transpose(0, 1)
+        else:
+            hidden_BTH = copy_to_tensor_model_parallel_region(hidden_BTH)
+        predicts = micro.mask_BT[:, 1:]
+        weight_VH = (
+            self.module.shared_embedding_or_output_weight() if self.shape.tied else self.module.output_layer.weight
+        )
+        logp_N, entropy_N = chunked_logprobs(
+            hidden_BTH[:, :-1][predicts],
+            weight_VH,
+            micro.tokens_BT[:, 1:][predicts],
+            temperature,
+            vocab_size=self.shape.vocab,
+            vocab_start=parallel_state.get_tensor_model_parallel_rank() * weight_VH.shape[0],
+            group=parallel_state.get_tensor_model_parallel_group() if self._tp_size > 1 else None,
+            chunk=self.chunk_tokens,
+            with_entropy=with_entropy,
+        )
+
+        def place(value_N: Tensor) -> Tensor:
+            zeros_BT = torch.zeros(micro.mask_BT.shape, dtype=torch.float32, device=value_N.device)
+            return zeros_BT.masked_scatter(micro.mask_BT, value_N)
+
+        return place(logp_N), place(entropy_N) if entropy_N is not None else None
+
+    def _forward_step(self, finish: Callable[[Batch, Tensor], Any], micro_batches: Iterator[Batch], net: Any) -> tuple:
+        """Megatron's schedule calls this for each micro-batch; `finish` turns hidden states into what is asked for."""
+        micro = next(micro_batches)
+        position_BT = torch.arange(micro.tokens_BT.shape[1], device=micro.tokens_BT.device).expand_as(micro.tokens_BT)
+        hidden_BTH = net(micro.tokens_BT, position_BT, None, labels=None)
+
+        def at_last_stage(output: Tensor, non_loss_data: bool = False) -> Any:
+            return finish(micro, output)
+
+        return hidden_BTH, at_last_stage
+
+    def _run(self, batch: Batch, finish: Callable[[Batch, Tensor], Any], forward_only: bool) -> tuple[list, list[Tensor]]:
+        """Runs Megatron's schedule over the batch: (what `finish` gave on the last stage, row numbers) by micro-batch."""
+        tp = self._tp_size if self.module.config.sequence_parallel else 1
+        parts = batch.micro_batches(self.micro_batch_size, multiple_of=tp, same_shape=self._pp_size > 1)
+        device = self._device()
+        micro_batches = [m.to(device) for _, m in parts]
+        set_sync_funcs(self.model, forward_only=forward_only)
+        outputs = get_forward_backward_func()(
+            forward_step_func=partial(self._forward_step, finish),
+            data_iterator=iter(micro_batches),
+            model=self.model.model,
+            num_microbatches=len(micro_batches),
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+            seq_length=micro_batches[0].tokens_BT.shape[1],
+            micro_batch_size=micro_batches[0].tokens_BT.shape[0],
+        )
+        return outputs, [rows for rows, _ in parts]
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
+        """(logp_BT, entropy_BT), float32 on the CPU, of the weights in use, at the training temperature or another."""
+        self.model.eval()
+        temperature = self.temperature if temperature is None else temperature
+
+        def finish(micro: Batch, hidden_BTH: Tensor) -> tuple:
+            return self._logprobs_of(micro, hidden_BTH, temperature, with_entropy=True)
+
+        outputs, rows = self._run(batch, finish, forward_only=True)
+        found_2BT = torch.zeros(2, *batch.mask_BT.shape)
+        for row_numbers, values in zip(rows, outputs, strict=False):  # only the last stage has outputs
+            for k, value_BT in enumerate(values):
+                width = min(value_BT.shape[1], batch.mask_BT.shape[1])
+                found_2BT[k, row_numbers, :width] = value_BT[: len(row_numbers), :width].to("cpu")
+        if self._pp_size > 1:
+            device = self._device()
+            found_2BT = found_2BT.to(device)
+            dist.broadcast(
+                found_2BT,
+                parallel_state.get_pipeline_model_parallel_last_rank(),
+                group=parallel_state.get_pipeline_model_parallel_group(),
+            )
+        logp_BT, entropy_BT = found_2BT.cpu().unbind()
+        return logp_BT, entropy_BT
+
+    def reference_logprobs(self, batch: Batch) -> Tensor:
+        """logp_BT of the reference policy, float32 on the CPU."""
+        with self.reference_weights():
+            return self.logprobs(batch)[0]
+
+    # --- updates ---------------------------------------------------------------------------------------------------
+
+    def gradients(self, batch: Batch, loss: LossFunction, denominator: float, temperature: float, with_entropy: bool = False) -> dict:
+        """Leaves the gradient of `loss` over all data ranks' rows in the optimizer's buffers; returns the sums of `loss`.
+
+        `denominator` is global.  Megatron's schedule divides a loss by the number of micro-batches and data
+        parallelism averages over its ranks: both are undone here, so that only `denominator` divides.
+        """
+        num_micro_batches = max(1, -(-len(batch) // self.micro_batch_size))
+        scale = num_micro_batches * self.data_size
+
+        def finish(micro: Batch, hidden_BTH: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            logp_BT, entropy_BT = self._logprobs_of(micro, hidden_BTH, temperature, with_entropy)
+            value, sums = loss(logp_BT, entropy_BT, micro, denominator)
+            return value * scale, {"loss": value.detach().clone(), **sums}  # clone: the schedule divides in place
+
+        self.optimizer.zero_grad()
+        prepare_for_training_step(self.model, zero_grad=False)
+        outputs, _ = self._run(batch, finish, forward_only=False)
+        grad_reductions(self.model)
+        sums = merge_sums([{k: float(v) for k, v in out.items()} for out in outputs])
+        if self._pp_size > 1:
+            box: list[Any] = [sums]
+            source = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast_object_list(box, source, group=parallel_state.get_pipeline_model_parallel_group())
+            sums = box[0]
+        return self.reduce_sums(sums)
+
+    def update(self, batch: Batch, loss: LossFunction, denominator: float, temperature: float | None = None, with_entropy: bool = False) -> dict[str, float]:
+        """One optimizer step on this data rank's rows; returns the sums that `loss` reports, and `grad_norm`.
+
+        Raises NonFiniteUpdate, with weights and optimizer as they were, if the loss or the gradient is not finite.
+        """
+        temperature = self.temperature if temperature is None else temperature
+        sums = self.gradients(batch, loss, denominator, temperature, with_entropy)
+        optimizer = self.mcore_optimizer
+        optimizer.prepare_grads()
+        grad_norm = float(optimizer.get_grad_norm())
+        total = torch.tensor([sums["loss"], grad_norm])
+        if not bool(torch.isfinite(total).all()):
+            raise NonFiniteUpdate(f"the update has loss {sums['loss']} and gradient norm {grad_norm}; it was not made")
+        if optimizer.config.clip_grad > 0:
+            optimizer.clip_grad_norm(optimizer.config.clip_grad)
+        optimizer.step_with_ready_grads()
+        return {**sums, "grad_norm": grad_norm}
+
+    def reset_optimizer(self) -> None:
+        """Moments and step count anew; master weights stay as they are (the recipe's hard reset)."""
+        for optimizer in getattr(self.mcore_optimizer, "chained_optimizers", [self.mcore_optimizer]):
+            optimizer.optimizer.state.clear()
+            for group in optimizer.optimizer.param_groups:
+                group.pop("step", None)  # Transformer Engine counts there
+                if "step" in optimizer.optimizer.defaults:
+                    group["step"] = optimizer.optimizer.defaults["step"]
+
+    def set_learning_rate(self, lr: float) -> None:
+        for group in self.mcore_optimizer.param_groups:
+            group["lr"] = lr
+
+    # --- weights ---------------------------------------------------------------------------------------------------
+
+    def import_weights(self, folder: HFFolder) -> None:
+        """Loads this rank's part of a Hugging Face model; master weights follow."""
+        offset = get_transformer_layer_offset(self.module.config)
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        for name, param in self.module.named_parameters():
+            rule = rule_of(name, offset, self.shape.tied)
+            local = rule.to_local([folder.tensor(h) for h in rule.hf], self.shape, tp_rank, self._tp_size)
+            if local.shape != param.shape:
+                raise ValueError(f"{folder.path}: {name} would be {tuple(local.shape)}, the model has {tuple(param.shape)}")
+            param.data.copy_(local)
+        self.mcore_optimizer.reload_model_params()
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) of the weights in use, on every rank, in the model's dtype.  A collective."""
+        tp_group = parallel_state.get_tensor_model_parallel_group()
+        for stage, name, shape, dtype in self._parameters_of_all_stages():
+            mine = stage == parallel_state.get_pipeline_model_parallel_rank()
+            param = dict(self.module.named_parameters())[name].data if mine else None
+            rule = rule_of(name, self._layer_offsets[stage], self.shape.tied)
+            if mine:
+                assert param is not None
+                shards = [torch.empty_like(param) for _ in range(self._tp_size)]
+                if rule.cut is None or self._tp_size == 1:
+                    shards = [param]
+                else:
+                    dist.all_gather(shards, param.contiguous(), group=tp_group)
+                whole = rule.to_hf(shards, self.shape)
+            else:
+                whole = [torch.empty(0)] * len(rule.hf)
+            for hf_name, tensor in zip(rule.hf, whole, strict=True):
+                yield hf_name, self._from_stage(stage, tensor) if self._pp_size > 1 else tensor
+
+    def _parameters_of_all_stages(self) -> list[tuple[int, str, tuple, torch.dtype]]:
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        own = [
+            (stage, name, tuple(p.shape), p.dtype)
+            for name, p in self.module.named_parameters()
+            if not (self.shape.tied and name == "output_layer.weight")
+        ]
+        mine = (own, get_transformer_layer_offset(self.module.config))
+        every: list[Any] = [mine] * self._pp_size
+        if self._pp_size > 1:
+            dist.all_gather_object(every, mine, group=parallel_state.get_pipeline_model_parallel_group())
+        self._layer_offsets = [offset for _, offset in every]
+        return [entry for entries, _ in every for entry in entries]
+
+    def _from_stage(self, stage: int, tensor: Tensor) -> Tensor:
+        """A tensor that pipeline stage `stage` has, on all stages."""
+        group = parallel_state.get_pipeline_model_parallel_group()
+        source = dist.get_process_group_ranks(group)[stage]
+        box: list[Any] = [(tuple(tensor.shape), tensor.dtype)]
+        dist.broadcast_object_list(box, source, group=group)
+        shape, dtype = box[0]
+        if parallel_state.get_pipeline_model_parallel_rank() != stage:
+            tensor = torch.empty(shape, dtype=dtype, device=self._device())
+        tensor = tensor.contiguous()
+        dist.broadcast(tensor, source, group=group)
+        return tensor
+
+    def weights_sha256(self) -> str:
+        """sha256 over the Hugging Face-named tensors as float32, in name order: the same at any layout.  A collective."""
+        digests = {}
+        for name, tensor in self.export_weights():
+            data = tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
+            digests[name] = hashlib.sha256(name.encode() + data).digest()
+        return hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()
+
+    # --- reference policy ------------------------------------------------------------------------------------------
+
+    def set_reference(self) -> None:
+        """pi_ref <- pi_theta: the weights in use (bf16 where those are), so that KL is exactly 0 right after."""
+        self._reference = {name: p.detach().to("cpu", copy=True) for name, p in self.module.named_parameters()}
+
+    @contextmanager
+    def reference_weights(self) -> Iterator[None]:
+        """Inside, the weights in use are the reference's."""
+        assert self._reference, "the reference policy was never set"
+        parameters = dict(self.module.named_parameters())
+        own = {name: p.detach().clone() for name, p in parameters.items()}
+        try:
+            for name, p in parameters.items():
+                p.data.copy_(self._reference[name])
+            yield
+        finally:
+            for name, p in parameters.items():
+                p.data.copy_(own[name])
+
+    def reference_sha256(self) -> str:
+        with self.reference_weights():
+            return self.weights_sha256()
+
+
+def merge_sums(parts: list[dict[str, float]]) -> dict[str, float]:
+    """Adds reports key by key; keys ending in _max or _min take the largest or smallest."""
+    merged: dict[str, float] = {}
+    for part in parts:
+        for key, value in part.items():
+            if key not in merged:
+                merged[key] = value
+            elif key.endswith("_max"):
+                merged[key] = max(merged[key], value)
+            elif key.endswith("_min"):
+                merged[key] = min(merged[key], value)
+            else:
+                merged[key] += value
+    return merged

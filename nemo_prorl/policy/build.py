@@ -1,0 +1,110 @@
+"""From a configuration to a running actor, by NeMo-Aligner's own script utilities."""
+
+import logging
+import os
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_prorl.errors import ConfigError
+from nemo_prorl.policy import cpu
+
+_log = logging.getLogger(__name__)
+
+LIGHTNING_KEYS = {  # of trainer.*, beside those that a user sets: no data loader, sampler or checkpoint of Lightning's
+    "logger": False,
+    "enable_checkpointing": False,
+    "use_distributed_sampler": False,
+    "max_epochs": 1,
+    "max_steps": 1_000_000_000,
+}
+
+
+@dataclass(frozen=True)
+class Built:
+    """What `build_actor` makes: the actor, and NeMo's experiment folder with its loggers."""
+
+    actor: Any
+    trainer: Any  # lightning.pytorch.Trainer
+    log_dir: Path | None
+
+
+def padded_vocab(vocab: int, divisible_by: int) -> int:
+    """Rows of Megatron's embedding: the same at every tensor parallel size, so that checkpoints reshard."""
+    return -(-vocab // divisible_by) * divisible_by
+
+
+def nemo_config(cfg: DictConfig, hf_folder: Path, hf: dict[str, Any], log_dir: Path | None) -> DictConfig:
+    """The configuration in NeMo-Aligner's shape: `trainer` (with `grpo`), `model`, `exp_manager`."""
+    model: dict = OmegaConf.to_container(cfg.model, resolve=True)  # type: ignore[assignment]
+    world = cfg.trainer.num_nodes * cfg.trainer.devices
+    layout = model["tensor_model_parallel_size"] * model["pipeline_model_parallel_size"]
+    vocab = padded_vocab(hf["vocab_size"], model["make_vocab_size_divisible_by"])
+    if vocab % model["tensor_model_parallel_size"]:
+        raise ConfigError(
+            f"model.tensor_model_parallel_size={model['tensor_model_parallel_size']} does not divide the padded vocabulary"
+            f" of {vocab}; set model.make_vocab_size_divisible_by to a multiple of it"
+        )
+    model |= {
+        "override_vocab_size": vocab,
+        "precision": cfg.trainer.precision,
+        "seed": cfg.seed,
+        "global_batch_size": model["micro_batch_size"] * max(1, world // layout),
+        "tokenizer": {"library": "huggingface", "type": str(hf_folder), "use_fast": True},
+        "data": {},
+    }
+    user_keys = ("num_nodes", "devices", "accelerator", "precision", "gradient_clip_val")
+    trainer = {key: cfg.trainer[key] for key in user_keys} | LIGHTNING_KEYS | {"grpo": {}}
+    exp = dict(cfg.exp_manager) | {"explicit_log_dir": str(log_dir)} if log_dir is not None else None
+    return OmegaConf.create({"trainer": trainer, "model": model, "exp_manager": exp})
+
+
+def build_actor(cfg: DictConfig, hf_folder: str | Path, log_dir: Path | None = None) -> Built:
+    """Builds the actor on this rank with the weights of a Hugging Face folder, and its reference policy equal to them.
+
+    Reads the ranks from torchrun's variables (one rank without them).  Raises ConfigError where `model` and the
+    folder's config.json disagree.
+    """
+    from nemo_prorl.policy.weights import HFFolder, check_agreement
+
+    folder = HFFolder(hf_folder)
+    check_agreement(cfg.model, folder.config, folder.path)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world != cfg.trainer.num_nodes * cfg.trainer.devices:
+        raise ConfigError(
+            f"trainer.num_nodes={cfg.trainer.num_nodes} x trainer.devices={cfg.trainer.devices} ranks are configured,"
+            f" {world} were started"
+        )
+    warnings.filterwarnings("ignore")
+    cpu.enable()
+    built = _build(nemo_config(cfg, folder.path.resolve(), folder.config, log_dir), cfg, folder.config)
+    built.actor.import_weights(folder)
+    built.actor.set_reference()
+    return built
+
+
+def _build(nemo_cfg: DictConfig, cfg: DictConfig, hf: dict[str, Any]) -> Built:
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from nemo.utils.exp_manager import exp_manager
+    from nemo_aligner.utils import train_script_utils as script
+
+    from nemo_prorl.policy.actor import Actor, ActorModel
+
+    trainer = script.resolve_and_create_trainer(nemo_cfg, "grpo")
+    log_dir = exp_manager(trainer, nemo_cfg.exp_manager) if nemo_cfg.exp_manager is not None else None
+    trainer.strategy._timeout = timedelta(seconds=cfg.trainer.deadlines.collective_s)
+    torch.manual_seed(cfg.seed)
+    model = ActorModel(nemo_cfg.model, trainer)
+    script.init_distributed(trainer, model, bool(nemo_cfg.model.get("transformer_engine", False)))
+    if not torch.cuda.is_available():
+        model_parallel_cuda_manual_seed(cfg.seed)  # NeMo leaves it out when it counts no GPU
+    data = torch.utils.data.TensorDataset(torch.arange(1))
+    script.init_using_ptl(trainer, model, torch.utils.data.DataLoader(data, batch_size=1), data)
+    optimizer, _ = script.extract_optimizer_scheduler_from_ptl_model(model)
+    actor = Actor(model, optimizer, cfg.trainer.grpo.temperature, hf, cfg.trainer.grpo.logprob_chunk_tokens)
+    return Built(actor, trainer, log_dir)

@@ -1,0 +1,118 @@
+"""NeMo-Aligner's stack on a machine without CUDA: what must be told otherwise to torch, Megatron-Core and NeMo.
+
+NeMo 2.3 and Megatron-Core 0.12 take CUDA, apex and Transformer Engine for granted in a few dozen places.  `enable`
+changes just those, once, and only where CUDA is absent; nothing else in this project knows the difference.
+Each change says what fails without it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_enabled = False
+
+
+def enable() -> None:
+    """Lets NeMo and Megatron run on the CPU.  Does nothing the second time, or where CUDA is present."""
+    global _enabled
+    if _enabled or torch.cuda.is_available():
+        return
+    _enabled = True
+    _torch_without_cuda()
+    _megatron_without_cuda()
+    _distributed_optimizer_with_torch_adamw()
+    _nemo_without_apex_and_te()
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Megatron names the device "cuda" in code: every tensor asked for there is made on the CPU."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.")  # the distributed optimizer checks this name
+        return func(*args, **kwargs)
+
+
+def _torch_without_cuda() -> None:
+    _CudaMeansCpu().__enter__()  # for the life of the process
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    cuda.manual_seed = torch.manual_seed
+    cuda.synchronize = lambda *_: None
+
+
+def _megatron_without_cuda() -> None:
+    import megatron.core.tensor_parallel.random as rng
+
+    rng._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+
+
+def _distributed_optimizer_with_torch_adamw() -> None:
+    """Without apex and Transformer Engine Megatron uses torch's AdamW, and has three faults in saving and loading it."""
+    import megatron.core.optimizer.distrib_optimizer as module
+
+    optimizer = module.DistributedOptimizer
+    state_dict, load = optimizer.state_dict, optimizer.load_state_dict
+    set_states = optimizer._set_main_param_and_optimizer_states
+    module.quantize_param_shard = lambda *_, **__: None  # raises without Transformer Engine
+
+    def state_dict_before_any_step(self: Any) -> dict:
+        """Megatron asserts that a step was made; loading asks before any."""
+        for p in (p for group in self.optimizer.param_groups for p in group["params"]):
+            if not self.optimizer.state[p]:
+                moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[p] = {"step": torch.tensor(0.0), **moments}
+        return state_dict(self)
+
+    def set_states_with_step(self: Any, model_param: torch.nn.Parameter, tensors: dict) -> None:
+        """The step count travels in the parameter groups; Megatron looks for one saved with each parameter."""
+        group, order = self.model_param_group_index_map[model_param]
+        step = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]["step"]
+        set_states(self, model_param, {"step": step.clone(), **tensors})
+
+    def load_with_own_steps(self: Any, state: dict) -> None:
+        """Megatron gives all parameters ONE step tensor, which then counts once for each of them."""
+        load(self, state)
+        for p_state in self.optimizer.state.values():
+            p_state["step"] = p_state["step"].clone()
+
+    optimizer.state_dict = state_dict_before_any_step
+    optimizer._set_main_param_and_optimizer_states = set_states_with_step
+    optimizer.load_state_dict = load_with_own_steps
+
+
+def _nemo_without_apex_and_te() -> None:
+    import nemo.collections.nlp.models.language_modeling.megatron_gpt_model as gpt
+    import nemo.collections.nlp.models.nlp_model as nlp_model
+    import nemo.collections.nlp.modules.common.megatron.build_model as build
+    import nemo.collections.nlp.modules.common.megatron.utils as utils
+    import nemo.collections.nlp.parts.nlp_overrides as overrides
+    from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
+    from nemo.core.optim.mcore_optim import McoreDistributedOptimizer
+
+    from nemo_prorl.policy.cpu_layers import layer_spec
+
+    class Never:
+        """A class that nothing is an instance of."""
+
+    overrides.HAVE_APEX = True  # else the strategy drops Megatron's distributed optimizer
+    overrides.McoreDistributedOptimizer, overrides.MegatronDistributedFusedAdam = McoreDistributedOptimizer, Never
+    nlp_model.get_megatron_pretrained_bert_models = lambda: []
+    gpt.get_specs = lambda name, config=None, *_, **__: layer_spec(config)
+    build.set_defaults_if_not_set_tensor_model_parallel_attributes = (
+        set_defaults_if_not_set_tensor_model_parallel_attributes
+    )
+    utils.listify_model = lambda model: model if isinstance(model, list) else [model]
+    utils.FusedLayerNorm = utils.FastLayerNorm = utils.MixedFusedRMSNorm = Never

@@ -1,0 +1,70 @@
+"""Transformer layers for machines without Transformer Engine: Megatron's own, with a fused attention and a norm of ours.
+
+Megatron's `WrappedTorchNorm` refuses sequence parallelism, and its unfused attention holds the full score matrix.
+"""
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
+
+
+class RMSNorm(torch.nn.Module):
+    """`weight * x / rms(x)` over the last dimension; its gradient is reduced over tensor ranks under sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class CausalAttention(MegatronModule):
+    """Causal attention by torch's fused kernel, with grouped queries.
+
+    Sequences are padded on the right, so that causality alone keeps padding out of every token that counts:
+    the attention mask is not used.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        if config.context_parallel_size != 1 or config.attention_dropout or attention_dropout:
+            raise NotImplementedError("CausalAttention has neither context parallelism nor dropout")
+        self.softmax_scale = softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
+        """query [S, B, heads, D], key and value [S, B, groups, D] -> [S, B, heads * D]."""
+        out_BHSD = scaled_dot_product_attention(
+            query.permute(1, 2, 0, 3),
+            key.permute(1, 2, 0, 3),
+            value.permute(1, 2, 0, 3),
+            is_causal=True,
+            scale=self.softmax_scale,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        return out_BHSD.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+
+def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """The decoder block of a Llama or Qwen2 model, without Transformer Engine."""
+    spec = get_gpt_layer_local_spec(normalization=config.normalization)
+    spec.submodules.input_layernorm = RMSNorm
+    spec.submodules.pre_mlp_layernorm = RMSNorm
+    spec.submodules.self_attention.submodules.core_attention = CausalAttention
+    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=RMSNorm)

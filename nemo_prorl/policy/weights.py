@@ -1,0 +1,224 @@
+"""Weights between Hugging Face's names and shapes (Qwen2, Llama) and Megatron's, at any tensor and pipeline size.
+
+Each parameter of a rank follows one rule, told by the end of its name: which Hugging Face tensors it is made of, how
+they are joined, and along what they are cut over tensor ranks.  `to_local` and `to_hf` are each other's inverse, to
+the bit.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nemo_prorl.errors import ConfigError
+
+HF_ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the conversion must know of the model."""
+
+    heads: int
+    groups: int  # key-value heads
+    head_size: int
+    vocab: int  # rows of the Hugging Face embedding
+    padded_vocab: int  # rows of Megatron's, all tensor ranks together
+    tied: bool
+
+    @classmethod
+    def of(cls, hf: dict[str, Any], padded_vocab: int) -> "Shape":
+        """From a Hugging Face config.json."""
+        heads = hf["num_attention_heads"]
+        return cls(
+            heads=heads,
+            groups=hf.get("num_key_value_heads") or heads,
+            head_size=hf.get("head_dim") or hf["hidden_size"] // heads,
+            vocab=hf["vocab_size"],
+            padded_vocab=padded_vocab,
+            tied=bool(hf.get("tie_word_embeddings", False)),
+        )
+
+
+def _join_whole(parts: Sequence[Tensor], shape: Shape) -> Tensor:
+    return parts[0]
+
+
+def _split_whole(full: Tensor, shape: Shape) -> list[Tensor]:
+    return [full]
+
+
+def _join_vocab(parts: Sequence[Tensor], shape: Shape) -> Tensor:
+    return torch.nn.functional.pad(parts[0], (0, 0, 0, shape.padded_vocab - shape.vocab))
+
+
+def _split_vocab(full: Tensor, shape: Shape) -> list[Tensor]:
+    return [full[: shape.vocab]]
+
+
+def _join_qkv(parts: Sequence[Tensor], shape: Shape) -> Tensor:
+    """q, k, v -> for each key-value group: its queries, its key, its value."""
+    rest = parts[0].shape[1:]
+    grouped = [p.reshape(shape.groups, -1, shape.head_size, *rest) for p in parts]
+    return torch.cat(grouped, dim=1).reshape(-1, *rest)
+
+
+def _split_qkv(full: Tensor, shape: Shape) -> list[Tensor]:
+    rest, queries = full.shape[1:], shape.heads // shape.groups
+    parts = full.reshape(shape.groups, queries + 2, shape.head_size, *rest).split([queries, 1, 1], dim=1)
+    return [p.reshape(-1, *rest) for p in parts]
+
+
+def _join_gate_up(parts: Sequence[Tensor], shape: Shape) -> Tensor:
+    """gate, up -> [2, ffn, hidden]: a tensor rank holds its cut of both."""
+    return torch.stack(list(parts))
+
+
+def _split_gate_up(full: Tensor, shape: Shape) -> list[Tensor]:
+    return [full[0], full[1]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one Megatron parameter is made of Hugging Face tensors; `cut` is the dimension over tensor ranks, if any."""
+
+    hf: tuple[str, ...]
+    cut: int | None = None
+    join: Callable[[Sequence[Tensor], Shape], Tensor] = _join_whole
+    split: Callable[[Tensor, Shape], list[Tensor]] = _split_whole
+
+    def to_local(self, parts: Sequence[Tensor], shape: Shape, tp_rank: int, tp_size: int) -> Tensor:
+        """Whole Hugging Face tensors -> this tensor rank's parameter."""
+        full = self.join(parts, shape)
+        if self.cut is not None:
+            full = full.chunk(tp_size, dim=self.cut)[tp_rank]
+        return full.flatten(0, 1) if self.join is _join_gate_up else full
+
+    def to_hf(self, shards: Sequence[Tensor], shape: Shape) -> list[Tensor]:
+        """The parameter of all tensor ranks -> whole Hugging Face tensors."""
+        if self.join is _join_gate_up:
+            shards = [s.unflatten(0, (2, -1)) for s in shards]
+        return self.split(shards[0] if self.cut is None else torch.cat(list(shards), dim=self.cut), shape)
+
+
+_EMBEDDING = Rule(("model.embed_tokens.weight",), 0, _join_vocab, _split_vocab)
+_QKV = tuple(f"self_attn.{x}_proj." for x in "qkv")
+_WHOLE_MODEL = {
+    "embedding.word_embeddings.weight": _EMBEDDING,
+    "output_layer.weight": Rule(("lm_head.weight",), 0, _join_vocab, _split_vocab),
+    "decoder.final_layernorm.weight": Rule(("model.norm.weight",)),
+}
+_LAYER = {
+    "input_layernorm.weight": Rule(("input_layernorm.weight",)),
+    "self_attention.linear_qkv.weight": Rule(tuple(x + "weight" for x in _QKV), 0, _join_qkv, _split_qkv),
+    "self_attention.linear_qkv.bias": Rule(tuple(x + "bias" for x in _QKV), 0, _join_qkv, _split_qkv),
+    "self_attention.linear_proj.weight": Rule(("self_attn.o_proj.weight",), 1),
+    "pre_mlp_layernorm.weight": Rule(("post_attention_layernorm.weight",)),
+    "mlp.linear_fc1.weight": Rule(("mlp.gate_proj.weight", "mlp.up_proj.weight"), 1, _join_gate_up, _split_gate_up),
+    "mlp.linear_fc2.weight": Rule(("mlp.down_proj.weight",), 1),
+}
+# Transformer Engine fuses a norm with the linear layer behind it.
+_LAYER["self_attention.linear_qkv.layer_norm_weight"] = _LAYER["input_layernorm.weight"]
+_LAYER["mlp.linear_fc1.layer_norm_weight"] = _LAYER["pre_mlp_layernorm.weight"]
+
+
+def rule_of(name: str, layer_offset: int, tied: bool) -> Rule:
+    """The rule of a rank's parameter; `layer_offset` layers lie on earlier pipeline stages.
+
+    Raises KeyError for a parameter that no Qwen2 or Llama has.
+    """
+    if tied and name == "output_layer.weight":  # the last stage's copy of the embedding
+        return _EMBEDDING
+    if name in _WHOLE_MODEL:
+        return _WHOLE_MODEL[name]
+    match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
+    if match is None or match[2] not in _LAYER:
+        raise KeyError(f"{name}: not a parameter of a Qwen2 or Llama model")
+    rule = _LAYER[match[2]]
+    prefix = f"model.layers.{int(match[1]) + layer_offset}."
+    return Rule(tuple(prefix + h for h in rule.hf), rule.cut, rule.join, rule.split)
+
+
+class HFFolder:
+    """A Hugging Face model folder: config.json and safetensors files, read one tensor at a time."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.path = Path(folder)
+        if not (self.path / "config.json").is_file():
+            raise ConfigError(f"{self.path} is no Hugging Face model folder: it has no config.json")
+        self.config: dict[str, Any] = json.loads((self.path / "config.json").read_text())
+        if self.config.get("model_type") not in HF_ARCHITECTURES:
+            raise ConfigError(
+                f"{self.path / 'config.json'}: model_type={self.config.get('model_type')!r} is not supported;"
+                f" supported: {', '.join(HF_ARCHITECTURES)}"
+            )
+        self._file_of: dict[str, Path] = {}
+        for file in sorted(self.path.glob("*.safetensors")):
+            with safe_open(file, "pt") as f:
+                self._file_of.update(dict.fromkeys(f.keys(), file))
+        if not self._file_of:
+            raise ConfigError(f"{self.path} holds no weights: no *.safetensors file with a tensor in it")
+
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor in the file's dtype, on the CPU; KeyError names the folder where it is missing."""
+        if name not in self._file_of:
+            raise KeyError(f"{self.path} has no tensor {name}")
+        with safe_open(self._file_of[name], "pt") as f:
+            return f.get_tensor(name)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name in sorted(self._file_of):
+            yield name, self.tensor(name)
+
+
+def model_keys_from_hf(hf: dict[str, Any]) -> dict[str, Any]:
+    """The keys of NeMo's `model` section that a Hugging Face config.json fixes."""
+    heads = hf["num_attention_heads"]
+    return {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "ffn_hidden_size": hf["intermediate_size"],
+        "num_attention_heads": heads,
+        "num_query_groups": hf.get("num_key_value_heads") or heads,
+        "layernorm_epsilon": hf["rms_norm_eps"],
+        "rotary_base": int(hf.get("rope_theta") or 10000),
+        "share_embeddings_and_output_weights": bool(hf.get("tie_word_embeddings", False)),
+        "qkv_bias": hf["model_type"] == "qwen2" or bool(hf.get("attention_bias", False)),
+    }
+
+
+def check_agreement(model: Any, hf: dict[str, Any], folder: str | Path) -> None:
+    """Raises ConfigError naming the first `model` key that differs from the folder's config.json."""
+    for key, value in model_keys_from_hf(hf).items():
+        mine = model.get(key)
+        if mine != value and not (isinstance(value, float) and mine is not None and abs(float(mine) - value) < 1e-12):
+            raise ConfigError(f"model.{key}={mine!r} does not fit {folder}/config.json, which says {value!r}")
+
+
+def write_hf_folder(folder: Path, tensors: Iterator[tuple[str, Tensor]], like: Path, dtype: torch.dtype | None) -> None:
+    """A new Hugging Face folder with config and tokenizer of `like`; complete only when it has its name.
+
+    `dtype`: floating tensors are converted to it; None keeps what they are.
+    """
+    import os
+    import shutil
+
+    temporary = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    for file in like.iterdir():
+        if file.is_file() and file.suffix != ".safetensors" and file.name != "model.safetensors.index.json":
+            shutil.copyfile(file, temporary / file.name)
+    found = {name: t.detach().to("cpu", dtype or t.dtype).contiguous() for name, t in tensors}
+    save_file(found, temporary / "model.safetensors", metadata={"format": "pt"})
+    os.replace(temporary, folder)

@@ -1,0 +1,115 @@
+"""An event loop in a thread of its own, and a clock of what is open on it."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+from nemo_prorl.errors import StoppedCleanly
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class BackgroundLoop:
+    """Runs coroutines on one event loop in a thread; their errors surface where they are waited for."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Waits for `work`; it has the deadlines.  An interrupt of the caller (a signal) cancels it.
+
+        Raises what `work` raises, without exception groups; StoppedCleanly if `close` cancelled it.
+        """
+        if self._loop.is_closed():
+            work.close()
+            raise StoppedCleanly("the rollouts are closed")
+        future = asyncio.run_coroutine_threadsafe(_first_error_of(work), self._loop)
+        try:
+            while not future.done():
+                concurrent.futures.wait([future], timeout=1.0)
+                if not self._thread.is_alive() and not future.done():
+                    raise StoppedCleanly("the rollouts were closed while they were waited for")
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise StoppedCleanly("the rollouts were closed while they were waited for") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self, last: Coroutine[Any, Any, None], seconds: float = 10.0) -> None:
+        """Cancels all that runs, does `last`, and ends the thread.  A second call does nothing."""
+        if self._loop.is_closed():
+            last.close()
+            return
+
+        async def wind_up() -> None:
+            others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            await last
+
+        future = asyncio.run_coroutine_threadsafe(wind_up(), self._loop)
+        try:
+            future.result(seconds)
+        except Exception as error:
+            _log.warning("closing the rollouts: %s: %s", type(error).__name__, error)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(seconds)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+async def _first_error_of(work: Awaitable[_T]) -> _T:
+    """The result; of an exception group only its first error, which is the one that ended the others."""
+    try:
+        return await work
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
+
+
+class OpenClock:
+    """Seconds with engine work open, with reward work open, and with reward work and nothing else."""
+
+    def __init__(self) -> None:
+        self.engine_s = self.reward_s = self.reward_only_s = 0.0
+        self._engine = self._reward = 0
+        self._since = time.monotonic()
+
+    def _advance(self) -> None:
+        now = time.monotonic()
+        passed, self._since = now - self._since, now
+        self.engine_s += passed if self._engine else 0.0
+        self.reward_s += passed if self._reward else 0.0
+        self.reward_only_s += passed if self._reward and not self._engine else 0.0
+
+    @contextlib.contextmanager
+    def engine(self) -> Iterator[None]:
+        self._advance()
+        self._engine += 1
+        try:
+            yield
+        finally:
+            self._advance()
+            self._engine -= 1
+
+    @contextlib.contextmanager
+    def reward(self) -> Iterator[None]:
+        self._advance()
+        self._reward += 1
+        try:
+            yield
+        finally:
+            self._advance()
+            self._reward -= 1

@@ -1,0 +1,384 @@
+"""The engines as the trainer sees them: requests with deadlines, retries and back-pressure; weights kept current.
+
+A response depends on (weights, prompt, seed, sampling) only, so a response lost with its engine is asked for again,
+from any engine, with the same seed, and comes back the same.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import math
+import stat
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from nemo_prorl.deadlines import Deadline
+from nemo_prorl.errors import ConfigError, DeadlineExceeded, EngineFailure, EngineRefused
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 0.1  # between looks at the endpoint files while something is waited for
+_MAX_BACKOFF_S = 5.0
+_SILENCE_S = 60.0  # a stream says an empty line every 10 s; silence means that the server or the network is gone
+_LINE_BYTES = 1 << 24  # the longest response line
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How responses are drawn.  `stop_token_ids` None: those of the model's config.json."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int = 16
+    stop_token_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Response:
+    """One response: tokens with the stop token if it ended, and their log-probabilities at the sampling temperature."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str  # stop | length
+    weight_version: int
+
+    @property
+    def finished(self) -> bool:
+        """Whether it ended by itself, with a stop token."""
+        return self.finish_reason == "stop"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "Response":
+        return cls(**value)
+
+
+def response_seed(run_seed: int, prompt_id: str, visit: int, sample: int) -> int:
+    """The seed of one response, in 0..2**63-1: its tokens do not depend on what is generated beside it."""
+    key = json.dumps([run_seed, prompt_id, visit, sample]).encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
+def read_token(path: str | Path) -> str:
+    """The run's token; ConfigError for a file that others can read."""
+    file = Path(path)
+    if file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(f"{file}: the token must be unreadable to others (chmod 600)")
+    return file.read_text(encoding="ascii").strip()
+
+
+class EngineClient:
+    """One running engine at one address."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str, token: str) -> None:
+        self.url = url
+        self._http = http
+        self._headers = {"Authorization": f"Bearer {token}"}
+
+    async def generate(
+        self, prompt_ids: Sequence[int], seeds: Sequence[int], sampling: SamplingParams, version: int | None
+    ) -> AsyncIterator[Response]:
+        """Responses as they end, `index` counting the seeds.
+
+        Raises EngineFailure for a cut or silent stream, EngineRefused for a request that the engine calls wrong.
+        """
+        body = {"prompt": list(prompt_ids), "seeds": list(seeds), **asdict(sampling), "weight_version": version}
+        if sampling.stop_token_ids is None:
+            del body["stop_token_ids"]
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=_SILENCE_S)
+        done = False
+        try:
+            async with self._http.post(
+                self.url + "/generate", json=body, headers=self._headers, timeout=timeout
+            ) as reply:
+                await self._raise_for_status(reply)
+                async for line in reply.content:
+                    if not line.strip():
+                        continue
+                    value = json.loads(line)
+                    if "error" in value:
+                        raise EngineFailure(f"{self.url}: {value['error']}")
+                    if done := "done" in value:
+                        break
+                    yield self._checked(value, len(seeds))
+        except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError) as error:
+            if isinstance(error, EngineFailure | EngineRefused):
+                raise
+            raise EngineFailure(f"{self.url}: {type(error).__name__}: {error}") from error
+        if not done:
+            raise EngineFailure(f"{self.url}: the stream was cut")
+
+    def _checked(self, value: dict[str, Any], count: int) -> Response:
+        response = Response(**value)
+        if not 0 <= response.index < count or len(response.token_ids) != len(response.logprobs):
+            raise EngineFailure(f"{self.url}: a response that makes no sense, index {response.index} of {count}")
+        if not all(map(math.isfinite, response.logprobs)):
+            raise EngineRefused(
+                f"{self.url}: a log-probability is not finite; the weights of version {response.weight_version} are bad"
+            )
+        return response
+
+    async def load_weights(self, path: str, version: int, deadline: Deadline) -> None:
+        """Loads a published file once the engine is idle."""
+        body = {"path": path, "version": version, "wait_s": deadline.remaining}
+        await self._call("POST", "/weights", deadline.remaining, body)
+
+    async def health(self, timeout_s: float = 60.0) -> dict[str, Any]:
+        """The engine's own account; EngineFailure if it does not answer or its core is dead."""
+        return await self._call("GET", "/health", timeout_s)
+
+    async def _call(self, method: str, path: str, timeout_s: float, body: Any = None) -> dict[str, Any]:
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=10)
+        try:
+            async with self._http.request(
+                method, self.url + path, json=body, headers=self._headers, timeout=timeout
+            ) as reply:
+                await self._raise_for_status(reply)
+                answer: dict[str, Any] = await reply.json()
+                return answer
+        except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError) as error:
+            if isinstance(error, EngineFailure | EngineRefused):
+                raise
+            raise EngineFailure(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+
+    async def _raise_for_status(self, reply: aiohttp.ClientResponse) -> None:
+        if reply.status == 200:
+            return
+        text = (await reply.text())[:500]
+        wrong = 400 <= reply.status < 500 and reply.status != 409  # 409: busy, or other weights; both pass
+        raise (EngineRefused if wrong else EngineFailure)(f"{reply.url}: HTTP {reply.status}: {text}")
+
+
+@dataclass
+class _Slot:
+    """One engine process, as its endpoint file tells of it.  A restarted engine is another slot."""
+
+    name: str
+    pid: int
+    client: EngineClient
+    loaded: int | None = None  # the version that this pool has loaded into it
+    in_flight: int = 0
+    failures: int = 0
+    retry_at: float = 0.0  # monotonic
+    last_error: str = ""
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def failed(self, error: Exception) -> None:
+        self.failures += 1
+        self.retry_at = time.monotonic() + min(_MAX_BACKOFF_S, 0.1 * 2.0 ** min(self.failures, 10))
+        self.last_error = str(error)
+        _log.warning("%s failed (%d in a row): %s", self.name, self.failures, error)
+
+    def succeeded(self) -> None:
+        self.failures, self.retry_at = 0, 0.0
+
+
+class EnginePool:
+    """All engines of a run.  Lives on one event loop; `close` when done.
+
+    `endpoints`: the folder with engine-*.json, which the engines write and a supervisor's restart renews.
+    `engines`: how many there are when all are well.  `max_in_flight`: responses asked of one engine at a time; further
+    requests wait for room, first come first served.
+    """
+
+    def __init__(self, endpoints: str | Path, token: str, engines: int = 1, max_in_flight: int = 512) -> None:
+        self.endpoints, self.engines, self.max_in_flight = Path(endpoints), engines, max_in_flight
+        self.current: tuple[str, int] | None = None  # the published file and its version
+        self._token = token
+        self._slots: dict[str, _Slot] = {}
+        self._last_failure: dict[str, str] = {}
+        self._http: aiohttp.ClientSession | None = None
+        self._turn, self._freed = asyncio.Lock(), asyncio.Event()
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            self._http = aiohttp.ClientSession(connector=connector, read_bufsize=_LINE_BYTES)
+        return self._http
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    def _scan(self) -> list[_Slot]:
+        """Reads the endpoint files; an engine with another address or process is a new one with unknown weights."""
+        session, found = self._session(), {}
+        for file in sorted(self.endpoints.glob("engine-*.json")):
+            try:
+                endpoint = json.loads(file.read_text(encoding="utf-8"))
+                name, url, pid = file.stem, str(endpoint["url"]), int(endpoint["pid"])
+                ready = endpoint["state"] == "ready"
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # half written by a foreign hand, or just gone
+            old = self._slots.get(name)
+            if old is not None and (old.client.url, old.pid) == (url, pid):
+                found[name] = old
+            elif ready:
+                found[name] = _Slot(name, pid, EngineClient(session, url, self._token))
+        for name, slot in self._slots.items():
+            if slot.last_error:
+                self._last_failure[name] = slot.last_error
+        self._slots = found
+        return list(found.values())
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        seeds: Sequence[int],
+        sampling: SamplingParams,
+        deadline: Deadline,
+        on_response: Callable[[Response], None] | None = None,
+        version: int | None = None,
+    ) -> list[Response]:
+        """One response for each seed, in the order of seeds; `on_response` is called for each the moment it ends.
+
+        `version`: the weights that must have made them; others are thrown away and asked for again.
+        Raises EngineRefused at once, and DeadlineExceeded naming the engine once the time is over.
+        """
+        if version is not None and self.current is not None and self.current[1] != version:
+            raise ValueError(f"weights {version} are asked for, but {self.current[1]} are published")
+        got: dict[int, Response] = {}
+        slot: _Slot | None = None
+        try:
+            async with asyncio.timeout(deadline.remaining):
+                while missing := [i for i in range(len(seeds)) if i not in got]:
+                    slot = await self._room_for(len(missing))
+                    await self._attempt(slot, prompt_ids, seeds, missing, sampling, version, got, on_response, deadline)
+        except TimeoutError:
+            where = f"{len(seeds) - len(got)} of {len(seeds)} responses missing, {self._account(slot)}"
+            raise DeadlineExceeded(f"{deadline.error()}: {where}") from None
+        return [got[i] for i in range(len(seeds))]
+
+    async def _attempt(
+        self,
+        slot: _Slot,
+        prompt_ids: Sequence[int],
+        seeds: Sequence[int],
+        missing: list[int],
+        sampling: SamplingParams,
+        version: int | None,
+        got: dict[int, Response],
+        on_response: Callable[[Response], None] | None,
+        deadline: Deadline,
+    ) -> None:
+        """Asks one engine for the missing responses; what it fails to give stays missing.  Gives its room back."""
+        open_here = len(missing)
+        try:
+            await self._bring_up_to_date(slot, deadline)
+            async for reply in slot.client.generate(prompt_ids, [seeds[i] for i in missing], sampling, version):
+                if version is not None and reply.weight_version != version:
+                    raise EngineFailure(f"{slot.name}: answered with weights {reply.weight_version}, not {version}")
+                index = missing[reply.index]
+                if index in got:
+                    continue
+                got[index] = Response(index, reply.token_ids, reply.logprobs, reply.finish_reason, reply.weight_version)
+                open_here -= 1
+                self._free(slot, 1)
+                if on_response is not None:
+                    on_response(got[index])
+            slot.succeeded()
+        except EngineFailure as error:
+            slot.failed(error)
+            slot.loaded = None  # if it is the wrong version, load again; if it died, it is another slot anyway
+        finally:
+            self._free(slot, open_here)
+
+    async def _room_for(self, responses: int) -> _Slot:
+        """Reserves room on the least loaded engine that is well; waits for one, first come first served."""
+        async with self._turn:
+            while True:
+                self._freed.clear()
+                now = time.monotonic()
+                usable = [
+                    s
+                    for s in self._scan()
+                    if s.retry_at <= now and (s.in_flight == 0 or s.in_flight + responses <= self.max_in_flight)
+                ]
+                if usable:
+                    slot = min(usable, key=lambda s: s.in_flight)
+                    slot.in_flight += responses
+                    return slot
+                try:
+                    async with asyncio.timeout(_POLL_S):
+                        await self._freed.wait()
+                except TimeoutError:
+                    continue
+
+    def _free(self, slot: _Slot, responses: int) -> None:
+        slot.in_flight -= responses
+        self._freed.set()
+
+    async def _bring_up_to_date(self, slot: _Slot, deadline: Deadline) -> None:
+        """An engine that was restarted comes up with old weights: it gets the current file before it is asked."""
+        if self.current is None or slot.loaded == self.current[1]:
+            return
+        async with slot.loading:
+            path, version = self.current
+            if slot.loaded != version:
+                await slot.client.load_weights(path, version, deadline)
+                slot.loaded = version
+
+    async def publish(self, path: str | Path, version: int, deadline: Deadline) -> None:
+        """Loads a weights file into all engines; returns when each holds it.
+
+        An engine that fails is waited for, restarted or not, until the deadline; DeadlineExceeded names it.
+        Raises EngineRefused when an engine calls the file wrong.
+        """
+        self.current = (str(path), version)
+        for slot in self._scan():
+            slot.loaded = None  # also where it says so: an engine may hold weights of a run that was lost
+        try:
+            async with asyncio.timeout(deadline.remaining):
+                while True:
+                    slots = self._scan()
+                    behind = [s for s in slots if s.loaded != version]
+                    if not behind and len(slots) >= self.engines:
+                        return
+                    await asyncio.gather(*(self._try_load(s, deadline) for s in behind))
+                    await asyncio.sleep(_POLL_S if any(s.loaded != version for s in slots) or not slots else 0)
+                    if len(slots) < self.engines:
+                        await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            behind = [s for s in self._slots.values() if s.loaded != version]
+            which = "; ".join(map(self._account, behind)) or self._account(None)
+            raise DeadlineExceeded(f"{deadline.error()}: weights {version} are not in all engines: {which}") from None
+
+    async def _try_load(self, slot: _Slot, deadline: Deadline) -> None:
+        if slot.retry_at > time.monotonic():
+            return
+        try:
+            await self._bring_up_to_date(slot, deadline)
+            slot.succeeded()
+        except EngineFailure as error:
+            slot.failed(error)
+
+    def _account(self, slot: _Slot | None) -> str:
+        """One engine, or all, in an error message."""
+        if slot is not None:
+            last = slot.last_error or self._last_failure.get(slot.name, "")
+            return f"{slot.name} at {slot.client.url}" + (f" (last failure: {last})" if last else "")
+        failures = "".join(f"; {name} (last failure: {text})" for name, text in sorted(self._last_failure.items()))
+        return f"{len(self._slots)} of {self.engines} engines known from {self.endpoints}/engine-*.json{failures}"
+
+    async def health(self) -> dict[str, dict[str, Any]]:
+        """What each engine says of itself, by name; {"error": ...} where it does not answer well."""
+
+        async def one(slot: _Slot) -> dict[str, Any]:
+            try:
+                return await slot.client.health()
+            except (EngineFailure, EngineRefused) as error:
+                return {"error": str(error)}
+
+        slots = self._scan()
+        answers = await asyncio.gather(*map(one, slots))
+        return {slot.name: answer for slot, answer in zip(slots, answers, strict=True)}

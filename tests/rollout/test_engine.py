@@ -1,0 +1,392 @@
+"""The engine server with real vLLM, through our client and over plain HTTP."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import stat
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nemo_prorl.deadlines import Deadline
+from nemo_prorl.errors import EngineFailure, EngineRefused
+from nemo_prorl.rollout.client import EngineClient, EnginePool, Response, SamplingParams, response_seed
+from nemo_prorl.rollout.publication import WeightStore
+from tests.rollout.engines import CONFIG, EOS, TOKEN, EngineProcess, group_members, launcher_of, write_model
+
+pytestmark = pytest.mark.vllm
+
+PROMPTS = [[3 + (7 * i + 3 * j) % 500 for j in range(140)] for i in range(6)]  # longer than a cache block of 128
+SHORT = [[3 + (11 * i + 5 * j) % 500 for j in range(8)] for i in range(16)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=32, stop_token_ids=())
+
+
+async def with_client(engine: EngineProcess, work: Any, token: str = TOKEN) -> Any:
+    async with aiohttp.ClientSession(read_bufsize=1 << 22) as http:
+        return await work(EngineClient(http, engine.url, token))
+
+
+async def ask(
+    client: EngineClient, prompt: Sequence[int], seeds: Sequence[int], sampling: SamplingParams
+) -> list[Response]:
+    found = [response async for response in client.generate(prompt, seeds, sampling, None)]
+    return sorted(found, key=lambda response: response.index)
+
+
+def ask_all(engine: EngineProcess, sampling: SamplingParams, seeds: Sequence[int] = (1,)) -> list[Response]:
+    """One prompt after the other."""
+
+    async def work(client: EngineClient) -> list[Response]:
+        return [response for prompt in PROMPTS for response in await ask(client, prompt, seeds, sampling)]
+
+    found: list[Response] = asyncio.run(with_client(engine, work))
+    return found
+
+
+def load(engine: EngineProcess, path: Path, version: int) -> None:
+    asyncio.run(with_client(engine, lambda c: c.load_weights(str(path), version, Deadline(60, "weights"))))
+
+
+def published(engine: EngineProcess, model: Path, version: int) -> Path:
+    """The model's weights, written as the trainer writes them, in the engine's folder."""
+    return WeightStore(engine.weights_dir).write(load_file(model / "model.safetensors").items(), version)
+
+
+def same(left: Sequence[Response], right: Sequence[Response]) -> bool:
+    return [(r.token_ids, r.logprobs) for r in left] == [(r.token_ids, r.logprobs) for r in right]
+
+
+def http(engine: EngineProcess, method: str, path: str, body: Any = None, token: str | None = TOKEN) -> tuple[int, Any]:
+    """Status and JSON of one plain request; a str body is sent as it is."""
+
+    async def call() -> tuple[int, Any]:
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        data = body if isinstance(body, str) else json.dumps(body)
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(method, engine.url + path, data=data, headers=headers) as reply,
+        ):
+            text = await reply.text()
+            return reply.status, json.loads(text) if reply.status != 200 or path != "/generate" else text
+
+    return asyncio.run(call())
+
+
+@pytest.fixture(scope="module")
+def fresh(
+    vllm_python: str, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineProcess]:
+    """An engine started on the weights that the shared one is updated to."""
+    engine = EngineProcess(vllm_python, models["tied1"], tmp_path_factory.mktemp("fresh"), 0).start()
+    yield engine
+    engine.stop()
+
+
+def assert_update_equals(engine: EngineProcess, fresh: EngineProcess, models: dict[str, Path], kind: str) -> None:
+    load(engine, published(engine, models[f"{kind}0"], 0), 0)
+    sampled = SamplingParams(temperature=1.2, max_tokens=32, stop_token_ids=())
+    old = ask_all(engine, GREEDY)
+    load(engine, published(engine, models[f"{kind}1"], 1), 1)
+    new, drawn = ask_all(engine, GREEDY), ask_all(engine, sampled, (5, 6))
+    assert {r.weight_version for r in new} == {1}
+    assert {r.weight_version for r in old} == {0}
+    assert not any(same([a], [b]) for a, b in zip(old, new, strict=True))
+    fresh.wait_ready()
+    assert same(new, ask_all(fresh, GREEDY))
+    assert same(drawn, ask_all(fresh, sampled, (5, 6)))
+
+
+def test_greedy_output_after_an_update_is_that_of_a_fresh_engine(
+    engine: EngineProcess, fresh: EngineProcess, models: dict[str, Path]
+) -> None:
+    assert_update_equals(engine, fresh, models, "tied")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [(), ("--dtype=bfloat16",)])
+def test_the_same_with_an_untied_head_and_in_bfloat16(
+    vllm_python: str, models: dict[str, Path], tmp_path: Path, extra: tuple[str, ...]
+) -> None:
+    engine = EngineProcess(vllm_python, models["untied0"], tmp_path / "a", 0, *extra).start().wait_ready()
+    fresh = EngineProcess(vllm_python, models["untied1"], tmp_path / "b", 0, *extra).start()
+    try:
+        assert_update_equals(engine, fresh, models, "untied")
+    finally:
+        engine.stop()
+        fresh.stop()
+
+
+def test_logprobs_are_those_of_the_sampling_distribution(engine: EngineProcess, models: dict[str, Path]) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    load(engine, published(engine, models["tied0"], 2), 2)
+    temperature = 1.2
+    responses = ask_all(engine, SamplingParams(temperature=temperature, max_tokens=64, stop_token_ids=()), (3, 4))
+    model = Qwen2ForCausalLM(Qwen2Config(**{**CONFIG, "tie_word_embeddings": True})).float().eval()
+    model.load_state_dict(load_file(models["tied0"] / "model.safetensors"), strict=False)
+    gap: list[torch.Tensor] = []
+    unscaled: list[torch.Tensor] = []
+    for i, response in enumerate(responses):
+        prompt, ids = PROMPTS[i // 2], torch.tensor(response.token_ids)
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + response.token_ids])).logits[0, len(prompt) - 1 : -1].float()
+        for scale, gaps in ((temperature, gap), (1.0, unscaled)):
+            expected = torch.log_softmax(logits / scale, -1).gather(-1, ids[:, None])[:, 0]
+            gaps.append((torch.tensor(response.logprobs) - expected).abs())
+    assert len(torch.cat(gap)) == 64 * 12
+    assert torch.cat(gap).mean() < 1e-5
+    assert torch.cat(gap).max() < 1e-4
+    assert torch.cat(unscaled).mean() > 1e-2
+
+
+def test_a_response_does_not_depend_on_what_else_is_in_the_batch(engine: EngineProcess) -> None:
+    sampling = SamplingParams(temperature=1.2, max_tokens=100, stop_token_ids=())
+
+    async def work(client: EngineClient) -> None:
+        alone = [await ask(client, prompt, [7, 8], sampling) for prompt in PROMPTS]
+        done = asyncio.Event()
+
+        async def neighbour(i: int) -> None:
+            while not done.is_set():
+                await ask(client, SHORT[i], range(8), SamplingParams(1.0, max_tokens=20 + i))
+
+        crowd = [asyncio.ensure_future(neighbour(i)) for i in range(len(SHORT))]
+        while (await client.health())["in_engine"] < 32:
+            await asyncio.sleep(0.01)
+        together = await asyncio.gather(*(ask(client, prompt, [8, 7], sampling) for prompt in PROMPTS))
+        done.set()
+        await asyncio.gather(*crowd)
+        for one, other in zip(alone, together, strict=True):
+            assert same(one, other[::-1])
+            assert not same(one[:1], one[1:])
+
+    asyncio.run(with_client(engine, work))
+
+
+def test_responses_come_the_moment_they_end_and_include_the_stop_token(engine: EngineProcess) -> None:
+    async def work(client: EngineClient) -> list[Response]:
+        sampling = SamplingParams(1.2, max_tokens=400)
+        return [r async for r in client.generate(SHORT[0], range(48), sampling, None)]
+
+    responses = asyncio.run(with_client(engine, work))
+    lengths = [len(r.token_ids) for r in responses]
+    ended = [r for r in responses if r.finished]
+    assert ended
+    assert all(r.token_ids[-1] == EOS and EOS not in r.token_ids[:-1] for r in ended)
+    assert all(r.finished or len(r.token_ids) == 400 for r in responses)
+    assert lengths == sorted(lengths)  # all began together, so the shortest comes first
+    assert [r.index for r in responses] != sorted(r.index for r in responses)
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/health"), ("POST", "/generate"), ("POST", "/weights")])
+def test_every_request_needs_the_token(engine: EngineProcess, method: str, path: str) -> None:
+    for token in (None, "", TOKEN[:-1], TOKEN + "x"):
+        status, answer = http(engine, method, path, {"prompt": [5]}, token)
+        assert status == 401, (token, answer)
+    assert http(engine, "GET", "/health")[0] == 200
+
+
+def test_weights_that_do_not_fit_are_refused_and_the_engine_keeps_its_own(
+    engine: EngineProcess, models: dict[str, Path], tmp_path: Path
+) -> None:
+    good = published(engine, models["tied1"], 3)
+    load(engine, good, 3)
+    before, data = ask_all(engine, GREEDY), good.read_bytes()
+    folder = engine.weights_dir
+    outside = shutil.copy(models["tied0"] / "model.safetensors", tmp_path / "outside.safetensors")
+    (folder / "link.safetensors").unlink(missing_ok=True)
+    (folder / "link.safetensors").symlink_to(outside)
+    (folder / "cut.safetensors").write_bytes(data[:-100])
+    (folder / "head.safetensors").write_bytes(data[:100])
+    (folder / "noise.safetensors").write_bytes(os.urandom(1000))
+    shutil.copy(models["untied0"] / "model.safetensors", folder / "other.safetensors")
+    cases = {
+        outside: "not a file of this run",
+        folder / ".." / "weights" / ".." / "token": "not a file of this run",
+        folder / "link.safetensors": "not a file of this run",
+        folder / "none.safetensors": "no such file",
+        folder / "cut.safetensors": "not a whole safetensors file",
+        folder / "head.safetensors": "safetensors",
+        folder / "noise.safetensors": "safetensors",
+        folder / "other.safetensors": "lm_head.weight",
+    }
+    for path, reason in cases.items():
+        status, answer = http(engine, "POST", "/weights", {"path": str(path), "version": 4})
+        assert status == 400, (path, answer)
+        assert reason in answer["error"], (path, answer)
+    after = ask_all(engine, GREEDY)
+    assert same(before, after)
+    assert {r.weight_version for r in after} == {3}
+
+
+def test_bad_requests_are_refused_and_the_engine_lives_on(engine: EngineProcess) -> None:
+    pid = engine.core_pid
+    bad: list[Any] = [{"prompt": [5, 512]}, {"prompt": [-1]}, {"prompt": []}, {"prompt": [5] * 600}, [1], "{bad", None]
+    for body in bad:
+        status, answer = http(engine, "POST", "/generate", body)
+        assert status == 400, body
+        assert answer["error"]
+    assert http(engine, "POST", "/generate", {"prompt": [5], "weight_version": 99})[0] == 409
+    assert http(engine, "POST", "/generate", {"prompt": [5] * 510, "max_tokens": 2})[0] == 200
+    assert engine.core_pid == pid
+
+    async def refused(client: EngineClient) -> None:
+        await ask(client, [512], [1], GREEDY)
+
+    with pytest.raises(EngineRefused, match=r"512 is not a token id in 0\.\.511"):
+        asyncio.run(with_client(engine, refused))
+
+
+def test_a_client_that_hangs_up_takes_its_work_out_of_the_engine(engine: EngineProcess) -> None:
+    async def work(client: EngineClient) -> None:
+        sampling = SamplingParams(1.0, max_tokens=480, stop_token_ids=())
+        tasks = [asyncio.ensure_future(ask(client, prompt, range(4), sampling)) for prompt in SHORT]
+        while (await client.health())["in_engine"] < 32:
+            await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        deadline = Deadline(20, "an empty engine")
+        while (health := await client.health())["in_engine"] or health["in_flight"]:
+            deadline.check()
+            await asyncio.sleep(0.01)
+
+    asyncio.run(with_client(engine, work))
+
+
+def test_a_hung_core_shows_in_health(engine: EngineProcess) -> None:
+    os.kill(engine.core_pid, signal.SIGSTOP)
+    try:
+        status, answer = http(engine, "GET", "/health")
+    finally:
+        os.kill(engine.core_pid, signal.SIGCONT)
+    assert status == 503
+    assert "does not answer within 3 s" in answer["error"]
+    assert http(engine, "GET", "/health")[0] == 200
+
+
+def supervise(engine: EngineProcess, until: threading.Event) -> threading.Thread:
+    """Restarts the engine whenever it is gone, as the node supervisor does."""
+
+    def watch() -> None:
+        while not until.is_set():
+            if not engine.running:
+                engine.start()
+            time.sleep(0.1)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+def test_a_killed_core_is_an_error_within_seconds_and_the_restarted_engine_serves(
+    engine: EngineProcess, models: dict[str, Path]
+) -> None:
+    path = published(engine, models["tied1"], 7)
+    sampling = SamplingParams(1.0, max_tokens=480, stop_token_ids=())
+    first, core = engine.pid, engine.core_pid
+    seeds = [response_seed(1, "p", 0, i) for i in range(4)]
+    told: list[float] = []
+
+    async def work() -> None:
+        pool = EnginePool(engine.endpoints, TOKEN)
+        await pool.publish(path, 7, Deadline(60, "weights"))
+        expected = await pool.generate(SHORT[0], seeds, sampling, Deadline(60, "before"), version=7)
+
+        async def plain(client: EngineClient) -> None:
+            try:
+                await ask(client, SHORT[0], range(64), sampling)
+            except EngineFailure:
+                told.append(time.monotonic())
+
+        direct = asyncio.ensure_future(with_client(engine, plain))
+        request = asyncio.ensure_future(
+            pool.generate(SHORT[0], seeds, sampling, Deadline(120, "a response"), version=7)
+        )
+        while (await pool.health())["engine-0"].get("in_engine", 0) < 64:
+            await asyncio.sleep(0.01)
+        os.kill(core, signal.SIGKILL)
+        killed = time.monotonic()
+        await direct
+        assert told
+        assert told[0] - killed < 5
+        got = await request
+        await pool.close()
+        assert same(got, expected)  # with version 7, although the engine came up with its folder's weights
+        assert {r.weight_version for r in got} == {7}
+
+    stop = threading.Event()
+    supervisor = supervise(engine, stop)
+    try:
+        asyncio.run(work())
+    finally:
+        stop.set()
+        supervisor.join()
+    assert engine.pid != first
+    assert group_members(first) == []
+
+
+def test_no_process_is_left_when_the_server_or_its_guard_is_killed(fresh: EngineProcess) -> None:
+    if not fresh.running:
+        fresh.start()
+    fresh.wait_ready()
+    members = group_members(fresh.pid)
+    assert len(members) >= 3  # server, guard, core
+    os.kill(fresh.pid, signal.SIGKILL)
+    fresh.wait_gone(5)
+    assert not any(Path(f"/proc/{pid}/mem").exists() and pid in group_members(fresh.pid) for pid in members)
+
+
+def test_no_process_is_left_when_the_launcher_is_killed_during_the_start(
+    vllm_python: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    engine = EngineProcess(vllm_python, models["tied0"], tmp_path)
+    launcher = launcher_of(engine)
+    deadline = Deadline(60, "the core's process")
+    pid_file, group, cores = tmp_path / "launched.pid", 0, 0
+    while not cores:
+        deadline.check()
+        time.sleep(0.05)
+        group = int(pid_file.read_text()) if pid_file.exists() else 0
+        cores = len(group_members(group)) - 2 if group else 0  # beside server and guard
+    launcher.kill()
+    launcher.wait()
+    Deadline(10, f"the end of {group_members(group)}").wait_until(lambda: not group_members(group))
+    assert not engine.endpoint_file.exists()
+
+
+def test_a_token_that_others_can_read_is_refused_at_once(engine: EngineProcess, tmp_path: Path) -> None:
+    other = EngineProcess(engine.python, engine.model, tmp_path)
+    other.token_file.chmod(0o644)
+    other.start()
+    assert other.process is not None
+    assert other.process.wait(30) == 2
+    assert "chmod 600" in other.log.read_text()
+    other.wait_gone(5)
+
+
+def test_a_model_folder_without_weights_is_refused_at_once(engine: EngineProcess, tmp_path: Path) -> None:
+    empty = write_model(tmp_path / "model", True, 0)
+    (empty / "model.safetensors").unlink()
+    other = EngineProcess(engine.python, empty, tmp_path / "run").start()
+    assert other.process is not None
+    assert other.process.wait(30) == 2
+    assert "holds no *.safetensors" in other.log.read_text()
+
+
+def test_a_stopped_engine_leaves_nothing(engine: EngineProcess) -> None:
+    assert stat.S_IMODE(engine.token_file.stat().st_mode) == 0o600
+    assert engine.endpoint["pid"] == engine.pid
+    assert engine.endpoint["state"] == "ready"
+    engine.stop()
+    assert group_members(engine.pid) == []
+    assert not engine.endpoint_file.exists()

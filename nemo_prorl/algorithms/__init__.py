@@ -11,7 +11,8 @@ Imports torch and the standard library only.  "paper" is "Scaling Up RL" (arXiv 
 | clipped surrogate, two bounds | `losses.clipped_surrogate` | paper eq. 1, 3 |
 | dual clip | `losses.clipped_surrogate` | arXiv 1912.09729 eq. 5 |
 | KL to the reference: k1, k2, k3 | `losses.kl_estimate` | k3: paper eq. 5; k1, k2: Schulman 2020 |
-| whole loss and its global denominator | `losses.grpo_loss`, `losses.denominator_terms` | paper eq. 4; DAPO, arXiv 2503.14476; Dr. GRPO, arXiv 2503.20783 |
+| whole loss | `losses.grpo_loss` | paper eq. 4 |
+| its global denominator | `losses.denominator_terms` | DAPO, arXiv 2503.14476; Dr. GRPO, arXiv 2503.20783 |
 | log-softmax(hidden W^T / T) at the target, entropy | `logprobs.chunked_logprobs` | paper sec. 5.1 (temperature) |
 | trainer/engine importance weights | `correction.rollout_correction` | TIS, IcePop, sequence mask: see there |
 | dynamic sampling | `sampling.carries_signal`, `sampling.DynamicSampler` | paper sec. 3.3 |

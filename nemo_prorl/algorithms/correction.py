@@ -39,8 +39,8 @@ def rollout_correction(
 
     Returns:
         weight_BT: float32 without gradient, 0 where the mask is False.
-        gap: `tokens`; `mean_abs`, `max_abs` of log r in nats; `mean_k3`: KL(engine || trainer) by k3, of tokens drawn by
-        the engine; `fraction_capped`: tokens cut to the cap; `fraction_masked`: tokens given weight 0.
+        gap: `tokens`; `mean_abs`, `max_abs` of log r in nats; `mean_k3`: KL(engine || trainer) by k3 (paper eq. 5), as
+        the engine drew the tokens; `fraction_capped`: cut to the cap; `fraction_masked`: given weight 0.
 
     Raises:
         ValueError: unknown kind, bounds out of order, or a log-probability that is nan or infinite at a token that

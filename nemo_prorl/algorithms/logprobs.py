@@ -61,9 +61,10 @@ def chunked_logprobs(
     """
     _check(hidden_NH, weight_VH, target_N, temperature, vocab_size, vocab_start, chunk)
     words = min(max(vocab_size - vocab_start, 0), weight_VH.shape[0])
-    return _ChunkedLogprobs.apply(
+    results: tuple[Tensor, Tensor | None] = _ChunkedLogprobs.apply(
         hidden_NH, weight_VH, target_N, float(temperature), words, vocab_start, group, chunk, with_entropy
     )
+    return results
 
 
 def _check(
@@ -128,7 +129,10 @@ def _local_targets(target_C: Tensor, vocab_start: int, words: int) -> tuple[Tens
 def _chunk_statistics(
     logit_CV: Tensor, target_C: Tensor, vocab_start: int, group: dist.ProcessGroup | None, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(log-sum-exp, target's logit, entropy or None) of each row, over all shards.  Destroys `logit_CV`."""
+    """(log-probability of the target, log-sum-exp, entropy or None) of each row, over all shards.
+
+    Destroys `logit_CV`.
+    """
     rows, words = logit_CV.shape
     highest_C = logit_CV.amax(dim=1) if words else logit_CV.new_full((rows,), -torch.inf)
     if group is not None:
@@ -148,7 +152,7 @@ def _chunk_statistics(
         dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
     log_sum_C = sums[0].log()
     entropy_C = log_sum_C - sums[2] / sums[0] if with_entropy else None
-    return log_sum_C + highest_C, sums[1] + highest_C, entropy_C
+    return sums[1] - log_sum_C, log_sum_C + highest_C, entropy_C
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -175,12 +179,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
             for start in range(0, len(target_N), chunk):
                 rows = slice(start, start + chunk)
                 logit_CV = _product(hidden[rows], weight.t(), dtype).div_(temperature)
-                log_sum_C, at_target_C, entropy_C = _chunk_statistics(
+                logp_C, log_sum_C, entropy_C = _chunk_statistics(
                     logit_CV, target_N[rows], vocab_start, group, with_entropy
                 )
                 del logit_CV  # before the next chunk's is made
-                log_sum_N[rows] = log_sum_C
-                logp_N[rows] = at_target_C - log_sum_C
+                logp_N[rows], log_sum_N[rows] = logp_C, log_sum_C
                 if entropy_N is not None and entropy_C is not None:
                     entropy_N[rows] = entropy_C
         ctx.save_for_backward(hidden_NH, weight_VH, target_N, log_sum_N, entropy_N)

@@ -166,12 +166,13 @@ def grpo_loss(
 
     Returns:
         loss: scalar, already divided by the global denominator.
-        diagnostics: sums (see the package's docstring).  `loss` adds up to the global loss; `surrogate`, `kl`, `entropy`,
-        `weight` are sums over `tokens` tokens; `sequences` counts responses with a token; `nonfinite` counts tokens
-        whose log-probability, new, old or reference, is nan or infinite.
+        diagnostics: sums (see the package's docstring).  `loss` adds up to the global loss; `surrogate`, `kl`, `weight`
+        and, where given, `entropy` are sums over `tokens` tokens; `sequences` counts responses with a token;
+        `nonfinite` counts tokens whose log-probability, new, old or reference, is nan or infinite.
 
     Raises:
-        ValueError: a mask that is not bool, an input that is missing, or a denominator not above 0 although a token counts.
+        ValueError: a mask that is not bool, an input that is missing, or a denominator not above 0 although a token
+            counts.
     """
     _check_inputs(ref_logp_BT, mask_BT, denominator, config, entropy_BT)
     dtype = torch.promote_types(logp_BT.dtype, torch.float32)

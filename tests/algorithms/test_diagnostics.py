@@ -1,0 +1,119 @@
+"""Diagnostics by hand, and their exact reduction."""
+
+import math
+
+import pytest
+import torch
+
+from nemo_prorl.algorithms.correction import rollout_correction
+from nemo_prorl.algorithms.diagnostics import (
+    merge,
+    policy_diagnostics,
+    reduction,
+    reference_gap,
+    response_statistics,
+)
+from nemo_prorl.algorithms.losses import LossConfig, clipped_surrogate
+
+
+def test_clip_counts_by_hand() -> None:
+    ratio = torch.tensor([[0.5, 1.0, 1.3, 1.5, 4.0], [0.5, 1.0, 1.3, 1.5, 4.0], [9.0, 9.0, 9.0, 9.0, 9.0]])
+    mask = torch.tensor([[True] * 5, [True] * 5, [False] * 5])
+    advantage = torch.tensor([1.0, -1.0, 1.0])
+    old = torch.full((3, 5), -5.0)
+    old[2] = math.nan
+    got = policy_diagnostics(old + ratio.log(), old, advantage, mask, LossConfig(dual_clip=3.0))
+    assert {name: value.item() for name, value in got.items() if name not in ("ratio", "approx_kl")} == {
+        "tokens": 10,
+        "positive_tokens": 5,
+        "negative_tokens": 5,
+        "clipped_high": 2,  # 1.5 and 4
+        "clipped_low": 1,  # 0.5
+        "unclipped_high": 1,  # 1.5; 4 is cut by the dual clip
+        "unclipped_low": 1,  # 0.5
+        "dual_clipped": 1,  # 4
+        "min_ratio": pytest.approx(0.5),
+        "max_ratio": pytest.approx(4.0),
+    }
+    assert got["ratio"].item() == pytest.approx(2 * 8.3, rel=1e-6)
+    assert got["approx_kl"].item() == pytest.approx(2 * sum(r - 1 - math.log(r) for r in ratio[0].tolist()), rel=1e-5)
+
+
+@pytest.mark.parametrize("dual", [None, 2.0])
+def test_clipped_tokens_are_those_without_a_gradient(dual: float | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    config = LossConfig(dual_clip=dual)
+    old = torch.full((40, 5), -4.0, dtype=torch.float64)
+    logp = (old + torch.randn(40, 5, generator=generator, dtype=torch.float64)).requires_grad_()
+    advantage = torch.randn(40, generator=generator, dtype=torch.float64)
+    clipped_surrogate((logp - old).exp(), advantage[:, None], config).sum().backward()
+    assert logp.grad is not None
+    got = policy_diagnostics(logp, old, advantage, torch.ones(40, 5, dtype=torch.bool), config)
+    without = (logp.grad == 0).sum().item()
+    assert got["clipped_high"] + got["clipped_low"] + got["dual_clipped"] == without > 0
+
+
+def test_reference_gap_by_hand_and_right_after_a_reset() -> None:
+    old = torch.tensor([[-1.0, -2.0, math.nan], [-3.0, math.inf, -1.0]])
+    ref = torch.tensor([[-1.5, -1.0, -1.0], [-3.0, -1.0, math.nan]])
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    gap = reference_gap(old, ref, mask)
+    assert gap["tokens"].item() == 3
+    assert gap["mean_abs"].item() == pytest.approx(0.5)
+    assert gap["max_abs"].item() == 1.0
+    assert gap["mean_k3"].item() == pytest.approx((math.exp(-0.5) + 0.5 - 1 + math.exp(1.0) - 1.0 - 1) / 3)
+    after = reference_gap(old, old.clone(), mask)
+    assert [after[name].item() for name in ("mean_abs", "max_abs", "mean_k3")] == [0.0, 0.0, 0.0]
+
+
+def test_response_statistics_by_hand() -> None:
+    mask = torch.tensor([[True, True, False], [False, False, False], [True, True, True]])
+    entropy = torch.tensor([[1.0, 2.0, math.nan], [math.nan] * 3, [0.5, 0.5, 0.5]])
+    got = response_statistics(mask, torch.tensor([True, True, False]), entropy)
+    expected = {"responses": 2, "tokens": 5, "ended": 1, "max_length": 3, "entropy": 4.5}
+    assert {name: value.item() for name, value in got.items()} == expected
+    assert "entropy" not in response_statistics(mask, torch.tensor([True, True, False]))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_merging_parts_equals_the_whole(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    old = torch.randn(9, 5, generator=generator)
+    new = old + 0.5 * torch.randn(9, 5, generator=generator)
+    mask = torch.rand(9, 5, generator=generator) > 0.4
+    mask[3:5] = False
+    advantage = torch.randn(9, generator=generator)
+    measures = {
+        "policy": lambda r: policy_diagnostics(new[r], old[r], advantage[r], mask[r], LossConfig()),
+        "reference": lambda r: reference_gap(old[r], new[r], mask[r]),
+        "responses": lambda r: response_statistics(mask[r], advantage[r] > 0, old[r]),
+        "engine": lambda r: rollout_correction(old[r], new[r], mask[r], "icepop", 1.5, 0.7)[1],
+    }
+    parts = [slice(0, 3), slice(3, 5), slice(5, 5), slice(5, 9)]  # the second and third count no token
+    for name, measure in measures.items():
+        whole = measure(slice(0, 9))
+        merged = measure(parts[0])
+        for part in parts[1:]:
+            merged = merge(merged, measure(part))
+        backwards = measure(parts[2])
+        for part in (parts[1], parts[3], parts[0]):
+            backwards = merge(backwards, measure(part))
+        for key, value in whole.items():
+            assert value.dtype == torch.float64, (name, key)
+            assert merged[key].item() == pytest.approx(value.item(), rel=1e-12), (name, key)
+            assert backwards[key].item() == pytest.approx(value.item(), rel=1e-12), (name, key)
+
+
+def test_reduction_rules_and_refusals() -> None:
+    assert [reduction(key) for key in ("tokens", "mean_abs", "fraction_masked", "max_ratio", "min_ratio")] == [
+        "sum",
+        "mean",
+        "mean",
+        "max",
+        "min",
+    ]
+    one = torch.ones(())
+    with pytest.raises(ValueError, match="different keys: \\['b'\\]"):
+        merge({"a": one}, {"a": one, "b": one})
+    with pytest.raises(ValueError, match="mean_abs without a count of tokens"):
+        merge({"mean_abs": one}, {"mean_abs": one})

@@ -1,0 +1,277 @@
+"""Chunked, vocabulary-parallel log-probabilities against the naive formula in float64."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from nemo_prorl.algorithms.entropy import entropy_of_logits
+from nemo_prorl.algorithms.logprobs import chunked_logprobs
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def case(seed: int, tokens: int, rows: int, hidden: int, vocab: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, weight, targets, and what the two results are multiplied with, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    target = torch.randint(0, vocab, (tokens,), generator=generator)
+    if tokens > 1:
+        target[0], target[1] = 0, vocab - 1
+    return noise(tokens, hidden), noise(rows, hidden), target, noise(tokens), noise(tokens)
+
+
+def naive(
+    hidden: Tensor, weight: Tensor, target: Tensor, slopes: tuple[Tensor, Tensor], temperature: float, vocab: int
+) -> list[Tensor]:
+    """(logp, entropy, gradient to hidden, gradient to weight) in float64, by autograd through full logits."""
+    hidden = hidden.detach().double().requires_grad_()
+    weight = weight.detach().double().requires_grad_()
+    logits = (hidden @ weight.T)[:, :vocab] / temperature
+    probability = logits.exp() / logits.exp().sum(dim=1, keepdim=True)
+    logp = probability.log().gather(1, target[:, None])[:, 0]
+    entropy = -(probability * probability.log()).sum(dim=1)
+    (slopes[0] @ logp + slopes[1] @ entropy).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return [logp.detach(), entropy.detach(), hidden.grad, weight.grad]
+
+
+def ours(
+    hidden: Tensor, weight: Tensor, target: Tensor, slopes: tuple[Tensor, Tensor], temperature: float, **kwargs: Any
+) -> list[Tensor]:
+    hidden, weight = hidden.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
+    logp, entropy = chunked_logprobs(hidden, weight, target, temperature, with_entropy=True, **kwargs)
+    assert entropy is not None
+    (slopes[0].to(logp.dtype) @ logp + slopes[1].to(logp.dtype) @ entropy).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return [logp.detach(), entropy.detach(), hidden.grad, weight.grad]
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.2])
+@pytest.mark.parametrize("chunk", [1, 3, 10, 13, 4096])
+def test_matches_naive_with_every_chunk_size(temperature: float, chunk: int) -> None:
+    hidden, weight, target, *slopes = case(chunk, tokens=13, rows=24, hidden=8, vocab=21)
+    expected = naive(hidden, weight, target, (slopes[0], slopes[1]), temperature, 21)
+    exact = ours(hidden, weight, target, (slopes[0], slopes[1]), temperature, vocab_size=21, chunk=chunk)
+    for got, right in zip(exact, expected, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-10, atol=1e-11)
+    single = ours(
+        hidden.float(), weight.float(), target, (slopes[0], slopes[1]), temperature, vocab_size=21, chunk=chunk
+    )
+    for got, right in zip(single, expected, strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), right, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_autograd_check(with_entropy: bool) -> None:
+    hidden, weight, target, *_ = case(0, tokens=5, rows=9, hidden=4, vocab=7)
+
+    def function(h: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        results = chunked_logprobs(h, w, target, 1.2, vocab_size=7, chunk=2, with_entropy=with_entropy)
+        return tuple(r for r in results if r is not None)
+
+    assert torch.autograd.gradcheck(function, (hidden.requires_grad_(), weight.requires_grad_()))
+
+
+def test_log_probability_alone_is_the_same() -> None:
+    hidden, weight, target, slope, _ = case(2, tokens=9, rows=16, hidden=5, vocab=16)
+    expected = naive(hidden, weight, target, (slope, torch.zeros(9, dtype=torch.float64)), 1.2, 16)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    logp, entropy = chunked_logprobs(hidden, weight, target, 1.2, vocab_size=16, chunk=4)
+    assert entropy is None
+    (slope @ logp).backward()
+    for got, right in zip((logp.detach(), hidden.grad, weight.grad), (expected[0], *expected[2:]), strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-10, atol=1e-12)
+
+
+def test_entropy_alone_has_a_gradient() -> None:
+    hidden, weight, target, _, slope = case(3, tokens=6, rows=8, hidden=4, vocab=8)
+    expected = naive(hidden, weight, target, (torch.zeros(6, dtype=torch.float64), slope), 0.8, 8)
+    hidden.requires_grad_()
+    _, entropy = chunked_logprobs(hidden, weight, target, 0.8, vocab_size=8, chunk=4, with_entropy=True)
+    assert entropy is not None
+    (slope @ entropy).backward()
+    torch.testing.assert_close(hidden.grad, expected[2], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(entropy, entropy_of_logits(hidden @ weight.T, 0.8), rtol=1e-10, atol=1e-12)
+
+
+def test_padding_rows_never_count() -> None:
+    hidden, weight, target, *slopes = case(4, tokens=7, rows=12, hidden=4, vocab=10)
+    clean = ours(hidden, weight, target, (slopes[0], slopes[1]), 1.2, vocab_size=10)
+    weight[10:] = math.nan
+    spoilt = ours(hidden, weight, target, (slopes[0], slopes[1]), 1.2, vocab_size=10)
+    for a, b in zip(clean, spoilt, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(spoilt[3][10:], torch.zeros(2, 4, dtype=torch.float64))
+
+
+def test_huge_logits_do_not_overflow() -> None:
+    weight = torch.tensor([[300.0], [-300.0], [299.0]], requires_grad=True)
+    hidden = torch.tensor([[1.0], [-1.0]], requires_grad=True)
+    logp, entropy = chunked_logprobs(hidden, weight, torch.tensor([0, 0]), 1.0, vocab_size=3, with_entropy=True)
+    assert entropy is not None
+    (logp.sum() + entropy.sum()).backward()
+    assert logp.tolist() == pytest.approx([-math.log1p(math.exp(-1)), -600.0], rel=1e-6)
+    p = 1 / (1 + math.exp(-1))
+    assert entropy.tolist() == pytest.approx([-p * math.log(p) - (1 - p) * math.log(1 - p), 0.0], rel=1e-5)
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert torch.isfinite(hidden.grad).all()
+    assert torch.isfinite(weight.grad).all()
+
+
+def test_no_tokens() -> None:
+    hidden = torch.zeros(0, 4, requires_grad=True)
+    weight = torch.ones(6, 4, requires_grad=True)
+    target = torch.zeros(0, dtype=torch.int64)
+    logp, entropy = chunked_logprobs(hidden, weight, target, 1.2, vocab_size=6, with_entropy=True)
+    assert entropy is not None
+    (logp.sum() + entropy.sum()).backward()
+    assert logp.shape == entropy.shape == (0,)
+    assert torch.equal(weight.grad, torch.zeros(6, 4))
+
+
+def test_frozen_weight_and_no_grad() -> None:
+    hidden, weight, target, *_ = case(6, tokens=5, rows=8, hidden=4, vocab=8)
+    hidden.requires_grad_()
+    logp, _ = chunked_logprobs(hidden, weight, target, 1.2, vocab_size=8)
+    logp.sum().backward()
+    assert weight.grad is None
+    assert hidden.grad is not None
+    with torch.no_grad():
+        again, _ = chunked_logprobs(hidden, weight, target, 1.2, vocab_size=8)
+    assert not again.requires_grad
+    assert torch.equal(again, logp.detach())
+
+
+def test_bfloat16_inputs_are_reduced_in_float32() -> None:
+    hidden, weight, target, *slopes = case(5, tokens=40, rows=64, hidden=32, vocab=60)
+    hidden, weight = (hidden / 4).bfloat16(), weight.bfloat16()
+    expected = naive(hidden, weight, target, (slopes[0], slopes[1]), 1.2, 60)
+    logp, entropy, grad_hidden, grad_weight = ours(
+        hidden, weight, target, (slopes[0], slopes[1]), 1.2, vocab_size=60, chunk=7
+    )
+    assert logp.dtype == entropy.dtype == torch.float32
+    assert grad_hidden.dtype == grad_weight.dtype == torch.bfloat16
+    torch.testing.assert_close(logp.double(), expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected[1], rtol=1e-5, atol=1e-5)
+    # One rounding to bfloat16 (8 bits) and no more: six chunks added up in bfloat16 would miss this.
+    torch.testing.assert_close(grad_hidden.double(), expected[2], rtol=2**-8, atol=1e-5)
+    torch.testing.assert_close(grad_weight.double(), expected[3], rtol=2**-8, atol=1e-5)
+
+
+def test_autocast_does_not_lower_the_precision() -> None:
+    hidden, weight, target, *_ = case(7, tokens=9, rows=16, hidden=8, vocab=16)
+    hidden, weight = hidden.float().requires_grad_(), weight.float()
+    plain, _ = chunked_logprobs(hidden, weight, target, 1.2, vocab_size=16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside, _ = chunked_logprobs(hidden, weight, target, 1.2, vocab_size=16)
+    assert torch.equal(plain, inside)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the largest tensor that any operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel, self.operation = 0, ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_flatten(result)[0]:
+            if isinstance(leaf, Tensor) and leaf.numel() > self.numel:
+                self.numel, self.operation = leaf.numel(), str(func)
+        return result
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_never_makes_a_row_of_logits_for_every_token(with_entropy: bool) -> None:
+    tokens, vocab, chunk = 128, 500, 16
+    hidden, weight, target, *_ = case(8, tokens, vocab, hidden=4, vocab=vocab)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    with LargestTensor() as largest:
+        logp, entropy = chunked_logprobs(
+            hidden, weight, target, 1.2, vocab_size=vocab, chunk=chunk, with_entropy=with_entropy
+        )
+        (logp.sum() if entropy is None else logp.sum() + entropy.sum()).backward()
+    assert largest.numel == chunk * vocab, largest.operation
+    with LargestTensor() as full:  # the instrument sees what it should
+        torch.log_softmax(hidden @ weight.T, dim=1)
+    assert full.numel == tokens * vocab
+
+
+def test_two_ranks_equal_one(tmp_path: Path) -> None:
+    """Real gloo processes.  In one case the second shard ends in padding, in the other it is nothing else."""
+    vocabularies = (19, 11)
+    settings = {"temperature": 1.2, "vocab_sizes": vocabularies, "chunk": 4, "world": 2}
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    cases = [case(vocab, tokens=11, rows=24, hidden=6, vocab=vocab) for vocab in vocabularies]
+    torch.save(cases, tmp_path / "cases.pt")
+    script = Path(__file__).with_name("vocab_parallel_rank.py")
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([sys.executable, script, tmp_path, str(rank)], env=environment, stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=120)
+            assert rank.returncode == 0, errors.decode()
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    for i, (hidden, weight, target, *slopes) in enumerate(cases):
+        one = ours(hidden, weight, target, (slopes[0], slopes[1]), 1.2, vocab_size=vocabularies[i], chunk=4)
+        for shard in (first[i], second[i]):
+            torch.testing.assert_close(shard[0], one[0], rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(shard[1], one[1], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(first[i][2] + second[i][2], one[2], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(torch.cat([first[i][3], second[i][3]]), one[3], rtol=1e-10, atol=1e-12)
+    assert not torch.allclose(first[0][2], first[0][2] + second[0][2])  # partial sums, as promised
+    assert torch.equal(second[1][2], torch.zeros(11, 6, dtype=torch.float64))  # a share of no words
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"chunk": 0}, "chunk is 0"),
+        ({"target_N": torch.tensor([0, 8, 1])}, r"target_N\[1\] is 8, outside the vocabulary of 8"),
+        ({"target_N": torch.tensor([0, 1, -100])}, r"target_N\[2\] is -100"),
+        ({"target_N": torch.tensor([0, 1])}, r"right is torch.int64 \[3\]"),
+        ({"target_N": torch.tensor([0, 1, 2], dtype=torch.int32)}, "right is torch.int64"),
+        ({"weight_VH": torch.zeros(9, 5)}, r"\[3, 4\], \[9, 5\]"),
+        ({"weight_VH": torch.zeros(9, 4, dtype=torch.bfloat16)}, "one floating type"),
+        ({"vocab_size": 0}, "vocab_size 0"),
+    ],
+)
+def test_wrong_use_is_refused(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "hidden_NH": torch.zeros(3, 4),
+        "weight_VH": torch.zeros(9, 4),
+        "target_N": torch.tensor([0, 1, 2]),
+        "temperature": 1.0,
+        "vocab_size": 8,
+    }
+    with pytest.raises(ValueError, match=message):
+        chunked_logprobs(**{**arguments, **change})

@@ -1,0 +1,253 @@
+"""Dynamic sampling: what is kept, how much is drawn, and that timing changes neither."""
+
+import json
+import math
+import random
+from collections import deque
+
+import pytest
+import torch
+
+from nemo_prorl.algorithms.sampling import DynamicSampler, KeepRates, carries_signal
+
+
+def test_signal_is_a_spread_of_valid_rewards_above_the_tolerance() -> None:
+    reward = torch.tensor(
+        [
+            [0.0, 0.0, 1.0],
+            [1.0, 1.0, 1.0],
+            [0.5, 0.5, 0.5 + 1e-7],
+            [0.5, 0.5, 0.501],
+            [0.0, 0.0, 1.0],
+            [0.0, math.nan, 1.0],
+            [math.nan, math.nan, 1.0],
+        ],
+        dtype=torch.float64,
+    )
+    valid = torch.ones(7, 3, dtype=torch.bool)
+    valid[4, 2] = valid[5, 1] = False
+    valid[6, :2] = False
+    assert carries_signal(reward, valid, 1e-6).tolist() == [True, False, False, True, False, True, False]
+    assert carries_signal(reward[:4], valid[:4], 0.0).tolist() == [True, False, True, True]
+    assert carries_signal(torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.bool), 0.0).tolist() == []
+    assert carries_signal(torch.zeros(2, 1), torch.ones(2, 1, dtype=torch.bool), 0.0).tolist() == [False, False]
+    with pytest.raises(ValueError, match=r"reward_GN\[5, 1\] is nan"):
+        carries_signal(reward, torch.ones(7, 3, dtype=torch.bool), 1e-6)
+    with pytest.raises(ValueError, match="tolerance"):
+        carries_signal(reward, valid, -1.0)
+
+
+def test_keep_rate_by_hand() -> None:
+    rates = KeepRates(prior=1.0, strength=1.0, decay=0.5)
+    assert rates["math"] == 1.0
+    rates.update("math", False)
+    assert rates["math"] == 1.0 / 2.0
+    rates.update("math", True)  # kept: 1; decisions: 0.5 + 1
+    assert rates["math"] == (1.0 + 1.0) / (1.0 + 1.5)
+    rates.update("math", False)  # kept: 0.5; decisions: 0.75 + 1
+    assert rates["math"] == (1.0 + 0.5) / (1.0 + 1.75)
+    assert rates["code"] == 1.0
+    assert rates.tasks == ["math"]
+
+
+def test_keep_rate_converges_forgets_and_never_reaches_zero() -> None:
+    rates, generator = KeepRates(), random.Random(0)
+    for _ in range(1000):
+        rates.update("a", generator.random() < 0.3)
+    assert rates["a"] == pytest.approx(0.3, abs=0.15)
+    for _ in range(500):
+        rates.update("a", False)
+    assert 0.0 < rates["a"] < 0.03
+    for _ in range(200):
+        rates.update("a", True)
+    assert rates["a"] > 0.95
+
+
+def play(
+    verdicts: list[bool],
+    rates: KeepRates,
+    needed: int = 4,
+    max_drawn: int = 16,
+    oversubscription: float = 1.0,
+    enabled: bool = True,
+    carried: list[int] | None = None,
+    tasks: str = "ab",
+) -> tuple[DynamicSampler, list[int], list[int], list[int]]:
+    """One step as the docstring tells; returns prompts kept, prompts left over, and draws before each decision."""
+    sampler = DynamicSampler(needed, max_drawn, oversubscription, rates, enabled)
+    pending = deque(carried or [])
+    for prompt in pending:
+        sampler.carry(tasks[prompt % len(tasks)])
+    following = max(pending, default=-1) + 1
+    kept, draws = [], []
+    while not sampler.done:
+        while sampler.wants_more():
+            sampler.dispatched(tasks[following % len(tasks)])
+            pending.append(following)
+            following += 1
+        draws.append(sampler.drawn)
+        prompt = pending.popleft()
+        if sampler.decide(verdicts[prompt]):
+            kept.append(prompt)
+    assert len(pending) == sampler.undecided
+    return sampler, kept, list(pending), draws
+
+
+def test_all_kept_draws_no_more_than_needed() -> None:
+    sampler, kept, surplus, draws = play([True] * 16, KeepRates())
+    assert kept == [0, 1, 2, 3]
+    assert surplus == []
+    assert draws == [4, 4, 4, 4]
+    assert sampler.full
+    assert sampler.done
+    assert not sampler.exhausted
+    assert not sampler.wants_more()
+
+
+def test_drops_are_refilled_in_proportion_to_the_keep_rate() -> None:
+    """One task, decay so close to 1 that the rate is (1 + kept) / (1 + decided)."""
+    verdicts = [False, False, True, True, True, True, True, True, True, True, True]
+    _, kept, surplus, draws = play(verdicts, KeepRates(decay=1 - 1e-12), tasks="a")
+    # After the first drop the rate is 1/2: 3 undecided stand for 1.5, 8 would for 4.  After the second it is 1/3.
+    assert draws[:3] == [4, 9, 14]
+    assert kept == [2, 3, 4, 5]
+    assert surplus == list(range(6, 14))
+
+
+def test_at_the_cap_the_smaller_batch_is_what_there_is() -> None:
+    verdicts = [i in (3, 7) for i in range(16)]
+    sampler, kept, surplus, draws = play(verdicts, KeepRates())
+    assert kept == [3, 7]
+    assert surplus == []
+    assert sampler.exhausted
+    assert sampler.done
+    assert not sampler.full
+    assert sampler.drawn == sampler.decided == 16
+    assert (sampler.kept, sampler.dropped, sampler.surplus_count) == (2, 14, 0)
+    assert max(draws) == 16
+    nothing = play([False] * 16, KeepRates())[0]
+    assert nothing.exhausted
+    assert nothing.kept == 0
+
+
+def test_never_stands_still_while_short() -> None:
+    """With an oversubscription below 1 the expectation alone would stop at 2 of 4."""
+    sampler, kept, _, draws = play([True] * 16, KeepRates(), oversubscription=0.5)
+    assert kept == [0, 1, 2, 3]
+    assert draws == [2, 2, 3, 4]
+    assert sampler.full
+
+
+def test_oversubscription_leaves_a_surplus_which_the_next_step_judges_first() -> None:
+    rates = KeepRates()
+    verdicts = [True, True, True, True, False, True, True, False] + [True] * 20
+    sampler, kept, surplus, _ = play(verdicts, rates, oversubscription=2.0)
+    assert kept == [0, 1, 2, 3]
+    assert surplus == [4, 5, 6, 7]
+    assert sampler.surplus_count == 4
+    with pytest.raises(RuntimeError, match="surplus"):
+        sampler.decide(True)
+    before = rates.state_dict()
+    following, kept, surplus, draws = play(verdicts, rates, carried=surplus)
+    assert draws[0] == 4  # what is in hand may be enough: nothing is drawn yet
+    assert kept == [5, 6, 8, 9]
+    assert following.carried == 4
+    assert following.drawn == 4 + following.started
+    assert rates.state_dict() != before
+
+
+def test_carried_groups_count_as_draws() -> None:
+    sampler, kept, surplus, _ = play([False] * 10 + [True], KeepRates(), needed=2, max_drawn=4, carried=list(range(6)))
+    assert (kept, surplus, sampler.started) == ([], [], 0)
+    assert sampler.exhausted
+
+
+def test_static_sampling_keeps_everything_but_still_measures() -> None:
+    rates = KeepRates()
+    sampler, kept, surplus, draws = play([False] * 8, rates, enabled=False, max_drawn=4)
+    assert (kept, surplus, draws) == ([0, 1, 2, 3], [], [4, 4, 4, 4])
+    assert sampler.full
+    assert rates["a"] < 1.0
+
+
+def simulate(seed: int, timing: int, steps: int, rates: KeepRates, state: list[int]) -> list[tuple[list[int], int]]:
+    """Groups finish at random times; the loop acts on whatever has finished, one event after another.
+
+    `seed` fixes the prompts' verdicts, `timing` when they finish.  `state` is [next prompt, surplus...].
+    """
+    clock = random.Random(timing)
+    log = []
+    for _ in range(steps):
+        sampler = DynamicSampler(6, 24, 1.5, rates)
+        queue = deque(state[1:])
+        for prompt in queue:
+            sampler.carry("abc"[prompt % 3])
+        following, kept = state[0], []
+        running, finished = set(queue), set()
+        while not sampler.done:
+            while sampler.wants_more():
+                sampler.dispatched("abc"[following % 3])
+                queue.append(following)
+                running.add(following)
+                following += 1
+            if running:  # some groups finish, in an order that has nothing to do with the draws'
+                for prompt in clock.sample(sorted(running), clock.randint(1, len(running))):
+                    running.discard(prompt)
+                    finished.add(prompt)
+            while queue and queue[0] in finished and not sampler.done and not sampler.wants_more():
+                prompt = queue.popleft()
+                if sampler.decide(random.Random(seed * 7919 + prompt).random() < (0.9, 0.5, 0.2)[prompt % 3]):
+                    kept.append(prompt)
+        state[:] = [following, *queue]
+        log.append((kept, following))
+    return log
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_timing_never_changes_what_is_drawn_or_kept(seed: int) -> None:
+    runs = [simulate(seed, timing, steps=12, rates=KeepRates(), state=[0]) for timing in range(6)]
+    assert all(run == runs[0] for run in runs)
+    assert any(run != runs[0] for run in [simulate(seed + 100, 0, 12, KeepRates(), [0])])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_resume_from_json_is_exact(seed: int) -> None:
+    straight = simulate(seed, 1, steps=14, rates=KeepRates(), state=[0])
+    rates, state = KeepRates(), [0]
+    first = simulate(seed, 2, steps=5, rates=rates, state=state)
+    saved = json.loads(json.dumps({"rates": rates.state_dict(), "state": state}))
+    fresh = KeepRates()
+    fresh.load_state_dict(saved["rates"])
+    assert fresh.state_dict() == rates.state_dict()
+    assert first + simulate(seed, 3, steps=9, rates=fresh, state=saved["state"]) == straight
+
+
+def test_deciding_before_drawing_is_refused() -> None:
+    """Else a verdict that comes early would be decided on before the draws that belong before it."""
+    sampler = DynamicSampler(2, 8, 1.0, KeepRates())
+    sampler.dispatched("a")
+    with pytest.raises(RuntimeError, match="draw first"):
+        sampler.decide(True)
+    sampler.dispatched("a")
+    with pytest.raises(RuntimeError, match="wants_more"):
+        sampler.dispatched("a")
+    sampler.decide(True)
+    with pytest.raises(RuntimeError, match="surplus groups come first"):
+        sampler.carry("a")
+    sampler.decide(True)
+    empty = DynamicSampler(2, 8, 1.0, KeepRates())
+    with pytest.raises(RuntimeError, match="no group is undecided"):
+        empty.decide(True)
+
+
+def test_bad_numbers_are_refused() -> None:
+    for needed, drawn, factor, message in (
+        (0, 4, 1.0, "needed is 0"),
+        (4, 3, 1.0, "max_drawn is 3"),
+        (4, 4, 0.0, "oversubscription"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DynamicSampler(needed, drawn, factor, KeepRates())
+    for prior, strength, decay in ((0.0, 1.0, 0.9), (1.1, 1.0, 0.9), (1.0, 0.0, 0.9), (1.0, 1.0, 1.0), (1.0, 1.0, 0.0)):
+        with pytest.raises(ValueError, match="keep rates need"):
+            KeepRates(prior, strength, decay)

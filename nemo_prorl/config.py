@@ -113,7 +113,7 @@ class TrainerConfig:
 class PretrainedConfig:
     """Where the policy's first weights come from."""
 
-    restore_from_path: str | None = None  # a Hugging Face folder; null: random weights of `model`'s shape
+    restore_from_path: str | None = MISSING  # a Hugging Face folder; null (model=laptop): random weights
 
 
 @dataclass
@@ -167,6 +167,7 @@ class Config:
     """The whole configuration of a run."""
 
     run_dir: str = "runs/laptop"
+    stage: str = "none"  # set by the group stage=run1..run8
     seed: int = 1
     deterministic: bool = False
     on_event: str | None = None  # a command called with each alarm, reset and failure

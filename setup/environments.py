@@ -39,23 +39,23 @@ _log = logging.getLogger("setup")
 ADVICE = [
     (
         r"No space left on device",
-        "The disk is full. Free some room (7 GB in all; TMPDIR and PIP_CACHE_DIR move pip's own folders) and run again.",
+        "The disk is full. Free some room (7 GB in all; TMPDIR and PIP_CACHE_DIR move pip's own folders), run again.",
     ),
     (
         r"DO NOT MATCH THE HASHES",
-        "The package index serves another file than the one the lock file names. Ask whoever runs the index, or make the"
-        " hashes anew with setup/lock.py after checking the file.",
+        "The package index serves another file than the one the lock file names. Ask whoever runs the index, or make"
+        " the hashes anew with setup/lock.py after checking the file.",
     ),
     (
         r"command '?\S*(gcc|cc|clang)\S*'? failed|Python\.h: No such file",
-        "A package without a wheel (pycosat) could not be compiled. Install a C compiler and Python's headers (on Debian"
-        " and Ubuntu: gcc python3.11-dev) and run again.",
+        "A package without a wheel (pycosat) could not be compiled. Install a C compiler and Python's headers (on"
+        " Debian and Ubuntu: gcc python3.11-dev) and run again.",
     ),
     (
         r"NewConnectionError|name resolution|Max retries|timed out|ProxyError|SSLError|unreachable"
         r"|No matching distribution found|Connection broken|Connection refused",
-        "The package index could not be reached, or lacks a file. Check the network. Behind a proxy set HTTPS_PROXY; for"
-        " another index set PIP_INDEX_URL; for a company's certificate set PIP_CERT; for files on disk set"
+        "The package index could not be reached, or lacks a file. Check the network. Behind a proxy set HTTPS_PROXY;"
+        " for another index set PIP_INDEX_URL; for a company's certificate set PIP_CERT; for files on disk set"
         " PIP_FIND_LINKS. Then run again: what was installed is kept.",
     ),
 ]
@@ -157,7 +157,8 @@ def check_room(environments: list[Environment]) -> None:
 def run_pip(env: Environment, arguments: list[str], doing: str, count: int = 0) -> None:
     """Runs pip inside the environment, tells its progress, and turns a failure into advice."""
     _log.info("  %s", doing)
-    start, seen, said = time.monotonic(), 0, []
+    start, seen = time.monotonic(), 0
+    said: list[str] = []
     with (VENVS / f"{env.name}.log").open("a") as log:
         command = [str(env.python), *PIP, "install", "--progress-bar", "off", *arguments]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
@@ -201,12 +202,14 @@ def install_locked(env: Environment, torch_index: str) -> None:
         run_pip(env, [*index, "-c", str(constraints), torch], f"{torch} (usually 0.3 min; a CUDA build takes longer)")
 
 
-# Runs inside the environment: prints what differs from the pins, one line each.
+# Runs inside the environment: prints what differs from the pins, one line each.  A file that two packages write
+# (nemo-toolkit and nemo-aligner both bring a folder `tests`) has the size of the later one.
 _VERIFY = """
-import importlib.metadata, json, os, re, sys
-pins, found = json.load(sys.stdin), {}
+import collections, importlib.metadata, json, os, re, sys
+pins, found, claims = json.load(sys.stdin), {}, collections.Counter()
 for d in importlib.metadata.distributions():
     found[re.sub(r"[-_.]+", "-", d.metadata["Name"] or "").lower()] = d
+    claims.update(str(f) for f in d.files or [])
 for name, version in pins.items():
     d = found.get(name)
     if d is None or d.version.split("+")[0] != version:
@@ -217,7 +220,8 @@ for name, version in pins.items():
             size = os.stat(f.locate()).st_size
         except OSError:
             size = -1
-        if f.size is not None and size != f.size and not str(f).endswith((".pyc", "RECORD")):
+        changed = size != f.size and claims[str(f)] == 1
+        if f.size is not None and (size < 0 or changed) and not str(f).endswith((".pyc", "RECORD")):
             print(name, "lacks or changed", f)
             break
 """

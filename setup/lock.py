@@ -47,11 +47,8 @@ def archive_hashes(pins: dict[str, str]) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         wanted, report = Path(folder, "pins.txt"), Path(folder, "report.json")
         wanted.write_text("".join(f"{name}=={version}\n" for name, version in pins.items()))
-        subprocess.run(
-            [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps"]
-            + ["--quiet", "--report", str(report), "-r", str(wanted)],
-            check=True,
-        )
+        pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet"]
+        subprocess.run([*pip, "--report", str(report), "-r", str(wanted)], check=True)
         installs = json.loads(report.read_text())["install"]
     hashes = {
         normal_name(i["metadata"]["name"]): i["download_info"]["archive_info"]["hashes"]["sha256"] for i in installs

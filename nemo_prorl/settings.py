@@ -1,0 +1,330 @@
+"""From overrides to a checked configuration: composes `conf/` with Hydra, merges it into the typed schema, checks it.
+
+    cfg = load(["cluster=laptop", "trainer.grpo.max_steps=6"])          # pure: looks at conf/ and the named files only
+    cfg = load_run(["run_dir=runs/laptop"])                             # continues what the run directory holds
+    cfg = load([], Path("runs/laptop/config.yaml"))                     # a saved configuration
+
+Whatever is wrong is a ConfigError that names the full key, the value and what would be right.  Imports neither torch
+nor NeMo: `prorl` answers a wrong key in a second.
+"""
+
+import difflib
+import importlib.resources
+import logging
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, get_origin
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_prorl.config import Config
+from nemo_prorl.errors import ConfigError
+from nemo_prorl.settings_checks import check
+
+_log = logging.getLogger(__name__)
+
+# Sections whose keys have another owner: NeMo's own are those of the yaml in conf/, a plugin's are the plugin's.
+NEMO_SECTIONS = ("model", "exp_manager")
+FREE_SECTIONS = ("rewards.plugins", "data.train.*.options", "data.validation.*.options")
+
+# What a continued run may change, by the beginning of the key; everything else makes it another run.
+CHANGEABLE = (
+    "run_dir",
+    "on_event",
+    "trainer.num_nodes",
+    "trainer.devices",
+    "trainer.grpo.max_steps",  # may grow only
+    "trainer.grpo.checkpoint_every",
+    "trainer.grpo.keep_checkpoints",
+    "trainer.grpo.save_rollout_groups",
+    "trainer.grpo.logprob_chunk_tokens",
+    "trainer.deadlines.",
+    "model.tensor_model_parallel_size",
+    "model.pipeline_model_parallel_size",
+    "model.virtual_pipeline_model_parallel_size",
+    "model.sequence_parallel",
+    "model.micro_batch_size",
+    "exp_manager.",
+    "rollout.python",
+    "rollout.engines",
+    "rollout.tensor_parallel_size",
+    "rollout.threads",
+    "rollout.max_num_seqs",
+    "rollout.max_batched_tokens",
+    "rollout.kv_cache_mb",
+    "rollout.eager",
+    "rollout.max_restarts",
+    "rewards.workers",
+)
+
+
+def load(overrides: list[str], config_file: Path | None = None) -> DictConfig:
+    """The resolved, checked configuration, typed by `config.Config`; raises ConfigError.
+
+    `overrides` are Hydra's: groups (`cluster=laptop`) and values (`trainer.grpo.max_steps=6`).  With `config_file`
+    that file is the whole configuration and only values can be overridden.
+    """
+    parsed = _parse(overrides)
+    groups = [o for o in parsed if o.key_or_group in group_options()]
+    values = [o for o in parsed if o.key_or_group not in group_options()]
+    if config_file is None:
+        cfg = _compose(groups)
+    elif groups:
+        name = groups[0].key_or_group
+        raise ConfigError(
+            f"{groups[0].input_line}: {config_file} is a whole configuration; {name} cannot be chosen anew"
+        )
+    else:
+        cfg = read_config(config_file)
+    for override in values:
+        for key, value in _leaves(override.value(), override.key_or_group, into_lists=False):
+            _apply(cfg, key, value, override.is_add())
+    if missing := sorted(OmegaConf.missing_keys(cfg)):
+        raise ConfigError(f"{missing[0]} must be given: prorl train {missing[0]}=...")
+    try:
+        OmegaConf.resolve(cfg)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"an interpolation cannot be resolved: {_first_line(error)}") from error
+    check(cfg)
+    return cfg
+
+
+def load_run(overrides: list[str], config_file: Path | None = None) -> DictConfig:
+    """As `load`, but continues the run that `run_dir` holds, where it holds one.
+
+    Then the run's own configuration is the base, and `check_same_run` judges what the overrides change.  The command
+    that started the run, groups and all, continues it too.
+    """
+    cfg = load(overrides, config_file)
+    held = Path(cfg.run_dir) / "config.yaml"
+    if not held.is_file() or (config_file is not None and held.samefile(config_file)):
+        return cfg
+    old = read_config(held)
+    if config_file is None and not any(o.key_or_group in group_options() for o in _parse(overrides)):
+        cfg = load(overrides, held)
+    check_same_run(old, cfg)
+    return cfg
+
+
+def resolved_yaml(cfg: DictConfig) -> str:
+    """The configuration as yaml without interpolations: what `config.yaml` of a run directory holds."""
+    return OmegaConf.to_yaml(cfg, resolve=True)
+
+
+def read_config(path: Path) -> DictConfig:
+    """A saved configuration file, merged into the schema and not yet checked; raises ConfigError naming the file."""
+    try:
+        read = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as yaml: {error}") from error
+    if not isinstance(read, dict):
+        raise ConfigError(f"{path} holds no configuration: it must be a yaml mapping")
+    cfg = OmegaConf.structured(Config)
+    try:
+        for key, value in _leaves(read):
+            _require_known(cfg, key, value)
+        return OmegaConf.merge(cfg, read)  # type: ignore[return-value]
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {_type_message(cfg, str(error.full_key or ''), None, error)}") from error
+
+
+def check_same_run(old: DictConfig, new: DictConfig) -> None:
+    """Raises ConfigError when `new` is not a continuation of the run whose configuration is `old`.
+
+    A run may grow (`max_steps`) and change its parallel layout, cadences of checkpoints, deadlines and logging.
+    """
+    before, after = (dict(_leaves(OmegaConf.to_container(cfg, resolve=True))) for cfg in (old, new))
+    differences = []
+    for key in sorted(before.keys() | after.keys()):
+        was, wanted = before.get(key), after.get(key)
+        if was != wanted and not key.startswith(CHANGEABLE):
+            differences.append(f"{key}={wanted} (the run has {was})")
+    if differences:
+        raise ConfigError(
+            f"{old.run_dir} holds a run with another configuration: {', '.join(differences)}.\n"
+            "Leave these as they are to continue it, or start another run with run_dir=..."
+        )
+    was, wanted = old.trainer.grpo.max_steps, new.trainer.grpo.max_steps
+    if wanted < was:
+        raise ConfigError(f"trainer.grpo.max_steps={wanted}: {old.run_dir} was started for {was}; a run can only grow")
+
+
+def conf_folder() -> Path:
+    """The folder with the shipped configuration, wherever the package is installed."""
+    return Path(str(importlib.resources.files("nemo_prorl") / "conf"))
+
+
+def group_options() -> dict[str, list[str]]:
+    """Names of the shipped options of each group."""
+    folders = sorted(p for p in conf_folder().iterdir() if p.is_dir())
+    return {folder.name: sorted(p.stem for p in folder.glob("*.yaml")) for folder in folders}
+
+
+def _parse(overrides: list[str]) -> list[Override]:
+    parsed = []
+    for text in overrides:
+        try:
+            [override] = OverridesParser.create().parse_overrides([text])
+        except HydraException as error:
+            raise ConfigError(
+                f"{text!r} is no override; write KEY=VALUE, quoted for the shell ({_first_line(error)})"
+            ) from error
+        if override.is_delete() or override.is_sweep_override():
+            kind = "a key cannot be deleted" if override.is_delete() else "one run takes one value, not a sweep"
+            raise ConfigError(f"{text}: {kind}")
+        parsed.append(override)
+    return parsed
+
+
+def _compose(groups: list[Override]) -> DictConfig:
+    """The shipped configuration with these groups chosen, in struct mode on top of the schema."""
+    options = group_options()
+    for chosen in groups:
+        group, name = chosen.key_or_group, chosen.value()
+        if name not in options[group]:
+            raise ConfigError(
+                f"{group}={name}: no such option.{_did_you_mean(str(name), options[group])} "
+                f"Known: {', '.join(options[group])}"
+            )
+    ConfigStore.instance().store(name="schema", node=Config)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(config_dir=str(conf_folder().resolve()), version_base="1.3"):
+            return compose("config", overrides=[f"{o.key_or_group}={o.value()}" for o in groups])
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"{conf_folder()} does not compose: {error}") from error
+
+
+def _apply(cfg: DictConfig, key: str, value: Any, add: bool) -> None:
+    """Sets one value; raises ConfigError for an unknown key or a value of another type."""
+    if add and key.startswith(tuple(f"{section}." for section in NEMO_SECTIONS)):
+        OmegaConf.update(cfg, key, value, force_add=True)  # a key of NeMo's that no shipped file sets
+        return
+    node, nemo = _require_known(cfg, key, value), key.split(".")[0] in NEMO_SECTIONS
+    if nemo and node is not None and not _same_kind(node, value):
+        raise ConfigError(f"{key}={value}: must be {_kind(type(node), False)}; shipped is {node}")
+    try:
+        OmegaConf.update(cfg, key, value, force_add=_is_free(key))
+    except OmegaConfBaseException as error:
+        raise ConfigError(_type_message(cfg, key, value, error)) from error
+
+
+def _require_known(cfg: DictConfig, key: str, value: Any) -> Any:
+    """The present value at `key`; raises ConfigError with suggestions when the configuration has no such key."""
+    node: Any = cfg
+    parts = key.split(".")
+    for depth, part in enumerate(parts):
+        here = ".".join(parts[:depth])
+        if _is_free(".".join(parts[: depth + 1])) or (here in NEMO_SECTIONS and not node):
+            return None
+        if isinstance(node, ListConfig) and part.isdigit() and int(part) < len(node):
+            node = node._get_node(int(part))
+        elif isinstance(node, DictConfig) and part in node:
+            node = node._get_node(part)
+        elif isinstance(node, ListConfig) and part.isdigit() and not len(node):
+            return None  # a list of the file, which the schema has empty
+        else:
+            raise ConfigError(_unknown(cfg, key, here, part, node, value))
+        node = node._value() if not isinstance(node, DictConfig | ListConfig) else node
+    return node
+
+
+def _unknown(cfg: DictConfig, key: str, here: str, part: str, node: Any, value: Any) -> str:
+    where = here or "the configuration"
+    if not isinstance(node, DictConfig):
+        length = f"a list of {len(node)}" if isinstance(node, ListConfig) else "a single value"
+        return f"unknown key {key} (={value}): {where} is {length}"
+    known = sorted({str(k) for k in node} | (set(group_options()) if not here else set()))
+    everywhere = [k for k, _ in _leaves(OmegaConf.to_container(cfg, resolve=False))]
+    same_name = [k for k in everywhere if k.split(".")[-1] == key.split(".")[-1]]
+    prefix = f"{here}." if here else ""
+    near = [prefix + name for name in difflib.get_close_matches(part, known, n=1)]
+    message = f"unknown key {key} (={value}): {where} has no '{part}'."
+    if suggestion := (same_name or near or difflib.get_close_matches(key, everywhere, n=1, cutoff=0.8)):
+        message += f" Did you mean {suggestion[0]}?"
+    if here.split(".")[0] in NEMO_SECTIONS:
+        message += f" A key of NeMo's that no shipped file sets is added with +{key}={value}."
+    return f"{message} Known in {where}: {', '.join(known)}"
+
+
+def _is_free(key: str) -> bool:
+    """Whether a key lies in a section whose keys belong to a plugin or a generator."""
+    parts = key.split(".")
+    for section in FREE_SECTIONS:
+        pattern = section.split(".")
+        if len(parts) > len(pattern) and all(p in ("*", part) for p, part in zip(pattern, parts, strict=False)):
+            return True
+    return False
+
+
+def _leaves(tree: Any, prefix: str = "", into_lists: bool = True) -> Iterator[tuple[str, Any]]:
+    """Full keys and values of everything that is not itself a non-empty mapping or a list of mappings."""
+    branches: Iterable[tuple[Any, Any]] = ()
+    if isinstance(tree, dict):
+        branches = tree.items()
+    elif into_lists and isinstance(tree, list) and any(isinstance(item, dict) for item in tree):
+        branches = enumerate(tree)
+    if prefix and not branches:
+        yield prefix, tree
+    for key, value in branches:
+        yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key), into_lists)
+
+
+def _same_kind(old: Any, new: Any) -> bool:
+    """Whether `new` can stand where NeMo's yaml has `old`; an interpolation or null may stand anywhere."""
+    if new is None or (isinstance(new, str) and new.startswith("${")):
+        return True
+    if isinstance(old, bool) or isinstance(new, bool):
+        return isinstance(old, bool) and isinstance(new, bool)
+    if isinstance(old, float):
+        return isinstance(new, int | float)
+    if isinstance(old, str) and old.startswith("${"):
+        return True
+    if isinstance(old, DictConfig):
+        return isinstance(new, dict)
+    if isinstance(old, ListConfig):
+        return isinstance(new, list)
+    return isinstance(new, type(old))
+
+
+def _kind(kind: Any, optional: bool) -> str:
+    """A type in words."""
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    if kind in names:
+        name = names[kind]
+    elif kind is ListConfig or get_origin(kind) is list:
+        name = "a list [a, b, ...]"
+    else:
+        name = "a mapping {key: value, ...}"
+    return name + (" or null" if optional else "")
+
+
+def _type_message(cfg: DictConfig, key: str, value: Any, error: OmegaConfBaseException) -> str:
+    """What to say of a value that the schema refuses: the expected type where the schema has the key."""
+    name = str(error.full_key or key)
+    told = f"{name}={value}" if name == key else name
+    node = OmegaConf.select(cfg, name.rpartition(".")[0]) if "." in name else cfg
+    last = name.rpartition(".")[2]
+    child = node._get_node(last) if isinstance(node, DictConfig) and last in node else None
+    if child is None or isinstance(child, list):
+        return f"{told}: {_first_line(error)}"
+    return f"{told}: must be {_kind(child._metadata.ref_type, child._metadata.optional)} ({_first_line(error)})"
+
+
+def _did_you_mean(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,322 @@
+"""Checks of a resolved configuration: ranges, names, and what must fit together, with the arithmetic shown.
+
+Each check raises ConfigError naming the full key, its value and what would be right.  Looks at the files that the
+configuration names; imports OmegaConf and the standard library only.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_prorl.errors import ConfigError
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "trainer.accelerator": ("cpu", "gpu"),
+    "trainer.precision": (32, "32", "32-true", 16, "16", "16-mixed", "bf16", "bf16-mixed"),
+    "trainer.grpo.advantage": ("group_norm", "leave_one_out", "reinforce_pp_baseline"),
+    "trainer.grpo.aggregation": ("token", "sequence", "constant"),
+    "trainer.grpo.kl_estimator": ("k1", "k2", "k3"),
+    "trainer.grpo.correction.kind": ("none", "tis", "icepop", "sequence_mask"),
+    "trainer.resets.mode": ("manual", "advise", "auto"),
+    "rollout.dtype": ("float32", "bfloat16", "float16"),
+    "model.optim.name": ("mcore_distributed_optim",),
+    "model.position_embedding_type": ("rope",),
+    "model.normalization": ("rmsnorm",),
+    "model.activation": ("fast-swiglu",),
+}
+
+# Key: lowest value, and whether that value itself is allowed.
+AT_LEAST: dict[str, float] = {
+    "seed": 0,
+    "trainer.num_nodes": 1,
+    "trainer.devices": 1,
+    "trainer.gradient_clip_val": 0,
+    "trainer.grpo.max_steps": 1,
+    "trainer.grpo.prompts_per_step": 1,
+    "trainer.grpo.samples_per_prompt": 1,
+    "trainer.grpo.updates_per_step": 1,
+    "trainer.grpo.context_tokens": 2,
+    "trainer.grpo.max_response_tokens": 1,
+    "trainer.grpo.kl_coef": 0,
+    "trainer.grpo.entropy_coef": 0,
+    "trainer.grpo.unfinished_penalty": 0,
+    "trainer.grpo.logprob_chunk_tokens": 1,
+    "trainer.grpo.correction.cap": 1,
+    "trainer.grpo.correction.floor": 0,
+    "trainer.grpo.dynamic_sampling.tolerance": 0,
+    "trainer.grpo.dynamic_sampling.max_draw_factor": 1,
+    "trainer.grpo.dynamic_sampling.oversubscription": 1,
+    "trainer.grpo.dynamic_sampling.max_staleness": 0,
+    "trainer.grpo.checkpoint_every": 1,
+    "trainer.grpo.keep_checkpoints": 1,
+    "trainer.grpo.validate_every": 1,
+    "trainer.grpo.validation_samples": 1,
+    "trainer.grpo.validation_temperature": 0,
+    "trainer.grpo.save_rollout_groups": -1,
+    "trainer.resets.kl_after_reset": 0,
+    "trainer.warmup.steps": 0,
+    "trainer.warmup.batch_size": 1,
+    "trainer.warmup.lr": 0,
+    "rollout.engines": 1,
+    "rollout.tensor_parallel_size": 1,
+    "rollout.threads": 1,
+    "rollout.max_num_seqs": 1,
+    "rollout.max_batched_tokens": 1,
+    "rollout.kv_cache_mb": 1,
+    "rollout.max_restarts": 0,
+    "rewards.workers": 1,
+    "rewards.max_infrastructure_failures": 1,
+    "model.num_layers": 1,
+    "model.hidden_size": 2,
+    "model.ffn_hidden_size": 1,
+    "model.num_attention_heads": 1,
+    "model.num_query_groups": 1,
+    "model.max_position_embeddings": 2,
+    "model.encoder_seq_length": 2,
+    "model.make_vocab_size_divisible_by": 1,
+    "model.tensor_model_parallel_size": 1,
+    "model.pipeline_model_parallel_size": 1,
+    "model.micro_batch_size": 1,
+    "model.optim.lr": 0,
+    "model.optim.weight_decay": 0,
+}
+ABOVE: dict[str, float] = {
+    "trainer.grpo.temperature": 0,
+    "trainer.grpo.clip_low": 0,
+    "trainer.grpo.clip_high": 0,
+    "trainer.grpo.dual_clip": 1,
+    "trainer.grpo.correction.alarm": 0,
+    "trainer.grpo.validation_top_p": 0,
+}
+AT_MOST: dict[str, float] = {"trainer.grpo.clip_low": 1, "trainer.grpo.validation_top_p": 1}
+
+# Keys of `model` that the checks and the actor compute with, so that a typed number must stand there.
+MODEL_INTS = tuple(key for key in AT_LEAST if key.startswith("model.") and ".optim." not in key)
+# NeMo's name of what a Hugging Face config.json says of the same model.
+SHAPE_KEYS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+}
+
+
+def check(cfg: DictConfig) -> None:
+    """Raises ConfigError at the first thing in a resolved configuration that cannot work."""
+    _values(cfg)
+    _model_shape(cfg.model)
+    _layout(cfg)
+    _batch(cfg)
+    _context(cfg)
+    _engines(cfg)
+    _resets(cfg)
+    _pretrained(cfg)
+    _data(cfg)
+
+
+def _wrong(key: str, value: Any, why: str) -> ConfigError:
+    return ConfigError(f"{key}={value}: {why}")
+
+
+def _values(cfg: DictConfig) -> None:
+    """Ranges and names of single keys; null passes where the schema allows it."""
+    for key in MODEL_INTS:
+        if key != "model.encoder_seq_length" and not _is_int(OmegaConf.select(cfg, key)):
+            raise _wrong(key, OmegaConf.select(cfg, key), "must be a whole number")
+    for key, choices in CHOICES.items():
+        if (value := OmegaConf.select(cfg, key)) not in choices or isinstance(value, bool):
+            raise _wrong(key, value, f"must be one of {', '.join(map(str, dict.fromkeys(map(str, choices))))}")
+    rules: list[tuple[dict[str, float], str, Callable[[float, float], bool]]] = [
+        (AT_LEAST, "at least", lambda value, bound: value >= bound),
+        (ABOVE, "above", lambda value, bound: value > bound),
+        (AT_MOST, "at most", lambda value, bound: value <= bound),
+    ]
+    rules.append(({f"trainer.deadlines.{key}": 0 for key in cfg.trainer.deadlines}, "above", lambda v, b: v > b))
+    for bounds, word, holds in rules:
+        for key, bound in bounds.items():
+            value = OmegaConf.select(cfg, key)
+            if value is None and _may_be_null(cfg, key):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise _wrong(key, value, f"must be a finite number, {word} {bound:g}")
+            if not holds(value, bound):
+                raise _wrong(key, value, f"must be {word} {bound:g}")
+    betas = OmegaConf.select(cfg, "model.optim.betas")
+    if betas is not None and not (len(betas) == 2 and all(isinstance(b, int | float) and 0 <= b < 1 for b in betas)):
+        raise _wrong("model.optim.betas", betas, "must be two numbers from 0 up to, not including, 1")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _may_be_null(cfg: DictConfig, key: str) -> bool:
+    parent, name = key.rsplit(".", 1) if "." in key else ("", key)
+    node: Any = OmegaConf.select(cfg, parent) if parent else cfg
+    child = node._get_node(name) if isinstance(node, DictConfig) else None
+    return child is None or bool(child._metadata.optional)
+
+
+def _divides(divisor_key: str, divisor: int, key: str, value: int) -> None:
+    if value % divisor:
+        raise ConfigError(
+            f"{divisor_key}={divisor} does not divide {key}={value} ({value} / {divisor} = {value / divisor:g});"
+            f" possible: {', '.join(str(d) for d in range(1, min(value, 64) + 1) if value % d == 0)}"
+        )
+
+
+def _model_shape(model: DictConfig) -> None:
+    heads, groups, hidden = model.num_attention_heads, model.num_query_groups, model.hidden_size
+    if OmegaConf.select(model, "kv_channels") is None:
+        _divides("model.num_attention_heads", heads, "model.hidden_size", hidden)
+        if (hidden // heads) % 2:
+            raise _wrong(
+                "model.hidden_size", hidden, f"the head size {hidden} / {heads} = {hidden // heads} must be even"
+            )
+    _divides("model.num_query_groups", groups, "model.num_attention_heads", heads)
+
+
+def _layout(cfg: DictConfig) -> None:
+    """Tensor, pipeline and data parallel sizes against the model and the ranks."""
+    model, tp_key, pp_key = cfg.model, "model.tensor_model_parallel_size", "model.pipeline_model_parallel_size"
+    tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
+    for key in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "hidden_size"):
+        _divides(tp_key, tp, f"model.{key}", model[key])
+    _divides(tp_key, tp, "model.make_vocab_size_divisible_by", model.make_vocab_size_divisible_by)
+    _divides(pp_key, pp, "model.num_layers", model.num_layers)
+    if virtual := OmegaConf.select(model, "virtual_pipeline_model_parallel_size"):
+        raise _wrong("model.virtual_pipeline_model_parallel_size", virtual, "is not supported; set it to null")
+    if OmegaConf.select(model, "sequence_parallel"):
+        if tp == 1:
+            raise _wrong("model.sequence_parallel", True, f"needs {tp_key} of 2 or more")
+        _divides(tp_key, tp, "trainer.grpo.context_tokens", cfg.trainer.grpo.context_tokens)
+    nodes, devices = cfg.trainer.num_nodes, cfg.trainer.devices
+    if nodes * devices % (tp * pp):
+        raise ConfigError(
+            f"{tp_key}={tp} x {pp_key}={pp} = {tp * pp} does not divide the {nodes * devices} ranks of"
+            f" trainer.num_nodes={nodes} x trainer.devices={devices}; set trainer.devices to a multiple of {tp * pp}"
+        )
+    if cfg.trainer.accelerator == "cpu":
+        for key in ("transformer_engine", "megatron_amp_O2"):
+            if OmegaConf.select(model, key):
+                raise _wrong(f"model.{key}", True, "needs a GPU; trainer.accelerator is cpu. Set it to false")
+
+
+def _batch(cfg: DictConfig) -> None:
+    """Prompts, mini-batches and ranks.  Rows of the last micro-batch are padded, so its size need not divide."""
+    grpo = cfg.trainer.grpo
+    prompts, updates, samples = grpo.prompts_per_step, grpo.updates_per_step, grpo.samples_per_prompt
+    _divides("trainer.grpo.updates_per_step", updates, "trainer.grpo.prompts_per_step", prompts)
+    ranks = cfg.trainer.num_nodes * cfg.trainer.devices
+    data_ranks = ranks // (cfg.model.tensor_model_parallel_size * cfg.model.pipeline_model_parallel_size)
+    rows = prompts // updates * samples
+    if rows < data_ranks:
+        raise ConfigError(
+            f"trainer.grpo.prompts_per_step={prompts} / trainer.grpo.updates_per_step={updates} x"
+            f" trainer.grpo.samples_per_prompt={samples} = {rows} responses an update for {data_ranks} data-parallel"
+            " ranks: each needs one at least"
+        )
+    if samples < 2 and (grpo.dynamic_sampling.enabled or grpo.advantage != "reinforce_pp_baseline"):
+        raise _wrong(
+            "trainer.grpo.samples_per_prompt",
+            samples,
+            f"trainer.grpo.advantage={grpo.advantage} with trainer.grpo.dynamic_sampling.enabled="
+            f"{grpo.dynamic_sampling.enabled} compares the responses of one prompt and needs 2 at least",
+        )
+    correction = grpo.correction
+    if correction.floor > correction.cap:
+        raise _wrong("trainer.grpo.correction.floor", correction.floor, f"must not exceed cap={correction.cap}")
+
+
+def _context(cfg: DictConfig) -> None:
+    context, longest = cfg.trainer.grpo.context_tokens, cfg.trainer.grpo.max_response_tokens
+    for key in ("max_position_embeddings", "encoder_seq_length"):
+        limit = OmegaConf.select(cfg.model, key)
+        if limit is not None and context > limit:
+            raise _wrong("trainer.grpo.context_tokens", context, f"exceeds model.{key}={limit}")
+    if longest is not None and longest >= context:
+        raise _wrong(
+            "trainer.grpo.max_response_tokens", longest, f"must leave room for a prompt in context_tokens={context}"
+        )
+
+
+def _engines(cfg: DictConfig) -> None:
+    rollout, nodes, devices = cfg.rollout, cfg.trainer.num_nodes, cfg.trainer.devices
+    _divides("trainer.num_nodes", nodes, "rollout.engines", rollout.engines)
+    _divides(
+        "rollout.tensor_parallel_size",
+        rollout.tensor_parallel_size,
+        "model.num_attention_heads",
+        cfg.model.num_attention_heads,
+    )
+    tp = rollout.tensor_parallel_size
+    needed = rollout.engines * tp
+    if cfg.trainer.accelerator == "gpu" and needed > nodes * devices:
+        raise ConfigError(
+            f"rollout.engines={rollout.engines} x rollout.tensor_parallel_size={tp} = {needed}"
+            f" GPUs; trainer.num_nodes={nodes} x trainer.devices={devices} = {nodes * devices} are there"
+        )
+
+
+def _resets(cfg: DictConfig) -> None:
+    steps, last = list(cfg.trainer.resets.at_steps), cfg.trainer.grpo.max_steps
+    if outside := [step for step in steps if not 1 <= step <= last]:
+        raise _wrong("trainer.resets.at_steps", steps, f"{outside[0]} is outside the run's steps, 1 to {last}")
+    if len(set(steps)) < len(steps):
+        raise _wrong("trainer.resets.at_steps", steps, "names a step twice")
+
+
+def _pretrained(cfg: DictConfig) -> None:
+    """The folder with the first weights: there, complete, and of the model's shape."""
+    key, path = "pretrained_checkpoint.restore_from_path", cfg.pretrained_checkpoint.restore_from_path
+    if path is None:
+        return
+    folder = Path(path)
+    if not folder.is_dir():
+        raise _wrong(key, path, "is no folder; it must be a Hugging Face model folder, or null for random weights")
+    if not (folder / "config.json").is_file():
+        raise _wrong(key, path, "holds no config.json, so it is no Hugging Face model folder")
+    if not any(folder.glob("*.safetensors")):
+        raise _wrong(key, path, "is a model folder without weights: it holds no *.safetensors file")
+    try:
+        said = json.loads((folder / "config.json").read_text())
+    except ValueError as error:
+        raise _wrong(key, path, f"its config.json is not JSON: {error}") from error
+    for ours, theirs in SHAPE_KEYS.items():
+        if theirs in said and said[theirs] != cfg.model[ours]:
+            raise ConfigError(
+                f"model.{ours}={cfg.model[ours]} does not fit {key}={path}, whose {theirs} is {said[theirs]}"
+            )
+
+
+def _data(cfg: DictConfig) -> None:
+    if not cfg.data.train:
+        raise ConfigError(
+            "data.train=[]: nothing to train on; choose data=... or list sources with name and path or generator"
+        )
+    for part in ("train", "validation"):
+        names: set[str] = set()
+        for index, source in enumerate(cfg.data[part]):
+            _source(f"data.{part}.{index}", source)
+            if source.name in names:
+                raise _wrong(f"data.{part}.{index}.name", source.name, "is the name of another source too")
+            names.add(source.name)
+
+
+def _source(key: str, source: DictConfig) -> None:
+    if (source.path is None) == (source.generator is None):
+        both = "both given" if source.path else "both null"
+        raise ConfigError(f"{key} ({source.name}): path and generator are {both}; a source has one of them")
+    if source.path is not None and not Path(source.path).is_file():
+        raise _wrong(f"{key}.path", source.path, "no such file; it must hold one prompt record (JSON object) a line")
+    if source.size is not None and source.size < 1:
+        raise _wrong(f"{key}.size", source.size, "must be at least 1")
+    if source.generator is not None and source.size is None:
+        raise _wrong(f"{key}.size", None, "a generator needs the number of records to make")
+    if not (math.isfinite(source.weight) and source.weight > 0):
+        raise _wrong(f"{key}.weight", source.weight, "must be a finite number above 0")

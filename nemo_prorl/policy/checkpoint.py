@@ -74,10 +74,12 @@ def _sharded_state(actor: Actor, is_loading: bool, with_optimizer: bool) -> dict
     add_prefix_for_sharding(reference, REFERENCE)
     model = actor.model.sharded_state_dict()
     state = {"model": model, "reference": reference}
-    if with_optimizer:
+    if with_optimizer:  # finds its place by the very parameters in `model`
         state["optimizer"] = actor.optimizer.sharded_state_dict(
             model, is_loading=is_loading, dist_ckpt_parallel_save=True
         )
+    if is_loading:  # else the reference, which passes through the parameters, would overwrite what was read
+        dict_list_map_inplace(_detached, model)
     return state
 
 

@@ -5,14 +5,15 @@ from any engine, with the same seed, and comes back the same.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
 import math
 import stat
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from nemo_prorl.errors import ConfigError, DeadlineExceeded, EngineFailure, Engi
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.1  # between looks at the endpoint files while something is waited for
+_SCAN_S = 1.0  # otherwise: the files may lie on a slow shared disk
 _MAX_BACKOFF_S = 5.0
 _SILENCE_S = 60.0  # a stream says an empty line every 10 s; silence means that the server or the network is gone
 _LINE_BYTES = 1 << 24  # the longest response line
@@ -86,7 +88,7 @@ class EngineClient:
 
     async def generate(
         self, prompt_ids: Sequence[int], seeds: Sequence[int], sampling: SamplingParams, version: int | None
-    ) -> AsyncIterator[Response]:
+    ) -> AsyncGenerator[Response, None]:
         """Responses as they end, `index` counting the seeds.
 
         Raises EngineFailure for a cut or silent stream, EngineRefused for a request that the engine calls wrong.
@@ -196,6 +198,7 @@ class EnginePool:
         self._token = token
         self._slots: dict[str, _Slot] = {}
         self._last_failure: dict[str, str] = {}
+        self._scanned_at = -math.inf  # monotonic
         self._http: aiohttp.ClientSession | None = None
         self._turn, self._freed = asyncio.Lock(), asyncio.Event()
 
@@ -210,8 +213,10 @@ class EnginePool:
             await self._http.close()
             self._http = None
 
-    def _scan(self) -> list[_Slot]:
+    def _scan(self, max_age_s: float = 0.0) -> list[_Slot]:
         """Reads the endpoint files; an engine with another address or process is a new one with unknown weights."""
+        if time.monotonic() - self._scanned_at < max_age_s:
+            return list(self._slots.values())
         session, found = self._session(), {}
         for file in sorted(self.endpoints.glob("engine-*.json")):
             try:
@@ -228,7 +233,7 @@ class EnginePool:
         for name, slot in self._slots.items():
             if slot.last_error:
                 self._last_failure[name] = slot.last_error
-        self._slots = found
+        self._slots, self._scanned_at = found, time.monotonic()
         return list(found.values())
 
     async def generate(
@@ -275,17 +280,19 @@ class EnginePool:
         open_here = len(missing)
         try:
             await self._bring_up_to_date(slot, deadline)
-            async for reply in slot.client.generate(prompt_ids, [seeds[i] for i in missing], sampling, version):
-                if version is not None and reply.weight_version != version:
-                    raise EngineFailure(f"{slot.name}: answered with weights {reply.weight_version}, not {version}")
-                index = missing[reply.index]
-                if index in got:
-                    continue
-                got[index] = Response(index, reply.token_ids, reply.logprobs, reply.finish_reason, reply.weight_version)
-                open_here -= 1
-                self._free(slot, 1)
-                if on_response is not None:
-                    on_response(got[index])
+            stream = slot.client.generate(prompt_ids, [seeds[i] for i in missing], sampling, version)
+            async with contextlib.aclosing(stream) as replies:
+                async for reply in replies:
+                    if version is not None and reply.weight_version != version:
+                        raise EngineFailure(f"{slot.name}: answered with weights {reply.weight_version}, not {version}")
+                    index = missing[reply.index]
+                    if index in got:
+                        continue
+                    got[index] = replace(reply, index=index)
+                    open_here -= 1
+                    self._free(slot, 1)
+                    if on_response is not None:
+                        on_response(got[index])
             slot.succeeded()
         except EngineFailure as error:
             slot.failed(error)
@@ -298,21 +305,23 @@ class EnginePool:
         async with self._turn:
             while True:
                 self._freed.clear()
-                now = time.monotonic()
-                usable = [
-                    s
-                    for s in self._scan()
-                    if s.retry_at <= now and (s.in_flight == 0 or s.in_flight + responses <= self.max_in_flight)
-                ]
-                if usable:
-                    slot = min(usable, key=lambda s: s.in_flight)
+                slot = self._best(self._scan(_SCAN_S), responses) or self._best(self._scan(_POLL_S), responses)
+                if slot is not None:
                     slot.in_flight += responses
                     return slot
-                try:
+                with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_POLL_S):
                         await self._freed.wait()
-                except TimeoutError:
-                    continue
+
+    def _best(self, slots: list[_Slot], responses: int) -> _Slot | None:
+        """The least loaded engine that is well and has room.  An idle one has room for any request."""
+        now = time.monotonic()
+        usable = [
+            slot
+            for slot in slots
+            if slot.retry_at <= now and (slot.in_flight == 0 or slot.in_flight + responses <= self.max_in_flight)
+        ]
+        return min(usable, key=lambda slot: slot.in_flight, default=None)
 
     def _free(self, slot: _Slot, responses: int) -> None:
         slot.in_flight -= responses
@@ -341,16 +350,14 @@ class EnginePool:
             async with asyncio.timeout(deadline.remaining):
                 while True:
                     slots = self._scan()
-                    behind = [s for s in slots if s.loaded != version]
-                    if not behind and len(slots) >= self.engines:
+                    await asyncio.gather(*(self._try_load(s, deadline) for s in slots if s.loaded != version))
+                    if len(slots) >= self.engines and all(s.loaded == version for s in slots):
                         return
-                    await asyncio.gather(*(self._try_load(s, deadline) for s in behind))
-                    await asyncio.sleep(_POLL_S if any(s.loaded != version for s in slots) or not slots else 0)
-                    if len(slots) < self.engines:
-                        await asyncio.sleep(_POLL_S)
+                    await asyncio.sleep(_POLL_S)
         except TimeoutError:
             behind = [s for s in self._slots.values() if s.loaded != version]
-            which = "; ".join(map(self._account, behind)) or self._account(None)
+            absent = [self._account(None)] if len(self._slots) < self.engines else []
+            which = "; ".join([*map(self._account, behind), *absent])
             raise DeadlineExceeded(f"{deadline.error()}: weights {version} are not in all engines: {which}") from None
 
     async def _try_load(self, slot: _Slot, deadline: Deadline) -> None:

@@ -63,8 +63,8 @@ class WeightStore:
 
     def versions(self) -> list[int]:
         """Complete versions that are here, oldest first."""
-        names = (p.name for p in self.folder.iterdir() if _OURS.fullmatch(p.name) and p.suffix == ".safetensors")
-        return sorted(int(name.split("-")[1].split(".")[0]) for name in names)
+        ours = (p for p in self.folder.iterdir() if _is_ours(p) and p.suffix == ".safetensors")
+        return sorted(int(path.name.split("-")[1].split(".")[0]) for path in ours)
 
     def write(self, tensors: Iterable[tuple[str, Tensor]], version: int, total_bytes: int | None = None) -> Path:
         """Writes one version, one tensor in memory at a time, dtypes kept; returns the complete file's path.
@@ -136,7 +136,7 @@ class WeightStore:
         """
         removed = []
         for path in sorted(self.folder.iterdir()):
-            if _OURS.fullmatch(path.name) and not path.is_symlink() and path.is_file():
+            if _is_ours(path):
                 path.unlink(missing_ok=True)
                 removed.append(path)
         if removed:
@@ -149,6 +149,10 @@ class WeightStore:
         if [p.name for p in self.folder.iterdir()] == [MARKER]:
             (self.folder / MARKER).unlink()
             self.folder.rmdir()
+
+
+def _is_ours(path: Path) -> bool:
+    return _OURS.fullmatch(path.name) is not None and not path.is_symlink() and path.is_file()
 
 
 def _move_up(file: BinaryIO, start: int, size: int, by: int) -> None:

@@ -87,7 +87,20 @@ def group_members(group: int) -> list[int]:
 
 
 def command_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+    """Empty for a process that has just ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+    except OSError:
+        return ""
+
+
+def core_of(group: int) -> int:
+    """The process of an engine that holds the model; 0 while there is none."""
+    return next((pid for pid in group_members(group) if "EngineCore" in command_of(pid)), 0)
+
+
+def rss_mb(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 class EngineProcess:
@@ -160,8 +173,7 @@ class EngineProcess:
 
     @property
     def core_pid(self) -> int:
-        """The process that holds the model; 0 while there is none."""
-        return next((pid for pid in group_members(self.pid) if "EngineCore" in command_of(pid)), 0)
+        return core_of(self.pid)
 
     def wait_gone(self, seconds: float = 20.0) -> None:
         """Until no process of this engine is left, core and guard included."""
@@ -191,10 +203,11 @@ def launcher_of(engine: EngineProcess) -> "subprocess.Popen[bytes]":
     pid_file = engine.folder / "launched.pid"
     pid_file.unlink(missing_ok=True)
     code = (
-        "import os, subprocess, sys, time\n"
-        f"command = [a.replace('PARENT', str(os.getpid())) for a in {engine.command(0)!r}]\n"
+        "import os, subprocess, time\n"
+        f"command = {engine.command(0)!r}\n"
         "command = [f'--parent-pid={os.getpid()}' if a == '--parent-pid=0' else a for a in command]\n"
-        f"child = subprocess.Popen(command, start_new_session=True, stdout=open({str(engine.log)!r}, 'ab'), stderr=2)\n"
+        f"log = open({str(engine.log)!r}, 'ab')\n"
+        "child = subprocess.Popen(command, start_new_session=True, stdout=log, stderr=log)\n"
         f"open({str(pid_file)!r} + '.tmp', 'w').write(str(child.pid))\n"
         f"os.replace({str(pid_file)!r} + '.tmp', {str(pid_file)!r})\n"
         "time.sleep(600)\n"

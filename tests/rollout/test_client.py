@@ -1,0 +1,247 @@
+"""The pool's retries, back-pressure and deadlines, against small HTTP servers that misbehave on purpose.
+
+The same client talks to a real engine in test_engine.py.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from nemo_prorl.deadlines import Deadline
+from nemo_prorl.errors import DeadlineExceeded, EngineRefused
+from nemo_prorl.rollout.client import EnginePool, Response, SamplingParams
+
+SAMPLING = SamplingParams(max_tokens=4)
+Fault = Callable[["Fake", dict[str, Any], web.StreamResponse], Awaitable[bool]]
+
+
+class Fake:
+    """An engine's HTTP face.  `faults` are used up one by one, one a request; then it behaves."""
+
+    def __init__(self, folder: Path, index: int = 0, faults: tuple[Fault | int, ...] = ()) -> None:
+        self.folder, self.index, self.faults = folder, index, list(faults)
+        self.version = -1
+        self.calls: list[tuple[str, Any]] = []
+        self.in_flight = self.peak = self.weight_faults = 0
+        self.hold: asyncio.Event | None = None
+
+    async def start(self) -> "Fake":
+        app = web.Application()
+        app.add_routes([web.post("/generate", self.generate), web.post("/weights", self.weights)])
+        self.runner = web.AppRunner(app)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+        endpoint = {"kind": "engine", "index": self.index, "url": self.url, "pid": id(self), "state": "ready"}
+        (self.folder / f"engine-{self.index}.json").write_text(json.dumps(endpoint))
+        return self
+
+    async def stop(self) -> None:
+        await self.runner.cleanup()
+
+    async def weights(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.calls.append(("weights", body["version"]))
+        if self.weight_faults:
+            self.weight_faults -= 1
+            return web.json_response({"error": "on purpose"}, status=500)
+        self.version = body["version"]
+        return web.json_response({"weight_version": self.version})
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.calls.append(("generate", body["seeds"]))
+        fault = self.faults.pop(0) if self.faults else None
+        if isinstance(fault, int):
+            return web.json_response({"error": "on purpose"}, status=fault)
+        self.in_flight += len(body["seeds"])
+        self.peak = max(self.peak, self.in_flight)
+        reply = web.StreamResponse()
+        await reply.prepare(request)
+        try:
+            if self.hold is not None:
+                await self.hold.wait()
+            if fault is None or await fault(self, body, reply):
+                for index, seed in reversed(list(enumerate(body["seeds"]))):
+                    await self.say(reply, index, seed)
+                await reply.write(b'{"done": true}\n')
+        finally:
+            self.in_flight -= len(body["seeds"])
+        return reply
+
+    async def say(self, reply: web.StreamResponse, index: int, seed: int, **change: Any) -> None:
+        value = {"index": index, "token_ids": [seed, 2], "logprobs": [-0.5, -0.25], "finish_reason": "stop"}
+        await reply.write(json.dumps({**value, "weight_version": self.version, **change}).encode() + b"\n\n")
+
+
+async def cut_after_two(fake: Fake, body: dict[str, Any], reply: web.StreamResponse) -> bool:
+    for index in (3, 1):
+        await fake.say(reply, index, body["seeds"][index])
+    return False
+
+
+async def an_error_line(fake: Fake, body: dict[str, Any], reply: web.StreamResponse) -> bool:
+    await reply.write(b'{"error": "EngineDeadError: core"}\n')
+    return False
+
+
+async def other_version(fake: Fake, body: dict[str, Any], reply: web.StreamResponse) -> bool:
+    fake.version -= 1
+    return True
+
+
+async def not_a_number(fake: Fake, body: dict[str, Any], reply: web.StreamResponse) -> bool:
+    await fake.say(reply, 0, 1, logprobs=[-0.5, float("nan")])
+    return False
+
+
+def run(work: Callable[[Path], Awaitable[None]], folder: Path) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await work(folder)
+
+    asyncio.run(bounded())
+
+
+def tokens(responses: list[Response]) -> list[list[int]]:
+    return [response.token_ids for response in responses]
+
+
+@pytest.mark.parametrize("fault", [cut_after_two, an_error_line, 500, 503, 409])
+def test_only_the_missing_responses_are_asked_for_again(tmp_path: Path, fault: Fault | int) -> None:
+    async def work(folder: Path) -> None:
+        fake = await Fake(folder, 0, (fault,)).start()
+        pool, seen = EnginePool(folder, "t"), list[Response]()
+        got = await pool.generate([5], [10, 11, 12, 13], SAMPLING, Deadline(30, "a group"), seen.append)
+        await pool.close()
+        await fake.stop()
+        assert tokens(got) == [[10, 2], [11, 2], [12, 2], [13, 2]]
+        assert [r.index for r in got] == [0, 1, 2, 3]
+        assert sorted(r.index for r in seen) == [0, 1, 2, 3]  # each told once
+        again = [10, 12] if fault is cut_after_two else [10, 11, 12, 13]
+        assert fake.calls == [("generate", [10, 11, 12, 13]), ("generate", again)]
+
+    run(work, tmp_path)
+
+
+def test_a_request_that_is_wrong_is_not_sent_twice(tmp_path: Path) -> None:
+    async def work(folder: Path) -> None:
+        for fault in (400, 401, not_a_number):
+            fake = await Fake(folder, 0, (fault,)).start()
+            pool = EnginePool(folder, "t")
+            with pytest.raises(EngineRefused):
+                await pool.generate([5], [1], SAMPLING, Deadline(30, "a group"))
+            await pool.close()
+            await fake.stop()
+            assert len(fake.calls) == 1
+
+    run(work, tmp_path)
+
+
+def test_a_response_of_other_weights_is_thrown_away(tmp_path: Path) -> None:
+    async def work(folder: Path) -> None:
+        fake = await Fake(folder, 0, (other_version,)).start()
+        pool = EnginePool(folder, "t")
+        await pool.publish("file", 7, Deadline(30, "weights"))
+        got = await pool.generate([5], [1, 2], SAMPLING, Deadline(30, "a group"), version=7)
+        with pytest.raises(ValueError, match="weights 6 are asked for, but 7 are published"):
+            await pool.generate([5], [1], SAMPLING, Deadline(30, "a group"), version=6)
+        await pool.close()
+        await fake.stop()
+        assert [r.weight_version for r in got] == [7, 7]
+        assert [call for call, _ in fake.calls] == ["weights", "generate", "weights", "generate"]
+
+    run(work, tmp_path)
+
+
+def test_a_restarted_engine_gets_the_current_weights_first(tmp_path: Path) -> None:
+    async def work(folder: Path) -> None:
+        first = await Fake(folder).start()
+        pool = EnginePool(folder, "t")
+        await pool.publish("file", 3, Deadline(30, "weights"))
+        await first.stop()
+        request = asyncio.ensure_future(pool.generate([5], [1], SAMPLING, Deadline(30, "a group"), version=3))
+        await asyncio.sleep(0.3)  # connection refused, at least once
+        second = await Fake(folder).start()
+        assert tokens(await request) == [[1, 2]]
+        await pool.close()
+        await second.stop()
+        assert second.calls == [("weights", 3), ("generate", [1])]
+
+    run(work, tmp_path)
+
+
+def test_deadlines_name_the_engine_and_what_is_missing(tmp_path: Path) -> None:
+    async def work(folder: Path) -> None:
+        pool = EnginePool(folder, "t", engines=2)
+        with pytest.raises(
+            DeadlineExceeded, match=r"waited 0.3 s for a group: .*0 of 2 engines known from .*engine-\*"
+        ):
+            await pool.generate([5], [1], SAMPLING, Deadline(0.3, "a group"))
+        fake = await Fake(folder, 0, (503,) * 1000).start()
+        with pytest.raises(DeadlineExceeded, match=r"1 of 1 responses missing, engine-0 at http.*HTTP 503.*on purpose"):
+            await pool.generate([5], [1], SAMPLING, Deadline(1.0, "a group"))
+        assert len(fake.calls) < 20  # it backs off
+        with pytest.raises(DeadlineExceeded, match=r"weights 4 are not in all engines.*1 of 2 engines known"):
+            await pool.publish("file", 4, Deadline(0.5, "weights"))
+        other = Fake(folder, 1)
+        other.weight_faults = 1  # and tried again
+        publishing = asyncio.ensure_future(pool.publish("file", 5, Deadline(30, "weights")))
+        await asyncio.sleep(0.3)
+        assert not publishing.done()  # the second engine is waited for
+        await other.start()
+        await publishing
+        assert other.version == fake.version == 5
+        await pool.close()
+        await fake.stop()
+        await other.stop()
+
+    run(work, tmp_path)
+
+
+def test_no_engine_is_asked_for_more_than_it_has_room_for(tmp_path: Path) -> None:
+    async def work(folder: Path) -> None:
+        fakes = [await Fake(folder, index).start() for index in range(2)]
+        for fake in fakes:
+            fake.hold = asyncio.Event()
+        pool = EnginePool(folder, "t", engines=2, max_in_flight=8)
+        requests = [
+            asyncio.ensure_future(pool.generate([5], range(k, k + 4), SAMPLING, Deadline(30, "a group")))
+            for k in range(10)
+        ]
+        while sum(fake.in_flight for fake in fakes) < 16:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        assert [fake.in_flight for fake in fakes] == [8, 8]  # least loaded first, then both full
+        for fake in fakes:
+            assert fake.hold is not None
+            fake.hold.set()
+        assert [tokens(await request)[0][0] for request in requests] == list(range(10))
+        assert max(fake.peak for fake in fakes) <= 8
+        got = await pool.generate([5], range(20), SAMPLING, Deadline(30, "more than there is room for"))
+        assert len(got) == 20
+        await pool.close()
+        for fake in fakes:
+            await fake.stop()
+
+    run(work, tmp_path)
+
+
+def test_half_an_endpoint_file_is_no_engine(tmp_path: Path) -> None:
+    async def work(folder: Path) -> None:
+        (folder / "engine-5.json").write_text('{"url": "http://')
+        starting = {"kind": "engine", "url": "http://127.0.0.1:1", "pid": 1, "state": "starting"}
+        (folder / "engine-6.json").write_text(json.dumps(starting))
+        fake = await Fake(folder).start()
+        pool = EnginePool(folder, "t")
+        assert len(await pool.generate([5], [1], SAMPLING, Deadline(30, "a group"))) == 1
+        await pool.close()
+        await fake.stop()
+
+    run(work, tmp_path)

@@ -1,0 +1,423 @@
+"""The collector: first with a real engine, then its order, cap, masks and errors with engines of random speed."""
+
+import asyncio
+import json
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from nemo_prorl.config import DynamicSamplingConfig
+from nemo_prorl.deadlines import Deadline
+from nemo_prorl.errors import DataError, DeadlineExceeded, EngineRefused, RewardFailure, StoppedCleanly
+from nemo_prorl.rollout.background import OpenClock
+from nemo_prorl.rollout.client import EnginePool, Response, SamplingParams, read_token
+from nemo_prorl.rollout.groups import CollectedBatch, Group, Rollouts, RolloutSettings
+from nemo_prorl.rollout.publication import WeightStore
+from tests.rollout.engines import EngineProcess
+
+SETTINGS = RolloutSettings(
+    run_seed=1,
+    prompts_per_step=6,
+    samples_per_prompt=4,
+    temperature=1.2,
+    context_tokens=64,
+    dynamic_sampling=DynamicSamplingConfig(max_draw_factor=5.0),
+    rollout_s=60,
+    reward_s=30,
+)
+
+
+@dataclass(frozen=True)
+class Visit:
+    record: dict[str, Any]
+    prompt_ids: list[int]
+    visit: int
+
+
+class Numbered:
+    """Prompts p0, p1, ... of two tasks."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.drawn = start
+
+    def next(self) -> Visit:
+        k, self.drawn = self.drawn, self.drawn + 1
+        record = {"id": f"p{k}", "task": "ab"[k % 2], "prompt": "?", "truth": {"k": k}}
+        return Visit(record, [3 + (5 * k + j) % 500 for j in range(8)], k // 100)
+
+
+def decode(ids: list[int]) -> str:
+    return " ".join(map(str, ids))
+
+
+class EvenIsRight:
+    """Scores 1 for an even first token: a real function of the response, judged after a random delay."""
+
+    def __init__(self, seed: int = 0, delay: float = 0.0) -> None:
+        self.random, self.delay = random.Random(seed), delay
+        self.requests: list[dict[str, Any]] = []
+
+    def verdict(self, request: dict[str, Any], position: int) -> float | None:
+        """`position`: how many responses to this prompt came before."""
+        return float(int(request["response"].split()[0]) % 2 == 0)
+
+    async def score(self, request: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
+        position = sum(earlier["id"] == request["id"] for earlier in self.requests)
+        self.requests.append(request)
+        await asyncio.sleep(self.random.random() * self.delay)
+        score = self.verdict(request, position)
+        return {"id": request["id"], "score": score, "detail": "the scorer broke" if score is None else ""}
+
+
+class Simulated:
+    """Engines whose tokens follow from the seeds, and whose speed is random, or given for each prompt."""
+
+    def __init__(self, seed: int = 0, delay: float = 0.0, seconds: Callable[[int], float] | None = None) -> None:
+        self.random, self.delay, self.seconds = random.Random(seed), delay, seconds
+        self.asked: list[tuple[list[int], SamplingParams]] = []
+        self.closed = False
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        seeds: Sequence[int],
+        sampling: SamplingParams,
+        deadline: Deadline,
+        on_response: Callable[[Response], None] | None = None,
+        version: int | None = None,
+    ) -> list[Response]:
+        self.asked.append((list(prompt_ids), sampling))
+        prompt = len(self.asked) - 1
+
+        async def one(index: int, seed: int) -> Response:
+            await asyncio.sleep(self.seconds(prompt) if self.seconds else self.random.random() * self.delay)
+            rng = random.Random(seed)
+            ids = [rng.randrange(512) for _ in range(rng.randint(1, 5))]
+            response = Response(index, ids, [-1.0 / 3] * len(ids), rng.choice(["stop", "length"]), version or 0)
+            if on_response is not None:
+                on_response(response)
+            return response
+
+        return list(await asyncio.gather(*(one(i, s) for i, s in enumerate(seeds))))
+
+    async def publish(self, path: str, version: int, deadline: Deadline) -> None:
+        return None
+
+    async def health(self) -> dict[str, dict[str, Any]]:
+        return {}
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def summary(batch: CollectedBatch) -> dict[str, Any]:
+    """All of a batch but the clock."""
+    counts = {k: v for k, v in vars(batch).items() if k not in ("groups", "tasks") and not k.endswith("_s")}
+    return {
+        **counts,
+        "tasks": {k: vars(v) for k, v in batch.tasks.items()},
+        "groups": [g.to_json() for g in batch.groups],
+    }
+
+
+def collected(
+    engines: Any, rewards: Any, settings: RolloutSettings = SETTINGS, steps: int = 1, state: Any = None, start: int = 0
+) -> tuple[list[CollectedBatch], dict[str, Any], int]:
+    """Batches of some steps, the state after them, and how many prompts were drawn."""
+    prompts = Numbered(start)
+    rollouts = Rollouts(engines, rewards, prompts, decode, settings)
+    if state is not None:
+        rollouts.load_state_dict(state)
+    first = 1 if state is None else state["next"]
+    try:
+        batches = [rollouts.collect(step, step) for step in range(first, first + steps)]
+        after = json.loads(json.dumps({**rollouts.state_dict(), "next": first + steps}))
+    finally:
+        rollouts.close()
+    return batches, after, prompts.drawn
+
+
+@pytest.mark.vllm
+def test_the_whole_path_with_a_real_engine(engine: EngineProcess, models: dict[str, Path]) -> None:
+    weights = WeightStore(engine.weights_dir).write(load_file(models["tied0"] / "model.safetensors").items(), 5)
+    runs = []
+    for delay in (0.0, 0.02):
+        rewards = EvenIsRight(seed=1, delay=delay)
+        pool = EnginePool(engine.endpoints, read_token(engine.token_file))
+        settings = replace(SETTINGS, dynamic_sampling=DynamicSamplingConfig(oversubscription=1.5))
+        rollouts = Rollouts(pool, rewards, Numbered(), decode, settings)
+        try:
+            rollouts.publish(str(weights), 5)
+            assert rollouts.health()["engine-0"]["weight_version"] == 5
+            batch = rollouts.collect(1, 5)
+            held_out = rollouts.sample([Numbered(100).next()], 2, temperature=0.6, top_p=0.95, seed=9, version=5)
+        finally:
+            rollouts.close()
+        runs.append((summary(batch), [group.to_json() for group in held_out]))
+    assert runs[0] == runs[1]
+    assert batch.full
+    assert [g.draw_index for g in batch.groups] == sorted(g.draw_index for g in batch.groups)
+    for group in batch.groups:
+        assert 0 < sum(group.scores) < 4
+        assert len(group.prompt_ids) + max(len(r.token_ids) for r in group.responses) <= 64
+        for response, score in zip(group.responses, group.scores, strict=True):
+            assert score == float(response.token_ids[0] % 2 == 0)
+            assert response.weight_version == 5
+    assert all(r["finished"] == r["response"].endswith(" 2") or r["response"] == "2" for r in rewards.requests)
+    assert batch.generated_tokens > 0
+    assert batch.reward_wait_s <= batch.reward_open_s
+    assert len(held_out[0].responses) == len(held_out[0].verdicts) == 2
+
+
+def test_what_is_drawn_and_kept_does_not_depend_on_speed() -> None:
+    dynamic = DynamicSamplingConfig(oversubscription=2.0, max_draw_factor=5.0)
+    settings = replace(SETTINGS, dynamic_sampling=dynamic)
+    runs = [collected(Simulated(seed, 0.02), EvenIsRight(seed, 0.02), settings, steps=4) for seed in range(3)] + [
+        collected(Simulated(), EvenIsRight(), settings, steps=4)
+    ]
+    (batches, state, drawn), *others = runs
+    assert any(tally.kept < tally.decided for batch in batches for tally in batch.tasks.values())  # some are dropped
+    assert any(batch.carried for batch in batches)
+    assert all(batch.full for batch in batches)
+    for other_batches, other_state, other_drawn in others:
+        assert [summary(b) for b in other_batches] == [summary(b) for b in batches]
+        assert (other_state, other_drawn) == (state, drawn)
+
+
+def test_a_resumed_collector_goes_on_as_if_nothing_had_been() -> None:
+    settings = replace(SETTINGS, dynamic_sampling=DynamicSamplingConfig(oversubscription=2.0, max_draw_factor=5.0))
+    whole, state, _ = collected(Simulated(), EvenIsRight(), settings, steps=4)
+    first, half, drawn = collected(Simulated(), EvenIsRight(), settings, steps=2)
+    second, end, _ = collected(Simulated(), EvenIsRight(), settings, steps=2, state=half, start=drawn)
+    assert half["surplus"]  # otherwise nothing is shown
+    assert [summary(b) for b in first + second] == [summary(b) for b in whole]
+    assert end == state
+
+
+class MixedIsRight(EvenIsRight):
+    """Every group carries a signal: the verdicts alternate."""
+
+    def verdict(self, request: dict[str, Any], position: int) -> float | None:
+        return float(position % 2)
+
+
+def test_groups_that_end_early_are_not_favoured() -> None:
+    settings = replace(SETTINGS, dynamic_sampling=DynamicSamplingConfig(oversubscription=3.0, max_draw_factor=5.0))
+    slow_first = Simulated(seconds=lambda prompt: 0.2 if prompt < 6 else 0.0)  # 12 more are done long before
+    (batch,), state, drawn = collected(slow_first, MixedIsRight(), settings)
+    assert drawn == 18
+    assert [group.draw_index for group in batch.groups] == [0, 1, 2, 3, 4, 5]
+    assert [value["draw_index"] for value in state["surplus"]] == list(range(6, 18))
+
+
+def test_surplus_is_trained_on_first_and_dropped_when_stale() -> None:
+    for staleness, groups, stale in ((1, [6, 7, 8, 9, 10, 11], 0), (0, [18, 19, 20, 21, 22, 23], 12)):
+        dynamic = DynamicSamplingConfig(oversubscription=3.0, max_draw_factor=5.0, max_staleness=staleness)
+        settings = replace(SETTINGS, dynamic_sampling=dynamic)
+        batches, _, _ = collected(Simulated(), MixedIsRight(), settings, steps=2)
+        assert [group.draw_index for group in batches[1].groups] == groups
+        assert batches[1].stale == stale
+        assert {group.version for group in batches[1].groups} == {1 if staleness else 2}
+
+
+class AllRight(EvenIsRight):
+    def verdict(self, request: dict[str, Any], position: int) -> float | None:
+        return 1.0
+
+
+def test_at_the_cap_the_batch_is_smaller_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    settings = replace(SETTINGS, dynamic_sampling=DynamicSamplingConfig(max_draw_factor=2.5))
+    (batch,), _, drawn = collected(Simulated(), AllRight(), settings)
+    assert (len(batch.groups), batch.full, drawn, batch.drawn) == (0, False, 15, 15)
+    assert {task: (t.decided, t.kept, t.mean_score) for task, t in batch.tasks.items()} == {
+        "a": (8, 0, 1),
+        "b": (7, 0, 1),
+    }
+    assert "trains on 0 of 6 groups" in caplog.text
+    static = replace(SETTINGS, dynamic_sampling=DynamicSamplingConfig(enabled=False))
+    (batch,), _, drawn = collected(Simulated(), AllRight(), static)
+    assert (len(batch.groups), drawn) == (6, 6)
+
+
+class Broken(EvenIsRight):
+    """Infrastructure fails for the first `count` responses of each prompt."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def verdict(self, request: dict[str, Any], position: int) -> float | None:
+        return None if position < self.count else float(position % 2)
+
+
+def test_a_missing_verdict_masks_its_response_only() -> None:
+    settings = replace(
+        SETTINGS, max_infrastructure_failures=100, dynamic_sampling=DynamicSamplingConfig(max_draw_factor=2)
+    )
+    (batch,), _, _ = collected(Simulated(), Broken(2), settings)
+    assert len(batch.groups) == 6
+    for group in batch.groups:
+        assert sorted(group.valid) == [False, False, True, True]
+        assert sum(group.scores) == 1
+    assert batch.tasks["a"].masked == 2 * batch.tasks["a"].decided
+    assert batch.tasks["a"].mean_score == 0.5  # of those judged
+    for enabled in (True, False):  # fewer than 2 valid responses: dropped, in static sampling too
+        dynamic = DynamicSamplingConfig(max_draw_factor=2, enabled=enabled)
+        (batch,), _, _ = collected(Simulated(), Broken(3), replace(settings, dynamic_sampling=dynamic))
+        assert batch.groups == []
+
+
+def test_several_missing_verdicts_in_a_row_stop_the_run() -> None:
+    with pytest.raises(RewardFailure, match=r"8 responses in a row .* task [ab], prompt p\d+: the scorer broke"):
+        collected(Simulated(), Broken(4))
+
+
+class Raises(EvenIsRight):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    async def score(self, request: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
+        raise self.error
+
+
+class Hangs(EvenIsRight):
+    async def score(self, request: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+
+class Refuses(Simulated):
+    async def generate(self, *args: Any, **kwargs: Any) -> list[Response]:
+        raise EngineRefused("512 is not a token id")
+
+
+class TooMuch(EvenIsRight):
+    def verdict(self, request: dict[str, Any], position: int) -> float | None:
+        return 1.5
+
+
+def test_what_goes_wrong_on_the_thread_surfaces() -> None:
+    with pytest.raises(EngineRefused, match="512 is not"):
+        collected(Refuses(), EvenIsRight())
+    with pytest.raises(RewardFailure, match="no server"):
+        collected(Simulated(), Raises(RewardFailure("no server")))
+    with pytest.raises(RewardFailure, match=r"score 1.5 of p\d+ is outside 0..1".replace("..1", r"\.\.1")):
+        collected(Simulated(), TooMuch())
+    with pytest.raises(DeadlineExceeded, match=r"waited 0.2 s for the verdict on p\d+, task [ab]"):
+        collected(Simulated(), Hangs(), replace(SETTINGS, reward_s=0.2))
+    with pytest.raises(DataError, match="prompt p0: 8 tokens leave no room"):
+        collected(Simulated(), EvenIsRight(), replace(SETTINGS, context_tokens=8))
+
+
+def test_closing_ends_a_collection_that_hangs() -> None:
+    engines, rewards = Simulated(), Hangs()
+    rollouts = Rollouts(engines, rewards, Numbered(), decode, SETTINGS)
+    caught: list[BaseException] = []
+
+    def collect() -> None:
+        try:
+            rollouts.collect(1, 1)
+        except BaseException as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    Deadline(10, "a reward request").wait_until(lambda: bool(rewards.requests) or bool(engines.asked))
+    rollouts.close()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert isinstance(caught[0], StoppedCleanly)
+    assert engines.closed
+    rollouts.close()
+    with pytest.raises(StoppedCleanly):
+        rollouts.collect(1, 1)
+
+
+def test_a_response_is_judged_while_others_are_generated_and_log_probabilities_need_no_verdict() -> None:
+    """Bounded by deadlines: each side waits for the other, and only the promised order lets both go on."""
+    asked, complete = asyncio.Event(), threading.Event()
+
+    class WaitsForReward(Simulated):
+        async def generate(
+            self,
+            prompt_ids: Any,
+            seeds: Any,
+            sampling: Any,
+            deadline: Any,
+            on_response: Any = None,
+            version: Any = None,
+        ) -> list[Response]:
+            responses = [Response(i, [i], [-1.0], "stop", version) for i in range(len(seeds))]
+            on_response(responses[0])
+            await asyncio.wait_for(asked.wait(), 10)  # the first is with the rewards before the others have ended
+            for response in responses[1:]:
+                on_response(response)
+            return responses
+
+    class WaitsForHook(EvenIsRight):
+        async def score(self, request: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
+            asked.set()
+            while not complete.is_set():
+                await asyncio.sleep(0.01)
+            return await super().score(request, deadline)
+
+    told: list[Group] = []
+
+    def hook(group: Group) -> None:
+        told.append(group)
+        complete.set()
+
+    settings = replace(SETTINGS, prompts_per_step=1, reward_s=20)
+    rollouts = Rollouts(WaitsForReward(), WaitsForHook(), Numbered(), decode, settings)
+    try:
+        batch = rollouts.collect(1, 1, on_group_complete=hook)
+    finally:
+        rollouts.close()
+    assert told[0].verdicts == []
+    assert replace(told[0], verdicts=batch.groups[0].verdicts) == batch.groups[0]
+
+
+def test_the_clock_counts_reward_time_that_nothing_hides(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("nemo_prorl.rollout.background.time.monotonic", lambda: now[0])
+    clock = OpenClock()
+
+    def passes(seconds: float) -> None:
+        now[0] += seconds
+
+    passes(100)
+    with clock.engine():
+        passes(10)
+        with clock.reward(), clock.reward():
+            passes(4)
+    with clock.reward():
+        passes(1)
+    passes(100)
+    assert (clock.engine_s, clock.reward_s, clock.reward_only_s) == (14, 5, 1)
+    batch = CollectedBatch(1, 1, 1, reward_open_s=5, reward_wait_s=1)
+    assert batch.reward_hidden_share == pytest.approx(0.8)
+
+
+def test_sample_returns_groups_in_the_order_of_prompts_and_leaves_the_state_alone() -> None:
+    engines = Simulated(1, 0.02)
+    rollouts = Rollouts(engines, EvenIsRight(2, 0.02), Numbered(), decode, SETTINGS)
+    prompts = [Numbered(k).next() for k in (7, 3, 5)]
+    before = rollouts.state_dict()
+    try:
+        once = rollouts.sample(prompts, 3, 0.6, 0.95, seed=5, version=1)
+        twice = rollouts.sample(prompts, 3, 0.6, 0.95, seed=5, version=1)
+        other = rollouts.sample(prompts, 3, 0.6, 0.95, seed=6, version=1)
+    finally:
+        rollouts.close()
+    assert [group.prompt_id for group in once] == ["p7", "p3", "p5"]
+    assert once == twice != other
+    assert {(s.temperature, s.top_p) for _, s in engines.asked} == {(0.6, 0.95)}
+    assert rollouts.state_dict() == before
+    assert [Group.from_json(json.loads(json.dumps(group.to_json()))) for group in once] == once

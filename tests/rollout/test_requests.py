@@ -1,0 +1,115 @@
+"""What an engine accepts, without an engine."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from nemo_prorl.rollout.client import response_seed
+from nemo_prorl.rollout.engine_requests import BadRequest, Limits, parse_generate, parse_weights, seed_of
+from nemo_prorl.rollout.engine_weights import Shapes, UnfitWeights, check_fits, read_header, shapes_of_model
+
+LIMITS = Limits(context_tokens=512, vocab_size=512, stop_token_ids=(2,))
+GOOD = {"prompt": [5, 6], "max_tokens": 4}
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "token id is the vocabulary's size": ({"prompt": [5, 512]}, "512 is not a token id"),
+    "token id -1": ({"prompt": [5, -1]}, "-1 is not a token id"),
+    "token id true": ({"prompt": [True]}, "True is not a token id"),
+    "token id a float": ({"prompt": [5.0]}, "5.0 is not a token id"),
+    "stop token outside": ({"stop_token_ids": [512]}, "512 is not a token id"),
+    "stop tokens a number": ({"stop_token_ids": 2}, "stop_token_ids"),
+    "empty prompt": ({"prompt": []}, "prompt"),
+    "prompt a string": ({"prompt": "hello"}, "prompt"),
+    "no prompt": ({"prompt": None}, "prompt"),
+    "prompt beyond the context": ({"prompt": [5] * 600}, "600 tokens"),
+    "no room for the response": ({"prompt": [5] * 500, "max_tokens": 13}, "1..12"),
+    "max_tokens 0": ({"max_tokens": 0}, "max_tokens"),
+    "max_tokens a float": ({"max_tokens": 4.0}, "max_tokens"),
+    "n 0": ({"n": 0}, "n must be"),
+    "n a million": ({"n": 10**6}, "n must be"),
+    "temperature nan": ({"temperature": math.nan}, "temperature"),
+    "temperature negative": ({"temperature": -1}, "temperature"),
+    "temperature tiny": ({"temperature": 1e-9}, "temperature"),
+    "temperature a string": ({"temperature": "hot"}, "temperature"),
+    "top_p 0": ({"top_p": 0}, "top_p"),
+    "top_p 2": ({"top_p": 2}, "top_p"),
+    "seed too large": ({"seed": 2**63}, "seed"),
+    "seeds empty": ({"seeds": []}, "seeds"),
+    "seeds with a string": ({"seeds": [1, "2"]}, "seeds"),
+    "seeds beside n": ({"seeds": [1], "n": 2}, "either seeds"),
+    "seeds beside seed": ({"seeds": [1], "seed": 2}, "either seeds"),
+    "version a string": ({"weight_version": "3"}, "weight_version"),
+    "unknown field": ({"temprature": 1.0}, "unknown field 'temprature'; known: max_tokens"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_requests_say_what_would_be_right(case: str) -> None:
+    change, message = BAD[case]
+    with pytest.raises(BadRequest) as caught:
+        parse_generate({**GOOD, **change}, LIMITS)
+    assert message in str(caught.value)
+
+
+def test_good_requests_pass() -> None:
+    request = parse_generate({"prompt": [5] * 500, "max_tokens": 12, "seeds": [0, 2**63 - 1]}, LIMITS)
+    assert request.seeds == [0, 2**63 - 1]
+    assert request.stop_token_ids == [2]
+    assert parse_generate({**GOOD, "n": 3}, LIMITS).seeds == [None] * 3
+    assert parse_generate({**GOOD, "n": 2, "seed": 7}, LIMITS).seeds == [seed_of(7, 0), seed_of(7, 1)]
+    assert parse_generate({**GOOD, "temperature": 0, "stop_token_ids": []}, LIMITS).stop_token_ids == []
+
+
+@pytest.mark.parametrize(
+    "body", [[], {"path": "x"}, {"path": 3, "version": 1}, {"path": "x", "version": -1}, {"path": "x", "wait_s": "1"}]
+)
+def test_bad_weight_requests(body: Any) -> None:
+    with pytest.raises(BadRequest):
+        parse_weights(body)
+
+
+def test_response_seeds_differ_in_every_part_and_stay_what_they_are() -> None:
+    seeds = {
+        response_seed(run, prompt, visit, sample)
+        for run in (1, 2)
+        for prompt in ("a", "a1", "1", "11")
+        for visit in (0, 1, 11)
+        for sample in (0, 1, 11)
+    }
+    assert len(seeds) == 2 * 4 * 3 * 3
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert response_seed(1, "a", 0, 0) == 1443190458280070670  # a resumed run must draw what it drew before
+
+
+def test_a_file_is_checked_by_its_header(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    save_file({"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}, path)
+    shapes: Shapes = {"a": (2, 3), "b": (4,)}
+    only_a: Shapes = {"a": (2, 3)}
+    assert read_header(str(path)) == shapes == shapes_of_model(str(tmp_path))
+    check_fits(str(path), str(tmp_path), shapes)
+    for wrong, message in (
+        (only_a, "b: the model has None"),
+        ({**shapes, "a": (3, 2)}, r"a: the model has \(3"),
+    ):
+        with pytest.raises(UnfitWeights, match=message):
+            check_fits(str(path), str(tmp_path), wrong)
+    whole = path.read_bytes()
+    for data in (whole[:-1], whole + b"x", whole[:20], b"", whole.replace(b'"F32"', b'"F64"'), b"\xff" * 64):
+        path.write_bytes(data)
+        with pytest.raises(UnfitWeights):
+            read_header(str(path))
+
+
+def test_a_link_to_the_folder_itself_is_no_way_around(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    save_file({"a": torch.zeros(2)}, tmp_path / "real" / "w.safetensors")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    check_fits(str(tmp_path / "link" / "w.safetensors"), str(tmp_path / "link"), {"a": (2,)})  # the same file
+    (tmp_path / "other").mkdir()
+    with pytest.raises(UnfitWeights, match="not a file of this run"):
+        check_fits(str(tmp_path / "real" / "w.safetensors"), str(tmp_path / "other"), {"a": (2,)})

@@ -86,11 +86,12 @@ def test_leave_one_out_and_batch_wide_by_hand() -> None:
 @pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1e6 / 3])
 def test_equal_rewards_give_exact_zeros(kind: str, value: float) -> None:
+    """Also in float64, where the mean of three times 0.1 is not 0.1."""
     for samples in (2, 3, 7, 16):
-        reward_GN = torch.full((2, samples), value)
-        assert torch.equal(
-            group_advantages(reward_GN, torch.ones_like(reward_GN, dtype=torch.bool), kind), torch.zeros(2, samples)
-        )
+        for dtype in (torch.float32, torch.float64):
+            reward_GN = torch.full((2, samples), value, dtype=dtype)
+            valid_GN = torch.ones(2, samples, dtype=torch.bool)
+            assert torch.equal(group_advantages(reward_GN, valid_GN, kind), torch.zeros(2, samples, dtype=dtype))
 
 
 @pytest.mark.parametrize("kind", ADVANTAGE_KINDS)

@@ -104,6 +104,20 @@ def test_merging_parts_equals_the_whole(seed: int) -> None:
             assert backwards[key].item() == pytest.approx(value.item(), rel=1e-12), (name, key)
 
 
+def test_a_part_without_tokens_moves_no_extreme() -> None:
+    old = torch.zeros(2, 2)
+    new = torch.tensor([[0.5, 0.7], [0.0, 0.0]])
+    mask = torch.tensor([[True, True], [False, False]])
+    advantage = torch.ones(2)
+    parts = [
+        policy_diagnostics(new[r], old[r], advantage[r], mask[r], LossConfig()) for r in (slice(0, 1), slice(1, 2))
+    ]
+    for first, second in (parts, parts[::-1]):
+        merged = merge(first, second)
+        assert merged["min_ratio"].item() == pytest.approx(math.exp(0.5))
+        assert merged["max_ratio"].item() == pytest.approx(math.exp(0.7))
+
+
 def test_reduction_rules_and_refusals() -> None:
     assert [reduction(key) for key in ("tokens", "mean_abs", "fraction_masked", "max_ratio", "min_ratio")] == [
         "sum",

@@ -1,0 +1,224 @@
+"""`prorl rewards list | describe | score | serve`.  Results go to standard output, all else to standard error."""
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from nemo_prorl.errors import DataError
+from nemo_prorl.rewards.discovery import discover, make_plugin
+from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest
+from nemo_prorl.rewards.service import RewardService, plan_pools
+
+_log = logging.getLogger(__name__)
+
+_IN_FLIGHT = 256  # requests read ahead for each worker
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `rewards` with its own commands to the main command line; `run` takes what it parsed."""
+    parser = subparsers.add_parser("rewards", help="list, describe, try and serve reward plugins")
+    commands = parser.add_subparsers(dest="rewards_command", required=True, metavar="COMMAND")
+    listed = commands.add_parser("list", help="the installed plugins, and those that are broken")
+    listed.add_argument("--json", action="store_true", help="one JSON object a line")
+    described = commands.add_parser("describe", help="one plugin: tasks, budget, settings")
+    described.add_argument("name", metavar="NAME")
+    scored = commands.add_parser("score", help="judge requests (JSON Lines) and write verdicts in their order")
+    scored.add_argument("--in", dest="source", default="-", help="file of requests; - is standard input, streamed")
+    scored.add_argument("--out", default="-", help="file of verdicts; - is standard output")
+    scored.add_argument("--workers", type=int, default=1, help="worker processes, shared out over the plugins")
+    scored.add_argument("--settings", type=_settings, default={}, help="JSON object: plugin name -> its settings")
+    served = commands.add_parser("serve", help="run the reward server until it is stopped")
+    add_server_arguments(served)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit code.  Raises ProrlError, whose `exit_code` says which."""
+    if args.rewards_command == "list":
+        return _list(args.json)
+    if args.rewards_command == "describe":
+        return _describe(args.name)
+    if args.rewards_command == "score":
+        return asyncio.run(_score(args))
+    from nemo_prorl.rewards import server  # starlette and uvicorn take a while to import
+
+    return asyncio.run(server.serve(args))
+
+
+def _settings(text: str) -> dict[str, dict[str, Any]]:
+    try:
+        settings = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+    if not isinstance(settings, dict) or not all(isinstance(value, dict) for value in settings.values()):
+        raise argparse.ArgumentTypeError('must be an object by plugin name, such as {"math": {"time_budget_s": 3}}')
+    return settings
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """The server's options, for `prorl rewards serve` and `python -m nemo_prorl.rewards.server`."""
+    parser.add_argument("--workers", type=int, default=1, help="worker processes, shared out; one a plugin at least")
+    parser.add_argument("--tasks", default="", help="comma-separated tasks to judge; default: all that are known")
+    parser.add_argument("--settings", type=_settings, default={}, help="JSON object: plugin name -> its settings")
+    parser.add_argument("--token-file", type=Path, required=True, help="file that holds the run's token")
+    parser.add_argument("--endpoint-file", type=Path, help="written when ready: address, process and state")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0: any free one")
+    parser.add_argument("--parent-pid", type=int, help="end when this process ends")
+    parser.add_argument("--max-queue", type=int, default=8192, help="waiting requests a plugin; more get 429")
+    parser.add_argument("--worker-memory-mb", type=int, default=4096, help="private memory of a worker")
+    parser.add_argument("--drain-s", type=int, default=20, help="seconds to finish what was begun when stopped")
+
+
+def _write(out: TextIO, text: str) -> None:
+    out.write(text + "\n")
+    out.flush()
+
+
+def _list(as_json: bool) -> int:
+    registry = discover()
+    for name, plugin in sorted(registry.plugins.items()):
+        made = make_plugin(plugin)
+        row = {"name": name, "tasks": list(plugin.tasks), "time_budget_s": made.time_budget_s}
+        row |= {"needs_sandbox": plugin.needs_sandbox, "state": "ok"}
+        text = f"{name:<16} {'ok':<8} tasks {', '.join(plugin.tasks)}; {made.time_budget_s:g} s an answer"
+        _write(sys.stdout, json.dumps(row) if as_json else text)
+    for name, why in sorted(registry.broken.items()):
+        row = {"name": name, "state": "broken", "why": why}
+        _write(sys.stdout, json.dumps(row) if as_json else f"{name:<16} {'broken':<8} {why}")
+    if not registry.plugins and not registry.broken:
+        _log.warning("no reward plugin is installed; install one, for example from reward_plugins/")
+    return 0
+
+
+def _describe(name: str) -> int:
+    plugin = discover().plugin(name)
+    made = make_plugin(plugin)
+    sandbox = "needs the sandbox" if plugin.needs_sandbox else "needs no sandbox"
+    _write(sys.stdout, f"{name}: {_first_line(plugin)}")
+    _write(sys.stdout, f"  tasks     {', '.join(plugin.tasks)}")
+    _write(sys.stdout, f"  budget    {made.time_budget_s:g} s of CPU time an answer; {sandbox}")
+    _write(sys.stdout, f"  code      {plugin.__module__}:{plugin.__qualname__}")
+    for field in dataclasses.fields(plugin.Config):
+        kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
+        default = getattr(made.config, field.name)
+        _write(sys.stdout, f"  setting   rewards.plugins.{name}.{field.name}: {kind} = {default!r}")
+    return 0
+
+
+def _first_line(plugin: type[RewardPlugin]) -> str:
+    return (plugin.__doc__ or "no description").strip().splitlines()[0]
+
+
+def parse_request(line: str, where: str) -> RewardRequest:
+    """One line of requests.  Raises DataError that names file, line and field."""
+    try:
+        obj = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: not JSON: {error}; each line must be one JSON object") from error
+    try:
+        return RewardRequest.from_json(obj)
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from error
+
+
+def read_requests(path: Path) -> list[RewardRequest]:
+    """All requests of a file, checked before anything starts.  Raises DataError; empty lines are skipped."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+    requests = [parse_request(line, f"{path}:{at}") for at, line in enumerate(lines, 1) if line.strip()]
+    if not requests:
+        raise DataError(f"{path}: holds no request; each line must be a prompt record with response and finished")
+    return requests
+
+
+async def _stdin_lines() -> AsyncIterator[str]:
+    """Lines of standard input as they come, read beside the loop."""
+    loop = asyncio.get_running_loop()
+    try:
+        while line := await loop.run_in_executor(None, sys.stdin.readline):
+            yield line
+    except UnicodeDecodeError as error:
+        raise DataError(f"standard input: not UTF-8: {error}") from error
+
+
+async def _stream() -> AsyncIterator[RewardRequest]:
+    at = 0
+    async for line in _stdin_lines():
+        at += 1
+        if line.strip():
+            yield parse_request(line, f"standard input:{at}")
+
+
+async def _each(requests: list[RewardRequest]) -> AsyncIterator[RewardRequest]:
+    for request in requests:
+        yield request
+
+
+@contextlib.contextmanager
+def _opened(out: str) -> Iterator[TextIO]:
+    if out == "-":
+        yield sys.stdout
+        return
+    try:
+        with open(out, "w", encoding="utf-8") as file:
+            yield file
+    except OSError as error:
+        raise DataError(f"{out}: cannot be written: {error.strerror}") from error
+
+
+async def _score(args: argparse.Namespace) -> int:
+    """Judges all requests; 0 whatever the verdicts are."""
+    requests = None if args.source == "-" else read_requests(Path(args.source))
+    registry = discover()
+    tasks = sorted({request.task for request in requests}) if requests else []
+    service = RewardService(plan_pools(registry, tasks, args.workers, args.settings), registry)
+    with _opened(args.out) as out:
+        await service.start()
+        try:
+            source = _stream() if requests is None else _each(requests)
+            await _judge_in_order(service, source, out, args.workers * _IN_FLIGHT)
+        finally:
+            await service.close()
+    return 0
+
+
+async def _judge_in_order(
+    service: RewardService, source: AsyncIterator[RewardRequest], out: TextIO, in_flight: int
+) -> None:
+    """Writes a verdict as soon as it and all those before it are known; reads at most `in_flight` requests ahead."""
+    waiting: deque[asyncio.Future[dict[str, Any]]] = deque()
+    more, room = asyncio.Event(), asyncio.Semaphore(in_flight)
+    ended = False
+
+    async def read() -> None:
+        nonlocal ended
+        try:
+            async for request in source:
+                await room.acquire()
+                waiting.append(service.submit(request))
+                more.set()
+        finally:
+            ended = True
+            more.set()
+
+    reader = asyncio.create_task(read())
+    while waiting or not ended:
+        if not waiting:
+            more.clear()
+            await more.wait()
+            continue
+        verdict = await waiting.popleft()
+        room.release()
+        _write(out, json.dumps(verdict))
+    await reader

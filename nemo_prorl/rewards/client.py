@@ -1,0 +1,239 @@
+"""Asks the reward servers of all nodes.  One verdict for every request, whatever happens to a server meanwhile.
+
+Requests made close together travel in one POST; verdicts come back one by one, each found by the key of its request,
+and its `id` is checked.  A refused or broken connection, a full queue or a stopping server means another try, on
+another server where there is one, until the deadline; then the verdict is an infrastructure failure (score None).
+"""
+
+import asyncio
+import itertools
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from nemo_prorl.deadlines import Deadline
+from nemo_prorl.rewards.interface import RewardRequest, failed_verdict
+
+_log = logging.getLogger(__name__)
+
+_VERDICT_FIELDS = frozenset({"id", "score", "correct", "parts", "detail", "failure"})
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """How requests are bundled and tried again."""
+
+    batch_size: int = 64
+    batch_wait_s: float = 0.005
+    max_posts: int = 32  # at the same time; more wait
+    judge_retries: int = 2  # of a verdict "infrastructure" that the server itself gave, such as a plugin that raises
+    first_backoff_s: float = 0.1
+    longest_backoff_s: float = 5.0
+
+
+@dataclass(eq=False)
+class _Waiting:
+    request: dict[str, Any]
+    deadline: Deadline
+    future: "asyncio.Future[dict[str, Any] | None]"  # None: no verdict, try again
+
+
+@dataclass(eq=False)
+class _Endpoint:
+    url: str
+    open_requests: int = 0
+    closed_until: float = 0.0  # the loop's clock; after a failure others are asked first
+    failures: int = 0
+
+
+@dataclass
+class ClientStats:
+    """Counts since the start: POSTs sent, requests tried again, connections that failed."""
+
+    posts: int = 0
+    retries: int = 0
+    connection_failures: int = 0
+
+
+class _Endpoints:
+    """The servers that announce themselves as ready in a folder; read again when the folder changes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: tuple[tuple[str, int, int], ...] = ()
+        self._known: dict[str, _Endpoint] = {}
+
+    def _refresh(self) -> None:
+        files = []
+        for path in sorted(self._folder.glob("*.json")):
+            try:
+                status = path.stat()
+            except OSError:
+                continue
+            files.append((path.name, status.st_mtime_ns, status.st_ino))
+        if tuple(files) == self._seen:
+            return
+        known: dict[str, _Endpoint] = {}
+        for name, _, _ in files:
+            try:
+                obj = json.loads((self._folder / name).read_text())
+            except (OSError, ValueError):
+                continue  # being replaced, or not one of ours
+            if isinstance(obj, dict) and obj.get("kind") == "rewards" and obj.get("state") == "ready":
+                known[obj["url"]] = self._known.get(obj["url"]) or _Endpoint(obj["url"])
+        self._known, self._seen = known, tuple(files)
+
+    def choose(self, now: float) -> _Endpoint | None:
+        """The least loaded server that is not closed off; failing that the one that opens first; None without any."""
+        self._refresh()
+        servers = list(self._known.values())
+        if not servers:
+            return None
+        return min(servers, key=lambda server: (max(0.0, server.closed_until - now), server.open_requests))
+
+
+class RewardClient:
+    """Use as an async context manager, within one event loop."""
+
+    def __init__(self, endpoints_dir: Path, token_file: Path, options: ClientOptions | None = None) -> None:
+        self.options = options or ClientOptions()
+        self.stats = ClientStats()
+        self._token_file = Path(token_file)
+        self._endpoints = _Endpoints(Path(endpoints_dir))
+        self._bundle: list[_Waiting] = []
+        self._flush: asyncio.TimerHandle | None = None
+        self._keys = itertools.count(1)
+        self._session: aiohttp.ClientSession | None = None
+        self._posts: asyncio.Semaphore | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._last_error = f"no reward server is ready in {endpoints_dir}"
+
+    async def __aenter__(self) -> "RewardClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def score(self, request: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
+        """The verdict on one request.  Never raises for what a server does; cancel it freely."""
+        try:
+            RewardRequest.from_json(request)
+        except ValueError as error:
+            return failed_verdict(str(request.get("id")), "infrastructure", f"this is no reward request: {error}")
+        judged = 0
+        backoff = self.options.first_backoff_s
+        while not deadline.passed:
+            verdict = await self._once(request, deadline)
+            if verdict is not None and verdict["failure"] != "infrastructure":
+                return verdict
+            if verdict is not None:
+                judged, self._last_error = judged + 1, verdict["detail"]
+                if judged > self.options.judge_retries:
+                    return verdict
+            self.stats.retries += 1
+            await asyncio.sleep(min(backoff, deadline.remaining))
+            backoff = min(2 * backoff, self.options.longest_backoff_s)
+        return failed_verdict(request["id"], "infrastructure", f"{deadline.error()}; last: {self._last_error}")
+
+    async def _once(self, request: dict[str, Any], deadline: Deadline) -> dict[str, Any] | None:
+        """One attempt as part of a bundle; None where no verdict came."""
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting(request, deadline, loop.create_future())
+        self._bundle.append(waiting)
+        if len(self._bundle) >= self.options.batch_size:
+            self._send_bundle()
+        elif self._flush is None:
+            self._flush = loop.call_later(self.options.batch_wait_s, self._send_bundle)
+        try:
+            return await asyncio.wait_for(waiting.future, deadline.remaining)
+        except TimeoutError:
+            return None
+
+    def _send_bundle(self) -> None:
+        if self._flush is not None:
+            self._flush.cancel()
+            self._flush = None
+        bundle = [waiting for waiting in self._bundle if not waiting.future.done()]
+        self._bundle = []
+        if bundle:
+            task = asyncio.create_task(self._deliver(bundle))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _deliver(self, bundle: list[_Waiting]) -> None:
+        """Posts a bundle; whoever has no verdict in the end is told to try again."""
+        self._posts = self._posts or asyncio.Semaphore(self.options.max_posts)
+        try:
+            async with self._posts:
+                await self._post([waiting for waiting in bundle if not waiting.future.done()])
+        finally:
+            for waiting in bundle:
+                if not waiting.future.done():
+                    waiting.future.set_result(None)
+
+    async def _post(self, bundle: list[_Waiting]) -> None:
+        now = asyncio.get_running_loop().time()
+        server = self._endpoints.choose(now)
+        if server is None or not bundle:
+            return
+        if server.closed_until > now:
+            return  # all servers failed a moment ago: the callers' back-off decides when to ask again
+        of_key = {next(self._keys): waiting for waiting in bundle}
+        server.open_requests += len(bundle)
+        self.stats.posts += 1
+        try:
+            await self._exchange(server.url, of_key)
+            server.failures = 0
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            self.stats.connection_failures += 1
+            server.failures += 1
+            server.closed_until = now + min(5.0, 0.1 * 2**server.failures)
+            self._last_error = f"reward server {server.url}: {type(error).__name__}: {error}"
+            _log.warning("%s", self._last_error)
+        finally:
+            server.open_requests -= len(bundle)
+
+    async def _exchange(self, url: str, of_key: dict[int, _Waiting]) -> None:
+        """One POST and its stream of verdicts.  Raises on a broken connection or an answer that is not as agreed."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), read_bufsize=2**20)
+        longest = max(waiting.deadline.remaining for waiting in of_key.values())
+        headers = {
+            "Authorization": f"Bearer {self._token_file.read_text().strip()}",
+            "Accept": "application/x-ndjson",
+            "prorl-deadline-s": f"{longest:.3f}",
+        }
+        body = [{**waiting.request, "key": key} for key, waiting in of_key.items()]
+        timeout = aiohttp.ClientTimeout(total=longest + 1.0, sock_connect=5.0)
+        async with self._session.post(f"{url}/v1/score", json=body, headers=headers, timeout=timeout) as response:
+            if response.status != 200:
+                raise ValueError(f"HTTP {response.status}: {(await response.text())[:300]}")
+            async for line in response.content:
+                take_verdict(json.loads(line), of_key)
+
+
+def take_verdict(verdict: Any, of_key: dict[int, _Waiting]) -> None:
+    """Hands a verdict to the request whose key it bears.  Raises ValueError where key and id do not belong together."""
+    key = verdict.pop("key", None)
+    waiting = of_key.pop(key, None)
+    if waiting is None:
+        raise ValueError(f"the server sent a verdict with key {key!r}, which is not awaited")
+    if verdict.get("id") != waiting.request["id"] or not verdict.keys() >= _VERDICT_FIELDS:
+        raise ValueError(f"the server's verdict {verdict!r} is not one on request {waiting.request['id']!r}")
+    if not waiting.future.done():
+        waiting.future.set_result(verdict)
+
+
+__all__ = ["ClientOptions", "ClientStats", "RewardClient", "take_verdict"]

@@ -1,0 +1,115 @@
+"""Finds the installed reward plugins by their entry points, and imports no package that judges."""
+
+import dataclasses
+import importlib.metadata
+import logging
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_prorl.errors import ConfigError
+from nemo_prorl.rewards.interface import ENTRY_POINT_GROUP, RewardPlugin
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Registry:
+    """The plugins that work, by name, and why the others do not."""
+
+    plugins: dict[str, type[RewardPlugin]]
+    broken: dict[str, str]
+
+    def plugin(self, name: str) -> type[RewardPlugin]:
+        """Raises ConfigError with the known names, or with what broke that plugin."""
+        if name in self.broken:
+            raise ConfigError(f"reward plugin {name!r} is broken: {self.broken[name]}")
+        if name not in self.plugins:
+            raise ConfigError(f"unknown reward plugin {name!r}; known: {_names(self.plugins)}")
+        return self.plugins[name]
+
+    def tasks(self) -> dict[str, str]:
+        """Task -> name of the plugin that judges it."""
+        return {task: name for name, plugin in sorted(self.plugins.items()) for task in plugin.tasks}
+
+    def plugin_of_task(self, task: str) -> type[RewardPlugin]:
+        """Raises ConfigError with the known tasks, and with the broken plugins, one of which may be meant."""
+        known = self.tasks()
+        if task not in known:
+            broken = "".join(f"; plugin {name!r} is broken: {why}" for name, why in sorted(self.broken.items()))
+            raise ConfigError(f"no reward plugin judges task {task!r}; known: {_names(known)}{broken}")
+        return self.plugins[known[task]]
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "none (install one, for example from reward_plugins/)"
+
+
+def _fault(name: str, plugin: Any) -> str | None:
+    """Why `plugin` cannot be registered under `name`; None if it can."""
+    if not (isinstance(plugin, type) and issubclass(plugin, RewardPlugin)):
+        return f"its entry point is {plugin!r}; it must be a subclass of nemo_prorl.rewards.interface.RewardPlugin"
+    if getattr(plugin, "name", None) != name:
+        return f"its class says name = {getattr(plugin, 'name', None)!r}; it must be the entry point's {name!r}"
+    tasks = getattr(plugin, "tasks", None)
+    if not (isinstance(tasks, tuple) and tasks and all(isinstance(task, str) for task in tasks)):
+        return f"tasks is {tasks!r}; it must be a tuple of task names"
+    if getattr(plugin, "__abstractmethods__", None):
+        return f"it does not define {', '.join(sorted(plugin.__abstractmethods__))}"
+    if not dataclasses.is_dataclass(plugin.Config):
+        return "Config must be a dataclass"
+    try:
+        budget = plugin(plugin.Config()).time_budget_s
+    except Exception as error:
+        return f"it cannot be made with its default settings: {type(error).__name__}: {error}"
+    return None if budget > 0 else f"time_budget_s is {budget!r}; it must be above 0"
+
+
+def discover(entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> Registry:
+    """Loads every entry point of the group; a broken one is reported by name and does not touch the others."""
+    found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if entry_points is None else entry_points
+    plugins: dict[str, type[RewardPlugin]] = {}
+    broken: dict[str, str] = {}
+    owner: dict[str, str] = {}
+    for point in sorted(set(found), key=lambda point: (point.name, point.value)):
+        try:
+            plugin = point.load()
+            why = _fault(point.name, plugin)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error} (entry point {point.value})"
+        if why is None and point.name in plugins:
+            why = f"two installed packages register it, the second as {point.value}; uninstall one"
+            del plugins[point.name]
+        taken = [] if why else [task for task in plugin.tasks if task in owner]
+        if taken:
+            why = f"task {taken[0]!r} is already judged by plugin {owner[taken[0]]!r}; uninstall one of them"
+        if why is not None:
+            broken[point.name] = why
+            _log.warning("reward plugin %r is broken: %s", point.name, why)
+            continue
+        plugins[point.name] = plugin
+        owner.update(dict.fromkeys(plugin.tasks, point.name))
+    return Registry(plugins, broken)
+
+
+def make_plugin(plugin: type[RewardPlugin], settings: dict[str, Any] | None = None) -> RewardPlugin:
+    """The plugin with its settings.  Raises ConfigError naming plugin, key, value and the known keys."""
+    settings = settings or {}
+    hints = typing.get_type_hints(plugin.Config)
+    for key, value in settings.items():
+        if key not in hints:
+            known = ", ".join(sorted(hints)) or "none"
+            raise ConfigError(f"rewards.plugins.{plugin.name}.{key}={value!r}: unknown setting; known: {known}")
+        kind = hints[key]
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            continue
+        if isinstance(kind, type) and (not isinstance(value, kind) or (kind is not bool and isinstance(value, bool))):
+            raise ConfigError(f"rewards.plugins.{plugin.name}.{key}={value!r}: must be {kind.__name__}")
+    try:
+        made = plugin(plugin.Config(**settings))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"rewards.plugins.{plugin.name}={settings!r}: {error}") from error
+    if not made.time_budget_s > 0:
+        raise ConfigError(f"rewards.plugins.{plugin.name}.time_budget_s={made.time_budget_s!r}: must be above 0")
+    return made

@@ -1,0 +1,197 @@
+"""What a reward plugin sees: a typed request, a typed result, and the base class.  Standard library only.
+
+A plugin lives in a project of its own, subclasses `RewardPlugin`, and is found by its entry point in the group
+`nemo_prorl.rewards`.  It is called in a worker process, on the main thread, one request at a time.
+
+Failure kinds of a verdict: None (judged), "timeout" and "invalid" (score 0: the answer's fault), "infrastructure"
+(score None: ours; retried elsewhere, then masked, never a reward of 0).
+"""
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+ENTRY_POINT_GROUP = "nemo_prorl.rewards"
+FAILURES = ("timeout", "invalid", "infrastructure")
+DETAIL_CHARS = 500
+
+
+class InvalidAnswer(ValueError):
+    """The answer is malformed: its score is 0.  All else that leaves a plugin is an infrastructure failure."""
+
+
+def answer_text(response: str) -> str | None:
+    """The part of a response that is judged: what follows the last `</think>`.
+
+    Without any tag this is the whole text; a `<think>` that is never closed has no answer (None).
+    """
+    _, closing, answer = response.rpartition("</think>")
+    if closing:
+        return None if "<think>" in answer else answer
+    return None if "<think>" in response else response
+
+
+def one_line(text: str, limit: int = DETAIL_CHARS) -> str:
+    """`text` without line breaks, at most `limit` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def _typed(obj: Mapping[str, Any], key: str, kind: type | tuple[type, ...], says: str) -> Any:
+    if key not in obj:
+        raise ValueError(f"field {key!r} is missing; it must be {says}")
+    if not isinstance(obj[key], kind):
+        raise ValueError(f"field {key!r} is {type(obj[key]).__name__}; it must be {says}")
+    return obj[key]
+
+
+@dataclass(frozen=True)
+class RewardRequest:
+    """One response to judge: a prompt record, the full response text, and whether it ended with eos."""
+
+    id: str
+    task: str
+    prompt: str | list[dict[str, Any]]
+    truth: dict[str, Any]
+    response: str
+    finished: bool = True
+    source: str = ""
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def answer_text(self) -> str | None:
+        """What follows the last `</think>`; None where a `<think>` was never closed."""
+        return answer_text(self.response)
+
+    @classmethod
+    def from_json(cls, obj: Any) -> "RewardRequest":
+        """Checks the fields of the documented request.  Raises ValueError that names the field and what is right."""
+        if not isinstance(obj, dict):
+            raise ValueError(f"a request must be a JSON object, not {type(obj).__name__}")
+        return cls(
+            id=_typed(obj, "id", str, "a string"),
+            task=_typed(obj, "task", str, "a string, the name of a task"),
+            prompt=_typed(obj, "prompt", (str, list), "a string or a list of messages"),
+            truth=_typed(obj, "truth", dict, "an object"),
+            response=_typed(obj, "response", str, "a string, the full text of the response"),
+            finished=_typed(obj, "finished", bool, "true (ended with eos) or false"),
+            source=_typed(obj, "source", str, "a string") if "source" in obj else "",
+            meta=_typed(obj, "meta", dict, "an object") if "meta" in obj else {},
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """What a plugin answers: `score` in [0, 1], `correct` where binary correctness exists, named sub-scores.
+
+    `failure` is None, "timeout" or "invalid"; with a failure the score must be 0.
+    """
+
+    score: float
+    correct: bool | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+    detail: str = ""
+    failure: str | None = None
+
+    def fault(self) -> str | None:
+        """What is wrong with this result, in words; None if it is well formed."""
+        numbers = {"score": self.score, **{f"parts[{k!r}]": v for k, v in self.parts.items()}}
+        for name, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                return f"{name} is {value!r}; it must be a finite number"
+        if not 0.0 <= self.score <= 1.0:
+            return f"score is {self.score!r}; it must lie in [0, 1]"
+        if self.correct is not None and not isinstance(self.correct, bool):
+            return f"correct is {self.correct!r}; it must be true, false or None"
+        if self.failure not in (None, "timeout", "invalid"):
+            return f"failure is {self.failure!r}; a plugin may say None, 'timeout' or 'invalid'"
+        if self.failure is not None and self.score != 0:
+            return f"failure is {self.failure!r} but score is {self.score!r}; it must be 0"
+        if not isinstance(self.detail, str):
+            return f"detail is {type(self.detail).__name__}; it must be a string"
+        return None
+
+
+class RewardPlugin(ABC):
+    """Base of all plugins.  Importing the module of a plugin must be cheap: import heavy packages in `prepare`.
+
+    `Config` is the schema of the plugin's settings, a dataclass whose every field has a default; where it has a field
+    `time_budget_s`, that replaces the class attribute.  The budget is CPU seconds of one answer (wall time: 4 times).
+    """
+
+    name: ClassVar[str]
+    tasks: ClassVar[tuple[str, ...]]
+    time_budget_s: float = 10.0
+    needs_sandbox: ClassVar[bool] = False
+
+    @dataclass(frozen=True)
+    class Config:
+        """No settings."""
+
+    def __init__(self, config: Any = None) -> None:
+        self.config = self.Config() if config is None else config
+        self.time_budget_s = float(getattr(self.config, "time_budget_s", type(self).time_budget_s))
+
+    def prepare(self) -> None:  # noqa: B027 - overriding is a choice
+        """Called once in each worker before its first request: imports, caches, a first call of what is slow."""
+
+    def validate_truth(self, truth: dict[str, Any]) -> None:  # noqa: B027
+        """Raises ValueError that names the field where `truth` is not what this plugin judges by."""
+
+    @abstractmethod
+    def score(self, request: RewardRequest) -> RewardResult:
+        """Judges one response.  Raises InvalidAnswer for a malformed one; all else raised is infrastructure."""
+
+
+def no_answer() -> RewardResult:
+    """The result for a response whose `<think>` was never closed."""
+    return RewardResult(score=0.0, correct=False, detail="<think> was opened and never closed: no answer")
+
+
+def verdict_of(request_id: str, result: RewardResult) -> dict[str, Any]:
+    """The documented verdict, one JSON object."""
+    return {
+        "id": request_id,
+        "score": float(result.score),
+        "correct": result.correct,
+        "parts": {name: float(value) for name, value in result.parts.items()},
+        "detail": one_line(result.detail),
+        "failure": result.failure,
+    }
+
+
+def failed_verdict(request_id: str, failure: str, detail: str) -> dict[str, Any]:
+    """A verdict without a judgement: score 0 for "timeout" and "invalid", None for "infrastructure"."""
+    ours = failure == "infrastructure"
+    return {
+        "id": request_id,
+        "score": None if ours else 0.0,
+        "correct": None if ours else False,
+        "parts": {},
+        "detail": one_line(detail),
+        "failure": failure,
+    }
+
+
+def judge(plugin: RewardPlugin, request: RewardRequest) -> dict[str, Any]:
+    """Calls the plugin and turns whatever comes of it into one verdict that names the plugin where it failed."""
+    try:
+        result = plugin.score(request)
+    except InvalidAnswer as error:
+        return failed_verdict(request.id, "invalid", str(error) or "malformed answer")
+    except Exception as error:
+        detail = f"plugin {plugin.name!r} raised {type(error).__name__}: {error}"
+        return failed_verdict(request.id, "infrastructure", detail)
+    if not isinstance(result, RewardResult):
+        fault: str | None = f"it returned {type(result).__name__}; it must return a RewardResult"
+    else:
+        fault = result.fault()
+    if fault is not None:
+        return failed_verdict(request.id, "infrastructure", f"plugin {plugin.name!r}: {fault}")
+    return verdict_of(request.id, result)

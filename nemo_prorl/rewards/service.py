@@ -1,0 +1,88 @@
+"""The plugins in use with their worker pools: what the HTTP server and `prorl rewards score` share."""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from nemo_prorl.errors import ConfigError, UnfitMachine
+from nemo_prorl.rewards.discovery import Registry, discover, make_plugin
+from nemo_prorl.rewards.interface import RewardRequest, failed_verdict
+from nemo_prorl.rewards.pool import PluginPool, PoolSpec
+
+_log = logging.getLogger(__name__)
+
+
+def share_out(workers: int, plugins: list[str]) -> dict[str, int]:
+    """Workers for each plugin: as even as can be, and at least one each, so that none can starve another."""
+    if workers < 1:
+        raise ConfigError(f"rewards.workers={workers}: must be at least 1")
+    each, more = divmod(workers, max(1, len(plugins)))
+    return {name: max(1, each + (index < more)) for index, name in enumerate(plugins)}
+
+
+def plan_pools(
+    registry: Registry,
+    tasks: Iterable[str],
+    workers: int,
+    settings: dict[str, dict[str, Any]] | None = None,
+    max_queue: int = 8192,
+    memory_mb: int = 4096,
+) -> list[PoolSpec]:
+    """One pool for each plugin that `tasks` need (all tasks where none is named).
+
+    Raises ConfigError (unknown task, plugin or setting, the known ones listed) and UnfitMachine (sandbox needed).
+    """
+    settings = settings or {}
+    for name in settings:
+        registry.plugin(name)
+    wanted = list(tasks) or sorted(registry.tasks())
+    classes = {plugin.name: plugin for plugin in map(registry.plugin_of_task, wanted)}
+    if not classes:
+        raise ConfigError("no reward plugin is installed; install one, for example from reward_plugins/")
+    specs = []
+    for name, count in share_out(workers, list(classes)).items():
+        if classes[name].needs_sandbox:
+            raise UnfitMachine(f"reward plugin {name!r} needs a sandbox, which this version does not have yet")
+        budget = make_plugin(classes[name], settings.get(name)).time_budget_s
+        specs.append(PoolSpec(name, dict(settings.get(name, {})), count, budget, max_queue, memory_mb))
+    return specs
+
+
+class RewardService:
+    """Judges requests; every one is answered with exactly one verdict."""
+
+    def __init__(self, specs: list[PoolSpec], registry: Registry | None = None) -> None:
+        registry = registry or discover()
+        self.pools = {spec.plugin: PluginPool(spec) for spec in specs}
+        self.tasks = {task: name for task, name in registry.tasks().items() if name in self.pools}
+
+    async def start(self) -> None:
+        """Raises RewardFailure, naming the plugin, where a worker cannot start."""
+        started = await asyncio.gather(*(pool.start() for pool in self.pools.values()), return_exceptions=True)
+        if errors := [error for error in started if isinstance(error, BaseException)]:
+            await self.close()
+            raise errors[0]
+
+    async def close(self) -> None:
+        await asyncio.gather(*(pool.close() for pool in self.pools.values()))
+
+    def room_for(self, requests: list[RewardRequest]) -> bool:
+        """Whether the queues can take all of them."""
+        counts: dict[str, int] = {}
+        for request in requests:
+            name = self.tasks.get(request.task)
+            if name is not None:
+                counts[name] = counts.get(name, 0) + 1
+        return all(self.pools[name].room >= count for name, count in counts.items())
+
+    def submit(self, request: RewardRequest, timeout_s: float | None = None) -> "asyncio.Future[dict[str, Any]]":
+        """A future of the verdict; for an unknown task it lists the known.  Raises QueueFull."""
+        name = self.tasks.get(request.task)
+        if name is not None:
+            return self.pools[name].submit(request.to_json(), timeout_s)
+        known = ", ".join(sorted(self.tasks))
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        detail = f"no reward plugin in use judges task {request.task!r}; in use: {known}"
+        future.set_result(failed_verdict(request.id, "infrastructure", detail))
+        return future

@@ -1,0 +1,1 @@
+"""Reward plugin `math`: final answers in \\\\boxed{}."""

@@ -1,0 +1,154 @@
+"""Finds the boxed answer in a text, and writes answers in one canonical form.  Standard library only."""
+
+import re
+from fractions import Fraction
+
+MAX_EXPONENT = 400  # of a number in scientific notation; beyond it nothing is computed
+
+_BOX_TOKENS = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])|\\.|[{}]", re.DOTALL)
+_BARE_BOX = re.compile(r"\s*([^\s{}$\\]+)")
+
+
+def boxed(text: str) -> str | None:
+    r"""Content of the last complete \boxed{...} or \fbox{...} in one pass; also `\boxed 7`.  None without one.
+
+    Braces must balance; escaped ones (`\{`) do not count.
+    """
+    best: tuple[int, str] | None = None
+    opened: list[int | None] = []  # for each open brace: where its box command starts, None for other braces
+    box_at = box_end = -1
+    for token in _BOX_TOKENS.finditer(text):
+        word = token.group()
+        if word == "{":
+            of_box = box_at >= 0 and not text[box_end : token.start()].strip()
+            opened.append(token.start() + 1 if of_box else None)
+        elif word == "}" and opened:
+            start = opened.pop()
+            if start is not None and (best is None or start > best[0]):
+                best = (start, text[start : token.start()])
+        box_at = -1
+        if word in ("\\boxed", "\\fbox"):
+            box_at, box_end = token.start(), token.end()
+            bare = _BARE_BOX.match(text, box_end)
+            if bare:
+                best = (bare.start(1), bare.group(1))
+    return None if best is None else best[1].strip()
+
+
+_UNITS = frozenset(
+    """degree degrees radian radians cm mm km m meter meters metre metres centimeter centimeters kilometer kilometers
+    mile miles inch inches foot feet ft yard yards second seconds sec minute minutes min hour hours day days week weeks
+    month months year years gram grams kg kilogram kilograms pound pounds ounce ounces liter liters litre litres dollar
+    dollars cent cents euro euros mph percent unit units square cubic sq per people ways points times""".split()  # noqa: SIM905 - readable
+)
+_SPACES = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad(?![A-Za-z])|\\hspace\{[^{}]*\}|\\displaystyle|\\limits|~|\s")
+_SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\.?")
+_DEGREES = re.compile(r"\^?\{?\\circ\}?|\\degrees?(?![A-Za-z])|°")
+_TEXT = re.compile(r"\\(?:text(?:rm|bf|it|normal)?|math(?:rm|bf|it|sf)|operatorname|mbox|hbox|rm|bf)\s*\{([^{}]*)\}")
+_TRAILING_TEXT = re.compile(
+    r"(?<=[\w)}\]])(?:[\s~]|\\[,;! ])*\\(?:text|textrm|textnormal|mathrm|mbox)\s*\{[^{}]*\}(?:\^\{?[-\d]+\}?)?[\s.]*$"
+)
+_TRAILING_WORDS = re.compile(r"^(.*[\d)}\]])(\s*[A-Za-z][A-Za-z .]*)(?:\^\{?\d\}?)?$", re.DOTALL)
+_FRAC = re.compile(r"\\frac\s*(?:\{([^{}]*)\}|([^{}\s\\]))\s*(?:\{([^{}]*)\}|([^{}\s\\]))")
+_SQRT = re.compile(r"\\sqrt\s*([^\[\{\s\\])")
+_SLASH = re.compile(r"^([+-]?)(\d+)/(\d+)$")
+_ZERO_POINT = re.compile(r"(?<![\d.])\.(?=\d)")
+_TRAILING_ZEROS = re.compile(r"(\d+)\.(\d*?)0+(?!\d)")
+_THOUSANDS = re.compile(r"^([+-]?)(\d{1,3}(?:(?:,|\{,\})\d{3})+)(\.\d+)?$")
+_SAME = {
+    "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac", "\\leq": "\\le", "\\geq": "\\ge", "\\neq": "\\ne",
+    "\\times": "\\cdot", "\\ast": "\\cdot", "\\infin": "\\infty", "\\varnothing": "\\emptyset", "\\lbrace": "\\{",
+    "\\rbrace": "\\}", "\\mid": "|", "\\vert": "|", "\\rightarrow": "\\to", "\\land": "\\wedge", "\\lor": "\\vee",
+}  # fmt: skip
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_CHARACTERS = str.maketrans(
+    {"\u2212": "-", "\u2013": "-", "π": "\\pi ", "∞": "\\infty ", "\u00d7": "\\cdot ", "·": "\\cdot ", "√": "\\sqrt "}
+)
+
+
+def strip_delimiters(text: str) -> str:
+    r"""Without the `$`, `\(`, `\[` around the whole, and without a full stop or comma at its end."""
+    text = text.strip()
+    while True:
+        shorter = text.rstrip(".,;: \n").strip() if not text.endswith("\\,") else text[:-2]
+        for left, right in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
+            inner = shorter[len(left) : len(shorter) - len(right)]
+            around = len(shorter) > len(left + right) and shorter.startswith(left) and shorter.endswith(right)
+            if around and ("$" not in inner or left[0] != "$"):
+                shorter = inner.strip()
+        if shorter == text:
+            return text
+        text = shorter
+
+
+def split_unit(text: str) -> tuple[str, str]:
+    r"""An answer and the unit written behind it: `5\text{ cm}`, `5 cm`, `5 square feet`; the unit is "" without one."""
+    if found := _TRAILING_TEXT.search(text):
+        unit = _TEXT.search(found.group())
+        return text[: found.start()].strip(), unit.group(1).strip(" ~.") if unit else ""
+    if found := _TRAILING_WORDS.match(text):
+        words = found.group(2).lower().replace(".", " ").split()
+        if words and all(word in _UNITS for word in words) and (len(words[0]) > 1 or found.group(2)[0].isspace()):
+            return found.group(1).strip(), found.group(2).strip()
+    return text, ""
+
+
+def _canonical_fracs(text: str) -> str:
+    return _FRAC.sub(lambda found: f"\\frac{{{found[1] or found[2] or ''}}}{{{found[3] or found[4] or ''}}}", text)
+
+
+def canonical(answer: str) -> str:
+    r"""One form for the many ways to write one answer: spaces, sizes, fractions, units, degrees, percent, money."""
+    text = strip_delimiters(answer).translate(_CHARACTERS)
+    text = _SIZES.sub("", text.replace("\\left\\{", "\\{").replace("\\right\\}", "\\}"))
+    text = _DEGREES.sub("", text).replace("\\%", "").replace("%", "").replace("\\$", "").replace("$", "").strip()
+    text, _ = split_unit(text)
+    text = _TEXT.sub(lambda found: found[1], text)
+    text = _COMMAND.sub(lambda found: _SAME.get(found[0], found[0]), text)
+    text = _SQRT.sub(r"\\sqrt{\1}", _canonical_fracs(text))
+    if re.fullmatch(r"[A-Za-z][A-Za-z\s'.-]+", text):  # words: letter case does not matter
+        text = text.casefold()
+    text = _SPACES.sub("", text)
+    if thousands := _THOUSANDS.match(text):
+        text = thousands[1] + re.sub(r"[^\d]", "", thousands[2]) + (thousands[3] or "")
+    text = _ZERO_POINT.sub("0.", text)
+    text = _TRAILING_ZEROS.sub(lambda found: f"{found[1]}.{found[2]}" if found[2] else found[1], text)
+    text = re.sub(r"([\^_])\{(\w)\}", r"\1\2", text)
+    text = _SLASH.sub(r"\1\\frac{\2}{\3}", text)
+    text = re.sub(r"^\(([A-Za-z])\)$", r"\1", text)  # a choice
+    return text.rstrip(".").removeprefix("+")
+
+
+_DECIMAL = re.compile(r"([+-]?)(\d{1,60}(?:\.\d{0,60})?)")
+_SCIENTIFIC = re.compile(r"([+-]?\d{1,60}(?:\.\d{0,60})?)(?:[eE]|(?:\\cdot|\*)10\^)\{?([+-]?\d{1,4})\}?")
+_FRACTION = re.compile(r"([+-]?)(\d{0,60})\\frac\{([+-]?\d{1,60})\}\{([+-]?\d{1,60})\}")
+
+
+def number(text: str) -> Fraction | None:
+    r"""The exact value of a canonical number: 12, -0.5, \frac{3}{4}, 1\frac{1}{2}, 3e-4, 3\cdot10^{4}; else None."""
+    if found := _DECIMAL.fullmatch(text):
+        return Fraction(found[0])
+    if found := _FRACTION.fullmatch(text):
+        sign, whole, above, below = found.groups()
+        if int(below) == 0 or (whole and (above.startswith(("-", "+")) or below.startswith(("-", "+")))):
+            return None
+        return (-1 if sign == "-" else 1) * (int(whole or 0) + Fraction(int(above), int(below)))
+    if (found := _SCIENTIFIC.fullmatch(text)) and abs(int(found[2])) <= MAX_EXPONENT:
+        return Fraction(found[1]) * Fraction(10) ** int(found[2])
+    return None
+
+
+def split_top(text: str, separators: str = ",") -> list[str]:
+    """Parts of `text` between separators that stand outside all brackets."""
+    parts, depth, start, escaped = [], 0, 0, False
+    for at, char in enumerate(text):
+        if escaped:
+            escaped = False
+            depth += {"{": 1, "}": -1}.get(char, 0)
+            continue
+        escaped = char == "\\"
+        depth += 1 if char in "([{" else -1 if char in ")]}" else 0
+        if char in separators and depth == 0:
+            parts.append(text[start:at])
+            start = at + 1
+    return [*parts, text[start:]]

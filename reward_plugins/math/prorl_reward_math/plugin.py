@@ -1,0 +1,75 @@
+"""The plugin class: what is asked for, what is boxed, and the verdict."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, RewardResult, no_answer, one_line
+from prorl_reward_math import grading
+from prorl_reward_math.latex import boxed
+
+_LISTS = (list, tuple)
+
+
+def expected_answers(truth: dict[str, Any]) -> tuple[list[str], bool]:
+    """The accepted answers, and whether all of them must be given.  Raises ValueError naming the field."""
+    if ("answer" in truth) == ("all_of" in truth):
+        raise ValueError("truth must have either 'answer' (a string, or a list of which any is accepted) or 'all_of'")
+    key = "answer" if "answer" in truth else "all_of"
+    value = [truth[key]] if key == "answer" and not isinstance(truth[key], _LISTS) else truth[key]
+    if not isinstance(value, _LISTS) or not value:
+        right = "a string or a list of strings" if key == "answer" else "a list of strings"
+        raise ValueError(f"truth.{key} is {truth[key]!r}; it must be {right}")
+    for item in value:
+        if not isinstance(item, str) or not item.strip():
+            raise ValueError(f"truth.{key} holds {item!r}; each must be a string that is not empty")
+    return [item.strip() for item in value], key == "all_of"
+
+
+class MathReward(RewardPlugin):
+    """Binary reward of the last boxed answer: own grader OR math-verify (paper sec. 2)."""
+
+    name = "math"
+    tasks = ("math",)
+
+    @dataclass(frozen=True)
+    class Config:
+        """`time_budget_s`: CPU seconds of one answer; `math_verify`: whether math-verify is asked too."""
+
+        time_budget_s: float = 6.0
+        math_verify: bool = True
+
+    config: Config
+
+    def prepare(self) -> None:
+        grading.prepare()
+
+    def validate_truth(self, truth: dict[str, Any]) -> None:
+        expected_answers(truth)
+        tolerance, unit = truth.get("tolerance"), truth.get("unit")
+        number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
+        if tolerance is not None and not (number and tolerance >= 0):
+            raise ValueError(f"truth.tolerance is {tolerance!r}; it must be a number, relative, of at least 0")
+        if unit is not None and not isinstance(unit, str):
+            raise ValueError(f"truth.unit is {unit!r}; it must be a string")
+
+    def score(self, request: RewardRequest) -> RewardResult:
+        self.validate_truth(request.truth)
+        if request.answer_text is None:
+            return no_answer()
+        answer = boxed(request.answer_text)
+        if not answer:
+            return RewardResult(score=0.0, correct=False, detail="no answer in \\boxed{}")
+        accepted = self._accepts(request.truth, answer)
+        detail = f"{'accepted' if accepted else 'not accepted'}: {one_line(answer, 200)}"
+        return RewardResult(score=float(accepted), correct=accepted, detail=detail)
+
+    def _accepts(self, truth: dict[str, Any], answer: str) -> bool:
+        answers, all_needed = expected_answers(truth)
+        tolerance, unit = truth.get("tolerance"), truth.get("unit") or ""
+
+        def same(one: str, other: str) -> bool:
+            return grading.same_answer(one, other, tolerance, unit, self.config.math_verify)
+
+        if all_needed:
+            return grading.all_of(answers, answer, same)
+        return any(same(one, answer) for one in answers)

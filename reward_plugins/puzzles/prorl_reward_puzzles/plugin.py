@@ -1,0 +1,134 @@
+"""Scores answers with reasoning-gym's own `score_answer`; restores what an entry lost on its way through JSON."""
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_prorl.rewards.interface import InvalidAnswer, RewardPlugin, RewardRequest, RewardResult, no_answer
+
+MAX_ANSWER_CHARS = 100_000
+
+# Scorers that compare with tuples: metadata keys whose nested lists were tuples before JSON.
+_TUPLES = {"arc_agi": ("input", "output"), "rearc": ("input", "output")}
+# Entries without an answer of their own carry one in their metadata (boxnet and rush_hour carry none at all).
+_ANSWER_IN_METADATA: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "graph_color": ("possible_answer", json.dumps),
+    "propositional_logic": ("example_answer", str),
+    "rubiks_cube": ("example_correct_answer", str),
+}
+
+Scorer = Callable[[str, dict[str, Any]], float]
+
+
+def last_answer(text: str) -> str | None:
+    """What stands in the last <answer>...</answer>, or None."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
+    return None if start < 0 else text[start + len("<answer>") : end].strip()
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(map(_tupled, value)) if isinstance(value, (list, tuple)) else value
+
+
+def restored(dataset: str, entry: dict[str, Any]) -> dict[str, Any]:
+    """The entry as reasoning-gym made it, from the entry as JSON gave it back.  The argument stays as it is."""
+    metadata = entry.get("metadata")
+    keys = _TUPLES.get(dataset, ())
+    if not keys or not isinstance(metadata, dict):
+        return entry
+    fixed = {key: _tupled(metadata[key]) for key in keys if key in metadata}
+    return {**entry, "metadata": {**metadata, **fixed}}
+
+
+def own_answer(dataset: str, entry: dict[str, Any]) -> str | None:
+    """The right answer that an entry carries, as text; None where the data set gives none."""
+    if entry.get("answer") is not None:
+        return str(entry["answer"])
+    key, text = _ANSWER_IN_METADATA.get(dataset, ("", str))
+    value = entry["metadata"].get(key)
+    return None if value is None else text(value)
+
+
+@functools.lru_cache(maxsize=256)
+def _scorer(dataset: str, options: str) -> Scorer:
+    """The data set's scorer; made once, since some data sets load word lists when they are made."""
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    if dataset not in DATASETS:
+        raise ValueError(f"truth.dataset is {dataset!r}; reasoning-gym knows {', '.join(sorted(DATASETS))}")
+    try:
+        score: Scorer = create_dataset(dataset, **json.loads(options)).score_answer
+    except Exception as error:
+        raise ValueError(f"truth.config does not suit reasoning-gym's {dataset!r}: {error}") from error
+    return score
+
+
+class PuzzlesReward(RewardPlugin):
+    """Continuous reward of reasoning-gym's data sets, by name (paper sec. 2)."""
+
+    name = "puzzles"
+    tasks = ("puzzles",)
+
+    @dataclass(frozen=True)
+    class Config:
+        """`time_budget_s`: CPU seconds of one answer."""
+
+        time_budget_s: float = 10.0
+
+    def prepare(self) -> None:
+        _scorer("chain_sum", "{}")
+
+    def validate_truth(self, truth: dict[str, Any]) -> None:
+        if not isinstance(truth.get("dataset"), str):
+            raise ValueError(
+                f"truth.dataset is {truth.get('dataset')!r}; it must be the name of a reasoning-gym data set"
+            )
+        entry = truth.get("entry")
+        if not isinstance(entry, dict) or not entry.keys() >= {"question", "answer", "metadata"}:
+            raise ValueError("truth.entry must be reasoning-gym's entry: an object with question, answer and metadata")
+        if not isinstance(entry["metadata"], dict):
+            raise ValueError("truth.entry.metadata must be an object")
+        if not isinstance(truth.get("config", {}), dict):
+            raise ValueError("truth.config must be an object: the data set's options")
+
+    def score(self, request: RewardRequest) -> RewardResult:
+        self.validate_truth(request.truth)
+        text = request.answer_text
+        if text is None:
+            return no_answer()
+        answer = last_answer(text)
+        if answer is None:
+            return RewardResult(score=0.0, correct=False, detail="no answer in <answer></answer>")
+        if len(answer) > MAX_ANSWER_CHARS:
+            raise InvalidAnswer(f"the answer has {len(answer)} characters; at most {MAX_ANSWER_CHARS} are judged")
+        return self._judge(request.truth, answer)
+
+    def _judge(self, truth: dict[str, Any], answer: str) -> RewardResult:
+        dataset, config = truth["dataset"], dict(truth.get("config", {}))
+        entry = restored(dataset, truth["entry"])
+        if dataset == "composite":  # its entries are those of the data set named inside
+            dataset = entry["metadata"]["source_dataset"]
+            entry = restored(dataset, entry)
+        score_answer = _scorer(dataset, json.dumps(config, sort_keys=True))
+        oracle = entry["answer"]
+        if isinstance(oracle, str) and oracle != answer and oracle.strip() == answer:
+            answer = oracle  # the white space around it was lost when the tags were read
+        try:
+            raw = float(score_answer(answer, entry))
+        except Exception as error:
+            self._blame(dataset, entry, score_answer, error)
+            raise InvalidAnswer(f"{dataset}'s scorer refused it: {type(error).__name__}: {error}") from error
+        score = min(1.0, max(0.0, raw))
+        parts = {} if score == raw else {"raw": raw}
+        return RewardResult(score=score, correct=score >= 1.0 - 1e-9, parts=parts, detail=f"{dataset}: {raw:g}")
+
+    def _blame(self, dataset: str, entry: dict[str, Any], score_answer: Scorer, error: Exception) -> None:
+        """Raises ValueError where the entry's own answer fails as well: then the entry is bad, not the answer."""
+        own = own_answer(dataset, entry)
+        try:
+            score_answer("" if own is None else own, entry)
+        except Exception:
+            raise ValueError(f"the entry of {dataset!r} cannot be scored: {type(error).__name__}: {error}") from error

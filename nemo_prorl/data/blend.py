@@ -1,0 +1,171 @@
+"""An endless weighted blend of prompt sources whose order can be continued exactly.
+
+The order is a pure function of (seed, sources, weights, number of prompts drawn): each epoch of a source is a
+fresh shuffle that depends on the seed, the source's name and the epoch only, and the next source is the one
+furthest behind its share.  So a state is a few counters, and a resumed blend goes on as if never stopped.
+"""
+
+import hashlib
+import json
+import logging
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from nemo_prorl.config import DataConfig, DataSource
+from nemo_prorl.data.generators import Record, generate
+from nemo_prorl.errors import CheckpointError, ConfigError, DataError
+
+_log = logging.getLogger(__name__)
+
+LoadedSource = tuple[DataSource, list[Record]]
+
+
+class Blend:
+    """Draws records from sources in proportion to their weights, each once an epoch of its source.
+
+    Raises DataError for an empty source or a repeated id, ConfigError for a repeated name or a weight that is not
+    positive, each naming the source.
+    """
+
+    def __init__(self, sources: Sequence[LoadedSource], seed: int) -> None:
+        _check(sources)
+        self._sources = list(sources)
+        self._seed = seed
+        self._drawn = [0] * len(sources)
+        self._orders: dict[int, tuple[int, list[int]]] = {}  # source -> (epoch, its order); derived, never saved
+        total = sum(source.weight for source, _ in sources)
+        self._shares = [source.weight / total for source, _ in sources]
+
+    def next(self) -> tuple[Record, int]:
+        """The next record and its visit: 0 in the first epoch of its source, 1 in the second, and so on."""
+        index = self._furthest_behind()
+        records = self._sources[index][1]
+        epoch, position = divmod(self._drawn[index], len(records))
+        record = records[self._order(index, epoch)[position]]
+        self._drawn[index] += 1
+        return record, epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able: the seed, and for each source its draws and a hash of its records."""
+        return {
+            "seed": self._seed,
+            "sources": {
+                source.name: {
+                    "drawn": drawn,
+                    "weight": source.weight,
+                    "records": len(records),
+                    "hash": ids_hash(records),
+                }
+                for (source, records), drawn in zip(self._sources, self._drawn, strict=True)
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues where `state` was taken.  Raises CheckpointError when seed, sources or records changed."""
+        if state["seed"] != self._seed:
+            raise CheckpointError(f"data blend: the checkpoint's seed is {state['seed']}, this run's is {self._seed}")
+        now = self.state_dict()["sources"]
+        if list(state["sources"]) != list(now):
+            raise CheckpointError(
+                f"data blend: the checkpoint's sources are {', '.join(state['sources'])}, "
+                f"this run's are {', '.join(now)}"
+            )
+        for name, saved in state["sources"].items():
+            for key in ("records", "hash", "weight"):
+                if saved[key] != now[name][key]:
+                    raise CheckpointError(
+                        f"data source '{name}': its {key} was {saved[key]} when the run was stopped and is "
+                        f"{now[name][key]} now; continue with the same data, or start another run"
+                    )
+        self._drawn = [saved["drawn"] for saved in state["sources"].values()]
+
+    def _furthest_behind(self) -> int:
+        """The source whose draws lag most behind its share of one draw more; the first of equals.
+
+        Any prefix of n draws holds within one record of n times each share for two sources, and within
+        (number of sources - 1) in general.
+        """
+        total = sum(self._drawn) + 1
+        behind = [share * total - drawn for share, drawn in zip(self._shares, self._drawn, strict=True)]
+        return max(range(len(behind)), key=lambda index: (behind[index], -index))
+
+    def _order(self, index: int, epoch: int) -> list[int]:
+        """The shuffled positions of one epoch of a source."""
+        if self._orders.get(index, (-1, []))[0] != epoch:
+            source, records = self._sources[index]
+            order = list(range(len(records)))
+            random.Random(f"{self._seed}/{source.name}/{epoch}").shuffle(order)
+            self._orders[index] = (epoch, order)
+        return self._orders[index][1]
+
+
+def ids_hash(records: Sequence[Record]) -> str:
+    """sha256 over the records' ids, prompts and truths, in their order: another data set has another hash."""
+    digest = hashlib.sha256()
+    for record in records:
+        digest.update(json.dumps([record["id"], record["prompt"], record["truth"]], sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def load_sources(data: DataConfig) -> tuple[list[LoadedSource], list[LoadedSource]]:
+    """(training, validation) sources of a configuration, with no prompt in both.
+
+    Validation is made first; a training record whose prompt (compared as JSON text) is held out is left out, and a
+    generator draws another in its place.  Generated validation records have ids that begin with `heldout-`.
+    Raises ConfigError for a bad source, DataError for bad or missing data.
+    """
+    validation = [(source, _load(source, frozenset(), "heldout-")) for source in data.validation]
+    held_out = frozenset(prompt_key(record) for _, records in validation for record in records)
+    train = [(source, _load(source, held_out, "")) for source in data.train]
+    for loaded in (train, validation):
+        if loaded:
+            _check(loaded)
+    _check_ids([*train, *validation])
+    return train, validation
+
+
+def prompt_key(record: Record) -> str:
+    """What makes two prompts the same: the text, or the message list as JSON."""
+    prompt = record["prompt"]
+    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
+
+
+def _load(source: DataSource, held_out: frozenset[str], prefix: str) -> list[Record]:
+    if source.path is None and source.generator is not None:
+        return generate(source, held_out, prefix)
+    if source.path is None or source.generator is not None:
+        raise ConfigError(f"data source '{source.name}': give it either a path or a generator")
+    from nemo_prorl.data.records import read_records
+
+    records = [record for record in read_records(source.path) if prompt_key(record) not in held_out]
+    if source.size is not None:
+        records = records[: source.size]
+    if not records:
+        raise DataError(f"data source '{source.name}': no record of {source.path} is left that is not held out")
+    return records
+
+
+def _check(sources: Sequence[LoadedSource]) -> None:
+    if not sources:
+        raise DataError("data: a blend needs at least one source; list them under data.train")
+    names = Counter(source.name for source, _ in sources)
+    for source, records in sources:
+        if names[source.name] > 1:
+            raise ConfigError(f"data source '{source.name}': {names[source.name]} sources have this name")
+        if not source.weight > 0:
+            raise ConfigError(f"data source '{source.name}': weight is {source.weight}; it must be above 0")
+        if not records:
+            raise DataError(f"data source '{source.name}' ({source.path or source.generator}) holds no records")
+    _check_ids(sources)
+
+
+def _check_ids(sources: Sequence[LoadedSource]) -> None:
+    """A response's seed and verdict go by the record's id, so it must be one record's only."""
+    seen: dict[str, str] = {}
+    for source, records in sources:
+        for record in records:
+            if record["id"] in seen:
+                raise DataError(f"data source '{source.name}': id '{record['id']}' is also in '{seen[record['id']]}'")
+            seen[record["id"]] = source.name

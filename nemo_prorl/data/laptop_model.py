@@ -1,0 +1,181 @@
+"""The laptop job's base model: a random Qwen2 of about a million parameters with a tokenizer of its own.
+
+It is written as a Hugging Face folder, the form that every other part reads; torch and safetensors write the
+weights, `transformers` (the train environment's 4.51) the tokenizer.  The same arguments give the same bytes.
+"""
+
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_prorl.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
+_log = logging.getLogger(__name__)
+
+BOS, EOS, PAD = "<|begin|>", "<|end|>", "<|pad|>"
+SPECIAL = (PAD, BOS, EOS)  # ids 0, 1, 2; left out of decoded text on request
+MARKUP = ("<answer>", "</answer>", "\\boxed{", "<think>", "</think>", "<|user|>", "<|assistant|>", "<|system|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+_MAX_WORDS = 240
+_MIN_SHARE = 0.02  # of the texts that a word must stand in to become one token
+_INIT_STD = 0.02  # Hugging Face's `initializer_range` of Qwen2
+
+
+def build_base_model(folder: Path | str, model_cfg: Mapping[str, Any], seed: int, texts: Iterable[str]) -> None:
+    """Writes `folder`: config.json, model.safetensors, tokenizer files.
+
+    `model_cfg` holds NeMo's names: `num_layers`, `hidden_size`, `ffn_hidden_size`, `num_attention_heads`,
+    `num_query_groups`, `max_position_embeddings`, `layernorm_epsilon`, `rotary_base` and
+    `share_embeddings_and_output_weights`.  `texts` are prompts (and answers); their frequent words become tokens.
+    Raises ConfigError for a shape that Qwen2 cannot have.
+    """
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = build_tokenizer(texts)
+    config = qwen2_config(model_cfg, len(tokenizer))
+    weights = random_weights(config, seed)
+    # The weights come last: their presence says that the folder is whole.
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    size = sum(tensor.numel() for tensor in weights.values())
+    _log.info("base model with %d parameters and %d tokens: %s", size, len(tokenizer), folder)
+
+
+def qwen2_config(model_cfg: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """config.json of a Qwen2 of this shape; raises ConfigError naming the key."""
+    missing = sorted({"num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"} - set(model_cfg))
+    if missing:
+        raise ConfigError(f"model.{missing[0]} is missing: a random base model needs its shape")
+    hidden, heads = model_cfg["hidden_size"], model_cfg["num_attention_heads"]
+    groups = model_cfg.get("num_query_groups") or heads
+    if hidden % heads or (hidden // heads) % 2:
+        raise ConfigError(
+            f"model.hidden_size={hidden} and model.num_attention_heads={heads}: the size of a head, "
+            f"{hidden}/{heads}, must be an even whole number"
+        )
+    if heads % groups:
+        raise ConfigError(f"model.num_query_groups={groups} does not divide model.num_attention_heads={heads}")
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "attention_dropout": 0.0,
+        "bos_token_id": SPECIAL.index(BOS),
+        "eos_token_id": SPECIAL.index(EOS),
+        "pad_token_id": SPECIAL.index(PAD),
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": _INIT_STD,
+        "intermediate_size": model_cfg["ffn_hidden_size"],
+        "max_position_embeddings": model_cfg["max_position_embeddings"],
+        "num_attention_heads": heads,
+        "num_hidden_layers": model_cfg["num_layers"],
+        "num_key_value_heads": groups,
+        "rms_norm_eps": model_cfg["layernorm_epsilon"],
+        "rope_theta": float(model_cfg["rotary_base"]),
+        "tie_word_embeddings": model_cfg["share_embeddings_and_output_weights"],
+        "torch_dtype": "float32",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": vocab_size,
+    }
+
+
+def random_weights(config: Mapping[str, Any], seed: int) -> "dict[str, torch.Tensor]":
+    """Hugging Face's Qwen2 tensors by name, float32: N(0, 0.02) matrices, zero biases, norms of one.
+
+    Each tensor is drawn in name order from one generator, so the values depend on the seed and shapes only.
+    """
+    import torch
+
+    draw = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in sorted(_shapes(config).items()):
+        if name.endswith(".bias"):
+            weights[name] = torch.zeros(shape)
+        elif name.endswith("norm.weight"):
+            weights[name] = torch.ones(shape)
+        else:
+            weights[name] = torch.empty(shape).normal_(0.0, _INIT_STD, generator=draw)
+    return weights
+
+
+def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a Qwen2's tensors."""
+    hidden, ffn, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        for name, width in (("q", hidden), ("k", kv), ("v", kv)):
+            shapes[f"{at}self_attn.{name}_proj.weight"] = (width, hidden)
+            shapes[f"{at}self_attn.{name}_proj.bias"] = (width,)
+        shapes[f"{at}self_attn.o_proj.weight"] = (hidden, hidden)
+        shapes[f"{at}mlp.gate_proj.weight"] = shapes[f"{at}mlp.up_proj.weight"] = (ffn, hidden)
+        shapes[f"{at}mlp.down_proj.weight"] = (hidden, ffn)
+        shapes[f"{at}input_layernorm.weight"] = shapes[f"{at}post_attention_layernorm.weight"] = (hidden,)
+    return shapes
+
+
+def build_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerFast":
+    """Byte-level tokenizer whose tokens are the texts' frequent words and, for all else, single bytes.
+
+    A word that most prompts of a task share is one token; a word seen rarely, such as one to be spelt backward,
+    falls apart into its letters, always in the same way, and each digit stands alone.  Technically a byte-pair
+    encoding without merges and with `ignore_merges`, so any text comes back exactly.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    split = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\d"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    words = _frequent_words(texts, split)
+    plain = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *words]
+    vocab = {token: index for index, token in enumerate([*SPECIAL, *MARKUP, *plain])}
+    while len(vocab) % 64:  # an even split over tensor-parallel ranks, and no padded rows in Megatron
+        vocab[f"<|unused_{len(vocab)}|>"] = len(vocab)
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))
+    backend.pre_tokenizer = split
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKUP])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=BOS, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _frequent_words(texts: Iterable[str], split: Any) -> list[str]:
+    """Byte-level words in at least a fiftieth of the texts, the most frequent first, then by spelling."""
+    markup = re.compile("|".join(re.escape(token) for token in MARKUP))
+    counts: Counter[str] = Counter()
+    number = 0
+    for text in texts:
+        number += 1
+        words = {word for part in markup.split(text) for word, _ in split.pre_tokenize_str(part)}
+        counts.update(word for word in words if len(word) > 1)
+    if number == 0:
+        raise DataError("the tokenizer of the base model needs at least one text")
+    often = [word for word, count in counts.items() if count >= max(2, _MIN_SHARE * number)]
+    return sorted(often, key=lambda word: (-counts[word], word))[:_MAX_WORDS]

@@ -1,0 +1,151 @@
+"""The blend's order: proportions at any prefix, each record once an epoch, exact continuation."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_prorl.config import DataConfig, DataSource
+from nemo_prorl.data.blend import Blend, LoadedSource, load_sources
+from nemo_prorl.errors import CheckpointError, ConfigError, DataError
+
+
+def loaded(name: str, count: int, weight: float = 1.0) -> LoadedSource:
+    records = [
+        {"id": f"{name}-{i}", "task": "math", "prompt": f"{name} {i}", "truth": {"answer": str(i)}}
+        for i in range(count)
+    ]
+    return DataSource(name=name, path=f"{name}.jsonl", weight=weight), records
+
+
+def sources() -> list[LoadedSource]:
+    return [loaded("a", 7, 3.0), loaded("b", 5, 1.0), loaded("c", 11, 1.5)]
+
+
+def draw(blend: Blend, count: int) -> list[tuple[str, int]]:
+    return [(record["id"], visit) for record, visit in (blend.next() for _ in range(count))]
+
+
+def test_every_prefix_holds_the_proportions() -> None:
+    blend = Blend(sources(), seed=1)
+    counts: Counter[str] = Counter()
+    for total in range(1, 500):
+        counts[blend.next()[0]["id"][0]] += 1
+        for name, share in (("a", 3 / 5.5), ("b", 1 / 5.5), ("c", 1.5 / 5.5)):
+            assert abs(counts[name] - share * total) < 2
+
+
+def test_each_record_once_an_epoch_in_another_order() -> None:
+    drawn = [(name, visit) for name, visit in draw(Blend(sources(), seed=1), 300) if name.startswith("b")]
+    epochs = [drawn[i : i + 5] for i in range(0, len(drawn) - 5, 5)]
+    assert len(epochs) > 5
+    for visit, epoch in enumerate(epochs):
+        assert {name for name, _ in epoch} == {f"b-{i}" for i in range(5)}
+        assert {seen for _, seen in epoch} == {visit}
+    assert len({tuple(name for name, _ in epoch) for epoch in epochs}) > 3
+
+
+@pytest.mark.parametrize("stop", [0, 1, 6, 23, 100])
+def test_resume_continues_exactly(stop: int) -> None:
+    whole = draw(Blend(sources(), seed=1), 200)
+    first = Blend(sources(), seed=1)
+    draw(first, stop)
+    state = json.loads(json.dumps(first.state_dict()))
+    second = Blend(sources(), seed=1)
+    draw(second, 17)  # whatever it did before
+    second.load_state_dict(state)
+    assert draw(second, 200 - stop) == whole[stop:]
+    assert draw(first, 200 - stop) == whole[stop:]
+
+
+def test_seed_changes_the_order() -> None:
+    assert draw(Blend(sources(), seed=1), 30) != draw(Blend(sources(), seed=2), 30)
+
+
+@pytest.mark.parametrize(
+    ("changed", "seed", "message"),
+    [
+        ([loaded("a", 8, 3.0), *sources()[1:]], 1, "'a': its records was 7"),
+        ([loaded("a", 7, 2.0), *sources()[1:]], 1, "'a': its weight was 3.0"),
+        (sources()[:2], 1, "sources are a, b, c"),
+        (sources(), 2, "seed is 1"),
+    ],
+)
+def test_changed_data_is_refused(changed: list[LoadedSource], seed: int, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        Blend(changed, seed).load_state_dict(Blend(sources(), seed=1).state_dict())
+
+
+def test_changed_record_is_refused() -> None:
+    changed = sources()
+    changed[1][1][2]["truth"] = {"answer": "other"}
+    with pytest.raises(CheckpointError, match="'b': its hash"):
+        Blend(changed, 1).load_state_dict(Blend(sources(), seed=1).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind", "message"),
+    [
+        ([], DataError, "at least one source"),
+        ([*sources(), loaded("d", 0)], DataError, r"'d' \(d.jsonl\) holds no records"),
+        ([*sources(), loaded("a", 2)], ConfigError, "'a': 2 sources have this name"),
+        ([loaded("a", 2, 0.0)], ConfigError, "weight is 0.0"),
+        ([loaded("a", 2, float("nan"))], ConfigError, "weight is nan"),
+        ([loaded("a", 2), (DataSource(name="z"), loaded("a", 1)[1])], DataError, "'z': id 'a-0' is also in 'a'"),
+    ],
+)
+def test_bad_sources_are_named(bad: list[LoadedSource], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        Blend(bad, seed=1)
+
+
+def arithmetic(name: str, size: int, seed: int, **options: Any) -> DataSource:
+    return DataSource(name=name, generator="arithmetic", size=size, seed=seed, options=options)
+
+
+def test_training_never_sees_a_held_out_prompt() -> None:
+    """140 of the 200 problems there are: without care, most of the held-out ones would be trained on."""
+    options = {"max_values": [9, 9]}
+    data = DataConfig(train=[arithmetic("sums", 140, 1, **options)], validation=[arithmetic("sums", 50, 2, **options)])
+    train, validation = load_sources(data)
+    assert (len(train[0][1]), len(validation[0][1])) == (140, 50)
+    assert not {r["prompt"] for r in train[0][1]} & {r["prompt"] for r in validation[0][1]}
+    assert not {r["id"] for r in train[0][1]} & {r["id"] for r in validation[0][1]}
+    assert all(record["id"].startswith("heldout-sums-") for record in validation[0][1])
+
+
+def write(path: Path, numbers: range, prefix: str) -> str:
+    lines = [
+        {
+            "id": f"{prefix}-{i}",
+            "task": "math",
+            "prompt": f"What is {i}?",
+            "truth": {"answer": str(i)},
+            "source": "t",
+            "meta": {},
+        }
+        for i in numbers
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_files_are_split_too(tmp_path: Path) -> None:
+    pytest.importorskip("nemo_prorl.data.records")
+    data = DataConfig(
+        train=[DataSource(name="t", path=write(tmp_path / "train.jsonl", range(10), "t"), size=6)],
+        validation=[DataSource(name="v", path=write(tmp_path / "held.jsonl", range(3, 6), "v"))],
+    )
+    train, validation = load_sources(data)
+    assert [record["id"] for record in train[0][1]] == ["t-0", "t-1", "t-2", "t-6", "t-7", "t-8"]
+    assert [record["id"] for record in validation[0][1]] == ["v-3", "v-4", "v-5"]
+    data.train[0].path = data.validation[0].path
+    with pytest.raises(DataError, match=r"'t': no record of .*held\.jsonl is left"):
+        load_sources(data)
+
+
+def test_source_needs_a_path_or_a_generator() -> None:
+    with pytest.raises(ConfigError, match="'x': give it either a path or a generator"):
+        load_sources(DataConfig(train=[DataSource(name="x")]))

@@ -27,6 +27,8 @@ from nemo_prorl.rollout.client import Response, SamplingParams, response_seed
 
 _log = logging.getLogger(__name__)
 
+_GRACE_S = 5.0  # a reward client answers by its deadline, with an infrastructure failure if need be; else it hangs
+
 
 class PromptVisit(Protocol):
     """One prompt as the data blend hands it out.  `visit` counts how often this prompt was drawn before."""
@@ -66,6 +68,7 @@ class Rewards(Protocol):
     """What the collector needs of the reward client: a verdict with "score" (None: infrastructure) and "detail"."""
 
     async def score(self, request: dict[str, Any], deadline: Deadline) -> dict[str, Any]: ...
+    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -269,7 +272,11 @@ class Rollouts:
 
     def close(self) -> None:
         """Cancels what runs (whoever waits gets StoppedCleanly) and ends the thread."""
-        self._background.close(self._engines.close())
+        self._background.close(self._disconnect())
+
+    async def _disconnect(self) -> None:
+        await self._engines.close()
+        await self._rewards.close()
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint, between steps: JSON, exact."""
@@ -406,7 +413,7 @@ class Rollouts:
         deadline = Deadline(self.settings.reward_s, what)
         with clock.reward():
             try:
-                async with asyncio.timeout(deadline.remaining):
+                async with asyncio.timeout(deadline.remaining + _GRACE_S):
                     verdict = await self._rewards.score(request, deadline)
             except TimeoutError as error:
                 raise deadline.error() from error

@@ -62,6 +62,10 @@ class EvenIsRight:
     def __init__(self, seed: int = 0, delay: float = 0.0) -> None:
         self.random, self.delay = random.Random(seed), delay
         self.requests: list[dict[str, Any]] = []
+        self.closed = False
+
+    async def close(self) -> None:
+        self.closed = True
 
     def verdict(self, request: dict[str, Any], position: int) -> float | None:
         """`position`: how many responses to this prompt came before."""
@@ -303,7 +307,8 @@ class TooMuch(EvenIsRight):
         return 1.5
 
 
-def test_what_goes_wrong_on_the_thread_surfaces() -> None:
+def test_what_goes_wrong_on_the_thread_surfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_prorl.rollout.groups._GRACE_S", 0.1)
     with pytest.raises(EngineRefused, match="512 is not"):
         collected(Refuses(), EvenIsRight())
     with pytest.raises(RewardFailure, match="no server"):
@@ -335,6 +340,7 @@ def test_closing_ends_a_collection_that_hangs() -> None:
     assert not thread.is_alive()
     assert isinstance(caught[0], StoppedCleanly)
     assert engines.closed
+    assert rewards.closed
     rollouts.close()
     with pytest.raises(StoppedCleanly):
         rollouts.collect(1, 1)

@@ -6,6 +6,7 @@ A per-token value at position t belongs to the token at t; it is 0 outside the r
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,3 +103,40 @@ class Batch:
             (rows, self.rows(rows).padded_to(size if same_shape else 1, full if same_shape else padded_length(rows)))
             for rows in parts
         ]
+
+
+@dataclass(frozen=True)
+class JudgedGroups:
+    """All groups of a step, the same on every rank: the rows of their responses, group after group.
+
+    reward_GN: float64, raw rewards.  valid_GN: bool, false where infrastructure failed to judge.  ended_GN: bool,
+    the response ended with eos.
+    """
+
+    batch: Batch
+    reward_GN: Tensor
+    valid_GN: Tensor
+    ended_GN: Tensor
+
+    @classmethod
+    def of(cls, groups: Sequence[Any]) -> "JudgedGroups":
+        """From groups with `prompt_ids`, `responses` (token_ids, logprobs), `scores`, `valid` and `finished`."""
+        rows = [(g.prompt_ids, r.token_ids, r.logprobs) for g in groups for r in g.responses]
+        batch = Batch.from_sequences([r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows])
+        valid_GN = torch.tensor([g.valid for g in groups], dtype=torch.bool).reshape(len(groups), -1)
+        return cls(
+            batch.with_targets(mask_BT=batch.mask_BT & valid_GN.reshape(-1, 1)),
+            torch.tensor([g.scores for g in groups], dtype=torch.float64).reshape(valid_GN.shape),
+            valid_GN,
+            torch.tensor([g.finished for g in groups], dtype=torch.bool).reshape(valid_GN.shape),
+        )
+
+    def rows_of_updates(self, updates: int, rank: int, size: int) -> list[Tensor]:
+        """Row numbers of data rank `rank` of `size` in each mini-batch.
+
+        A mini-batch is an equal share of the groups, in draw order; its rows are dealt out to the ranks in turn.
+        """
+        groups, samples = self.valid_GN.shape
+        updates = max(1, min(updates, groups))
+        bounds = [groups * k // updates * samples for k in range(updates + 1)]
+        return [torch.arange(low + rank, high, size) for low, high in zip(bounds, bounds[1:], strict=False)]

@@ -8,7 +8,9 @@ Whatever is wrong is a ConfigError that names the full key, the value and what w
 nor NeMo: `prorl` answers a wrong key in a second.
 """
 
+import copy
 import difflib
+import functools
 import importlib.resources
 import logging
 from collections.abc import Iterable, Iterator
@@ -196,11 +198,16 @@ def _compose(groups: list[Override]) -> DictConfig:
                 f"{group}={name}: no such option.{_did_you_mean(str(name), options[group])} "
                 f"Known: {', '.join(options[group])}"
             )
+    return copy.deepcopy(_composed(tuple(f"{o.key_or_group}={o.value()}" for o in groups)))
+
+
+@functools.lru_cache
+def _composed(choices: tuple[str, ...]) -> DictConfig:
     ConfigStore.instance().store(name="schema", node=Config)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(conf_folder().resolve()), version_base="1.3"):
-            return compose("config", overrides=[f"{o.key_or_group}={o.value()}" for o in groups])
+            return compose("config", overrides=list(choices))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"{conf_folder()} does not compose: {error}") from error
 
@@ -229,7 +236,7 @@ def _require_known(cfg: DictConfig, key: str, value: Any) -> Any:
             return None
         if isinstance(node, ListConfig) and part.isdigit() and int(part) < len(node):
             node = node._get_node(int(part))
-        elif isinstance(node, DictConfig) and part in node:
+        elif isinstance(node, DictConfig) and part in node.keys():  # noqa: SIM118  `in` denies MISSING
             node = node._get_node(part)
         elif isinstance(node, ListConfig) and part.isdigit() and not len(node):
             return None  # a list of the file, which the schema has empty
@@ -315,7 +322,7 @@ def _type_message(cfg: DictConfig, key: str, value: Any, error: OmegaConfBaseExc
     told = f"{name}={value}" if name == key else name
     node = OmegaConf.select(cfg, name.rpartition(".")[0]) if "." in name else cfg
     last = name.rpartition(".")[2]
-    child = node._get_node(last) if isinstance(node, DictConfig) and last in node else None
+    child = node._get_node(last) if isinstance(node, DictConfig) and last in node.keys() else None  # noqa: SIM118
     if child is None or isinstance(child, list):
         return f"{told}: {_first_line(error)}"
     return f"{told}: must be {_kind(child._metadata.ref_type, child._metadata.optional)} ({_first_line(error)})"

@@ -4,8 +4,11 @@ Shape suffixes: B responses of a (micro-)batch, T token positions, H hidden, N r
 A log-probability at position t is that of the token at t given what is before it, under softmax(logits / temperature).
 """
 
+import functools
 import hashlib
 import logging
+import math
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +28,7 @@ from nemo.collections.nlp.parts.mixins.nlp_adapter_mixins import NLPAdapterModel
 from nemo_aligner.utils.train_utils import grad_reductions, prepare_for_training_step, set_sync_funcs
 from torch import Tensor
 
+from nemo_prorl.algorithms.diagnostics import merge, reduction
 from nemo_prorl.algorithms.logprobs import chunked_logprobs
 from nemo_prorl.batch import Batch
 from nemo_prorl.errors import NonFiniteUpdate
@@ -98,12 +102,19 @@ class Actor:
         return float(total)
 
     def reduce_sums(self, sums: dict[str, float]) -> dict[str, float]:
-        """Sums reported by this rank's rows, over all data ranks; keys ending in _max or _min take that instead."""
-        if self.data_size == 1:
-            return sums
-        parts: list[dict[str, float]] = [{} for _ in range(self.data_size)]
-        dist.all_gather_object(parts, sums, group=parallel_state.get_data_parallel_group())
-        return merge_sums(parts)
+        """Sums reported by this rank's rows, over all data ranks; keys that begin with max_ or min_ take that."""
+        return merge_sums(self._of_all_data_ranks(sums))
+
+    def reduce(self, diagnostics: dict[str, Tensor]) -> dict[str, float]:
+        """Diagnostics of `algorithms` for this rank's rows, for all data ranks' rows by their own rules."""
+        merged = functools.reduce(merge, self._of_all_data_ranks(diagnostics))
+        return {key: float(value) for key, value in merged.items()}
+
+    def _of_all_data_ranks(self, value: Any) -> list[Any]:
+        parts: list[Any] = [value] * self.data_size
+        if self.data_size > 1:
+            dist.all_gather_object(parts, value, group=parallel_state.get_data_parallel_group())
+        return parts
 
     # --- forward ---------------------------------------------------------------------------------------------------
 
@@ -234,9 +245,12 @@ class Actor:
         optimizer = self.mcore_optimizer
         optimizer.prepare_grads()
         grad_norm = float(optimizer.get_grad_norm())
-        total = torch.tensor([sums["loss"], grad_norm])
-        if not bool(torch.isfinite(total).all()):
-            raise NonFiniteUpdate(f"the update has loss {sums['loss']} and gradient norm {grad_norm}; it was not made")
+        nonfinite = sums.get("nonfinite", 0.0)  # an infinite log-probability can hide behind the ratio's clamp
+        if nonfinite or not math.isfinite(sums["loss"]) or not math.isfinite(grad_norm):
+            raise NonFiniteUpdate(
+                f"the update has loss {sums['loss']}, gradient norm {grad_norm} and {nonfinite:.0f} log-probabilities"
+                " that are not finite; it was not made"
+            )
         if optimizer.config.clip_grad > 0:
             optimizer.clip_grad_norm(optimizer.config.clip_grad)
         optimizer.step_with_ready_grads()
@@ -350,16 +364,10 @@ class Actor:
 
 
 def merge_sums(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Adds reports key by key; keys ending in _max or _min take the largest or smallest."""
+    """Adds reports key by key; keys that begin with max_ or min_ take the largest or smallest."""
     merged: dict[str, float] = {}
+    combine = {"sum": operator.add, "max": max, "min": min}
     for part in parts:
         for key, value in part.items():
-            if key not in merged:
-                merged[key] = value
-            elif key.endswith("_max"):
-                merged[key] = max(merged[key], value)
-            elif key.endswith("_min"):
-                merged[key] = min(merged[key], value)
-            else:
-                merged[key] += value
+            merged[key] = combine[reduction(key)](merged[key], value) if key in merged else value
     return merged

@@ -1,0 +1,264 @@
+"""A run on one node: checks, first model, reward server, engines, trainer ranks; ends all when a rank ends.
+
+Everything that can be wrong with the configuration or the data is said before any engine or rank starts.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from omegaconf import DictConfig
+
+import nemo_prorl
+from nemo_prorl.errors import ConfigError, UnfitMachine
+from nemo_prorl.launcher.processes import Child, MergedLog, stop_all
+from nemo_prorl.launcher.progress import Progress
+
+_log = logging.getLogger(__name__)
+
+PACKAGE = Path(nemo_prorl.__file__).parent
+
+
+def run(cfg: DictConfig, config_text: str) -> int:
+    """Runs or continues the run of `cfg.run_dir` to its end; returns the exit code of the `prorl` command."""
+    from nemo_prorl.launcher.outcome import tell
+
+    run_dir = Path(cfg.run_dir).absolute()
+    with _locked(run_dir):
+        if _finished(run_dir, cfg.trainer.grpo.max_steps):
+            _log.info("%s is finished; more steps: trainer.grpo.max_steps=N, another run: run_dir=...", run_dir)
+            tell(run_dir)
+            return 0
+        tasks = prepare(cfg, run_dir, config_text)
+        code = Node(cfg, run_dir, tasks).run()
+    if code == 0:
+        tell(run_dir)
+    return code
+
+
+def warmup(cfg: DictConfig, config_text: str) -> int:
+    """Only the run's warm-up: RUN/base, a Hugging Face folder."""
+    raise ConfigError("prorl warmup is part of prorl train so far: trainer.grpo.max_steps=0 stops after it")
+
+
+@contextmanager
+def _locked(run_dir: Path) -> Iterator[None]:
+    """One process at a time works on a run directory; the lock ends with the process."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"run_dir={run_dir} is in use by another process") from error
+        yield
+
+
+def _finished(run_dir: Path, max_steps: int) -> bool:
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return bool(summary["finished"]) and summary["step"] >= max_steps
+
+
+def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
+    """Checks data, rewards and the rollout environment, makes the run directory and the first model.
+
+    Returns the tasks of the data.  Raises ConfigError, UnfitMachine or DataError.
+    """
+    from nemo_prorl.data.blend import load_sources
+    from nemo_prorl.data.render import PromptRenderer
+    from nemo_prorl.recipe.base_model import make_initial_model
+    from nemo_prorl.rewards.discovery import discover
+
+    python = Path(cfg.rollout.python)
+    if not os.access(python, os.X_OK):
+        raise UnfitMachine(f"rollout.python={python} is no Python that runs here; `make setup` makes .venv/rollout")
+    sources = [pair for part in load_sources(cfg.data) for pair in part]
+    tasks = sorted({record["task"] for _, records in sources for record in records})
+    known = discover()
+    for task in tasks:
+        known.plugin_of_task(task)
+    folder = make_initial_model(cfg, run_dir)
+    renderer = PromptRenderer(folder, cfg.trainer.grpo.context_tokens, cfg.trainer.grpo.max_response_tokens)
+    for _, records in sources:
+        for record in records:
+            renderer.prompt_ids(record)
+    for name in ("logs", "endpoints", "checkpoints"):
+        (run_dir / name).mkdir(exist_ok=True)
+    (run_dir / "endpoints").chmod(0o700)
+    (run_dir / "config.yaml").write_text(config_text)
+    return tasks
+
+
+class Node:
+    """The supervisor of this node's processes."""
+
+    def __init__(self, cfg: DictConfig, run_dir: Path, tasks: Sequence[str]) -> None:
+        self.cfg, self.dir, self.tasks = cfg, run_dir, tasks
+        self.endpoints, self.logs = run_dir / "endpoints", run_dir / "logs"
+        self.merged = MergedLog(self.logs / "all.log")
+        self.progress = Progress(cfg, run_dir)
+        self._signals: list[int] = []
+
+    def run(self) -> int:
+        """Starts everything, waits for the trainer's end, stops everything; the exit code is the trainer's."""
+        from nemo_prorl.rollout.publication import WeightStore, weights_folder
+
+        store = WeightStore(weights_folder(self.dir))
+        store.remove_stale()
+        for old in self.endpoints.iterdir():
+            old.unlink()
+        token = self.endpoints / "token"
+        with open(os.open(token, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            file.write(secrets.token_urlsafe(32))
+        services = [self._rewards(), *(self._engine(i, store.folder) for i in range(self.cfg.rollout.engines))]
+        ranks = self._ranks()
+        with self._forwarding_signals(ranks):
+            try:
+                for child in [*services, *ranks]:
+                    child.start()
+                return self._watch(services, ranks)
+            finally:
+                stop_all(ranks, self.cfg.trainer.deadlines.stop_s)
+                stop_all(services, min(3.0, self.cfg.trainer.deadlines.stop_s))  # they hold nothing worth a wait
+                self.progress.close()
+                store.remove()
+
+    def _watch(self, services: Sequence[Child], ranks: Sequence[Child]) -> int:
+        while True:
+            codes = [rank.process.poll() for rank in ranks if rank.process is not None]
+            if any(code is not None for code in codes):
+                return self._ended(ranks)
+            for child in services:
+                child.keep_up()
+            self.progress.update()
+            time.sleep(0.1)
+
+    def _ended(self, ranks: Sequence[Child]) -> int:
+        """A rank ended: so does the run.  Gives the others a moment to end by themselves."""
+        end = time.monotonic() + 10.0
+        while time.monotonic() < end and any(r.process is not None and r.process.poll() is None for r in ranks):
+            time.sleep(0.1)
+        time.sleep(0.2)  # the last lines of its log
+        self.progress.update()
+        codes = [r.process.poll() for r in ranks if r.process is not None]
+        bad = next(((r, c) for r, c in zip(ranks, codes, strict=True) if c not in (0, 75, None)), None)
+        if bad is None:
+            return max((c for c in codes if c is not None), default=1)
+        rank, code = bad
+        _log.error("%s ended with status %s; its log is %s, and ends:", rank.name, code, rank.log_file)
+        for line in list(rank.tail)[-15:]:
+            _log.error("  %s", line)
+        return code if code in (2, 3, 4) else 1
+
+    @contextmanager
+    def _forwarding_signals(self, ranks: Sequence[Child]) -> Iterator[None]:
+        """SIGTERM, SIGINT and SIGUSR1 ask the trainer to stop after its step; a second SIGINT ends the run at once."""
+
+        def forward(number: int, _: Any) -> None:
+            if number == signal.SIGINT and number in self._signals:
+                raise KeyboardInterrupt
+            self._signals.append(number)
+            _log.warning("%s: the run stops after this step", signal.Signals(number).name)
+            for rank in ranks:
+                rank.signal(signal.SIGTERM)
+
+        wanted = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        before = {number: signal.signal(number, forward) for number in wanted}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _child(self, name: str, command: list[str], env: dict[str, str], restarts: int, endpoint: bool) -> Child:
+        return Child(
+            name,
+            command,
+            {**os.environ, "PYTHONUNBUFFERED": "1", **env},
+            self.logs / f"{name}.log",
+            self.merged,
+            restarts=restarts,
+            endpoint=self.endpoints / f"{name}.json" if endpoint else None,
+        )
+
+    def _rewards(self) -> Child:
+        cfg = self.cfg
+        command = [sys.executable, "-m", "nemo_prorl.rewards.server", "--workers", str(cfg.rewards.workers)]
+        command += ["--tasks", ",".join(self.tasks), "--token-file", str(self.endpoints / "token")]
+        command += ["--endpoint-file", str(self.endpoints / "rewards-0.json"), "--parent-pid", str(os.getpid())]
+        command += ["--settings", json.dumps(_plain(cfg.rewards.plugins))]
+        return self._child("rewards-0", command, {"OMP_NUM_THREADS": "1"}, cfg.rollout.max_restarts, True)
+
+    def _engine(self, index: int, weights: Path) -> Child:
+        from nemo_prorl.recipe.base_model import initial_model
+
+        cfg, rollout = self.cfg, self.cfg.rollout
+        options = {
+            "model": initial_model(cfg, self.dir),
+            "token-file": self.endpoints / "token",
+            "weights-dir": weights,
+            "endpoint-file": self.endpoints / f"engine-{index}.json",
+            "index": index,
+            "parent-pid": os.getpid(),
+            "dtype": rollout.dtype,
+            "tp": rollout.tensor_parallel_size,
+            "threads": rollout.threads,
+            "max-model-len": cfg.trainer.grpo.context_tokens,
+            "max-num-seqs": rollout.max_num_seqs,
+            "max-batched-tokens": rollout.max_batched_tokens,
+            "kv-mb": rollout.kv_cache_mb,
+        }
+        command = [str(Path(rollout.python).absolute()), str(PACKAGE / "rollout" / "server.py")]
+        command += [word for key, value in options.items() if value is not None for word in (f"--{key}", str(value))]
+        command += ["--eager"] if rollout.eager else []
+        return self._child(f"engine-{index}", command, {}, rollout.max_restarts, True)
+
+    def _ranks(self) -> list[Child]:
+        devices = self.cfg.trainer.devices
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // devices))
+        env = {
+            "WORLD_SIZE": str(devices),
+            "LOCAL_WORLD_SIZE": str(devices),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            "TORCHELASTIC_RUN_ID": "prorl",
+            "OMP_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+        }
+        command = [sys.executable, "-m", "nemo_prorl.run", str(self.dir)]
+        ranks = [
+            self._child(f"trainer-{k}", command, {**env, "RANK": str(k), "LOCAL_RANK": str(k)}, 0, False)
+            for k in range(devices)
+        ]
+        ranks[0].on_line = self.progress.line
+        return ranks
+
+
+def _plain(value: Any) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port
+
+
+__all__ = ["IO", "Node", "prepare", "run", "warmup"]

@@ -1,0 +1,131 @@
+"""Child processes of the node supervisor: started with logs, watched, restarted, and never left behind."""
+
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nemo_prorl.errors import ProrlError
+
+_log = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_prctl = ctypes.CDLL(None).prctl
+
+
+class ProcessFailed(ProrlError, RuntimeError):
+    """A child of the supervisor ended that the run cannot do without."""
+
+
+class MergedLog:
+    """RUN/logs/all.log: every process's lines with its name in front; one lock, whole lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1, errors="replace")
+        self._lock = threading.Lock()
+
+    def write(self, name: str, line: str) -> None:
+        with self._lock:
+            self._file.write(f"{name}: {line}\n")
+
+
+@dataclass
+class Child:
+    """One process and what it takes to start it again.  `restarts`: how often it may be, within an hour."""
+
+    name: str
+    command: Sequence[str]
+    env: Mapping[str, str]
+    log_file: Path
+    merged: MergedLog
+    restarts: int = 0
+    endpoint: Path | None = None  # removed before a start, so that nobody asks the dead
+    on_line: Callable[[str], None] | None = None
+    process: subprocess.Popen[str] | None = None
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=30))
+    _ended: list[float] = field(default_factory=list)
+    _restart_at: float = 0.0
+
+    def start(self) -> None:
+        """Starts the process in a session of its own; it is killed when this one ends.  Call it on the main thread."""
+        if self.endpoint is not None:
+            self.endpoint.unlink(missing_ok=True)
+        self.process = subprocess.Popen(
+            list(self.command),
+            env=dict(self.env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+        )
+        threading.Thread(target=self._copy_output, args=(self.process,), daemon=True, name=f"log {self.name}").start()
+
+    def _copy_output(self, process: "subprocess.Popen[str]") -> None:
+        assert process.stdout is not None
+        with self.log_file.open("a", buffering=1, errors="replace") as log:
+            for line in process.stdout:
+                line = line.rstrip("\n")
+                log.write(line + "\n")
+                self.merged.write(self.name, line)
+                self.tail.append(line)
+                if self.on_line is not None:
+                    self.on_line(line)
+
+    def signal(self, number: int) -> None:
+        """Signals the process, if it runs."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def kill_group(self) -> None:
+        """Kills the process with all that it started in its session."""
+        if self.process is None:
+            return
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    def keep_up(self) -> None:
+        """Restarts an ended process, later each time.  Raises ProcessFailed, with its last lines, past the cap."""
+        if self.process is None or self.process.poll() is None:
+            return
+        now = time.monotonic()
+        if self._restart_at == 0.0:
+            self.kill_group()
+            self._ended = [t for t in self._ended if now - t < 3600.0] + [now]
+            if len(self._ended) > self.restarts:
+                raise ProcessFailed(
+                    f"{self.name} ended with status {self.process.returncode}, {len(self._ended)} times within an hour;"
+                    f" its log is {self.log_file}, and ends:\n" + "\n".join(list(self.tail)[-12:])
+                )
+            self._restart_at = now + min(30.0, 0.5 * 2.0 ** (len(self._ended) - 1))
+            _log.warning("%s ended with status %s; starting it again", self.name, self.process.returncode)
+        if now >= self._restart_at:
+            self._restart_at = 0.0
+            self.start()
+
+
+def stop_all(children: Sequence[Child], seconds: float) -> None:
+    """SIGTERM to all, SIGKILL to the groups of those that are still there after `seconds`; returns when all are gone."""
+    for child in children:
+        child.signal(signal.SIGTERM)
+    end = time.monotonic() + seconds
+    for child in children:
+        if child.process is None:
+            continue
+        try:
+            child.process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            _log.warning("%s did not stop within %g s (trainer.deadlines.stop_s); killed", child.name, seconds)
+        child.kill_group()
+        child.process.wait()

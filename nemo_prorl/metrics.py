@@ -1,0 +1,50 @@
+"""The metrics of one step: added wherever they arise, reduced once."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+class Metrics:
+    """Named numbers of a step.
+
+    A number added several times is averaged by weight; one whose last name begins with `max_` or `min_` takes that.
+    Keys are those of `metrics.jsonl`: what depends on the clock stands under `time/`.
+    """
+
+    def __init__(self, step: int, stage: str) -> None:
+        self.step, self.stage = step, stage
+        self._values: dict[str, tuple[float, float]] = {}  # sum of weight * value, or the extreme; sum of weights
+
+    def add(self, prefix: str, values: Mapping[str, Any], weight: float = 1.0) -> None:
+        """Adds numbers under `prefix/`; numbers under a weight of 0 count only where nothing else does."""
+        for name, value in values.items():
+            self.put(f"{prefix}/{name}", float(value), weight)
+
+    def put(self, key: str, value: float, weight: float = 1.0) -> None:
+        name = key.rsplit("/", 1)[-1]
+        old, total = self._values.get(key, (0.0, 0.0))
+        if name.startswith(("max_", "min_")):
+            extreme = max if name.startswith("max_") else min
+            self._values[key] = (extreme(old, value) if total else value, 1.0)
+        else:
+            self._values[key] = (old + weight * value, total + weight)
+
+    def __getitem__(self, key: str) -> float:
+        value, total = self._values[key]
+        return value / total if total else math.nan
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def get(self, key: str) -> float | None:
+        return self[key] if key in self else None
+
+    def as_json(self) -> dict[str, Any]:
+        """One line of metrics.jsonl; a number that is not finite is null."""
+        numbers = {key: self[key] for key in sorted(self._values)}
+        return {
+            "step": self.step,
+            "stage": self.stage,
+            **{key: value if math.isfinite(value) else None for key, value in numbers.items()},
+        }

@@ -1,0 +1,1 @@
+"""The prolonged run: its records, hard resets, warm-up and first model."""

@@ -1,0 +1,45 @@
+"""Where a run's first weights lie, as Hugging Face folders.
+
+    pretrained_checkpoint.restore_from_path     given by the user, or else made here:
+    RUN/init                                    random weights of `model`'s shape, a tokenizer made for the data
+    RUN/base                                    what reinforcement learning starts from, after the warm-up
+"""
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from nemo_prorl.config import Config
+
+_log = logging.getLogger(__name__)
+
+
+def initial_model(cfg: Config, run_dir: Path) -> Path:
+    """The folder of the weights before any warm-up; it also holds config.json and tokenizer for the engines."""
+    given = cfg.pretrained_checkpoint.restore_from_path
+    return Path(given) if given else run_dir / "init"
+
+
+def base_folder(cfg: Config, run_dir: Path) -> Path:
+    """The folder of the weights that reinforcement learning starts from; made by the trainer if there is a warm-up."""
+    return run_dir / "base" if cfg.trainer.warmup.steps else initial_model(cfg, run_dir)
+
+
+def make_initial_model(cfg: Any, run_dir: Path) -> Path:
+    """Makes RUN/init if the run needs one and has none; complete only when it has its name."""
+    folder = initial_model(cfg, run_dir)
+    if cfg.pretrained_checkpoint.restore_from_path or folder.exists():
+        return folder
+    from nemo_prorl.data.blend import load_sources
+    from nemo_prorl.data.generators import warmup_target
+    from nemo_prorl.data.laptop_model import build_base_model
+
+    train, _ = load_sources(cfg.data)
+    texts = [str(record["prompt"]) + warmup_target(record) for _, records in train for record in records[:2000]]
+    temporary = folder.with_name("init.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    build_base_model(temporary, cfg.model, cfg.seed, texts)
+    os.replace(temporary, folder)
+    return folder

@@ -1,0 +1,86 @@
+"""What a run writes down: metrics.jsonl, journal.jsonl, summary.json and rollouts/.  Written by one rank only."""
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+
+class MetricsLog:
+    """metrics.jsonl: one object a step.
+
+    A checkpoint records the file's length; a resume cuts the file to it, so that each step stands once.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path, self.lost = run_dir / "metrics.jsonl", run_dir / "metrics.lost.jsonl"
+        self.path.touch()
+
+    def append(self, value: dict[str, Any]) -> None:
+        with self.path.open("a") as f:
+            f.write(json.dumps(value) + "\n")
+
+    def length(self) -> int:
+        with self.path.open("rb") as f:
+            os.fsync(f.fileno())
+            return f.seek(0, os.SEEK_END)
+
+    def cut(self, length: int) -> None:
+        """Moves what stands behind `length` bytes to metrics.lost.jsonl."""
+        data = self.path.read_bytes()
+        if len(data) > length:
+            with self.lost.open("ab") as f:
+                f.write(data[length:])
+            os.truncate(self.path, length)
+            _log.info("%d bytes of metrics behind the checkpoint were moved to %s", len(data) - length, self.lost)
+
+
+class Journal:
+    """journal.jsonl: stages, resets, stops, resumes and failures, each with step and time; on disk when it returns."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.path = run_dir / "journal.jsonl"
+
+    def append(self, event: str, step: int, **fields: Any) -> None:
+        line = json.dumps({"event": event, "step": step, "time": time.time(), **fields})
+        with self.path.open("a") as f:
+            f.write(line + "\n")
+            f.flush()
+            os.fsync(f.fileno())
+
+    def events(self) -> list[dict[str, Any]]:
+        """All whole lines; a last line cut by a kill is left out."""
+        if not self.path.is_file():
+            return []
+        found = []
+        for line in self.path.read_text().splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+        return found
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaces a JSON file as a whole."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def write_rollouts(run_dir: Path, step: int, groups: list[Any], texts: list[list[str]], how_many: int) -> None:
+    """rollouts/step-N.jsonl: requests with their verdicts, of the first `how_many` groups (-1: of all)."""
+    if how_many == 0:
+        return
+    folder = run_dir / "rollouts"
+    folder.mkdir(exist_ok=True)
+    lines = []
+    for group, responses in list(zip(groups, texts, strict=True))[: how_many if how_many > 0 else None]:
+        for text, response, verdict in zip(responses, group.responses, group.verdicts, strict=True):
+            request = {**group.record, "response": text, "finished": response.finished}
+            lines.append(json.dumps({**request, "verdict": verdict, "version": response.weight_version}))
+    (folder / f"step-{step}.jsonl").write_text("".join(line + "\n" for line in lines))

@@ -1,0 +1,38 @@
+"""Supervised steps before the reinforcement learning: the laptop's policy must sometimes be right to get better."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from nemo_prorl.batch import Batch
+from nemo_prorl.config import WarmupConfig
+
+_log = logging.getLogger(__name__)
+
+
+def supervised_loss(
+    logp_BT: Tensor, entropy_BT: Tensor | None, micro: Batch, denominator: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean negative log-likelihood of the response tokens."""
+    return -logp_BT.sum() / denominator, {"tokens": micro.mask_BT.sum()}
+
+
+def warm_up(policy: Any, examples: Sequence[tuple[list[int], list[int]]], config: WarmupConfig, lr: float) -> None:
+    """`config.steps` supervised steps at temperature 1, over (prompt, response) token lists; a collective.
+
+    Leaves the optimizer as new, with learning rate `lr`.
+    """
+    policy.set_learning_rate(config.lr)
+    size = config.batch_size
+    for step in range(1, config.steps + 1):
+        part = [examples[k % len(examples)] for k in range((step - 1) * size, step * size)]
+        mine = part[policy.data_rank :: policy.data_size]
+        batch = Batch.from_sequences([p for p, _ in mine], [r for _, r in mine], [[0.0] * len(r) for _, r in mine])
+        tokens = policy.sum_over_data_ranks(batch.num_response_tokens)
+        sums = policy.update(batch, supervised_loss, tokens, temperature=1.0)
+        if step % 50 == 0 or step == config.steps:
+            _log.info("warm-up %d/%d: loss %.3f", step, config.steps, sums["loss"])
+    policy.reset_optimizer()
+    policy.set_learning_rate(lr)

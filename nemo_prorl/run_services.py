@@ -1,0 +1,45 @@
+"""Rank 0's connection to the services of a run: rollout engines and reward servers, found in RUN/endpoints."""
+
+import ctypes
+import logging
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_prorl.config import Config
+from nemo_prorl.data.render import PromptRenderer
+from nemo_prorl.deadlines import Deadline
+from nemo_prorl.rewards.client import RewardClient
+from nemo_prorl.rollout.client import EnginePool, read_token
+from nemo_prorl.rollout.groups import Rollouts, RolloutSettings
+from nemo_prorl.rollout.prompts import PromptStream
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Services:
+    """What rank 0 talks to."""
+
+    rollouts: Rollouts
+
+    @classmethod
+    def connect(cls, cfg: Config, run_dir: Path, prompts: PromptStream, renderer: PromptRenderer) -> "Services":
+        """Waits until every engine and a reward server are ready; raises DeadlineExceeded naming what is missing."""
+        endpoints, token_file = run_dir / "endpoints", run_dir / "endpoints" / "token"
+        seconds = cfg.trainer.deadlines.startup_s
+        for pattern, count in (("rewards-*.json", 1), ("engine-*.json", cfg.rollout.engines)):
+            what = f"{count} x {endpoints / pattern} (trainer.deadlines.startup_s); see {run_dir / 'logs'}"
+            Deadline(seconds, what).wait_until(lambda p=pattern, n=count: len(list(endpoints.glob(p))) >= n)
+        engines = EnginePool(endpoints, read_token(token_file), cfg.rollout.engines)
+        settings = RolloutSettings.from_config(cfg, (renderer.eos_id,))
+        return cls(Rollouts(engines, RewardClient(endpoints, token_file), prompts, renderer.decode, settings))
+
+
+def die_with_parent() -> None:
+    """This process is killed when its parent ends, however that happens (Linux)."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)

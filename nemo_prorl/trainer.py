@@ -1,0 +1,130 @@
+"""The training step and the loop around it (paper sec. 3).
+
+`run` is handed in (see `run.py`): its `policy` knows log-probabilities, updates and weights, its `rollouts` judged
+groups.  Nothing here knows NeMo, vLLM or HTTP.
+"""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nemo_prorl.algorithms.advantages import group_advantages
+from nemo_prorl.algorithms.correction import rollout_correction
+from nemo_prorl.algorithms.diagnostics import policy_diagnostics, reference_gap
+from nemo_prorl.algorithms.losses import LossConfig, denominator_terms, grpo_loss
+from nemo_prorl.algorithms.shaping import shape_rewards
+from nemo_prorl.batch import Batch, JudgedGroups
+from nemo_prorl.errors import StoppedCleanly
+from nemo_prorl.metrics import Metrics
+
+if TYPE_CHECKING:
+    from nemo_prorl.run import Run
+
+
+def train(run: "Run") -> None:
+    """Steps until the run ends; resumable at any kill.  Raises StoppedCleanly when asked to stop in between."""
+    if run.step == 0 and not run.validations:
+        run.validate(Metrics(0, run.cfg.stage))
+    for step in run.remaining_steps():
+        metrics = train_step(run, step)
+        if run.validation_due(step):
+            run.validate(metrics)
+        run.log(metrics)  # before the checkpoint, which records the log's length
+        if reason := run.resets.decide(metrics):
+            run.hard_reset(step, reason)
+        elif run.checkpoint_due(step):
+            run.save_checkpoint(step)
+        if run.stop_requested():
+            run.save_checkpoint(step)
+            raise StoppedCleanly(f"stopped after step {step}; the same command continues")
+
+
+def train_step(run: "Run", step: int) -> Metrics:
+    """Rolls out one batch and makes its gradient updates.  A collective of all trainer ranks.
+
+    Raises DeadlineExceeded naming what it waited for, ResetFailure when the policy is not its reference right after
+    a reset, and NonFiniteUpdate with weights and optimizer as they were before the update.
+    """
+    cfg, policy, metrics = run.cfg.trainer.grpo, run.policy, Metrics(step, run.cfg.stage)
+    with run.phase("publish", metrics):
+        run.publish(version=step - 1)
+
+    with run.phase("rollout", metrics):  # scored while others still generate; dynamic sampling inside
+        judged = JudgedGroups.of(run.collect(metrics))
+
+    with run.phase("logprobs", metrics):
+        rows = judged.rows_of_updates(cfg.updates_per_step, policy.data_rank, policy.data_size)
+        mine = judged.batch.rows(torch.cat(rows))
+        old_logp_BT, entropy_BT = policy.logprobs(mine)
+        ref_logp_BT = policy.reference_logprobs(mine)
+        gap = policy.reduce(reference_gap(old_logp_BT, ref_logp_BT, mine.mask_BT))
+        run.resets.check_reference(step, gap["mean_abs"])
+        metrics.put("kl", gap["mean_k3"])
+        metrics.put("entropy", policy.sum_over_data_ranks(float(entropy_BT.sum())) / max(1.0, gap["tokens"]))
+
+    with run.phase("advantages", metrics):
+        advantage_B = advantages(judged, cfg, metrics)[torch.cat(rows)]
+        correction = cfg.correction
+        weight_BT, gap_to_engine = rollout_correction(
+            old_logp_BT, mine.engine_logp_BT, mine.mask_BT, correction.kind, correction.cap, correction.floor
+        )
+        metrics.add("engine_gap", policy.reduce(gap_to_engine))
+        mine = mine.with_targets(
+            old_logp_BT=old_logp_BT, ref_logp_BT=ref_logp_BT, advantage_B=advantage_B, weight_BT=weight_BT
+        )
+
+    with run.phase("updates", metrics):
+        loss = partial(policy_loss, config=run.loss_config)
+        for update_rows in torch.arange(len(mine)).split([len(r) for r in rows]):
+            minibatch = mine.rows(update_rows)
+            share = denominator_terms(minibatch.mask_BT, cfg.aggregation, float(cfg.context_tokens))
+            denominator = policy.sum_over_data_ranks(float(share))
+            if denominator > 0:  # else nothing was left to learn from
+                with_entropy = run.loss_config.entropy_coef != 0.0
+                report_update(metrics, policy.update(minibatch, loss, denominator, with_entropy=with_entropy))
+    run.step = step
+    return metrics
+
+
+def advantages(judged: JudgedGroups, cfg: "GRPOConfig", metrics: Metrics) -> Tensor:
+    """advantage_B, float32, of all responses from their shaped rewards (paper eq. 2)."""
+    reward_GN = shape_rewards(judged.reward_GN, judged.ended_GN, cfg.unfinished_penalty)
+    advantage_GN = group_advantages(reward_GN, judged.valid_GN, cfg.advantage)
+    if bool(judged.valid_GN.any()):
+        metrics.put("reward/shaped", float(reward_GN[judged.valid_GN].mean()))
+    return advantage_GN.reshape(-1).float()
+
+
+def policy_loss(
+    logp_BT: Tensor, entropy_BT: Tensor | None, micro: Batch, denominator: float, config: LossConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A micro-batch's share of the loss of an update, and its sums to report."""
+    loss, sums = grpo_loss(
+        logp_BT,
+        micro.old_logp_BT,
+        micro.ref_logp_BT,
+        micro.advantage_B,
+        micro.mask_BT,
+        micro.weight_BT,
+        denominator,
+        config,
+        entropy_BT,
+    )
+    moved = policy_diagnostics(logp_BT, micro.old_logp_BT, micro.advantage_B, micro.mask_BT, config)
+    return loss, {**moved, **sums}
+
+
+def report_update(metrics: Metrics, sums: dict[str, float]) -> None:
+    """An update's sums as metrics: per token where they are sums over tokens."""
+    tokens = max(1.0, sums["tokens"])
+    for key in ("surrogate", "kl", "weight", "clipped_high", "clipped_low", "dual_clipped", "ratio", "approx_kl"):
+        metrics.put(f"policy/{key}", sums[key] / tokens)
+    for key in ("loss", "grad_norm", "max_ratio", "min_ratio", "nonfinite"):
+        metrics.put(f"policy/{key}", sums[key])
+    metrics.put("policy/max_grad_norm", sums["grad_norm"])
+
+
+if TYPE_CHECKING:
+    from nemo_prorl.config import GRPOConfig

@@ -14,6 +14,7 @@ import functools
 import importlib.resources
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -89,12 +90,13 @@ def load(overrides: list[str], config_file: Path | None = None) -> DictConfig:
     for override in values:
         for key, value in _leaves(override.value(), override.key_or_group, into_lists=False):
             _apply(cfg, key, value, override.is_add())
-    if missing := sorted(OmegaConf.missing_keys(cfg)):
-        raise ConfigError(f"{missing[0]} must be given: prorl train {missing[0]}=...")
     try:
+        missing = sorted(OmegaConf.missing_keys(cfg))
         OmegaConf.resolve(cfg)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"an interpolation cannot be resolved: {_first_line(error)}") from error
+        raise ConfigError(f"{error.full_key}: an interpolation cannot be resolved: {_first_line(error)}") from error
+    if missing:
+        raise ConfigError(f"{missing[0]} must be given: prorl train {missing[0]}=...")
     check(cfg)
     return cfg
 
@@ -319,6 +321,9 @@ def _kind(kind: Any, optional: bool) -> str:
 def _type_message(cfg: DictConfig, key: str, value: Any, error: OmegaConfBaseException) -> str:
     """What to say of a value that the schema refuses: the expected type where the schema has the key."""
     name = str(error.full_key or key)
+    if key and not name.startswith(key) and is_dataclass(error.object_type):  # a key in an item of a list
+        known = [field.name for field in fields(error.object_type)]
+        return f"{key}: unknown key {name}.{_did_you_mean(name, known)} Known: {', '.join(known)}"
     told = f"{name}={value}" if name == key else name
     node = OmegaConf.select(cfg, name.rpartition(".")[0]) if "." in name else cfg
     last = name.rpartition(".")[2]

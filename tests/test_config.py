@@ -1,0 +1,370 @@
+"""Every shipped configuration loads, and every wrong one is refused with its key, its value and what would be right."""
+
+import itertools
+import json
+import re
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_prorl import settings
+from nemo_prorl.config import Config
+from nemo_prorl.errors import ConfigError
+
+OPTIONS = settings.group_options()
+QWEN = {"num_hidden_layers": 28, "hidden_size": 1536, "intermediate_size": 8960}
+QWEN |= {"num_attention_heads": 12, "num_key_value_heads": 2, "model_type": "qwen2"}
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """Names only: what the checks look at, not a model."""
+    folder = tmp_path / "qwen"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN))
+    (folder / "model.safetensors").write_bytes(b"\0")
+    return folder
+
+
+@pytest.mark.parametrize(("cluster", "stage"), itertools.product(OPTIONS["cluster"], OPTIONS["stage"]))
+def test_every_cluster_loads_with_every_stage(cluster: str, stage: str, model_folder: Path) -> None:
+    overrides = [f"cluster={cluster}", f"stage={stage}"]
+    if cluster == "h100_4x8":
+        overrides.append(f"pretrained_checkpoint.restore_from_path={model_folder}")
+    cfg = settings.load(overrides)
+    assert cfg.stage == stage
+    assert cfg.model.encoder_seq_length == cfg.trainer.grpo.context_tokens
+
+
+@pytest.mark.parametrize(("group", "option"), [(g, o) for g in ("algorithm", "data") for o in OPTIONS[g]])
+def test_every_algorithm_and_data_loads(group: str, option: str) -> None:
+    settings.load([f"{group}={option}"])
+
+
+def test_the_paper_s_numbers(model_folder: Path) -> None:
+    """Sections 3.1, 4.1, 4.2 and 5.1 of arXiv 2507.12507, as the cluster configuration resolves them."""
+    given = ["cluster=h100_4x8", f"pretrained_checkpoint.restore_from_path={model_folder}"]
+    cfg = settings.load([*given, "stage=run1"])
+    grpo = cfg.trainer.grpo
+    assert (grpo.clip_low, grpo.clip_high, grpo.kl_coef, grpo.temperature) == (0.2, 0.4, 1e-4, 1.2)
+    assert (grpo.prompts_per_step, grpo.samples_per_prompt, grpo.updates_per_step) == (256, 16, 4)
+    assert (grpo.context_tokens, cfg.model.optim.lr) == (8192, 2e-6)
+    assert (cfg.trainer.num_nodes, cfg.trainer.devices) == (4, 8)
+    stages = [settings.load([*given, f"stage=run{i}"]).trainer.grpo for i in range(1, 9)]
+    assert [s.samples_per_prompt for s in stages] == [16, 16, 16, 16, 16, 32, 32, 16]
+    assert [s.context_tokens for s in stages] == [8192] * 7 + [16384]
+    assert [s.max_steps for s in stages] == [400, 300, 300, 200, 200, 300, 300, 200]
+    assert [s.unfinished_penalty for s in stages] == [0, 0, 0, 0.5, 0.5, 0.5, 0.5, 0.5]
+
+
+def test_without_overrides_it_is_the_laptop_job() -> None:
+    cfg = settings.load([])
+    assert (cfg.run_dir, cfg.trainer.accelerator, cfg.trainer.devices, cfg.rollout.engines) == (
+        "runs/laptop",
+        "cpu",
+        1,
+        1,
+    )
+    assert (cfg.trainer.grpo.temperature, cfg.trainer.grpo.samples_per_prompt) == (1.2, 16)
+
+
+def test_overrides_reach_their_keys() -> None:
+    cfg = settings.load(
+        ["seed=7", "trainer.resets.at_steps=[3]", "model.optim.lr=2e-6", "trainer.grpo.correction={kind: none}"]
+        + ["trainer.grpo.max_response_tokens=40", "rewards.plugins.math.timeout_s=3", "+model.new_key=1"]
+        + ["run_dir='runs/with space'", "stage=run6"]
+    )
+    assert (cfg.seed, cfg.trainer.resets.at_steps, cfg.model.optim.lr) == (7, [3], 2e-6)
+    assert (cfg.trainer.grpo.correction.kind, cfg.trainer.grpo.max_response_tokens) == ("none", 40)
+    assert (cfg.rewards.plugins.math.timeout_s, cfg.model.new_key) == (3, 1)
+    assert (cfg.run_dir, cfg.trainer.grpo.samples_per_prompt) == ("runs/with space", 32)
+
+
+def test_a_value_override_wins_over_its_group() -> None:
+    assert settings.load(["trainer.grpo.samples_per_prompt=8", "stage=run6"]).trainer.grpo.samples_per_prompt == 8
+
+
+# Overrides, and what the message must name: key, value and the fix.
+WRONG: list[tuple[list[str], list[str]]] = [
+    (["trainer.grpo.nope=1"], ["trainer.grpo.nope", "1", "trainer.grpo has no 'nope'", "kl_coef"]),
+    (["trainer.grpo.kl_coeff=1"], ["trainer.grpo.kl_coeff", "Did you mean trainer.grpo.kl_coef?"]),
+    (["model.grpo.kl_coef=1"], ["model.grpo.kl_coef", "Did you mean trainer.grpo.kl_coef?"]),
+    (["grpo.kl_coef=1"], ["Did you mean trainer.grpo.kl_coef?"]),
+    (["trainr.devices=2"], ["trainr.devices", "Did you mean trainer.devices?"]),
+    (["model.hiden_size=64"], ["model.hiden_size", "Did you mean model.hidden_size?", "+model.hiden_size=64"]),
+    (["trainer.grpo.correction={knd: none}"], ["trainer.grpo.correction.knd", "correction.kind?"]),
+    (["data.train.99.size=1"], ["data.train.99.size", "a list of"]),
+    (["trainer.grpo.max_steps.x=1"], ["trainer.grpo.max_steps is a single value"]),
+    (["+trainer.new=1"], ["trainer.new", "trainer has no 'new'"]),
+    (["clustr=laptop"], ["clustr", "Did you mean cluster?"]),
+    (["cluster=h100"], ["cluster=h100", "Did you mean h100_4x8?", "laptop, slurm_dev"]),
+    (["stage=run9"], ["stage=run9", "run1, run2"]),
+    (["model=foo"], ["model=foo", "laptop, qwen2_1p5b"]),
+    (["seed"], ["'seed'", "KEY=VALUE"]),
+    (["seed=1,2"], ["seed=1,2", "sweep"]),
+    (["~seed"], ["~seed", "deleted"]),
+    (["trainer.grpo.max_steps=abc"], ["trainer.grpo.max_steps=abc", "a whole number"]),
+    (["trainer.grpo.max_steps=4.5"], ["trainer.grpo.max_steps=4.5", "a whole number"]),
+    (["trainer.grpo.kl_coef=big"], ["trainer.grpo.kl_coef=big", "a number"]),
+    (["deterministic=maybe"], ["deterministic=maybe", "true or false"]),
+    (["seed=null"], ["seed", "a whole number"]),
+    (["trainer.resets.at_steps=3"], ["trainer.resets.at_steps=3", "a list"]),
+    (["trainer.grpo=5"], ["trainer.grpo=5", "a mapping"]),
+    (["model.optim.lr=abc"], ["model.optim.lr=abc", "a number"]),
+    (["model.num_layers=2.5"], ["model.num_layers=2.5", "a whole number"]),
+    (["model.num_layers=null"], ["model.num_layers", "a whole number"]),
+    (["model.sequence_parallel=1"], ["model.sequence_parallel=1", "true or false"]),
+    (["trainer.grpo.max_steps=0"], ["trainer.grpo.max_steps=0", "at least 1"]),
+    (["trainer.grpo.temperature=0"], ["trainer.grpo.temperature=0", "above 0"]),
+    (["trainer.grpo.temperature=nan"], ["trainer.grpo.temperature=nan", "finite"]),
+    (["trainer.grpo.kl_coef=-0.1"], ["trainer.grpo.kl_coef=-0.1", "at least 0"]),
+    (["trainer.grpo.clip_low=1.5"], ["trainer.grpo.clip_low=1.5", "at most 1"]),
+    (["trainer.grpo.dual_clip=0.5"], ["trainer.grpo.dual_clip=0.5", "above 1"]),
+    (["trainer.deadlines.rollout_s=0"], ["trainer.deadlines.rollout_s=0", "above 0"]),
+    (["model.optim.lr=-1"], ["model.optim.lr=-1", "at least 0"]),
+    (["model.optim.betas=[0.9,1.0]"], ["model.optim.betas", "1.0"]),
+    (["trainer.grpo.correction.kind=tiss"], ["trainer.grpo.correction.kind=tiss", "none, tis, icepop, sequence_mask"]),
+    (["trainer.grpo.advantage=gae"], ["trainer.grpo.advantage=gae", "group_norm, leave_one_out"]),
+    (["trainer.grpo.aggregation=sum"], ["trainer.grpo.aggregation=sum", "token, sequence, constant"]),
+    (["trainer.grpo.kl_estimator=k4"], ["trainer.grpo.kl_estimator=k4", "k1, k2, k3"]),
+    (["trainer.precision=8"], ["trainer.precision=8", "bf16"]),
+    (["trainer.accelerator=tpu"], ["trainer.accelerator=tpu", "cpu, gpu"]),
+    (["trainer.resets.mode=always"], ["trainer.resets.mode=always", "manual, advise, auto"]),
+    (["model.optim.name=sgd"], ["model.optim.name=sgd", "mcore_distributed_optim"]),
+    (["model.tensor_model_parallel_size=3"], ["=3", "model.num_attention_heads=4", "4 / 3 = 1.33", "1, 2, 4"]),
+    (
+        ["model.tensor_model_parallel_size=4", "trainer.devices=4"],
+        ["model.tensor_model_parallel_size=4", "model.num_query_groups=2", "possible: 1, 2"],
+    ),
+    (
+        ["model.tensor_model_parallel_size=2", "trainer.devices=2", "model.ffn_hidden_size=383"],
+        ["model.tensor_model_parallel_size=2", "model.ffn_hidden_size=383"],
+    ),
+    (["model.num_query_groups=3"], ["model.num_query_groups=3", "model.num_attention_heads=4"]),
+    (["model.hidden_size=130"], ["model.num_attention_heads=4", "model.hidden_size=130", "130 / 4 = 32.5"]),
+    (
+        ["model.pipeline_model_parallel_size=3", "trainer.devices=3"],
+        ["model.pipeline_model_parallel_size=3", "model.num_layers=4"],
+    ),
+    (
+        ["model.tensor_model_parallel_size=2", "trainer.devices=3", "rollout.engines=1"],
+        ["model.tensor_model_parallel_size=2", "3 ranks", "a multiple of 2"],
+    ),
+    (
+        ["model.sequence_parallel=true"],
+        ["model.sequence_parallel=True", "model.tensor_model_parallel_size", "2 or more"],
+    ),
+    (
+        ["model.sequence_parallel=true", "model.tensor_model_parallel_size=2", "trainer.devices=2"]
+        + ["trainer.grpo.context_tokens=127"],
+        ["trainer.grpo.context_tokens=127", "model.tensor_model_parallel_size=2"],
+    ),
+    (["model.transformer_engine=true"], ["model.transformer_engine=True", "trainer.accelerator is cpu"]),
+    (
+        ["trainer.grpo.updates_per_step=5"],
+        ["trainer.grpo.updates_per_step=5", "trainer.grpo.prompts_per_step=48", "48 / 5 = 9.6"],
+    ),
+    (
+        ["trainer.devices=64", "trainer.grpo.prompts_per_step=4", "trainer.grpo.samples_per_prompt=8"],
+        ["4 / trainer.grpo.updates_per_step=4 x trainer.grpo.samples_per_prompt=8 = 8", "64 data-parallel ranks"],
+    ),
+    (["trainer.grpo.samples_per_prompt=1"], ["trainer.grpo.samples_per_prompt=1", "2 at least"]),
+    (["trainer.grpo.correction.floor=3"], ["trainer.grpo.correction.floor=3", "cap=2"]),
+    (
+        ["trainer.grpo.context_tokens=40000"],
+        ["trainer.grpo.context_tokens=40000", "model.max_position_embeddings=32768"],
+    ),
+    (["trainer.grpo.max_response_tokens=128"], ["trainer.grpo.max_response_tokens=128", "context_tokens=128"]),
+    (["trainer.num_nodes=2"], ["trainer.num_nodes=2", "rollout.engines=1"]),
+    (["rollout.tensor_parallel_size=3"], ["rollout.tensor_parallel_size=3", "model.num_attention_heads=4"]),
+    (["trainer.accelerator=gpu", "rollout.engines=2"], ["rollout.engines=2", "= 2 GPUs", "= 1 are there"]),
+    (["trainer.resets.at_steps=[3,500]"], ["trainer.resets.at_steps=[3, 500]", "500", "1 to 120"]),
+    (["trainer.resets.at_steps=[0]"], ["trainer.resets.at_steps=[0]"]),
+    (["trainer.resets.at_steps=[3,3]"], ["trainer.resets.at_steps=[3, 3]", "twice"]),
+    (["pretrained_checkpoint.restore_from_path=/nowhere"], ["restore_from_path=/nowhere", "no folder"]),
+    (["cluster=h100_4x8"], ["pretrained_checkpoint.restore_from_path must be given"]),
+    (["data.train=[]"], ["data.train=[]", "nothing to train on"]),
+    (["data.train=[{name: x, path: gone.jsonl}]"], ["data.train.0.path=gone.jsonl", "no such file"]),
+    (["data.train=[{name: x}]"], ["data.train.0 (x)", "path and generator are both null"]),
+    (["data.train=[{name: x, generator: arithmetic}]"], ["data.train.0.size", "number of records"]),
+    (["data.train=[{name: x, pth: a}]"], ["data.train: unknown key pth. Did you mean path?"]),
+    (["data.train=[{generator: arithmetic, size: 3}]"], ["data.train", "name"]),
+    (["data.train=[{name: x, generator: arithmetic, size: 3, weight: 0}]"], ["data.train.0.weight=0", "above 0"]),
+    (
+        ["data.train=[{name: x, generator: arithmetic, size: 3},{name: x, generator: arithmetic, size: 3}]"],
+        ["data.train.1.name=x", "another source"],
+    ),
+    (["run_dir=${nowhere}"], ["nowhere"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "named"), WRONG, ids=[" ".join(overrides) for overrides, _ in WRONG])
+def test_a_wrong_value_is_named_with_its_fix(overrides: list[str], named: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings.load(overrides)
+    for part in named:
+        assert part in str(caught.value)
+
+
+def test_every_number_of_the_schema_has_a_range() -> None:
+    """A number that is added to the schema needs a line in the tables of checks."""
+    from nemo_prorl import settings_checks as checks
+
+    bounded = checks.AT_LEAST.keys() | checks.ABOVE.keys() | {"trainer.precision"}
+
+    def numbers(kind: Any, prefix: str) -> list[str]:
+        found = []
+        for field in fields(kind):
+            hint = get_type_hints(kind)[field.name]
+            if is_dataclass(hint):
+                found += numbers(hint, f"{prefix}{field.name}.")
+            elif re.search(r"\b(int|float)\b", str(hint)) and "list" not in str(hint):
+                found.append(prefix + field.name)
+        return found
+
+    missing = set(numbers(Config, "")) - bounded
+    assert not {key for key in missing if not key.startswith("trainer.deadlines.")}
+
+
+class TestModelFolder:
+    """`pretrained_checkpoint.restore_from_path`: what is missing or does not fit is said."""
+
+    @staticmethod
+    def message(folder: Path) -> str:
+        with pytest.raises(ConfigError) as caught:
+            settings.load(["cluster=h100_4x8", f"pretrained_checkpoint.restore_from_path={folder}"])
+        assert "restore_from_path" in str(caught.value)
+        assert str(folder) in str(caught.value)
+        return str(caught.value)
+
+    def test_without_weights(self, model_folder: Path) -> None:
+        (model_folder / "model.safetensors").unlink()
+        assert "a model folder without weights" in self.message(model_folder)
+
+    def test_without_config(self, model_folder: Path) -> None:
+        (model_folder / "config.json").unlink()
+        assert "config.json" in self.message(model_folder)
+
+    def test_with_a_broken_config(self, model_folder: Path) -> None:
+        (model_folder / "config.json").write_text("{")
+        assert "not JSON" in self.message(model_folder)
+
+    def test_of_another_shape(self, model_folder: Path) -> None:
+        (model_folder / "config.json").write_text(json.dumps(QWEN | {"num_hidden_layers": 32}))
+        assert "model.num_layers=28" in self.message(model_folder)
+        assert "num_hidden_layers is 32" in self.message(model_folder)
+
+
+def save(cfg: DictConfig, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(settings.resolved_yaml(cfg))
+
+
+class TestConfigFile:
+    def test_a_saved_configuration_loads_as_it_was(self, tmp_path: Path) -> None:
+        cfg = settings.load(["seed=5", "stage=run6", "+model.new_key=1"])
+        save(cfg, tmp_path / "run")
+        again = settings.load([], tmp_path / "run" / "config.yaml")
+        assert OmegaConf.to_container(again) == OmegaConf.to_container(cfg)
+        assert settings.resolved_yaml(again) == settings.resolved_yaml(cfg)
+
+    def test_values_override_it_and_groups_do_not(self, tmp_path: Path) -> None:
+        save(settings.load([]), tmp_path / "run")
+        file = tmp_path / "run" / "config.yaml"
+        assert settings.load(["trainer.grpo.max_steps=200"], file).trainer.grpo.max_steps == 200
+        with pytest.raises(ConfigError, match="stage=run1.*whole configuration"):
+            settings.load(["stage=run1"], file)
+
+    @pytest.mark.parametrize(
+        ("text", "named"),
+        [
+            ("a: [", ["cannot be read as yaml"]),
+            ("- 1", ["a yaml mapping"]),
+            ("trainer: {grpo: {kl_coeff: 1}}", ["trainer.grpo.kl_coeff", "trainer.grpo.kl_coef?"]),
+            ("trainer: {grpo: {kl_coef: big}}", ["trainer.grpo.kl_coef", "a number"]),
+            ("seed: 3", ["pretrained_checkpoint.restore_from_path must be given"]),
+            ("pretrained_checkpoint: {restore_from_path: null}", ["model.num_layers", "a whole number"]),
+        ],
+        ids=["syntax", "list", "key", "type", "missing", "no model"],
+    )
+    def test_a_wrong_file_is_named(self, tmp_path: Path, text: str, named: list[str]) -> None:
+        file = tmp_path / "mine.yaml"
+        file.write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            settings.load([], file)
+        for part in named:
+            assert part in str(caught.value)
+
+    def test_a_missing_file_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="gone.yaml"):
+            settings.load([], tmp_path / "gone.yaml")
+
+
+class TestContinuing:
+    """A run directory that holds a run is continued, and only by what may change."""
+
+    START = ("run_dir=held", "seed=2", "trainer.grpo.max_steps=50")
+
+    @pytest.fixture(autouse=True)
+    def held(self, in_an_empty_folder: None) -> None:
+        save(settings.load([*self.START]), Path("held"))
+
+    def test_the_run_s_own_configuration_is_the_base(self) -> None:
+        cfg = settings.load_run(["run_dir=held"])
+        assert (cfg.seed, cfg.trainer.grpo.max_steps) == (2, 50)
+
+    def test_the_same_command_continues(self) -> None:
+        assert settings.load_run([*self.START]).seed == 2
+        assert settings.load_run([*self.START, "cluster=laptop"]).seed == 2
+
+    def test_another_folder_is_another_run(self) -> None:
+        assert settings.load_run(["run_dir=other", "seed=9"]).seed == 9
+
+    @pytest.mark.parametrize(
+        "override",
+        ["seed=3", "trainer.grpo.kl_coef=0.1", "model.optim.lr=1", "model.hidden_size=64", "deterministic=true"]
+        + ["data.train.0.weight=7", "stage=run2", "trainer.warmup.steps=1", "trainer.grpo.max_steps=49"],
+    )
+    def test_what_makes_another_run_is_refused(self, override: str) -> None:
+        start = self.START if "stage" in override else ("run_dir=held",)
+        with pytest.raises(ConfigError) as caught:
+            settings.load_run([*start, override])
+        assert "held" in str(caught.value)
+        assert override in str(caught.value).replace("=True", "=true").replace("=1.0", "=1").replace("=7.0", "=7")
+
+    @pytest.mark.parametrize(
+        "overrides",
+        [
+            ["trainer.grpo.max_steps=60"],
+            ["trainer.devices=2", "model.tensor_model_parallel_size=2", "model.sequence_parallel=true"],
+            ["trainer.num_nodes=2", "rollout.engines=2", "model.pipeline_model_parallel_size=2"],
+            ["trainer.grpo.checkpoint_every=3", "trainer.grpo.keep_checkpoints=9"],
+            ["trainer.deadlines.rollout_s=5", "exp_manager.create_wandb_logger=true", "rewards.workers=2"],
+        ],
+        ids=" ".join,
+    )
+    def test_what_may_change_is_taken(self, overrides: list[str]) -> None:
+        cfg = settings.load_run(["run_dir=held", *overrides])
+        key, value = overrides[0].split("=")
+        assert str(OmegaConf.select(cfg, key)).removesuffix(".0") == value
+        assert cfg.seed == 2
+
+    def test_its_own_file_given_by_name_runs_again(self) -> None:
+        assert settings.load_run([], Path("held/config.yaml")).seed == 2
+
+
+def test_configuration_is_found_where_the_package_is() -> None:
+    """As package data: not by the current folder, and with every yaml file that the repository ships."""
+    assert settings.conf_folder().is_dir()
+    assert {"algorithm", "cluster", "data", "model", "stage"} <= set(OPTIONS)
+    for file in settings.conf_folder().rglob("*.yaml"):
+        assert isinstance(yaml.safe_load(file.read_text()), dict)

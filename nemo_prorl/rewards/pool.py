@@ -111,7 +111,7 @@ class _Worker:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "nemo_prorl.rewards.worker", *arguments),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=sys.stderr.fileno(),  # a plugin that prints must not reach our results
+                stdout=2,  # a plugin that prints must not reach our results
                 pass_fds=(theirs.fileno(),),
                 env=environment,
                 start_new_session=True,

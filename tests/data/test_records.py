@@ -1,0 +1,157 @@
+"""Prompt records: every fault names file, line and field, and says what would be right."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_prorl.data.records import TRUTH_CHECKS, read_records, validate_record
+from nemo_prorl.errors import DataError
+
+GOOD: dict[str, Any] = {
+    "id": "a",
+    "task": "math",
+    "prompt": "1 + 1?",
+    "truth": {"answer": "2"},
+    "source": "s",
+    "meta": {"k": 1},
+}
+ENTRY = {"question": "q", "answer": None, "metadata": {}}
+GOOD_TRUTHS: list[tuple[str, dict[str, Any]]] = [
+    ("math", {"answer": "\\frac{3}{7}"}),
+    ("math", {"answer": ["1", "2"], "tolerance": 0, "unit": "m"}),
+    ("math", {"all_of": ["1", "2"], "tolerance": 0.01}),
+    ("stem", {"answer": "C", "options": ["a", "b", "c"]}),
+    ("code", {"tests": [{"input": "", "output": "1"}], "time_limit_s": 2, "setup": "import math"}),
+    ("code", {"fn_name": "f", "tests": [{"args": [1], "expected": None}]}),
+    ("code", {"asserts": ["assert f(1) == 2"]}),
+    ("puzzles", {"dataset": "chain_sum", "entry": ENTRY}),
+    ("instructions", {"instruction_id_list": ["a:b"], "kwargs": [{}]}),
+    ("a_task_of_another_plugin", {"anything": 1}),
+]
+BAD_TRUTHS: list[tuple[str, Any, str]] = [
+    ("math", {}, "field 'truth.answer' is missing"),
+    ("math", {"answer": ""}, "field 'truth.answer' is \"\""),
+    ("math", {"answer": 2}, "field 'truth.answer' is 2"),
+    ("math", {"answer": ["1", ""]}, "field 'truth.answer'"),
+    ("math", {"answer": []}, "field 'truth.answer'"),
+    ("math", {"answer": "1", "all_of": ["1"]}, "both 'answer' and 'all_of'"),
+    ("math", {"all_of": "1"}, "field 'truth.all_of'"),
+    ("math", {"answer": "1", "tolerance": -1}, "field 'truth.tolerance' is -1"),
+    ("math", {"answer": "1", "tolerance": True}, "field 'truth.tolerance'"),
+    ("math", {"answer": "1", "unit": 1}, "field 'truth.unit'"),
+    ("math", "2", "field 'truth' is \"2\""),
+    ("stem", {"answer": "C", "options": ["a"]}, "field 'truth.options'"),
+    ("code", {}, "field 'truth.tests' is missing"),
+    ("code", {"tests": []}, "field 'truth.tests'"),
+    ("code", {"tests": [{"input": "1"}]}, "field 'truth.tests[0].output' is missing"),
+    ("code", {"tests": [{"input": 1, "output": "1"}]}, "field 'truth.tests[0].input' is 1"),
+    ("code", {"tests": ["x"]}, "field 'truth.tests[0]'"),
+    ("code", {"fn_name": "f", "tests": [{"args": 1, "expected": 1}]}, "field 'truth.tests[0].args'"),
+    ("code", {"fn_name": "f", "tests": [{"args": []}]}, "field 'truth.tests[0].expected' is missing"),
+    ("code", {"asserts": []}, "field 'truth.asserts'"),
+    ("code", {"asserts": ["assert 1"], "time_limit_s": 0}, "field 'truth.time_limit_s' is 0"),
+    ("puzzles", {"entry": ENTRY}, "field 'truth.dataset' is missing"),
+    ("puzzles", {"dataset": "x", "entry": {"question": "q", "answer": "a"}}, "field 'truth.entry.metadata' is missing"),
+    (
+        "instructions",
+        {"instruction_id_list": ["a"], "kwargs": []},
+        "field 'truth.kwargs' is []; it must be a list of 1",
+    ),
+]
+
+
+def write(path: Path, *records: Any) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_records_are_read_in_order(tmp_path: Path) -> None:
+    bare = {key: GOOD[key] for key in ("task", "truth")} | {"id": "b", "prompt": [{"role": "user", "content": "?"}]}
+    path = write(tmp_path / "f.jsonl", GOOD, bare)
+    path.write_text(path.read_text() + "\n")  # an empty line at the end is no record
+    assert read_records(path, {"math"}) == [GOOD, {**bare, "source": "", "meta": {}}]
+
+
+@pytest.mark.parametrize(("task", "truth"), GOOD_TRUTHS)
+def test_truths_of_each_task_pass(task: str, truth: dict[str, Any]) -> None:
+    record = {**GOOD, "task": task, "truth": truth}
+    assert validate_record(record, "f:1") == record
+
+
+def test_every_task_is_covered_by_the_cases() -> None:
+    assert set(TRUTH_CHECKS) == {task for task, _ in GOOD_TRUTHS} - {"a_task_of_another_plugin"}
+    assert set(TRUTH_CHECKS) == {task for task, _, _ in BAD_TRUTHS}
+
+
+@pytest.mark.parametrize(("task", "truth", "says"), BAD_TRUTHS)
+def test_a_bad_truth_names_its_field(tmp_path: Path, task: str, truth: Any, says: str) -> None:
+    path = write(tmp_path / "f.jsonl", GOOD, {**GOOD, "id": "b", "task": task, "truth": truth})
+    with pytest.raises(DataError) as caught:
+        read_records(path)
+    assert str(caught.value).startswith(f"{path}:2: ")
+    assert says in str(caught.value)
+    assert caught.value.exit_code == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"id": None}, "field 'id' is null"),
+        ({"id": " "}, "field 'id'"),
+        ({"task": "maths"}, "field 'task' is \"maths\"; it must be one of: math, puzzles"),
+        ({"prompt": ""}, "field 'prompt'"),
+        ({"prompt": []}, "field 'prompt'"),
+        ({"prompt": ["x"]}, "field 'prompt[0]'"),
+        ({"prompt": [{"role": "user"}]}, "field 'prompt[0].content' is missing"),
+        ({"prompt": [{"role": "human", "content": "?"}]}, "field 'prompt[0].role' is \"human\""),
+        ({"source": 1}, "field 'source' is 1"),
+        ({"meta": None}, "field 'meta' is null"),
+    ],
+)
+def test_a_bad_field_is_named(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(DataError) as caught:
+        validate_record({**GOOD, **change}, "f.jsonl:7", {"math", "puzzles"})
+    assert str(caught.value).startswith(f"f.jsonl:7: {says}")
+
+
+@pytest.mark.parametrize("key", ["id", "task", "prompt", "truth"])
+def test_a_missing_field_is_named(key: str) -> None:
+    with pytest.raises(DataError, match=f"f:1: field '{key}' is missing; it must be"):
+        validate_record({k: v for k, v in GOOD.items() if k != key}, "f:1")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "holds no record"),
+        (b"\n \n", "holds no record"),
+        (b'{"id": 1', ":1: not JSON"),
+        (b"[1]\n", ":1: a record must be a JSON object, not list"),
+        (json.dumps(GOOD).encode() + b"\n\xff\xfe\n", ":2: not UTF-8"),
+        (json.dumps({**GOOD, "meta": {"x": float("nan")}}).encode(), ":1: not JSON: NaN is not JSON"),
+        (b"[" * 100_000, ":1: not JSON"),
+        ((json.dumps(GOOD) + "\n\n" + json.dumps(GOOD)).encode(), ":3: field 'id' is 'a', as in line 1"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_line(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "f.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read_records(path)
+    assert str(path) in str(caught.value)
+    assert says in str(caught.value)
+
+
+def test_an_absent_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"absent\.jsonl: cannot be read: No such file"):
+        read_records(tmp_path / "absent.jsonl")
+
+
+def test_records_import_the_standard_library_only() -> None:
+    code = "import sys; import nemo_prorl.data.records; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["False", "False"]

@@ -1,0 +1,109 @@
+"""`prorl rewards`: results on standard output, bad lines named, verdicts in order and streamed."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.rewards import cli
+from tests.rewards.conftest import ROOT, request_of
+
+MAIN = """
+import argparse, sys
+from nemo_prorl.errors import ProrlError
+from nemo_prorl.rewards import cli
+parser = argparse.ArgumentParser()
+cli.add_parser(parser.add_subparsers())
+args = parser.parse_args()
+try:
+    sys.exit(cli.run(args))
+except ProrlError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+def run(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    cli.add_parser(parser.add_subparsers())
+    return cli.run(parser.parse_args(["rewards", *arguments]))
+
+
+def lines_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def write(path: Path, requests: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    return path
+
+
+def test_list_and_describe(broken_plugins: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("list", "--json") == 0
+    rows = {row["name"]: row for row in lines_of(capsys.readouterr().out)}
+    assert rows["echo"]["tasks"] == ["echo"]
+    assert rows["broken"]["state"] == "broken"
+    assert "misbehaving_missing_module" in rows["broken"]["why"]
+    assert run("describe", "math") == 0
+    out = capsys.readouterr().out
+    assert "rewards.plugins.math.time_budget_s: float" in out
+    with pytest.raises(ConfigError, match="unknown reward plugin 'maths'; known: echo"):
+        run("describe", "maths")
+
+
+def test_score_a_file_in_order(plugins: Path, tmp_path: Path) -> None:
+    count = 40
+    requests = [request_of("echo", str(at / count), f"r{at}", meta={"sleep_s": 0.02 * (at % 3)}) for at in range(count)]
+    source, out = write(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl"
+    assert run("score", "--in", str(source), "--out", str(out), "--workers", "3") == 0
+    verdicts = lines_of(out.read_text())
+    assert [(v["id"], v["score"]) for v in verdicts] == [(f"r{at}", at / count) for at in range(count)]
+
+
+def test_a_bad_line_is_named_before_anything_is_judged(plugins: Path, tmp_path: Path) -> None:
+    good = request_of("echo", "1")
+    for bad, says in (
+        ({**good, "finished": "yes"}, r"in\.jsonl:2: field 'finished' is str"),
+        ([], r"in\.jsonl:2: a request must be a JSON object"),
+    ):
+        source = write(tmp_path / "in.jsonl", [good, bad])
+        with pytest.raises(DataError, match=says):
+            run("score", "--in", str(source))
+    (tmp_path / "in.jsonl").write_text('{"id": ')
+    with pytest.raises(DataError, match=r"in\.jsonl:1: not JSON"):
+        run("score", "--in", str(tmp_path / "in.jsonl"))
+    (tmp_path / "in.jsonl").write_text("\n")
+    with pytest.raises(DataError, match="holds no request"):
+        run("score", "--in", str(tmp_path / "in.jsonl"))
+    with pytest.raises(DataError, match="cannot be read"):
+        run("score", "--in", str(tmp_path / "absent.jsonl"))
+    source = write(tmp_path / "in.jsonl", [request_of("ecco", "1")])
+    with pytest.raises(ConfigError, match="no reward plugin judges task 'ecco'; known: echo"):
+        run("score", "--in", str(source))
+
+
+def test_a_stream_answers_each_line_before_the_next_is_written(plugins: Path) -> None:
+    command = [sys.executable, "-c", MAIN, "rewards", "score", "--in", "-"]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    for at in range(3):
+        process.stdin.write(json.dumps(request_of("echo", f"0.{at}", f"r{at}")) + "\n")
+        process.stdin.flush()
+        verdict = json.loads(process.stdout.readline())  # the stream is still open
+        assert (verdict["id"], verdict["score"]) == (f"r{at}", at / 10)
+    process.stdin.write("{}\n")
+    process.stdin.close()
+    assert process.stdout.read() == ""
+    assert process.wait(30) == 4
+
+
+def test_bad_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("score", "--settings", "[1]")
+    assert "must be an object by plugin name" in capsys.readouterr().err

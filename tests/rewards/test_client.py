@@ -1,0 +1,140 @@
+"""The client against real servers: nothing mixed up, nothing lost, never an exception for one response."""
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_prorl.deadlines import Deadline
+from nemo_prorl.rewards.client import ClientOptions, RewardClient, _Waiting, take_verdict
+from tests.rewards.conftest import StartServer, request_of
+
+Steps = Callable[[RewardClient], Awaitable[None]]
+
+
+def with_client(tmp_path: Path, steps: Steps, options: ClientOptions | None = None) -> None:
+    async def main() -> None:
+        async with RewardClient(tmp_path / "endpoints", tmp_path / "token", options) as client:
+            await steps(client)
+
+    asyncio.run(main())
+
+
+def echoes(count: int, sleep_s: float = 0.0) -> list[dict[str, Any]]:
+    """Requests whose right score is their own number; several share an id, as samples of one prompt do."""
+    return [request_of("echo", str(at / count), f"prompt-{at // 4}", meta={"sleep_s": sleep_s}) for at in range(count)]
+
+
+def test_each_request_gets_its_own_verdict(plugins: Path, start_server: StartServer, tmp_path: Path) -> None:
+    start_server("echo", "--workers", "2")
+
+    async def steps(client: RewardClient) -> None:
+        requests = echoes(1000)
+        verdicts = await asyncio.gather(*(client.score(request, Deadline(60, "verdicts")) for request in requests))
+        assert [verdict["score"] for verdict in verdicts] == [at / 1000 for at in range(1000)]
+        assert [verdict["id"] for verdict in verdicts] == [request["id"] for request in requests]
+        assert "key" not in verdicts[0]
+        assert client.stats.posts <= 40
+        assert client.stats.retries == 0
+
+    with_client(tmp_path, steps)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_restarted_server_goes_unnoticed(
+    plugins: Path, start_server: StartServer, tmp_path: Path, how: signal.Signals
+) -> None:
+    first = start_server("echo")
+
+    async def steps(client: RewardClient) -> None:
+        requests = echoes(60, sleep_s=0.02)
+        judging = [asyncio.create_task(client.score(request, Deadline(60, "verdicts"))) for request in requests]
+        await asyncio.sleep(0.4)
+        assert not all(task.done() for task in judging)
+        first.process.send_signal(how)
+        await asyncio.to_thread(first.process.wait, 30)
+        await asyncio.to_thread(start_server, "echo")
+        more = [asyncio.create_task(client.score(request, Deadline(60, "verdicts"))) for request in requests]
+        for tasks in (judging, more):
+            verdicts = await asyncio.gather(*tasks)
+            assert [verdict["score"] for verdict in verdicts] == [at / 60 for at in range(60)]
+
+    with_client(tmp_path, steps)
+
+
+def test_load_is_spread_and_a_dead_server_is_avoided(plugins: Path, start_server: StartServer, tmp_path: Path) -> None:
+    first, second = start_server("echo", name="one"), start_server("echo", name="two")
+
+    async def steps(client: RewardClient) -> None:
+        requests = echoes(120, sleep_s=0.005)
+        verdicts = await asyncio.gather(*(client.score(request, Deadline(60, "verdicts")) for request in requests))
+        pids = {int(verdict["detail"].removeprefix("pid ")) for verdict in verdicts}
+        assert pids & first.workers
+        assert pids & second.workers
+        first.kill()  # its endpoint file still says that it is ready
+        verdicts = await asyncio.gather(*(client.score(request, Deadline(60, "verdicts")) for request in requests))
+        assert [verdict["score"] for verdict in verdicts] == [at / 120 for at in range(120)]
+        assert client.stats.connection_failures > 0
+
+    with_client(tmp_path, steps, ClientOptions(batch_size=16))
+
+
+def test_without_a_server_the_verdict_is_infrastructure_at_the_deadline(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret")
+
+    async def steps(client: RewardClient) -> None:
+        verdict = await client.score(request_of("echo", "1", "x"), Deadline(0.5, "a verdict"))
+        assert (verdict["id"], verdict["score"], verdict["failure"]) == ("x", None, "infrastructure")
+        assert "waited 0.5 s for a verdict" in verdict["detail"]
+        assert "no reward server is ready" in verdict["detail"]
+        verdict = await client.score({"id": "y"}, Deadline(5, "a verdict"))
+        assert (verdict["score"], verdict["failure"]) == (None, "infrastructure")
+        assert "field 'task' is missing" in verdict["detail"]
+
+    with_client(tmp_path, steps)
+
+
+def test_a_wrong_token_and_a_raising_plugin_are_infrastructure(
+    plugins: Path, start_server: StartServer, tmp_path: Path
+) -> None:
+    start_server("echo,odd")
+
+    async def steps(client: RewardClient) -> None:
+        verdict = await client.score(request_of("odd", "raise"), Deadline(60, "a verdict"))
+        assert verdict["detail"] == "plugin 'odd' raised RuntimeError: out of order"
+        assert (verdict["score"], verdict["failure"]) == (None, "infrastructure")
+        assert client.stats.retries == 2  # long before the deadline: raising again and again stalls no run
+        (tmp_path / "token").write_text("wrong")
+        verdict = await client.score(request_of("echo", "1"), Deadline(1, "a verdict"))
+        assert verdict["failure"] == "infrastructure"
+        assert "HTTP 401" in verdict["detail"]
+
+    with_client(tmp_path, steps)
+
+
+def test_a_verdict_that_is_not_the_requests_own_is_refused() -> None:
+    async def main() -> None:
+        def fresh() -> dict[int, _Waiting]:
+            future = asyncio.get_running_loop().create_future()
+            return {5: _Waiting(request_of("echo", "1", "mine"), Deadline(1, "x"), future)}
+
+        good = {"id": "mine", "score": 1.0, "correct": None, "parts": {}, "detail": "", "failure": None, "key": 5}
+        awaited = fresh()
+        future = awaited[5].future
+        take_verdict(dict(good), awaited)
+        assert future.result() == {key: value for key, value in good.items() if key != "key"}
+        with pytest.raises(ValueError, match="key 5, which is not awaited"):
+            take_verdict(dict(good), awaited)
+        for wrong in ({"key": 6}, {"id": "another's"}, {"key": None}):
+            awaited = fresh()
+            future = awaited[5].future
+            with pytest.raises(ValueError, match="the server"):
+                take_verdict({**good, **wrong}, awaited)
+            assert not future.done()
+        with pytest.raises(ValueError, match="is not one on request 'mine'"):
+            take_verdict({"key": 5, "id": "mine", "score": 1.0}, fresh())
+
+    asyncio.run(main())

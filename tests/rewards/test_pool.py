@@ -1,0 +1,170 @@
+"""Worker processes: timeouts, deaths, kills; every request gets exactly one verdict."""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_prorl.errors import RewardFailure
+from nemo_prorl.rewards.pool import PluginPool, PoolSpec, QueueFull
+from tests.rewards.conftest import is_alive, request_of
+
+Steps = Callable[[PluginPool], Awaitable[None]]
+
+
+def with_pool(steps: Steps, plugin: str = "odd", workers: int = 1, budget_s: float = 0.4, **more: Any) -> None:
+    """Runs `steps` with a started pool; no process may be left afterwards."""
+
+    async def main() -> None:
+        pool = PluginPool(PoolSpec(plugin, {}, workers, budget_s, **more))
+        await pool.start()
+        pids = {worker.process.pid for worker in pool.workers}
+        try:
+            async with asyncio.timeout(100):
+                await steps(pool)
+        finally:
+            pids |= {worker.process.pid for worker in pool.workers}
+            await pool.close()
+        assert not [pid for pid in pids if is_alive(pid)]
+
+    asyncio.run(main())
+
+
+async def judged(pool: PluginPool, response: str, **more: Any) -> dict[str, Any]:
+    return await pool.submit(request_of(pool.spec.plugin, response, **more))
+
+
+def test_a_plugin_that_raises_is_infrastructure_and_named(plugins: Path) -> None:
+    async def steps(pool: PluginPool) -> None:
+        verdict = await judged(pool, "raise")
+        assert (verdict["score"], verdict["failure"]) == (None, "infrastructure")
+        assert verdict["detail"] == "plugin 'odd' raised RuntimeError: out of order"
+        for word in ("two", "nan", "text", "true", "none", "memory"):
+            verdict = await judged(pool, word)
+            assert (verdict["score"], verdict["failure"]) == (None, "infrastructure"), word
+            assert "'odd'" in verdict["detail"]
+        assert (await judged(pool, "invalid"))["failure"] == "invalid"
+        assert pool.stats.workers_lost == 0
+        assert pool.stats.outcomes == {"infrastructure": 7, "invalid": 1}
+
+    with_pool(steps, memory_mb=512)
+
+
+@pytest.mark.parametrize("how", ["sleep", "spin"])
+def test_a_plugin_that_hangs_is_a_timeout_and_the_worker_is_replaced(plugins: Path, how: str) -> None:
+    async def steps(pool: PluginPool) -> None:
+        (before,) = (worker.process.pid for worker in pool.workers)
+        verdict = await judged(pool, how)
+        assert (verdict["score"], verdict["correct"], verdict["failure"]) == (0.0, False, "timeout")
+        assert (await judged(pool, "fine"))["score"] == 1.0
+        (after,) = (worker.process.pid for worker in pool.workers)
+        assert after != before
+        assert not is_alive(before)
+        assert pool.stats.workers_lost == 1
+
+    with_pool(steps)
+
+
+def test_requests_sent_along_with_a_hanging_one_are_judged(plugins: Path) -> None:
+    async def steps(pool: PluginPool) -> None:
+        words = ["fine"] * 6 + ["spin"] + ["fine"] * 30
+        verdicts = await asyncio.gather(*(judged(pool, word, name=str(at)) for at, word in enumerate(words)))
+        assert [verdict["id"] for verdict in verdicts] == [str(at) for at in range(len(words))]
+        assert [verdict["failure"] for verdict in verdicts] == [None] * 6 + ["timeout"] + [None] * 30
+
+    with_pool(steps)
+
+
+def test_a_request_whose_worker_dies_is_tried_once_more(plugins: Path, tmp_path: Path) -> None:
+    async def steps(pool: PluginPool) -> None:
+        verdict = await judged(pool, "die_once", meta={"flag": str(tmp_path / "flag")})
+        assert (verdict["score"], verdict["failure"]) == (1.0, None)
+        verdict = await judged(pool, "die")
+        assert (verdict["score"], verdict["failure"]) == (None, "infrastructure")
+        assert "plugin 'odd': worker died, twice" in verdict["detail"]
+        assert (await judged(pool, "fine"))["score"] == 1.0
+        assert pool.stats.workers_lost == 3
+
+    with_pool(steps)
+
+
+def test_every_request_is_answered_once_while_workers_are_killed(plugins: Path) -> None:
+    async def steps(pool: PluginPool) -> None:
+        chance = random.Random(1)
+        count, killed = 120, set()
+        futures = [
+            pool.submit(request_of("echo", str(at / count), name=str(at), meta={"sleep_s": 0.01}))
+            for at in range(count)
+        ]
+        for _ in range(3):  # with retries, so that a kill never meets the same request twice
+            await asyncio.sleep(0.15)
+            worker = chance.choice(sorted(pool.workers, key=lambda worker: worker.process.pid))
+            killed.add(worker.process.pid)
+            os.kill(worker.process.pid, signal.SIGKILL)
+        verdicts = await asyncio.gather(*futures)
+        assert [verdict["id"] for verdict in verdicts] == [str(at) for at in range(count)]
+        assert [verdict["score"] for verdict in verdicts] == [at / count for at in range(count)]
+        assert sum(pool.stats.outcomes.values()) == count
+        assert len(killed) == 3
+
+    with_pool(steps, "echo", workers=2, budget_s=10)
+
+
+def test_an_idle_worker_that_is_killed_is_replaced(plugins: Path) -> None:
+    async def steps(pool: PluginPool) -> None:
+        for _ in range(2):
+            (worker,) = pool.workers
+            os.kill(worker.process.pid, signal.SIGKILL)
+            while pool.workers == {worker} or not pool.workers:
+                await asyncio.sleep(0.02)
+        assert (await judged(pool, "0.25"))["score"] == 0.25
+
+    with_pool(steps, "echo", budget_s=10)
+
+
+def test_a_deadline_that_passes_is_infrastructure_not_zero(plugins: Path) -> None:
+    async def steps(pool: PluginPool) -> None:
+        slow = pool.submit(request_of("echo", "1", meta={"sleep_s": 0.5}))
+        late = await pool.submit(request_of("echo", "1", name="late"), timeout_s=0.1)
+        assert (late["id"], late["score"], late["failure"]) == ("late", None, "infrastructure")
+        assert "deadline of 0.1 s" in late["detail"]
+        assert (await slow)["score"] == 1.0
+
+    with_pool(steps, "echo", budget_s=10)
+
+
+def test_the_queue_is_bounded(plugins: Path) -> None:
+    async def steps(pool: PluginPool) -> None:
+        futures = [pool.submit(request_of("echo", "1", meta={"sleep_s": 0.05})) for _ in range(3)]
+        with pytest.raises(QueueFull, match="plugin 'echo'"):
+            pool.submit(request_of("echo", "1"))
+        assert [verdict["score"] for verdict in await asyncio.gather(*futures)] == [1.0] * 3
+        assert pool.room == 3
+
+    with_pool(steps, "echo", budget_s=10, max_queue=3)
+
+
+def test_what_waits_when_the_pool_closes_gets_a_verdict(plugins: Path) -> None:
+    async def main() -> None:
+        pool = PluginPool(PoolSpec("echo", {}, 1, 10.0))
+        await pool.start()
+        futures = [pool.submit(request_of("echo", "1", meta={"sleep_s": 30})) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        await pool.close()
+        for verdict in await asyncio.gather(*futures):
+            assert (verdict["score"], verdict["failure"]) == (None, "infrastructure")
+
+    asyncio.run(main())
+
+
+def test_a_plugin_that_cannot_start_is_an_error_that_names_it(broken_plugins: Path) -> None:
+    async def main() -> None:
+        with pytest.raises(RewardFailure, match=r"'broken' cannot start: .*misbehaving_missing_module"):
+            await PluginPool(PoolSpec("broken", {}, 1, 1.0)).start()
+
+    asyncio.run(main())

@@ -1,0 +1,130 @@
+"""The puzzles plugin: every data set's own answer scores 1 after a round trip through JSON."""
+
+import json
+from typing import Any
+
+import pytest
+from prorl_reward_puzzles.plugin import PuzzlesReward, last_answer, own_answer
+
+from nemo_prorl.rewards.interface import RewardRequest, judge
+
+# Their entries hold no solution, neither as `answer` nor in the metadata: the library's choice.
+WITHOUT_ANSWER = {"boxnet", "rush_hour"}
+
+
+@pytest.fixture(scope="module")
+def puzzles() -> PuzzlesReward:
+    plugin = PuzzlesReward()
+    plugin.prepare()
+    return plugin
+
+
+def entries(dataset: str, count: int, seed: int) -> list[dict[str, Any]]:
+    """Generated entries, as JSON gives them back."""
+    import reasoning_gym
+
+    options: dict[str, Any] = {}
+    if dataset == "composite":
+        from reasoning_gym.composite import DatasetSpec
+
+        options["datasets"] = [DatasetSpec(name, 1.0, {}) for name in ("chain_sum", "rearc")]
+    made = reasoning_gym.create_dataset(dataset, size=count, seed=seed, **options)
+    return [json.loads(json.dumps(made[index])) for index in range(count)]
+
+
+def verdict(plugin: PuzzlesReward, dataset: str, entry: Any, response: str) -> dict[str, Any]:
+    truth = {"dataset": dataset, "entry": entry}
+    return judge(plugin, RewardRequest("x", "puzzles", "?", truth, response))
+
+
+def own_scores(plugin: PuzzlesReward, dataset: str, count: int, seed: int) -> list[Any]:
+    scores = []
+    for entry in entries(dataset, count, seed):
+        source = entry["metadata"]["source_dataset"] if dataset == "composite" else dataset
+        response = f"<think>hm</think>So: <answer>{own_answer(source, entry)}</answer>"
+        found = verdict(plugin, dataset, entry, response)
+        scores.append((found["score"], found["correct"], found["failure"]))
+    return scores
+
+
+def all_datasets() -> list[str]:
+    from reasoning_gym.factory import DATASETS
+
+    return sorted(DATASETS)
+
+
+def check_own_answers(plugin: PuzzlesReward, count: int, seed: int) -> None:
+    names = all_datasets()
+    assert len(names) == 106
+    scores = {name: own_scores(plugin, name, count, seed) for name in names if name not in WITHOUT_ANSWER}
+    wrong = {name: found for name, found in scores.items() if set(found) != {(1.0, True, None)}}
+    assert wrong == {}
+
+
+def test_the_own_answer_of_every_data_set_scores_one(puzzles: PuzzlesReward) -> None:
+    check_own_answers(puzzles, count=1, seed=3)
+
+
+@pytest.mark.slow
+def test_many_own_answers_of_every_data_set_score_one(puzzles: PuzzlesReward) -> None:
+    check_own_answers(puzzles, count=8, seed=20)
+
+
+def test_the_two_data_sets_without_an_answer_really_have_none() -> None:
+    for name in sorted(WITHOUT_ANSWER):
+        (entry,) = entries(name, 1, 3)
+        assert own_answer(name, entry) is None
+
+
+def test_wrong_partial_and_malformed_answers(puzzles: PuzzlesReward) -> None:
+    (entry,) = entries("chain_sum", 1, 5)
+    right = entry["answer"]
+    assert verdict(puzzles, "chain_sum", entry, f"<answer>{right}</answer>")["score"] == 1.0
+    wrong = verdict(puzzles, "chain_sum", entry, f"<answer>{int(right) + 1}</answer>")
+    assert (wrong["score"], wrong["correct"], wrong["failure"]) == (0.0, False, None)
+    partial = verdict(puzzles, "chain_sum", entry, f"<answer>{right} or so</answer>")
+    assert 0.0 < partial["score"] < 1.0
+    assert partial["correct"] is False
+    for response in (right, "<answer>", "<think><answer>" + right + "</answer>", ""):
+        assert verdict(puzzles, "chain_sum", entry, response)["score"] == 0.0
+    (entry,) = entries("prime_factorization", 1, 5)  # its scorer raises where it reads no number
+    raised = verdict(puzzles, "prime_factorization", entry, "<answer>two times three</answer>")
+    assert (raised["score"], raised["correct"], raised["failure"]) == (0.0, False, "invalid")
+    assert "ValueError" in raised["detail"]
+
+
+def test_an_entry_that_cannot_be_scored_is_no_fault_of_the_answer(puzzles: PuzzlesReward) -> None:
+    (entry,) = entries("tower_of_hanoi", 1, 5)
+    del entry["metadata"]["num_disks"]
+    found = verdict(puzzles, "tower_of_hanoi", entry, "<answer>Move disk 1 from Peg 1 to Peg 3</answer>")
+    assert (found["score"], found["failure"]) == (None, "infrastructure")
+    assert "the entry of 'tower_of_hanoi' cannot be scored: KeyError: 'num_disks'" in found["detail"]
+
+
+@pytest.mark.parametrize(
+    ("truth", "says"),
+    [
+        ({}, r"truth\.dataset"),
+        ({"dataset": "chain_sum"}, r"truth\.entry"),
+        ({"dataset": "chain_sum", "entry": {"question": "", "answer": ""}}, r"truth\.entry"),
+        ({"dataset": "chain_sum", "entry": {"question": "", "answer": "", "metadata": []}}, r"truth\.entry\.metadata"),
+    ],
+)
+def test_a_wrong_truth_names_its_field(puzzles: PuzzlesReward, truth: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        puzzles.validate_truth(truth)
+
+
+def test_an_unknown_data_set_lists_the_known(puzzles: PuzzlesReward) -> None:
+    entry = {"question": "", "answer": "1", "metadata": {}}
+    found = verdict(puzzles, "chain_sums", entry, "<answer>1</answer>")
+    assert found["failure"] == "infrastructure"
+    assert "'chain_sums'; reasoning-gym knows ab, acre" in found["detail"]
+
+
+def test_the_last_answer_counts() -> None:
+    assert last_answer("<answer>1</answer> no, <answer> 2\n</answer>") == "2"
+    assert last_answer("<answer>1</answer><answer>2") == "1"
+    assert last_answer("<answer><answer>3</answer>") == "3"
+    assert last_answer("</answer>3<answer>") is None
+    assert last_answer("<answer>" * 50_000) is None

@@ -1,0 +1,156 @@
+"""The real server process: token, forms of a request, back-pressure, and its end in every way."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from tests.rewards.conftest import ROOT, RunningServer, StartServer, is_alive, request_of, wait_gone
+
+
+def http(server: RunningServer, path: str, body: Any = None, token: str | None = "secret") -> tuple[int, Any]:
+    """Status and body (parsed where it is JSON) of one call."""
+    data = None if body is None else (body if isinstance(body, bytes) else json.dumps(body).encode())
+    call = urllib.request.Request(server.url + path, data)
+    if token is not None:
+        call.add_header("Authorization", f"Bearer {token}")
+    try:
+        with urllib.request.urlopen(call, timeout=60) as response:
+            status, text = response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        status, text = error.code, error.read().decode()
+    try:
+        return status, json.loads(text)
+    except ValueError:
+        return status, text
+
+
+def test_the_server_end_to_end(plugins: Path, start_server: StartServer) -> None:
+    server = start_server("echo,odd", "--max-queue", "50")
+    assert server.url.startswith("http://127.0.0.1:")
+
+    # The token is asked for; health is open and says nothing else.
+    for token in (None, "", "wrong", "secre"):
+        assert http(server, "/v1/score", [request_of("echo", "1")], token)[0] == 401
+        assert http(server, "/metrics", token=token)[0] == 401
+    assert http(server, "/v1/health", token=None) == (200, {"status": "ready"})
+
+    # One request, or a list in its order; an unknown task does not spoil the rest.
+    status, verdict = http(server, "/v1/score", request_of("echo", "0.5"))
+    assert (status, verdict["score"], verdict["id"]) == (200, 0.5, "r")
+    bodies = [request_of("echo", "0.25", "a"), request_of("none", "1", "b"), request_of("odd", "invalid", "c")]
+    status, verdicts = http(server, "/v1/score", bodies)
+    assert (status, [v["id"] for v in verdicts], [v["score"] for v in verdicts]) == (
+        200,
+        ["a", "b", "c"],
+        [0.25, None, 0],
+    )
+    assert verdicts[1]["detail"] == "no reward plugin in use judges task 'none'; in use: echo, odd"
+    assert http(server, "/v1/score", []) == (200, [])
+    assert http(server, "/v1/score", request_of("echo", "1", "\ud800"))[1]["id"] == "\ud800"
+
+    # A bad request is refused, naming the request and the field.
+    broken = {key: value for key, value in request_of("echo", "1").items() if key != "truth"}
+    status, error = http(server, "/v1/score", [request_of("echo", "1"), broken])
+    assert (status, error["error"]) == (400, "request 1: field 'truth' is missing; it must be an object")
+    assert http(server, "/v1/score", b"{")[0] == 400
+
+    # A full queue pushes back, and judges what comes later.
+    assert http(server, "/v1/score", [request_of("echo", "1")] * 51)[0] == 429
+    assert http(server, "/v1/score", [request_of("echo", "1")] * 50)[0] == 200
+
+    status, text = http(server, "/metrics")
+    assert 'prorl_reward_verdicts_total{outcome="invalid",plugin="odd"} 1.0' in text
+    assert 'prorl_reward_verdicts_total{outcome="judged",plugin="echo"} 53.0' in text
+    assert 'prorl_reward_seconds_count{plugin="echo"} 53.0' in text
+    assert 'prorl_reward_workers{plugin="echo"} 1.0' in text
+
+
+def test_verdicts_stream_as_they_are_known(plugins: Path, start_server: StartServer) -> None:
+    server = start_server("echo", "--workers", "2")
+
+    async def main() -> list[dict[str, Any]]:
+        body = [{**request_of("echo", "1", "slow", meta={"sleep_s": 1.0}), "key": 7}]
+        body += [{**request_of("echo", "0.5", f"fast{key}"), "key": key} for key in (8, 9)]
+        headers = {"Authorization": "Bearer secret", "Accept": "application/x-ndjson"}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{server.url}/v1/score", json=body, headers=headers) as response,
+        ):
+            return [json.loads(line) async for line in response.content]
+
+    lines = asyncio.run(main())
+    assert {line["key"]: line["id"] for line in lines} == {7: "slow", 8: "fast8", 9: "fast9"}
+    assert lines[-1]["key"] == 7  # the fast ones did not wait for it
+
+
+def test_sigterm_finishes_what_was_begun(plugins: Path, start_server: StartServer) -> None:
+    server = start_server("echo")
+    workers = server.workers
+
+    async def main() -> dict[str, Any]:
+        async with aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as session:
+            body = request_of("echo", "1", meta={"sleep_s": 1.5})
+            call = asyncio.ensure_future(session.post(f"{server.url}/v1/score", json=body))
+            await asyncio.sleep(0.5)
+            server.process.send_signal(signal.SIGTERM)
+            async with await call as response:
+                verdict: dict[str, Any] = await response.json()
+                return verdict
+
+    assert asyncio.run(main())["score"] == 1.0
+    assert server.process.wait(20) == 0
+    wait_gone(workers, "the workers")
+    assert json.loads(server.endpoint_file.read_text())["state"] == "stopped"
+
+
+def test_no_process_is_left_when_the_server_is_killed(plugins: Path, start_server: StartServer) -> None:
+    server = start_server("echo,odd", "--workers", "4")
+    workers = server.workers
+    assert len(workers) == 4
+    assert all(map(is_alive, workers))
+    call = urllib.request.Request(
+        f"{server.url}/v1/score",
+        json.dumps([request_of("echo", "1", meta={"sleep_s": 60})]).encode(),
+        {"Authorization": "Bearer secret", "Accept": "application/x-ndjson"},
+    )
+    with urllib.request.urlopen(call, timeout=60):  # one of them is in the middle of a request
+        server.kill()
+    wait_gone(workers, "the workers of a killed server")
+
+
+def test_the_server_ends_with_its_parent(plugins: Path, start_server: StartServer) -> None:
+    parent = subprocess.Popen(["sleep", "60"])
+    server = start_server("echo", "--parent-pid", str(parent.pid))
+    workers = server.workers
+    parent.kill()
+    parent.wait()
+    assert server.process.wait(20) == 0
+    wait_gone(workers, "the workers")
+
+
+def test_wrong_use_is_said_before_anything_starts(plugins: Path, tmp_path: Path) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "nemo_prorl.rewards.server", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+    token = tmp_path / "token"
+    missing = run("--tasks", "echo", "--token-file", str(token))
+    assert missing.returncode == 2
+    assert str(token) in missing.stderr
+    token.write_text("secret")
+    os.chmod(token, 0o600)
+    unknown = run("--tasks", "ecco", "--token-file", str(token))
+    assert unknown.returncode == 2
+    assert "no reward plugin judges task 'ecco'; known: echo" in unknown.stderr
+    setting = run("--tasks", "echo", "--token-file", str(token), "--settings", '{"echo": {"speed": 1}}')
+    assert setting.returncode == 2
+    assert "rewards.plugins.echo.speed=1: unknown setting" in setting.stderr

@@ -6,7 +6,6 @@ and a wrong configuration answer within two seconds.
 """
 
 import argparse
-import importlib.util
 import logging
 import sys
 from collections.abc import Callable
@@ -75,11 +74,10 @@ def _parser() -> argparse.ArgumentParser:
     export_hf.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
     export_hf.add_argument("out", metavar="OUT", type=Path)
 
-    if importlib.util.find_spec("nemo_prorl.rewards.cli"):
-        from nemo_prorl.rewards import cli as rewards_cli
+    from nemo_prorl.rewards import cli as rewards_cli
 
-        rewards_cli.add_parser(commands)
-        commands.choices["rewards"].set_defaults(run_command=rewards_cli.run)
+    rewards_cli.add_parser(commands)
+    commands.choices["rewards"].set_defaults(run_command=rewards_cli.run)
     return parser
 
 

@@ -1,0 +1,135 @@
+"""The `prorl` command from outside: exit codes, what goes where, and what it says."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from omegaconf import DictConfig
+
+import nemo_prorl.launcher
+from nemo_prorl import cli, errors, overview, settings
+
+Prorl = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_help_lists_the_commands(prorl: Prorl) -> None:
+    told = prorl("--help")
+    assert told.returncode == 0
+    for command in ("train", "warmup", "plan", "status", "import-hf", "export-hf", "rewards"):
+        assert f"    {command}" in told.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "trainer.grpo.nope=1"], "trainer.grpo.nope"),
+        (["train", "--config", "gone.yaml"], "gone.yaml"),
+        (["train", "--bogus"], "--bogus"),
+        (["status", "run", "extra"], "extra"),
+        (["bogus"], "invalid choice: 'bogus'"),
+        ([], "COMMAND"),
+        (["status", "nothing"], "nothing holds no run"),
+        (["warmup", "trainer.warmup.steps=0"], "trainer.warmup.steps=0"),
+        (["plan", "cluster=h100"], "h100_4x8"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_use_exits_2_with_a_message_and_no_traceback(prorl: Prorl, arguments: list[str], said: str) -> None:
+    told = prorl(*arguments)
+    assert told.returncode == 2
+    assert said in told.stderr
+    assert "Traceback" not in told.stderr
+    assert told.stdout == ""
+
+
+def test_dry_run_prints_the_resolved_configuration_and_starts_nothing(prorl: Prorl, tmp_path: Path) -> None:
+    told = prorl("train", "seed=3", "--dry-run", "trainer.grpo.max_steps=6", "stage=run6")
+    assert told.returncode == 0
+    cfg = yaml.safe_load(told.stdout)
+    assert (cfg["seed"], cfg["trainer"]["grpo"]["max_steps"], cfg["stage"]) == (3, 6, "run6")
+    assert "${" not in told.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_dry_run_s_output_is_a_configuration_file(prorl: Prorl, tmp_path: Path) -> None:
+    first = prorl("train", "seed=3", "--dry-run").stdout
+    (tmp_path / "mine.yaml").write_text(first)
+    assert prorl("train", "--dry-run", "--config", "mine.yaml").stdout == first
+
+
+def test_train_hands_the_configuration_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the launcher gets and how its exit code comes back; the real launcher runs in the tests of whole runs."""
+    got: dict[str, object] = {}
+
+    def run(cfg: DictConfig, text: str) -> int:
+        got.update(steps=cfg.trainer.grpo.max_steps, read=yaml.safe_load(text)["trainer"]["grpo"]["max_steps"])
+        return 75
+
+    monkeypatch.setattr(nemo_prorl.launcher, "run", run)
+    assert cli.main(["train", "trainer.grpo.max_steps=6"]) == 75
+    assert got == {"steps": 6, "read": 6}
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.ConfigError("x is wrong"), 2),
+        (errors.UnfitMachine("x is wrong"), 3),
+        (errors.DataError("x is wrong"), 4),
+        (errors.StoppedCleanly("x is wrong"), 75),
+        (errors.EngineFailure("x is wrong"), 1),
+        (KeyboardInterrupt(), 1),
+        (None, 0),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_each_error_has_its_exit_code(
+    error: BaseException | None, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(cfg: DictConfig, text: str) -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(nemo_prorl.launcher, "run", run)
+    assert cli.main(["train"]) == code
+    assert ("x is wrong" in caplog.text) == isinstance(error, errors.ProrlError)
+
+
+def test_plan_shows_the_run_as_it_is_resolved(prorl: Prorl) -> None:
+    told = prorl(
+        "plan", "trainer.grpo.samples_per_prompt=32", "trainer.devices=2", "model.pipeline_model_parallel_size=2"
+    )
+    assert told.returncode == 0
+    assert "x 32 = 1536 responses, 4 updates of 384" in told.stdout
+    assert "TP 1 x PP 2 x DP 1" in told.stdout
+
+
+def test_plan_counts_the_layers_parameters() -> None:
+    """DeepSeek-R1-Distill-Qwen-1.5B has 1,777,088,000 parameters; 466,747,392 of them are the two vocabularies."""
+    shape = SimpleNamespace(
+        num_layers=28, hidden_size=1536, num_attention_heads=12, num_query_groups=2, ffn_hidden_size=8960
+    )
+    assert overview._millions(shape) == pytest.approx(1777.088 - 466.747, rel=1e-3)  # type: ignore[arg-type]
+
+
+def test_status_reads_the_files_of_a_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step-000020").mkdir(parents=True)
+    (run / "config.yaml").write_text(settings.resolved_yaml(settings.load(["trainer.grpo.max_steps=40"])))
+    lines = [{"step": 1, "kl": 0.0}, {"step": 23, "kl": 0.00123456789, "reward/math": 0.5}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 24, "k')
+    text = overview.status(run)
+    assert "23 of 40\n" in text
+    assert "step-000020" in text
+    assert "0.00123457" in text
+    (run / "summary.json").write_text(json.dumps({"finished": True}))
+    assert "23 of 40, finished" in overview.status(run)

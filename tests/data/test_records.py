@@ -19,7 +19,7 @@ GOOD: dict[str, Any] = {
     "source": "s",
     "meta": {"k": 1},
 }
-ENTRY = {"question": "q", "answer": None, "metadata": {}}
+ENTRY: dict[str, Any] = {"question": "q", "answer": None, "metadata": {}}
 GOOD_TRUTHS: list[tuple[str, dict[str, Any]]] = [
     ("math", {"answer": "\\frac{3}{7}"}),
     ("math", {"answer": ["1", "2"], "tolerance": 0, "unit": "m"}),

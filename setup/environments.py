@@ -306,10 +306,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Create or update .venv/train and .venv/rollout.")
     parser.add_argument("--train-lock", type=Path, default=ROOT / "setup" / "train.lock")
     parser.add_argument("--rollout-lock", type=Path, default=ROOT / "setup" / "rollout.lock")
+    parser.add_argument("--only", choices=["train", "rollout"], help="one of the two environments")
     parser.add_argument("--torch-index", default="", help="package index that has the torch build to install")
     arguments = parser.parse_args()
     try:
-        todo = [e for e in environments(arguments) if e.stamp(arguments.torch_index) != e.stamped()]
+        wanted = [e for e in environments(arguments) if arguments.only in (None, e.name)]
+        todo = [e for e in wanted if e.stamp(arguments.torch_index) != e.stamped()]
         if not todo:
             return 0
         VENVS.mkdir(exist_ok=True)

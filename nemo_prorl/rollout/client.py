@@ -112,7 +112,7 @@ class EngineClient:
                     if done := "done" in value:
                         break
                     yield self._checked(value, len(seeds))
-        except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError, TypeError) as error:
             if isinstance(error, EngineFailure | EngineRefused):
                 raise
             raise EngineFailure(f"{self.url}: {type(error).__name__}: {error}") from error
@@ -147,7 +147,7 @@ class EngineClient:
                 await self._raise_for_status(reply)
                 answer: dict[str, Any] = await reply.json()
                 return answer
-        except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError, TypeError) as error:
             if isinstance(error, EngineFailure | EngineRefused):
                 raise
             raise EngineFailure(f"{self.url}{path}: {type(error).__name__}: {error}") from error
@@ -156,7 +156,8 @@ class EngineClient:
         if reply.status == 200:
             return
         text = (await reply.text())[:500]
-        wrong = 400 <= reply.status < 500 and reply.status != 409  # 409: busy, or other weights; both pass
+        # 409: busy, or other weights; both pass.  404, 405: no engine at all, a dead one's port was taken over.
+        wrong = 400 <= reply.status < 500 and reply.status not in (404, 405, 409)
         raise (EngineRefused if wrong else EngineFailure)(f"{reply.url}: HTTP {reply.status}: {text}")
 
 

@@ -91,6 +91,11 @@ async def an_error_line(fake: Fake, body: dict[str, Any], reply: web.StreamRespo
     return False
 
 
+async def nonsense(fake: Fake, body: dict[str, Any], reply: web.StreamResponse) -> bool:
+    await reply.write(b'{"index": 0, "text": "hello"}\n')
+    return False
+
+
 async def other_version(fake: Fake, body: dict[str, Any], reply: web.StreamResponse) -> bool:
     fake.version -= 1
     return True
@@ -113,7 +118,7 @@ def tokens(responses: list[Response]) -> list[list[int]]:
     return [response.token_ids for response in responses]
 
 
-@pytest.mark.parametrize("fault", [cut_after_two, an_error_line, 500, 503, 409])
+@pytest.mark.parametrize("fault", [cut_after_two, an_error_line, nonsense, 500, 503, 409, 404])
 def test_only_the_missing_responses_are_asked_for_again(tmp_path: Path, fault: Fault | int) -> None:
     async def work(folder: Path) -> None:
         fake = await Fake(folder, 0, (fault,)).start()

@@ -6,6 +6,7 @@ A per-token value at position t belongs to the token at t; it is 0 outside the r
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -139,4 +140,4 @@ class JudgedGroups:
         groups, samples = self.valid_GN.shape
         updates = max(1, min(updates, groups))
         bounds = [groups * k // updates * samples for k in range(updates + 1)]
-        return [torch.arange(low + rank, high, size) for low, high in zip(bounds, bounds[1:], strict=False)]
+        return [torch.arange(low + rank, high, size) for low, high in pairwise(bounds)]

@@ -37,9 +37,6 @@ class Metrics:
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
-    def get(self, key: str) -> float | None:
-        return self[key] if key in self else None
-
     def as_json(self) -> dict[str, Any]:
         """One line of metrics.jsonl; a number that is not finite is null."""
         numbers = {key: self[key] for key in sorted(self._values)}

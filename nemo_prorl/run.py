@@ -1,6 +1,6 @@
 """The composition root of a trainer rank: builds policy, rollouts, resets and records, and runs the training loop.
 
-    python -m nemo_prorl.run RUN_DIR        started by the node supervisor, once for each rank
+python -m nemo_prorl.run RUN_DIR        started by the node supervisor, once for each rank
 """
 
 import logging
@@ -10,14 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
 
 from nemo_prorl import __version__
 from nemo_prorl.algorithms.losses import LossConfig
@@ -25,7 +23,6 @@ from nemo_prorl.config import Config
 from nemo_prorl.data.blend import Blend, load_sources
 from nemo_prorl.data.generators import warmup_target
 from nemo_prorl.data.render import PromptRenderer
-from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import CheckpointError, ProrlError, StoppedCleanly
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.recipe.base_model import base_folder, initial_model
@@ -162,10 +159,10 @@ class Run:
                 box = [(None, error)]
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(box, 0)
-        value, error = box[0]
-        if error is not None:
-            raise error
-        return value
+        value, failure = box[0]
+        if failure is not None:
+            raise failure
+        return value  # type: ignore[no-any-return]
 
     @contextmanager
     def phase(self, name: str, metrics: Metrics) -> Iterator[None]:
@@ -377,7 +374,8 @@ def main(argv: list[str] | None = None) -> int:
         train(run)
         run.finish()
     except StoppedCleanly as stopped:
-        run.rank == 0 and run.journal.append("stop", run.step, reason=str(stopped))
+        if run.rank == 0:
+            run.journal.append("stop", run.step, reason=str(stopped))
         _log.warning("%s", stopped)
         return stopped.exit_code
     except ProrlError as error:

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from nemo_prorl.config import Config
@@ -31,15 +32,19 @@ class Services:
         seconds = cfg.trainer.deadlines.startup_s
         for pattern, count in (("rewards-*.json", 1), ("engine-*.json", cfg.rollout.engines)):
             what = f"{count} x {endpoints / pattern} (trainer.deadlines.startup_s); see {run_dir / 'logs'}"
-            Deadline(seconds, what).wait_until(lambda p=pattern, n=count: len(list(endpoints.glob(p))) >= n)
+            Deadline(seconds, what).wait_until(partial(_are_there, endpoints, pattern, count))
         engines = EnginePool(endpoints, read_token(token_file), cfg.rollout.engines)
         settings = RolloutSettings.from_config(cfg, (renderer.eos_id,))
         return cls(Rollouts(engines, RewardClient(endpoints, token_file), prompts, renderer.decode, settings))
 
 
+def _are_there(folder: Path, pattern: str, count: int) -> bool:
+    return len(list(folder.glob(pattern))) >= count
+
+
 def die_with_parent() -> None:
-    """This process is killed when its parent ends, however that happens (Linux)."""
-    parent = os.getppid()
+    """This process is killed when the supervisor that started it ends, however that happens (Linux)."""
+    parent = int(os.environ.get("PRORL_SUPERVISOR_PID", os.getppid()))
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # it ended before the line above
         os._exit(1)

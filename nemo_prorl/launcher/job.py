@@ -15,11 +15,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, cast
 
 from omegaconf import DictConfig
 
 import nemo_prorl
+from nemo_prorl.config import Config
 from nemo_prorl.errors import ConfigError, UnfitMachine
 from nemo_prorl.launcher.processes import Child, MergedLog, stop_all
 from nemo_prorl.launcher.progress import Progress
@@ -206,7 +207,7 @@ class Node:
 
         cfg, rollout = self.cfg, self.cfg.rollout
         options = {
-            "model": initial_model(cfg, self.dir),
+            "model": initial_model(cast(Config, cfg), self.dir),
             "token-file": self.endpoints / "token",
             "weights-dir": weights,
             "endpoint-file": self.endpoints / f"engine-{index}.json",
@@ -235,6 +236,7 @@ class Node:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),
             "TORCHELASTIC_RUN_ID": "prorl",
+            "PRORL_SUPERVISOR_PID": str(os.getpid()),
             "OMP_NUM_THREADS": threads,
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
@@ -261,4 +263,4 @@ def _free_port() -> int:
         return port
 
 
-__all__ = ["IO", "Node", "prepare", "run", "warmup"]
+__all__ = ["Node", "prepare", "run", "warmup"]

@@ -1,6 +1,5 @@
 """Child processes of the node supervisor: started with logs, watched, restarted, and never left behind."""
 
-import ctypes
 import logging
 import os
 import signal
@@ -15,9 +14,6 @@ from pathlib import Path
 from nemo_prorl.errors import ProrlError
 
 _log = logging.getLogger(__name__)
-
-_PR_SET_PDEATHSIG = 1
-_prctl = ctypes.CDLL(None).prctl
 
 
 class ProcessFailed(ProrlError, RuntimeError):
@@ -54,7 +50,7 @@ class Child:
     _restart_at: float = 0.0
 
     def start(self) -> None:
-        """Starts the process in a session of its own; it is killed when this one ends.  Call it on the main thread."""
+        """Starts the process in a session of its own.  Each of our programs ends by itself when this process does."""
         if self.endpoint is not None:
             self.endpoint.unlink(missing_ok=True)
         self.process = subprocess.Popen(
@@ -66,7 +62,6 @@ class Child:
             text=True,
             errors="replace",
             start_new_session=True,
-            preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
         )
         threading.Thread(target=self._copy_output, args=(self.process,), daemon=True, name=f"log {self.name}").start()
 
@@ -116,7 +111,7 @@ class Child:
 
 
 def stop_all(children: Sequence[Child], seconds: float) -> None:
-    """SIGTERM to all, SIGKILL to the groups of those that are still there after `seconds`; returns when all are gone."""
+    """SIGTERM to all, SIGKILL to the groups of those still there after `seconds`; returns when all are gone."""
     for child in children:
         child.signal(signal.SIGTERM)
     end = time.monotonic() + seconds

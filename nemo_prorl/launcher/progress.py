@@ -70,7 +70,8 @@ class Progress:
         self._print(
             f"{m['step']:4d}/{self._total:<4d} {_number(m.get('reward/all'), '6.3f')}"
             f"  {'' if heldout is None else format(heldout, '.3f'):>8} {_number(m.get('kl'), '8.1e')}"
-            f" {_number(m.get('entropy'), '7.3f')} {m.get('rollout/groups') or 0:4.0f}/{m.get('rollout/drawn') or 0:<4.0f}"
+            f" {_number(m.get('entropy'), '7.3f')}"
+            f" {m.get('rollout/groups') or 0:4.0f}/{m.get('rollout/drawn') or 0:<4.0f}"
             f"{_number(m.get('time/rollout/tokens_per_s'), '8.0f')} {seconds:8.2f}  {shares}"
         )
         self._status = f"step {m['step'] + 1} of {self._total}"

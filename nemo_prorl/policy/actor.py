@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -68,7 +69,9 @@ class Actor:
     Every method that computes is a collective: all ranks call it, each with the rows of its data rank.
     """
 
-    def __init__(self, model: ActorModel, optimizer: Any, temperature: float, hf_config: dict, chunk_tokens: int) -> None:
+    def __init__(
+        self, model: ActorModel, optimizer: Any, temperature: float, hf_config: dict, chunk_tokens: int
+    ) -> None:
         self.model, self.optimizer, self.temperature, self.chunk_tokens = model, optimizer, temperature, chunk_tokens
         self.hf_config = hf_config
         self.shape = Shape.of(hf_config, int(model.cfg.override_vocab_size))
@@ -90,6 +93,9 @@ class Actor:
     @property
     def mcore_optimizer(self) -> Any:
         return self.optimizer.mcore_optimizer
+
+    def _leaf_optimizers(self) -> list[Any]:
+        return getattr(self.mcore_optimizer, "chained_optimizers", None) or [self.mcore_optimizer]
 
     def _device(self) -> torch.device:
         return next(self.module.parameters()).device
@@ -157,8 +163,10 @@ class Actor:
 
         return hidden_BTH, at_last_stage
 
-    def _run(self, batch: Batch, finish: Callable[[Batch, Tensor], Any], forward_only: bool) -> tuple[list, list[Tensor]]:
-        """Runs Megatron's schedule over the batch: (what `finish` gave on the last stage, row numbers) by micro-batch."""
+    def _run(
+        self, batch: Batch, finish: Callable[[Batch, Tensor], Any], forward_only: bool
+    ) -> tuple[list, list[Tensor]]:
+        """Runs Megatron's schedule: what `finish` gave on the last stage, and row numbers, by micro-batch."""
         tp = self._tp_size if self.module.config.sequence_parallel else 1
         parts = batch.micro_batches(self.micro_batch_size, multiple_of=tp, same_shape=self._pp_size > 1)
         device = self._device()
@@ -209,8 +217,10 @@ class Actor:
 
     # --- updates ---------------------------------------------------------------------------------------------------
 
-    def gradients(self, batch: Batch, loss: LossFunction, denominator: float, temperature: float, with_entropy: bool = False) -> dict:
-        """Leaves the gradient of `loss` over all data ranks' rows in the optimizer's buffers; returns the sums of `loss`.
+    def gradients(
+        self, batch: Batch, loss: LossFunction, denominator: float, temperature: float, with_entropy: bool = False
+    ) -> dict:
+        """Leaves the gradient of `loss` over all data ranks' rows in the optimizer's buffers; returns its sums.
 
         `denominator` is global.  Megatron's schedule divides a loss by the number of micro-batches and data
         parallelism averages over its ranks: both are undone here, so that only `denominator` divides.
@@ -235,7 +245,14 @@ class Actor:
             sums = box[0]
         return self.reduce_sums(sums)
 
-    def update(self, batch: Batch, loss: LossFunction, denominator: float, temperature: float | None = None, with_entropy: bool = False) -> dict[str, float]:
+    def update(
+        self,
+        batch: Batch,
+        loss: LossFunction,
+        denominator: float,
+        temperature: float | None = None,
+        with_entropy: bool = False,
+    ) -> dict[str, float]:
         """One optimizer step on this data rank's rows; returns the sums that `loss` reports, and `grad_norm`.
 
         Raises NonFiniteUpdate, with weights and optimizer as they were, if the loss or the gradient is not finite.
@@ -251,14 +268,15 @@ class Actor:
                 f"the update has loss {sums['loss']}, gradient norm {grad_norm} and {nonfinite:.0f} log-probabilities"
                 " that are not finite; it was not made"
             )
-        if optimizer.config.clip_grad > 0:
-            optimizer.clip_grad_norm(optimizer.config.clip_grad)
+        for leaf in self._leaf_optimizers():
+            if leaf.config.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(leaf.get_parameters(), leaf.config.clip_grad, grad_norm)
         optimizer.step_with_ready_grads()
         return {**sums, "grad_norm": grad_norm}
 
     def reset_optimizer(self) -> None:
         """Moments and step count anew; master weights stay as they are (the recipe's hard reset)."""
-        for optimizer in getattr(self.mcore_optimizer, "chained_optimizers", [self.mcore_optimizer]):
+        for optimizer in self._leaf_optimizers():
             optimizer.optimizer.state.clear()
             for group in optimizer.optimizer.param_groups:
                 group.pop("step", None)  # Transformer Engine counts there
@@ -279,37 +297,52 @@ class Actor:
             rule = rule_of(name, offset, self.shape.tied)
             local = rule.to_local([folder.tensor(h) for h in rule.hf], self.shape, tp_rank, self._tp_size)
             if local.shape != param.shape:
-                raise ValueError(f"{folder.path}: {name} would be {tuple(local.shape)}, the model has {tuple(param.shape)}")
+                raise ValueError(
+                    f"{folder.path}: {name} would be {tuple(local.shape)}, the model has {tuple(param.shape)}"
+                )
             param.data.copy_(local)
         self.mcore_optimizer.reload_model_params()
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) of the weights in use, on every rank, in the model's dtype.  A collective."""
-        tp_group = parallel_state.get_tensor_model_parallel_group()
-        for stage, name, shape, dtype in self._parameters_of_all_stages():
-            mine = stage == parallel_state.get_pipeline_model_parallel_rank()
-            param = dict(self.module.named_parameters())[name].data if mine else None
+        """(Hugging Face name, whole tensor) of the weights in use, on every rank, in their dtype.  A collective."""
+        return self._whole({name: p.data for name, p in self.module.named_parameters()})
+
+    def export_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole gradient) of what `gradients` left, float32, on every rank.  A collective."""
+        (optimizer,), group = self._leaf_optimizers(), parallel_state.get_data_parallel_group()
+        found = {}
+        for name, p in self.module.named_parameters():
+            whole = torch.zeros(p.numel(), dtype=torch.float32, device=p.device)
+            if p in optimizer.model_param_gbuf_map:
+                place = optimizer._get_model_param_range_map(p)["param"]  # the part that this data rank has reduced
+                whole[place.start : place.end] = p.main_grad.reshape(-1)[place.start : place.end]
+            dist.all_reduce(whole, group=group)
+            found[name] = whole.reshape(p.shape)
+        return self._whole(found)
+
+    def _whole(self, local: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Gathers tensors that are cut as the parameters of these names are, under their Hugging Face names."""
+        tp_group, own_stage = (
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+        )
+        for stage, name in self._parameters_of_all_stages():
             rule = rule_of(name, self._layer_offsets[stage], self.shape.tied)
-            if mine:
-                assert param is not None
-                shards = [torch.empty_like(param) for _ in range(self._tp_size)]
-                if rule.cut is None or self._tp_size == 1:
-                    shards = [param]
-                else:
-                    dist.all_gather(shards, param.contiguous(), group=tp_group)
+            whole = [torch.empty(0)] * len(rule.hf)
+            if stage == own_stage:
+                shards = [local[name]]
+                if rule.cut is not None and self._tp_size > 1:
+                    shards = [torch.empty_like(local[name]) for _ in range(self._tp_size)]
+                    dist.all_gather(shards, local[name].contiguous(), group=tp_group)
                 whole = rule.to_hf(shards, self.shape)
-            else:
-                whole = [torch.empty(0)] * len(rule.hf)
             for hf_name, tensor in zip(rule.hf, whole, strict=True):
                 yield hf_name, self._from_stage(stage, tensor) if self._pp_size > 1 else tensor
 
-    def _parameters_of_all_stages(self) -> list[tuple[int, str, tuple, torch.dtype]]:
+    def _parameters_of_all_stages(self) -> list[tuple[int, str]]:
+        """(stage, name) of all parameters; a tied output layer is the embedding, and stands once."""
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        own = [
-            (stage, name, tuple(p.shape), p.dtype)
-            for name, p in self.module.named_parameters()
-            if not (self.shape.tied and name == "output_layer.weight")
-        ]
+        names = [name for name, _ in self.module.named_parameters()]
+        own = [(stage, name) for name in names if not (self.shape.tied and name == "output_layer.weight")]
         mine = (own, get_transformer_layer_offset(self.module.config))
         every: list[Any] = [mine] * self._pp_size
         if self._pp_size > 1:
@@ -331,7 +364,7 @@ class Actor:
         return tensor
 
     def weights_sha256(self) -> str:
-        """sha256 over the Hugging Face-named tensors as float32, in name order: the same at any layout.  A collective."""
+        """sha256 over the Hugging Face-named tensors as float32, in name order: the same at any layout."""
         digests = {}
         for name, tensor in self.export_weights():
             data = tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
@@ -366,7 +399,7 @@ class Actor:
 def merge_sums(parts: list[dict[str, float]]) -> dict[str, float]:
     """Adds reports key by key; keys that begin with max_ or min_ take the largest or smallest."""
     merged: dict[str, float] = {}
-    combine = {"sum": operator.add, "max": max, "min": min}
+    combine: dict[str, Callable[[float, float], float]] = {"sum": operator.add, "max": max, "min": min}
     for part in parts:
         for key, value in part.items():
             merged[key] = combine[reduction(key)](merged[key], value) if key in merged else value

@@ -47,8 +47,8 @@ def nemo_config(cfg: DictConfig, hf_folder: Path, hf: dict[str, Any], log_dir: P
     vocab = padded_vocab(hf["vocab_size"], model["make_vocab_size_divisible_by"])
     if vocab % model["tensor_model_parallel_size"]:
         raise ConfigError(
-            f"model.tensor_model_parallel_size={model['tensor_model_parallel_size']} does not divide the padded vocabulary"
-            f" of {vocab}; set model.make_vocab_size_divisible_by to a multiple of it"
+            f"model.tensor_model_parallel_size={model['tensor_model_parallel_size']} does not divide the padded"
+            f" vocabulary of {vocab}; set model.make_vocab_size_divisible_by to a multiple of it"
         )
     model |= {
         "override_vocab_size": vocab,
@@ -64,15 +64,18 @@ def nemo_config(cfg: DictConfig, hf_folder: Path, hf: dict[str, Any], log_dir: P
     return OmegaConf.create({"trainer": trainer, "model": model, "exp_manager": exp})
 
 
-def build_actor(cfg: DictConfig, hf_folder: str | Path, log_dir: Path | None = None) -> Built:
+def build_actor(
+    cfg: DictConfig, hf_folder: str | Path, log_dir: Path | None = None, with_weights: bool = True
+) -> Built:
     """Builds the actor on this rank with the weights of a Hugging Face folder, and its reference policy equal to them.
 
+    `with_weights` False: random weights, for a checkpoint to be loaded.
     Reads the ranks from torchrun's variables (one rank without them).  Raises ConfigError where `model` and the
     folder's config.json disagree.
     """
     from nemo_prorl.policy.weights import HFFolder, check_agreement
 
-    folder = HFFolder(hf_folder)
+    folder = HFFolder(hf_folder, need_weights=with_weights)
     check_agreement(cfg.model, folder.config, folder.path)
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world != cfg.trainer.num_nodes * cfg.trainer.devices:
@@ -83,7 +86,8 @@ def build_actor(cfg: DictConfig, hf_folder: str | Path, log_dir: Path | None = N
     warnings.filterwarnings("ignore")
     cpu.enable()
     built = _build(nemo_config(cfg, folder.path.resolve(), folder.config, log_dir), cfg, folder.config)
-    built.actor.import_weights(folder)
+    if with_weights:
+        built.actor.import_weights(folder)
     built.actor.set_reference()
     return built
 

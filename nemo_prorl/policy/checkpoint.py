@@ -1,9 +1,9 @@
 """Exact checkpoints in Megatron's distributed format, which loads at another parallel layout too.
 
-    checkpoints/step-000040/        complete only when it has this name; written as step-000040.tmp
-        *.distcp .metadata common.pt metadata.json     weights, optimizer, reference policy
-        rng-RANK.pt                                    random states of each rank
-        state.json                                     what the run knows beside tensors, and the reference's sha256
+checkpoints/step-000040/        complete only when it has this name; written as step-000040.tmp
+    *.distcp .metadata common.pt metadata.json     weights, optimizer, reference policy
+    rng-RANK.pt                                    random states of each rank
+    state.json                                     what the run knows beside tensors, and the reference's sha256
 """
 
 import json
@@ -48,7 +48,7 @@ class _WriteInThisProcess(SaveShardedStrategy):
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
 
-    def can_handle_sharded_objects(self) -> bool:  # type: ignore[override]
+    def can_handle_sharded_objects(self) -> bool:
         return True
 
     def save(self, sharded_state_dict: dict, checkpoint_dir: Path) -> None:
@@ -136,7 +136,9 @@ def load(actor: Actor, folder: Path, with_optimizer: bool = True) -> dict[str, A
         actor.mcore_optimizer.reload_model_params()
     for name, found in (("weights", actor.weights_sha256()), ("reference", actor.reference_sha256())):
         if found != state[f"{name}_sha256"]:
-            raise CheckpointError(f"{folder}: the {name} policy has sha256 {found}, saved was {state[f'{name}_sha256']}")
+            raise CheckpointError(
+                f"{folder}: the {name} policy has sha256 {found}, saved was {state[f'{name}_sha256']}"
+            )
     return state
 
 

@@ -60,7 +60,7 @@ def _megatron_without_cuda() -> None:
 
 
 def _distributed_optimizer_with_torch_adamw() -> None:
-    """Without apex and Transformer Engine Megatron uses torch's AdamW, and has three faults in saving and loading it."""
+    """Without apex and Transformer Engine Megatron uses torch's AdamW; saving and loading that has three faults."""
     import megatron.core.optimizer.distrib_optimizer as module
 
     optimizer = module.DistributedOptimizer

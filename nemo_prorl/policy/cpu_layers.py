@@ -1,4 +1,4 @@
-"""Transformer layers for machines without Transformer Engine: Megatron's own, with a fused attention and a norm of ours.
+"""Transformer layers without Transformer Engine: Megatron's own, with a fused attention and a norm of ours.
 
 Megatron's `WrappedTorchNorm` refuses sequence parallelism, and its unfused attention holds the full score matrix.
 """
@@ -14,7 +14,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 
 class RMSNorm(torch.nn.Module):
-    """`weight * x / rms(x)` over the last dimension; its gradient is reduced over tensor ranks under sequence parallelism."""
+    """`weight * x / rms(x)`; under sequence parallelism its gradient is reduced over tensor ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()

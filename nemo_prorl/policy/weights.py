@@ -6,7 +6,9 @@ the bit.
 """
 
 import json
+import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,9 +149,12 @@ def rule_of(name: str, layer_offset: int, tied: bool) -> Rule:
 
 
 class HFFolder:
-    """A Hugging Face model folder: config.json and safetensors files, read one tensor at a time."""
+    """A Hugging Face model folder: config.json and safetensors files, read one tensor at a time.
 
-    def __init__(self, folder: str | Path) -> None:
+    `need_weights` False: config and tokenizer will do.
+    """
+
+    def __init__(self, folder: str | Path, need_weights: bool = True) -> None:
         self.path = Path(folder)
         if not (self.path / "config.json").is_file():
             raise ConfigError(f"{self.path} is no Hugging Face model folder: it has no config.json")
@@ -163,7 +168,7 @@ class HFFolder:
         for file in sorted(self.path.glob("*.safetensors")):
             with safe_open(file, "pt") as f:
                 self._file_of.update(dict.fromkeys(f.keys(), file))
-        if not self._file_of:
+        if need_weights and not self._file_of:
             raise ConfigError(f"{self.path} holds no weights: no *.safetensors file with a tensor in it")
 
     def names(self) -> set[str]:
@@ -179,6 +184,11 @@ class HFFolder:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name in sorted(self._file_of):
             yield name, self.tensor(name)
+
+
+def dtype_of(hf: dict[str, Any]) -> torch.dtype:
+    """The dtype that a config.json says its weights have; float32 where it says none."""
+    return getattr(torch, str(hf.get("torch_dtype") or hf.get("dtype") or "float32"))
 
 
 def model_keys_from_hf(hf: dict[str, Any]) -> dict[str, Any]:
@@ -210,9 +220,6 @@ def write_hf_folder(folder: Path, tensors: Iterator[tuple[str, Tensor]], like: P
 
     `dtype`: floating tensors are converted to it; None keeps what they are.
     """
-    import os
-    import shutil
-
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

@@ -1,8 +1,8 @@
 """Where a run's first weights lie, as Hugging Face folders.
 
-    pretrained_checkpoint.restore_from_path     given by the user, or else made here:
-    RUN/init                                    random weights of `model`'s shape, a tokenizer made for the data
-    RUN/base                                    what reinforcement learning starts from, after the warm-up
+pretrained_checkpoint.restore_from_path     given by the user, or else made here:
+RUN/init                                    random weights of `model`'s shape, a tokenizer made for the data
+RUN/base                                    what reinforcement learning starts from, after the warm-up
 """
 
 import logging

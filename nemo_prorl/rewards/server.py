@@ -205,7 +205,13 @@ async def serve(args: argparse.Namespace) -> int:
     service = RewardService(specs, registry)
     app = RewardApp(service, token)
     config = uvicorn.Config(
-        app.asgi, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=args.drain_s, ws="none"
+        app.asgi,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=args.drain_s,
+        ws="none",
+        timeout_keep_alive=75,  # longer than a client keeps an idle connection, so that it never meets a closed one
     )
     server = _Server(config)
     listener = socket.create_server((args.host, args.port), backlog=1024)

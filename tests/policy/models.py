@@ -1,0 +1,77 @@
+"""Small Hugging Face models for the policy's tests, written by hand, so that nothing of ours is trusted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+QWEN2: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "vocab_size": 99,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 64,
+    "torch_dtype": "float32",
+    "hidden_act": "silu",
+    "eos_token_id": 2,
+}
+LLAMA_TIED = QWEN2 | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+}
+MODELS = {"qwen2": QWEN2, "llama_tied": LLAMA_TIED}
+
+
+def write_model(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32) -> Path:
+    """A model folder with random weights of seed 0 and a character tokenizer."""
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * 0.1
+
+    hidden, ffn, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    tensors = {"model.embed_tokens.weight": normal(vocab, hidden), "model.norm.weight": 1 + normal(hidden)}
+    if not config["tie_word_embeddings"]:
+        tensors["lm_head.weight"] = normal(vocab, hidden)
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        for x, rows in (("q", hidden), ("k", kv), ("v", kv)):
+            tensors[f"{at}self_attn.{x}_proj.weight"] = normal(rows, hidden)
+            if config["model_type"] == "qwen2":
+                tensors[f"{at}self_attn.{x}_proj.bias"] = normal(rows)
+        tensors[f"{at}self_attn.o_proj.weight"] = normal(hidden, hidden)
+        tensors[f"{at}mlp.gate_proj.weight"] = normal(ffn, hidden)
+        tensors[f"{at}mlp.up_proj.weight"] = normal(ffn, hidden)
+        tensors[f"{at}mlp.down_proj.weight"] = normal(hidden, ffn)
+        tensors[f"{at}input_layernorm.weight"] = 1 + normal(hidden)
+        tensors[f"{at}post_attention_layernorm.weight"] = 1 + normal(hidden)
+    save_file({k: v.to(dtype) for k, v in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    name = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": name}))
+    _write_tokenizer(folder)
+    return folder
+
+
+def _write_tokenizer(folder: Path) -> None:
+    words = ["<pad>", "<bos>", "<eos>"] + [chr(i) for i in range(32, 127)] + ["\n"]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
+    ).save_pretrained(folder)

@@ -1,0 +1,134 @@
+"""The real actor computes the same at every parallel layout, and the same as transformers.  All in float32.
+
+Tolerances: two layouts add the same numbers in another order.  Log-probabilities agree to 2e-6, losses and gradients
+to 2e-6 (they are about 1), weights after three Adam steps of 1e-3 to 1e-4: Adam divides a gradient by its own size,
+so that one near 0 moves its weight by what rounding says.
+"""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.policy.models import MODELS
+from tests.policy.ranks import LAYOUTS, STEPS, Layout, fixed_batch
+
+Measured = Callable[[str], dict[str, Any]]
+pytestmark = pytest.mark.nemo
+
+FIRST = {model: next(x for x in LAYOUTS if x.model == model) for model in MODELS}
+OTHERS = [x for x in LAYOUTS if x not in FIRST.values()]
+
+
+def names(layouts: list[Layout]) -> Any:
+    return pytest.mark.parametrize("layout", layouts, ids=[x.name for x in layouts])
+
+
+def assert_same_tensors(found: dict[str, Any], wanted: dict[str, Any], relative: float, absolute: float) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=relative, atol=absolute, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@names(LAYOUTS)
+def test_import_then_export_is_bit_equal(layout: Layout, ranks: Path, measured: Measured) -> None:
+    original = load_file(ranks / layout.model / "model.safetensors")
+    exported = measured(layout.name)["exported"]
+    assert exported.keys() == original.keys()
+    for name, value in original.items():
+        assert torch.equal(exported[name], value), name
+
+
+@names(LAYOUTS)
+def test_log_probabilities_are_those_of_transformers(layout: Layout, ranks: Path, measured: Measured) -> None:
+    from transformers import AutoModelForCausalLM
+
+    batch, found = fixed_batch(), measured(layout.name)
+    model = AutoModelForCausalLM.from_pretrained(ranks / layout.model, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits = model(batch.tokens_BT).logits.double() / 1.2
+    log_softmax = torch.log_softmax(logits[:, :-1], -1)
+    wanted_BT = log_softmax.gather(-1, batch.tokens_BT[:, 1:, None])[..., 0]
+    entropy_BT = -(log_softmax.exp() * log_softmax).sum(-1)
+    mask_BT = batch.mask_BT[:, 1:]
+    torch.testing.assert_close(found["logp"][:, 1:][mask_BT].double(), wanted_BT[mask_BT], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found["entropy"][:, 1:][mask_BT].double(), entropy_BT[mask_BT], rtol=0, atol=1e-5)
+    assert not found["logp"][~batch.mask_BT].any()
+
+
+@names(OTHERS)
+def test_layouts_agree(layout: Layout, measured: Measured) -> None:
+    found, wanted = measured(layout.name), measured(FIRST[layout.model].name)
+    for key in ("logp", "reference_logp", "entropy"):
+        torch.testing.assert_close(found[key], wanted[key], rtol=0, atol=2e-6)
+    for sums, other in zip([found["sums"], *found["updates"]], [wanted["sums"], *wanted["updates"]], strict=True):
+        assert sums == pytest.approx(other, rel=2e-5, abs=2e-6)
+    assert_same_tensors(found["gradients"], wanted["gradients"], 2e-5, 2e-6)
+    assert_same_tensors(found["weights"], wanted["weights"], 0, 1e-4)
+
+
+@names(LAYOUTS)
+def test_gradients_are_those_of_autograd_in_transformers(layout: Layout, ranks: Path, measured: Measured) -> None:
+    """The whole chain, loss included, against plain autograd in float64 on the HF model."""
+    from transformers import AutoModelForCausalLM
+
+    from nemo_prorl.algorithms.losses import LossConfig, grpo_loss
+
+    batch = fixed_batch()
+    model = AutoModelForCausalLM.from_pretrained(ranks / layout.model, attn_implementation="eager").double()
+    log_softmax = torch.log_softmax(model(batch.tokens_BT).logits[:, :-1] / 1.2, -1)
+    logp_BT = log_softmax.gather(-1, batch.tokens_BT[:, 1:, None])[..., 0]
+    entropy_BT = -(log_softmax.exp() * log_softmax).sum(-1)
+    rest = (batch.old_logp_BT[:, 1:].double(), batch.ref_logp_BT[:, 1:].double(), batch.advantage_B.double())
+    mask_BT, weight_BT = batch.mask_BT[:, 1:], batch.weight_BT[:, 1:].double()
+    config = LossConfig(kl_coef=0.1, entropy_coef=0.01)
+    loss, _ = grpo_loss(logp_BT, *rest, mask_BT, weight_BT, float(mask_BT.sum()), config, entropy_BT)
+    loss.backward()
+    wanted = {name: p.grad.float() for name, p in model.named_parameters()}
+    found = measured(layout.name)
+    assert found["sums"]["loss"] == pytest.approx(float(loss.detach()), abs=2e-6)
+    assert_same_tensors(found["gradients"], wanted, 1e-4, 1e-6)
+
+
+@names(LAYOUTS)
+def test_updates_change_the_policy_and_not_its_reference(layout: Layout, ranks: Path, measured: Measured) -> None:
+    found = measured(layout.name)
+    assert len(found["updates"]) == STEPS
+    assert any(not torch.equal(found["weights"][name], value) for name, value in found["exported"].items())
+    digests = [
+        hashlib.sha256(name.encode() + value.numpy().tobytes()).digest()
+        for name, value in sorted(found["exported"].items())
+    ]
+    assert found["reference_after"] == hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+@names(LAYOUTS)
+def test_a_checkpoint_goes_on_to_the_bit(layout: Layout, measured: Measured) -> None:
+    step, same_weights, onward, again = measured(layout.name)["resumed"]
+    assert step == STEPS
+    assert same_weights
+    assert onward == again
+
+
+@names(LAYOUTS)
+def test_a_hard_reset_goes_on_to_the_bit(layout: Layout, measured: Measured) -> None:
+    onward, again, _ = measured(layout.name)["reset"]
+    assert onward == again
+    assert onward != measured(layout.name)["resumed"][2]
+
+
+@names(LAYOUTS)
+def test_an_update_that_is_not_finite_is_not_made(layout: Layout, measured: Measured) -> None:
+    assert measured(layout.name)["poison"] == "NonFiniteUpdate; weights kept: True"
+
+
+@names([x for x in OTHERS if x.model == "qwen2"])
+def test_a_checkpoint_loads_at_another_layout(layout: Layout, measured: Measured) -> None:
+    found, wanted = measured(layout.name), measured(FIRST["qwen2"].name)
+    for name, value in wanted["weights"].items():
+        assert torch.equal(found["resharded"][name], value), name
+    assert found["resharded_update"] == pytest.approx(wanted["resumed"][2][0], rel=2e-5, abs=2e-6)

@@ -1,0 +1,186 @@
+"""The main job, end to end, as a user runs it: NeMo-Aligner's model, vLLM and real verifiers, small but whole."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.nemo, pytest.mark.vllm]
+
+STEPS = 4
+SMALL = [
+    "deterministic=true",
+    f"trainer.grpo.max_steps={STEPS}",
+    "trainer.grpo.prompts_per_step=8",
+    "trainer.grpo.samples_per_prompt=8",
+    "trainer.grpo.checkpoint_every=2",
+    "trainer.grpo.validate_every=2",
+    "trainer.resets.at_steps=[2]",
+    "trainer.warmup.steps=40",
+    "rollout.max_num_seqs=64",
+    "rollout.kv_cache_mb=128",
+]
+
+
+class Job:
+    """One `prorl train` in a process of its own."""
+
+    def __init__(self, root: Path, run_dir: Path, *overrides: str) -> None:
+        self.run_dir = run_dir
+        command = [sys.executable, "-m", "nemo_prorl.cli", "train", f"run_dir={run_dir}", *SMALL, *overrides]
+        self.log = run_dir.with_suffix(f".{time.monotonic_ns()}.log")
+        env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+        with self.log.open("w") as f:
+            self.process = subprocess.Popen(command, cwd=root, env=env, stdout=f, stderr=subprocess.STDOUT)
+
+    def wait(self, seconds: float = 280.0) -> int:
+        return self.process.wait(seconds)
+
+    def until(self, ready: Callable[[], bool], seconds: float = 240.0) -> None:
+        end = time.monotonic() + seconds
+        while not ready():
+            assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.text()}"
+            assert time.monotonic() < end, f"out of time:\n{self.text()}"
+            time.sleep(0.05)
+
+    def text(self) -> str:
+        return self.log.read_text()[-5000:]
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def events_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "journal.jsonl").read_text().splitlines()]
+
+
+def without_time(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if not key.startswith("time")}
+
+
+def engine_process(job: Job) -> psutil.Process:
+    return next(p for p in job.children() if "rollout/server.py" in " ".join(p.cmdline()))
+
+
+def gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture(scope="module")
+def undisturbed(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run."""
+    if not (root / ".venv" / "rollout").is_dir():
+        pytest.skip("no rollout environment: make setup")
+    job = Job(root, tmp_path_factory.mktemp("job") / "undisturbed")
+    assert job.wait() == 0, job.text()
+    assert "held-out mean reward" in job.text()
+    return job.run_dir
+
+
+@pytest.fixture(scope="module")
+def disturbed(root: Path, undisturbed: Path) -> Path:
+    """The same run, its supervisor killed after step 3 and its engine killed after the start that follows."""
+    job = Job(root, undisturbed.with_name("disturbed"))
+    job.until(lambda: len(metrics_of(job.run_dir)) >= STEPS - 1)
+    processes = job.children()
+    job.process.kill()
+    job.process.wait()
+    end = time.monotonic() + 20
+    while not all(map(gone, processes)):
+        assert time.monotonic() < end, [p for p in processes if not gone(p)]
+        time.sleep(0.1)
+    again = Job(root, job.run_dir)
+    again.until(lambda: any(e["event"] == "resume" for e in events_of(job.run_dir)))
+    engine_process(again).kill()
+    assert again.wait() == 0, again.text()
+    return job.run_dir
+
+
+def test_a_run_writes_what_the_contract_names(undisturbed: Path) -> None:
+    for name in (
+        "config.yaml",
+        "metrics.jsonl",
+        "journal.jsonl",
+        "summary.json",
+        "curves.png",
+        "rollouts/step-1.jsonl",
+    ):
+        assert (undisturbed / name).is_file(), name
+    summary = json.loads((undisturbed / "summary.json").read_text())
+    assert summary["finished"] is True
+    assert summary["step"] == STEPS
+    assert set(summary["heldout"]["tasks"]) >= {"chain_sum"}
+    assert 0.0 < summary["time"]["reward_hidden_share"] <= 1.0
+    assert [m["step"] for m in metrics_of(undisturbed)] == list(range(1, STEPS + 1))
+    assert not (undisturbed / "endpoints" / "engine-0.json").exists() or not any(
+        "rollout/server.py" in " ".join(p.info["cmdline"] or []) and str(undisturbed) in " ".join(p.info["cmdline"])
+        for p in psutil.process_iter(["cmdline"])
+    )
+
+
+def test_the_engine_and_the_actor_agree(undisturbed: Path) -> None:
+    for m in metrics_of(undisturbed):
+        assert 0.0 < m["engine_gap/mean_abs"] < 1e-5  # of log-probabilities at T = 1.2, float32
+
+
+def test_a_hard_reset_makes_kl_zero(undisturbed: Path) -> None:
+    kl = {m["step"]: m["kl"] for m in metrics_of(undisturbed)}
+    assert kl[1] == 0.0
+    assert kl[2] > 1e-6
+    assert kl[3] == 0.0  # the step after the reset
+    assert kl[4] > 1e-6
+    events = [e["event"] for e in events_of(undisturbed) if e["step"] == 2]
+    assert events[-2:] == ["reset_intent", "reset_commit"]
+    summary = json.loads((undisturbed / "summary.json").read_text())
+    assert [r["step"] for r in summary["resets"]] == [2]
+    assert summary["resets"][0]["reference_sha256"] == summary["reference_sha256"]
+    assert summary["weights_sha256"] != summary["reference_sha256"]
+
+
+def test_killed_and_resumed_is_equal_to_the_bit(undisturbed: Path, disturbed: Path) -> None:
+    """Also what two runs of one configuration are to each other: one was killed twice, one was not."""
+    wanted, found = metrics_of(undisturbed), metrics_of(disturbed)
+    assert [without_time(m) for m in found] == [without_time(m) for m in wanted]
+    summaries = [json.loads((run / "summary.json").read_text()) for run in (undisturbed, disturbed)]
+    assert without_time(summaries[1]) == without_time(summaries[0])
+    rollouts = [(run / "rollouts" / f"step-{STEPS}.jsonl").read_text() for run in (undisturbed, disturbed)]
+    assert rollouts[0] == rollouts[1]
+    assert (disturbed / "metrics.lost.jsonl").is_file()  # step 3 stood in no checkpoint
+
+
+def test_a_finished_run_says_so(root: Path, undisturbed: Path) -> None:
+    job = Job(root, undisturbed)
+    assert job.wait(60) == 0
+    assert "is finished" in job.text()
+
+
+def test_other_overrides_are_refused(root: Path, undisturbed: Path) -> None:
+    job = Job(root, undisturbed, "seed=7")
+    assert job.wait(60) == 2
+    assert "seed=7" in job.text()
+
+
+def test_a_clean_stop_and_a_longer_run(root: Path, disturbed: Path) -> None:
+    """SIGTERM ends the run after its step with 75; the same command goes on, also to more steps than first asked."""
+    longer = f"trainer.grpo.max_steps={STEPS + 40}"
+    job = Job(root, disturbed, longer)
+    job.until(lambda: len(metrics_of(disturbed)) > STEPS)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait(120) == 75, job.text()
+    steps = len(metrics_of(disturbed))
+    assert STEPS < steps < STEPS + 40
+    assert (disturbed / "checkpoints" / f"step-{steps:06d}" / "state.json").is_file()
+    assert events_of(disturbed)[-1]["event"] == "stop"

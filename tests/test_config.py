@@ -215,6 +215,19 @@ def test_a_wrong_value_is_named_with_its_fix(overrides: list[str], named: list[s
         assert part in str(caught.value)
 
 
+def test_the_choices_are_those_of_the_algorithms() -> None:
+    """The checks cannot import torch, so they name the choices again."""
+    from nemo_prorl.algorithms.advantages import ADVANTAGE_KINDS
+    from nemo_prorl.algorithms.correction import CORRECTION_KINDS
+    from nemo_prorl.algorithms.losses import AGGREGATIONS, KL_ESTIMATORS
+    from nemo_prorl.settings_checks import CHOICES
+
+    assert CHOICES["trainer.grpo.advantage"] == ADVANTAGE_KINDS
+    assert CHOICES["trainer.grpo.correction.kind"] == CORRECTION_KINDS
+    assert CHOICES["trainer.grpo.kl_estimator"] == KL_ESTIMATORS
+    assert CHOICES["trainer.grpo.aggregation"] == AGGREGATIONS
+
+
 def test_every_number_of_the_schema_has_a_range() -> None:
     """A number that is added to the schema needs a line in the tables of checks."""
     from nemo_prorl import settings_checks as checks

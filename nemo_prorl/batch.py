@@ -111,17 +111,18 @@ class JudgedGroups:
     """All groups of a step, the same on every rank: the rows of their responses, group after group.
 
     reward_GN: float64, raw rewards.  valid_GN: bool, false where infrastructure failed to judge.  ended_GN: bool,
-    the response ended with eos.
+    the response ended with eos.  version_B: int64, of the weights that made each row.
     """
 
     batch: Batch
     reward_GN: Tensor
     valid_GN: Tensor
     ended_GN: Tensor
+    version_B: Tensor
 
     @classmethod
     def of(cls, groups: Sequence[Any]) -> "JudgedGroups":
-        """From groups with `prompt_ids`, `responses` (token_ids, logprobs), `scores`, `valid` and `finished`."""
+        """From groups with prompt_ids, responses (token_ids, logprobs), scores, valid, finished and version."""
         rows = [(g.prompt_ids, r.token_ids, r.logprobs) for g in groups for r in g.responses]
         batch = Batch.from_sequences([r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows])
         valid_GN = torch.tensor([g.valid for g in groups], dtype=torch.bool).reshape(len(groups), -1)
@@ -130,6 +131,7 @@ class JudgedGroups:
             torch.tensor([g.scores for g in groups], dtype=torch.float64).reshape(valid_GN.shape),
             valid_GN,
             torch.tensor([g.finished for g in groups], dtype=torch.bool).reshape(valid_GN.shape),
+            torch.tensor([g.version for g in groups for _ in g.responses], dtype=torch.int64),
         )
 
     def rows_of_updates(self, updates: int, rank: int, size: int) -> list[Tensor]:

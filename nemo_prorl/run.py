@@ -162,7 +162,7 @@ class Run:
         value, failure = box[0]
         if failure is not None:
             raise failure
-        return value  # type: ignore[no-any-return]
+        return value
 
     @contextmanager
     def phase(self, name: str, metrics: Metrics) -> Iterator[None]:

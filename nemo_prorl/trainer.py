@@ -67,10 +67,12 @@ def train_step(run: "Run", step: int) -> Metrics:
     with run.phase("advantages", metrics):
         advantage_B = advantages(judged, cfg, metrics)[torch.cat(rows)]
         correction = cfg.correction
-        weight_BT, gap_to_engine = rollout_correction(
+        weight_BT, corrected = rollout_correction(
             old_logp_BT, mine.engine_logp_BT, mine.mask_BT, correction.kind, correction.cap, correction.floor
         )
-        metrics.add("engine_gap", policy.reduce(gap_to_engine))
+        metrics.add("correction", policy.reduce(corrected))
+        fresh_BT = mine.mask_BT & (judged.version_B[torch.cat(rows)] == step - 1)[:, None]  # not of a step before
+        metrics.add("engine_gap", policy.reduce(reference_gap(mine.engine_logp_BT, old_logp_BT, fresh_BT)))
         mine = mine.with_targets(
             old_logp_BT=old_logp_BT, ref_logp_BT=ref_logp_BT, advantage_B=advantage_B, weight_BT=weight_BT
         )

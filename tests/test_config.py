@@ -93,6 +93,11 @@ def test_a_value_override_wins_over_its_group() -> None:
     assert settings.load(["trainer.grpo.samples_per_prompt=8", "stage=run6"]).trainer.grpo.samples_per_prompt == 8
 
 
+# The sizes that the messages below name, whatever the laptop job's are.
+SIZES = ["model.num_layers=4", "model.hidden_size=128", "model.ffn_hidden_size=384", "model.num_attention_heads=4"]
+SIZES += ["model.num_query_groups=2", "model.max_position_embeddings=32768", "trainer.grpo.context_tokens=128"]
+SIZES += ["trainer.grpo.max_response_tokens=null", "trainer.grpo.max_steps=120", "trainer.grpo.prompts_per_step=48"]
+
 # Overrides, and what the message must name: key, value and the fix.
 WRONG: list[tuple[list[str], list[str]]] = [
     (["trainer.grpo.nope=1"], ["trainer.grpo.nope", "1", "trainer.grpo has no 'nope'", "kl_coef"]),
@@ -210,7 +215,7 @@ WRONG: list[tuple[list[str], list[str]]] = [
 @pytest.mark.parametrize(("overrides", "named"), WRONG, ids=[" ".join(overrides) for overrides, _ in WRONG])
 def test_a_wrong_value_is_named_with_its_fix(overrides: list[str], named: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        settings.load(overrides)
+        settings.load([*SIZES, *overrides])
     for part in named:
         assert part in str(caught.value)
 

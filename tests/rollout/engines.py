@@ -103,6 +103,18 @@ def rss_mb(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
+def shared_memory_of(group: int) -> list[str]:
+    """Named files in /dev/shm that processes of a group have mapped."""
+    found = set()
+    for pid in group_members(group):
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        except OSError:
+            continue
+        found |= {line.split()[-1] for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
+    return sorted(found)
+
+
 class EngineProcess:
     """One engine server, as a supervisor runs it: `start`, `wait_ready`, `restart`, `stop`."""
 
@@ -117,6 +129,7 @@ class EngineProcess:
         self.endpoint_file = self.endpoints / f"engine-{index}.json"
         self.log = folder / f"engine-{index}.log"
         self.process: subprocess.Popen[bytes] | None = None
+        self.variables: dict[str, str] = {}
 
     def command(self, parent: int) -> list[str]:
         values = {
@@ -133,7 +146,7 @@ class EngineProcess:
         return [self.python, "-m", "nemo_prorl.rollout.server", "--eager", *flags, *self.arguments]
 
     def environment(self) -> dict[str, str]:
-        return {**os.environ, "PYTHONPATH": str(ROOT)}
+        return {**os.environ, "PYTHONPATH": str(ROOT), **self.variables}
 
     def start(self) -> "EngineProcess":
         self.endpoint_file.unlink(missing_ok=True)

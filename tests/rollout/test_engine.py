@@ -28,6 +28,7 @@ from tests.rollout.engines import (
     group_members,
     launcher_of,
     rss_mb,
+    shared_memory_of,
     write_model,
 )
 
@@ -93,9 +94,10 @@ def http(engine: EngineProcess, method: str, path: str, body: Any = None, token:
 def fresh(
     vllm_python: str, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineProcess]:
-    """An engine started on the weights that the shared one is updated to."""
-    engine = EngineProcess(vllm_python, models["tied1"], tmp_path_factory.mktemp("fresh"), 0).start()
-    yield engine
+    """An engine started on the weights that the shared one is updated to, with a worker process of its own."""
+    engine = EngineProcess(vllm_python, models["tied1"], tmp_path_factory.mktemp("fresh"), 0)
+    engine.variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    yield engine.start()
     engine.stop()
 
 
@@ -347,9 +349,12 @@ def test_no_process_is_left_when_the_server_is_killed(fresh: EngineProcess) -> N
     if not fresh.running:
         fresh.start()
     fresh.wait_ready()
-    assert len(group_members(fresh.pid)) >= 3  # server, guard, core
+    assert len(group_members(fresh.pid)) >= 5  # server, guard, core, worker, multiprocessing's tracker
+    shared = shared_memory_of(fresh.pid)
+    assert shared
     os.kill(fresh.pid, signal.SIGKILL)
     fresh.wait_gone(10)
+    assert [name for name in shared if Path(name).exists()] == []
 
 
 @pytest.mark.slow

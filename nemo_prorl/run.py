@@ -1,6 +1,6 @@
 """The composition root of a trainer rank: builds policy, rollouts, resets and records, and runs the training loop.
 
-python -m nemo_prorl.run RUN_DIR        started by the node supervisor, once for each rank
+python -m nemo_prorl.run RUN_DIR [warmup]     started by the node supervisor, once for each rank
 """
 
 import logging
@@ -73,8 +73,8 @@ class Run:
 
     # --- building --------------------------------------------------------------------------------------------------
 
-    def build(self) -> None:
-        """Policy, data and services; continues the newest checkpoint where there is one."""
+    def build_policy(self) -> None:
+        """Policy and data; makes RUN/base, what reinforcement learning starts from, where a warm-up is due."""
         from nemo_prorl.policy import checkpoint
         from nemo_prorl.policy.build import build_actor
 
@@ -92,9 +92,12 @@ class Run:
         ]
         if not base.exists():
             self._make_base(base, Blend(train_sources, cfg.seed + 1))
+
+    def connect(self) -> None:
+        """Services and records; continues the newest checkpoint where there is one."""
         if self.rank == 0:
             self.metrics_log, self.journal = MetricsLog(self.dir), Journal(self.dir)
-            self.services = Services.connect(cfg, self.dir, self.prompts, self.renderer)
+            self.services = Services.connect(self.cfg, self.dir, self.prompts, self.renderer)
         self.store = WeightStore(weights_folder(self.dir)) if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None
         self._resume()
 
@@ -365,12 +368,16 @@ def main(argv: list[str] | None = None) -> int:
     from nemo_prorl.settings import read_config
 
     die_with_parent()
-    run_dir = Path((argv if argv is not None else sys.argv[1:])[0])
+    arguments = sys.argv[1:] if argv is None else argv
+    run_dir = Path(arguments[0])
     cfg: Any = read_config(run_dir / "config.yaml")
     setup_process(cfg, int(os.environ.get("RANK", 0)))
     run = Run(cfg, run_dir)
     try:
-        run.build()
+        run.build_policy()
+        if arguments[1:] == ["warmup"]:
+            return 0
+        run.connect()
         train(run)
         run.finish()
     except StoppedCleanly as stopped:

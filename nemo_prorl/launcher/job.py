@@ -40,16 +40,27 @@ def run(cfg: DictConfig, config_text: str) -> int:
             _log.info("%s is finished; more steps: trainer.grpo.max_steps=N, another run: run_dir=...", run_dir)
             tell(run_dir)
             return 0
-        tasks = prepare(cfg, run_dir, config_text)
-        code = Node(cfg, run_dir, tasks).run()
+        code = _node(cfg, run_dir, config_text).run()
     if code == 0:
         tell(run_dir)
     return code
 
 
 def warmup(cfg: DictConfig, config_text: str) -> int:
-    """Only the run's warm-up: RUN/base, a Hugging Face folder."""
-    raise ConfigError("prorl warmup is part of prorl train so far: trainer.grpo.max_steps=0 stops after it")
+    """Only the run's supervised steps: makes RUN/base, a Hugging Face folder, from which `prorl train` goes on."""
+    run_dir = Path(cfg.run_dir).absolute()
+    with _locked(run_dir):
+        if (run_dir / "base").exists():
+            _log.info("%s is there already", run_dir / "base")
+            return 0
+        code = _node(cfg, run_dir, config_text).run(only="warmup")
+    if code == 0:
+        sys.stdout.write(f"{run_dir / 'base'}\n")
+    return code
+
+
+def _node(cfg: DictConfig, run_dir: Path, config_text: str) -> "Node":
+    return Node(cfg, run_dir, prepare(cfg, run_dir, config_text))
 
 
 @contextmanager
@@ -112,8 +123,11 @@ class Node:
         self.progress = Progress(cfg, run_dir)
         self._signals: list[int] = []
 
-    def run(self) -> int:
-        """Starts everything, waits for the trainer's end, stops everything; the exit code is the trainer's."""
+    def run(self, only: str | None = None) -> int:
+        """Starts everything, waits for the trainer's end, stops everything; the exit code is the trainer's.
+
+        `only="warmup"`: the trainer's supervised steps, which need no engine and no reward server.
+        """
         from nemo_prorl.rollout.publication import WeightStore, weights_folder
 
         store = WeightStore(weights_folder(self.dir))
@@ -124,7 +138,8 @@ class Node:
         with open(os.open(token, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
             file.write(secrets.token_urlsafe(32))
         services = [self._rewards(), *(self._engine(i, store.folder) for i in range(self.cfg.rollout.engines))]
-        ranks = self._ranks()
+        services = [] if only else services
+        ranks = self._ranks([only] if only else [])
         with self._forwarding_signals(ranks):
             try:
                 for child in [*services, *ranks]:
@@ -226,7 +241,7 @@ class Node:
         command += ["--eager"] if rollout.eager else []
         return self._child(f"engine-{index}", command, {}, rollout.max_restarts, True)
 
-    def _ranks(self) -> list[Child]:
+    def _ranks(self, arguments: list[str]) -> list[Child]:
         devices = self.cfg.trainer.devices
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // devices))
         env = {
@@ -241,7 +256,7 @@ class Node:
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
         }
-        command = [sys.executable, "-m", "nemo_prorl.run", str(self.dir)]
+        command = [sys.executable, "-m", "nemo_prorl.run", str(self.dir), *arguments]
         ranks = [
             self._child(f"trainer-{k}", command, {**env, "RANK": str(k), "LOCAL_RANK": str(k)}, 0, False)
             for k in range(devices)

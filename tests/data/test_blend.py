@@ -10,6 +10,7 @@ import pytest
 from nemo_prorl.config import DataConfig, DataSource
 from nemo_prorl.data.blend import Blend, LoadedSource, load_sources
 from nemo_prorl.errors import CheckpointError, ConfigError, DataError
+from nemo_prorl.settings import load
 
 
 def loaded(name: str, count: int, weight: float = 1.0) -> LoadedSource:
@@ -133,7 +134,6 @@ def write(path: Path, numbers: range, prefix: str) -> str:
 
 
 def test_files_are_split_too(tmp_path: Path) -> None:
-    pytest.importorskip("nemo_prorl.data.records")
     data = DataConfig(
         train=[DataSource(name="t", path=write(tmp_path / "train.jsonl", range(10), "t"), size=6)],
         validation=[DataSource(name="v", path=write(tmp_path / "held.jsonl", range(3, 6), "v"))],
@@ -149,3 +149,15 @@ def test_files_are_split_too(tmp_path: Path) -> None:
 def test_source_needs_a_path_or_a_generator() -> None:
     with pytest.raises(ConfigError, match="'x': give it either a path or a generator"):
         load_sources(DataConfig(train=[DataSource(name="x")]))
+
+
+def test_the_laptop_job_holds_out_512_problems_with_names_of_their_own() -> None:
+    train, validation = load_sources(load([]).data)
+    assert sum(len(records) for _, records in validation) == 512
+    assert all(len(records) >= 4000 for _, records in train)
+    held_out = {record["prompt"] for _, records in validation for record in records}
+    assert len(held_out) == 512
+    assert not held_out & {record["prompt"] for _, records in train for record in records}
+    tasks = [record["truth"].get("dataset", "math") for _, records in train for record in records[:1]]
+    assert len(set(tasks)) == len(tasks) >= 4
+    assert "math" in tasks

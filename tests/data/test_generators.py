@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from nemo_prorl.config import DataSource
 from nemo_prorl.data.generators import MATH_INSTRUCTION, PUZZLE_INSTRUCTION, generate, warmup_target
+from nemo_prorl.data.records import validate_record
 from nemo_prorl.errors import ConfigError, DataError
 
 DATASETS = ["chain_sum", "spell_backward", "gcd", "leg_counting", "rearc", "family_relationships", "mini_sudoku"]
@@ -25,7 +26,7 @@ def test_reasoning_gym_records_follow_the_contract(dataset: str) -> None:
     assert len({record["id"] for record in records}) == len({record["prompt"] for record in records}) == 8
     assert records[0]["id"] == f"{dataset}-0"
     for record in records:
-        assert json.loads(json.dumps(record)) == record
+        assert validate_record(json.loads(json.dumps(record)), "here") == record
         assert set(record) == {"id", "task", "prompt", "truth", "source", "meta"}
         assert (record["task"], record["source"], record["truth"]["dataset"]) == ("puzzles", dataset, dataset)
         assert set(record["truth"]["entry"]) >= {"question", "answer", "metadata"}
@@ -56,6 +57,7 @@ def test_same_source_same_records_and_another_seed_others() -> None:
 def test_arithmetic_answers_are_right() -> None:
     records = generate(source("arithmetic", size=400, max_values=[12, 20, 5], operators="+-*"))
     for record in records:
+        validate_record(record, "here")
         expression = record["prompt"].removesuffix(f".\n{MATH_INSTRUCTION}").removeprefix("Compute ")
         value = eval(expression)  # our own digits and signs; Python's precedence is the reference
         assert record["truth"] == {"answer": str(value)}

@@ -125,12 +125,13 @@ class JudgedGroups:
         """From groups with prompt_ids, responses (token_ids, logprobs), scores, valid, finished and version."""
         rows = [(g.prompt_ids, r.token_ids, r.logprobs) for g in groups for r in g.responses]
         batch = Batch.from_sequences([r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows])
-        valid_GN = torch.tensor([g.valid for g in groups], dtype=torch.bool).reshape(len(groups), -1)
+        shape = (len(groups), len(groups[0].responses) if groups else 0)
+        valid_GN = torch.tensor([g.valid for g in groups], dtype=torch.bool).reshape(shape)
         return cls(
             batch.with_targets(mask_BT=batch.mask_BT & valid_GN.reshape(-1, 1)),
-            torch.tensor([g.scores for g in groups], dtype=torch.float64).reshape(valid_GN.shape),
+            torch.tensor([g.scores for g in groups], dtype=torch.float64).reshape(shape),
             valid_GN,
-            torch.tensor([g.finished for g in groups], dtype=torch.bool).reshape(valid_GN.shape),
+            torch.tensor([g.finished for g in groups], dtype=torch.bool).reshape(shape),
             torch.tensor([g.version for g in groups for _ in g.responses], dtype=torch.int64),
         )
 

@@ -36,7 +36,7 @@ from nemo_prorl.rollout.publication import WeightStore, weights_folder
 from nemo_prorl.run_services import Services, die_with_parent
 from nemo_prorl.trainer import train
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("nemo_prorl.run")  # also as __main__
 T = TypeVar("T")
 
 
@@ -296,6 +296,12 @@ class Run:
         if self.rank == 0:
             self.journal.append("reset_commit", step, reason=reason, reference_sha256=sha256)
             _log.info("hard reset after step %d (%s)", step, reason)
+
+    def alarm(self, step: int, what: str) -> None:
+        """Something a person should look at: in the log and in the journal."""
+        if self.rank == 0:
+            _log.warning("step %d: %s", step, what)
+            self.journal.append("alarm", step, what=what)
 
     def stop_requested(self) -> bool:
         return self.on_rank_0(lambda: self._stop)

@@ -53,6 +53,10 @@ def train_step(run: "Run", step: int) -> Metrics:
 
     with run.phase("rollout", metrics):  # scored while others still generate; dynamic sampling inside
         judged = JudgedGroups.of(run.collect(metrics))
+    run.step = step
+    if not len(judged.batch):
+        run.alarm(step, "no group carries a signal; the step makes no update")
+        return metrics
 
     with run.phase("logprobs", metrics):
         rows = judged.rows_of_updates(cfg.updates_per_step, policy.data_rank, policy.data_size)
@@ -72,7 +76,10 @@ def train_step(run: "Run", step: int) -> Metrics:
         )
         metrics.add("correction", policy.reduce(corrected))
         fresh_BT = mine.mask_BT & (judged.version_B[torch.cat(rows)] == step - 1)[:, None]  # not of a step before
-        metrics.add("engine_gap", policy.reduce(reference_gap(mine.engine_logp_BT, old_logp_BT, fresh_BT)))
+        gap = policy.reduce(reference_gap(mine.engine_logp_BT, old_logp_BT, fresh_BT))
+        metrics.add("engine_gap", gap)
+        if gap["mean_abs"] > correction.alarm:
+            run.alarm(step, f"engine and trainer differ by {gap['mean_abs']:.3g} a token (correction.alarm)")
         mine = mine.with_targets(
             old_logp_BT=old_logp_BT, ref_logp_BT=ref_logp_BT, advantage_B=advantage_B, weight_BT=weight_BT
         )
@@ -86,7 +93,6 @@ def train_step(run: "Run", step: int) -> Metrics:
             if denominator > 0:  # else nothing was left to learn from
                 with_entropy = run.loss_config.entropy_coef != 0.0
                 report_update(metrics, policy.update(minibatch, loss, denominator, with_entropy=with_entropy))
-    run.step = step
     return metrics
 
 

@@ -93,6 +93,11 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     from nemo_prorl.recipe.base_model import make_initial_model
     from nemo_prorl.rewards.discovery import discover
 
+    if cfg.trainer.num_nodes != 1:
+        raise ConfigError(
+            f"trainer.num_nodes={cfg.trainer.num_nodes}: this command runs one node; here set trainer.num_nodes=1,"
+            " rollout.engines and trainer.devices to what the machine has"
+        )
     python = Path(cfg.rollout.python)
     if not os.access(python, os.X_OK):
         raise UnfitMachine(f"rollout.python={python} is no Python that runs here; `make setup` makes .venv/rollout")
@@ -131,7 +136,8 @@ class Node:
         from nemo_prorl.rollout.publication import WeightStore, weights_folder
 
         store = WeightStore(weights_folder(self.dir))
-        store.remove_stale()
+        if stale := store.remove_stale():
+            _log.info("removed %d stale weight files of an earlier process from %s", len(stale), store.folder)
         for old in self.endpoints.iterdir():
             old.unlink()
         token = self.endpoints / "token"
@@ -147,7 +153,7 @@ class Node:
                 return self._watch(services, ranks)
             finally:
                 stop_all(ranks, self.cfg.trainer.deadlines.stop_s)
-                stop_all(services, min(3.0, self.cfg.trainer.deadlines.stop_s))  # they hold nothing worth a wait
+                stop_all(services, 2.0, quiet=True)  # they hold nothing worth a wait
                 self.progress.close()
                 store.remove()
 
@@ -180,10 +186,10 @@ class Node:
 
     @contextmanager
     def _forwarding_signals(self, ranks: Sequence[Child]) -> Iterator[None]:
-        """SIGTERM, SIGINT and SIGUSR1 ask the trainer to stop after its step; a second SIGINT ends the run at once."""
+        """SIGTERM, SIGINT and SIGUSR1 ask the trainer to stop after its step; the second one ends the run at once."""
 
         def forward(number: int, _: Any) -> None:
-            if number == signal.SIGINT and number in self._signals:
+            if number in self._signals:
                 raise KeyboardInterrupt
             self._signals.append(number)
             _log.warning("%s: the run stops after this step", signal.Signals(number).name)

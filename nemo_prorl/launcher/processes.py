@@ -110,7 +110,7 @@ class Child:
             self.start()
 
 
-def stop_all(children: Sequence[Child], seconds: float) -> None:
+def stop_all(children: Sequence[Child], seconds: float, quiet: bool = False) -> None:
     """SIGTERM to all, SIGKILL to the groups of those still there after `seconds`; returns when all are gone."""
     for child in children:
         child.signal(signal.SIGTERM)
@@ -121,6 +121,7 @@ def stop_all(children: Sequence[Child], seconds: float) -> None:
         try:
             child.process.wait(max(0.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
-            _log.warning("%s did not stop within %g s (trainer.deadlines.stop_s); killed", child.name, seconds)
+            level = logging.DEBUG if quiet else logging.WARNING
+            _log.log(level, "%s did not stop within %g s (trainer.deadlines.stop_s); killed", child.name, seconds)
         child.kill_group()
         child.process.wait()

@@ -173,6 +173,14 @@ def write_endpoint(path: Path, url: str, state: str) -> None:
     temporary.replace(path)
 
 
+def _is_ours(path: Path, url: str) -> bool:
+    """Whether the endpoint file is still this server's, and not that of one started since."""
+    try:
+        return bool(json.loads(path.read_text())["url"] == url)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def read_token(path: Path) -> str:
     """The run's token.  Raises ConfigError where the file is missing or empty."""
     try:
@@ -240,7 +248,7 @@ async def serve(args: argparse.Namespace) -> int:
         announced = asyncio.ensure_future(_announce(server, args.endpoint_file, url))
         await server.serve(sockets=[listener])
         announced.cancel()
-        if args.endpoint_file is not None:
+        if args.endpoint_file is not None and _is_ours(args.endpoint_file, url):
             write_endpoint(args.endpoint_file, url, "stopped")
         return 0
     finally:

@@ -179,7 +179,8 @@ class _Slot:
         self.failures += 1
         self.retry_at = time.monotonic() + min(_MAX_BACKOFF_S, 0.1 * 2.0 ** min(self.failures, 10))
         self.last_error = str(error)
-        _log.warning("%s failed (%d in a row): %s", self.name, self.failures, error)
+        if self.failures & (self.failures - 1) == 0:  # a dead engine fails all its open requests: 1, 2, 4, ... are told
+            _log.warning("%s failed (%d in a row): %s", self.name, self.failures, error)
 
     def succeeded(self) -> None:
         self.failures, self.retry_at = 0, 0.0

@@ -139,8 +139,6 @@ class WeightStore:
             if _is_ours(path):
                 path.unlink(missing_ok=True)
                 removed.append(path)
-        if removed:
-            _log.info("removed %d stale weight files from %s", len(removed), self.folder)
         return removed
 
     def remove(self) -> None:

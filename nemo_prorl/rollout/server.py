@@ -327,7 +327,10 @@ def make_engine(args: argparse.Namespace) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    optional = {} if args.kv_mb is None else {"kv_cache_memory_bytes": args.kv_mb << 20}
+    optional: dict[str, Any] = {} if args.kv_mb is None else {"kv_cache_memory_bytes": args.kv_mb << 20}
+    if is_cpu_build():
+        # A prompt cut in two makes vLLM rewind the response's random generator, which a CPU's cannot: the core dies.
+        optional["enable_chunked_prefill"] = False
     return AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=args.model,

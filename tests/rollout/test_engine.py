@@ -182,6 +182,20 @@ def test_a_response_does_not_depend_on_what_else_is_in_the_batch(engine: EngineP
     asyncio.run(with_client(engine, work))
 
 
+def test_more_prompt_tokens_at_once_than_a_batch_holds(engine: EngineProcess) -> None:
+    """Prompts are not cut in two: with seeds that ends vLLM 0.32's core on a CPU."""
+    sampling = SamplingParams(temperature=1.2, max_tokens=4, stop_token_ids=())
+    prompts = [[3 + (7 * i + k) % 500 for k in range(300)] for i in range(48)]  # 14,400 tokens; a batch holds 4,096
+
+    async def together(client: EngineClient) -> list[list[Response]]:
+        return await asyncio.gather(*(ask(client, prompt, [i, 100 + i], sampling) for i, prompt in enumerate(prompts)))
+
+    before = engine.core_pid
+    found = asyncio.run(with_client(engine, together))
+    assert [[len(r.token_ids) for r in group] for group in found] == [[4, 4]] * 48
+    assert engine.core_pid == before
+
+
 def test_responses_come_the_moment_they_end_and_include_the_stop_token(engine: EngineProcess) -> None:
     async def work(client: EngineClient) -> list[Response]:
         sampling = SamplingParams(1.2, max_tokens=400)

@@ -20,6 +20,8 @@ from nemo_prorl.rewards.interface import RewardRequest, failed_verdict
 
 _log = logging.getLogger(__name__)
 
+_TELL_EVERY_S = 10.0  # between complaints that no server is there
+
 _VERDICT_FIELDS = frozenset({"id", "score", "correct", "parts", "detail", "failure"})
 
 
@@ -110,7 +112,8 @@ class RewardClient:
         self._session: aiohttp.ClientSession | None = None
         self._posts: asyncio.Semaphore | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._last_error = f"no reward server is ready in {endpoints_dir}"
+        self._no_server = self._last_error = f"no reward server is ready in {endpoints_dir}"
+        self._told_none = -_TELL_EVERY_S
 
     async def __aenter__(self) -> "RewardClient":
         return self
@@ -186,6 +189,9 @@ class RewardClient:
     async def _post(self, bundle: list[_Waiting]) -> None:
         now = asyncio.get_running_loop().time()
         server = self._endpoints.choose(now)
+        if server is None and now - self._told_none >= _TELL_EVERY_S:
+            self._told_none = now
+            _log.warning("%d verdicts wait: %s", len(bundle), self._no_server)
         if server is None or not bundle:
             return
         if server.closed_until > now:

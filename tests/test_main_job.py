@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.nemo, pytest.mark.vllm]
+pytestmark = [pytest.mark.nemo, pytest.mark.vllm, pytest.mark.timeout(900)]
 
 STEPS = 4
 SMALL = [
@@ -41,7 +41,7 @@ class Job:
         with self.log.open("w") as f:
             self.process = subprocess.Popen(command, cwd=root, env=env, stdout=f, stderr=subprocess.STDOUT)
 
-    def wait(self, seconds: float = 280.0) -> int:
+    def wait(self, seconds: float = 600.0) -> int:
         return self.process.wait(seconds)
 
     def until(self, ready: Callable[[], bool], seconds: float = 240.0) -> None:

@@ -29,6 +29,8 @@ CHAT_TEMPLATE = (
 )
 
 _MAX_WORDS = 240
+_MAX_PHRASES = 64
+_MIN_PHRASE_SHARE = 0.01
 _MIN_SHARE = 0.02  # of the texts that a word must stand in to become one token
 _INIT_STD = 0.06  # three times the usual: 128 wide, the same warm-up then needs a third of the steps
 
@@ -137,9 +139,11 @@ def build_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerFast":
     """Byte-level tokenizer whose tokens are the texts' frequent words and, for all else, single bytes.
 
     A word that most prompts of a task share is one token; a word seen rarely, such as one to be spelt backward,
-    falls apart into its letters, always in the same way, and each digit stands alone.  Technically a byte-pair
-    encoding without merges and with `ignore_merges`, so any text comes back exactly.
+    falls apart into its letters, always in the same way, and each digit stands alone.  A phrase that the prompts of a
+    task share is one token too: a prompt is then a dozen tokens instead of forty, and a step three times as fast.
+    Technically a byte-pair encoding without merges and with `ignore_merges`, so any text comes back exactly.
     """
+    texts = list(texts)
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -152,18 +156,56 @@ def build_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerFast":
     words = _frequent_words(texts, split)
     plain = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *words]
     vocab = {token: index for index, token in enumerate([*SPECIAL, *MARKUP, *plain])}
-    while len(vocab) % 64:  # an even split over tensor-parallel ranks, and no padded rows in Megatron
-        vocab[f"<|unused_{len(vocab)}|>"] = len(vocab)
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))
     backend.pre_tokenizer = split
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKUP])
+    added = [*MARKUP, *_frequent_phrases(texts, split, set(words))]  # the longest that fits is taken
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in added])
+    unused = -len(vocab_of(backend)) % 64  # an even split over tensor-parallel ranks, and no padded rows in Megatron
+    backend.add_tokens([AddedToken(f"<|unused_{k}|>", special=False, normalized=False) for k in range(unused)])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token=BOS, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+def vocab_of(backend: Any) -> dict[str, int]:
+    """All tokens of a tokenizer, added ones included."""
+    found: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+    return found
+
+
+def _frequent_phrases(texts: Iterable[str], split: Any, words: set[str]) -> list[str]:
+    """Runs of frequent words and markup that a hundredth of the texts hold, the most frequent first."""
+    markup = re.compile("(" + "|".join(re.escape(token) for token in MARKUP) + ")")
+    counts: Counter[str] = Counter()
+    number = 0
+    for text in texts:
+        number += 1
+        runs, run = set(), []
+        for part in markup.split(text):
+            pieces = [(part, True)] if part in MARKUP else _pieces(part, split, words)
+            for piece, frequent in [*pieces]:
+                if frequent:
+                    run.append(piece)
+                else:
+                    runs.add(tuple(run))
+                    run = []
+        runs.add(tuple(run))
+        counts.update("".join(r) for r in runs if len(r) > 1)
+    often = [run for run, count in counts.items() if count >= max(2, _MIN_PHRASE_SHARE * number)]
+    return sorted(often, key=lambda run: (-counts[run], run))[:_MAX_PHRASES]
+
+
+def _pieces(part: str, split: Any, words: set[str]) -> list[tuple[str, bool]]:
+    """The pre-tokens of plain text as they stand in it, each with whether it is frequent (or one mark or blank)."""
+    found = []
+    for token, (start, end) in split.pre_tokenize_str(part):
+        piece = part[start:end]
+        found.append((piece, token in words or (len(token) == 1 and not piece.isalnum())))
+    return found
 
 
 def _frequent_words(texts: Iterable[str], split: Any) -> list[str]:

@@ -37,7 +37,8 @@ def make_initial_model(cfg: Any, run_dir: Path) -> Path:
     from nemo_prorl.data.laptop_model import build_base_model
 
     train, _ = load_sources(cfg.data)
-    texts = [str(record["prompt"]) + warmup_target(record) for _, records in train for record in records[:2000]]
+    some = [record for _, records in train for record in records[:2000]]
+    texts = [text for record in some for text in (str(record["prompt"]), warmup_target(record))]
     temporary = folder.with_name("init.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     build_base_model(temporary, cfg.model, cfg.seed, texts)

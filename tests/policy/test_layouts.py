@@ -18,7 +18,7 @@ from tests.policy.models import MODELS
 from tests.policy.ranks import LAYOUTS, STEPS, Layout, fixed_batch
 
 Measured = Callable[[str], dict[str, Any]]
-pytestmark = pytest.mark.nemo
+pytestmark = [pytest.mark.nemo, pytest.mark.timeout(900)]
 
 FIRST = {model: next(x for x in LAYOUTS if x.model == model) for model in MODELS}
 OTHERS = [x for x in LAYOUTS if x not in FIRST.values()]

@@ -8,6 +8,7 @@ and a wrong configuration answer within two seconds.
 import argparse
 import logging
 import sys
+import warnings
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    warnings.filterwarnings("ignore", message="The pynvml package is deprecated")  # torch says it at import
     run: Callable[[argparse.Namespace], int | None] = arguments.run_command
     try:
         return run(arguments) or 0

@@ -19,6 +19,7 @@ import torch
 
 from nemo_prorl.algorithms.losses import LossConfig, denominator_terms
 from nemo_prorl.batch import Batch
+from nemo_prorl.policy.tools import export_hf, import_hf
 from nemo_prorl.policy.weights import HFFolder, model_keys_from_hf, write_hf_folder
 from nemo_prorl.settings import load
 from nemo_prorl.trainer import policy_loss
@@ -225,6 +226,10 @@ def main() -> None:
 
     for layout in LAYOUTS:
         fork_ranks(layout.world, lambda layout=layout: measure(layout, out), out / layout.name, 240)  # type: ignore[misc]
+
+    write_model(out / "half", MODELS["qwen2"], torch.bfloat16)
+    fork_ranks(1, lambda: import_hf(out / "half", out / "imported"), out / "import-hf", 120)
+    fork_ranks(1, lambda: export_hf(out / "imported", out / "half-again"), out / "export-hf", 120)
 
 
 if __name__ == "__main__":

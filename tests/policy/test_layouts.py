@@ -132,3 +132,16 @@ def test_a_checkpoint_loads_at_another_layout(layout: Layout, measured: Measured
     for name, value in wanted["weights"].items():
         assert torch.equal(found["resharded"][name], value), name
     assert found["resharded_update"] == pytest.approx(wanted["resumed"][2][0], rel=2e-5, abs=2e-6)
+
+
+def test_import_hf_and_export_hf_are_bit_equal_in_the_folders_own_dtype(ranks: Path) -> None:
+    original, again = (load_file(ranks / name / "model.safetensors") for name in ("half", "half-again"))
+    assert again.keys() == original.keys()
+    for name, value in original.items():
+        assert value.dtype == torch.bfloat16
+        assert again[name].dtype == torch.bfloat16
+        assert torch.equal(again[name], value), name
+    for file in ("config.json", "tokenizer.json"):
+        assert (ranks / "half-again" / file).read_bytes() == (ranks / "half" / file).read_bytes()
+    assert (ranks / "imported" / "state.json").is_file()
+    assert not list((ranks / "imported").rglob("*.safetensors"))

@@ -31,15 +31,15 @@ SMALL = [
 
 
 class Job:
-    """One `prorl train` in a process of its own."""
+    """One `prorl train`, or another command, in a process of its own."""
 
-    def __init__(self, root: Path, run_dir: Path, *overrides: str) -> None:
+    def __init__(self, root: Path, run_dir: Path, *overrides: str, command: str = "train") -> None:
         self.run_dir = run_dir
-        command = [sys.executable, "-m", "nemo_prorl.cli", "train", f"run_dir={run_dir}", *SMALL, *overrides]
+        words = [sys.executable, "-m", "nemo_prorl.cli", command, f"run_dir={run_dir}", *SMALL, *overrides]
         self.log = run_dir.with_suffix(f".{time.monotonic_ns()}.log")
         env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
         with self.log.open("w") as f:
-            self.process = subprocess.Popen(command, cwd=root, env=env, stdout=f, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(words, cwd=root, env=env, stdout=f, stderr=subprocess.STDOUT)
 
     def wait(self, seconds: float = 600.0) -> int:
         return self.process.wait(seconds)
@@ -92,8 +92,11 @@ def undisturbed(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def disturbed(root: Path, undisturbed: Path) -> Path:
-    """The same run, its supervisor killed after step 3 and its engine killed after the start that follows."""
-    job = Job(root, undisturbed.with_name("disturbed"))
+    """The same run in parts: warmed up alone, the supervisor killed after step 3, the engine after the next start."""
+    warmup = Job(root, undisturbed.with_name("disturbed"), command="warmup")
+    assert warmup.wait() == 0, warmup.text()
+    assert (warmup.run_dir / "base" / "model.safetensors").is_file()
+    job = Job(root, warmup.run_dir)
     job.until(lambda: len(metrics_of(job.run_dir)) >= STEPS - 1)
     processes = job.children()
     job.process.kill()

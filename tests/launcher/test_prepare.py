@@ -1,0 +1,78 @@
+"""What is wrong with data, rewards or the machine is said before any engine or rank starts."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_prorl.errors import ConfigError, DataError, ProrlError, UnfitMachine
+from nemo_prorl.launcher.job import prepare, run
+from nemo_prorl.settings import load, resolved_yaml
+
+GOOD = {"id": "a-1", "task": "math", "prompt": "Compute 1 + 1.", "truth": {"answer": "2"}, "source": "s", "meta": {}}
+
+
+def prepared(tmp_path: Path, lines: list[str] | None = None, *overrides: str) -> list[str]:
+    """Runs the checks on a file of prompt records; the run directory is tmp_path/run."""
+    chosen = [f"rollout.python={sys.executable}", f"run_dir={tmp_path / 'run'}", *overrides]
+    if lines is not None:
+        file = tmp_path / "prompts.jsonl"
+        file.write_text("".join(line + "\n" for line in lines))
+        source = f"{{name: mine, path: {file}}}"
+        chosen += [f"data.train=[{source}]", "data.validation=[]"]
+    cfg = load(chosen)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir(exist_ok=True)
+    return prepare(cfg, run_dir, resolved_yaml(cfg))
+
+
+def record(**changes: Any) -> str:
+    return json.dumps({**GOOD, **changes})
+
+
+def test_a_good_file_makes_the_first_model_and_says_its_tasks(tmp_path: Path) -> None:
+    assert prepared(tmp_path, [record(), record(id="a-2", prompt="Compute 2 + 2.", truth={"answer": "4"})]) == ["math"]
+    assert (tmp_path / "run" / "init" / "model.safetensors").is_file()
+    assert (tmp_path / "run" / "config.yaml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("lines", "error", "told"),
+    [
+        ([record(), "{broken"], DataError, ["prompts.jsonl", "2"]),
+        ([record(), json.dumps({k: v for k, v in GOOD.items() if k != "truth"})], DataError, ["2", "truth"]),
+        ([], DataError, ["prompts.jsonl"]),
+        ([record(prompt="1 " * 200)], DataError, ["a-1", "64", "trainer.grpo.context_tokens"]),
+        ([record(task="chess")], ProrlError, ["chess", "math", "puzzles"]),
+    ],
+    ids=["malformed line", "missing field", "empty file", "prompt longer than the context", "unknown task"],
+)
+def test_bad_data_is_named(tmp_path: Path, lines: list[str], error: type[ProrlError], told: list[str]) -> None:
+    with pytest.raises(error) as caught:
+        prepared(tmp_path, lines)
+    for text in told:
+        assert text in str(caught.value)
+    assert caught.value.exit_code in (2, 4)
+    assert not (tmp_path / "run" / "endpoints").exists()  # nothing was started
+
+
+def test_a_missing_rollout_environment_is_an_unfit_machine(tmp_path: Path) -> None:
+    with pytest.raises(UnfitMachine, match=r"rollout\.python.*make setup"):
+        prepared(tmp_path, [record()], "rollout.python=/nowhere/python")
+
+
+def test_more_nodes_than_this_command_runs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.num_nodes=2"):
+        prepared(tmp_path, None, "trainer.num_nodes=2")
+
+
+def test_one_process_at_a_time_works_on_a_run_directory(tmp_path: Path) -> None:
+    import fcntl
+
+    with (tmp_path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        cfg = load([f"run_dir={tmp_path}"])
+        with pytest.raises(ConfigError, match="in use"):
+            run(cfg, "")

@@ -27,6 +27,7 @@ SMALL = [
     "trainer.warmup.steps=40",
     "rollout.max_num_seqs=64",
     "rollout.kv_cache_mb=128",
+    *[f"data.{part}.{k}.size={size}" for part, size in (("train", 300), ("validation", 16)) for k in range(5)],
 ]
 
 

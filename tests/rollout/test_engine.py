@@ -192,7 +192,8 @@ def test_more_prompt_tokens_at_once_than_a_batch_holds(engine: EngineProcess) ->
 
     before = engine.core_pid
     found = asyncio.run(with_client(engine, together))
-    assert [[len(r.token_ids) for r in group] for group in found] == [[4, 4]] * 48
+    assert [len(group) for group in found] == [2] * 48
+    assert all(1 <= len(r.token_ids) <= 4 for group in found for r in group)  # some end by eos
     assert engine.core_pid == before
 
 

@@ -118,6 +118,19 @@ class RewardResult:
         return None
 
 
+@dataclass(frozen=True)
+class Example:
+    """What `prorl rewards test` tries a plugin with: a truth, a response that scores 1, and one that scores less.
+
+    `task` is the plugin's first where empty.
+    """
+
+    truth: dict[str, Any]
+    good: str
+    bad: str
+    task: str = ""
+
+
 class RewardPlugin(ABC):
     """Base of all plugins.  Importing the module of a plugin must be cheap: import heavy packages in `prepare`.
 
@@ -143,6 +156,11 @@ class RewardPlugin(ABC):
 
     def validate_truth(self, truth: dict[str, Any]) -> None:  # noqa: B027
         """Raises ValueError that names the field where `truth` is not what this plugin judges by."""
+
+    @classmethod
+    def examples(cls) -> tuple[Example, ...]:
+        """For the conformance kit; two or three, of different forms of truth.  Without any it can check little."""
+        return ()
 
     @abstractmethod
     def score(self, request: RewardRequest) -> RewardResult:

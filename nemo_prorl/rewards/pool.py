@@ -40,7 +40,10 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """One plugin's workers: its settings, their number, CPU seconds an answer may take, bounds of queue and memory."""
+    """One plugin's workers: its settings, their number, CPU seconds an answer may take, bounds of queue and memory.
+
+    `hash_seed` is their PYTHONHASHSEED: a verdict must not depend on it, which the conformance kit checks.
+    """
 
     plugin: str
     settings: dict[str, Any]
@@ -48,6 +51,7 @@ class PoolSpec:
     budget_s: float
     max_queue: int = 8192
     memory_mb: int = 4096
+    hash_seed: int = 0
 
 
 @dataclass
@@ -106,7 +110,7 @@ class _Worker:
         numbers = [theirs.fileno(), os.getpid(), spec.memory_mb]
         arguments = [*map(str, numbers), spec.plugin, json.dumps(spec.settings)]
         environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-        environment |= dict.fromkeys(ONE_THREAD, "1") | {"PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1"}
+        environment |= dict.fromkeys(ONE_THREAD, "1") | {"PYTHONHASHSEED": str(spec.hash_seed), "PYTHONUNBUFFERED": "1"}
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "nemo_prorl.rewards.worker", *arguments),

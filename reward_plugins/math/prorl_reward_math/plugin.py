@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, RewardResult, no_answer, one_line
+from nemo_prorl.rewards.interface import Example, RewardPlugin, RewardRequest, RewardResult, no_answer, one_line
 from prorl_reward_math import grading
 from prorl_reward_math.latex import boxed
 
@@ -51,6 +51,14 @@ class MathReward(RewardPlugin):
             raise ValueError(f"truth.tolerance is {tolerance!r}; it must be a number, relative, of at least 0")
         if unit is not None and not isinstance(unit, str):
             raise ValueError(f"truth.unit is {unit!r}; it must be a string")
+
+    @classmethod
+    def examples(cls) -> tuple[Example, ...]:
+        return (
+            Example({"answer": "\\frac{3}{7}"}, "Three of seven: \\boxed{3/7}", "Seven of three: \\boxed{7/3}"),
+            Example({"all_of": ["2", "-2"]}, "The roots are \\boxed{2, -2}", "The roots are \\boxed{2, 3}"),
+            Example({"answer": "9.8", "tolerance": 0.01, "unit": "m/s^2"}, "\\boxed{9.81}", "\\boxed{1.6}"),
+        )
 
     def score(self, request: RewardRequest) -> RewardResult:
         self.validate_truth(request.truth)

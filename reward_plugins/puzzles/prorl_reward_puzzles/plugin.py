@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_prorl.rewards.interface import InvalidAnswer, RewardPlugin, RewardRequest, RewardResult, no_answer
+from nemo_prorl.rewards.interface import Example, InvalidAnswer, RewardPlugin, RewardRequest, RewardResult, no_answer
 
 MAX_ANSWER_CHARS = 100_000
 
@@ -93,6 +93,20 @@ class PuzzlesReward(RewardPlugin):
             raise ValueError("truth.entry.metadata must be an object")
         if not isinstance(truth.get("config", {}), dict):
             raise ValueError("truth.config must be an object: the data set's options")
+
+    @classmethod
+    def examples(cls) -> tuple[Example, ...]:
+        addition = {"question": "2 + 3 =", "answer": "5", "metadata": {"num_terms": 2}}
+        puzzle = {"vertices": [0, 1, 2], "edges": [[0, 1], [1, 2]], "num_colors": 2, "color_options": [1, 2]}
+        coloring = {"question": "Colour 0-1-2.", "answer": None, "metadata": {"puzzle": puzzle}}
+        return (
+            Example({"dataset": "chain_sum", "entry": addition}, "<answer>5</answer>", "<answer>6</answer>"),
+            Example(
+                {"dataset": "graph_color", "entry": coloring},
+                'The ends are alike: <answer>{"0": 1, "1": 2, "2": 1}</answer>',
+                'All are alike: <answer>{"0": 1, "1": 1, "2": 1}</answer>',
+            ),
+        )
 
     def score(self, request: RewardRequest) -> RewardResult:
         self.validate_truth(request.truth)

@@ -53,7 +53,7 @@ _FRAC = re.compile(r"\\frac\s*(?:\{([^{}]*)\}|([^{}\s\\]))\s*(?:\{([^{}]*)\}|([^
 _SQRT = re.compile(r"\\sqrt\s*([^\[\{\s\\])")
 _SLASH = re.compile(r"^([+-]?)(\d+)/(\d+)$")
 _ZERO_POINT = re.compile(r"(?<![\d.])\.(?=\d)")
-_TRAILING_ZEROS = re.compile(r"(\d+)\.(\d*?)0+(?!\d)")
+_TRAILING_ZEROS = re.compile(r"(?<!\d)(\d+)\.(\d*[1-9])?0+(?!\d)")  # one pass over a long run of digits
 _THOUSANDS = re.compile(r"^([+-]?)(\d{1,3}(?:(?:,|\{,\})\d{3})+)(\.\d+)?$")
 _SAME = {
     "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac", "\\leq": "\\le", "\\geq": "\\ge", "\\neq": "\\ne",

@@ -92,6 +92,12 @@ def _cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def worker_environment(hash_seed: int = 0) -> dict[str, str]:
+    """The environment variables of a worker: few of ours, one thread, a fixed hash seed."""
+    kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+    return kept | dict.fromkeys(ONE_THREAD, "1") | {"PYTHONHASHSEED": str(hash_seed), "PYTHONUNBUFFERED": "1"}
+
+
 class _Worker:
     """One worker process and the server's end of its socket."""
 
@@ -109,15 +115,13 @@ class _Worker:
         ours, theirs = socket.socketpair()
         numbers = [theirs.fileno(), os.getpid(), spec.memory_mb]
         arguments = [*map(str, numbers), spec.plugin, json.dumps(spec.settings)]
-        environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-        environment |= dict.fromkeys(ONE_THREAD, "1") | {"PYTHONHASHSEED": str(spec.hash_seed), "PYTHONUNBUFFERED": "1"}
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "nemo_prorl.rewards.worker", *arguments),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=2,  # a plugin that prints must not reach our results
                 pass_fds=(theirs.fileno(),),
-                env=environment,
+                env=worker_environment(spec.hash_seed),
                 start_new_session=True,
             )
         finally:

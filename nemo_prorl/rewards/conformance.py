@@ -1,0 +1,399 @@
+"""The conformance kit: what every reward plugin must hold, tried in real workers.  `prorl rewards test` and pytest:
+
+    @pytest.mark.parametrize("check", CHECKS)
+    def test_conformance(check):                  # `report`: check_plugin("my_plugin"), made once
+        report[check].require()
+
+Verdicts are taken three times: one after another in a first worker; in reverse order in a second with another hash
+seed; from both at once.  Import, truths and network are watched in a process of their own (`probe.py`).
+"""
+
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_prorl.errors import RewardFailure, UnfitMachine
+from nemo_prorl.rewards.conformance_cases import Case, TruthTrial, make_cases, truth_trials
+from nemo_prorl.rewards.discovery import discover
+from nemo_prorl.rewards.interface import Example, RewardPlugin, one_line
+from nemo_prorl.rewards.pool import WALL_FACTOR, PluginPool, PoolSpec, worker_environment
+from nemo_prorl.rewards.service import plan_pools
+
+PROBE_S = 180.0
+TIMEOUTS_BORNE = 3  # then the rest of the kind is left out: each costs a budget and a new worker
+EXACT = 1e-9
+
+# Each check with the cure of what it finds.
+CHECKS = {
+    "import": "import heavy packages, and do whatever else has effects, in prepare()",
+    "start": "prepare() must end without an exception, within two minutes; `prorl rewards describe` shows the settings",
+    "examples": "the good response of an example must score 1 (correct: true or None), the bad one less",
+    "form": "return RewardResult with a finite score in [0, 1]; raise InvalidAnswer for a malformed answer",
+    "truth": "validate_truth must raise ValueError that names the field, for each field that is wrong",
+    "thinking": "judge request.answer_text, and return no_answer() where it is None",
+    "unicode": "catch what odd characters cause, and raise InvalidAnswer",
+    "empty": "an answer may be empty: test before you index, split or parse, and raise InvalidAnswer or score 0",
+    "long": "bound the length of what you parse, and raise InvalidAnswer beyond it",
+    "adversarial": "catch what your parser throws at a bad answer, and raise InvalidAnswer; never evaluate an answer",
+    "time": "bound the work of one answer, or raise time_budget_s: a worker over its budget is killed",
+    "determinism": "no random numbers, clocks, set order or memory of earlier requests in a verdict and its detail",
+    "concurrency": "share no file, port or other state with the other workers; name temporary files at random",
+    "network": "carry what is needed in the package or the truth; a verdict must not depend on the network",
+}
+NO_EXAMPLES = "the plugin gives no example: define examples(), or give --examples FILE"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One check: "passed", "failed" or "skipped", and why; `mend` says how to make a failed one pass."""
+
+    check: str
+    state: str
+    text: str
+    mend: str = ""
+
+    def require(self) -> None:
+        """For pytest: fails or skips the test that calls it."""
+        if self.state == "skipped":
+            import pytest
+
+            pytest.skip(self.text)
+        if self.state == "failed":
+            raise AssertionError(f"{self.check}: {self.text}; {self.mend}")
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcomes of all checks, in their order."""
+
+    plugin: str
+    outcomes: list[Outcome]
+
+    def __getitem__(self, check: str) -> Outcome:
+        return next(outcome for outcome in self.outcomes if outcome.check == check)
+
+    @property
+    def failed(self) -> list[str]:
+        return [outcome.check for outcome in self.outcomes if outcome.state == "failed"]
+
+    def lines(self) -> list[str]:
+        found = []
+        for outcome in self.outcomes:
+            found.append(f"{outcome.state:<7}  {outcome.check:<11}  {outcome.text}")
+            if outcome.state == "failed":
+                found.append(f"{'':<7}  {'':<11}  mend: {outcome.mend}")
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "plugin": self.plugin,
+            "passed": not self.failed,
+            "checks": list(map(dataclasses.asdict, self.outcomes)),
+        }
+
+
+def check_plugin(
+    name: str, settings: dict[str, Any] | None = None, examples: Sequence[Example] | None = None
+) -> Report:
+    """Tries the installed plugin `name`.  Raises ConfigError with the known names, or for a wrong setting."""
+    plugin = discover().plugin(name)
+    given = list(examples) if examples else list(plugin.examples())
+    return asyncio.run(_try(plugin, settings or {}, given))
+
+
+# --- taking verdicts -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Trial:
+    """What was seen of a plugin; each check reads a part of it."""
+
+    plugin: type[RewardPlugin]
+    examples: list[Example]
+    cases: list[Case]
+    trials: list[TruthTrial]
+    probe: dict[str, Any] = field(default_factory=dict)
+    spec: PoolSpec | None = None
+    failed: str | None = None  # why no worker starts
+    unfit: str | None = None  # why this machine cannot run one
+    first: dict[str, dict[str, Any]] = field(default_factory=dict)  # verdicts by case id
+    second: dict[str, dict[str, Any]] = field(default_factory=dict)
+    mixed: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)  # of the first verdict
+
+    def kind(self, *kinds: str) -> list[Case]:
+        return [case for case in self.cases if case.kind in kinds]
+
+
+async def _try(plugin: type[RewardPlugin], settings: dict[str, Any], examples: list[Example]) -> Report:
+    trial = _Trial(plugin, examples, make_cases(examples, plugin.tasks[0]), truth_trials(examples))
+    try:
+        [trial.spec] = plan_pools(discover(), plugin.tasks, 1, {plugin.name: settings})
+    except UnfitMachine as error:
+        trial.unfit = str(error)
+    trial.probe = _probe(trial, settings)
+    if trial.spec is not None:
+        await _take_verdicts(trial, trial.spec)
+    return Report(plugin.name, [_outcome(trial, check) for check in CHECKS])
+
+
+async def _take_verdicts(trial: _Trial, spec: PoolSpec) -> None:
+    pools = [PluginPool(dataclasses.replace(spec, hash_seed=seed)) for seed in (0, 1)]
+    try:
+        await pools[0].start()
+        await _one_by_one(trial, pools[0])
+        steady = [case for case in trial.cases if _outcome_of(trial.first.get(case.id)) in ("judged", "invalid")]
+        if not steady:
+            return
+        await pools[1].start()
+        for case in reversed(steady):
+            trial.second[case.id] = await pools[1].submit(case.request.to_json())
+        await _both_at_once(trial, pools, steady)
+    except RewardFailure as error:
+        trial.failed = str(error)
+    finally:
+        await asyncio.gather(*(pool.close() for pool in pools))
+
+
+async def _one_by_one(trial: _Trial, pool: PluginPool) -> None:
+    late: dict[str, int] = {}
+    for case in trial.cases:
+        if late.get(case.kind, 0) >= TIMEOUTS_BORNE:
+            continue
+        started = time.monotonic()
+        verdict = await pool.submit(case.request.to_json())
+        trial.first[case.id], trial.seconds[case.id] = verdict, time.monotonic() - started
+        if _outcome_of(verdict) == "killed":
+            late[case.kind] = late.get(case.kind, 0) + 1
+
+
+async def _both_at_once(trial: _Trial, pools: list[PluginPool], cases: list[Case]) -> None:
+    """Good, bad and short hostile requests, all submitted together, to the two workers in opposite orders."""
+    some = [case for case in cases if case.kind in ("good", "bad", "unicode", "thinking")]
+    if not some or any(trial.first[case.id] != trial.second[case.id] for case in cases):
+        return
+    some = (some * 20)[: max(40, len(some))]
+    pairs = [
+        (pool, case) for two in zip(some, reversed(some), strict=True) for pool, case in zip(pools, two, strict=True)
+    ]
+    verdicts = await asyncio.gather(*(pool.submit(case.request.to_json()) for pool, case in pairs))
+    trial.mixed = [(case.id, verdict) for (_, case), verdict in zip(pairs, verdicts, strict=True)]
+
+
+def _outcome_of(verdict: dict[str, Any] | None) -> str:
+    """What became of a request: "judged", "invalid", "timeout", or "raised", "died", "form", "killed", "untried"."""
+    if verdict is None:
+        return "untried"
+    if verdict["failure"] == "timeout" and ": over the time budget of" in verdict["detail"]:
+        return "killed"
+    if verdict["failure"] != "infrastructure":
+        return verdict["failure"] or "judged"
+    if "' raised " in verdict["detail"]:
+        return "raised"
+    return "died" if "worker died" in verdict["detail"] else "form"
+
+
+def _probe(trial: _Trial, settings: dict[str, Any]) -> dict[str, Any]:
+    """What `probe.py` found in a process of its own."""
+    sandboxed = trial.plugin.needs_sandbox
+    requests = [] if sandboxed else [case.request.to_json() for case in trial.kind("good", "bad")]
+    orders = {"settings": settings, "prepare": not sandboxed, "requests": requests}
+    orders["truths"] = [one.truth for one in trial.trials]
+    command = [sys.executable, "-B", "-m", "nemo_prorl.rewards.probe", str(os.getpid()), trial.plugin.name]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, text=True, env=worker_environment(), start_new_session=True
+    )
+    try:
+        out, _ = process.communicate(json.dumps(orders), timeout=PROBE_S)
+        found: dict[str, Any] = json.loads(out)
+    except subprocess.TimeoutExpired:
+        found = {"failed": f"import, prepare and the examples took over {PROBE_S:g} s"}
+    except ValueError:
+        found = {"failed": f"the process ended with status {process.wait()}"}
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+    return {"import": [], "network": [], "truths": [], "failed": None, **found}
+
+
+# --- judging what was seen -------------------------------------------------------------------------------------------
+
+
+class _Skip(Exception):
+    """Why a check could not be made."""
+
+
+class _Fault(Exception):
+    """What a check found."""
+
+
+def _outcome(trial: _Trial, check: str) -> Outcome:
+    try:
+        if check not in ("import", "start") and not trial.examples:
+            raise _Skip(NO_EXAMPLES)
+        if check not in ("import", "truth"):
+            if trial.unfit:
+                raise _Skip(trial.unfit)
+            if trial.failed and check != "start":
+                raise _Skip("no worker starts")
+        return Outcome(check, "passed", _CHECKERS.get(check, _hostile)(trial, check))
+    except _Skip as why:
+        return Outcome(check, "skipped", str(why))
+    except _Fault as fault:
+        return Outcome(check, "failed", one_line(str(fault)), CHECKS[check])
+
+
+def _import(trial: _Trial, check: str) -> str:
+    if trial.probe["import"]:
+        raise _Fault("importing its module " + "; ".join(trial.probe["import"]))
+    return "writes nothing, prints nothing, starts nothing, loads nothing heavy"
+
+
+def _start(trial: _Trial, check: str) -> str:
+    if trial.failed:
+        raise _Fault(trial.failed)
+    if trial.unfit:
+        raise _Skip(trial.unfit)
+    return "a worker starts and prepares the plugin"
+
+
+def _shown(trial: _Trial, case: Case) -> str:
+    verdict = trial.first[case.id]
+    return f"{case.label}: score {verdict['score']}, {verdict['detail']!r}"
+
+
+def _examples(trial: _Trial, check: str) -> str:
+    for case in trial.kind("good", "bad"):
+        verdict, outcome = trial.first[case.id], _outcome_of(trial.first[case.id])
+        if outcome in ("form", "killed"):
+            continue  # other checks say so
+        if outcome in ("raised", "died"):
+            raise _Fault(_shown(trial, case))
+        good = verdict["score"] >= 1.0 - EXACT and verdict["correct"] is not False
+        if case.kind == "good" and not good:
+            raise _Fault(f"{_shown(trial, case)}; it must be 1")
+        if case.kind == "bad" and (verdict["score"] >= 1.0 - EXACT or verdict["correct"]):
+            raise _Fault(f"{_shown(trial, case)}; it must be below 1, correct not true")
+    return f"{len(trial.examples)} good responses score 1, and {len(trial.examples)} bad ones less"
+
+
+def _form(trial: _Trial, check: str) -> str:
+    for case in trial.cases:
+        if _outcome_of(trial.first.get(case.id)) == "form":
+            raise _Fault(_shown(trial, case))
+    return f"{len(trial.first)} results are well formed"
+
+
+def _truth(trial: _Trial, check: str) -> str:
+    if trial.probe["failed"]:
+        raise _Skip(f"the plugin could not be tried: {trial.probe['failed']}")
+    accepted: dict[tuple[str, str], bool] = {}
+    for one, seen in zip(trial.trials, trial.probe["truths"], strict=True):
+        where = f"{one.example}: truth.{one.key} {one.wrong}" if one.key else f"{one.example}: its truth"
+        if seen["raised"] not in ("", "ValueError"):
+            raise _Fault(f"{where}: validate_truth raises {seen['raised']}: {seen['text']}")
+        if seen["raised"] and not one.key:
+            raise _Fault(f"{where} is refused: {seen['text']}")
+        if seen["raised"] and one.key not in seen["text"]:
+            raise _Fault(f"{where}: refused without naming the field: {seen['text']}")
+        if one.key and one.wrong != "missing":
+            accepted[one.example, one.key] = accepted.get((one.example, one.key), True) and not seen["raised"]
+    if free := [f"{example}: truth.{key}" for (example, key), every in accepted.items() if every]:
+        raise _Fault(f"{free[0]} may be anything: null, true, -1.5, a string, a list and an object are all accepted")
+    if not accepted:
+        raise _Skip("the examples' truths have no field")
+    return f"{len(accepted)} fields, each named where it is wrong"
+
+
+def _thinking(trial: _Trial, check: str) -> str:
+    for case in trial.kind("thinking"):
+        verdict = trial.first.get(case.id)
+        if verdict is None or verdict["score"] is None:
+            if _outcome_of(verdict) in ("raised", "died"):
+                raise _Fault(_shown(trial, case))
+            continue
+        wanted = trial.first[case.equals]["score"] if case.equals else 0.0
+        if wanted is not None and verdict["score"] != wanted:
+            raise _Fault(f"{_shown(trial, case)}; it must be {wanted}")
+    return "what follows the last </think> is judged; an open <think> is no answer"
+
+
+def _hostile(trial: _Trial, check: str) -> str:
+    """`unicode`, `empty`, `long` and `adversarial`: each is judged, or invalid."""
+    cases = trial.kind(check)
+    bad = [case for case in cases if _outcome_of(trial.first.get(case.id)) in ("raised", "died")]
+    if bad:
+        raise _Fault(f"{len(bad)} of {len(cases)} responses break it, such as {_shown(trial, bad[0])}")
+    invalid = sum(_outcome_of(trial.first.get(case.id)) == "invalid" for case in cases)
+    return f"{len(cases)} responses: all have a verdict, {invalid} of them invalid"
+
+
+def _time(trial: _Trial, check: str) -> str:
+    assert trial.spec is not None
+    killed = [case for case in trial.cases if _outcome_of(trial.first.get(case.id)) == "killed"]
+    if killed:
+        raise _Fault(f"{len(killed)} responses run over {trial.spec.budget_s:g} s, such as {_shown(trial, killed[0])}")
+    slowest = max(trial.cases, key=lambda case: trial.seconds[case.id])
+    limit = f"{trial.spec.budget_s:g} s of CPU, {WALL_FACTOR * trial.spec.budget_s:g} s in all"
+    return f"slowest: {trial.seconds[slowest.id]:.2f} s ({slowest.label}); allowed: {limit}"
+
+
+def _determinism(trial: _Trial, check: str) -> str:
+    for case in trial.cases:
+        first, second = trial.first.get(case.id), trial.second.get(case.id)
+        if first is not None and second is not None and first != second:
+            raise _Fault(f"{case.label}: {_difference(first, second)}")
+    if not trial.second:
+        raise _Skip("no request has a verdict")
+    return f"{len(trial.second)} requests have equal verdicts in another worker, order and hash seed"
+
+
+def _difference(one: dict[str, Any], other: dict[str, Any]) -> str:
+    key = next(key for key in one if one[key] != other.get(key))
+    return f"{key} is {one[key]!r}, then {other.get(key)!r}"
+
+
+def _concurrency(trial: _Trial, check: str) -> str:
+    if not trial.mixed:
+        raise _Skip("verdicts differ without it")
+    for name, verdict in trial.mixed:
+        if verdict != trial.first[name]:
+            label = next(case.label for case in trial.cases if case.id == name)
+            raise _Fault(f"{label}, beside others: {_difference(trial.first[name], verdict)}")
+    return f"{len(trial.mixed)} requests to two workers at once: no verdict changed"
+
+
+def _network(trial: _Trial, check: str) -> str:
+    if trial.plugin.needs_sandbox:
+        raise _Skip("the plugin needs the sandbox, which has no network")
+    if trial.probe["network"]:
+        raise _Fault("prepare() or score() uses the network: " + "; ".join(trial.probe["network"]))
+    if trial.probe["failed"]:
+        raise _Skip(f"the plugin could not be tried: {trial.probe['failed']}")
+    return "no address looked up, no connection made"
+
+
+_CHECKERS: dict[str, Callable[[_Trial, str], str]] = {
+    "import": _import,
+    "start": _start,
+    "examples": _examples,
+    "form": _form,
+    "truth": _truth,
+    "thinking": _thinking,
+    "time": _time,
+    "determinism": _determinism,
+    "concurrency": _concurrency,
+    "network": _network,
+}

@@ -1,0 +1,191 @@
+"""The requests and truths with which the conformance kit tries a plugin, made from its examples.  No plugin code."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_prorl.errors import DataError
+from nemo_prorl.rewards.interface import Example, RewardRequest, answer_text
+
+LONG = 100_000
+HOSTILE_EXAMPLES = 2  # examples into whose answers hostile texts are put
+
+# Texts that are put alone, and where an example's answer stands.
+UNICODE = {
+    "emoji": "\U0001f469\u200d\U0001f680 5\ufe0f\u20e3 \u00bd",
+    "a lone surrogate": "a\ud800b\udfff",
+    "right-to-left": "\u202e\u05e9\u05dc\u05d5\u05dd 12\u0661\u0662\u202c",
+    "NUL and controls": "1\x00\x07\x1b[31m\x7f\u2028\u2029\ufeff",
+    "stacked marks": "e" + "\u0301" * 300,
+    "odd digits": "\uff14\uff12 \u00b2 \u2075 \u4e94 \u2167 \u2212\u0967",
+}
+EMPTY = {
+    "nothing": "",
+    "white space": " \n\t\r\n ",
+    "no-break space": "\u00a0\u200b",
+    "1,000 closing tags": "</think>" * 1_000,
+    "tags inside tags": "<think><think></think>",
+}
+ADVERSARIAL = {
+    "5,000 digits": "9" * 5_000,
+    "a huge exponent": "1e999999999",
+    "a tower of powers": "9^9^9^9^9",
+    "Python's powers": "9**9**9**9",
+    "not a number": "nan inf -inf -0 1/0 0/0",
+    "open parentheses": "(" * 3_000,
+    "deep nesting": "(" * 2_000 + "1" + ")" * 2_000,
+    "deep JSON": "[" * 20_000 + "]" * 20_000,
+    "deep braces": "\\frac{1}{" * 400 + "2" + "}" * 400,
+    "format strings": "%s%n%d{0.__class__.__init__.__globals__}{}${HOME}{{7*7}}",
+    "a shell": "$(id); `id` | cat /etc/passwd && exit 1 #",
+    "Python": "__import__('os')._exit(3)",
+    "quotes": '"\'\\"\'\'\'"""\\',
+    "a regular expression's trap": "a" * 3_000 + "!" + "\\1(?P<x>(a+)+)$",
+    "tags": "<answer></boxed><|im_end|></s>```\\boxed{<answer>",
+    "1,000 opening tags": "<think>" * 1_000,
+}
+WRONG: tuple[Any, ...] = (None, True, -1.5, "", [], [[{}]], {"?": []})  # values put into each field of a truth
+LONG_TEXTS = {
+    "letters": "a" * LONG,
+    "digits": "7" * LONG,
+    "words": "word " * (LONG // 5),
+    "lines": "a\n" * (LONG // 2),
+    "open braces": "\\boxed{" * (LONG // 7),
+    "open tags": "<answer>" * (LONG // 8),
+    "fences": "```\n" * (LONG // 4),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request of the kit; `kind` is the check that it belongs to, `equals` the case whose score it must have."""
+
+    kind: str
+    label: str
+    request: RewardRequest
+    equals: str | None = None
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+
+def _parts(example: Example) -> tuple[str, str]:
+    """The judged text of the good and the bad response."""
+    return answer_text(example.good) or "", answer_text(example.bad) or ""
+
+
+def shell(good: str, bad: str) -> tuple[str, str]:
+    """What stands before and behind the answer: the text that a good and a bad response share."""
+    before = _shared(good, bad)
+    behind = _shared(good[len(before) :][::-1], bad[len(before) :][::-1])
+    return before, behind[::-1]
+
+
+def _shared(one: str, other: str) -> str:
+    """The longest common beginning."""
+    pairs = zip(one, other, strict=False)
+    return one[: next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))]
+
+
+def _thinking(example: Example, name: str) -> Iterator[tuple[str, str, str | None]]:
+    """(label, response, id of the case with the same score); None: it must score 0."""
+    good, bad = _parts(example)
+    yield "a thought before the good answer", f"<think>hm, {bad}</think>{good}", f"{name}/good"
+    yield "the good answer only in the thought", f"<think>{good}</think>{bad}", f"{name}/bad"
+    yield "thoughts whose tag stood in the prompt", f"{bad}</think>{good}", f"{name}/good"
+    yield "two thoughts", f"<think>{bad}</think>{bad}<think>{bad}</think>{good}", f"{name}/good"
+    yield "a thought never closed", f"<think>{good}", None
+    yield "a thought opened behind the answer", f"<think>hm</think>{good}<think>", None
+
+
+def _hostile(example: Example) -> Iterator[tuple[str, str, str]]:
+    """(kind, label, response): each text alone, and in the place of the answer."""
+    good, bad = _parts(example)
+    before, behind = shell(good, bad)
+    for kind, texts in (("unicode", UNICODE), ("empty", EMPTY), ("adversarial", ADVERSARIAL), ("long", LONG_TEXTS)):
+        for label, text in texts.items():
+            yield kind, label, text
+            yield kind, f"{label}, in the answer's place", before + text + behind
+    yield "empty", "nothing behind a thought", "<think>hm</think>"
+    yield "long", "a long thought", f"<think>{'hm, ' * (LONG // 4)}</think>{good}"
+    yield "long", "the good answer, again and again", good * (LONG // max(1, len(good)))
+
+
+def make_cases(examples: Sequence[Example], first_task: str) -> list[Case]:
+    """All requests, the examples' own first; ids are unique."""
+    cases: list[Case] = []
+    for number, example in enumerate(examples):
+        name = f"example-{number + 1}"
+
+        def case(kind: str, label: str, response: str, key: str, equals: str | None = None) -> None:
+            task = example.task or first_task  # noqa: B023 - called in this turn of the loop only
+            request = RewardRequest(f"{name}/{key}", task, "?", example.truth, response)  # noqa: B023
+            cases.append(Case(kind, f"{name}, {label}", request, equals))  # noqa: B023
+
+        case("good", "its good response", example.good, "good")
+        case("bad", "its bad response", example.bad, "bad")
+        for at, (label, response, equals) in enumerate(_thinking(example, name)):
+            case("thinking", label, response, f"thinking-{at}", equals)
+        if number < HOSTILE_EXAMPLES:
+            for at, (kind, label, response) in enumerate(_hostile(example)):
+                case(kind, label, response, f"{kind}-{at}")
+    return cases
+
+
+@dataclass(frozen=True)
+class TruthTrial:
+    """A truth made wrong in one field: `validate_truth` must raise ValueError that names `key`, or accept it."""
+
+    example: str
+    key: str
+    wrong: str  # "as it is", "missing", or the JSON of the wrong value
+    truth: dict[str, Any]
+
+
+def truth_trials(examples: Sequence[Example]) -> list[TruthTrial]:
+    """Each truth as it is, without each of its fields, and with wrong values in each of them."""
+    trials = []
+    for number, example in enumerate(examples):
+        name, truth = f"example-{number + 1}", example.truth
+        trials.append(TruthTrial(name, "", "as it is", truth))
+        for key in truth:
+            trials.append(TruthTrial(name, key, "missing", {k: v for k, v in truth.items() if k != key}))
+            for wrong in WRONG:
+                trials.append(TruthTrial(name, key, json.dumps(wrong), {**truth, key: wrong}))
+    return trials
+
+
+def read_examples(path: Path, tasks: Sequence[str]) -> list[Example]:
+    """Examples from JSON Lines: `truth`, `good`, `bad`, optional `task`.  Raises DataError: file, line and field."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+    examples = []
+    for at, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            examples.append(_example(json.loads(line), tasks))
+        except ValueError as error:
+            raise DataError(f"{path}:{at}: {error}") from error
+    if not examples:
+        raise DataError(
+            f'{path}: holds no example; each line must be {{"truth": {{...}}, "good": "...", "bad": "..."}}'
+        )
+    return examples
+
+
+def _example(obj: Any, tasks: Sequence[str]) -> Example:
+    if not isinstance(obj, dict):
+        raise ValueError(f"an example must be a JSON object, not {type(obj).__name__}")
+    for key, kind, says in (("truth", dict, "an object"), ("good", str, "a string"), ("bad", str, "a string")):
+        if not isinstance(obj.get(key), kind):
+            raise ValueError(f"field {key!r} is {obj.get(key)!r}; it must be {says}")
+    task = obj.get("task", tasks[0])
+    if task not in tasks:
+        raise ValueError(f"field 'task' is {task!r}; it must be one of {', '.join(tasks)}")
+    return Example(obj["truth"], obj["good"], obj["bad"], task)

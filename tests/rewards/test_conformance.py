@@ -1,0 +1,268 @@
+"""The conformance kit: installed plugins pass; a plugin that is bad in one way fails that check and no other."""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from nemo_prorl import cli
+from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.rewards.conformance import CHECKS, Outcome, check_plugin
+from nemo_prorl.rewards.conformance_cases import make_cases, read_examples, shell
+from nemo_prorl.rewards.discovery import discover
+from nemo_prorl.rewards.interface import ENTRY_POINT_GROUP, Example
+from tests.rewards.conftest import ROOT
+
+Prorl = Callable[..., subprocess.CompletedProcess[str]]
+INSTALLED = sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)})
+
+# A plugin that passes, with places where the bad ones differ.
+GOOD = '''
+import os
+from nemo_prorl.rewards.interface import Example, InvalidAnswer, RewardPlugin, RewardResult, no_answer
+{top}
+class Tested(RewardPlugin):
+    """One word must be given."""
+    name, tasks, time_budget_s = "tested", ("tested",), 1.0
+{more}
+    def prepare(self):
+        {prepare}
+    @classmethod
+    def examples(cls):
+        return {examples}
+    def validate_truth(self, truth):
+        {validate}
+    def score(self, request):
+        text = {text}
+        if text is None:
+            return no_answer()
+        right = text.split()[-1:] == [request.truth["word"]]
+        score, detail = float(right), "right" if right else "wrong"
+        {score}
+        return RewardResult(score=score, correct=score == 1, detail=detail)
+'''
+PLACES = {
+    "top": "",
+    "more": "",
+    "prepare": "pass",
+    "examples": 'Example({"word": "yes"}, "I say yes", "I say no"),',
+    "validate": """if not isinstance(truth.get("word"), str):
+            raise ValueError("truth.word must be a string")""",
+    "text": "request.answer_text",
+    "score": "",
+}
+
+# What a bad plugin has instead, and the check that must find it.
+BAD: dict[str, tuple[str, dict[str, str]]] = {
+    "prints when imported": ("import", {"top": "print('hello')"}),
+    "writes a file when imported": ("import", {"top": "open(os.environ['HOME'] + '/w', 'w').close()"}),
+    "opens a socket when imported": ("import", {"top": "import socket; S = socket.socket()"}),
+    "starts a thread when imported": (
+        "import",
+        {"top": "import threading, time; threading.Thread(target=time.sleep, args=(1,), daemon=True).start()"},
+    ),
+    "starts a process when imported": ("import", {"top": "import subprocess; subprocess.run(['true'])"}),
+    "changes the environment when imported": ("import", {"top": "os.environ['TZ'] = 'UTC'"}),
+    "loads a heavy package when imported": ("import", {"top": "import sympy"}),
+    "computes when imported": ("import", {"top": "import time\nwhile time.process_time() < 1.8: pass"}),
+    "cannot be prepared": ("start", {"prepare": "raise RuntimeError('no word list')"}),
+    "a good answer scores less": ("examples", {"score": "score *= 0.5"}),
+    "a bad answer scores 1": ("examples", {"score": "score = 1.0 if right or 'no' in text else 0.0"}),
+    "an example breaks it": ("examples", {"score": "assert request.response != 'I say no'"}),
+    "a score above 1": ("form", {"score": "score = 2.0 if len(text) > 9000 else score"}),
+    "a score that is no number": ("form", {"score": "score = float('nan') if len(text) > 9000 else score"}),
+    "a truth's missing field is a KeyError": ("truth", {"validate": "truth['word']"}),
+    "a wrong truth is refused without its field": (
+        "truth",
+        {"validate": "if not isinstance(truth.get('word'), str): raise ValueError('bad truth')"},
+    ),
+    "any truth is accepted": ("truth", {"validate": "pass"}),
+    "refuses its own example": ("truth", {"validate": "raise ValueError('truth.word')"}),
+    "the thoughts are judged": ("thinking", {"text": "request.response.replace('<think>', '')"}),
+    "an open thought is an answer": (
+        "thinking",
+        {"text": "request.answer_text if request.answer_text is not None else request.response"},
+    ),
+    "breaks on a lone surrogate": ("unicode", {"score": "text.encode()"}),
+    "breaks on nothing": ("empty", {"score": "text.strip()[0] if len(text) < 9 else 0"}),
+    "breaks on a long answer": ("long", {"score": "assert len(text) < 90000"}),
+    "breaks on 5,000 digits": ("adversarial", {"score": "int(text) if text.isdecimal() and len(text) < 9000 else 0"}),
+    "evaluates an answer": ("adversarial", {"score": "eval(text) if text.startswith('__') else 0"}),
+    "slow on a long answer": (
+        "time",
+        {"score": "import time\n        while len(text) > 90000 and time.process_time() < 1e9: pass"},
+    ),
+    "rolls dice": ("determinism", {"score": "import random; detail = str(random.random())"}),
+    "depends on the order of a set": ("determinism", {"score": "detail = str({'a', 'b', 'c', 'd', 'e'})"}),
+    "remembers earlier answers": (
+        "determinism",
+        {"more": "    seen = []", "score": "self.seen.append(text); detail = str(len(self.seen))"},
+    ),
+    "shares a file with others": (
+        "concurrency",
+        {
+            "score": """import time
+        with open(os.environ["HOME"] + "/answer", "w", errors="replace") as file: file.write(text[:99])
+        time.sleep(0.001)
+        with open(os.environ["HOME"] + "/answer") as file: detail = file.read()"""
+        },
+    ),
+    "asks a server": (
+        "network",
+        {"score": "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).connect(('127.0.0.1', 9))"},
+    ),
+    "looks up a name": (
+        "network",
+        {"prepare": "import socket; socket.getaddrinfo('localhost', 80)"},
+    ),
+}
+
+
+@pytest.fixture
+def tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Installs the plugin `tested`, with other code in some of its places; gives its name."""
+    folder = tmp_path / "site"
+    info = folder / "tested_plugin-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tested-plugin\nVersion: 1.0\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TZ", os.environ.get("TZ", ""))  # one of them sets it
+
+    def install(**places: str) -> str:
+        module = f"tested_plugin_{tmp_path.name.replace('-', '_')}"  # its own in this process, which imports it too
+        (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\ntested = {module}:Tested\n")
+        (folder / f"{module}.py").write_text(GOOD.format(**{**PLACES, **places}))
+        monkeypatch.syspath_prepend(str(folder))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT)]))
+        return "tested"
+
+    return install
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_every_installed_plugin_passes(name: str) -> None:
+    plugin = discover().plugin(name)
+    assert plugin.examples(), "a plugin of this project gives examples"
+    report = check_plugin(name)
+    assert report.failed == [], "\n".join(report.lines())
+    skipped = [outcome.check for outcome in report.outcomes if outcome.state == "skipped"]
+    assert not skipped or plugin.needs_sandbox, "\n".join(report.lines())
+
+
+def test_a_good_plugin_passes_every_check(tested: Callable[..., str]) -> None:
+    report = check_plugin(tested())
+    assert [(outcome.check, outcome.state) for outcome in report.outcomes] == [(c, "passed") for c in CHECKS]
+
+
+@pytest.mark.parametrize("way", BAD)
+def test_a_bad_plugin_fails_that_check_and_no_other(way: str, tested: Callable[..., str]) -> None:
+    check, places = BAD[way]
+    report = check_plugin(tested(**places))
+    assert report.failed == [check], "\n".join(report.lines())
+    assert report[check].mend == CHECKS[check]
+
+
+def test_every_check_has_a_bad_plugin() -> None:
+    assert {check for check, _ in BAD.values()} == set(CHECKS)
+
+
+def test_without_examples_it_says_what_could_not_be_checked(tested: Callable[..., str]) -> None:
+    report = check_plugin(tested(examples="()"))
+    assert report.failed == []
+    states = {outcome.check: outcome.state for outcome in report.outcomes}
+    assert states["import"] == states["start"] == "passed"
+    assert {state for check, state in states.items() if check not in ("import", "start")} == {"skipped"}
+    assert "define examples()" in report["unicode"].text
+
+
+def test_the_command_line(prorl: Prorl, tested: Callable[..., str], tmp_path: Path) -> None:
+    told = prorl("rewards", "test", "maths")
+    assert (told.returncode, told.stdout) == (2, "")
+    assert "unknown reward plugin 'maths'; known: " in told.stderr
+    told = prorl("rewards", "test", "puzzles", "--settings", '{"math": {}}')
+    assert told.returncode == 2
+    assert "--settings names plugin 'math'; here only 'puzzles' is in use" in told.stderr
+
+
+def test_results_leave_as_lines_or_as_json(tested: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    name = tested(score="text.encode()")
+    assert cli.main(["rewards", "test", name]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    [at] = [at for at, line in enumerate(lines) if line.startswith("failed")]
+    assert "a lone surrogate" in lines[at]
+    assert "UnicodeEncodeError" in lines[at]
+    assert lines[at + 1].split() == ["mend:", *CHECKS["unicode"].split()]
+    assert [line.split()[1] for line in lines[:at] + lines[at + 2 :]] == [c for c in CHECKS if c != "unicode"]
+    assert cli.main(["rewards", "test", name, "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["plugin"], report["passed"]) == (name, False)
+    assert {one["check"]: one["state"] for one in report["checks"]}["unicode"] == "failed"
+
+
+def test_examples_and_settings_are_given(
+    tested: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other examples than the plugin's own, and a budget that its import of nothing holds."""
+    config = """    from dataclasses import dataclass
+    @dataclass(frozen=True)
+    class Config:
+        time_budget_s: float = 9.0"""
+    name, path = tested(more=config, examples="()"), tmp_path / "examples.jsonl"
+    path.write_text('\n{"truth": {"word": "A"}, "good": "it is A", "bad": "it is B"}\n')
+    words = ["rewards", "test", name, "--examples", str(path), "--settings", '{"tested": {"time_budget_s": 3}}']
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert "1 good responses score 1" in out
+    assert "allowed: 3 s of CPU" in out
+    path.write_text('{"truth": {"word": "A"}, "good": "it is B", "bad": "it is A"}')
+    assert cli.main(words) == 1
+    assert "failed   examples" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("[]", "must be a JSON object"),
+        ('{"truth": 1, "good": "a", "bad": "b"}', "field 'truth' is 1; it must be an object"),
+        ('{"truth": {}, "good": "a"}', "field 'bad' is None; it must be a string"),
+        ('{"truth": {}, "good": "a", "bad": "b", "task": "x"}', "field 'task' is 'x'; it must be one of t"),
+        ("{", "Expecting"),
+    ],
+)
+def test_a_bad_line_of_examples_is_named(line: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "examples.jsonl"
+    path.write_text('{"truth": {}, "good": "a", "bad": "b"}\n' + line)
+    with pytest.raises(DataError, match=rf"examples\.jsonl:2: .*{says}"):
+        read_examples(path, ["t"])
+    path.write_text(" ")
+    with pytest.raises(DataError, match="holds no example"):
+        read_examples(path, ["t"])
+    with pytest.raises(DataError, match="cannot be read"):
+        read_examples(tmp_path / "absent", ["t"])
+
+
+def test_an_unknown_plugin_lists_the_known() -> None:
+    with pytest.raises(ConfigError, match="unknown reward plugin 'nothing'; known: .*math"):
+        check_plugin("nothing")
+
+
+def test_hostile_texts_stand_where_the_answers_differ() -> None:
+    assert shell("so \\boxed{12}.", "so \\boxed{13}.") == ("so \\boxed{1", "}.")
+    assert shell("yes", "yes and no") == ("yes", "")
+    assert shell("", "a") == ("", "")
+    cases = make_cases([Example({}, "<think>hm</think>(yes)", "(no)")], "t")
+    assert len({case.id for case in cases}) == len(cases)
+    responses = {case.request.response for case in cases}
+    assert {"<think>hm</think>(yes)", "<think>(yes)</think>(no)", "()", "(1e999999999)"} <= responses
+
+
+def test_pytest_is_told_what_failed() -> None:
+    Outcome("form", "passed", "fine").require()
+    with pytest.raises(AssertionError, match="form: score is 2; do this"):
+        Outcome("form", "failed", "score is 2", "do this").require()
+    with pytest.raises(pytest.skip.Exception, match="no example"):
+        Outcome("form", "skipped", "no example").require()

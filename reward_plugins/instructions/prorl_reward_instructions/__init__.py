@@ -1,0 +1,1 @@
+"""Reward plugin `instructions`: how many of a prompt's verifiable instructions a response follows."""

@@ -1,0 +1,106 @@
+"""The arguments of instructions: what each must be, and how a truth's `kwargs` are read."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# The 55 codes that langdetect answers with.
+_CODES = """
+af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne nl no pa pl pt ro ru sk
+sl so sq sv sw ta te th tl tr uk ur vi zh-cn zh-tw
+"""
+LANGUAGES = frozenset(_CODES.split())
+RELATIONS = ("less than", "at least")
+
+Kind = Callable[[Any], Any]  # gives the value as the check takes it; ValueError says what it must be
+Check = Callable[..., bool]  # of a text that is not blank, and the arguments by name
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One type of instruction: its check, and the kinds of the arguments that the check takes."""
+
+    check: Check
+    arguments: Mapping[str, Kind] = field(default_factory=dict)
+
+
+def count(value: Any) -> int:
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())  # tables turn 3 into 3.0
+    if isinstance(value, bool) or not whole or value < 0:
+        raise ValueError("must be a whole number of at least 0")
+    return int(value)
+
+
+def position(value: Any) -> int:
+    if count(value) < 1:
+        raise ValueError("must be a whole number of at least 1")
+    return int(value)
+
+
+def relation(value: Any) -> str:
+    if value not in RELATIONS:
+        raise ValueError(f"must be {' or '.join(map(repr, RELATIONS))}")
+    return str(value)
+
+
+def text(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("must be a string that is not blank")
+    return value
+
+
+def stripped(value: Any) -> str:
+    return text(value).strip()
+
+
+def word(value: Any) -> str:
+    """A word, or a list of which the first counts, as some of the training data has it."""
+    return stripped(value[0] if isinstance(value, list) and value else value)
+
+
+def texts(value: Any) -> list[str]:
+    if not isinstance(value, list) or not value or not all(isinstance(item, str) and item.strip() for item in value):
+        raise ValueError("must be a list of strings, none of them blank")
+    return value
+
+
+def letter(value: Any) -> str:
+    if not isinstance(value, str) or len(value) != 1:
+        raise ValueError("must be a single character")
+    return value.strip().lower()
+
+
+def language(value: Any) -> str:
+    if value not in LANGUAGES:
+        raise ValueError(f"must be a language that langdetect knows: {', '.join(sorted(LANGUAGES))}")
+    return str(value)
+
+
+def holds(number: int, than: str, limit: int) -> bool:
+    """Whether `number` is "less than" or "at least" the limit."""
+    return number < limit if than == "less than" else number >= limit
+
+
+def pattern(expression: str, frame: str = "{}", flags: int = re.IGNORECASE) -> re.Pattern[str]:
+    """A keyword as IFEval reads it: a regular expression; literal where it is none ("a)", "*")."""
+    try:
+        return re.compile(frame.format(expression), flags)
+    except re.error:
+        return re.compile(frame.format(re.escape(expression)), flags)
+
+
+def read(where: str, instruction: Instruction, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of one instruction; nulls and arguments of other types are passed over.
+
+    Raises ValueError that names the argument, as `where`.NAME.
+    """
+    found = {}
+    for name, kind in instruction.arguments.items():
+        value = given.get(name)
+        try:
+            found[name] = kind(value)
+        except ValueError as error:
+            state = "missing" if value is None else repr(value)
+            raise ValueError(f"{where}.{name} is {state}; it {error}") from None
+    return found

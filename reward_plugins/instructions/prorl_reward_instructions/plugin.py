@@ -1,0 +1,90 @@
+"""The plugin class: what a truth asks for, and a response judged by it, strictly and loosely."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, RewardResult, no_answer
+from prorl_reward_instructions import arguments, ifeval, training, words
+
+KNOWN = {**ifeval.INSTRUCTIONS, **training.INSTRUCTIONS}
+
+
+def _listed(truth: dict[str, Any], name: str) -> list[Any]:
+    value = truth.get(name)
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"truth.{name} is {value!r}; it must be a list that is not empty")
+    return value
+
+
+def checks_of(truth: dict[str, Any]) -> list[tuple[str, partial[bool]]]:
+    """Each instruction's name and its check of a text.  Raises ValueError that names the field."""
+    names, given = _listed(truth, "instruction_id_list"), _listed(truth, "kwargs")
+    if len(names) != len(given):
+        raise ValueError(f"truth.kwargs has {len(given)} entries; it must have {len(names)}, one an instruction")
+    checks = []
+    for index, (name, values) in enumerate(zip(names, given, strict=True)):
+        if not isinstance(name, str) or name not in KNOWN:
+            known = ", ".join(sorted(KNOWN))
+            raise ValueError(f"truth.instruction_id_list[{index}] is {name!r}; known: {known}")
+        if values is not None and not isinstance(values, dict):
+            raise ValueError(f"truth.kwargs[{index}] is {values!r}; it must be an object or null")
+        found = arguments.read(f"truth.kwargs[{index}]", KNOWN[name], values or {})
+        checks.append((name, partial(KNOWN[name].check, **found)))
+    return checks
+
+
+def loose_variants(text: str) -> list[str]:
+    """IFEval's loose mode: the text, without its first, last or both lines, each with and without its asterisks.
+
+    Blank and repeated ones are left out.
+    """
+    lines = text.split("\n")
+    kept = [text] + ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
+    variants = dict.fromkeys(variant for whole in kept for variant in (whole, whole.replace("*", "")))
+    return [variant for variant in variants if variant.strip()]
+
+
+class InstructionsReward(RewardPlugin):
+    """The fraction of instructions followed, in IFEval's strict mode (paper sec. 2)."""
+
+    name = "instructions"
+    tasks = ("instructions",)
+
+    @dataclass(frozen=True)
+    class Config:
+        """`time_budget_s`: CPU seconds of one answer."""
+
+        time_budget_s: float = 10.0
+
+    def prepare(self) -> None:
+        words.prepare()
+
+    def validate_truth(self, truth: dict[str, Any]) -> None:
+        checks_of(truth)
+
+    def score(self, request: RewardRequest) -> RewardResult:
+        checks = checks_of(request.truth)
+        text = request.answer_text
+        if text is None:
+            return no_answer()
+        if "</think>" in request.response:
+            text = text.lstrip()  # what separates thought and answer is no part of the answer
+        strict = [bool(text.strip()) and check(text) for _, check in checks]
+        variants = loose_variants(text)
+        loose = [
+            followed or any(check(variant) for variant in variants)
+            for followed, (_, check) in zip(strict, checks, strict=True)
+        ]
+        missed = ", ".join(name for followed, (name, _) in zip(strict, checks, strict=True) if not followed)
+        return RewardResult(
+            score=sum(strict) / len(strict),
+            correct=all(strict),
+            parts={
+                "strict": sum(strict) / len(strict),
+                "loose": sum(loose) / len(loose),
+                "prompt_strict": float(all(strict)),
+                "prompt_loose": float(all(loose)),
+            },
+            detail=f"followed {sum(strict)} of {len(strict)}" + (f"; not followed: {missed}" if missed else ""),
+        )

@@ -63,11 +63,13 @@ def generate(source: DataSource, held_out: Collection[str] = (), prefix: str = "
 
 
 def warmup_target(record: Record) -> str:
-    """The response that a supervised warm-up teaches for a generated record: its own answer in the asked form.
+    """The response that a supervised warm-up teaches: `meta.target`, or a known task's own answer in the asked form.
 
-    Raises DataError for a record of another task or one that has no single answer.
+    Raises DataError for a record that has neither.
     """
-    truth = record["truth"]
+    truth, given = record["truth"], record["meta"].get("target")
+    if isinstance(given, str):
+        return given
     if record["task"] == "puzzles":
         answer = truth["entry"].get("answer")
         form = "<answer>{}</answer>"
@@ -75,7 +77,10 @@ def warmup_target(record: Record) -> str:
         answer = truth.get("answer")
         form = "\\boxed{{{}}}"
     else:
-        raise DataError(f"record '{record['id']}': a warm-up knows puzzles and math, not task '{record['task']}'")
+        raise DataError(
+            f"record '{record['id']}': a warm-up knows the answers of puzzles and math, not of task '{record['task']}';"
+            " give a right response as 'meta.target', or set trainer.warmup.steps=0"
+        )
     if not isinstance(answer, str):
         raise DataError(f"record '{record['id']}': its answer is {answer!r}; a warm-up needs one text")
     return form.format(answer)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.config import Config
+from nemo_prorl.errors import DataError
 
 _log = logging.getLogger(__name__)
 
@@ -33,14 +34,26 @@ def make_initial_model(cfg: Any, run_dir: Path) -> Path:
     if cfg.pretrained_checkpoint.restore_from_path or folder.exists():
         return folder
     from nemo_prorl.data.blend import load_sources
-    from nemo_prorl.data.generators import warmup_target
     from nemo_prorl.data.laptop_model import build_base_model
 
     train, _ = load_sources(cfg.data)
     some = [record for _, records in train for record in records[:2000]]
-    texts = [text for record in some for text in (str(record["prompt"]), warmup_target(record))]
+    texts = [text for record in some for text in _texts(record, cfg.trainer.warmup.steps > 0)]
     temporary = folder.with_name("init.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     build_base_model(temporary, cfg.model, cfg.seed, texts)
     os.replace(temporary, folder)
     return folder
+
+
+def _texts(record: dict[str, Any], warm_up: bool) -> list[str]:
+    """What the tokenizer is made for: the prompt, and the right response, which only a warm-up cannot do without."""
+    from nemo_prorl.data.generators import warmup_target
+
+    prompt = str(record["prompt"])
+    try:
+        return [prompt, warmup_target(record)]
+    except DataError:
+        if warm_up:
+            raise
+        return [prompt]

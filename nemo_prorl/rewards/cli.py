@@ -1,4 +1,4 @@
-"""`prorl rewards list | describe | score | serve`.  Results go to standard output, all else to standard error."""
+"""`prorl rewards list | describe | new | test | score | serve`.  Results go to standard output, else to stderr."""
 
 import argparse
 import asyncio
@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from nemo_prorl.errors import DataError
+from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.rewards.discovery import discover, make_plugin
 from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest
 from nemo_prorl.rewards.service import RewardService, plan_pools
@@ -30,11 +30,20 @@ def add_parser(subparsers: Any) -> None:
     listed.add_argument("--json", action="store_true", help="one JSON object a line")
     described = commands.add_parser("describe", help="one plugin: tasks, budget, settings")
     described.add_argument("name", metavar="NAME")
+    made = commands.add_parser("new", help="write a plugin project to start from: code, tests, data")
+    made.add_argument("name", metavar="NAME", help="of the plugin and its task: lower case, digits, underscores")
+    made.add_argument("--dir", type=Path, help="the folder to write; default: ./NAME")
+    made.add_argument("--sandbox", action="store_true", help="its answers are code: it needs the sandbox")
+    tested = commands.add_parser("test", help="the conformance kit: what every plugin must hold")
+    tested.add_argument("name", metavar="NAME")
+    tested.add_argument("--examples", type=Path, help="JSON Lines of truth, good and bad; default: the plugin's own")
+    tested.add_argument("--settings", type=parse_settings, default={}, help="JSON object: plugin name -> its settings")
+    tested.add_argument("--json", action="store_true", help="the whole report as one JSON object")
     scored = commands.add_parser("score", help="judge requests (JSON Lines) and write verdicts in their order")
     scored.add_argument("--in", dest="source", default="-", help="file of requests; - is standard input, streamed")
     scored.add_argument("--out", default="-", help="file of verdicts; - is standard output")
     scored.add_argument("--workers", type=int, default=1, help="worker processes, shared out over the plugins")
-    scored.add_argument("--settings", type=_settings, default={}, help="JSON object: plugin name -> its settings")
+    scored.add_argument("--settings", type=parse_settings, default={}, help="JSON object: plugin name -> its settings")
     served = commands.add_parser("serve", help="run the reward server until it is stopped")
     add_server_arguments(served)
     parser.set_defaults(run=run)
@@ -46,6 +55,13 @@ def run(args: argparse.Namespace) -> int:
         return _list(args.json)
     if args.rewards_command == "describe":
         return _describe(args.name)
+    if args.rewards_command == "new":
+        from nemo_prorl.rewards.new import new_plugin
+
+        _write(sys.stdout, new_plugin(args.name, args.dir or Path(args.name), args.sandbox))
+        return 0
+    if args.rewards_command == "test":
+        return _test(args)
     if args.rewards_command == "score":
         return asyncio.run(_score(args))
     from nemo_prorl.rewards import server  # starlette and uvicorn take a while to import
@@ -53,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     return asyncio.run(server.serve(args))
 
 
-def _settings(text: str) -> dict[str, dict[str, Any]]:
+def parse_settings(text: str) -> dict[str, dict[str, Any]]:
+    """Settings by plugin name, from an option's JSON."""
     try:
         settings = json.loads(text)
     except ValueError as error:
@@ -67,7 +84,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """The server's options, for `prorl rewards serve` and `python -m nemo_prorl.rewards.server`."""
     parser.add_argument("--workers", type=int, default=1, help="worker processes, shared out; one a plugin at least")
     parser.add_argument("--tasks", default="", help="comma-separated tasks to judge; default: all that are known")
-    parser.add_argument("--settings", type=_settings, default={}, help="JSON object: plugin name -> its settings")
+    parser.add_argument("--settings", type=parse_settings, default={}, help="JSON object: plugin name -> its settings")
     parser.add_argument("--token-file", type=Path, required=True, help="file that holds the run's token")
     parser.add_argument("--endpoint-file", type=Path, help="written when ready: address, process and state")
     parser.add_argument("--host", default="127.0.0.1")
@@ -112,6 +129,31 @@ def _describe(name: str) -> int:
         default = getattr(made.config, field.name)
         _write(sys.stdout, f"  setting   rewards.plugins.{name}.{field.name}: {kind} = {default!r}")
     return 0
+
+
+def _test(args: argparse.Namespace) -> int:
+    """0 where no check fails, else 1."""
+    from nemo_prorl.rewards.conformance import check_plugin
+    from nemo_prorl.rewards.conformance_cases import read_examples
+
+    examples = read_examples(args.examples, discover().plugin(args.name).tasks) if args.examples else None
+    report = check_plugin(args.name, _settings_of(args.name, args.settings), examples)
+    if args.json:
+        _write(sys.stdout, json.dumps(report.to_json()))
+    else:
+        _write(sys.stdout, printable("\n".join(report.lines())))
+    return 1 if report.failed else 0
+
+
+def _settings_of(name: str, settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    if others := sorted(settings.keys() - {name}):
+        raise ConfigError(f"--settings names plugin {others[0]!r}; here only {name!r} is in use")
+    return settings.get(name, {})
+
+
+def printable(text: str) -> str:
+    """`text` for a terminal: what is not printable, such as a lone surrogate or an escape, as its code."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _first_line(plugin: type[RewardPlugin]) -> str:
@@ -166,7 +208,8 @@ async def _each(requests: list[RewardRequest]) -> AsyncIterator[RewardRequest]:
 
 
 @contextlib.contextmanager
-def _opened(out: str) -> Iterator[TextIO]:
+def opened(out: str) -> Iterator[TextIO]:
+    """The file to write results to; `-` is standard output.  Raises DataError where it cannot be written."""
     if out == "-":
         yield sys.stdout
         return
@@ -183,7 +226,7 @@ async def _score(args: argparse.Namespace) -> int:
     registry = discover()
     tasks = sorted({request.task for request in requests}) if requests else []
     service = RewardService(plan_pools(registry, tasks, args.workers, args.settings), registry)
-    with _opened(args.out) as out:
+    with opened(args.out) as out:
         await service.start()
         try:
             source = _stream() if requests is None else _each(requests)

@@ -115,6 +115,7 @@ def test_warmup_needs_one_answer_in_text() -> None:
         warmup_target(record)
     with pytest.raises(DataError, match="task 'code'"):
         warmup_target({**record, "task": "code"})
+    assert warmup_target({**record, "task": "code", "meta": {"target": "print(1)"}}) == "print(1)"
 
 
 def test_import_is_light() -> None:

@@ -1,0 +1,73 @@
+"""`prorl rewards new`: writes a plugin project from the files in template/, with code, tests and prompt records."""
+
+import re
+import shutil
+from pathlib import Path
+
+from nemo_prorl.errors import ConfigError
+from nemo_prorl.rewards.discovery import discover
+
+TEMPLATE = Path(__file__).parent / "template"
+NAME = re.compile(r"[a-z][a-z0-9_]{0,28}[a-z0-9]")
+
+_SANDBOX_NOTE = """
+
+It needs the sandbox (`needs_sandbox = True`): a machine without one refuses the plugin, and `prorl rewards test` says
+which checks it left out."""
+_NEXT = """{folder}: plugin {name!r}, with its tests and {count} prompt records
+next:
+  pip install --no-deps --no-build-isolation -e {folder}
+  pytest {folder}
+  prorl rewards test {name}
+then replace the rule in {folder}/{package}/plugin.py by yours"""
+
+
+def new_plugin(name: str, folder: Path, sandbox: bool = False) -> str:
+    """Writes the project; gives what to do next.  Raises ConfigError: bad or taken name, folder that exists."""
+    _check(name, folder)
+    package = f"prorl_reward_{name}"
+    words = {
+        "@NAME@": name,
+        "@PACKAGE@": package,
+        "@DISTRIBUTION@": package.replace("_", "-"),
+        "@CLASS@": "".join(part.capitalize() for part in name.split("_")) + "Reward",
+        "@SANDBOX@": "\n    needs_sandbox = True  # it runs code of the model" if sandbox else "",
+        "@SANDBOX_NOTE@": _SANDBOX_NOTE if sandbox else "",
+    }
+    places = {"init.py": f"{package}/__init__.py", "plugin.py": f"{package}/plugin.py"}
+    places["test_plugin.py"] = "tests/test_plugin.py"
+    temporary = folder.with_name(f".{folder.name}.new")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        for source in sorted(TEMPLATE.glob("*.tmpl")):
+            target = temporary / places.get(source.stem, source.stem)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(_filled(source.read_text(encoding="utf-8"), words), encoding="utf-8")
+        temporary.rename(folder)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror}; give another with --dir") from error
+    count = sum(len((folder / part).read_text().splitlines()) for part in ("prompts.jsonl", "heldout.jsonl"))
+    return _NEXT.format(folder=folder, name=name, package=package, count=count)
+
+
+def _filled(text: str, words: dict[str, str]) -> str:
+    for mark, word in words.items():
+        text = text.replace(mark, word)
+    return text
+
+
+def _check(name: str, folder: Path) -> None:
+    if not NAME.fullmatch(name):
+        raise ConfigError(
+            f"plugin name {name!r}: must be 2 to 30 lower-case letters, digits and underscores, begin with a letter and"
+            " end with a letter or digit, such as word_count"
+        )
+    known = discover()
+    if name in known.plugins or name in known.broken:
+        raise ConfigError(f"plugin name {name!r} is taken by an installed plugin; uninstall it, or choose another name")
+    if name in known.tasks():
+        raise ConfigError(
+            f"plugin name {name!r}: plugin {known.tasks()[name]!r} judges a task of that name; choose another name"
+        )
+    if folder.exists() or folder.is_symlink():
+        raise ConfigError(f"{folder} exists; give another folder with --dir")

@@ -20,6 +20,7 @@ from nemo_prorl.config import Config
 from nemo_prorl.data.records import validate_record
 from nemo_prorl.errors import DataError, ProrlError
 from nemo_prorl.rewards.interface import RewardRequest, RewardResult, failed_verdict, judge, verdict_of
+from nemo_prorl.rewards.new import new_plugin
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -129,13 +130,25 @@ def model_folder(folder: Path) -> Path:
 def test_there_are_commands_to_check() -> None:
     programs = {words[0] for _, words in COMMANDS}
     assert {"make", "prorl"} <= programs
-    assert programs <= {"make", "prorl", ".venv/train/bin/prorl", "cp", "rm", "df", "pip", ".venv/train/bin/pip"}
+    assert programs <= {
+        "make",
+        "prorl",
+        ".venv/train/bin/prorl",
+        "cp",
+        "rm",
+        "df",
+        "pip",
+        ".venv/train/bin/pip",
+        "pytest",
+    }
 
 
 @pytest.mark.parametrize("words", [w for _, w in COMMANDS if Path(w[0]).name == "prorl"], ids=" ".join)
-def test_prorl_commands_are_ones(words: list[str], tmp_path: Path) -> None:
+def test_prorl_commands_are_ones(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parsed by the real parser; overrides are composed and checked by the real loader."""
     arguments = cli._parse(words[1:])
+    monkeypatch.chdir(tmp_path)
+    new_plugin("word_count", Path("word_count"))  # the data of docs/plugins.md
     if hasattr(arguments, "overrides"):
         model = model_folder(tmp_path / "model")
         settings.load([text.replace("=MODEL", f"={model}") for text in arguments.overrides])
@@ -152,7 +165,7 @@ def test_make_commands_are_ones(words: list[str]) -> None:
 
 def test_inline_commands_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    parser_commands = {"train", "warmup", "plan", "status", "rewards", "import-hf", "export-hf"}
+    parser_commands = {"train", "warmup", "plan", "status", "rewards", "reverify", "import-hf", "export-hf"}
     found = [code for page in PAGES for code in inline_code(page) if code.startswith(("make ", "prorl "))]
     assert len(found) > 20
     for code in found:

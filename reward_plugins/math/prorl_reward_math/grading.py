@@ -10,16 +10,32 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from prorl_reward_math.latex import canonical, number, split_top, split_unit, strip_delimiters
+from prorl_reward_math.doubts import MAX_PARSED_CHARS, foreign_digits, is_huge, must_not_ask
+from prorl_reward_math.forms import (
+    MAX_ELEMENTS,
+    Same,
+    as_intervals,
+    base_verdict,
+    choice,
+    elements,
+    listed,
+    matched,
+    same_list,
+    same_union,
+    unstyled,
+)
+from prorl_reward_math.latex import canonical, number, split_unit, strip_delimiters
+from prorl_reward_math.units import power_of_ten, ratio, split_value
 
-MAX_PARSED_CHARS = 2000  # longer answers are compared by their form only
-MAX_ELEMENTS = 32
-_PLAIN = re.compile(r"[+-]?(?:\d{1,60}(?:\.\d{0,60})?|\.\d{1,60})")
-_INTEGER = re.compile(r"[+-]?\d{1,60}")
-_ASSIGNED = re.compile(r"^(?:[A-Za-z]\w?(?:_\{?\w+\}?)?|\\[a-z]+|[A-Za-z]\([A-Za-z]\))(?:=|\\in(?![A-Za-z]))(.+)$")
-_BRACKETS = {"(": ")", "[": "]"}
-
-Verify = Callable[[str, str], bool]  # (truth, answer)
+_PLAIN = re.compile(r"[+-]?(?:\d{1,60}(?:\.\d{0,60})?|\.\d{1,60})", re.ASCII)
+_INTEGER = re.compile(r"[+-]?\d{1,60}", re.ASCII)
+_ROUNDED = re.compile(r"[+-]?\d{1,60}\.(\d{6,60})", re.ASCII)
+_ARITHMETIC = re.compile(r"[\d\s.,+\-*/^()%]+", re.ASCII)
+_ASSIGNED = re.compile(
+    r"^(?:[A-Za-z]\w?(?:_\{?\w+\}?)?|\\[a-z]+|[A-Za-z]\([A-Za-z]\)|\([A-Za-z](?:,[A-Za-z])+\))(?:=|\\in(?![A-Za-z]))(.+)$"
+)
+_CONSTANT = re.compile(r"\+\s*[CcKk]\s*\$?$")
+_CONVERTED = 1e-6  # relative, where a value is converted into another unit
 
 
 def plain_verdict(truth: str, answer: str) -> bool | None:
@@ -31,39 +47,14 @@ def plain_verdict(truth: str, answer: str) -> bool | None:
     return False if _INTEGER.fullmatch(truth) and _INTEGER.fullmatch(answer) else None
 
 
-def _elements(text: str) -> tuple[str, str, list[str]] | None:
-    r"""Brackets and elements of a tuple, an interval or a set `\{...\}`; None for anything else."""
-    if text.startswith("\\{") and text.endswith("\\}"):
-        return "\\{", "\\}", split_top(text[2:-2])
-    if text[:1] in _BRACKETS and text[-1:] in (")", "]") and len(text) > 2:
-        inside = text[1:-1]
-        parts = split_top(inside)
-        if len(parts) > 1 and all(part.count("(") == part.count(")") for part in parts):
-            return text[0], text[-1], parts
-    return None
-
-
-def _matched(truths: list[str], answers: list[str], same: Verify) -> bool:
-    """Whether each of `truths` equals a different one of `answers`, and none is left over."""
-    if len(truths) != len(answers):
-        return False
-    left = list(answers)
-    for truth in truths:
-        found = next((index for index, answer in enumerate(left) if same(truth, answer)), None)
-        if found is None:
-            return False
-        del left[found]
-    return True
-
-
-def _same_canonical(truth: str, answer: str, verify: Verify, depth: int = 0) -> bool:
+def _same_canonical(truth: str, answer: str, verify: Same, depth: int = 0) -> bool:
     """Equal canonical strings, equal exact values, or equal tuples, intervals and sets, element by element."""
     if truth == answer:
         return True
     left, right = number(truth), number(answer)
     if left is not None and right is not None:
         return left == right
-    expected, given = _elements(truth), _elements(answer)
+    expected, given = elements(truth), elements(answer)
     if expected is None or given is None or depth > 2 or expected[:2] != given[:2]:
         return False
     if not len(expected[2]) == len(given[2]) <= MAX_ELEMENTS:
@@ -73,7 +64,7 @@ def _same_canonical(truth: str, answer: str, verify: Verify, depth: int = 0) -> 
         return _same_canonical(canonical(one), canonical(other), verify, depth + 1) or verify(one, other)
 
     if expected[0] == "\\{":
-        return _matched(expected[2], given[2], same)
+        return matched(expected[2], given[2], same)
     return all(map(same, expected[2], given[2]))
 
 
@@ -92,11 +83,16 @@ def _close(truth: str, answer: str, tolerance: float, value: Callable[[str], flo
     return expected is not None and given is not None and abs(given - expected) <= tolerance * abs(expected)
 
 
+def _exact_value(text: str) -> float | None:
+    exact = number(canonical(text))
+    return None if exact is None else float(exact)
+
+
 def _value(text: str) -> float | None:
     """The number that an answer stands for, as a float; None where it is none."""
-    exact = number(canonical(text))
-    if exact is not None:
-        return float(exact)
+    exact = _exact_value(text)
+    if exact is not None or is_huge(text):
+        return exact
     for parsed in parse_with_math_verify(text):
         try:
             value = float(parsed)
@@ -106,10 +102,70 @@ def _value(text: str) -> float | None:
     return None
 
 
-def _units_differ(unit: str, answer: str) -> bool:
-    """Whether the answer names another unit, where both are plain words (`cm` for `m`); other notations pass."""
+def _rounds_to(expected: Fraction, answer: str) -> bool:
+    """Whether the answer is the truth rounded or cut to six or more places: `0.333333` for a third."""
+    found = _ROUNDED.fullmatch(answer)
+    endless = expected.denominator
+    for prime in (2, 5):
+        while endless % prime == 0:
+            endless //= prime
+    return found is not None and endless > 1 and abs(Fraction(answer) - expected) < Fraction(1, 10 ** len(found[1]))
+
+
+def _is_percent(unit: str) -> bool:
+    return "%" in unit or "percent" in unit.lower()
+
+
+def in_unit(truth: str, answer: str, unit: str, tolerance: float | None) -> tuple[str, str] | bool:
+    """Truth and answer without their units, or the verdict where the units decide.
+
+    The truth's unit is `unit` or stands behind its number; an answer without one passes, one in another unit of the
+    same kind is converted (`500 cm` for `5 m`).
+    """
+    answer = re.sub(r"(?<!\\)\$", " ", answer).strip() if answer.count("$") > 1 else answer
+    value, given = split_value(answer, attached_letter=bool(unit))
+    bare, own = split_value(re.sub(r"(?<!\\)\$", " ", truth).strip(), attached_letter=bool(unit))
+    wanted = unit or own
+    exponent = power_of_ten(unit) if unit else 0
+    exact = number(canonical(bare if own else truth))
+    scaled = None if exact is None else exact * Fraction(10) ** exponent
+    if not given or not wanted or (_is_percent(given) and not _is_percent(wanted)):
+        total = number(canonical(answer))
+        if exponent and scaled and total is not None and abs(total - scaled) <= (tolerance or _CONVERTED) * abs(scaled):
+            return True
+        if given and not wanted and not _is_percent(given) and not any(mark in value for mark in ",;"):
+            return truth, value
+        return (bare if own and not unit and not _is_percent(own) else truth), answer
+    factor = ratio(wanted, given)
+    if factor is None:
+        return bare, value
+    if factor == 1.0:
+        return bare, value
+    total = number(canonical(value))
+    if factor == 0.0 or exact is None or total is None:
+        return False
+    return abs(float(total) * factor - float(exact)) <= (tolerance or _CONVERTED) * abs(float(exact))
+
+
+def _names_other_unit(unit: str, answer: str) -> bool:
+    """Whether the answer names another unit, where both are plain words that are no known units (`photons`)."""
     _, given = split_unit(strip_delimiters(answer))
-    return given.isalpha() and unit.isalpha() and given != unit
+    return given.isalpha() and unit.isalpha() and given != unit and ratio(unit, given) is None
+
+
+def _choice_verdict(truth: str, answer: str) -> bool | None:
+    r"""The verdict where the truth is one letter: `\text{(C)}`, `C`; None for anything else."""
+    expected = unstyled(truth)
+    marked = re.fullmatch(r"[(\[]([A-Za-z])[)\]]", expected)
+    if not marked and not re.fullmatch("[A-Z]", expected):
+        return None
+    found, letter = choice(answer), expected.strip("()[]")
+    if found is None:
+        return None
+    if found[1] and re.search(r"\b(?:or|and)\b|[(]?\b[A-Z][).]|[A-Z]\b\s*$", found[1]):
+        return None
+    bare = re.fullmatch(r"[A-Za-z]", unstyled(answer)) is not None
+    return found[0] == letter if bare and not marked else found[0].upper() == letter.upper()
 
 
 def same_answer(
@@ -117,39 +173,91 @@ def same_answer(
 ) -> bool:
     """Whether `answer` is `truth`; `tolerance` is relative; `unit` is that of the truth."""
     plain = plain_verdict(truth, answer)
-    if plain or (plain is not None and tolerance is None):
+    if plain or (plain is not None and tolerance is None and not power_of_ten(unit)):
         return bool(plain)
-    if unit and _units_differ(unit, answer):
+    if foreign_digits(answer) and not foreign_digits(truth):
         return False
+    if strip_delimiters(truth) == strip_delimiters(answer):
+        return True
+    chosen = _choice_verdict(truth, answer)
+    if chosen is not None:
+        return chosen
+    if len(answer) > MAX_PARSED_CHARS:
+        return canonical(truth) == canonical(answer)
+    if unit and _names_other_unit(unit, answer):
+        return False
+    measured = in_unit(truth, answer, unit, tolerance)
+    if isinstance(measured, bool):
+        return measured
+    return _same_value(*measured, tolerance, math_verify)
+
+
+def _same_value(truth: str, answer: str, tolerance: float | None, math_verify: bool) -> bool:
+    """`same_answer` behind the units."""
+    truth, answer = _with_one_constant(_before_approximation(truth), _before_approximation(answer))
     expected, given = canonical(truth), canonical(answer)
     if not given:
         return False
+    if expected == given:
+        return True
+    if "\\cup" in expected and same_union(expected, answer):
+        return True
+    if (verdict := base_verdict(expected, given)) is not None:
+        return verdict
     verify = verify_with_math_verify if math_verify else _never
-    if _same_canonical(*_without_name(expected, given), verify):
+    if _same_canonical(*as_intervals(*_without_name(expected, given)), verify):
         return True
-    if len(answer) > MAX_PARSED_CHARS:
-        return False
-    if tolerance is not None and _close(truth, answer, tolerance, _value):
+    sides = _right_sides(expected, given)
+    if sides and (_same_canonical(*sides, verify) or verify(*sides)):
         return True
-    values = number(expected), number(given)
-    if all(value is not None and value.denominator == 1 for value in values):
-        return False  # two different integers, whatever stood around them
-    return verify(truth, answer)
+    exact, total = number(expected), number(given)
+    if tolerance is not None and _close(truth, answer, tolerance, _value if math_verify else _exact_value):
+        return True
+    if exact is not None and total is not None:
+        return _rounds_to(exact, given) or _percent_of(exact, total, truth, answer)
+
+    def same(one: str, other: str) -> bool:
+        return same_answer(one, other, tolerance, "", math_verify)
+
+    verdict = same_list(truth, answer, same)
+    return verify(truth, answer) if verdict is None else verdict
+
+
+def _right_sides(truth: str, answer: str) -> tuple[str, str] | None:
+    """What the same name is given by both, `C(h)=4h+4` and `C(h)=4(h+1)`; None for anything else."""
+    left, right = _ASSIGNED.match(truth), _ASSIGNED.match(answer)
+    if not left or not right or truth[: left.start(1)] != answer[: right.start(1)]:
+        return None
+    return None if "=" in left[1] + right[1] else (left[1], right[1])
+
+
+def _percent_of(exact: Fraction, total: Fraction, truth: str, answer: str) -> bool:
+    """`0.5` for `50%` and the other way round."""
+    if "%" in truth and "%" not in answer:
+        return exact == total * 100
+    return "%" in answer and "%" not in truth and total == exact * 100
+
+
+def _before_approximation(answer: str) -> str:
+    r"""`\frac{3}{7}` of `\frac{3}{7} \approx 0.43`."""
+    exact = re.split(r"\\approx|\\simeq|\u2248", answer, maxsplit=1)[0].strip(" $")
+    return exact or answer
+
+
+def _with_one_constant(truth: str, answer: str) -> tuple[str, str]:
+    """A constant of integration may be called C, c, K or k."""
+    if _CONSTANT.search(truth) and _CONSTANT.search(answer):
+        return _CONSTANT.sub("+C", truth), _CONSTANT.sub("+C", answer)
+    return truth, answer
 
 
 def _never(truth: str, answer: str) -> bool:
     return False
 
 
-def all_of(truths: list[str], answer: str, same: Verify) -> bool:
+def all_of(truths: list[str], answer: str, same: Same) -> bool:
     """Whether `answer` lists exactly `truths`, in any order, separated by commas, semicolons, `and` or `or`."""
-    text = strip_delimiters(answer)
-    bare = canonical(text)
-    if (listed := _elements(bare)) and listed[0] == "\\{":
-        text = bare[2:-2]
-    text = re.sub(r"\\(?:text|mathrm)\s*\{\s*(?:and|or|,)\s*\}|\b(?:and|or)\b|\\(?:lor|vee)(?![A-Za-z])", ",", text)
-    parts = [part.strip() for part in split_top(text, ",;") if part.strip(" $\\")]
-    return _matched(truths, parts, same) or (len(truths) == 1 and same(truths[0], answer))
+    return matched(truths, listed(answer), same) or (len(truths) == 1 and same(truths[0], answer))
 
 
 def prepare() -> None:
@@ -161,10 +269,28 @@ def prepare() -> None:
 
 def parse_with_math_verify(text: str) -> list[Any]:
     """Math-verify's reading of one boxed answer; empty where it finds none.  No time limit: the pool holds one."""
+    from latex2sympy2_extended import NormalizationConfig
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
-    configs = [LatexExtractionConfig(), ExprExtractionConfig()]
-    return list(parse(f"\\boxed{{{strip_delimiters(text)}}}", configs, parsing_timeout=None))
+    text = _for_math_verify(text)
+    # Units are dealt with before: math-verify would drop a factor c or s as well.
+    latex = LatexExtractionConfig(normalization_config=NormalizationConfig(True, False, True, True, "all", False))
+    configs = [latex, ExprExtractionConfig()] if _ARITHMETIC.fullmatch(text) else [latex]
+    return list(parse(f"\\boxed{{{text}}}", configs, parsing_timeout=None))
+
+
+_FUNCTIONS = re.compile(r"(?<![\\A-Za-z])(arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln|exp)(?=\s*\()")
+
+
+def _for_math_verify(text: str) -> str:
+    """The answer as math-verify reads it best: no inner `$`, functions as commands, `i` apart from its factor."""
+    text = strip_delimiters(text).replace("np.", "")
+    text = re.sub(r"(?<!\\)\$|\\checkmark", " ", text).strip()
+    text = re.sub(r"\\sin\s*\^\s*\{\s*-1\s*\}", r"\\arcsin ", text)
+    text = re.sub(r"\\cos\s*\^\s*\{\s*-1\s*\}", r"\\arccos ", text)
+    text = re.sub(r"\\tan\s*\^\s*\{\s*-1\s*\}", r"\\arctan ", text)
+    text = re.sub(r"(?<![A-Za-z\\])sqrt\(([^()]*)\)", r"\\sqrt{\1}", _FUNCTIONS.sub(r"\\\1", text))
+    return re.sub(r"(?<![A-Za-z\\{])i(?![A-Za-z])", " i ", text)
 
 
 _parse_truth = functools.lru_cache(maxsize=512)(parse_with_math_verify)  # one prompt's answers come together
@@ -174,7 +300,7 @@ def verify_with_math_verify(truth: str, answer: str) -> bool:
     """Math-verify's verdict; what it cannot read is not equal."""
     from math_verify import verify
 
-    if max(len(truth), len(answer)) > MAX_PARSED_CHARS:
+    if must_not_ask(truth, answer):
         return False
     try:
         return bool(verify(_parse_truth(truth), parse_with_math_verify(answer), timeout_seconds=None))

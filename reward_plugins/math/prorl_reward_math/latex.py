@@ -3,6 +3,7 @@
 import re
 from fractions import Fraction
 
+GAP_MARK = "\u2423"  # stands for white space between two numbers
 MAX_EXPONENT = 400  # of a number in scientific notation; beyond it nothing is computed
 
 _BOX_TOKENS = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])|\\.|[{}]", re.DOTALL)
@@ -35,6 +36,12 @@ def boxed(text: str) -> str | None:
     return None if best is None else best[1].strip()
 
 
+# Words behind a number that say more than a unit: `5 or more` is not 5, `5 million` is not 5.
+_BLOCKING = frozenset(
+    """or and not no to than least most more less fewer greater about if when where mod hundred thousand million billion
+    trillion dozen half times plus minus over squared cubed either neither wait maybe but through until pi infinity
+    am pm""".split()  # noqa: SIM905
+)
 _UNITS = frozenset(
     """degree degrees radian radians cm mm km m meter meters metre metres centimeter centimeters kilometer kilometers
     mile miles inch inches foot feet ft yard yards second seconds sec minute minutes min hour hours day days week weeks
@@ -59,10 +66,27 @@ _SAME = {
     "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac", "\\leq": "\\le", "\\geq": "\\ge", "\\neq": "\\ne",
     "\\times": "\\cdot", "\\ast": "\\cdot", "\\infin": "\\infty", "\\varnothing": "\\emptyset", "\\lbrace": "\\{",
     "\\rbrace": "\\}", "\\mid": "|", "\\vert": "|", "\\rightarrow": "\\to", "\\land": "\\wedge", "\\lor": "\\vee",
+    "\\geqslant": "\\ge", "\\leqslant": "\\le", "\\dbinom": "\\binom", "\\tbinom": "\\binom", "\\lt": "<", "\\gt": ">",
 }  # fmt: skip
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _CHARACTERS = str.maketrans(
-    {"\u2212": "-", "\u2013": "-", "π": "\\pi ", "∞": "\\infty ", "\u00d7": "\\cdot ", "·": "\\cdot ", "√": "\\sqrt "}
+    {
+        "\u2212": "-",
+        "\u2013": "-",
+        "π": "\\pi ",
+        "∞": "\\infty ",
+        "\u00d7": "\\cdot ",
+        "·": "\\cdot ",
+        "√": "\\sqrt ",
+        "\u00b2": "^2",
+        "\u00b3": "^3",
+        "\u2264": "\\le ",
+        "\u2265": "\\ge ",
+        "\u2260": "\\ne ",
+        "\u222a": "\\cup ",
+        "\u00b1": "\\pm ",
+        "\u2248": "\\approx ",
+    }
 )
 
 
@@ -85,12 +109,46 @@ def split_unit(text: str) -> tuple[str, str]:
     r"""An answer and the unit written behind it: `5\text{ cm}`, `5 cm`, `5 square feet`; the unit is "" without one."""
     if found := _TRAILING_TEXT.search(text):
         unit = _TEXT.search(found.group())
-        return text[: found.start()].strip(), unit.group(1).strip(" ~.") if unit else ""
+        name = unit.group(1).strip(" ~.") if unit else ""
+        if _BLOCKING.isdisjoint(re.findall(r"[a-z]+", name.lower().replace(".", ""))):
+            return text[: found.start()].strip(), name
     if found := _TRAILING_WORDS.match(text):
         words = found.group(2).lower().replace(".", " ").split()
         if words and all(word in _UNITS for word in words) and (len(words[0]) > 1 or found.group(2)[0].isspace()):
             return found.group(1).strip(), found.group(2).strip()
+        if _is_noun_phrase(found.group(2)) and number(canonical(found.group(1))) is not None:
+            return found.group(1).strip(), found.group(2).strip()
     return text, ""
+
+
+def _is_noun_phrase(text: str) -> bool:
+    """Whether it reads like ` eggs` or ` red balls`: words, not a product of letters."""
+    words = text.lower().split()
+    spoken = all(len(word) > 2 and not _BLOCKING & {word} and set(word) & set("aeiou") for word in words)
+    return text[0].isspace() and spoken and len(words[0]) > 3
+
+
+_GAP = r"(?:\s|~|\\[,;:! ])+"
+_SPACED_DIGITS = re.compile(rf"(?<![\d.,])\d+(?:{_GAP}\d+)+", re.ASCII)
+_MIXED = re.compile(r"^([+-]?\d+)\s+(\d+)/(\d+)$", re.ASCII)
+_SCALED = re.compile(r"(?<=\d)(?:[\s~]|\\[,; ])*(\\text\{)?\s*(thousand|million|billion|trillion)\b\s*(\})?")
+_SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_LEAD = re.compile(
+    r"^(?:\\text\{)?\s*(?:the\s+)?(?:final\s+)?answer(?:\s+is)?\s*:?\s*(?:\}\s*:?)?(?=[\s\d\\$-])", re.IGNORECASE
+)
+_CLOCK = re.compile(r"(?<=\d)\s*(?:\\[,; ]|~)*(?:\\text\{)?\s*([ap])\.?m\b\.?\s*\}?", re.IGNORECASE)
+
+
+def _close_gap(found: re.Match[str]) -> str:
+    """`12 345` is one number, `1 2` are two: what is no thousands separator becomes a mark."""
+    groups = re.split(_GAP, found[0])
+    thousands = len(groups[0]) <= 3 and all(len(group) == 3 for group in groups[1:])
+    return ("" if thousands else GAP_MARK).join(groups)
+
+
+def _scaled(found: re.Match[str]) -> str:
+    rest = "\\text{" if found[1] and not found[3] else ""
+    return f"\\cdot10^{{{_SCALES[found[2]]}}}{rest}"
 
 
 def _canonical_fracs(text: str) -> str:
@@ -99,18 +157,24 @@ def _canonical_fracs(text: str) -> str:
 
 def canonical(answer: str) -> str:
     r"""One form for the many ways to write one answer: spaces, sizes, fractions, units, degrees, percent, money."""
-    text = strip_delimiters(answer).translate(_CHARACTERS)
+    text = _LEAD.sub("", strip_delimiters(answer).translate(_CHARACTERS)).strip()
+    text = (
+        text.replace("\\checkmark", "").replace("np.", "").replace("\\!", "") if "\\" in text or "np." in text else text
+    )
+    text = _SCALED.sub(_scaled, _CLOCK.sub(lambda found: f"{found[1].lower()}m", text))
     text = _SIZES.sub("", text.replace("\\left\\{", "\\{").replace("\\right\\}", "\\}"))
     text = _DEGREES.sub("", text).replace("\\%", "").replace("%", "").replace("\\$", "").replace("$", "").strip()
     text, _ = split_unit(text)
     text = _TEXT.sub(lambda found: found[1], text)
+    text = re.sub(r"\\overline\s*\{([A-Z]{2})\}", r"\1", text)
     text = _COMMAND.sub(lambda found: _SAME.get(found[0], found[0]), text)
-    text = _SQRT.sub(r"\\sqrt{\1}", _canonical_fracs(text))
-    if re.fullmatch(r"[A-Za-z][A-Za-z\s'.-]+", text):  # words: letter case does not matter
+    text = _SQRT.sub(r"\\sqrt{\1}", _canonical_fracs(text)).strip()
+    if re.fullmatch(r"[A-Za-z][A-Za-z\s'.-]{2,}|[Nn][Oo]", text):  # words: letter case does not matter
         text = text.casefold()
-    text = _SPACES.sub("", text)
-    if thousands := _THOUSANDS.match(text):
+    if thousands := _THOUSANDS.match(re.sub(r",\s+", ",", text) if "\\!" in answer else text):
         text = thousands[1] + re.sub(r"[^\d]", "", thousands[2]) + (thousands[3] or "")
+    text = _SPACED_DIGITS.sub(_close_gap, _MIXED.sub(r"\1\\frac{\2}{\3}", text))
+    text = re.sub(r"(?<=\d)\.(?=/)", "", _SPACES.sub("", text))
     text = _ZERO_POINT.sub("0.", text)
     text = _TRAILING_ZEROS.sub(lambda found: f"{found[1]}.{found[2]}" if found[2] else found[1], text)
     text = re.sub(r"([\^_])\{(\w)\}", r"\1\2", text)
@@ -119,9 +183,11 @@ def canonical(answer: str) -> str:
     return text.rstrip(".").removeprefix("+")
 
 
-_DECIMAL = re.compile(r"([+-]?)(\d{1,60}(?:\.\d{0,60})?)")
-_SCIENTIFIC = re.compile(r"([+-]?\d{1,60}(?:\.\d{0,60})?)(?:[eE]|(?:\\cdot|\*)10\^)\{?([+-]?\d{1,4})\}?")
-_FRACTION = re.compile(r"([+-]?)(\d{0,60})\\frac\{([+-]?\d{1,60})\}\{([+-]?\d{1,60})\}")
+_DECIMAL = re.compile(r"([+-]?)(\d{1,60}(?:\.\d{0,60})?)", re.ASCII)
+_SCIENTIFIC = re.compile(r"([+-]?\d{1,60}(?:\.\d{0,60})?)(?:[eE]|(?:\\cdot|\*)10\^)\{?([+-]?\d{1,4})\}?", re.ASCII)
+_POWER_OF_TEN = re.compile(r"([+-]?)10\^\{?([+-]?\d{1,4})\}?", re.ASCII)
+_REPEATING = re.compile(r"([+-]?)(\d{1,30})\.(\d{0,30})\\overline\{(\d{1,30})\}", re.ASCII)
+_FRACTION = re.compile(r"([+-]?)(\d{0,60})\\frac\{([+-]?\d{1,60})\}\{([+-]?\d{1,60})\}", re.ASCII)
 
 
 def number(text: str) -> Fraction | None:
@@ -135,6 +201,12 @@ def number(text: str) -> Fraction | None:
         return (-1 if sign == "-" else 1) * (int(whole or 0) + Fraction(int(above), int(below)))
     if (found := _SCIENTIFIC.fullmatch(text)) and abs(int(found[2])) <= MAX_EXPONENT:
         return Fraction(found[1]) * Fraction(10) ** int(found[2])
+    if (found := _POWER_OF_TEN.fullmatch(text)) and abs(int(found[2])) <= MAX_EXPONENT:
+        return Fraction(f"{found[1]}1") * Fraction(10) ** int(found[2])
+    if found := _REPEATING.fullmatch(text):
+        sign, whole, still, again = found.groups()
+        value = Fraction(f"{whole}.{still or 0}") + Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(still))
+        return -value if sign == "-" else value
     return None
 
 

@@ -1,0 +1,182 @@
+r"""Shapes of an answer: lists (`1 \text{ or } 2`, `\pm 2`), inequalities for intervals, choices, number bases."""
+
+import re
+from collections.abc import Callable
+
+from prorl_reward_math.latex import canonical, number, split_top, strip_delimiters
+
+MAX_ELEMENTS = 32
+Same = Callable[[str, str], bool]  # (truth, answer)
+
+_BRACKETS = {"(": ")", "[": "]"}
+_CONNECTIVE = re.compile(
+    r"\\(?:text|mathrm|textrm|mbox)\s*\{\s*,?\s*(?:and|or|,)\s*\}|\b(?:and|or)\b|\\(?:lor|vee|quad)(?![A-Za-z])"
+)
+_SIGNS = re.compile(r"\\(pm|mp)(?![A-Za-z])")
+
+
+def elements(text: str) -> tuple[str, str, list[str]] | None:
+    r"""Brackets and elements of a tuple, an interval or a set `\{...\}`; None for anything else."""
+    if text.startswith("\\{") and text.endswith("\\}"):
+        return "\\{", "\\}", split_top(text[2:-2])
+    if text[:1] in _BRACKETS and text[-1:] in (")", "]") and len(text) > 2:
+        parts = split_top(text[1:-1])
+        if len(parts) > 1 and all(part.count("(") == part.count(")") for part in parts):
+            return text[0], text[-1], parts
+    return None
+
+
+def matched(truths: list[str], answers: list[str], same: Same) -> bool:
+    """Whether each of `truths` equals a different one of `answers`, and none is left over."""
+    if len(truths) != len(answers) or len(truths) > MAX_ELEMENTS:
+        return False
+    left = list(answers)
+    for truth in truths:
+        found = next((index for index, answer in enumerate(left) if same(truth, answer)), None)
+        if found is None:
+            return False
+        del left[found]
+    return True
+
+
+def both_signs(text: str) -> list[str]:
+    r"""`1 \pm 2` as its two values; anything else as it is."""
+    if not _SIGNS.search(text):
+        return [text]
+    upper, lower = {"pm": "+", "mp": "-"}, {"pm": "-", "mp": "+"}
+    return [_SIGNS.sub(lambda found, signs=signs: signs[found[1]], text) for signs in (upper, lower)]  # type: ignore[misc]
+
+
+def listed(text: str) -> list[str]:
+    r"""The answers that one text gives: `1, 2`, `$1$ and $2$`, `\{1, 2\}`, `x = \pm 1`; else itself."""
+    text = strip_delimiters(text)
+    if number(canonical(text)) is not None:
+        return [text]
+    text = re.sub(r"(?<!\\)\$|\\[()]|\\(?:left|right)(?![A-Za-z])", " ", text).strip()
+    if text.startswith("\\{") and text.endswith("\\}") and "\\}" not in text[2:-2]:
+        if re.search(r"\\mid|\\vert|[|:]", text):  # a set by its property
+            return [text]
+        text = text[2:-2]
+    parts = [part.strip(" .") for part in split_top(_CONNECTIVE.sub(" , ", text), ",;")]
+    parts = [part for part in parts if part.strip(" $\\")]
+    return [value for part in parts for value in both_signs(part)] or [text]
+
+
+def is_prose(text: str) -> bool:
+    """Whether words make up the text: commas and `and` do not separate answers there."""
+    return len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{3,}", re.sub(r"\\[A-Za-z]+", " ", text))) >= 3
+
+
+def same_list(truth: str, answer: str, same: Same) -> bool | None:
+    """The verdict where one of both gives several answers; None where neither does, or the lists are in doubt."""
+    truths, answers = listed(truth), listed(answer)
+    if len(truths) == len(answers) == 1 or is_prose(truth):
+        return None
+    if len(truths) == len(answers):
+        return matched(truths, answers, same) or (None if is_prose(answer) or "\\begin" in truth else False)
+    if canonical(truth if len(truths) > 1 else answer).startswith("\\{"):
+        return False
+    for one, many in ((truths, answers), (answers, truths)):
+        held = elements(canonical(one[0])) if len(one) == 1 else None
+        if held and held[:2] == ("(", ")") and len(held[2]) == len(many):  # `1, 2` for `(1, 2)`: the order counts
+            pairs = zip(held[2], many, strict=True)
+            return all(same(left, right) if one is truths else same(right, left) for left, right in pairs)
+    return False
+
+
+_SIDE = r"([^<>=\\]*(?:\\(?!le|ge|ne|in\b|cup)[A-Za-z]+[^<>=\\]*)*)"
+_BELOW = r"(<|\\le)"  # canonical text: no space stands behind a command
+_ABOVE = r"(>|\\ge)"
+_NAME = r"([A-Za-z]|\\[a-z]+)"
+_BETWEEN = re.compile(rf"^{_SIDE}{_BELOW}{_NAME}{_BELOW}{_SIDE}$")
+_LESS = re.compile(rf"^{_NAME}{_BELOW}{_SIDE}$")
+_MORE = re.compile(rf"^{_NAME}{_ABOVE}{_SIDE}$")
+_LESS_THAN_NAME = re.compile(rf"^{_SIDE}{_BELOW}{_NAME}$")
+_BUILDER = re.compile(r"^\\\{([A-Za-z])(?:\\in\\mathbb\{R\})?(?:\||:)(.+)\\\}$")
+
+
+def as_interval(text: str) -> str | None:
+    r"""A canonical inequality in one variable, or a set of its solutions, as an interval; None for anything else."""
+    if found := _BUILDER.match(text):
+        text = found[2]
+    if found := _BETWEEN.match(text):
+        low, first, _, second, high = found.groups()
+        return f"{'(' if first == '<' else '['}{low},{high}{')' if second == '<' else ']'}"
+    if found := _LESS.match(text):
+        return f"(-\\infty,{found[3]}{')' if found[2] == '<' else ']'}"
+    if found := _LESS_THAN_NAME.match(text):
+        return f"{'(' if found[2] == '<' else '['}{found[1]},\\infty)"
+    if found := _MORE.match(text):
+        return f"{'(' if found[2] == '>' else '['}{found[3]},\\infty)"
+    return None
+
+
+def as_intervals(truth: str, answer: str) -> tuple[str, str]:
+    """Both canonical texts, an inequality turned into an interval where the other side is one or a set."""
+    truth, answer = (_ascending(text.replace("+\\infty", "\\infty")) for text in (truth, answer))
+    left = _BUILDER.match(truth) is not None or (elements(truth) or ("",))[0] in ("(", "[")
+    right = _BUILDER.match(answer) is not None or (elements(answer) or ("",))[0] in ("(", "[")
+    if not (left or right):
+        return truth, answer
+    return as_interval(truth) or truth, as_interval(answer) or answer
+
+
+def _ascending(text: str) -> str:
+    """`b > a` as `a < b`; the whole line as one set."""
+    if text == "(-\\infty,\\infty)":
+        return "\\mathbb{R}"
+    if "<" in text or "\\le" in text or not (">" in text or "\\ge" in text) or "," in text or "\\{" in text:
+        return text
+    signs = [{">": "<"}.get(sign, "\\le") for sign in re.findall(r">|\\ge", text)]
+    sides = re.split(r">|\\ge", text)[::-1]
+    return sides[0] + "".join(sign + side for sign, side in zip(reversed(signs), sides[1:], strict=True))
+
+
+def same_union(truth: str, answer: str) -> bool:
+    """Whether inequalities joined by `or` give the canonical union of intervals that the truth is."""
+    parts = [as_interval(canonical(part)) for part in listed(answer)]
+    if None in parts:
+        return False
+    return sorted(truth.replace("+\\infty", "\\infty").split("\\cup")) == sorted(str(part) for part in parts)
+
+
+_LABEL = re.compile(r"^[(\[]?\s*([A-Za-z])\s*(?:[)\].:]+\s*(.*))?$", re.DOTALL)
+_CHOICE_LEAD = re.compile(
+    r"^(?:the\s+)?(?:(?:correct|final|right|best)\s+)*(?:answer|option|choice)(?:\s+is)?\s*:?\s*(?:option\s+|choice\s+)?(?=[(\[A-Za-z])",
+    re.IGNORECASE,
+)
+_STYLED = re.compile(
+    r"\\(?:text(?:rm|bf|it|sf|tt|normal)?|math(?:rm|bf|it|sf|bb|cal)|operatorname|mbox|hbox|rm|bf|boxed)\s*(?=\{)"
+)
+
+
+def unstyled(text: str) -> str:
+    r"""Without `\text{}`, `$`, `**` and spaces that only set it in type."""
+    text = _STYLED.sub("", text)
+    text = re.sub(r"(?<!\\)[{}$]|\*\*|\\[,;:! ]|\\q?quad(?![A-Za-z])|~|\\[()\[\]]", " ", text)
+    return " ".join(text.split())
+
+
+def choice(text: str) -> tuple[str, str] | None:
+    """The letter of `C`, `(C)`, `C.`, `C) text`, `Option C`, and the text behind it; None where there is no letter."""
+    text = _CHOICE_LEAD.sub("", unstyled(text))
+    found = _LABEL.match(text)
+    return (found[1], (found[2] or "").strip()) if found else None
+
+
+_BASE_NAMES = {
+    name: str(base)
+    for base, name in enumerate("two three four five six seven eight nine ten eleven twelve".split(), start=2)  # noqa: SIM905
+}
+_IN_BASE = re.compile(r"^([+-]?[0-9A-Z]+)_\{?([0-9]{1,2}|[a-z]+)\}?$")
+
+
+def base_verdict(truth: str, answer: str) -> bool | None:
+    """The verdict on canonical numbers of which one names its base (`204_5`); None for anything else."""
+    left, right = _IN_BASE.match(truth), _IN_BASE.match(answer)
+    if left and right:
+        bases = [_BASE_NAMES.get(found[2], found[2]) for found in (left, right)]
+        return left[1] == right[1] and bases[0] == bases[1]
+    if (left and answer == left[1]) or (right and truth == right[1]):
+        return True
+    return None

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, RewardResult, no_answer
+from nemo_prorl.rewards.interface import Example, RewardPlugin, RewardRequest, RewardResult, no_answer
 from prorl_reward_instructions import arguments, ifeval, training, words
 
 KNOWN = {**ifeval.INSTRUCTIONS, **training.INSTRUCTIONS}
@@ -19,14 +19,16 @@ def _listed(truth: dict[str, Any], name: str) -> list[Any]:
 
 def checks_of(truth: dict[str, Any]) -> list[tuple[str, partial[bool]]]:
     """Each instruction's name and its check of a text.  Raises ValueError that names the field."""
-    names, given = _listed(truth, "instruction_id_list"), _listed(truth, "kwargs")
-    if len(names) != len(given):
-        raise ValueError(f"truth.kwargs has {len(given)} entries; it must have {len(names)}, one an instruction")
-    checks = []
-    for index, (name, values) in enumerate(zip(names, given, strict=True)):
+    names = _listed(truth, "instruction_id_list")
+    for index, name in enumerate(names):
         if not isinstance(name, str) or name not in KNOWN:
             known = ", ".join(sorted(KNOWN))
             raise ValueError(f"truth.instruction_id_list[{index}] is {name!r}; known: {known}")
+    given = _listed(truth, "kwargs")
+    if len(given) != len(names):
+        raise ValueError(f"truth.kwargs has {len(given)} entries; it must have {len(names)}, one an instruction")
+    checks = []
+    for index, (name, values) in enumerate(zip(names, given, strict=True)):
         if values is not None and not isinstance(values, dict):
             raise ValueError(f"truth.kwargs[{index}] is {values!r}; it must be an object or null")
         found = arguments.read(f"truth.kwargs[{index}]", KNOWN[name], values or {})
@@ -62,6 +64,26 @@ class InstructionsReward(RewardPlugin):
 
     def validate_truth(self, truth: dict[str, Any]) -> None:
         checks_of(truth)
+
+    @classmethod
+    def examples(cls) -> tuple[Example, ...]:
+        few = {"num_words": 5, "relation": "less than"}
+        sections = {"section_spliter": "Section", "num_sections": 2}
+        return (
+            Example(
+                {
+                    "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
+                    "kwargs": [{}, few],
+                },
+                "Snow falls all night.",
+                "Snow, rain and wind, all night.",
+            ),
+            Example(
+                {"instruction_id_list": ["detectable_format:multiple_sections"], "kwargs": [sections]},
+                "Section 1\nThe sea.\nSection 2\nThe shore.",
+                "First the sea, then the shore.",
+            ),
+        )
 
     def score(self, request: RewardRequest) -> RewardResult:
         checks = checks_of(request.truth)

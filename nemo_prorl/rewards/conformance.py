@@ -22,7 +22,7 @@ from typing import Any
 
 from nemo_prorl.errors import RewardFailure, UnfitMachine
 from nemo_prorl.rewards.conformance_cases import Case, TruthTrial, make_cases, truth_trials
-from nemo_prorl.rewards.discovery import discover
+from nemo_prorl.rewards.discovery import Registry, discover
 from nemo_prorl.rewards.interface import Example, RewardPlugin, one_line
 from nemo_prorl.rewards.pool import WALL_FACTOR, PluginPool, PoolSpec, worker_environment
 from nemo_prorl.rewards.service import plan_pools
@@ -104,9 +104,10 @@ def check_plugin(
     name: str, settings: dict[str, Any] | None = None, examples: Sequence[Example] | None = None
 ) -> Report:
     """Tries the installed plugin `name`.  Raises ConfigError with the known names, or for a wrong setting."""
-    plugin = discover().plugin(name)
+    registry = discover()
+    plugin = registry.plugin(name)
     given = list(examples) if examples else list(plugin.examples())
-    return asyncio.run(_try(plugin, settings or {}, given))
+    return asyncio.run(_try(registry, plugin, settings or {}, given))
 
 
 # --- taking verdicts -------------------------------------------------------------------------------------------------
@@ -133,10 +134,12 @@ class _Trial:
         return [case for case in self.cases if case.kind in kinds]
 
 
-async def _try(plugin: type[RewardPlugin], settings: dict[str, Any], examples: list[Example]) -> Report:
+async def _try(
+    registry: Registry, plugin: type[RewardPlugin], settings: dict[str, Any], examples: list[Example]
+) -> Report:
     trial = _Trial(plugin, examples, make_cases(examples, plugin.tasks[0]), truth_trials(examples))
     try:
-        [trial.spec] = plan_pools(discover(), plugin.tasks, 1, {plugin.name: settings})
+        [trial.spec] = plan_pools(registry, plugin.tasks, 1, {plugin.name: settings})
     except UnfitMachine as error:
         trial.unfit = str(error)
     trial.probe = _probe(trial, settings)
@@ -225,7 +228,7 @@ def _probe(trial: _Trial, settings: dict[str, Any]) -> dict[str, Any]:
         except ProcessLookupError:
             pass
         process.wait()
-    return {"import": [], "network": [], "truths": [], "failed": None, **found}
+    return {"import": None, "network": [], "truths": [], "failed": None, **found}
 
 
 # --- judging what was seen -------------------------------------------------------------------------------------------
@@ -256,6 +259,8 @@ def _outcome(trial: _Trial, check: str) -> Outcome:
 
 
 def _import(trial: _Trial, check: str) -> str:
+    if trial.probe["import"] is None:
+        raise _Skip(f"the plugin could not be tried: {trial.probe['failed']}")
     if trial.probe["import"]:
         raise _Fault("importing its module " + "; ".join(trial.probe["import"]))
     return "writes nothing, prints nothing, starts nothing, loads nothing heavy"

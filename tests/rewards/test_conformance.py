@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from nemo_prorl import cli
-from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.errors import ConfigError, DataError, UnfitMachine
+from nemo_prorl.rewards import conformance
 from nemo_prorl.rewards.conformance import CHECKS, Outcome, check_plugin
 from nemo_prorl.rewards.conformance_cases import make_cases, read_examples, shell
 from nemo_prorl.rewards.discovery import discover
@@ -177,6 +178,28 @@ def test_without_examples_it_says_what_could_not_be_checked(tested: Callable[...
     assert states["import"] == states["start"] == "passed"
     assert {state for check, state in states.items() if check not in ("import", "start")} == {"skipped"}
     assert "define examples()" in report["unicode"].text
+
+
+def test_a_plugin_that_ends_its_process_is_reported_and_not_believed(tested: Callable[..., str]) -> None:
+    """It dies wherever it is prepared: in the worker and in the process that watches it."""
+    report = check_plugin(tested(prepare="os._exit(3)"))
+    assert report.failed == ["start"], "\n".join(report.lines())
+    assert "died while it started" in report["start"].text
+    assert report["import"].state == "skipped"
+    assert "ended with status 3" in report["truth"].text
+
+
+def test_a_sandboxed_plugin_is_checked_as_far_as_this_machine_can(
+    tested: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unfit(*_: object) -> None:
+        raise UnfitMachine("no sandbox here")
+
+    monkeypatch.setattr(conformance, "plan_pools", unfit)
+    report = check_plugin(tested(more="    needs_sandbox = True"))
+    assert report.failed == []
+    assert [outcome.check for outcome in report.outcomes if outcome.state == "passed"] == ["import", "truth"]
+    assert report["start"].text == report["time"].text == "no sandbox here"
 
 
 def test_the_command_line(prorl: Prorl, tested: Callable[..., str], tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def table(out: str) -> dict[str, list[str]]:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Rollouts of steps 9 and 10 with five kinds of change, and none."""
+    """Rollouts of steps 9 and 10 with five kinds of change, and none in the others."""
     infrastructure = failed_verdict("c", "infrastructure", "the server stopped")
     nine = [
         stored("a", "\\boxed{7}"),
@@ -63,6 +63,7 @@ def run_dir(tmp_path: Path) -> Path:
         stored("e", "<answer>6</answer>", "puzzles", parts={"raw": 0.0}),
         stored("f", "<answer>5</answer>" + " " * 3, "puzzles", score=1.0 - 1e-12),
         stored("g", "<answer>" + "5" * 100_001 + "</answer>", "puzzles"),
+        stored("h", "<answer>" + "5" * 100_001 + "</answer>", "puzzles", failure="invalid", detail="too long"),
     ]
     write(tmp_path / "run" / "rollouts" / "step-10.jsonl", ten)
     write(tmp_path / "run" / "rollouts" / "step-9.jsonl", nine)
@@ -87,10 +88,10 @@ def test_changed_verdicts_are_told_and_counted(run_dir: Path, tmp_path: Path, ca
     # same, reworded, changed, up, down, newly failed, mean before, mean after
     assert table(told) == {
         "math": ["2", "1", "2", "0", "1", "0", "1.0000", "0.7500"],
-        "puzzles": ["1", "0", "3", "1", "0", "1", "0.3125", "0.5000"],
+        "puzzles": ["2", "1", "3", "1", "0", "1", "0.2500", "0.4000"],
     }
     rows = rows_of(out)
-    assert len(rows) == 8
+    assert len(rows) == 9
     assert [(row["id"], row["step"], row["line"]) for row in rows if row["changed"]] == CHANGED
     assert rows[3]["old"] == failed_verdict("c", "infrastructure", "the server stopped")
     assert (rows[3]["new"]["score"], rows[3]["task"]) == (1.0, "math")

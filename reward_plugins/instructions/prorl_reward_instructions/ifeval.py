@@ -126,7 +126,7 @@ def _json_format(text: str) -> bool:
 def _title(text: str) -> bool:
     for line in text.split("\n"):
         start, end = line.find("<<"), line.rfind(">>")
-        if start >= 0 and end >= start + 3 and line[start : end + 2].lstrip("<").rstrip(">").strip():
+        if start >= 0 and line[start : end + 2].lstrip("<").rstrip(">").strip():
             return True
     return False
 

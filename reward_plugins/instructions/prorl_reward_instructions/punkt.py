@@ -57,7 +57,7 @@ def _model() -> _Model:
     for line in importlib.resources.files(__package__).joinpath("punkt_english.txt").read_text("utf-8").splitlines():
         if line.startswith("["):
             words = blocks.setdefault(line.strip("[]"), [])
-        elif not line.startswith("#"):
+        elif not line.startswith("# "):
             words.extend(line.split())
     pairs = [pair.split("|") for pair in blocks["collocations"]]
     both = blocks["starts opens"]

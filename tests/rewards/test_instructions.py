@@ -74,6 +74,7 @@ IFEVAL_CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("detectable_format:json_format", {}, "17", "[" * 100_000),
     ("detectable_format:title", {}, "<<Of joy>>\nx", "<<Of\njoy>>"),
     ("detectable_format:title", {}, "a <<b>> c", "<< >>\n<<>>"),
+    ("detectable_format:title", {}, "<<<a>>>", "a"),
     ("combination:two_responses", {}, "a\n******\nb", "a ****** a"),
     ("combination:two_responses", {}, "******a******b", "a************b"),
     ("combination:repeat_prompt", {"prompt_to_repeat": "Say it."}, " say IT. It.", "Sure: Say it."),
@@ -382,3 +383,5 @@ def test_the_verdicts_of_nemo_gym_are_ours(plugin: InstructionsReward) -> None:
         each = [verdict(plugin, response, one)["correct"] for one in asked]
         assert each == record["follow_instruction_list"], found["detail"]
     assert {record["reward"] for record in records} == {0.0, 1.0}
+    for record in lines_of(DATA / "nemo_gym_examples" / "instruction_following_example.jsonl"):
+        plugin.validate_truth({key: record[key] for key in ("instruction_id_list", "kwargs")})

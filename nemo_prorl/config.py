@@ -138,6 +138,7 @@ class RewardsConfig:
 
     workers: int = 1  # worker processes a node, shared out over the tasks in use
     max_infrastructure_failures: int = 8  # in a row; then the run stops and names the plugin
+    unsafe_no_sandbox: bool = False  # run code of the model with all rights of this user where no sandbox holds
     plugins: dict[str, Any] = field(default_factory=dict)  # settings by plugin name
 
 

@@ -66,6 +66,7 @@ CHANGEABLE = (
     "rollout.eager",
     "rollout.max_restarts",
     "rewards.workers",
+    "rewards.unsafe_no_sandbox",
 )
 
 

@@ -92,6 +92,7 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     from nemo_prorl.data.render import PromptRenderer
     from nemo_prorl.recipe.base_model import make_initial_model
     from nemo_prorl.rewards.discovery import discover
+    from nemo_prorl.rewards.service import check_sandbox
 
     if cfg.trainer.num_nodes != 1:
         raise ConfigError(
@@ -104,8 +105,9 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     sources = [pair for part in load_sources(cfg.data) for pair in part]
     tasks = sorted({record["task"] for _, records in sources for record in records})
     known = discover()
-    for task in tasks:
-        known.plugin_of_task(task)
+    plugins = [known.plugin_of_task(task) for task in tasks]
+    if any(plugin.needs_sandbox for plugin in plugins):
+        check_sandbox(cfg.rewards.unsafe_no_sandbox)
     folder = make_initial_model(cfg, run_dir)
     renderer = PromptRenderer(folder, cfg.trainer.grpo.context_tokens, cfg.trainer.grpo.max_response_tokens)
     for _, records in sources:
@@ -221,6 +223,7 @@ class Node:
         command += ["--tasks", ",".join(self.tasks), "--token-file", str(self.endpoints / "token")]
         command += ["--endpoint-file", str(self.endpoints / "rewards-0.json"), "--parent-pid", str(os.getpid())]
         command += ["--settings", json.dumps(_plain(cfg.rewards.plugins))]
+        command += ["--unsafe-no-sandbox"] if cfg.rewards.unsafe_no_sandbox else []
         return self._child("rewards-0", command, {"OMP_NUM_THREADS": "1"}, cfg.rollout.max_restarts, True)
 
     def _engine(self, index: int, weights: Path) -> Child:

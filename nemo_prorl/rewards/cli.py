@@ -44,6 +44,7 @@ def add_parser(subparsers: Any) -> None:
     scored.add_argument("--out", default="-", help="file of verdicts; - is standard output")
     scored.add_argument("--workers", type=int, default=1, help="worker processes, shared out over the plugins")
     scored.add_argument("--settings", type=parse_settings, default={}, help="JSON object: plugin name -> its settings")
+    add_unsafe(scored)
     served = commands.add_parser("serve", help="run the reward server until it is stopped")
     add_server_arguments(served)
     parser.set_defaults(run=run)
@@ -80,6 +81,11 @@ def parse_settings(text: str) -> dict[str, dict[str, Any]]:
     return settings
 
 
+def add_unsafe(parser: argparse.ArgumentParser) -> None:
+    text = "where no sandbox holds, run code of the model with all rights of this user"
+    parser.add_argument("--unsafe-no-sandbox", action="store_true", help=text)
+
+
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """The server's options, for `prorl rewards serve` and `python -m nemo_prorl.rewards.server`."""
     parser.add_argument("--workers", type=int, default=1, help="worker processes, shared out; one a plugin at least")
@@ -92,6 +98,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parent-pid", type=int, help="end when this process ends")
     parser.add_argument("--max-queue", type=int, default=8192, help="waiting requests a plugin; more get 429")
     parser.add_argument("--worker-memory-mb", type=int, default=4096, help="private memory of a worker")
+    add_unsafe(parser)
     parser.add_argument("--drain-s", type=int, default=20, help="seconds to finish what was begun when stopped")
 
 
@@ -107,6 +114,7 @@ def _list(as_json: bool) -> int:
         row = {"name": name, "tasks": list(plugin.tasks), "time_budget_s": made.time_budget_s}
         row |= {"needs_sandbox": plugin.needs_sandbox, "state": "ok"}
         text = f"{name:<16} {'ok':<8} tasks {', '.join(plugin.tasks)}; {made.time_budget_s:g} s an answer"
+        text += "; sandboxed" if plugin.needs_sandbox else ""
         _write(sys.stdout, json.dumps(row) if as_json else text)
     for name, why in sorted(registry.broken.items()):
         row = {"name": name, "state": "broken", "why": why}
@@ -225,7 +233,10 @@ async def _score(args: argparse.Namespace) -> int:
     requests = None if args.source == "-" else read_requests(Path(args.source))
     registry = discover()
     tasks = sorted({request.task for request in requests}) if requests else []
-    service = RewardService(plan_pools(registry, tasks, args.workers, args.settings), registry)
+    unsafe = args.unsafe_no_sandbox
+    service = RewardService(
+        plan_pools(registry, tasks, args.workers, args.settings, unsafe_no_sandbox=unsafe), registry
+    )
     with opened(args.out) as out:
         await service.start()
         try:

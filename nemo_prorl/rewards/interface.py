@@ -10,9 +10,9 @@ Failure kinds of a verdict: None (judged), "timeout" and "invalid" (score 0: the
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 ENTRY_POINT_GROUP = "nemo_prorl.rewards"
 FAILURES = ("timeout", "invalid", "infrastructure")
@@ -131,6 +131,50 @@ class Example:
     task: str = ""
 
 
+@dataclass(frozen=True)
+class Program:
+    """Code written by the model, and what it is run on.  No answer that it could be compared with belongs in here.
+
+    `style` says what an input is, and what comes of it:
+    "stdin": a text for standard input; the bytes that the program printed.
+    "call": a JSON array of arguments for `function` (of `Solution()` where there is such a class); the result as JSON.
+    "assert": a statement that runs beside the program; nothing.
+    """
+
+    source: str
+    style: str
+    inputs: tuple[str, ...]
+    function: str = ""
+    setup: str = ""
+    time_limit_s: float = 5.0
+    memory_mb: int = 2048
+    output_mb: int = 1
+
+
+@dataclass(frozen=True)
+class ProgramRun:
+    """What came of each input: the output, or None where the program did not end well on it, and then why.
+
+    `over_time`: all inputs together took longer than the limit.  `refused`: why it did not compile, if it did not.
+    """
+
+    outputs: tuple[bytes | None, ...]
+    details: tuple[str, ...]
+    over_time: bool = False
+    refused: str = ""
+
+
+class Sandbox(Protocol):
+    """Runs code that nobody has read; handed to the plugins that need it (`needs_sandbox`) as `self.sandbox`."""
+
+    def run(self, program: Program, passes: Callable[[int, bytes], bool]) -> ProgramRun:
+        """Runs the program on each of its inputs.
+
+        `passes` says whether the output on an input is right: one that is not, and shared its process with another
+        input, is tried once more in a process of its own.  What is raised is an infrastructure failure.
+        """
+
+
 class RewardPlugin(ABC):
     """Base of all plugins.  Importing the module of a plugin must be cheap: import heavy packages in `prepare`.
 
@@ -142,6 +186,7 @@ class RewardPlugin(ABC):
     tasks: ClassVar[tuple[str, ...]]
     time_budget_s: float = 10.0
     needs_sandbox: ClassVar[bool] = False
+    sandbox: Sandbox  # set before `prepare` where the class says that it needs one
 
     @dataclass(frozen=True)
     class Config:

@@ -43,6 +43,7 @@ class PoolSpec:
     """One plugin's workers: its settings, their number, CPU seconds an answer may take, bounds of queue and memory.
 
     `hash_seed` is their PYTHONHASHSEED: a verdict must not depend on it, which the conformance kit checks.
+    `unsafe_no_sandbox`: a plugin that needs the sandbox runs without where none holds.
     """
 
     plugin: str
@@ -52,6 +53,7 @@ class PoolSpec:
     max_queue: int = 8192
     memory_mb: int = 4096
     hash_seed: int = 0
+    unsafe_no_sandbox: bool = False
 
 
 @dataclass
@@ -113,7 +115,7 @@ class _Worker:
     async def start(cls, spec: PoolSpec) -> "_Worker":
         """Starts the process and waits until its plugin is ready.  Raises RewardFailure naming plugin and cause."""
         ours, theirs = socket.socketpair()
-        numbers = [theirs.fileno(), os.getpid(), spec.memory_mb]
+        numbers = [theirs.fileno(), os.getpid(), spec.memory_mb, int(spec.unsafe_no_sandbox)]
         arguments = [*map(str, numbers), spec.plugin, json.dumps(spec.settings)]
         try:
             process = await asyncio.create_subprocess_exec(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nemo_prorl.errors import ConfigError, DataError
-from nemo_prorl.rewards.cli import opened, parse_settings, printable
+from nemo_prorl.rewards.cli import add_unsafe, opened, parse_settings, printable
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import FAILURES, RewardRequest
 from nemo_prorl.rewards.service import RewardService, plan_pools
@@ -48,6 +48,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("reverify", help=text, description=text)
     parser.add_argument("source", metavar="RUN_OR_FILE", type=Path, help="a run directory, or a file of its rollouts/")
     parser.add_argument("--workers", type=int, default=1, help="worker processes, shared out over the plugins")
+    add_unsafe(parser)
     parser.add_argument("--settings", type=parse_settings, help="JSON object: plugin name -> its settings")
     parser.add_argument("--out", default="", help="file of JSON Lines: id, step, task, changed, old and new verdict")
     parser.add_argument("--only-changed", action="store_true", help="write only changed verdicts to --out")
@@ -62,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
         raise DataError(f"{args.source}: holds no response; see trainer.grpo.save_rollout_groups")
     settings = _settings_of(files[0]) if args.settings is None else args.settings
     registry = discover()
-    service = RewardService(plan_pools(registry, tasks, args.workers, settings), registry)
+    service = RewardService(
+        plan_pools(registry, tasks, args.workers, settings, unsafe_no_sandbox=args.unsafe_no_sandbox), registry
+    )
     with opened(args.out) if args.out else contextlib.nullcontext() as out:
         summary = asyncio.run(_judge_all(service, files, args.workers * _IN_FLIGHT, out, args.only_changed))
     sys.stdout.write("\n".join(summary.lines()) + "\n")

@@ -209,7 +209,15 @@ async def serve(args: argparse.Namespace) -> int:
     token = read_token(args.token_file)
     registry = discover()
     tasks = [task for task in args.tasks.split(",") if task]
-    specs = plan_pools(registry, tasks, args.workers, args.settings, args.max_queue, args.worker_memory_mb)
+    specs = plan_pools(
+        registry,
+        tasks,
+        args.workers,
+        args.settings,
+        args.max_queue,
+        args.worker_memory_mb,
+        args.unsafe_no_sandbox,
+    )
     service = RewardService(specs, registry)
     app = RewardApp(service, token)
     config = uvicorn.Config(

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from nemo_prorl.errors import ConfigError, UnfitMachine
+from nemo_prorl.errors import ConfigError
 from nemo_prorl.rewards.discovery import Registry, discover, make_plugin
 from nemo_prorl.rewards.interface import RewardRequest, failed_verdict
 from nemo_prorl.rewards.pool import PluginPool, PoolSpec
@@ -28,10 +28,11 @@ def plan_pools(
     settings: dict[str, dict[str, Any]] | None = None,
     max_queue: int = 8192,
     memory_mb: int = 4096,
+    unsafe_no_sandbox: bool = False,
 ) -> list[PoolSpec]:
     """One pool for each plugin that `tasks` need (all tasks where none is named).
 
-    Raises ConfigError (unknown task, plugin or setting, the known ones listed) and UnfitMachine (sandbox needed).
+    Raises ConfigError (unknown task, plugin or setting, the known ones listed) and UnfitMachine (no sandbox).
     """
     settings = settings or {}
     for name in settings:
@@ -42,11 +43,19 @@ def plan_pools(
         raise ConfigError("no reward plugin is installed; install one, for example from reward_plugins/")
     specs = []
     for name, count in share_out(workers, list(classes)).items():
-        if classes[name].needs_sandbox:
-            raise UnfitMachine(f"reward plugin {name!r} needs a sandbox, which this version does not have yet")
         budget = make_plugin(classes[name], settings.get(name)).time_budget_s
-        specs.append(PoolSpec(name, dict(settings.get(name, {})), count, budget, max_queue, memory_mb))
+        own = dict(settings.get(name, {}))
+        specs.append(PoolSpec(name, own, count, budget, max_queue, memory_mb, unsafe_no_sandbox=unsafe_no_sandbox))
+    if any(plugin.needs_sandbox for plugin in classes.values()):
+        check_sandbox(unsafe_no_sandbox)
     return specs
+
+
+def check_sandbox(unsafe_no_sandbox: bool = False) -> None:
+    """Tries the sandbox on this machine.  Raises UnfitMachine where none holds and that is not allowed."""
+    from nemo_prorl.rewards.sandbox.proof import open_sandbox
+
+    open_sandbox(unsafe_no_sandbox).close()
 
 
 class RewardService:
@@ -66,6 +75,9 @@ class RewardService:
 
     async def close(self) -> None:
         await asyncio.gather(*(pool.close() for pool in self.pools.values()))
+        from nemo_prorl.rewards.sandbox import folders
+
+        folders.sweep()  # workers are killed where they stand, and may leave one
 
     def room_for(self, requests: list[RewardRequest]) -> bool:
         """Whether the queues can take all of them."""

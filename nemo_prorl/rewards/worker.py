@@ -1,6 +1,6 @@
 """A worker process: one plugin, one thread, one request at a time, on the main thread (SIGALRM works there).
 
-Started by `pool.py` as `python -m nemo_prorl.rewards.worker SOCKET_FD SERVER_PID MEMORY_MB PLUGIN SETTINGS`.
+Started by `pool.py` as `python -m nemo_prorl.rewards.worker SOCKET_FD SERVER_PID MEMORY_MB UNSAFE PLUGIN SETTINGS`.
 It dies with its server: PDEATHSIG kills it in the middle of a request too, and an end of file ends its loop.
 """
 
@@ -39,22 +39,27 @@ def limit_memory(megabytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def load(name: str, settings: dict[str, object]) -> RewardPlugin:
-    """The plugin, warmed up.  Raises what its import, its settings or its `prepare` raise."""
+def load(name: str, settings: dict[str, object], unsafe_no_sandbox: bool) -> RewardPlugin:
+    """The plugin, warmed up.  Raises what its import, its settings, its sandbox or its `prepare` raise."""
     points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name)
     plugin = make_plugin(discover(points).plugin(name), settings)
+    if plugin.needs_sandbox:
+        from nemo_prorl.rewards.sandbox.proof import open_sandbox
+
+        plugin.sandbox = open_sandbox(unsafe_no_sandbox)
     plugin.prepare()
     return plugin
 
 
 def main(argv: list[str]) -> int:
-    fd, server_pid, memory_mb, name, settings = int(argv[0]), int(argv[1]), int(argv[2]), argv[3], argv[4]
+    fd, server_pid, memory_mb, unsafe = map(int, argv[:4])
+    name, settings = argv[4:]
     die_with_parent(server_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the server's to handle
     channel = BlockingChannel(socket.socket(fileno=fd))
     try:
         limit_memory(memory_mb)
-        plugin = load(name, json.loads(settings))
+        plugin = load(name, json.loads(settings), bool(unsafe))
     except Exception as error:
         traceback.print_exc()
         channel.send({"failed": one_line(f"{type(error).__name__}: {error}")})

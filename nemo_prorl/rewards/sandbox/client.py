@@ -1,0 +1,348 @@
+"""The caller's side of the sandbox: hands programs to its process, reads what came of them, and repeats what must be.
+
+Tests run one after the other in one child, which costs one fork.  The first test of a child stands as it came.  A later
+one stands if it passed; else it runs once more alone, so that no test can spoil another.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_prorl.errors import RewardFailure
+from nemo_prorl.rewards.interface import Program, ProgramRun
+from nemo_prorl.rewards.sandbox import folders
+from nemo_prorl.rewards.sandbox.runner import Limits
+from nemo_prorl.rewards.sandbox.zygote import MESSAGE_BYTES, STACK_MB, Plan
+
+TESTS_A_CHILD = 100  # two descriptors each, and a message carries 253
+EXTRA_TIME = 0.5  # share of the time limit that repeated tests may take in all, at most EXTRA_TIME_S
+EXTRA_TIME_S = 2.0
+START_S, ANSWER_S = 30.0, 5.0
+THREADS = 256
+_FIRST_UID = 1_000_000_000  # users that own nothing, one for each sandbox, so that none counts another's threads
+_ROOT = str(Path(__file__).resolve().parents[3])
+_START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from nemo_prorl.rewards.sandbox import zygote; " + (
+    "sys.path.pop(0); sys.exit(zygote.main(sys.argv[1:]))"
+)
+_KNOWN = Program("print(int(input()) + 1)", "stdin", ("41\n",), time_limit_s=5.0)
+
+
+class SandboxFailure(RewardFailure):
+    """The sandbox itself failed, not the program in it."""
+
+
+class _Broken(Exception):
+    """The sandbox's process ended or does not answer."""
+
+
+@dataclass
+class _Child:
+    """What one child reported and left; nothing in it is trusted."""
+
+    status: int
+    killed: str | None
+    wall_s: float
+    compiled: bool | None = None
+    detail: str = ""
+    ends: dict[int, dict[str, Any]] = field(default_factory=dict)
+    started: int = -1
+    outputs: dict[int, bytes] = field(default_factory=dict)
+
+    @property
+    def left_well(self) -> bool:
+        return self.killed is None and self.status == 0
+
+
+class ProcessSandbox:
+    """One sandbox process at one level; not to be shared between threads.  Starts again by itself when it breaks."""
+
+    def __init__(self, level: str, tmp_mb: int = 64) -> None:
+        self.level = level
+        self._tmp_mb = tmp_mb
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self.layers: dict[str, Any] = {}
+        self.folder = ""
+
+    def start(self) -> None:
+        """Starts the process and waits until it has confined itself.  Raises SandboxFailure."""
+        try:
+            self._start()
+        except (_Broken, OSError) as error:
+            self.close()
+            raise SandboxFailure(f"sandbox level {self.level!r} does not start: {error}") from error
+
+    def close(self) -> None:
+        """Ends the process and removes what it left."""
+        if self._socket is not None:
+            self._socket.close()
+        if self._process is not None:
+            if self._process.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(1.0)
+                self._process.kill()
+            self._process.wait()
+        if self.folder:
+            folders.remove(self.folder)
+        self._process = self._socket = None
+        self.folder = ""
+
+    def _start(self) -> None:
+        self.folder = "" if self.level == "full" else folders.make()
+        plan = Plan(self.level, self.folder, self._tmp_mb, _FIRST_UID + os.getpid())
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        python = getattr(sys, "_base_executable", None) or sys.executable
+        arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps(asdict(plan))]
+        environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+        room = STACK_MB << 20 if hard == resource.RLIM_INFINITY else min(STACK_MB << 20, hard)
+        self._socket = ours
+        try:
+            resource.setrlimit(resource.RLIMIT_STACK, (room, hard))  # deep recursion; taken when a program starts
+            self._process = subprocess.Popen(
+                [python, "-S", "-s", "-P", "-B", "-c", _START, _ROOT, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=(theirs.fileno(),),
+                env=environment,
+                cwd="/",
+            )
+        finally:
+            resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
+            theirs.close()
+        first = self._receive(START_S)
+        if "failed" in first:
+            raise _Broken(first["failed"])
+        self.layers = first["ready"]
+
+    def _receive(self, seconds: float) -> dict[str, Any]:
+        assert self._socket is not None
+        if not select.select([self._socket], [], [], seconds)[0]:
+            raise _Broken(f"no answer within {seconds:g} s")
+        message = self._socket.recv(MESSAGE_BYTES)
+        if not message:
+            raise _Broken("its process ended")
+        answer: dict[str, Any] = json.loads(message)
+        return answer
+
+    def run(self, program: Program, passes: Callable[[int, bytes], bool]) -> ProgramRun:
+        """See `interface.Sandbox`.  Raises SandboxFailure where a known program fails too."""
+        for _ in range(2):
+            try:
+                return _Run(self, program, passes).result()
+            except (_Broken, OSError):
+                self.close()
+                self.start()
+        if not self.is_sound():
+            raise SandboxFailure(f"sandbox level {self.level!r} does not run a known program")
+        reason = "the sandbox's process ended twice on this program"
+        return ProgramRun((None,) * len(program.inputs), (reason,) * len(program.inputs))
+
+    def is_sound(self) -> bool:
+        """Whether a known program runs as it must."""
+        try:
+            run = _Run(self, _KNOWN, lambda _, output: output == b"42\n", trusted=True).result()
+        except (_Broken, OSError):
+            return False
+        return run.outputs == (b"42\n",)
+
+    def run_child(self, program: Program, first: int, count: int, job: int, code: int, seconds: float) -> _Child:
+        """Runs tests `first` to `first + count - 1` in one child.  Raises _Broken and OSError."""
+        if self._socket is None:
+            self._start()
+        assert self._socket is not None
+        limits = Limits(seconds, program.memory_mb, program.output_mb, self._thread_limit())
+        report = os.memfd_create("report")
+        pairs: list[tuple[int, int]] = []
+        try:
+            if program.style == "stdin":
+                for text in program.inputs[first : first + count]:
+                    pairs.append((_memory_file("stdin", text), os.memfd_create("stdout")))
+            order = {"first": first, "count": count, "tests": len(pairs), "limits": asdict(limits)}
+            fds = [job, report, code, *(pair[0] for pair in pairs), *(pair[1] for pair in pairs)]
+            socket.send_fds(self._socket, [json.dumps(order).encode()], fds)
+            child = _Child(**self._receive(seconds + ANSWER_S))
+            _read_report(child, _contents(report), first, count)
+            for index, (_, stdout) in enumerate(pairs, first):
+                if index in child.ends or index == child.started:
+                    child.outputs[index] = _contents(stdout)
+        finally:
+            for fd in (report, *(fd for pair in pairs for fd in pair)):
+                os.close(fd)
+        return child
+
+    def _thread_limit(self) -> int:
+        """RLIMIT_NPROC: of this sandbox alone where its user or namespace is its own, else on top of what there is."""
+        alone = self.layers.get("identity") or self.layers.get("namespaces")
+        return THREADS if alone else THREADS + folders.tasks_of_user()
+
+
+def _memory_file(name: str, text: str) -> int:
+    fd = os.memfd_create(name)
+    with os.fdopen(os.dup(fd), "wb") as file:
+        file.write(text.encode("utf-8", "surrogatepass"))
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def _contents(fd: int) -> bytes:
+    """What is in a memory file, whatever its size claims: not more than a program may write."""
+    os.lseek(fd, 0, os.SEEK_SET)
+    with os.fdopen(os.dup(fd), "rb") as file:
+        return file.read(256 << 20)
+
+
+def _read_report(child: _Child, text: bytes, first: int, count: int) -> None:
+    """Takes the lines that are as they should be; a program may have written others among them."""
+    for line in text.split(b"\n"):
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(entry, dict):
+            continue
+        if isinstance(entry.get("compiled"), bool):
+            child.compiled = entry["compiled"] if child.compiled is None else child.compiled
+            child.detail = str(entry.get("detail", ""))[:300]
+        index = entry.get("start", entry.get("end"))
+        if type(index) is not int or not first <= index < first + count:
+            continue
+        if "start" in entry:
+            child.started = max(child.started, index)
+        elif index <= child.started and index not in child.ends:
+            child.ends[index] = entry
+            if isinstance(entry.get("result"), str):
+                child.outputs[index] = entry["result"].encode("utf-8", "surrogatepass")
+
+
+class _Run:
+    """One program on all its inputs."""
+
+    def __init__(
+        self, box: ProcessSandbox, program: Program, passes: Callable[[int, bytes], bool], trusted: bool = False
+    ) -> None:
+        self._box, self._program, self._passes, self._trusted = box, program, passes, trusted
+        number = len(program.inputs)
+        self._outputs: list[bytes | None] = [None] * number
+        self._details = ["not run"] * number
+        self._alone: list[int] = []  # failed beside others: to be repeated
+        self._left = program.time_limit_s
+        self._extra = min(EXTRA_TIME_S, EXTRA_TIME * program.time_limit_s)
+
+    def result(self) -> ProgramRun:
+        job = {
+            "source": self._program.source,
+            "style": self._program.style,
+            "function": self._program.function,
+            "setup": self._program.setup,
+            "inputs": [] if self._program.style == "stdin" else self._program.inputs,
+        }
+        job_fd, code_fd = _memory_file("job", json.dumps(job)), os.memfd_create("code")
+        try:
+            return self._all(job_fd, code_fd)
+        finally:
+            os.close(job_fd)
+            os.close(code_fd)
+
+    def _all(self, job: int, code: int) -> ProgramRun:
+        at, number = 0, len(self._program.inputs)
+        while at < number:
+            count = min(TESTS_A_CHILD, number - at)
+            child = self._box.run_child(self._program, at, count, job, code, max(0.01, self._left))
+            if child.compiled is not True:
+                return self._ended(refused=self._why_not_compiled(child))
+            if child.killed == "time" or child.wall_s >= self._left:
+                return self._ended(over_time=True)
+            self._left -= child.wall_s
+            at = self._take(child, at, count)
+        for index in self._alone:
+            if self._extra <= 0:
+                break
+            child = self._box.run_child(self._program, index, 1, job, code, self._extra)
+            self._extra -= child.wall_s
+            self._stands(child, index)
+        return self._ended()
+
+    def _ended(self, over_time: bool = False, refused: str = "") -> ProgramRun:
+        return ProgramRun(tuple(self._outputs), tuple(self._details), over_time, refused)
+
+    def _why_not_compiled(self, child: _Child) -> str:
+        if child.compiled is False:
+            return child.detail
+        self._suspect(child)
+        return "compiling took too long" if child.killed == "time" else "the compiler broke on it"
+
+    def _take(self, child: _Child, first: int, count: int) -> int:
+        """Takes what stands of a child's tests; gives the test to go on with."""
+        for index in range(first, first + count):
+            end = child.ends.get(index)
+            if index == first:
+                self._stands(child, index)
+            elif end is None or end.get("ok") is not True:
+                return self._again_from(child, index)  # first in a child of its own it will stand
+            else:
+                self._record(child, index)
+                if not self._passed(index):
+                    self._alone.append(index)
+            if end is None or end.get("more") is not True:
+                return index + 1
+        return first + count
+
+    def _again_from(self, child: _Child, index: int) -> int:
+        """The time of the test that is done again is given back, as far as the extra time goes."""
+        back = min(self._extra, child.wall_s / 2)
+        self._extra -= back
+        self._left += back
+        return index
+
+    def _stands(self, child: _Child, index: int) -> None:
+        """The verdict on the test that was alone or first in its child."""
+        end = child.ends.get(index)
+        self._record(child, index)
+        if end is None:  # the process ended in this test: `os._exit(0)` after printing is a way to end, too
+            self._suspect(child)
+            if not child.left_well or self._program.style != "stdin" or child.started != index:
+                self._outputs[index] = None
+                self._details[index] = _how_it_ended(child)
+
+    def _record(self, child: _Child, index: int) -> None:
+        end = child.ends.get(index, {"ok": True})
+        good = end.get("ok") is True
+        empty = b"" if self._program.style != "call" else None
+        self._outputs[index] = child.outputs.get(index, empty) if good else None
+        self._details[index] = "" if good else str(end.get("detail"))[:300]
+
+    def _passed(self, index: int) -> bool:
+        output = self._outputs[index]
+        return output is not None and self._passes(index, output)
+
+    def _suspect(self, child: _Child) -> None:
+        """A child that something else killed may be the machine's fault, as one killed for memory is: then we fail."""
+        killed = os.WIFSIGNALED(child.status) and os.WTERMSIG(child.status) == signal.SIGKILL
+        if killed and child.killed is None and not self._trusted and not self._box.is_sound():
+            raise _Broken("a known program fails too")
+
+
+def _how_it_ended(child: _Child) -> str:
+    if child.killed is not None:
+        return {"time": "over the time limit"}.get(child.killed, f"over the limit of {child.killed}")
+    if os.WIFSIGNALED(child.status):
+        return f"ended by {signal.Signals(os.WTERMSIG(child.status)).name}"
+    return f"ended with status {os.waitstatus_to_exitcode(child.status)}"
+
+
+def timed(sandbox: ProcessSandbox, program: Program) -> tuple[ProgramRun, float]:
+    """A run and its wall time in seconds."""
+    began = time.monotonic()
+    return sandbox.run(program, lambda *_: True), time.monotonic() - began

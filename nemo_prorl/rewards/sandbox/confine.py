@@ -1,0 +1,165 @@
+"""What the sandbox's process does to itself before it serves: namespaces, a root of its own, Landlock, no rights."""
+
+import contextlib
+import glob
+import os
+import sys
+import sysconfig
+from dataclasses import dataclass
+
+from nemo_prorl.rewards.sandbox import kernel
+
+_READ_FILE, _READ_DIR, _TRUNCATE, _IOCTL_DEV = 1 << 2, 1 << 3, 1 << 14, 1 << 15
+_WRITE_FILE, _REFER = 1 << 1, 1 << 13
+# In a folder of its own: read, write, remove, make folders, files, fifos and links, truncate; no sockets or devices.
+_OWN = _READ_FILE | _READ_DIR | _WRITE_FILE | (1 << 4) | (1 << 5) | (1 << 7) | (1 << 8) | (1 << 10) | (1 << 12)
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_STAGING = ("/mnt", "/media", "/srv", "/opt", "/run", "/tmp", "/var")
+_NAMESPACES = (
+    kernel.CLONE_NEWNS
+    | kernel.CLONE_NEWPID
+    | kernel.CLONE_NEWNET
+    | kernel.CLONE_NEWIPC
+    | kernel.CLONE_NEWUTS
+    | kernel.CLONE_NEWCGROUP
+)
+
+
+@dataclass(frozen=True)
+class View:
+    """The files of the host that a program may read."""
+
+    folders: tuple[str, ...]
+    files: tuple[str, ...]
+    hidden: tuple[str, ...]  # below `folders`, and not to be seen
+
+
+def host_view() -> View:
+    """Python's standard library and the shared libraries that it loads."""
+    library = os.path.realpath(sysconfig.get_paths()["stdlib"])
+    dynamic = os.path.realpath(sysconfig.get_config_var("DESTSHARED") or os.path.join(library, "lib-dynload"))
+    prefix = os.path.realpath(sys.base_prefix)
+    folders = [library, dynamic, "/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu", "/lib64", "/usr/lib64"]
+    files = ["/etc/ld.so.cache", *_DEVICES]
+    if prefix != "/usr":
+        files += glob.glob(os.path.join(prefix, "lib", "lib*.so*"))[:400]
+    kept = [path for path in dict.fromkeys([*folders, "/usr/share/zoneinfo"]) if os.path.isdir(path)]
+    kept = [path for path in kept if not any(path.startswith(other + "/") for other in kept)]
+    hidden = [os.path.join(library, name) for name in ("site-packages", "dist-packages", "test", "ensurepip")]
+    return View(tuple(kept), tuple(f for f in files if os.path.exists(f)), tuple(h for h in hidden if os.path.isdir(h)))
+
+
+def enter_namespaces() -> None:
+    """New namespaces of all kinds; a user namespace too where that is what gives the right to.  Raises OSError."""
+    try:
+        kernel.unshare(_NAMESPACES)
+    except PermissionError:
+        uid, gid = os.geteuid(), os.getegid()
+        kernel.unshare(_NAMESPACES | kernel.CLONE_NEWUSER)
+        with contextlib.suppress(FileNotFoundError):
+            _write("/proc/self/setgroups", "deny")
+        _write("/proc/self/uid_map", f"{uid} {uid} 1")
+        _write("/proc/self/gid_map", f"{gid} {gid} 1")
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def build_root(view: View, tmp_mb: int) -> None:
+    """A root that holds the view, read-only, and an empty /tmp in memory; nothing else of the host is left."""
+    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    sources = (*view.folders, *view.files)
+    base = next(p for p in _STAGING if os.path.isdir(p) and not any(s.startswith(p + "/") for s in sources))
+    kernel.mount("sandbox", base, "tmpfs", kernel.MS_NOSUID, "size=4m,nr_inodes=4096,mode=755")
+    for path in sources:
+        target = base + path
+        if os.path.isdir(path):
+            os.makedirs(target, exist_ok=True)
+        else:
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            with open(target, "w"):
+                pass
+        kernel.mount(os.path.realpath(path), target, None, kernel.MS_BIND | kernel.MS_REC)
+        device = path in _DEVICES
+        kernel.restrict_mount(target, kernel.READ_ONLY | kernel.NO_SUID | (0 if device else kernel.NO_DEV))
+    for path in view.hidden:
+        kernel.mount("sandbox", base + path, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=4k,nr_inodes=2")
+        kernel.restrict_mount(base + path, kernel.READ_ONLY)
+    os.mkdir(base + "/tmp")
+    options = f"size={tmp_mb}m,nr_inodes=4096,mode=1777"
+    kernel.mount("sandbox", base + "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+    os.chdir(base)
+    kernel.pivot_root_here()
+    kernel.restrict_mount("/", kernel.READ_ONLY, recursive=False)
+
+
+def drop_identity(view: View, own_folder: str, uid: int) -> bool:
+    """As root: becomes a user that owns nothing but `own_folder`.  Gives up all capabilities.  Whether it changed.
+
+    Where only root can reach Python's own files, just the real user changes, by which threads are counted.
+    """
+    changed = False
+    if os.geteuid() == 0:
+        reachable = all(_open_to_all(path) for path in view.folders)
+        with contextlib.suppress(OSError):  # a container may lack the right, or the number
+            if reachable:
+                os.chown(own_folder, uid, uid)
+            os.setgroups([])
+            if reachable:
+                os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid if reachable else -1, uid if reachable else -1)
+            changed = True
+    kernel.drop_capabilities()
+    return changed
+
+
+def _open_to_all(path: str) -> bool:
+    """Whether every user may enter the folder `path`."""
+    while True:
+        if not os.stat(path).st_mode & 0o001:
+            return False
+        if path == "/":
+            return True
+        path = os.path.dirname(path)
+
+
+def restrict_files(view: View, own_folder: str) -> int:
+    """Landlock: the view may be read, `own_folder` is theirs, nothing else opens; no TCP.  The ABI, 0 without it."""
+    abi = kernel.landlock_abi()
+    if not abi:
+        return 0
+    handled = (1 << 13) - 1
+    handled |= _REFER if abi >= 2 else 0
+    handled |= _TRUNCATE if abi >= 3 else 0
+    handled |= _IOCTL_DEV if abi >= 5 else 0
+    ruleset = kernel.landlock_ruleset(handled, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0, abi)
+    for path in _readable(view):
+        folder = os.path.isdir(path)
+        kernel.landlock_allow(ruleset, path, _READ_FILE | (_READ_DIR if folder else 0))
+    for path in _listed(view):
+        kernel.landlock_allow(ruleset, path, _READ_DIR)
+    for path in _DEVICES:
+        if os.path.exists(path):
+            kernel.landlock_allow(ruleset, path, (_READ_FILE | _WRITE_FILE | _TRUNCATE) & handled)
+    kernel.landlock_allow(ruleset, own_folder, (_OWN | _TRUNCATE | _REFER) & handled)
+    kernel.landlock_restrict(ruleset)
+    os.close(ruleset)
+    return abi
+
+
+def _readable(view: View) -> list[str]:
+    """The view as paths for rules, which cannot leave out what is hidden: those folders are listed one by one."""
+    paths = [path for path in view.files if path not in _DEVICES]
+    for folder in view.folders:
+        if any(path.startswith(folder + "/") for path in view.hidden):
+            paths += [os.path.join(folder, name) for name in os.listdir(folder)]
+        else:
+            paths.append(folder)
+    return [path for path in paths if path not in view.hidden and os.path.exists(path)]
+
+
+def _listed(view: View) -> list[str]:
+    """Folders whose names may be read, as imports do, though not all that is in them."""
+    return [folder for folder in view.folders if any(path.startswith(folder + "/") for path in view.hidden)]

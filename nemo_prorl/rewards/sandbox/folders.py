@@ -1,0 +1,61 @@
+"""Folders for programs on the host, where no namespace gives them one; each is named after its owner's process."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from functools import lru_cache
+from pathlib import Path
+
+_PREFIX = "prorl-box-"
+
+
+def _started(pid: int) -> str:
+    """When a process started, in clock ticks since boot; "" where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def make() -> str:
+    """A new folder of this process."""
+    sweep()
+    prefix = f"{_PREFIX}{os.getpid()}-{_started(os.getpid())}-"
+    return tempfile.mkdtemp(prefix=prefix)
+
+
+def sweep() -> None:
+    """Removes folders whose owners have ended."""
+    for name in os.listdir(tempfile.gettempdir()):
+        if not name.startswith(_PREFIX):
+            continue
+        pid, _, rest = name.removeprefix(_PREFIX).partition("-")
+        if not pid.isdigit() or _started(int(pid)) != rest.partition("-")[0]:
+            remove(os.path.join(tempfile.gettempdir(), name))
+
+
+def remove(folder: str) -> None:
+    """Removes a folder and all in it, if this user may."""
+    from nemo_prorl.rewards.sandbox.zygote import empty_folder
+
+    with contextlib.suppress(OSError):
+        empty_folder(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@lru_cache(maxsize=1)
+def _tasks(uid: int, second: int) -> int:
+    total = 0
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if entry.stat().st_uid == uid:
+                    total += len(os.listdir(f"/proc/{entry.name}/task"))
+    return total
+
+
+def tasks_of_user() -> int:
+    """Processes and threads of this user, as RLIMIT_NPROC counts them; looked up once in five seconds."""
+    return _tasks(os.getuid(), int(time.monotonic() / 5))

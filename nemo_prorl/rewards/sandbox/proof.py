@@ -1,0 +1,191 @@
+"""Which level of the sandbox holds on this machine: shown by a program that attempts every escape, not assumed."""
+
+import contextlib
+import json
+import logging
+import os
+import select
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_prorl.errors import UnfitMachine
+from nemo_prorl.rewards.interface import Program
+from nemo_prorl.rewards.sandbox.client import ProcessSandbox, SandboxFailure
+
+_log = logging.getLogger(__name__)
+
+LEVELS = ("full", "reduced")
+_ESCAPES = Path(__file__).with_name("escapes.py")
+_STAT = "ask for the size of a file of the host"
+_FILL = """
+for number in range(100):
+    with open(f"part-{number}", "wb") as file:
+        file.write(bytes(1 << 20))
+    __import__("time").sleep(0.01)
+print("POSSIBLE")
+"""
+_NEEDS = """
+import _ctypes, _hashlib, bz2, ctypes, decimal, email, lzma, sqlite3, ssl, unittest, xml.etree.ElementTree, zlib
+print("ready")
+"""
+# What a level may leave open, with what that means.
+_LACKS = {
+    "full": {},
+    "reduced": {_STAT: "a program can ask for names, sizes and times of the host's files (stat), not read them"},
+}
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What came of trying a level: `open` are the escapes that succeeded, `lacks` is what is known to be missing."""
+
+    level: str
+    layers: dict[str, Any] = field(default_factory=dict)
+    open: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+    failure: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return not self.failure and not self.open
+
+    def line(self) -> str:
+        """In one line, for a person."""
+        if self.failure:
+            return f"{self.level}: {self.failure}"
+        if self.open:
+            return f"{self.level}: a program can {', '.join(self.open)}"
+        return f"{self.level}: every escape was refused" + "".join(f"; {text}" for text in self.lacks)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Canaries: what a program must not reach."""
+
+    folder: Path
+    secret: Path
+    text: str
+    listeners: tuple[socket.socket, ...]
+    words: dict[str, Any]
+
+    def touched(self) -> list[str]:
+        """What was done to them in spite of all."""
+        found = []
+        if sorted(p.name for p in self.folder.iterdir()) != ["secret"] or self.secret.read_text() != self.text:
+            found.append("change files of the host")
+        if self.secret.stat().st_mode & 0o777 != 0o644:
+            found.append("change the mode of a file of the host")
+        if select.select(self.listeners, [], [], 0)[0]:
+            found.append("reach a socket of the host")
+        return found
+
+
+@contextlib.contextmanager
+def _canaries() -> Iterator[_Places]:
+    folder = Path(tempfile.mkdtemp(prefix="prorl-canary-"))
+    sockets = [socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)]
+    abstract = [socket.socket(socket.AF_UNIX, kind) for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM)]
+    try:
+        folder.chmod(0o777)
+        secret, text = folder / "secret", os.urandom(16).hex()
+        secret.write_text(text)
+        secret.chmod(0o644)
+        port = sockets[0].getsockname()[1]
+        sockets[1].bind(("127.0.0.1", port))
+        name = f"prorl-canary-{os.urandom(8).hex()}"
+        abstract[0].bind("\0" + name)
+        abstract[0].listen()
+        abstract[1].bind("\0" + name + "-datagrams")
+        words = {
+            "secret": str(secret),
+            "text_reversed": text[::-1],
+            "folder": str(folder),
+            "port": port,
+            "abstract": name,
+        }
+        words["pid"] = os.getpid()
+        yield _Places(folder, secret, text, (*sockets, *abstract), words)
+    finally:
+        for sock in (*sockets, *abstract):
+            sock.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def prove(sandbox: ProcessSandbox) -> Proof:
+    """Attempts every escape in a sandbox that is started."""
+    with _canaries() as places:
+        program = Program(_ESCAPES.read_text(), "stdin", (json.dumps(places.words),), time_limit_s=20.0)
+        run = sandbox.run(program, lambda *_: True)
+        if run.outputs[0] is None or run.over_time:
+            why = "over time" if run.over_time else run.details[0] or run.refused
+            return Proof(sandbox.level, failure=f"the program that attempts the escapes did not end: {why}")
+        try:
+            results: dict[str, str] = json.loads(run.outputs[0])
+        except ValueError:
+            return Proof(sandbox.level, failure="the program that attempts the escapes printed something else")
+        possible = [name for name, came in results.items() if came != "refused"] + places.touched()
+    needs = sandbox.run(Program(_NEEDS, "stdin", ("",), time_limit_s=20.0), lambda *_: True)
+    if needs.outputs[0] != b"ready\n":
+        return Proof(sandbox.level, failure=f"Python's standard library cannot be read inside: {needs.details[0]}")
+    fill = sandbox.run(Program(_FILL, "stdin", ("",), time_limit_s=20.0), lambda *_: True)
+    if fill.outputs[0] is not None:
+        possible.append("fill the disk")
+    known = _LACKS[sandbox.level]
+    lacks = [text for name, text in known.items() if name in possible]
+    if not sandbox.layers.get("landlock"):
+        lacks.append("the kernel has no Landlock")
+    return Proof(sandbox.level, sandbox.layers, tuple(n for n in possible if n not in known), tuple(lacks))
+
+
+def _tried(level: str) -> tuple[ProcessSandbox, Proof]:
+    sandbox = ProcessSandbox(level)
+    try:
+        sandbox.start()
+        return sandbox, prove(sandbox)
+    except SandboxFailure as error:
+        return sandbox, Proof(level, failure=str(error))
+
+
+def open_sandbox(unsafe: bool = False) -> ProcessSandbox:
+    """The strongest sandbox that holds here, started.  Raises UnfitMachine with what each level lacks.
+
+    `unsafe`: where no level holds, a plain child process with limits, which stops nothing that is meant to do harm.
+    """
+    proofs = []
+    for level in LEVELS:
+        sandbox, proof = _tried(level)
+        if proof.holds:
+            _log.info("sandbox level %s", proof.line())
+            return sandbox
+        sandbox.close()
+        proofs.append(proof)
+    if unsafe:
+        _log.warning("NO SANDBOX: code of the model runs as this user, with limits only (unsafe_no_sandbox)")
+        sandbox = ProcessSandbox("none")
+        sandbox.start()
+        return sandbox
+    raise UnfitMachine(refusal(proofs))
+
+
+def refusal(proofs: list[Proof]) -> str:
+    """Why no level may be used, and what to do."""
+    lines = "; ".join(proof.line() for proof in proofs)
+    return (
+        f"no sandbox holds on this machine ({lines}).  Code of the model needs user namespaces or root, Landlock and"
+        " seccomp (Linux 5.13); rewards.unsafe_no_sandbox=true runs it without, with all rights of this user"
+    )
+
+
+def survey() -> list[Proof]:
+    """All levels tried, for `prorl doctor`."""
+    proofs = []
+    for level in LEVELS:
+        sandbox, proof = _tried(level)
+        sandbox.close()
+        proofs.append(proof)
+    return proofs

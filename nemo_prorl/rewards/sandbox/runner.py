@@ -1,0 +1,304 @@
+"""Runs a program's tests, in a child of the sandbox's process.  Nothing that it says is trusted.
+
+The tests run one after the other in one child for as long as each ends cleanly; the caller repeats alone whatever it
+cannot take as it came.  Results go to memory files that the caller made: standard output as it was written, and lines
+of JSON: `{"compiled": true}`, `{"start": i}`, `{"end": i, "ok": bool, "more": bool, "detail": str, "result": str}`.
+"""
+
+import atexit
+import builtins
+import contextlib
+import gc
+import io
+import json
+import marshal
+import os
+import resource
+import signal
+import sys
+import threading
+import types
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_prorl.rewards.sandbox import kernel
+from nemo_prorl.rewards.sandbox.syscalls import for_process
+
+RECURSION_LIMIT = 1000  # Python's own
+MAX_DEPTH = 200  # of a result
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one child may use."""
+
+    seconds: float
+    memory_mb: int
+    output_mb: int
+    threads: int
+    descriptors: int = 512
+
+    def apply(self) -> None:
+        """Sets them, hard and soft.  The stack's soft limit stays: `zygote.main` made room for it."""
+        mb = 1 << 20
+        values = {
+            resource.RLIMIT_AS: self.memory_mb * mb,
+            resource.RLIMIT_FSIZE: self.output_mb * mb,
+            resource.RLIMIT_CPU: int(self.seconds) + 2,
+            resource.RLIMIT_NOFILE: self.descriptors,
+            resource.RLIMIT_NPROC: self.threads,
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_MEMLOCK: 0,
+            resource.RLIMIT_MSGQUEUE: 0,
+            resource.RLIMIT_RTPRIO: 0,
+        }
+        for kind, value in values.items():
+            _, hard = resource.getrlimit(kind)
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(kind, (value, value))
+
+
+@dataclass(frozen=True)
+class Files:
+    """Descriptors of a run: the job, the report, the compiled code, and a pair a test (for style `stdin`)."""
+
+    job: int
+    report: int
+    code: int
+    stdin: tuple[int, ...] = ()
+    stdout: tuple[int, ...] = ()
+
+    def all(self) -> set[int]:
+        return {self.job, self.report, self.code, *self.stdin, *self.stdout}
+
+
+class _Report:
+    def __init__(self, fd: int) -> None:
+        self._fd, self._write, self._dumps = fd, os.write, json.dumps
+
+    def __call__(self, **line: Any) -> None:
+        self._write(self._fd, self._dumps(line).encode() + b"\n")
+
+
+def run_child(files: Files, first: int, count: int, limits: Limits, program: bytes | None, folder: str) -> None:
+    """In a fresh fork: confines itself, compiles, runs tests `first` to `first + count - 1`, and ends the process."""
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    null = os.open("/dev/null", os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    kernel.close_all_but({0, 1, 2, *files.all()})
+    os.chdir(folder)
+    job = _read_job(files.job)
+    report = _Report(files.report)
+    limits.apply()
+    if program is not None:
+        kernel.install_filter(for_process(program, os.getpid()))
+    code = _compiled(job, files.code, report)
+    if code is None:
+        os._exit(0)
+    gc.enable()
+    tests = _Tests(job, files, code, report)
+    for index in range(first, first + count):
+        if not tests.run(index, index - first):
+            break
+    os._exit(0)
+
+
+def _read_job(fd: int) -> dict[str, Any]:
+    size = os.fstat(fd).st_size
+    job: dict[str, Any] = json.loads(os.pread(fd, size, 0))
+    return job
+
+
+def _compiled(job: dict[str, Any], fd: int, report: _Report) -> Any:
+    """The program's code; None where it does not compile.  A later child takes it from the one before it."""
+    if size := os.fstat(fd).st_size:
+        report(compiled=True)
+        return marshal.loads(os.pread(fd, size, 0))
+    source = job["setup"] + "\n" + job["source"] if job["setup"] else job["source"]
+    try:
+        code = compile(source, "main.py", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
+        report(compiled=False, detail=f"{type(error).__name__}: {error}"[:300])
+        return None
+    os.write(fd, marshal.dumps(code))
+    report(compiled=True)
+    return code
+
+
+class _Tests:
+    """The program and the state of this process that is set anew for each test."""
+
+    def __init__(self, job: dict[str, Any], files: Files, code: Any, report: _Report) -> None:
+        self.job, self.files, self.code, self.report = job, files, code, report
+        self._builtins = dict(builtins.__dict__)
+        self._path, self._modules = list(sys.path), dict(sys.modules)
+        self._environ = dict(os.environ)
+        self._namespace: dict[str, Any] | None = None
+
+    def run(self, index: int, position: int) -> bool:
+        """Runs a test and reports it; whether the next may follow in this process."""
+        self._renew()
+        self.report(start=index)
+        style = self.job["style"]
+        result, detail = "", ""
+        try:
+            if style == "stdin":
+                self._connect(position)
+                self._main()
+            elif style == "call":
+                result = self._call(json.loads(self.job["inputs"][index]))
+            else:
+                self._assert(self.job["inputs"][index])
+        except SystemExit as error:
+            if style != "stdin" or error.code not in (None, 0, False):
+                detail = f"SystemExit: {error.code!r}"[:300]
+        except BaseException as error:
+            detail = _describe(error)
+        if style == "stdin":
+            detail = detail or self._finish()
+        more = not detail and self._is_clean()
+        self.report(end=index, ok=not detail, more=more, detail=detail, result=result)
+        return more
+
+    def _renew(self) -> None:
+        """Undoes what the test before may have set; what cannot be undone, `_is_clean` looks for."""
+        sys.setrecursionlimit(RECURSION_LIMIT)
+        sys.path[:] = self._path
+        sys.argv[:] = ["main.py"]
+        if os.environ != self._environ:
+            os.environ.clear()
+            os.environ.update(self._environ)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        for name in [name for name, module in sys.modules.items() if self._modules.get(name, module) is not module]:
+            sys.modules[name] = self._modules[name]
+
+    def _is_clean(self) -> bool:
+        """Whether a test left nothing behind that the next could notice."""
+        try:
+            files = os.listdir(".")
+        except OSError:  # no descriptor left, or the folder gone
+            return False
+        return (
+            not files
+            and threading.active_count() == 1
+            and "concurrent.futures.thread" not in sys.modules  # it takes no more work after its end
+            and builtins.__dict__ == self._builtins
+            and all(sys.modules.get(name) is module for name, module in self._modules.items() if name != "__main__")
+        )
+
+    def _connect(self, position: int) -> None:
+        os.dup2(self.files.stdin[position], 0)
+        os.dup2(self.files.stdout[position], 1)
+        sys.stdin = sys.__stdin__ = _stream(0, "r", "<stdin>")  # type: ignore[misc]
+        sys.stdout = sys.__stdout__ = _stream(1, "w", "<stdout>")  # type: ignore[misc]
+
+    def _module(self, name: str) -> dict[str, Any]:
+        module = types.ModuleType(name)
+        module.__dict__["__builtins__"] = builtins
+        module.__dict__["__file__"] = "main.py"
+        sys.modules[name] = module
+        return module.__dict__
+
+    def _main(self) -> None:
+        namespace = self._module("__main__")
+        exec(self.code, namespace)
+
+    def _finish(self) -> str:
+        """What the interpreter does at the end of a program: threads, exit functions, buffers.  What went wrong."""
+        try:
+            for end in reversed(getattr(threading, "_threading_atexits", ())):  # of concurrent.futures
+                end()
+            while waiting := [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]:
+                waiting[0].join()
+            atexit._run_exitfuncs()
+            for stream in (sys.stdout, sys.__stdout__):
+                with contextlib.suppress(ValueError):  # closed
+                    if stream is not None:
+                        stream.flush()
+        except BaseException as error:
+            return _describe(error)
+        sys.modules["__main__"].__dict__.clear()
+        return ""
+
+    def _loaded(self) -> dict[str, Any]:
+        """The program's names, loaded once a process."""
+        if self._namespace is None:
+            namespace = self._module("__main__")
+            namespace["__name__"] = "solution"
+            exec(_TYPING, namespace)
+            exec(self.code, namespace)
+            self._namespace = namespace
+        return self._namespace
+
+    def _call(self, arguments: list[Any]) -> str:
+        namespace = self._loaded()
+        name = self.job["function"]
+        owner = namespace.get("Solution")
+        function = getattr(owner(), name) if owner is not None and hasattr(owner, name) else namespace[name]
+        return _as_json(function(*arguments))
+
+    def _assert(self, statement: str) -> None:
+        exec(compile(statement, "test.py", "exec", dont_inherit=True), dict(self._loaded()))
+
+
+# Names that solutions in class style take for granted.
+_TYPING = """
+from typing import *
+from collections import Counter, OrderedDict, defaultdict, deque
+from functools import cache, cmp_to_key, lru_cache, reduce
+from heapq import heapify, heappop, heappush
+from bisect import bisect, bisect_left, bisect_right
+from itertools import accumulate, combinations, permutations, product
+from math import ceil, floor, gcd, inf, sqrt
+import bisect as _b, collections, functools, heapq, itertools, math, random, re, string
+"""
+
+
+def _stream(fd: int, mode: str, name: str) -> io.TextIOWrapper:
+    """A standard stream as the interpreter makes it, attributes included."""
+    raw = io.FileIO(fd, mode, closefd=False)
+    raw.name = name
+    buffer: Any = io.BufferedReader(raw) if mode == "r" else io.BufferedWriter(raw)
+    stream = io.TextIOWrapper(buffer, "utf-8", "strict")
+    stream.__dict__["mode"] = mode  # as the interpreter sets it
+    return stream
+
+
+def _describe(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"[:300]
+    except BaseException:
+        return "an error that cannot be shown"
+
+
+def _as_json(value: Any) -> str:
+    """The result as JSON, by what it is and not by what it says it is."""
+    return json.dumps(_plain(value, 0), allow_nan=False)
+
+
+def _plain(value: Any, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"the result is nested more than {MAX_DEPTH} deep")
+    kind = type(value)
+    if value is None or kind is bool:
+        return value
+    for base, read in ((int, int.__int__), (float, float.__float__), (str, str.__str__)):
+        if issubclass(kind, base):
+            return read(value)
+    if issubclass(kind, dict):
+        return {_key(k): _plain(v, depth + 1) for k, v in dict.items(value)}
+    if issubclass(kind, (list, tuple)):
+        items = list.__iter__(value) if issubclass(kind, list) else tuple.__iter__(value)
+        return [_plain(item, depth + 1) for item in items]
+    raise TypeError(f"the result holds a {kind.__name__}, which JSON cannot")
+
+
+def _key(key: Any) -> str:
+    if type(key) is str:
+        return key
+    if key is None or type(key) in (bool, int, float):
+        return json.dumps(key)
+    raise TypeError(f"the result has a key of type {type(key).__name__}, which JSON cannot")

@@ -1,0 +1,230 @@
+"""The sandbox's process: confines itself once, then forks a child for each run of a program's tests.
+
+It is started anew, knows nothing of the caller's memory, and never reads what a program or its tests hold: those are
+memory files, handed through to the child.  Messages on its socket are JSON with descriptors:
+
+    {"first", "count", "tests", "limits": {...}}  + job, report, code, stdin..., stdout...
+    -> {"status": wait status, "killed": null or why, "wall_s": seconds}
+"""
+
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_prorl.rewards.sandbox import confine, kernel
+from nemo_prorl.rewards.sandbox.runner import Files, Limits, run_child
+from nemo_prorl.rewards.sandbox.syscalls import build_filter
+
+MAX_FDS, MESSAGE_BYTES = 250, 4096
+STACK_MB, THREAD_STACK_MB = 512, 8
+_POLL_S = 0.02  # how often disk use is looked at where the kernel does not bound it
+
+_PRELOADED = (
+    "abc array bisect cmath codecs collections collections.abc contextlib copy dataclasses datetime decimal enum"
+    " fractions functools heapq io itertools json math numbers operator os pprint queue random re statistics string"
+    " struct textwrap threading time traceback typing unicodedata warnings weakref"
+    " encodings.utf_8 encodings.ascii encodings.latin_1"
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the caller wants: a level, the folder for temporary files (but for `full`), their bound, a user's number."""
+
+    level: str
+    folder: str
+    tmp_mb: int
+    uid: int
+
+
+def main(arguments: list[str]) -> int:
+    """`arguments`: the socket's descriptor, the parent's number, and the plan as JSON."""
+    sock = socket.socket(fileno=int(arguments[0]))
+    _die_with(int(arguments[1]))
+    plan = Plan(**json.loads(arguments[2]))
+    for name in _PRELOADED.split():
+        importlib.import_module(name)
+    kernel.set_default_thread_stack(THREAD_STACK_MB << 20)
+    try:
+        if plan.level == "full":
+            confine.enter_namespaces()
+            _die_with(int(arguments[1]))  # lost with the change of rights
+            return _serve_as_init(sock, plan)
+        return _serve_confined(sock, plan)
+    except OSError as error:
+        return _fail(sock, error)
+
+
+def _fail(sock: socket.socket, error: OSError) -> int:
+    sock.send(json.dumps({"failed": str(error)}).encode())
+    return 1
+
+
+def _die_with(parent: int) -> None:
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _serve_as_init(sock: socket.socket, plan: Plan) -> int:
+    """Forks the first process of the new process namespace, which serves; this one waits, so that both end together."""
+    alive, held = os.pipe()
+    init = os.fork()
+    if init:
+        sock.close()
+        os.close(alive)
+        return os.waitstatus_to_exitcode(os.waitpid(init, 0)[1]) & 0xFF
+    code = 1
+    try:
+        os.close(held)
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        code = _serve_confined(sock, plan, alive)
+    except OSError as error:
+        _fail(sock, error)
+    finally:
+        os._exit(code)
+
+
+def _serve_confined(sock: socket.socket, plan: Plan, alive: int | None = None) -> int:
+    """Confines this process as the level asks, says so, and serves.  `alive` reads as ended when our parent has."""
+    view = confine.host_view()
+    folder, full = plan.folder, plan.level == "full"
+    layers: dict[str, Any] = {"namespaces": full}
+    if full:
+        confine.build_root(view, plan.tmp_mb)
+        folder = "/tmp"
+    if plan.level != "none":
+        layers["identity"] = confine.drop_identity(view, folder, plan.uid)
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        layers["landlock"] = confine.restrict_files(view, folder)
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # lost with a change of user
+    if alive is not None and select.select([alive], [], [], 0)[0]:
+        os._exit(1)
+    os.environ.update({"HOME": folder, "TMPDIR": folder, "PWD": folder})
+    program = None if plan.level == "none" else build_filter(own_root=full)
+    layers["seccomp"] = program is not None
+    sock.send(json.dumps({"ready": layers}).encode())
+    gc.collect()
+    gc.disable()
+    gc.freeze()
+    _Server(sock, plan, folder, program).serve()
+    return 0
+
+
+class _Server:
+    """Runs one child at a time."""
+
+    def __init__(self, sock: socket.socket, plan: Plan, folder: str, program: bytes | None) -> None:
+        self._sock, self._plan, self._folder, self._program = sock, plan, folder, program
+        self._watch = plan.level != "full"
+
+    def serve(self) -> None:
+        """Until the caller's end of the socket is closed."""
+        while True:
+            message, fds, _, _ = socket.recv_fds(self._sock, MESSAGE_BYTES, MAX_FDS)
+            if not message:
+                return
+            order = json.loads(message)
+            count = order["tests"]
+            files = Files(fds[0], fds[1], fds[2], tuple(fds[3 : 3 + count]), tuple(fds[3 + count : 3 + 2 * count]))
+            try:
+                answer = self._run(order, files)
+            finally:
+                for fd in fds:
+                    os.close(fd)
+            self._sock.send(json.dumps(answer).encode())
+
+    def _run(self, order: dict[str, Any], files: Files) -> dict[str, Any]:
+        limits = Limits(**order["limits"])
+        began = time.monotonic()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                run_child(files, order["first"], order["count"], limits, self._program, self._folder)
+            finally:
+                os._exit(121)
+        killed = self._wait(pid, began + limits.seconds)
+        status = os.waitpid(pid, 0)[1]
+        wall_s = time.monotonic() - began
+        empty_folder(self._folder)
+        return {"status": status, "killed": killed, "wall_s": wall_s}
+
+    def _wait(self, pid: int, deadline: float) -> str | None:
+        """Waits for the child's end; kills it at the deadline or when it takes too much.  Why it was killed."""
+        pidfd = os.pidfd_open(pid)
+        why = None
+        try:
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            poll.register(self._sock, select.POLLRDHUP)
+            while why is None:
+                left = deadline - time.monotonic()
+                wait = min(left, _POLL_S) if self._watch else left
+                ready = dict(poll.poll(max(0.0, wait) * 1000))
+                if pidfd in ready:
+                    return None
+                if self._sock.fileno() in ready:
+                    why = "caller"
+                elif deadline - time.monotonic() <= 0:
+                    why = "time"
+                elif self._watch and _disk_use(self._folder, self._plan.tmp_mb << 20):
+                    why = "disk"
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        finally:
+            os.close(pidfd)
+        return why
+
+
+def _disk_use(folder: str, limit: int) -> bool:
+    """Whether the files in `folder` take more than `limit` bytes, or are more than 4,096."""
+    total = number = 0
+    pending = [folder]
+    while pending:
+        try:
+            entries = list(os.scandir(pending.pop()))
+        except OSError:
+            continue
+        for entry in entries:
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except OSError:
+                continue
+            number += 1
+            total += status.st_blocks * 512
+            if entry.is_dir(follow_symlinks=False):
+                pending.append(entry.path)
+        if total > limit or number > 4096:
+            return True
+    return False
+
+
+def empty_folder(folder: str) -> None:
+    """Removes all that is in `folder`, however deep or locked it is; follows no link."""
+    number = 0
+    while entries := list(os.scandir(folder)):
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.path)
+                continue
+            os.chmod(entry.path, 0o700)
+            for inner in list(os.scandir(entry.path)):  # moved up, so that depth does not matter
+                number += 1
+                if inner.is_dir(follow_symlinks=False):
+                    os.chmod(inner.path, 0o700)  # a folder that cannot be written cannot be moved
+                    os.rename(inner.path, os.path.join(folder, f".moved-{number}"))
+                else:
+                    os.unlink(inner.path)
+            os.rmdir(entry.path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

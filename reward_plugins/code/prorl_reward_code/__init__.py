@@ -1,0 +1,1 @@
+"""Reward plugin `code`: Python programs, judged by their tests."""

@@ -1,0 +1,142 @@
+"""The plugin class: which program, which tests, and the share of them that it passes (paper sec. 2)."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_prorl.rewards.interface import Example, Program, RewardPlugin, RewardRequest, RewardResult, no_answer
+from prorl_reward_code.compare import same_text, same_value
+from prorl_reward_code.extract import program_of
+
+MAX_TIME_LIMIT_S = 60.0
+MAX_SOURCE_CHARS = 1_000_000
+_OUTPUT_MB = (1, 16, 128)  # few steps, so that the bound tells little of the expected output
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_tests(tests: Any, fields: tuple[str, str], style: str) -> None:
+    if not isinstance(tests, list) or not tests:
+        raise ValueError(f"truth.tests is {type(tests).__name__}; it must be a list of at least one test")
+    for index, test in enumerate(tests):
+        if not isinstance(test, dict):
+            raise ValueError(f"truth.tests[{index}] is {type(test).__name__}; it must be an object")
+        for name in fields:
+            if name not in test:
+                raise ValueError(f"truth.tests[{index}].{name} is missing; {style} has {fields[0]!r} and {fields[1]!r}")
+        kind = list if fields[0] == "args" else str
+        for name in fields if kind is str else fields[:1]:
+            if not isinstance(test[name], kind):
+                raise ValueError(f"truth.tests[{index}].{name} is {test[name]!r}; it must be a {kind.__name__}")
+
+
+class CodeReward(RewardPlugin):
+    """Continuous reward of Python programs: the share of all tests passed, 0 over the time limit."""
+
+    name = "code"
+    tasks = ("code",)
+    needs_sandbox = True
+
+    @dataclass(frozen=True)
+    class Config:
+        """`time_limit_s`: wall time of all tests together where the truth says nothing; `memory_mb`: of a program."""
+
+        time_limit_s: float = 5.0
+        memory_mb: int = 2048
+        time_budget_s: float = 20.0
+
+    config: Config
+
+    def validate_truth(self, truth: dict[str, Any]) -> None:
+        if ("tests" in truth) == ("asserts" in truth):
+            raise ValueError("truth must have either 'tests' or 'asserts'")
+        if "asserts" in truth:
+            asserts = truth["asserts"]
+            if not isinstance(asserts, list) or not asserts or not all(isinstance(item, str) for item in asserts):
+                raise ValueError(f"truth.asserts is {asserts!r}; it must be a list of statements, at least one")
+        elif "fn_name" in truth:
+            if not isinstance(truth["fn_name"], str) or not truth["fn_name"].isidentifier():
+                raise ValueError(f"truth.fn_name is {truth['fn_name']!r}; it must be the name of a function")
+            _check_tests(truth["tests"], ("args", "expected"), "a test of a function")
+        else:
+            _check_tests(truth["tests"], ("input", "output"), "a test by standard input")
+        limit, setup = truth.get("time_limit_s"), truth.get("setup")
+        if limit is not None and not (_is_number(limit) and 0 < limit <= MAX_TIME_LIMIT_S):
+            raise ValueError(
+                f"truth.time_limit_s is {limit!r}; it must be a number above 0, at most {MAX_TIME_LIMIT_S:g}"
+            )
+        if setup is not None and not isinstance(setup, str):
+            raise ValueError(f"truth.setup is {setup!r}; it must be a string, code that runs before the program")
+
+    @classmethod
+    def examples(cls) -> tuple[Example, ...]:
+        add = "```python\na, b = map(int, input().split())\nprint(a {} b)\n```"
+        twice = "```python\ndef twice(x):\n    return [x{}, x]\n```"
+        return (
+            Example(
+                {"tests": [{"input": "1 2\n", "output": "3\n"}, {"input": "4 5\n", "output": "9\n"}]},
+                add.format("+"),
+                add.format("*"),
+            ),
+            Example(
+                {"fn_name": "twice", "tests": [{"args": [3], "expected": [3, 3]}]}, twice.format(""), twice.format("+1")
+            ),
+            Example({"asserts": ["assert twice(3) == [3, 3]"]}, twice.format(""), twice.format("+1")),
+        )
+
+    def score(self, request: RewardRequest) -> RewardResult:
+        self.validate_truth(request.truth)
+        if request.answer_text is None:
+            return no_answer()
+        source = program_of(request.answer_text)
+        if source is None:
+            return RewardResult(score=0.0, correct=False, detail="no program between triple backticks")
+        if len(source) > MAX_SOURCE_CHARS:
+            return RewardResult(
+                score=0.0, correct=False, detail=f"the program is longer than {MAX_SOURCE_CHARS} characters"
+            )
+        program, passes = self._program(source, request.truth)
+        run = self.sandbox.run(program, passes)
+        if run.refused:
+            return RewardResult(score=0.0, correct=False, detail=run.refused)
+        if run.over_time:
+            detail = f"over the time limit of {program.time_limit_s:g} s"
+            return RewardResult(score=0.0, correct=False, detail=detail, failure="timeout")
+        verdicts = [output is not None and passes(at, output) for at, output in enumerate(run.outputs)]
+        passed = sum(verdicts)
+        detail = f"{passed} of {len(verdicts)} tests passed"
+        if passed < len(verdicts):
+            first = verdicts.index(False)
+            detail += f"; test {first + 1}: {run.details[first] or 'another answer'}"
+        return RewardResult(
+            passed / len(verdicts), passed == len(verdicts), {"passed": passed, "tests": len(verdicts)}, detail
+        )
+
+    def _program(self, source: str, truth: dict[str, Any]) -> tuple[Program, Callable[[int, bytes], bool]]:
+        """The program with its inputs, and what says whether the output on one is right."""
+        tests = truth.get("tests", ())
+        if "asserts" in truth:
+            style, inputs, expected = "assert", tuple(truth["asserts"]), 0
+
+            def passes(index: int, output: bytes) -> bool:
+                return True
+        elif "fn_name" in truth:
+            style, inputs = "call", tuple(json.dumps(test["args"]) for test in tests)
+            expected = max(len(json.dumps(test["expected"])) for test in tests)
+
+            def passes(index: int, output: bytes) -> bool:
+                return same_value(tests[index]["expected"], output)
+        else:
+            style, inputs = "stdin", tuple(test["input"] for test in tests)
+            expected = max(len(test["output"]) for test in tests)
+
+            def passes(index: int, output: bytes) -> bool:
+                return same_text(tests[index]["output"], output)
+
+        room = next((mb for mb in _OUTPUT_MB if 4 * expected <= mb << 20), _OUTPUT_MB[-1])
+        limit = float(truth.get("time_limit_s") or self.config.time_limit_s)
+        setup, name = truth.get("setup") or "", truth.get("fn_name", "")
+        return Program(source, style, inputs, name, setup, limit, self.config.memory_mb, room), passes

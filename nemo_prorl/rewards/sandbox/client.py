@@ -30,6 +30,7 @@ EXTRA_TIME = 0.5  # share of the time limit that repeated tests may take in all,
 EXTRA_TIME_S = 2.0
 START_S, ANSWER_S = 30.0, 5.0
 THREADS = 256
+_WATCH_S = 0.01
 _FIRST_UID = 1_000_000_000  # users that own nothing, one for each sandbox, so that none counts another's threads
 _ROOT = str(Path(__file__).resolve().parents[3])
 _START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from nemo_prorl.rewards.sandbox import zygote; " + (
@@ -170,9 +171,10 @@ class ProcessSandbox:
                 for text in program.inputs[first : first + count]:
                     pairs.append((_memory_file("stdin", text), os.memfd_create("stdout")))
             order = {"first": first, "count": count, "tests": len(pairs), "limits": asdict(limits)}
+            order["watched"] = self._watches
             fds = [job, report, code, *(pair[0] for pair in pairs), *(pair[1] for pair in pairs)]
             socket.send_fds(self._socket, [json.dumps(order).encode()], fds)
-            child = _Child(**self._receive(seconds + ANSWER_S))
+            child = self._answer(seconds + ANSWER_S)
             _read_report(child, _contents(report), first, count)
             for index, (_, stdout) in enumerate(pairs, first):
                 if index in child.ends or index == child.started:
@@ -182,10 +184,33 @@ class ProcessSandbox:
                 os.close(fd)
         return child
 
+    @property
+    def _watches(self) -> bool:
+        """Whether threads are counted here: RLIMIT_NPROC is exact for a user of one's own only, and void for root."""
+        return not self.layers.get("identity")
+
     def _thread_limit(self) -> int:
-        """RLIMIT_NPROC: of this sandbox alone where its user or namespace is its own, else on top of what there is."""
-        alone = self.layers.get("identity") or self.layers.get("namespaces")
-        return THREADS if alone else THREADS + folders.tasks_of_user()
+        return THREADS if not self._watches else 8 * THREADS + folders.tasks_of_user()
+
+    def _answer(self, seconds: float) -> _Child:
+        """Waits for a child's end, and kills one that starts too many threads."""
+        if not self._watches:
+            return _Child(**self._receive(seconds))
+        assert self._socket is not None
+        deadline, killed = time.monotonic() + seconds, False
+        _, fds, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1)
+        if not fds:
+            raise _Broken("its process ended")
+        try:
+            while not select.select([self._socket], [], [], _WATCH_S)[0] and time.monotonic() < deadline:
+                if not killed and folders.threads_behind(fds[0]) > THREADS:
+                    killed = True
+                    signal.pidfd_send_signal(fds[0], signal.SIGKILL)
+        finally:
+            os.close(fds[0])
+        child = _Child(**self._receive(max(0.0, deadline - time.monotonic())))
+        child.killed = "threads" if killed else child.killed
+        return child
 
 
 def _memory_file(name: str, text: str) -> int:

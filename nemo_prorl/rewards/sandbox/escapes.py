@@ -11,7 +11,6 @@ import json
 import os
 import socket
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -238,21 +237,6 @@ def _() -> Any:
     finally:
         for fd in held:
             os.close(fd)
-
-
-@attempt("start 300 threads")
-def _() -> Any:
-    end = threading.Event()
-    threading.stack_size(1 << 16)
-    threads: list[threading.Thread] = []
-    try:
-        for _ in range(300):
-            threads.append(threading.Thread(target=end.wait, daemon=True))
-            threads[-1].start()
-    finally:
-        end.set()
-        for thread in threads[:-1]:
-            thread.join()
 
 
 @attempt("write a file of 80 MB")

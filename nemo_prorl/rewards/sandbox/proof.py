@@ -29,6 +29,14 @@ for number in range(100):
     __import__("time").sleep(0.01)
 print("POSSIBLE")
 """
+_THREADS = """
+import threading, time
+threading.stack_size(1 << 16)
+for _ in range(300):
+    threading.Thread(target=time.sleep, args=(1.0,), daemon=True).start()
+time.sleep(0.5)
+print("POSSIBLE")
+"""
 _NEEDS = """
 import _ctypes, _hashlib, bz2, ctypes, decimal, email, lzma, sqlite3, ssl, unittest, xml.etree.ElementTree, zlib
 print("ready")
@@ -132,9 +140,9 @@ def prove(sandbox: ProcessSandbox) -> Proof:
     needs = sandbox.run(Program(_NEEDS, "stdin", ("",), time_limit_s=20.0), lambda *_: True)
     if needs.outputs[0] != b"ready\n":
         return Proof(sandbox.level, failure=f"Python's standard library cannot be read inside: {needs.details[0]}")
-    fill = sandbox.run(Program(_FILL, "stdin", ("",), time_limit_s=20.0), lambda *_: True)
-    if fill.outputs[0] is not None:
-        possible.append("fill the disk")
+    for name, source in (("fill the disk", _FILL), ("start 300 threads", _THREADS)):
+        if sandbox.run(Program(source, "stdin", ("",), time_limit_s=20.0), lambda *_: True).outputs[0] is not None:
+            possible.append(name)
     known = _LACKS[sandbox.level]
     lacks = [text for name, text in known.items() if name in possible]
     if not sandbox.layers.get("landlock"):

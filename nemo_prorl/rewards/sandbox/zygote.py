@@ -3,7 +3,8 @@
 It is started anew, knows nothing of the caller's memory, and never reads what a program or its tests hold: those are
 memory files, handed through to the child.  Messages on its socket are JSON with descriptors:
 
-    {"first", "count", "tests", "limits": {...}}  + job, report, code, stdin..., stdout...
+    {"first", "count", "tests", "watched", "limits": {...}}  + job, report, code, stdin..., stdout...
+    -> {"watch": true} + the child's pidfd, if asked for: the caller counts its threads
     -> {"status": wait status, "killed": null or why, "wall_s": seconds}
 """
 
@@ -152,15 +153,17 @@ class _Server:
                 run_child(files, order["first"], order["count"], limits, self._program, self._folder)
             finally:
                 os._exit(121)
-        killed = self._wait(pid, began + limits.seconds)
+        killed = self._wait(pid, began + limits.seconds, order["watched"])
         status = os.waitpid(pid, 0)[1]
         wall_s = time.monotonic() - began
         empty_folder(self._folder)
         return {"status": status, "killed": killed, "wall_s": wall_s}
 
-    def _wait(self, pid: int, deadline: float) -> str | None:
+    def _wait(self, pid: int, deadline: float, watched: bool) -> str | None:
         """Waits for the child's end; kills it at the deadline or when it takes too much.  Why it was killed."""
         pidfd = os.pidfd_open(pid)
+        if watched:
+            socket.send_fds(self._sock, [b'{"watch": true}'], [pidfd])
         why = None
         try:
             poll = select.poll()

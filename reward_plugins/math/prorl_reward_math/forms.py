@@ -19,7 +19,7 @@ def elements(text: str) -> tuple[str, str, list[str]] | None:
     r"""Brackets and elements of a tuple, an interval or a set `\{...\}`; None for anything else."""
     if text.startswith("\\{") and text.endswith("\\}"):
         return "\\{", "\\}", split_top(text[2:-2])
-    if text[:1] in _BRACKETS and text[-1:] in (")", "]") and len(text) > 2:
+    if text[:1] in _BRACKETS and text[-1:] in (")", "]") and len(text) > 2 and not re.search(r"\\c[ua]p", text):
         parts = split_top(text[1:-1])
         if len(parts) > 1 and all(part.count("(") == part.count(")") for part in parts):
             return text[0], text[-1], parts

@@ -126,6 +126,8 @@ def in_unit(truth: str, answer: str, unit: str, tolerance: float | None) -> tupl
     value, given = split_value(answer, attached_letter=bool(unit))
     bare, own = split_value(re.sub(r"(?<!\\)\$", " ", truth).strip(), attached_letter=bool(unit))
     wanted = unit or own
+    if unit and not given and (bare_number := _before_same_unit(answer, unit)):
+        return truth, bare_number
     exponent = power_of_ten(unit) if unit else 0
     exact = number(canonical(bare if own else truth))
     scaled = None if exact is None else exact * Fraction(10) ** exponent
@@ -145,6 +147,13 @@ def in_unit(truth: str, answer: str, unit: str, tolerance: float | None) -> tupl
     if factor == 0.0 or exact is None or total is None:
         return False
     return abs(float(total) * factor - float(exact)) <= (tolerance or _CONVERTED) * abs(float(exact))
+
+
+def _before_same_unit(answer: str, unit: str) -> str | None:
+    """The number before the very unit that is asked for, where that is no known one (`4 dB`); else None."""
+    words, wanted = unstyled(answer).replace(" ", ""), unstyled(unit).replace(" ", "")
+    value = words.removesuffix(wanted) if wanted else words
+    return value if value != words and number(canonical(value)) is not None else None
 
 
 def _names_other_unit(unit: str, answer: str) -> bool:

@@ -1,0 +1,1 @@
+"""Reward plugin `stem`: science answers in \\\\boxed{}."""

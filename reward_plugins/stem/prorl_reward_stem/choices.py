@@ -1,0 +1,96 @@
+"""Multiple choice: the letter of an option or its text, and nothing that names another option too."""
+
+import re
+import string
+from collections.abc import Callable, Sequence
+
+from prorl_reward_math.forms import choice, unstyled
+from prorl_reward_math.latex import canonical
+
+MAX_OPTIONS = len(string.ascii_uppercase)
+MAX_COMPARED_CHARS = 200  # longer answers are compared with the options as text only
+MAX_LETTERED_CHARS = 2000  # beyond it (and twice the longest option) an answer names nothing
+
+_LABELLED = re.compile(r"^\s*[(\[]?\s*([A-Za-z])\s*[)\].:]\s*(?=\S)")
+_OTHER_LABELS = re.compile(
+    r"(?:\b(?:or|and|not|nor|maybe)\s+|[,;/&]\s*)[(\[]?([A-Z])(?:[)\].:,;]|\s*$)|[(\[]([A-Z])[)\]]|(?:^|\s)([A-Z])[).:]\s"
+)
+
+
+def letters(count: int) -> str:
+    return string.ascii_uppercase[:count]
+
+
+def without_labels(options: Sequence[str]) -> list[str]:
+    """The options' texts; where every one begins with its own letter (`A. ...`, `(b) ...`) the letters are dropped."""
+    found = [_LABELLED.match(option) for option in options]
+    own = all(label and label[1].upper() == letter for label, letter in zip(found, letters(len(options)), strict=True))
+    return [option[label.end() :] if own and label else option for option, label in zip(options, found, strict=True)]
+
+
+def right_letter(answer: str, options: Sequence[str]) -> str:
+    """The letter of the right option.  Raises ValueError that says what the answer must be."""
+    found = choice(answer)
+    known = letters(len(options))
+    if found is None or found[1] or found[0].upper() not in known:
+        raise ValueError(f"truth.answer is {answer!r}; with options it must be one letter of {known[0]} to {known[-1]}")
+    return found[0].upper()
+
+
+def _form(text: str) -> str:
+    """A text as it is compared: without type setting, letter case, spaces and a full stop at its end."""
+    return re.sub(r"\s+", "", unstyled(text)).rstrip(".,;:").casefold()
+
+
+def _texts(text: str, options: Sequence[str]) -> list[int]:
+    """The options that read like `text`; where letter case tells options apart, it counts."""
+    same = [index for index, option in enumerate(options) if _form(option) == _form(text)]
+    if len({options[index].strip() for index in same}) > 1:
+        bare = re.sub(r"\s+", "", unstyled(text)).rstrip(".,;:")
+        return [index for index in same if re.sub(r"\s+", "", unstyled(options[index])).rstrip(".,;:") == bare]
+    return same
+
+
+def chosen(answer: str, options: Sequence[str], same: Callable[[str, str], bool]) -> set[int]:
+    """The options that an answer names, by index: by letter, by text, or by a value equal to theirs.
+
+    A capital letter alone is always the label; a small one is the option that reads so, where there is one.
+    Several options may carry one text: then all of them are named.
+    """
+    texts = without_labels(options)
+    if len(answer) > MAX_LETTERED_CHARS + 2 * max(map(len, options)):
+        return set()
+    found = choice(answer)
+    known = letters(len(options))
+    bare = unstyled(answer)
+    if re.fullmatch(r"[(]?[a-z][)]?", bare) and (exact := _exactly(bare, texts)):
+        return set(exact)
+    if found and found[0].upper() in known:
+        index = known.index(found[0].upper())
+        if not found[1]:
+            return {index}
+        if named := set(_texts(answer, options)) or set(_texts(answer, texts)):
+            return named  # the option itself reads `(a) 5, (b) 6`
+        return _labelled(index, found[1], texts, known)
+    if read_alike := _texts(bare, texts):
+        return set(read_alike)
+    if len(answer) > MAX_COMPARED_CHARS:
+        return set()
+    return {index for index, text in enumerate(texts) if len(text) <= MAX_COMPARED_CHARS and same(text, answer)}
+
+
+def _exactly(text: str, options: Sequence[str]) -> list[int]:
+    return [index for index, option in enumerate(options) if unstyled(option).strip(" .") == text]
+
+
+def _labelled(index: int, rest: str, texts: Sequence[str], known: str) -> set[int]:
+    """What `C) rest` names: C, unless the rest is another option's text or names another letter."""
+    named = set(_texts(rest, texts))
+    if named:
+        return {index} if index in named else {index, *named}
+    if _form(texts[index]) and _form(texts[index]) in _form(rest):
+        rest = ""  # the option's text with an addition
+    others = {label for found in _OTHER_LABELS.finditer(rest) for label in found.groups() if label}
+    others = {label for label in others if label in known and known.index(label) != index}
+    by_value = {at for at, text in enumerate(texts) if rest and canonical(text) == canonical(rest)}
+    return {index, *(known.index(label) for label in others), *by_value}

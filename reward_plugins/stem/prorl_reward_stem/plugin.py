@@ -1,0 +1,172 @@
+"""The plugin class: mathematics' grading with units, multiple choice, chemistry, lists and truth values around it."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from prorl_reward_math import grading
+from prorl_reward_math.forms import unstyled
+from prorl_reward_math.latex import boxed
+from prorl_reward_math.plugin import MathReward, expected_answers
+
+from nemo_prorl.rewards.interface import Example, RewardPlugin, RewardRequest, RewardResult, no_answer, one_line
+from prorl_reward_stem.chemistry import formula, is_plain_symbol
+from prorl_reward_stem.choices import MAX_OPTIONS, chosen, letters, right_letter, without_labels
+
+_TRUTH_VALUES = {"true": True, "yes": True, "correct": True, "false": False, "no": False, "incorrect": False}
+
+
+def check_options(truth: dict[str, Any]) -> None:
+    """Raises ValueError naming the field where a multiple choice is not well formed."""
+    options = truth["options"]
+    if not isinstance(options, list) or not 2 <= len(options) <= MAX_OPTIONS:
+        raise ValueError(f"truth.options must be a list of 2 to {MAX_OPTIONS} strings, the texts of the options")
+    for option in options:
+        if not isinstance(option, str):
+            raise ValueError(f"truth.options holds {option!r}; each must be a string")
+    if not isinstance(truth.get("answer"), str):
+        raise ValueError(f"truth.answer is {truth.get('answer')!r}; with options it must be a letter")
+    right_letter(truth["answer"], options)
+
+
+def same_list(truth: str, answer: str, same: Any) -> bool | None:
+    """The verdict where the truth is a list in brackets (`[4, 2]`), in order; None for anything else.
+
+    The answer may leave the brackets out; with three elements or more it may use other ones (an interval has two).
+    """
+    if not re.fullmatch(r"\[[^\[\]]*\]", truth.strip()):
+        return None
+    inner = [part.strip() for part in truth.strip()[1:-1].split(",")]
+    text = re.sub(r"\\(?:left|right)(?![A-Za-z])", "", unstyled_list(answer))
+    if found := re.fullmatch(r"\[(.*)\]|[(<](.*)[)>]", text, re.DOTALL):
+        if found[1] is None and len(inner) == 2:
+            return None
+        text = found[1] if found[1] is not None else found[2]
+    given = [part.strip() for part in text.split(",")]
+    return len(inner) == len(given) and all(same(left, right) for left, right in zip(inner, given, strict=True))
+
+
+def unstyled_list(answer: str) -> str:
+    r"""A list without `$`, and a column or row vector as a list."""
+    text = re.sub(r"(?<!\\)\$", "", answer).strip()
+    vector = re.fullmatch(
+        r"(?:\\left)?\\begin\{([bp]?)(?:matrix|array)\}(?:\{[lcr]+\})?(.*)\\end\{\1(?:matrix|array)\}", text, re.DOTALL
+    )
+    if vector:
+        parts = [part.strip() for part in re.split(r"\\\\|&", vector[2]) if part.strip()]
+        return f"[{', '.join(parts)}]"
+    return text
+
+
+def truth_value(text: str) -> bool | None:
+    """True or False of `True`, `Yes`, `\\text{false}`; None for anything else."""
+    return _TRUTH_VALUES.get(unstyled(text).strip(" .").casefold())
+
+
+_STATED = re.compile(
+    r"^\W*(?:the )?(?:final |correct )?answer\W*(?:is\W+)?(\(?[A-Z]\b.*)$", re.IGNORECASE | re.MULTILINE
+)
+
+
+def stated_choice(text: str) -> str | None:
+    """The choice of the last line `Answer: C`, for prompts that ask for no box; None without one."""
+    lines = [line for line in text[-2000:].splitlines() if line.strip()]
+    found = [match[1] for line in lines if (match := _STATED.match(line))]
+    return found[-1].strip(" *.`") if found else None
+
+
+class StemReward(RewardPlugin):
+    """Binary reward of the last boxed answer to a question of science (paper sec. 2)."""
+
+    name = "stem"
+    tasks = ("stem",)
+
+    @dataclass(frozen=True)
+    class Config:
+        """`time_budget_s`: CPU seconds of one answer; `math_verify`: whether math-verify is asked too."""
+
+        time_budget_s: float = 6.0
+        math_verify: bool = True
+
+    config: Config
+
+    def prepare(self) -> None:
+        grading.prepare()
+
+    def validate_truth(self, truth: dict[str, Any]) -> None:
+        MathReward.validate_truth(MathReward(), truth)
+        if "options" in truth:
+            check_options(truth)
+
+    @classmethod
+    def examples(cls) -> tuple[Example, ...]:
+        options = {"answer": "B", "options": ["iron", "copper", "zinc"]}
+        return (
+            Example(
+                {"answer": "9.81", "unit": "m/s^2"}, "\\boxed{9.81\\,\\text{m/s}^2}", "\\boxed{9.81\\,\\text{m/s}}"
+            ),
+            Example(options, "So it is \\boxed{\\text{(B)}}", "So it is \\boxed{zinc}"),
+            Example({"answer": "\\ce{H2O}"}, "\\boxed{\\mathrm{H_2O}}", "\\boxed{\\mathrm{H_2O_2}}"),
+        )
+
+    def score(self, request: RewardRequest) -> RewardResult:
+        self.validate_truth(request.truth)
+        if request.answer_text is None:
+            return no_answer()
+        choice_asked = "options" in request.truth
+        answer = boxed(request.answer_text)
+        if not answer and choice_asked and "\\boxed" not in str(request.prompt):
+            answer = stated_choice(request.answer_text)
+        if not answer:
+            return RewardResult(score=0.0, correct=False, detail="no answer in \\boxed{}")
+        accepted = self._chooses(request.truth, answer) if choice_asked else self._accepts(request.truth, answer)
+        detail = f"{'accepted' if accepted else 'not accepted'}: {one_line(answer, 200)}"
+        return RewardResult(score=float(accepted), correct=accepted, detail=detail)
+
+    def _chooses(self, truth: dict[str, Any], answer: str) -> bool:
+        """Whether the answer names the right option and no other one (another one with the same text may be)."""
+        options = truth["options"]
+        right = letters(len(options)).index(right_letter(truth["answer"], options))
+
+        def same(one: str, other: str) -> bool:
+            return grading.same_answer(one, other, math_verify=self.config.math_verify)
+
+        texts = without_labels(options)
+        named = chosen(answer, options, same)
+        return right in named and all(texts[index].strip() == texts[right].strip() for index in named)
+
+    def _accepts(self, truth: dict[str, Any], answer: str) -> bool:
+        answers, all_needed = expected_answers(truth)
+        tolerance, unit = truth.get("tolerance"), truth.get("unit") or ""
+
+        def same(one: str, other: str) -> bool:
+            return self._same(one, other, tolerance, unit)
+
+        if all_needed:
+            return grading.all_of(answers, answer, same)
+        return any(same(one, answer) for one in answers)
+
+    def _same(self, truth: str, answer: str, tolerance: float | None, unit: str) -> bool:
+        plain = grading.plain_verdict(truth, answer)
+        if plain:
+            return True
+        value = truth_value(truth)
+        if value is not None and len(truth.strip()) > 1:
+            return truth_value(answer) == value
+        if (verdict := self._by_form(truth, answer)) is not None:
+            return verdict
+        listed_verdict = same_list(
+            truth, answer, lambda one, other: grading.same_answer(one, other, tolerance, unit, self.config.math_verify)
+        )
+        if listed_verdict is not None:
+            return listed_verdict
+        return grading.same_answer(truth, answer, tolerance, unit, self.config.math_verify)
+
+    def _by_form(self, truth: str, answer: str) -> bool | None:
+        """The verdict on chemistry and on a lone letter; None for anything else."""
+        expected, given = formula(truth), formula(answer)
+        if expected and given and not (is_plain_symbol(expected) and "\\ce" not in truth):
+            return expected == given
+        if re.fullmatch(r"[A-J]", unstyled(truth)) and re.fullmatch(r"[a-j]", unstyled(answer)):
+            return unstyled(truth) == unstyled(answer).upper()  # a choice whose options stand in the question
+        return None

@@ -1,0 +1,220 @@
+r"""The math plugin: one answer in the many forms that models write, and what must not pass for it.
+
+None of the answers is taken from a contest.
+"""
+
+import time
+
+import pytest
+from prorl_reward_math.doubts import is_huge
+from prorl_reward_math.forms import as_interval, choice, listed
+from prorl_reward_math.latex import canonical, number
+from prorl_reward_math.plugin import MathReward
+from prorl_reward_math.units import ratio, split_value, units_of
+
+from nemo_prorl.rewards.interface import RewardRequest
+
+
+@pytest.fixture(scope="module")
+def math() -> MathReward:
+    plugin = MathReward()
+    plugin.prepare()
+    return plugin
+
+
+def score(plugin: MathReward, truth: str, answer: str) -> float:
+    return plugin.score(RewardRequest("x", "math", "?", {"answer": truth}, f"so \\boxed{{{answer}}}.")).score
+
+
+# Each truth with answers that are right, then answers that are near and wrong.
+CASES: list[tuple[str, list[str], list[str]]] = [
+    (
+        "18",
+        ["\\$18.00", "18 eggs", "\\mathbf{18}", "\\boxed{18}", "n = 18", "\\text{The answer is } 18",
+         "18\\checkmark"],
+        ["-18", "18.5", "1.8", "180", "18 \\text{ or } 19", "18, 19", "18!", "18\\text{ or more}",
+         "18 \\text{ million}"],
+    ),
+    ("12345", ["12,345", "12{,}345", "12\\,345", "12 345", "12,\\!345"], ["12.345", "1 2345", "12 3 45"]),
+    (
+        "12",
+        ["\\text{Answer: } 12", "12\\ \\text{units}"],
+        ["1 2", "1,2", "\\neq 12", "x \\ge 12", "13 \\text{ (not } 12)", "13 (or 12)", "13 = 12", "12\\pm 1",
+         "\\{12,13\\}", "\\text{not } 12"],
+    ),
+    ("2\\frac{5}{9}", ["\\frac{23}{9}", "2 5/9", "2\\frac59"], ["\\frac{25}{9}", "2.55"]),
+    (
+        "\\frac{5}{11}",
+        ["5/11", "\\dfrac5{11}", "\\frac{10}{22}", "0.\\overline{45}", "\\frac{5}{11} \\approx 0.4545",
+         "p = \\tfrac{5}{11}", "0.454545"],
+        ["0.45", "0.4546", "\\frac{11}{5}", "-\\frac{5}{11}", "511", "\\frac{5}{12}"],
+    ),
+    ("35\\%", ["35", "0.35", "\\frac{7}{20}", "35 \\text{ percent}"], ["0.035", "3500", "53\\%"]),
+    ("-7./4", ["-\\frac{7}{4}", "-1.75"], ["\\frac{7}{4}"]),
+    ("6.5e23", ["6.5 \\times 10^{23}", "6.5\\cdot10^{23}\\text{ kg}"], ["6.5 \\times 10^{22}", "6.5"]),
+    ("1e-6", ["10^{-6}", "0.000001"], ["10^{-7}", "0", "3e-6"]),
+    ("4.1e-11", ["4.1 \\times 10^{-11}"], ["1.4 \\times 10^{-11}", "0"]),
+    ("3000000", ["3 \\text{ million}", "3 million", "3\\text{ million dollars}"], ["3", "3 \\text{ billion}"]),
+    (
+        "(4,9)",
+        ["\\left(4, 9\\right)", "(x,y)=(4,9)", "x=4, y=9", "4 < x < 9"],
+        ["(9,4)", "[4,9]", "(4,9]", "\\{4,9\\}", "(4,9,1)", "x=9, y=4", "4 \\le x < 9"],
+    ),
+    ("[6,+\\infty)", ["[6,\\infty)", "x \\ge 6", "x \\geqslant 6", "6 \\le x"], ["(6,\\infty)", "x > 6", "x \\le 6"]),
+    ("\\{x|-3\\leq x < 8\\}", ["[-3,8)", "\\{x : -3 \\le x < 8\\}", "-3 \\le x < 8"], ["(-3,8)", "[-3,8]"]),
+    (
+        "(-\\infty,-4] \\cup(5, \\infty)",
+        ["x \\le -4 \\text{ or } x > 5"],
+        ["x < -4 \\text{ or } x > 5", "(-\\infty,-4]"],
+    ),
+    ("(-\\infty,\\infty)", ["\\mathbb{R}"], ["[0,\\infty)", "\\mathbb{Z}"]),
+    (
+        "8, -8",
+        ["\\pm 8", "x = \\pm 8", "-8 \\text{ and } 8", "x=8 \\text{ or } x=-8", "\\{8,-8\\}"],
+        ["8", "-8", "8, 8", "8, -8, 0"],
+    ),
+    ("$3$ or $-5$ or $\\frac{1}{4}$", ["-5, \\frac14, 3", "0.25, 3, -5"], ["3, -5", "3, -5, 4"]),
+    ("(1,7), (2,5)", ["(2,5), (1,7)", "\\{(1,7),(2,5)\\}", "(1,7) \\text{ and } (2,5)"], ["(7,1), (2,5)", "(1,7)"]),
+    ("\\{2,4,9\\}", ["\\{9, 2, 4\\}", "2, 4, 9"], ["\\{2,4\\}", "\\{2,4,9,1\\}", "(2,4,9)"]),
+    ("x=-3,11", ["11, -3", "x=11 \\text{ or } x=-3"], ["-3", "3, 11"]),
+    ("f(x)=4x, f(x)=-4x", ["4x, -4x", "f(x)=-4x \\text{ and } f(x)=4x"], ["f(x)=4x", "g(x)=4x, g(x)=-4x"]),
+    ("f(n)=n, g(n)=2", ["g(n)=2, f(n)=n"], ["f(n)=2, g(n)=n"]),
+    ("h(t)=6t+12", ["6t+12", "h(t) = 6(t+2)"], ["6t-12", "h(t)=6t"]),
+    ("y=-3x+8", ["8-3x", "3x+y=8", "y = -3x+8"], ["y=3x+8", "x=-3y+8"]),
+    ("t^2-t+C", ["t^2-t+c", "-t + t^2 + C"], ["t^2-t", "t^2+t+C"]),
+    ("-4+4\\sqrt{5} i", ["-4+4i\\sqrt{5}", "4\\sqrt{5}i-4"], ["-4-4\\sqrt{5}i", "4-4\\sqrt{5}i"]),
+    (
+        "np.arcsin(5/7)",
+        ["\\arcsin(5/7)", "\\sin^{-1}\\left(\\frac{5}{7}\\right)"],
+        ["\\arccos(5/7)", "\\arcsin(7/5)"],
+    ),
+    ("\\frac{1}{\\sqrt{3}}c", ["\\frac{c}{\\sqrt{3}}"], ["\\frac{1}{\\sqrt{3}}", "\\frac{1}{\\sqrt{3}}C"]),
+    (
+        "\\begin{pmatrix} 5 & 1 \\\\ 0 & 7 \\end{pmatrix}",
+        ["\\begin{bmatrix}5&1\\\\0&7\\end{bmatrix}"],
+        ["\\begin{pmatrix} 5 & 0 \\\\ 1 & 7 \\end{pmatrix}"],
+    ),
+    (
+        "30 $cm^{2}$",
+        ["30", "30\\text{ cm}^2", "0.003\\text{ m}^2"],
+        ["30 \\text{ m}^2", "30\\text{ cm}", "30 \\text{ cm}^3"],
+    ),
+    ("$80\\pi\\;m^{2}$", ["80\\pi", "80\\pi \\text{ m}^2"], ["80", "80\\pi \\text{ m}^3"]),
+    ("24 \\mathrm{~min}", ["24", "24 \\text{ minutes}", "1440\\text{ s}"], ["24\\text{ h}", "25"]),
+    ("35^\\circ", ["35", "35 \\text{ degrees}"], ["35 \\text{ radians}", "53^\\circ"]),
+    ("2:40 pm", ["2:40 \\text{ PM}", "2:40\\text{ p.m.}"], ["2:40 am", "2:45 pm"]),
+    ("312_7", ["312_{7}", "312", "312_{\\text{seven}}"], ["312_8", "313_7"]),
+    ("\\overline{PQ}", ["PQ"], ["PR"]),
+    (
+        "C",
+        ["(C)", "\\text{C}", "\\textbf{(C) } 12", "C. 12", "\\text{(C) 12}"],
+        ["D", "(D)", "C, D", "C \\text{ or } D", "A, B, C", "c"],
+    ),
+    ("(b)", ["b", "B", "\\text{(B)}"], ["a", "(c)"]),
+    ("(7,3)", ["(7, 3)"], ["[7,3]", "(8,2)", "(9,3)"]),
+    ("a+2b", ["2b+a"], ["A+2B", "a+b"]),
+    ("R", ["\\text{R}"], ["r"]),
+    ("\\text{Maria}", ["maria", "\\textbf{Maria}"], ["Mario"]),
+    ("No", ["\\text{no}"], ["yes"]),
+    ("p > q > r", ["r < q < p"], ["p > r > q"]),
+    ("11!", ["39916800"], ["11", "10!"]),
+    ("\\binom{2m}{m}", ["\\frac{(2m)!}{(m!)^2}", "\\dbinom{2m}{m}"], ["\\binom{2m}{m+1}"]),
+    ("0", ["0.0", "-0"], ["\\emptyset", "x", "\\sin(10^{-10})", "0.0000001", "0/0", "\\text{none}"]),
+    (
+        "1",
+        ["1.0", "\\sin^2 x+\\cos^2 x"],
+        ["0.9999999", "\\cos(10^{-10})", "True", "\\frac{10^{10^{10}}}{10^{10^{10}}+1}"],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("truth", "answer"), [(truth, answer) for truth, right, _ in CASES for answer in right])
+def test_the_same_answer_in_another_form_scores_one(math: MathReward, truth: str, answer: str) -> None:
+    assert score(math, truth, answer) == 1.0
+
+
+@pytest.mark.parametrize(("truth", "answer"), [(truth, answer) for truth, _, wrong in CASES for answer in wrong])
+def test_a_near_miss_scores_zero(math: MathReward, truth: str, answer: str) -> None:
+    assert score(math, truth, answer) == 0.0
+
+
+EVERYTHING = [
+    "\\mathbb{R}",
+    "\\{x : x = x\\}",
+    ".*",
+    "*",
+    "x",
+    "\\text{any number}",
+    "5 \\lor 6",
+    "\\frac{0}{0}",
+    "\u0665",
+    "\U0001d7dd",
+]
+HUGE = [
+    "10^{10^{10}}", "9^{9^{9^9}}", "9^9^9^9", "((9!)!)!", "(10^{10})!", "99999999!", "\\binom{10^{9}}{10^{8}}",
+    "2^{100000}", "\\sqrt[1000000]{2}", "(x+1)^{5000}", "(x+y+z)^{300}", "9**9**9**9", "((((9^9)^9)^9)^9)^9",
+    "\\sum_{k=1}^{10^9} k", "\\prod_{k=1}^{1000000} k", "\\int_0^1 x^x dx",
+]  # fmt: skip
+LONG = [
+    "1" * 100_000, "1," * 50_000, "(" * 50_000 + ")" * 50_000, "\\frac{1}{" * 200 + "5" + "}" * 200, "5 or " * 20_000,
+    "\\pm " * 25_000 + "5", "x=" * 50_000 + "5", " " * 100_000, "m " * 50_000, "A) " * 33_000, "5^{" * 300 + "}" * 300,
+    "1 " * 50_000, "<" * 10_000, "\\text{" * 5_000 + "}" * 5_000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("truth", ["5", "x^2+1", "(1,2)", "\\sqrt{2}"])
+def test_what_equals_everything_or_never_ends_scores_zero_in_time(math: MathReward, truth: str) -> None:
+    for answer in (*EVERYTHING, *HUGE, *LONG):
+        started = time.process_time()
+        assert score(math, truth, answer) == 0.0, answer[:60]
+        assert time.process_time() - started < 2, answer[:60]
+
+
+def test_what_is_huge_is_known_before_it_is_computed() -> None:
+    assert all(map(is_huge, ["9^{9^{9}}", "9^9^9", "2^{20000}", "(10^{10})!", "200000!", "(a+b)^{200}", "((9^9)^9)^9"]))
+    assert not any(
+        map(is_huge, ["2^{1000}", "x^{12}", "\\frac{50!}{2^{20}}", "2^{2^3}", "e^{x^2}", "(1+\\sqrt{3})^{4033}"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "unit"),
+    [
+        ("5\\,\\text{m/s}", "5", "m/s"),
+        ("5 \\mathrm{m\\,s^{-1}}", "5", "m/s"),
+        ("9.8\\ \\mathrm{m/s^2}", "9.8", "m s^{-2}"),
+        ("3.0 \\times 10^{8} \\text{ m s}^{-1}", "3.0 \\times 10^{8}", "m/s"),
+        ("5~\\mathrm{kJ}\\,\\mathrm{mol}^{-1}", "5", "kJ/mol"),
+        ("25^{\\circ} \\mathrm{C}", "25", "°C"),
+        ("1.5\\,\\mu\\text{m}", "1.5", "um"),
+        ("10\\ \\text{J/mol}\\cdot\\text{K}", "10", "J mol^{-1} K^{-1}"),
+        ("5 kilometers per hour", "5", "km/h"),
+        ("5 square feet", "5", "ft^2"),
+    ],
+)
+def test_a_unit_is_split_off_and_read(text: str, value: str, unit: str) -> None:
+    found, given = split_value(text)
+    assert found == value
+    assert ratio(unit, given) == pytest.approx(1.0)
+
+
+def test_units_convert_or_differ() -> None:
+    assert ratio("m", "cm") == pytest.approx(0.01)
+    assert ratio("10^3 N", "\\mathrm{kN}") == pytest.approx(1.0)
+    assert ratio("m", "s") == 0.0
+    assert ratio("m/s", "m/s^2") == 0.0
+    assert ratio("m", "florps") is None
+    assert units_of("x") == units_of("") == ()
+    assert split_value("5x") == ("5x", "")
+    assert split_value("4h+4") == ("4h+4", "")
+
+
+def test_lists_intervals_and_choices_are_read() -> None:
+    assert listed("1, (2,3) \\text{ and } 4") == ["1", "(2,3)", "4"]
+    assert listed("1,000") == ["1,000"]
+    assert listed("2 \\pm 3") == ["2 + 3", "2 - 3"]
+    assert as_interval(canonical("-1 < x \\le 4")) == "(-1,4]"
+    assert as_interval("x+1") is None
+    assert choice("\\textbf{(D) } 7") == ("D", "7")
+    assert choice("12") is None
+    assert number("0.1\\overline{6}") == number("\\frac{1}{6}")

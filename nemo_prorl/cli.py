@@ -81,9 +81,11 @@ def _parser() -> argparse.ArgumentParser:
     rewards_cli.add_parser(commands)
     commands.choices["rewards"].set_defaults(run_command=rewards_cli.run)
 
+    from nemo_prorl.launcher import doctor
     from nemo_prorl.rewards import reverify
 
     reverify.add_parser(commands)
+    doctor.add_parser(commands)
     return parser
 
 

@@ -5,6 +5,7 @@ one stands if it passed; else it runs once more alone, so that no test can spoil
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import resource
@@ -214,9 +215,11 @@ class ProcessSandbox:
 
 
 def _memory_file(name: str, text: str) -> int:
-    fd = os.memfd_create(name)
+    """A file in memory that nobody can change any more."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with os.fdopen(os.dup(fd), "wb") as file:
         file.write(text.encode("utf-8", "surrogatepass"))
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
 
@@ -273,7 +276,10 @@ class _Run:
             "setup": self._program.setup,
             "inputs": [] if self._program.style == "stdin" else self._program.inputs,
         }
-        job_fd, code_fd = _memory_file("job", json.dumps(job)), os.memfd_create("code")
+        job_fd, code_fd = (
+            _memory_file("job", json.dumps(job)),
+            os.memfd_create("code", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING),
+        )
         try:
             return self._all(job_fd, code_fd)
         finally:

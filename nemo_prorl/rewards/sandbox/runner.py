@@ -8,6 +8,7 @@ of JSON: `{"compiled": true}`, `{"start": i}`, `{"end": i, "ok": bool, "more": b
 import atexit
 import builtins
 import contextlib
+import fcntl
 import gc
 import io
 import json
@@ -122,6 +123,7 @@ def _compiled(job: dict[str, Any], fd: int, report: _Report) -> Any:
         report(compiled=False, detail=f"{type(error).__name__}: {error}"[:300])
         return None
     os.write(fd, marshal.dumps(code))
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
     report(compiled=True)
     return code
 

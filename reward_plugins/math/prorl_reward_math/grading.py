@@ -34,6 +34,7 @@ _ARITHMETIC = re.compile(r"[\d\s.,+\-*/^()%]+", re.ASCII)
 _ASSIGNED = re.compile(
     r"^(?:[A-Za-z]\w?(?:_\{?\w+\}?)?|\\[a-z]+|[A-Za-z]\([A-Za-z]\)|\([A-Za-z](?:,[A-Za-z])+\))(?:=|\\in(?![A-Za-z]))(.+)$"
 )
+_ROUGHLY = re.compile(r"[\s$]*(?:\\\$)?[+-]?[\d.,]+\s*(?:\\?%)?\s*(?:\\(?:text|mathrm)\{[^{}]*\})?[\s$.]*", re.ASCII)
 _CONSTANT = re.compile(r"\+\s*[CcKk]\s*\$?$")
 _CONVERTED = 1e-6  # relative, where a value is converted into another unit
 
@@ -72,9 +73,9 @@ def _without_name(truth: str, answer: str) -> tuple[str, str]:
     """`x=5` and `5` are the same answer, `x=5` and `y=5` are not: drops a name that only one side has."""
     left, right = _ASSIGNED.match(truth), _ASSIGNED.match(answer)
     if left and not right and "=" not in answer:
-        return left[1], answer
+        return canonical(left[1]), answer
     if right and not left and "=" not in truth:
-        return truth, right[1]
+        return truth, canonical(right[1])
     return truth, answer
 
 
@@ -123,6 +124,8 @@ def in_unit(truth: str, answer: str, unit: str, tolerance: float | None) -> tupl
     same kind is converted (`500 cm` for `5 m`).
     """
     answer = re.sub(r"(?<!\\)\$", " ", answer).strip() if answer.count("$") > 1 else answer
+    if not unit and ("," in answer or ";" in answer) and len(listed(answer)) > 1:
+        return truth, answer  # each of a list has its own
     value, given = split_value(answer, attached_letter=bool(unit))
     bare, own = split_value(re.sub(r"(?<!\\)\$", " ", truth).strip(), attached_letter=bool(unit))
     wanted = unit or own
@@ -249,8 +252,8 @@ def _percent_of(exact: Fraction, total: Fraction, truth: str, answer: str) -> bo
 
 def _before_approximation(answer: str) -> str:
     r"""`\frac{3}{7}` of `\frac{3}{7} \approx 0.43`."""
-    exact = re.split(r"\\approx|\\simeq|\u2248", answer, maxsplit=1)[0].strip(" $")
-    return exact or answer
+    exact, sign, rounded = answer.partition("\\approx")
+    return exact.strip(" $") if sign and exact.strip(" $") and _ROUGHLY.fullmatch(rounded) else answer
 
 
 def _with_one_constant(truth: str, answer: str) -> tuple[str, str]:

@@ -128,6 +128,7 @@ def _is_noun_phrase(text: str) -> bool:
     return text[0].isspace() and spoken and len(words[0]) > 3
 
 
+_REPEATED = re.compile(r"\\circ|°|%|(?<!\\)\$[^$]+\$")
 _GAP = r"(?:\s|~|\\[,;:! ])+"
 _SPACED_DIGITS = re.compile(rf"(?<![\d.,])\d+(?:{_GAP}\d+)+", re.ASCII)
 _MIXED = re.compile(r"^([+-]?\d+)\s+(\d+)/(\d+)$", re.ASCII)
@@ -157,7 +158,9 @@ def _canonical_fracs(text: str) -> str:
 
 def canonical(answer: str) -> str:
     r"""One form for the many ways to write one answer: spaces, sizes, fractions, units, degrees, percent, money."""
-    text = _LEAD.sub("", strip_delimiters(answer).translate(_CHARACTERS)).strip()
+    text = strip_delimiters(strip_delimiters(answer).removeprefix("\\displaystyle"))
+    one_number = len(_REPEATED.findall(text)) <= 1  # `$48$,$384$` and `45^\circ,135^\circ` are lists
+    text = _LEAD.sub("", text.translate(_CHARACTERS)).strip()
     text = (
         text.replace("\\checkmark", "").replace("np.", "").replace("\\!", "") if "\\" in text or "np." in text else text
     )
@@ -171,7 +174,7 @@ def canonical(answer: str) -> str:
     text = _SQRT.sub(r"\\sqrt{\1}", _canonical_fracs(text)).strip()
     if re.fullmatch(r"[A-Za-z][A-Za-z\s'.-]{2,}|[Nn][Oo]", text):  # words: letter case does not matter
         text = text.casefold()
-    if thousands := _THOUSANDS.match(re.sub(r",\s+", ",", text) if "\\!" in answer else text):
+    if one_number and (thousands := _THOUSANDS.match(re.sub(r",\s+", ",", text) if "\\!" in answer else text)):
         text = thousands[1] + re.sub(r"[^\d]", "", thousands[2]) + (thousands[3] or "")
     text = _SPACED_DIGITS.sub(_close_gap, _MIXED.sub(r"\1\\frac{\2}{\3}", text))
     text = re.sub(r"(?<=\d)\.(?=/)", "", _SPACES.sub("", text))

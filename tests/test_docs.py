@@ -1,4 +1,4 @@
-"""README and docs against the code: links, files, commands, configuration keys, functions, formats."""
+"""README and docs against the code: links, files, commands, configuration keys, functions, examples."""
 
 import ast
 import functools
@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,12 @@ from omegaconf import DictConfig
 
 from nemo_prorl import cli, settings
 from nemo_prorl.config import Config
-from nemo_prorl.data.records import validate_record
-from nemo_prorl.errors import DataError, ProrlError
-from nemo_prorl.rewards.interface import RewardRequest, RewardResult, failed_verdict, judge, verdict_of
+from nemo_prorl.rewards.interface import RewardRequest, judge
 from nemo_prorl.rewards.new import new_plugin
+from nemo_prorl.rewards.sandbox.proof import open_sandbox
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SCHEMAS = {p.name.removesuffix(".schema.json"): p for p in sorted((ROOT / "docs" / "schemas").glob("*.schema.json"))}
-SHA = "0123456789abcdef" * 4
 
 
 def pages(*names: str) -> Any:
@@ -165,7 +162,7 @@ def test_make_commands_are_ones(words: list[str]) -> None:
 
 def test_inline_commands_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    parser_commands = {"train", "warmup", "plan", "status", "rewards", "reverify", "import-hf", "export-hf"}
+    parser_commands = {"train", "warmup", "plan", "status", "rewards", "reverify", "doctor", "import-hf", "export-hf"}
     found = [code for page in PAGES for code in inline_code(page) if code.startswith(("make ", "prorl "))]
     assert len(found) > 20
     for code in found:
@@ -261,6 +258,19 @@ def test_the_readmes_plugin_judges() -> None:
     assert verdict("<think>abba")["detail"].startswith("<think> was opened")
 
 
+def test_the_sandboxs_plugin_judges() -> None:
+    [code] = blocks(ROOT / "docs" / "sandbox.md", "python")
+    names: dict[str, Any] = {}
+    exec(compile(code, "sandbox.md", "exec"), names)
+    plugin = names["PrintsTheAnswer"]()
+    plugin.sandbox = open_sandbox()
+    try:
+        verdicts = [judge(plugin, RewardRequest("a", "prints", "?", {"output": "7"}, f"print({n})")) for n in (7, 8)]
+    finally:
+        plugin.sandbox.close()
+    assert [verdict["score"] for verdict in verdicts] == [1.0, 0.0]
+
+
 def test_the_readmes_loss_has_a_gradient() -> None:
     code = next(block for block in blocks(ROOT / "README.md", "python") if "grpo_loss" in block)
     names: dict[str, Any] = {}
@@ -268,414 +278,3 @@ def test_the_readmes_loss_has_a_gradient() -> None:
     gradient = names["logp_BT"].grad
     expected = -names["advantage_B"][:, None].expand(4, 8) / 32
     torch.testing.assert_close(gradient, expected)
-
-
-# --- schemas ---------------------------------------------------------------------------------------------------------
-
-TYPES: dict[str, Callable[[Any], bool]] = {
-    "object": lambda v: isinstance(v, dict),
-    "array": lambda v: isinstance(v, list),
-    "string": lambda v: isinstance(v, str),
-    "boolean": lambda v: isinstance(v, bool),
-    "null": lambda v: v is None,
-    "number": lambda v: isinstance(v, int | float) and not isinstance(v, bool),
-    "integer": lambda v: not isinstance(v, bool) and isinstance(v, int | float) and v == int(v),
-}
-ANNOTATIONS = {"$schema", "$defs", "title", "description", "then", "else"}
-
-
-def faults(value: Any, schema: dict[str, Any], root: dict[str, Any], at: str = "") -> list[str]:
-    """What of JSON Schema these schemas use.  Raises KeyError for a keyword that is not known here."""
-    found: list[str] = []
-    for keyword, rule in schema.items():
-        if keyword not in ANNOTATIONS:
-            found += KEYWORDS[keyword](value, rule, schema, root, at)
-    return found
-
-
-def _of_objects(value: Any, rule: Any, schema: dict[str, Any], root: dict[str, Any], at: str) -> list[str]:
-    """properties, patternProperties and additionalProperties together; called for each, reports for the present one."""
-    if not isinstance(value, dict):
-        return []
-    found = []
-    for key, item in value.items():
-        rules = [sub for pattern, sub in schema.get("patternProperties", {}).items() if re.search(pattern, key)]
-        rules += [schema["properties"][key]] if key in schema.get("properties", {}) else []
-        extra = schema.get("additionalProperties", True)
-        if not rules and isinstance(extra, dict):
-            rules = [extra]
-        if not rules and extra is False:
-            found.append(f"{at}/{key}: unknown")
-        for sub in rules:
-            found += faults(item, sub, root, f"{at}/{key}")
-    return found
-
-
-def _any(value: Any, rules: Any, schema: dict[str, Any], root: dict[str, Any], at: str) -> list[str]:
-    tried = [faults(value, rule, root, at) for rule in rules]
-    return [] if any(not t for t in tried) else [f"{at}: fits none of {len(tried)}: {tried}"]
-
-
-def _one(value: Any, rules: Any, schema: dict[str, Any], root: dict[str, Any], at: str) -> list[str]:
-    fits = sum(not faults(value, rule, root, at) for rule in rules)
-    return [] if fits == 1 else [f"{at}: fits {fits} of {len(rules)}, not one"]
-
-
-def _if(value: Any, rule: Any, schema: dict[str, Any], root: dict[str, Any], at: str) -> list[str]:
-    branch = "else" if faults(value, rule, root, at) else "then"
-    return faults(value, schema.get(branch, {}), root, at)
-
-
-def _ref(value: Any, rule: str, schema: dict[str, Any], root: dict[str, Any], at: str) -> list[str]:
-    target: Any = root
-    for part in rule.removeprefix("#/").split("/"):
-        target = target[part]
-    return faults(value, target, root, at)
-
-
-def _type(value: Any, rule: Any, schema: dict[str, Any], root: dict[str, Any], at: str) -> list[str]:
-    names = [rule] if isinstance(rule, str) else rule
-    return [] if any(TYPES[name](value) for name in names) else [f"{at}: is no {rule}"]
-
-
-def _says(kind: str, holds: Callable[[Any, Any], bool]) -> Callable[..., list[str]]:
-    """A keyword that speaks of values of one type only."""
-
-    def check(value: Any, rule: Any, schema: dict[str, Any], root: dict[str, Any], at: str) -> list[str]:
-        return [] if not TYPES[kind](value) or holds(value, rule) else [f"{at}: {value!r} against {rule!r}"]
-
-    return check
-
-
-KEYWORDS: dict[str, Callable[..., list[str]]] = {
-    "type": _type,
-    "$ref": _ref,
-    "if": _if,
-    "anyOf": _any,
-    "oneOf": _one,
-    "allOf": lambda v, rules, s, root, at: [f for rule in rules for f in faults(v, rule, root, at)],
-    "enum": lambda v, rule, s, root, at: [] if v in rule else [f"{at}: {v!r} is none of {rule}"],
-    "properties": _of_objects,
-    "patternProperties": lambda v, r, s, root, at: [] if "properties" in s else _of_objects(v, r, s, root, at),
-    "additionalProperties": lambda v, r, s, root, at: (
-        [] if s.keys() & {"properties", "patternProperties"} else _of_objects(v, r, s, root, at)
-    ),
-    "items": lambda v, rule, s, root, at: [
-        f for i, item in enumerate(v if isinstance(v, list) else []) for f in faults(item, rule, root, f"{at}/{i}")
-    ],
-    "required": _says("object", lambda v, rule: set(rule) <= v.keys()),
-    "maxProperties": _says("object", lambda v, rule: len(v) <= rule),
-    "minItems": _says("array", lambda v, rule: len(v) >= rule),
-    "maxItems": _says("array", lambda v, rule: len(v) <= rule),
-    "maxLength": _says("string", lambda v, rule: len(v) <= rule),
-    "pattern": _says("string", lambda v, rule: re.search(rule, v) is not None),
-    "minimum": _says("number", lambda v, rule: v >= rule),
-    "maximum": _says("number", lambda v, rule: v <= rule),
-    "exclusiveMinimum": _says("number", lambda v, rule: v > rule),
-}
-
-
-def against(name: str, value: Any) -> list[str]:
-    """Faults of a value as it stands in a file: through JSON and back."""
-    schema = json.loads(SCHEMAS[name].read_text())
-    return faults(json.loads(json.dumps(value)), schema, schema)
-
-
-def test_every_format_has_a_schema_that_says_what_it_is() -> None:
-    wanted = "prompt-record reward-request verdict metrics journal-event summary endpoint state"
-    assert set(SCHEMAS) == set(wanted.split())
-    for name, path in SCHEMAS.items():
-        schema = json.loads(path.read_text())
-        assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
-        assert schema["title"], name
-        assert schema["description"], name
-        assert f"schemas/{path.name}" in (ROOT / "docs" / "formats.md").read_text(), name
-
-
-RECORD: dict[str, Any] = {"id": "a-1", "task": "math", "prompt": "1 + 1 =", "truth": {"answer": "2"}}
-ENTRY = {"question": "1 + 1 =", "answer": "2", "metadata": {}}
-TRUTHS: list[tuple[str, dict[str, Any], bool]] = [
-    ("math", {"answer": "2"}, True),
-    ("math", {"answer": ["2", "two"], "tolerance": 0.01, "unit": "m"}, True),
-    ("math", {"all_of": ["2", "-2"]}, True),
-    ("stem", {"answer": "C", "options": ["a", "b", "c"]}, True),
-    ("math", {}, False),
-    ("math", {"answer": " "}, False),
-    ("math", {"answer": 2}, False),
-    ("math", {"answer": []}, False),
-    ("math", {"answer": "2", "all_of": ["2"]}, False),
-    ("math", {"answer": "2", "tolerance": -1}, False),
-    ("math", {"answer": "2", "unit": 1}, False),
-    ("stem", {"answer": "C", "options": ["only"]}, False),
-    ("code", {"tests": [{"input": "1", "output": "2"}], "time_limit_s": 2.5, "setup": "import math"}, True),
-    ("code", {"fn_name": "f", "tests": [{"args": [1], "expected": None}]}, True),
-    ("code", {"asserts": ["assert f(1) == 2"]}, True),
-    ("code", {}, False),
-    ("code", {"tests": []}, False),
-    ("code", {"tests": [{"input": "1"}]}, False),
-    ("code", {"fn_name": "f", "tests": [{"input": "1", "output": "2"}]}, False),
-    ("code", {"asserts": []}, False),
-    ("code", {"asserts": ["assert f()"], "time_limit_s": 0}, False),
-    ("puzzles", {"dataset": "chain_sum", "entry": ENTRY}, True),
-    ("puzzles", {"dataset": "", "entry": ENTRY}, False),
-    ("puzzles", {"dataset": "chain_sum", "entry": {"question": "?", "answer": "!"}}, False),
-    ("puzzles", {"dataset": "chain_sum", "entry": {**ENTRY, "metadata": []}}, False),
-    ("instructions", {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}, True),
-    ("instructions", {"instruction_id_list": []}, False),
-    ("palindromes", {"anything": 1}, True),
-]
-OTHERS: list[tuple[dict[str, Any], bool]] = [
-    ({"prompt": [{"role": "user", "content": "hi"}], "source": "s", "meta": {"k": 1}}, True),
-    ({"prompt": ""}, False),
-    ({"prompt": []}, False),
-    ({"prompt": [{"role": "robot", "content": "hi"}]}, False),
-    ({"prompt": [{"role": "user"}]}, False),
-    ({"id": ""}, False),
-    ({"id": 1}, False),
-    ({"task": " "}, False),
-    ({"truth": "2"}, False),
-    ({"source": None}, False),
-    ({"meta": []}, False),
-]
-
-
-@pytest.mark.parametrize(
-    ("record", "good"),
-    [({**RECORD, "task": task, "truth": truth}, good) for task, truth, good in TRUTHS]
-    + [({**RECORD, **change}, good) for change, good in OTHERS],
-    ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
-)
-def test_the_schema_of_prompt_records_is_the_code(record: dict[str, Any], good: bool) -> None:
-    try:
-        validate_record(record, "here")
-        accepted = True
-    except DataError:
-        accepted = False
-    assert accepted == good
-    assert (against("prompt-record", record) == []) == good
-
-
-def test_documented_truths_are_accepted() -> None:
-    """Each JSON object in the table of truths in docs/formats.md."""
-    rows = re.findall(r"^\| (`[a-z`, ]+`) \| (.*) \|$", prose(ROOT / "docs" / "formats.md"), re.M)
-    tried = 0
-    for names, text in rows:
-        for task in re.findall(r"`(math|stem|code|puzzles|instructions)`", names):
-            for truth in re.findall(r"`(\{.*?\})`", text):
-                validate_record({**RECORD, "task": task, "truth": json.loads(truth)}, "docs/formats.md")
-                tried += 1
-    assert tried == 3 + 3 + 3 + 1 + 1
-
-
-def test_documented_json_blocks_fit_their_schemas() -> None:
-    record, verdict = (json.loads(block) for block in blocks(ROOT / "docs" / "formats.md", "json"))
-    assert against("prompt-record", record) == []
-    assert against("verdict", verdict) == []
-
-
-def test_requests_and_verdicts_fit() -> None:
-    request = RewardRequest("a-1", "math", "1 + 1 =", {"answer": "2"}, "\\boxed{2}")
-    assert against("reward-request", request.to_json()) == []
-    assert against("reward-request", {**request.to_json(), "finished": "yes"})
-    assert against("reward-request", RECORD)
-    assert against("verdict", verdict_of("a-1", RewardResult(0.5, None, {"half": 0.5}))) == []
-    for failure, score in (("timeout", 0.0), ("invalid", 0.0), ("infrastructure", None)):
-        verdict = failed_verdict("a-1", failure, "why")
-        assert verdict["score"] == score
-        assert against("verdict", verdict) == []
-        assert against("verdict", {**verdict, "score": 0.0 if score is None else None}), "the other score must not fit"
-    assert against("verdict", {**verdict_of("a-1", RewardResult(1.0)), "score": 1.5})
-
-
-# --- what a run writes, through the code that writes it --------------------------------------------------------------
-
-SCORES = {"all": {"mean": 0.25, "se": 0.1, "prompts": 4}, "tasks": {"sums": {"mean": 0.25, "se": 0.1, "prompts": 4}}}
-
-
-@pytest.fixture(scope="module")
-def metrics_line() -> dict[str, Any]:
-    """A step's line: each number through the function that reports it in a run."""
-    from nemo_prorl.algorithms.correction import rollout_correction
-    from nemo_prorl.algorithms.diagnostics import reference_gap
-    from nemo_prorl.algorithms.losses import LossConfig
-    from nemo_prorl.batch import Batch
-    from nemo_prorl.metrics import Metrics
-    from nemo_prorl.rollout.groups import CollectedBatch, TaskTally
-    from nemo_prorl.run import report_rollout
-    from nemo_prorl.trainer import policy_loss, report_update
-
-    metrics = Metrics(3, "none")
-    tally = TaskTally(decided=4, kept=2, judged=8, score_sum=3.0, finished=7, tokens=40)
-    report_rollout(metrics, CollectedBatch(3, 2, 2, tasks={"math": tally}, drawn=4, generated_tokens=40, wall_s=1.0))
-    batch = Batch.from_sequences([[1, 2]] * 2, [[3, 4]] * 2, [[-1.0, -1.0]] * 2)
-    logp_BT = torch.where(batch.mask_BT, -1.0, 0.0)
-    batch = batch.with_targets(
-        old_logp_BT=logp_BT,
-        ref_logp_BT=logp_BT,
-        advantage_B=torch.tensor([1.0, -1.0]),
-        weight_BT=torch.ones_like(logp_BT),
-    )
-    gap = {key: float(v) for key, v in reference_gap(logp_BT, logp_BT, batch.mask_BT).items()}
-    _, corrected = rollout_correction(logp_BT, batch.engine_logp_BT, batch.mask_BT, "tis", 2.0, 0.5)
-    _, sums = policy_loss(logp_BT, None, batch, 4.0, LossConfig())
-    report_update(metrics, {**{k: float(v) for k, v in sums.items()}, "grad_norm": 1.0})
-    metrics.add("engine_gap", gap)
-    metrics.add("correction", {key: float(v) for key, v in corrected.items()})
-    for key in literal_keys("trainer.py") | literal_keys("run.py"):
-        if key not in metrics:
-            metrics.put(key, 0.5)
-    for phase in set(re.findall(r'phase\("(\w+)"', source("trainer.py") + source("run.py"))):
-        metrics.put(f"time/{phase}", 0.5)
-    metrics.put("validation/sums", 0.5)
-    return metrics.as_json()
-
-
-def source(name: str) -> str:
-    return (ROOT / "nemo_prorl" / name).read_text()
-
-
-def literal_keys(name: str) -> set[str]:
-    """Metric names that stand as plain text in a source file."""
-    return set(re.findall(r'metrics\.put\(\s*"([\w/]+)"', source(name)))
-
-
-def test_metrics_fit_and_each_key_is_documented(metrics_line: dict[str, Any]) -> None:
-    assert against("metrics", metrics_line) == []
-    assert against("metrics", {**metrics_line, "reward/all": None}) == []
-    assert against("metrics", {**metrics_line, "policy/new": 1.0})
-    assert against("metrics", {**metrics_line, "kl": "0"})
-    documented = set(inline_code(ROOT / "docs" / "formats.md"))
-    general = {"reward/math": "reward/TASK", "keep_rate/math": "keep_rate/TASK", "validation/sums": "validation/NAME"}
-    assert len(metrics_line) > 45
-    assert sorted(key for key in metrics_line if general.get(key, key) not in documented) == []
-
-
-def test_documented_metrics_are_written(metrics_line: dict[str, Any]) -> None:
-    section = prose(ROOT / "docs" / "formats.md").split("## metrics.jsonl")[1].split("\n## ")[0]
-    general = {"reward/TASK", "keep_rate/TASK", "validation/NAME"}
-    rows = re.findall(r"^\| (`.*?`) \|", section, re.M)
-    named = {key for row in rows for key in re.findall(r"`([^`]+)`", row)}
-    assert sorted(named - general - metrics_line.keys()) == []
-
-
-def test_journal_and_rollouts_fit(tmp_path: Path) -> None:
-    from nemo_prorl.recipe.records import Journal, write_rollouts
-    from nemo_prorl.rollout.client import Response
-    from nemo_prorl.rollout.groups import Group
-
-    journal = Journal(tmp_path)
-    journal.append("start", 0, stage="none", version="0.1.0")
-    journal.append("validation", 0, **SCORES)
-    journal.append("reset_intent", 2, reason="at_steps")
-    journal.append("reset_commit", 2, reason="at_steps", reference_sha256=SHA)
-    journal.append("stop", 3, reason="stopped after step 3")
-    journal.append("resume", 3, stage="none", version="0.1.0")
-    journal.append("finish", 4)
-    assert [f for event in journal.events() for f in against("journal-event", event)] == []
-    assert against("journal-event", {"event": "party", "step": 1, "time": 0.0})
-    assert against("journal-event", {"event": "reset_commit", "step": 1, "time": 0.0, "reason": "r"})
-    schema = json.loads(SCHEMAS["journal-event"].read_text())
-    written = set(re.findall(r'journal\.append\(\s*"(\w+)"', source("run.py")))
-    assert written == set(schema["properties"]["event"]["enum"])
-
-    response = Response(0, [3, 4], [-1.0, -1.0], "stop", 2)
-    group = Group("a-1", "math", RECORD, [1, 2], 0, [response], [verdict_of("a-1", RewardResult(1.0))], 3, 2, 7)
-    write_rollouts(tmp_path, 3, [group], [["2"]], -1)
-    [line] = (tmp_path / "rollouts" / "step-3.jsonl").read_text().splitlines()
-    rollout = json.loads(line)
-    assert against("reward-request", rollout) == []
-    assert against("verdict", rollout["verdict"]) == []
-    assert rollout["version"] == 2
-
-
-def test_summary_fits(tmp_path: Path) -> None:
-    from nemo_prorl.recipe.records import write_json
-    from nemo_prorl.recipe.summary import summary
-
-    some: dict[str, Any] = {
-        "finished": True,
-        "step": 4,
-        "stage": "none",
-        "seed": 1,
-        "validations": {0: SCORES, 4: SCORES},
-        "resets": [{"step": 2, "reason": "at_steps", "reference_sha256": SHA}],
-        "hashes": {"weights_sha256": SHA, "reference_sha256": SHA},
-        "tokens": 40,
-        "phase_s": {"rollout": 2.0},
-        "rewards_s": {"wait": 0.5, "open": 1.0},
-    }
-    bare = {**some, "finished": False, "validations": {}, "resets": [], "hashes": {}, "phase_s": {}}
-    bare["rewards_s"] = {"wait": 0.0, "open": 0.0}
-    for values in (some, bare):
-        write_json(tmp_path / "summary.json", summary(**values))
-        assert against("summary", json.loads((tmp_path / "summary.json").read_text())) == []
-    assert against("summary", {**summary(**some), "weights_sha256": "short"})
-    assert against("summary", {**summary(**some), "heldout": {"before": 0.5}})
-
-
-def test_endpoints_fit(tmp_path: Path) -> None:
-    from types import SimpleNamespace
-
-    from nemo_prorl.rewards.server import write_endpoint
-    from nemo_prorl.rollout import server
-
-    for state in ("ready", "stopped"):
-        write_endpoint(tmp_path / "rewards-0.json", "http://127.0.0.1:1234", state)
-        assert against("endpoint", json.loads((tmp_path / "rewards-0.json").read_text())) == []
-    options: Any = SimpleNamespace(host="127.0.0.1", index=0, endpoint_file=str(tmp_path / "engine-0.json"))
-    server.write_endpoint(options, 1234)
-    engine = json.loads((tmp_path / "engine-0.json").read_text())
-    assert against("endpoint", engine) == []
-    assert against("endpoint", {**engine, "kind": "party"})
-
-
-def test_state_fits() -> None:
-    """The parts of state.json from the objects whose state they are; the whole is checked by the next test."""
-    from nemo_prorl.algorithms.sampling import KeepRates
-    from nemo_prorl.config import DataSource, ResetsConfig
-    from nemo_prorl.data.blend import Blend
-    from nemo_prorl.recipe.resets import Resets
-
-    blend = Blend([(DataSource(name="sums"), [RECORD])], seed=1)
-    blend.next()
-    resets, rates = Resets(ResetsConfig()), KeepRates()
-    resets.record(2, "at_steps", SHA)
-    rates.update("math", True)
-    state = {
-        **{"format": 1, "weights_sha256": SHA, "reference_sha256": SHA, "step": 2, "stage": "none", "version": "0.1.0"},
-        **{"blend": blend.state_dict(), "resets": resets.state_dict(), "validations": {0: SCORES}, "tokens": 40},
-        **{"rewards_s": {"wait": 0.5, "open": 1.0}, "phase_s": {"rollout": 2.0}, "metrics_bytes": 100},
-        "rollouts": {"surplus": [], "draws": 4, "keep_rates": rates.state_dict()},
-    }
-    assert against("state", state) == []
-    assert against("state", {**state, "format": 2})
-    assert against("state", {k: v for k, v in state.items() if k != "rollouts"})
-    imported = {"format": 1, "weights_sha256": SHA, "reference_sha256": SHA, "step": 0, "imported_from": "/models/x"}
-    assert against("state", imported) == []
-
-
-def test_state_has_the_keys_that_a_run_saves() -> None:
-    """The dict in `Run.save_checkpoint`, read from its source, against the schema of a trained checkpoint."""
-    schema = json.loads(SCHEMAS["state"].read_text())
-    trained = schema["oneOf"][1]
-    tree = ast.parse(source("run.py"))
-    [function] = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "save_checkpoint"]
-    dicts = [node for node in ast.walk(function) if isinstance(node, ast.Dict)]
-    saved = {key.value for d in dicts for key in d.keys if isinstance(key, ast.Constant)}
-    added = {"format", "weights_sha256", "reference_sha256"}  # by policy.checkpoint.save
-    assert saved | added == set(trained["required"]) == set(trained["properties"])
-
-
-def test_exit_codes_are_those_of_the_errors() -> None:
-    rows = dict(re.findall(r"^\| (\d+) \| (.+) \|$", prose(ROOT / "docs" / "formats.md"), re.M))
-    classes = [ProrlError]
-    for kind in classes:
-        classes += kind.__subclasses__()
-    assert {str(kind.exit_code) for kind in classes} | {"0"} == set(rows)
-
-
-def test_every_error_class_has_a_cure() -> None:
-    tree = ast.parse(source("errors.py"))
-    names = {node.name for node in tree.body if isinstance(node, ast.ClassDef)} - {"ProrlError"}
-    told = set(inline_code(ROOT / "docs" / "troubleshooting.md"))
-    assert sorted(names - told) == []

@@ -22,7 +22,7 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_prorl.rewards.sandbox import kernel
+from nemo_prorl.rewards.sandbox import kernel, prelude
 from nemo_prorl.rewards.sandbox.syscalls import for_process
 
 RECURSION_LIMIT = 1000  # Python's own
@@ -112,13 +112,13 @@ def _read_job(fd: int) -> dict[str, Any]:
 
 
 def _compiled(job: dict[str, Any], fd: int, report: _Report) -> Any:
-    """The program's code; None where it does not compile.  A later child takes it from the one before it."""
+    """The code of the setup and the program; None where one does not compile.  A later child takes them over."""
     if size := os.fstat(fd).st_size:
         report(compiled=True)
         return marshal.loads(os.pread(fd, size, 0))
-    source = job["setup"] + "\n" + job["source"] if job["setup"] else job["source"]
     try:
-        code = compile(source, "main.py", "exec", dont_inherit=True)
+        setup = compile(job["setup"], "setup.py", "exec", dont_inherit=True)
+        code = setup, compile(job["source"], "main.py", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
         report(compiled=False, detail=f"{type(error).__name__}: {error}"[:300])
         return None
@@ -205,8 +205,19 @@ class _Tests:
         return module.__dict__
 
     def _main(self) -> None:
-        namespace = self._module("__main__")
-        exec(self.code, namespace)
+        self._execute(self._module("__main__"))
+
+    def _execute(self, namespace: dict[str, Any]) -> None:
+        """The setup, then the program; a setup that needs names of the program runs after it (some of MBPP's do)."""
+        setup, program = self.code
+        late = False
+        try:
+            exec(setup, namespace)
+        except NameError:
+            late = True
+        exec(program, namespace)
+        if late:
+            exec(setup, namespace)
 
     def _finish(self) -> str:
         """What the interpreter does at the end of a program: threads, exit functions, buffers.  What went wrong."""
@@ -228,10 +239,10 @@ class _Tests:
     def _loaded(self) -> dict[str, Any]:
         """The program's names, loaded once a process."""
         if self._namespace is None:
-            namespace = self._module("__main__")
-            namespace["__name__"] = "solution"
-            exec(_TYPING, namespace)
-            exec(self.code, namespace)
+            namespace = self._module("solution")
+            sys.modules["__main__"] = sys.modules["solution"]
+            namespace["__builtins__"] = {**builtins.__dict__, **prelude.FOR_PROGRAMS}
+            self._execute(namespace)
             self._namespace = namespace
         return self._namespace
 
@@ -239,24 +250,14 @@ class _Tests:
         namespace = self._loaded()
         name = self.job["function"]
         owner = namespace.get("Solution")
-        function = getattr(owner(), name) if owner is not None and hasattr(owner, name) else namespace[name]
+        function = getattr(owner(), name) if owner is not None and hasattr(owner, name) else namespace.get(name)
+        if function is None:
+            raise NameError(f"the program has no function {name!r}")
         return _as_json(function(*arguments))
 
     def _assert(self, statement: str) -> None:
-        exec(compile(statement, "test.py", "exec", dont_inherit=True), dict(self._loaded()))
-
-
-# Names that solutions in class style take for granted.
-_TYPING = """
-from typing import *
-from collections import Counter, OrderedDict, defaultdict, deque
-from functools import cache, cmp_to_key, lru_cache, reduce
-from heapq import heapify, heappop, heappush
-from bisect import bisect, bisect_left, bisect_right
-from itertools import accumulate, combinations, permutations, product
-from math import ceil, floor, gcd, inf, sqrt
-import bisect as _b, collections, functools, heapq, itertools, math, random, re, string
-"""
+        names = {**self._loaded(), "__builtins__": {**builtins.__dict__, **prelude.FOR_TESTS}}
+        exec(compile(statement, "test.py", "exec", dont_inherit=True), names)
 
 
 def _stream(fd: int, mode: str, name: str) -> io.TextIOWrapper:

@@ -1,45 +1,126 @@
-"""Finds the program in a response: the last fenced block that is Python or says nothing of its language."""
+"""Finds the program in a response: the last closed fenced block that can be one.
+
+A fence inside a block that is indented deeper than the block's own is part of the code: of a docstring, or of a text
+that it prints.  What is in a block is never parsed here: that is for the sandbox.  All patterns take linear time.
+"""
 
 import re
+from collections.abc import Collection
+from dataclasses import dataclass
 
-_FENCE = re.compile(r"^([ \t]{0,12})(`{3,}|~{3,})[ \t]*([^\s`]*)[^\n`]*$")
-_INLINE = re.compile(r"```[ \t]*(?:(?:python3?|py)[ \t]+)?([^`\n]+)```")
-_PYTHON = frozenset({"", "python", "python3", "py", "py3"})
+_FENCE = re.compile(r"([^`~]*)(`{3,}|~{3,})([^`]*)$")
+_AFTER_PROSE = re.compile(r"([^`]*)(`{3,})([^`]*)$")
+_PREFIX = re.compile(r"[ \t>]*(?:[-*+]|\d{1,3}[.)])?[ \t]*")
+_LANGUAGE = re.compile(r"[{. \t]*([a-z][\w+#.-]*)?")
+_PYTHON = re.compile(r"(?:(?:i?python|py|pypy)[\d.]*)?")
+_OTHERS = frozenset(
+    {"bash", "c", "c++", "console", "cpp", "csharp", "go", "java", "javascript", "json"}
+    | {"output", "plaintext", "rust", "shell", "sh", "text", "txt"}
+)
+_LOOSE = re.compile(r"```[ \t]*(?:(?:python3?|py)[ \t]*)?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_INLINE = re.compile(r"```(?:[ \t]*(?:python3?|py)[ \t]+)?([^`\n]+)```")
+# What a block needs in order to do anything: one without is a sample of input or output.
+_DOES = re.compile(r"^(?![ \t]*(?:>>>|\$)).*\b(?:print|write|writelines|exec|eval|import|def|class)\b", re.MULTILINE)
+_SLACK = 3  # columns that a fence in a block may stand to the right of the opening one, as in Markdown
+_ANY = 1 << 30
 
 
-def blocks(text: str) -> list[tuple[str, str]]:
-    """Language (lower case) and content of each closed fenced block, in their order."""
-    found: list[tuple[str, str]] = []
-    lines = text.replace("\r\n", "\n").split("\n")
-    opened: re.Match[str] | None = None
-    start = 0
+@dataclass(frozen=True)
+class Block:
+    """A closed fenced block: its language in lower case, and its content."""
+
+    language: str
+    code: str
+
+    @property
+    def is_python(self) -> bool:
+        return _PYTHON.fullmatch(self.language) is not None
+
+
+@dataclass(frozen=True)
+class _Opened:
+    column: int
+    fence: str
+    language: str
+    quoted: bool
+    start: int
+
+
+def program_of(text: str, names: Collection[str] = ()) -> str | None:
+    """The program that a response answers with; None without a fenced block.
+
+    `names`: what its tests call.  Where the last block defines none of them and one before it does, that one is the
+    answer, and the last a usage example.
+    """
+    text = text.replace("\r\n", "\n")
+    found = blocks(text, _SLACK) or blocks(text, _ANY)
+    candidates = [block.code for block in found if block.is_python] or [block.code for block in found[-1:]]
+    if not candidates:
+        loose = _LOOSE.findall(text) or _INLINE.findall(text)
+        return _straight(str(loose[-1]).split("\n")) if loose else None
+    marks = [_definition(names)] if names else []
+    for mark in (*marks, _DOES):
+        for code in reversed(candidates):
+            if mark.search(code):
+                return code
+    return candidates[-1]
+
+
+def _definition(names: Collection[str]) -> re.Pattern[str]:
+    """Matches code that defines one of the names, or the class of solutions in LeetCode's form."""
+    name = f"(?:{'|'.join(map(re.escape, sorted(names)))})"
+    function, kind = rf"(?:async[ \t]+)?def[ \t]+{name}\b", rf"class[ \t]+(?:Solution|{name})\b"
+    return re.compile(rf"^(?:{function}|{kind}|{name}[ \t]*=(?!=))", re.MULTILINE)
+
+
+def blocks(text: str, slack: int) -> list[Block]:
+    """The closed fenced blocks of a response, in their order."""
+    found: list[Block] = []
+    lines = text.split("\n")
+    opened: _Opened | None = None
     for at, line in enumerate(lines):
-        fence = _FENCE.match(line)
-        if fence is None:
+        if "```" not in line and "~~~" not in line:
             continue
         if opened is None:
-            opened, start = fence, at + 1
-        elif fence[2].startswith(opened[2]) and not fence[3]:
-            found.append((opened[3].strip("{}.").lower(), _unindented(lines[start:at], opened[1])))
-            opened = None
-        elif fence[3] and fence[2] == opened[2]:  # the block before was never closed
-            opened, start = fence, at + 1
+            opened = _opening(line, at + 1)
+            continue
+        fence = _FENCE.match(line)
+        if fence is None or fence[1].strip(" \t>") or len(fence[1]) > opened.column + slack:
+            continue
+        if not fence[2].startswith(opened.fence):
+            continue
+        language = _language(fence[3])
+        if language and (_PYTHON.fullmatch(language) or language in _OTHERS):
+            opened = _opening(line, at + 1)  # the block before was never closed
+            continue
+        inner = lines[opened.start : at]
+        if opened.quoted:
+            inner = [line.lstrip(" \t").removeprefix(">").removeprefix(" ") for line in inner]
+        found.append(Block(opened.language, _straight(inner)))
+        opened = None
     return found
 
 
-def _unindented(lines: list[str], indent: str) -> str:
+def _opening(line: str, start: int) -> _Opened | None:
+    """What a line opens.  Behind prose it is a fence only if nothing but a language follows."""
+    fence = _FENCE.match(line)
+    if fence is None or not _PREFIX.fullmatch(fence[1]):
+        fence = _AFTER_PROSE.match(line)
+        if fence is None or len(fence[3].split()) > 1:
+            return None
+        return _Opened(0, fence[2], _language(fence[3]), False, start)
+    return _Opened(len(fence[1]), fence[2], _language(fence[3]), ">" in fence[1], start)
+
+
+def _language(info: str) -> str:
+    match = _LANGUAGE.match(info.lower())
+    return (match[1] or "") if match else ""
+
+
+def _straight(lines: list[str]) -> str:
+    """The lines without an indentation that all of them share: of a list item, or of a block that stands aside."""
+    first = next((line for line in lines if line.strip()), "")
+    indent = first[: len(first) - len(first.lstrip(" \t"))]
     if indent and all(line.startswith(indent) or not line.strip() for line in lines):
         lines = [line[len(indent) :] for line in lines]
     return "\n".join(lines) + "\n"
-
-
-def program_of(text: str) -> str | None:
-    """The program that a response answers with; None without a fenced block."""
-    found = blocks(text)
-    python = [code for language, code in found if language in _PYTHON]
-    if python:
-        return python[-1]
-    if found:
-        return found[-1][1]
-    inline = _INLINE.findall(text)
-    return str(inline[-1]) if inline else None

@@ -8,29 +8,10 @@ from typing import Any
 from nemo_prorl.rewards.interface import Example, Program, RewardPlugin, RewardRequest, RewardResult, no_answer
 from prorl_reward_code.compare import same_text, same_value
 from prorl_reward_code.extract import program_of
+from prorl_reward_code.truth import check, given, names_called, text_of
 
-MAX_TIME_LIMIT_S = 60.0
 MAX_SOURCE_CHARS = 1_000_000
 _OUTPUT_MB = (1, 16, 128)  # few steps, so that the bound tells little of the expected output
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _check_tests(tests: Any, fields: tuple[str, str], style: str) -> None:
-    if not isinstance(tests, list) or not tests:
-        raise ValueError(f"truth.tests is {type(tests).__name__}; it must be a list of at least one test")
-    for index, test in enumerate(tests):
-        if not isinstance(test, dict):
-            raise ValueError(f"truth.tests[{index}] is {type(test).__name__}; it must be an object")
-        for name in fields:
-            if name not in test:
-                raise ValueError(f"truth.tests[{index}].{name} is missing; {style} has {fields[0]!r} and {fields[1]!r}")
-        kind = list if fields[0] == "args" else str
-        for name in fields if kind is str else fields[:1]:
-            if not isinstance(test[name], kind):
-                raise ValueError(f"truth.tests[{index}].{name} is {test[name]!r}; it must be a {kind.__name__}")
 
 
 class CodeReward(RewardPlugin):
@@ -51,25 +32,7 @@ class CodeReward(RewardPlugin):
     config: Config
 
     def validate_truth(self, truth: dict[str, Any]) -> None:
-        if ("tests" in truth) == ("asserts" in truth):
-            raise ValueError("truth must have either 'tests' or 'asserts'")
-        if "asserts" in truth:
-            asserts = truth["asserts"]
-            if not isinstance(asserts, list) or not asserts or not all(isinstance(item, str) for item in asserts):
-                raise ValueError(f"truth.asserts is {asserts!r}; it must be a list of statements, at least one")
-        elif "fn_name" in truth:
-            if not isinstance(truth["fn_name"], str) or not truth["fn_name"].isidentifier():
-                raise ValueError(f"truth.fn_name is {truth['fn_name']!r}; it must be the name of a function")
-            _check_tests(truth["tests"], ("args", "expected"), "a test of a function")
-        else:
-            _check_tests(truth["tests"], ("input", "output"), "a test by standard input")
-        limit, setup = truth.get("time_limit_s"), truth.get("setup")
-        if limit is not None and not (_is_number(limit) and 0 < limit <= MAX_TIME_LIMIT_S):
-            raise ValueError(
-                f"truth.time_limit_s is {limit!r}; it must be a number above 0, at most {MAX_TIME_LIMIT_S:g}"
-            )
-        if setup is not None and not isinstance(setup, str):
-            raise ValueError(f"truth.setup is {setup!r}; it must be a string, code that runs before the program")
+        check(truth)
 
     @classmethod
     def examples(cls) -> tuple[Example, ...]:
@@ -91,14 +54,15 @@ class CodeReward(RewardPlugin):
         self.validate_truth(request.truth)
         if request.answer_text is None:
             return no_answer()
-        source = program_of(request.answer_text)
+        truth = given(request.truth)
+        source = program_of(request.answer_text, names_called(truth))
         if source is None:
             return RewardResult(score=0.0, correct=False, detail="no program between triple backticks")
         if len(source) > MAX_SOURCE_CHARS:
             return RewardResult(
                 score=0.0, correct=False, detail=f"the program is longer than {MAX_SOURCE_CHARS} characters"
             )
-        program, passes = self._program(source, request.truth)
+        program, passes = self._program(source, truth)
         run = self.sandbox.run(program, passes)
         if run.refused:
             return RewardResult(score=0.0, correct=False, detail=run.refused)
@@ -130,11 +94,12 @@ class CodeReward(RewardPlugin):
             def passes(index: int, output: bytes) -> bool:
                 return same_value(tests[index]["expected"], output)
         else:
-            style, inputs = "stdin", tuple(test["input"] for test in tests)
-            expected = max(len(test["output"]) for test in tests)
+            style, inputs = "stdin", tuple(text_of(test["input"]) or "" for test in tests)
+            outputs = [text_of(test["output"]) or "" for test in tests]
+            expected = max(map(len, outputs))
 
             def passes(index: int, output: bytes) -> bool:
-                return same_text(tests[index]["output"], output)
+                return same_text(outputs[index], output)
 
         room = next((mb for mb in _OUTPUT_MB if 4 * expected <= mb << 20), _OUTPUT_MB[-1])
         limit = float(truth.get("time_limit_s") or self.config.time_limit_s)

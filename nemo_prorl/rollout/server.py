@@ -387,6 +387,7 @@ def serve(args: argparse.Namespace, token: str, shapes: Shapes, guard: Guard) ->
     import uvicorn
 
     sock = socket.create_server((args.host, args.port), backlog=4096)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio sets it only where the socket says TCP itself
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:

@@ -94,7 +94,9 @@ def test_the_filter_names_its_process_wherever_it_must() -> None:
     built = syscalls.build_filter(own_root=True)
     for_one = syscalls.for_process(built, 0x01020304)
     assert len(for_one) == len(built)
-    assert for_one.count(b"\x04\x03\x02\x01") == 5  # kill, tgkill, prlimit64, two affinities
+    assert (
+        for_one.count(b"\x04\x03\x02\x01") == 8
+    )  # kill, tgkill, prlimit64, two affinities, getpgid, getsid, getpriority
     assert syscalls.for_process(built, 7) != syscalls.for_process(built, 8)
 
 

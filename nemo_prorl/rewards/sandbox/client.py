@@ -27,10 +27,12 @@ from nemo_prorl.rewards.sandbox.runner import Limits
 from nemo_prorl.rewards.sandbox.zygote import MESSAGE_BYTES, STACK_MB, Plan
 
 TESTS_A_CHILD = 100  # two descriptors each, and a message carries 253
+OUTPUT_MB_A_CHILD = 512  # of all its tests, which bounds how many they are where outputs are large
+KEPT_OUTPUT = 1 << 20  # bytes of an output that is wrong
 EXTRA_TIME = 0.5  # share of the time limit that repeated tests may take in all, at most EXTRA_TIME_S
 EXTRA_TIME_S = 2.0
 START_S, ANSWER_S = 30.0, 5.0
-THREADS = 256
+THREADS, DESCRIPTORS = 256, 512
 _WATCH_S = 0.01
 _FIRST_UID = 1_000_000_000  # users that own nothing, one for each sandbox, so that none counts another's threads
 _ROOT = str(Path(__file__).resolve().parents[3])
@@ -164,26 +166,31 @@ class ProcessSandbox:
         if self._socket is None:
             self._start()
         assert self._socket is not None
-        limits = Limits(seconds, program.memory_mb, program.output_mb, self._thread_limit())
         report = os.memfd_create("report")
         pairs: list[tuple[int, int]] = []
         try:
             if program.style == "stdin":
                 for text in program.inputs[first : first + count]:
                     pairs.append((_memory_file("stdin", text), os.memfd_create("stdout")))
+            descriptors = self._descriptor_limit(3 + 2 * len(pairs), program.output_mb)
+            limits = Limits(seconds, program.memory_mb, program.output_mb, self._thread_limit(), descriptors)
             order = {"first": first, "count": count, "tests": len(pairs), "limits": asdict(limits)}
             order["watched"] = self._watches
             fds = [job, report, code, *(pair[0] for pair in pairs), *(pair[1] for pair in pairs)]
             socket.send_fds(self._socket, [json.dumps(order).encode()], fds)
             child = self._answer(seconds + ANSWER_S)
-            _read_report(child, _contents(report), first, count)
+            _read_report(child, _contents(report, program.output_mb), first, count)
             for index, (_, stdout) in enumerate(pairs, first):
                 if index in child.ends or index == child.started:
-                    child.outputs[index] = _contents(stdout)
+                    child.outputs[index] = _contents(stdout, program.output_mb)
         finally:
             for fd in (report, *(fd for pair in pairs for fd in pair)):
                 os.close(fd)
         return child
+
+    def _descriptor_limit(self, held: int, output_mb: int) -> int:
+        """Each may hold a file that has no name any more, which only a disk of the sandbox's own bounds."""
+        return DESCRIPTORS if self.level == "full" else min(DESCRIPTORS, held + 3 + max(32, 256 // output_mb))
 
     @property
     def _watches(self) -> bool:
@@ -196,7 +203,7 @@ class ProcessSandbox:
     def _answer(self, seconds: float) -> _Child:
         """Waits for a child's end, and kills one that starts too many threads."""
         if not self._watches:
-            return _Child(**self._receive(seconds))
+            return _child_of(self._receive(seconds))
         assert self._socket is not None
         deadline, killed = time.monotonic() + seconds, False
         _, fds, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1)
@@ -209,9 +216,15 @@ class ProcessSandbox:
                     signal.pidfd_send_signal(fds[0], signal.SIGKILL)
         finally:
             os.close(fds[0])
-        child = _Child(**self._receive(max(0.0, deadline - time.monotonic())))
+        child = _child_of(self._receive(max(0.0, deadline - time.monotonic())))
         child.killed = "threads" if killed else child.killed
         return child
+
+
+def _child_of(answer: dict[str, Any]) -> _Child:
+    if "failed" in answer:
+        raise _Broken(answer["failed"])
+    return _Child(**answer)
 
 
 def _memory_file(name: str, text: str) -> int:
@@ -224,16 +237,21 @@ def _memory_file(name: str, text: str) -> int:
     return fd
 
 
-def _contents(fd: int) -> bytes:
+def _contents(fd: int, mb: int) -> bytes:
     """What is in a memory file, whatever its size claims: not more than a program may write."""
     os.lseek(fd, 0, os.SEEK_SET)
     with os.fdopen(os.dup(fd), "rb") as file:
-        return file.read(256 << 20)
+        return file.read(mb << 20)
+
+
+def _one_line(text: str) -> str:
+    """What a program said, fit to be shown."""
+    return "".join(char if char.isprintable() else " " for char in text[:300])
 
 
 def _read_report(child: _Child, text: bytes, first: int, count: int) -> None:
     """Takes the lines that are as they should be; a program may have written others among them."""
-    for line in text.split(b"\n"):
+    for line in text.split(b"\n", 4 * count + 16)[: 4 * count + 16]:
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError):
@@ -242,7 +260,7 @@ def _read_report(child: _Child, text: bytes, first: int, count: int) -> None:
             continue
         if isinstance(entry.get("compiled"), bool):
             child.compiled = entry["compiled"] if child.compiled is None else child.compiled
-            child.detail = str(entry.get("detail", ""))[:300]
+            child.detail = _one_line(str(entry.get("detail", "")))
         index = entry.get("start", entry.get("end"))
         if type(index) is not int or not first <= index < first + count:
             continue
@@ -289,7 +307,7 @@ class _Run:
     def _all(self, job: int, code: int) -> ProgramRun:
         at, number = 0, len(self._program.inputs)
         while at < number:
-            count = min(TESTS_A_CHILD, number - at)
+            count = min(TESTS_A_CHILD, max(1, OUTPUT_MB_A_CHILD // self._program.output_mb), number - at)
             child = self._box.run_child(self._program, at, count, job, code, max(0.01, self._left))
             if child.compiled is not True:
                 return self._ended(refused=self._why_not_compiled(child))
@@ -297,6 +315,7 @@ class _Run:
                 return self._ended(over_time=True)
             self._left -= child.wall_s
             at = self._take(child, at, count)
+        self._extra += self._left
         for index in self._alone:
             if self._extra <= 0:
                 break
@@ -351,8 +370,11 @@ class _Run:
         end = child.ends.get(index, {"ok": True})
         good = end.get("ok") is True
         empty = b"" if self._program.style != "call" else None
-        self._outputs[index] = child.outputs.get(index, empty) if good else None
-        self._details[index] = "" if good else str(end.get("detail"))[:300]
+        output = child.outputs.pop(index, empty) if good else None
+        if output is not None and len(output) > KEPT_OUTPUT and not self._passes(index, output):
+            output = None
+        self._outputs[index] = output
+        self._details[index] = "" if good else _one_line(str(end.get("detail")))
 
     def _passed(self, index: int) -> bool:
         output = self._outputs[index]

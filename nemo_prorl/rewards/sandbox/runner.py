@@ -19,10 +19,11 @@ import signal
 import sys
 import threading
 import types
+from _thread import _count as count_threads
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_prorl.rewards.sandbox import kernel, prelude
+from nemo_prorl.rewards.sandbox import kernel, prelude, stand_ins
 from nemo_prorl.rewards.sandbox.syscalls import for_process
 
 RECURSION_LIMIT = 1000  # Python's own
@@ -89,16 +90,18 @@ def run_child(files: Files, first: int, count: int, limits: Limits, program: byt
         os.dup2(null, fd)
     kernel.close_all_but({0, 1, 2, *files.all()})
     os.chdir(folder)
-    job = _read_job(files.job)
-    report = _Report(files.report)
     limits.apply()
     if program is not None:
         kernel.install_filter(for_process(program, os.getpid()))
-    code = _compiled(job, files.code, report)
+    job = _read_job(files.job)
+    report = _Report(files.report)
+    path = os.path.join(folder, "main.py")
+    code = _compiled(job, files.code, report, path)
     if code is None:
         os._exit(0)
     gc.enable()
-    tests = _Tests(job, files, code, report)
+    stand_ins.add_for(job["source"], path)
+    tests = _Tests(job, files, code, report, path)
     for index in range(first, first + count):
         if not tests.run(index, index - first):
             break
@@ -111,19 +114,23 @@ def _read_job(fd: int) -> dict[str, Any]:
     return job
 
 
-def _compiled(job: dict[str, Any], fd: int, report: _Report) -> Any:
+def _compiled(job: dict[str, Any], fd: int, report: _Report, path: str) -> Any:
     """The code of the setup and the program; None where one does not compile.  A later child takes them over."""
     if size := os.fstat(fd).st_size:
         report(compiled=True)
         return marshal.loads(os.pread(fd, size, 0))
     try:
         setup = compile(job["setup"], "setup.py", "exec", dont_inherit=True)
-        code = setup, compile(job["source"], "main.py", "exec", dont_inherit=True)
+        code = setup, compile(job["source"].removeprefix("\ufeff"), path, "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
         report(compiled=False, detail=f"{type(error).__name__}: {error}"[:300])
         return None
-    os.write(fd, marshal.dumps(code))
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    dumped = marshal.dumps(code)
+    if os.write(fd, dumped) < len(dumped):  # larger than a file may be: each child compiles
+        os.ftruncate(fd, 0)
+        os.lseek(fd, 0, os.SEEK_SET)
+    else:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
     report(compiled=True)
     return code
 
@@ -131,8 +138,10 @@ def _compiled(job: dict[str, Any], fd: int, report: _Report) -> Any:
 class _Tests:
     """The program and the state of this process that is set anew for each test."""
 
-    def __init__(self, job: dict[str, Any], files: Files, code: Any, report: _Report) -> None:
-        self.job, self.files, self.code, self.report = job, files, code, report
+    def __init__(self, job: dict[str, Any], files: Files, code: Any, report: _Report, path: str) -> None:
+        self.job, self.files, self.code, self.report, self.path = job, files, code, report, path
+        self._folder = os.path.dirname(path)
+        self._entries = os.listdir(self._folder)
         self._builtins = dict(builtins.__dict__)
         self._path, self._modules = list(sys.path), dict(sys.modules)
         self._environ = dict(os.environ)
@@ -160,12 +169,18 @@ class _Tests:
         if style == "stdin":
             detail = detail or self._finish()
         more = not detail and self._is_clean()
-        self.report(end=index, ok=not detail, more=more, detail=detail, result=result)
+        try:
+            self.report(end=index, ok=not detail, more=more, detail=detail, result=result)
+        except OSError:  # the program closed it: our exit status says how it went
+            os._exit(1 if detail else 0)
         return more
 
     def _renew(self) -> None:
         """Undoes what the test before may have set; what cannot be undone, `_is_clean` looks for."""
         sys.setrecursionlimit(RECURSION_LIMIT)
+        sys.settrace(None)
+        sys.setprofile(None)
+        os.umask(0o022)
         sys.path[:] = self._path
         sys.argv[:] = ["main.py"]
         if os.environ != self._environ:
@@ -180,32 +195,37 @@ class _Tests:
     def _is_clean(self) -> bool:
         """Whether a test left nothing behind that the next could notice."""
         try:
-            files = os.listdir(".")
+            moved = os.getcwd() != self._folder or os.listdir(self._folder) != self._entries
         except OSError:  # no descriptor left, or the folder gone
             return False
         return (
-            not files
+            not moved
             and threading.active_count() == 1
+            and count_threads() == 0  # those of `_thread` too
             and "concurrent.futures.thread" not in sys.modules  # it takes no more work after its end
             and builtins.__dict__ == self._builtins
             and all(sys.modules.get(name) is module for name, module in self._modules.items() if name != "__main__")
         )
 
     def _connect(self, position: int) -> None:
+        sys.stdin = sys.stdout = sys.__stdin__ = sys.__stdout__ = None  # type: ignore[misc]  # closes theirs
         os.dup2(self.files.stdin[position], 0)
         os.dup2(self.files.stdout[position], 1)
         sys.stdin = sys.__stdin__ = _stream(0, "r", "<stdin>")  # type: ignore[misc]
         sys.stdout = sys.__stdout__ = _stream(1, "w", "<stdout>")  # type: ignore[misc]
+        if getattr(sys.stderr, "closed", True):
+            sys.stderr = sys.__stderr__ = _stream(2, "w", "<stderr>")  # type: ignore[misc]
 
     def _module(self, name: str) -> dict[str, Any]:
         module = types.ModuleType(name)
         module.__dict__["__builtins__"] = builtins
-        module.__dict__["__file__"] = "main.py"
+        module.__dict__["__file__"] = self.path
         sys.modules[name] = module
         return module.__dict__
 
     def _main(self) -> None:
-        self._execute(self._module("__main__"))
+        self._namespace = self._module("__main__")
+        self._execute(self._namespace)
 
     def _execute(self, namespace: dict[str, Any]) -> None:
         """The setup, then the program; a setup that needs names of the program runs after it (some of MBPP's do)."""
@@ -227,14 +247,22 @@ class _Tests:
             while waiting := [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]:
                 waiting[0].join()
             atexit._run_exitfuncs()
-            for stream in (sys.stdout, sys.__stdout__):
-                with contextlib.suppress(ValueError):  # closed
-                    if stream is not None:
-                        stream.flush()
+            self._flush()
+            names = self._namespace or {}
+            for name in [name for name, value in names.items() if hasattr(type(value), "__del__")]:
+                del names[name]  # while the names that its end may use are there
+            names.clear()
+            gc.collect()
+            self._flush()  # what finalizers printed
         except BaseException as error:
             return _describe(error)
-        sys.modules["__main__"].__dict__.clear()
         return ""
+
+    def _flush(self) -> None:
+        for stream in (sys.stdout, sys.__stdout__):
+            with contextlib.suppress(ValueError):  # closed
+                if stream is not None:
+                    stream.flush()
 
     def _loaded(self) -> dict[str, Any]:
         """The program's names, loaded once a process."""
@@ -300,8 +328,8 @@ def _plain(value: Any, depth: int) -> Any:
 
 
 def _key(key: Any) -> str:
-    if type(key) is str:
-        return key
+    if issubclass(type(key), str):
+        return str.__str__(key)
     if key is None or type(key) in (bool, int, float):
         return json.dumps(key)
     raise TypeError(f"the result has a key of type {type(key).__name__}, which JSON cannot")

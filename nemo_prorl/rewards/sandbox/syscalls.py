@@ -19,27 +19,32 @@ _PLAIN = {
     "getcwd": 79, "chdir": 80, "fchdir": 81, "rename": 82, "mkdir": 83, "rmdir": 84, "creat": 85, "link": 86,
     "unlink": 87, "symlink": 88, "readlink": 89, "umask": 95, "gettimeofday": 96, "getrlimit": 97, "getrusage": 98,
     "sysinfo": 99, "times": 100, "getuid": 102, "getgid": 104, "geteuid": 107, "getegid": 108, "getppid": 110,
-    "getpgrp": 111, "getgroups": 115, "getresuid": 118, "getresgid": 120, "getpgid": 121, "getsid": 124,
+    "getpgrp": 111, "getgroups": 115, "getresuid": 118, "getresgid": 120,
     "rt_sigpending": 127, "rt_sigtimedwait": 128, "rt_sigsuspend": 130, "sigaltstack": 131, "statfs": 137,
-    "fstatfs": 138, "getpriority": 140, "sched_get_priority_max": 146, "sched_get_priority_min": 147,
+    "fstatfs": 138, "sched_get_priority_max": 146, "sched_get_priority_min": 147,
     "arch_prctl": 158, "setrlimit": 160, "gettid": 186, "readahead": 187, "time": 201, "futex": 202,
-    "getdents64": 217, "set_tid_address": 218, "restart_syscall": 219, "fadvise64": 221, "timer_create": 222,
-    "timer_settime": 223, "timer_gettime": 224, "timer_getoverrun": 225, "timer_delete": 226, "clock_gettime": 228,
-    "clock_getres": 229, "clock_nanosleep": 230, "exit_group": 231, "epoll_create": 213, "epoll_wait": 232,
+    "getdents64": 217, "set_tid_address": 218, "restart_syscall": 219, "fadvise64": 221,
+    "timer_settime": 223, "timer_gettime": 224, "timer_getoverrun": 225, "timer_delete": 226,
+    "exit_group": 231, "epoll_create": 213, "epoll_wait": 232,
     "epoll_ctl": 233, "waitid": 247, "openat": 257, "mkdirat": 258, "newfstatat": 262, "unlinkat": 263,
     "renameat": 264, "linkat": 265, "symlinkat": 266, "readlinkat": 267, "faccessat": 269, "pselect6": 270,
-    "ppoll": 271, "set_robust_list": 273, "sync_file_range": 277, "epoll_pwait": 281, "timerfd_create": 283,
+    "ppoll": 271, "set_robust_list": 273, "sync_file_range": 277, "epoll_pwait": 281,
     "fallocate": 285, "timerfd_settime": 286, "timerfd_gettime": 287, "eventfd": 284, "signalfd4": 289,
     "eventfd2": 290, "epoll_create1": 291, "dup3": 292, "pipe2": 293, "preadv": 295, "pwritev": 296, "getcpu": 309,
     "renameat2": 316, "getrandom": 318, "membarrier": 324, "copy_file_range": 326, "preadv2": 327, "pwritev2": 328,
     "statx": 332, "rseq": 334, "close_range": 436, "faccessat2": 439, "epoll_pwait2": 441, "futex_waitv": 449,
 }  # fmt: skip
-# These change a file of which only the name or a descriptor for reading is needed: for a root of our own only.
-_OWN_ROOT = {"truncate": 76, "chmod": 90, "fchmod": 91, "utime": 132, "utimes": 235, "fchmodat": 268, "utimensat": 280}
+# These change a file of which only the name or a descriptor for reading is needed: for a root of our own only.  Else
+# modes and times stay as they are and nobody is told, since copying and unpacking files ends with such calls.
+_OWN_ROOT = {"truncate": 76}
+_MODES = {"chmod": 90, "fchmod": 91, "utime": 132, "utimes": 235, "futimesat": 261, "fchmodat": 268, "utimensat": 280}
 
 _IOCTL, _SOCKETPAIR, _SENDTO, _CLONE, _KILL, _FCNTL, _PRCTL, _TGKILL, _PRLIMIT = 16, 53, 44, 56, 62, 72, 157, 234, 302
 _AFFINITY = (203, 204)  # sched_setaffinity, sched_getaffinity
-_UNKNOWN = (425, 426, 427, 435, 437)  # io_uring, clone3, openat2: said to be unknown, so that libraries take the older
+_OF_PROCESS = {"getpgid": (121, 0), "getsid": (124, 0), "getpriority": (140, 1)}  # which argument names a process
+_CLOCKS = (222, 228, 229, 230, 283)  # timer_create, clock_gettime, _getres, _nanosleep, timerfd_create: take a clock
+_UNKNOWN = (425, 426, 427, 435, 437, 452)  # io_uring, clone3, openat2, fchmodat2: so that libraries take the older
+_EXTENDED_ATTRIBUTES = range(188, 200)  # no file has any
 _CLONE_THREAD = 0x00010000 | 0x00000100  # CLONE_THREAD, CLONE_VM
 _CLONE_NEW = 0x7E020080
 _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIO(N)CLEX
@@ -99,6 +104,12 @@ def _special() -> dict[int, list[Instruction]]:
         _answer(_ALLOW),
         _refused(),
     ]
+    own_clock = [  # the number of another process's clock is negative
+        _argument(0),
+        (_AT_LEAST, 0, 1, 0x80000000),
+        _refused(errno.EINVAL),
+        _answer(_ALLOW),
+    ]
     return {
         _CLONE: threads_only,
         _SOCKETPAIR: unix_stream_pair,
@@ -107,10 +118,13 @@ def _special() -> dict[int, list[Instruction]]:
         _TGKILL: _one_of(0, [_PID]),
         _PRLIMIT: _one_of(0, [0, _PID]),
         **{number: _one_of(0, [0, _PID]) for number in _AFFINITY},
+        **{number: _one_of(at, [0, _PID]) for number, at in _OF_PROCESS.values()},
+        **dict.fromkeys(_CLOCKS, own_clock),
         _IOCTL: _one_of(1, _IOCTLS, errno.ENOTTY),
         _FCNTL: _one_of(1, _FCNTLS),
         _PRCTL: _one_of(0, _PRCTLS),
         **{number: [_refused(errno.ENOSYS)] for number in _UNKNOWN},
+        **{number: [_refused(errno.ENOTSUP)] for number in _EXTENDED_ATTRIBUTES},
     }
 
 
@@ -125,7 +139,8 @@ def build_filter(own_root: bool) -> bytes:
         _answer(_KILL_PROCESS),
         (_LOAD, 0, 0, 0),
     ]
-    for number, block in _special().items():
+    modes = {number: [_answer(_ALLOW) if own_root else _refused(0)] for number in _MODES.values()}
+    for number, block in (_special() | modes).items():
         program += [(_EQUAL, 0, len(block), number), *block]
     plain = [*_PLAIN.values(), *(_OWN_ROOT.values() if own_root else ())]
     program += [(_EQUAL, len(plain) - at, 0, number) for at, number in enumerate(plain)]  # the x32 calls match none

@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_prorl.rewards.sandbox import confine, kernel
+from nemo_prorl.rewards.sandbox import confine, kernel, stand_ins
 from nemo_prorl.rewards.sandbox.runner import Files, Limits, run_child
 from nemo_prorl.rewards.sandbox.syscalls import build_filter
 
@@ -53,6 +53,7 @@ def main(arguments: list[str]) -> int:
     plan = Plan(**json.loads(arguments[2]))
     for name in _PRELOADED.split():
         importlib.import_module(name)
+    stand_ins.add_builtins()
     kernel.set_default_thread_stack(THREAD_STACK_MB << 20)
     try:
         if plan.level == "full":
@@ -108,6 +109,7 @@ def _serve_confined(sock: socket.socket, plan: Plan, alive: int | None = None) -
         layers["landlock"] = confine.restrict_files(view, folder)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # lost with a change of user
+    empty_folder(folder)
     if alive is not None and select.select([alive], [], [], 0)[0]:
         os._exit(1)
     os.environ.update({"HOME": folder, "TMPDIR": folder, "PWD": folder})
@@ -188,14 +190,16 @@ class _Server:
 
 
 def _disk_use(folder: str, limit: int) -> bool:
-    """Whether the files in `folder` take more than `limit` bytes, or are more than 4,096."""
+    """Whether the files in `folder` take more than `limit` bytes, are more than 4,096, or hide from being counted."""
     total = number = 0
     pending = [folder]
     while pending:
         try:
             entries = list(os.scandir(pending.pop()))
-        except OSError:
+        except FileNotFoundError:
             continue
+        except OSError:  # too deep for a path, or locked
+            return True
         for entry in entries:
             try:
                 status = entry.stat(follow_symlinks=False)
@@ -211,8 +215,9 @@ def _disk_use(folder: str, limit: int) -> bool:
 
 
 def empty_folder(folder: str) -> None:
-    """Removes all that is in `folder`, however deep or locked it is; follows no link."""
-    number = 0
+    """Removes all that is in `folder`, however deep or locked it is, and marks on itself; follows no link."""
+    os.chmod(folder, 0o700)
+    number, moved = 0, f".moved-{os.urandom(16).hex()}"  # a name that no program could take before
     while entries := list(os.scandir(folder)):
         for entry in entries:
             if not entry.is_dir(follow_symlinks=False):
@@ -223,10 +228,11 @@ def empty_folder(folder: str) -> None:
                 number += 1
                 if inner.is_dir(follow_symlinks=False):
                     os.chmod(inner.path, 0o700)  # a folder that cannot be written cannot be moved
-                    os.rename(inner.path, os.path.join(folder, f".moved-{number}"))
+                    os.rename(inner.path, os.path.join(folder, f"{moved}-{number}"))
                 else:
                     os.unlink(inner.path)
             os.rmdir(entry.path)
+    os.utime(folder, (0, 0))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,119 @@
+"""What programs expect of an ordinary Python and do not find in the sandbox: `exit`, /dev/stdin, their own file, locks.
+
+Conveniences only: nothing here guards anything, and a program may undo it.
+"""
+
+import _sitebuiltins
+import builtins
+import contextlib
+import importlib
+import io
+import linecache
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+_STANDARD = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
+_BY_NUMBER = re.compile(r"/(?:dev|proc/self)/fd/(\d{1,3})")
+
+
+def add_builtins() -> None:
+    """Those of the module `site`, which is not loaded since it would look for installed packages."""
+    names: dict[str, Any] = {name: _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)") for name in ("exit", "quit")}
+    names["copyright"] = _sitebuiltins._Printer("copyright", sys.copyright)
+    names["credits"] = _sitebuiltins._Printer("credits", "See www.python.org for more information.")
+    names["license"] = _sitebuiltins._Printer("license", "See https://www.python.org/psf/license/")
+    names["help"] = _sitebuiltins._Helper()
+    builtins.__dict__.update(names)
+
+
+def add_for(source: str, path: str) -> None:
+    """What this program may look for; little for most.  `path` is what it takes for its own file."""
+    linecache.cache[path] = (lambda: source,)  # read when `inspect` or a traceback asks
+    if "__file__" in source:
+        with open(path, "w", encoding="utf-8", errors="surrogatepass", newline="") as file:
+            file.write(source)
+    if "/dev/std" in source or "/fd/" in source:
+        builtins.open = io.open = _with_standard_files(io.open)
+        os.open = _with_standard_files(os.open)
+    if "multiprocessing" in source:  # its pools of threads have locks in /dev/shm
+        with contextlib.suppress(ImportError):
+            importlib.import_module("_multiprocessing").__dict__["SemLock"] = SemLock
+
+
+def _with_standard_files(real: Callable[..., Any]) -> Callable[..., Any]:
+    """`open` that knows the files of the standard streams, for which the system needs /proc."""
+
+    def open(file: Any, *arguments: Any, **options: Any) -> Any:
+        path = os.fspath(file) if isinstance(file, os.PathLike) else file
+        if isinstance(path, str):
+            number = _STANDARD.get(path)
+            if number is None and (named := _BY_NUMBER.fullmatch(path)):
+                number = int(named[1])
+            if number is not None:
+                fd = os.dup(number)
+                return fd if real is _os_open else real(fd, *arguments, **options)
+        return real(file, *arguments, **options)
+
+    return open
+
+
+_os_open = os.open
+
+
+class SemLock:
+    """The semaphore of `_multiprocessing`, among the threads of the only process there is."""
+
+    SEM_VALUE_MAX = 2**31 - 1
+
+    def __init__(self, kind: int, value: int, maxvalue: int, name: str | None = None, unlink: bool = True) -> None:
+        self.kind, self.maxvalue, self.handle, self.name = kind, maxvalue, 0, None
+        self._value, self._owner, self._held = value, 0, 0
+        self._changed = threading.Condition()
+
+    def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
+        me = threading.get_ident()
+        with self._changed:
+            again = self.kind == 0 and self._held > 0 and self._owner == me
+            if not again:
+                if not self._changed.wait_for(lambda: self._value > 0, timeout if block else 0):
+                    return False
+                self._value -= 1
+            self._owner, self._held = me, self._held + 1
+            return True
+
+    def release(self) -> None:
+        with self._changed:
+            if self.kind == 0 and not self._is_mine():
+                raise AssertionError("attempt to release recursive lock not owned by thread")
+            self._held -= 1
+            if self.kind == 0 and self._held > 0:
+                return
+            if self._value >= self.maxvalue:
+                raise ValueError("semaphore or lock released too many times")
+            self._value += 1
+            self._changed.notify()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _is_mine(self) -> bool:
+        return self._held > 0 and self._owner == threading.get_ident()
+
+    def _count(self) -> int:
+        return self._held
+
+    def _get_value(self) -> int:
+        return self._value
+
+    def _is_zero(self) -> bool:
+        return self._value == 0
+
+    def _after_fork(self) -> None:
+        pass

@@ -4,7 +4,8 @@
 
 Through the real server and client over HTTP, with as many requests in flight as the rate needs, then 2 a worker for the
 latency.  Beside code, in the same run, on the same ten tests: (a) a fresh `python3` for each test, (b) `bwrap` and one
-fresh `python3` for each submission, both with -I -S, which start fastest.  The server's own CPU is in the figures; this client's is not bound to a core.
+fresh `python3` for each submission, both with -I -S, which start fastest.  The server's CPU is in the figures; this
+client takes its share of the same cores.
 """
 
 import argparse
@@ -111,10 +112,9 @@ def measure_server(
 
 
 def _fresh_python_a_test(python: str, folder: Path) -> bool:
+    command = [python, "-I", "-S", str(folder / "main.py")]
     for test in CODE_TRUTH["tests"]:
-        done = subprocess.run(
-            [python, "-I", "-S", str(folder / "main.py")], input=test["input"], capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, input=test["input"], capture_output=True, text=True, check=False)
         if done.stdout.split() != test["output"].split():
             return False
     return True
@@ -133,19 +133,9 @@ print(json.dumps(outputs))
 
 
 def _bwrap_a_submission(python: str, folder: Path) -> bool:
-    command = [
-        "bwrap",
-        "--unshare-all",
-        "--die-with-parent",
-        "--ro-bind",
-        "/",
-        "/",
-        "--tmpfs",
-        "/tmp",
-        "--ro-bind",
-        str(folder),
-    ]
-    command += [str(folder), python, "-I", "-S", str(folder / "driver.py"), str(folder / "inputs.json"), str(folder / "main.py")]
+    confined = "bwrap --unshare-all --die-with-parent --ro-bind / / --tmpfs /tmp --ro-bind".split()
+    command = [*confined, str(folder), str(folder), python, "-I", "-S", str(folder / "driver.py")]
+    command += [str(folder / "inputs.json"), str(folder / "main.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     outputs = json.loads(done.stdout)
     return all(o.split() == t["output"].split() for o, t in zip(outputs, CODE_TRUTH["tests"], strict=True))

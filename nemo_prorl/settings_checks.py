@@ -146,6 +146,11 @@ def _values(cfg: DictConfig) -> None:
                 raise _wrong(key, value, f"must be a finite number, {word} {bound:g}")
             if not holds(value, bound):
                 raise _wrong(key, value, f"must be {word} {bound:g}")
+    if cfg.trainer.resets.mode != "manual":  # better refused than passed over in silence
+        why = "this version resets at trainer.resets.at_steps only, and never by itself; use manual"
+        raise _wrong("trainer.resets.mode", cfg.trainer.resets.mode, why)
+    if cfg.on_event is not None:
+        raise _wrong("on_event", cfg.on_event, "this version calls no command yet; leave it null")
     betas = OmegaConf.select(cfg, "model.optim.betas")
     if betas is not None and not (len(betas) == 2 and all(isinstance(b, int | float) and 0 <= b < 1 for b in betas)):
         raise _wrong("model.optim.betas", betas, "must be two numbers from 0 up to, not including, 1")

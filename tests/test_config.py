@@ -144,6 +144,8 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["trainer.precision=8"], ["trainer.precision=8", "bf16"]),
     (["trainer.accelerator=tpu"], ["trainer.accelerator=tpu", "cpu, gpu"]),
     (["trainer.resets.mode=always"], ["trainer.resets.mode=always", "manual, advise, auto"]),
+    (["trainer.resets.mode=auto"], ["trainer.resets.mode=auto", "use manual"]),
+    (["on_event=notify"], ["on_event=notify", "leave it null"]),
     (["model.optim.name=sgd"], ["model.optim.name=sgd", "mcore_distributed_optim"]),
     (["model.tensor_model_parallel_size=3"], ["=3", "model.num_attention_heads=4", "4 / 3 = 1.33", "1, 2, 4"]),
     (

@@ -32,9 +32,11 @@ def entries(dataset: str, count: int, seed: int) -> list[dict[str, Any]]:
     return [json.loads(json.dumps(made[index])) for index in range(count)]
 
 
-def verdict(plugin: PuzzlesReward, dataset: str, entry: Any, response: str) -> dict[str, Any]:
+def verdict(
+    plugin: PuzzlesReward, dataset: str, entry: Any, response: str, prompt: Any = "Answer in <answer></answer>."
+) -> dict[str, Any]:
     truth = {"dataset": dataset, "entry": entry}
-    return judge(plugin, RewardRequest("x", "puzzles", "?", truth, response))
+    return judge(plugin, RewardRequest("x", "puzzles", prompt, truth, response))
 
 
 def own_scores(plugin: PuzzlesReward, dataset: str, count: int, seed: int) -> list[Any]:
@@ -91,6 +93,15 @@ def test_wrong_partial_and_malformed_answers(puzzles: PuzzlesReward) -> None:
     raised = verdict(puzzles, "prime_factorization", entry, "<answer>two times three</answer>")
     assert (raised["score"], raised["correct"], raised["failure"]) == (0.0, False, "invalid")
     assert "ValueError" in raised["detail"]
+
+
+@pytest.mark.parametrize("said", ["2 + 3 =", [{"role": "user", "content": "2 + 3 ="}]], ids=["text", "messages"])
+def test_tags_are_needed_where_the_prompt_asks_for_them(puzzles: PuzzlesReward, said: Any) -> None:
+    entry = {"question": "2 + 3 =", "answer": "5", "metadata": {}}
+    for response, score in (("<think>hm</think>\n5\n", 1.0), ("<answer>5</answer>", 1.0), ("", 0.0)):
+        assert verdict(puzzles, "chain_sum", entry, response, said)["score"] == score
+    asks = [{"role": "system", "content": "Put it into <answer>."}]
+    assert verdict(puzzles, "chain_sum", entry, "5", asks)["score"] == 0.0
 
 
 def test_an_entry_that_cannot_be_scored_is_no_fault_of_the_answer(puzzles: PuzzlesReward) -> None:

@@ -29,6 +29,11 @@ def last_answer(text: str) -> str | None:
     return None if start < 0 else text[start + len("<answer>") : end].strip()
 
 
+def _asks_for_tags(prompt: str | list[dict[str, Any]]) -> bool:
+    """Whether a prompt says anything of `<answer>`; where it does not, the whole text is the answer."""
+    return "<answer>" in (prompt if isinstance(prompt, str) else json.dumps(prompt))
+
+
 def _tupled(value: Any) -> Any:
     return tuple(map(_tupled, value)) if isinstance(value, (list, tuple)) else value
 
@@ -114,6 +119,8 @@ class PuzzlesReward(RewardPlugin):
         if text is None:
             return no_answer()
         answer = last_answer(text)
+        if answer is None and not _asks_for_tags(request.prompt):
+            answer = text.strip()
         if answer is None:
             return RewardResult(score=0.0, correct=False, detail="no answer in <answer></answer>")
         if len(answer) > MAX_ANSWER_CHARS:

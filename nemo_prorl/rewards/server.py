@@ -231,7 +231,7 @@ async def serve(args: argparse.Namespace) -> int:
     )
     server = _Server(config)
     listener = socket.create_server((args.host, args.port), backlog=1024)
-    # asyncio sets it for sockets that say TCP only, which these do not: without it a small answer waits 40 ms for an ACK
+    # asyncio sets it only where the socket says TCP itself; without it a small answer waits 40 ms for an ACK
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     url = f"http://{args.host}:{listener.getsockname()[1]}"
     stopping = asyncio.Event()

@@ -412,6 +412,7 @@ def test_trees_and_lists_of_leetcode(code: CodeReward) -> None:
             " tree_node([1, 3, 2, None, None, 4]))\ncheck(Solution().flip)",
             "assert Solution().flip(tree_node([])) is None",
             "assert is_same_list(list_node([1, 2]), ListNode(1, ListNode(2)))",
+            "root = tree_node([1, 2, 3, 4, None, 5])\nassert (root.left.left.val, root.right.left.val) == (4, 5)",
             "assert not is_same_list(list_node([1, 2]), list_node([1]))",
             "assert not is_same_tree(tree_node([1, 2]), tree_node([1, None, 2]))",
         ]
@@ -422,7 +423,7 @@ def test_trees_and_lists_of_leetcode(code: CodeReward) -> None:
     )
     assert run(code, truth, program).score == 1.0
     assert run(code, truth, program.replace("self.flip(root.right)", "self.flip(root.left)")).score == pytest.approx(
-        0.8
+        5 / 6
     )
 
 

@@ -117,6 +117,9 @@ def test_a_usage_example_is_not_the_answer_of_a_function() -> None:
     assert program_of(text) == usage
     other = f"{F}python\ndef f(x):\n    return 2\n{F}"
     assert program_of(f"{text}\n{other}", {"f"}) == "def f(x):\n    return 2\n"
+    assigned = f"{F}\n{solution}{F}\n{F}\nroot = 1\nprint(f(root))\n{F}"
+    assert program_of(assigned, {"f", "root"}) == solution
+    assert program_of(f"{F}\nf = abs\n{F}\n{F}\n{usage}{F}", {"f"}) == "f = abs\n"
     leetcode = "class Solution:\n    def f(self, x):\n        return x\n"
     assert program_of(f"{F}\n{leetcode}{F}\n{F}\n{usage}{F}", {"f"}) == leetcode
 

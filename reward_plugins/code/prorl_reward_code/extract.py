@@ -58,7 +58,7 @@ def program_of(text: str, names: Collection[str] = ()) -> str | None:
     if not candidates:
         loose = _LOOSE.findall(text) or _INLINE.findall(text)
         return _straight(str(loose[-1]).split("\n")) if loose else None
-    marks = [_definition(names)] if names else []
+    marks = _definitions(names) if names else ()
     for mark in (*marks, _DOES):
         for code in reversed(candidates):
             if mark.search(code):
@@ -66,11 +66,11 @@ def program_of(text: str, names: Collection[str] = ()) -> str | None:
     return candidates[-1]
 
 
-def _definition(names: Collection[str]) -> re.Pattern[str]:
-    """Matches code that defines one of the names, or the class of solutions in LeetCode's form."""
+def _definitions(names: Collection[str]) -> tuple[re.Pattern[str], ...]:
+    """Match code that defines one of the names (or the class of solutions in LeetCode's form), or else assigns it."""
     name = f"(?:{'|'.join(map(re.escape, sorted(names)))})"
     function, kind = rf"(?:async[ \t]+)?def[ \t]+{name}\b", rf"class[ \t]+(?:Solution|{name})\b"
-    return re.compile(rf"^(?:{function}|{kind}|{name}[ \t]*=(?!=))", re.MULTILINE)
+    return re.compile(rf"^(?:{function}|{kind})", re.MULTILINE), re.compile(rf"^{name}[ \t]*=(?!=)", re.MULTILINE)
 
 
 def blocks(text: str, slack: int) -> list[Block]:

@@ -14,7 +14,7 @@ _PLAIN = {
     "pread64": 17, "pwrite64": 18, "readv": 19, "writev": 20, "access": 21, "pipe": 22, "select": 23,
     "sched_yield": 24, "mremap": 25, "msync": 26, "mincore": 27, "madvise": 28, "dup": 32, "dup2": 33, "pause": 34,
     "nanosleep": 35, "getitimer": 36, "alarm": 37, "setitimer": 38, "getpid": 39, "sendfile": 40, "recvfrom": 45,
-    "shutdown": 48, "getsockname": 51, "getpeername": 52, "setsockopt": 54, "getsockopt": 55, "exit": 60, "wait4": 61,
+    "shutdown": 48, "getsockname": 51, "getpeername": 52, "getsockopt": 55, "exit": 60, "wait4": 61,
     "uname": 63, "flock": 73, "fsync": 74, "fdatasync": 75, "ftruncate": 77, "getdents": 78,
     "getcwd": 79, "chdir": 80, "fchdir": 81, "rename": 82, "mkdir": 83, "rmdir": 84, "creat": 85, "link": 86,
     "unlink": 87, "symlink": 88, "readlink": 89, "umask": 95, "gettimeofday": 96, "getrlimit": 97, "getrusage": 98,
@@ -49,6 +49,7 @@ _CLONE_THREAD = 0x00010000 | 0x00000100  # CLONE_THREAD, CLONE_VM
 _CLONE_NEW = 0x7E020080
 _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIO(N)CLEX
 _FCNTLS = (*range(8), 9, 11, 12, 13, 14, 36, 37, 38, 1030, 1031, 1032, 1033, 1034)  # none that names a process
+_SETSOCKOPT, _SOCKET_OPTIONS = 54, (2, 9, 13, 20, 21)  # reuse, keep-alive, linger, time-outs: no size of a buffer
 _PRCTLS = (3, 15, 16, 0x53564D41)  # GET_DUMPABLE, SET_NAME, GET_NAME, SET_VMA
 
 _LOAD, _JUMP, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x05, 0x15, 0x35, 0x54, 0x06
@@ -122,6 +123,7 @@ def _special() -> dict[int, list[Instruction]]:
         **dict.fromkeys(_CLOCKS, own_clock),
         _IOCTL: _one_of(1, _IOCTLS, errno.ENOTTY),
         _FCNTL: _one_of(1, _FCNTLS),
+        _SETSOCKOPT: _one_of(2, _SOCKET_OPTIONS),
         _PRCTL: _one_of(0, _PRCTLS),
         **{number: [_refused(errno.ENOSYS)] for number in _UNKNOWN},
         **{number: [_refused(errno.ENOTSUP)] for number in _EXTENDED_ATTRIBUTES},

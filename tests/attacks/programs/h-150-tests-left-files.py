@@ -1,0 +1,3 @@
+n = int(input())
+open('left', 'x').write('x')
+print(n + 1)

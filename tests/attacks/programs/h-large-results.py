@@ -1,0 +1,2 @@
+def f(n):
+    return [n, 'text ' * 40_000]

@@ -1,0 +1,5 @@
+import sys
+
+if True:
+	n = int(input())
+print(n + 1)

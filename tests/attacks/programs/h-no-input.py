@@ -1,0 +1,3 @@
+import sys
+text = sys.stdin.buffer.read()
+print(len(text.split()), end='')

@@ -1,0 +1,6 @@
+n = int(input())
+from multiprocessing.dummy import Pool, Lock
+from multiprocessing.pool import ThreadPool
+lock = Lock()
+with Pool(3) as pool, ThreadPool(2) as other, lock:
+    print(pool.map(lambda x: x + 1, [n])[0] + sum(other.map(abs, [0])))

@@ -111,13 +111,14 @@ class JudgedGroups:
     """All groups of a step, the same on every rank: the rows of their responses, group after group.
 
     reward_GN: float64, raw rewards.  valid_GN: bool, false where infrastructure failed to judge.  ended_GN: bool,
-    the response ended with eos.  version_B: int64, of the weights that made each row.
+    the response ended with eos.  length_GN: int64, its tokens.  version_B: int64, of the weights that made each row.
     """
 
     batch: Batch
     reward_GN: Tensor
     valid_GN: Tensor
     ended_GN: Tensor
+    length_GN: Tensor
     version_B: Tensor
 
     @classmethod
@@ -132,8 +133,14 @@ class JudgedGroups:
             torch.tensor([g.scores for g in groups], dtype=torch.float64).reshape(shape),
             valid_GN,
             torch.tensor([g.finished for g in groups], dtype=torch.bool).reshape(shape),
+            batch.mask_BT.sum(dim=1).reshape(shape),
             torch.tensor([g.version for g in groups for _ in g.responses], dtype=torch.int64),
         )
+
+    def longest_GN(self, context_tokens: int, max_response_tokens: int | None) -> Tensor:
+        """How many tokens each response might have had, int64, at least 1."""
+        prompt_GN = self.batch.length_B.reshape(self.length_GN.shape) - self.length_GN
+        return (context_tokens - prompt_GN).clamp(1, max_response_tokens)
 
     def rows_of_updates(self, updates: int, rank: int, size: int) -> list[Tensor]:
         """Row numbers of data rank `rank` of `size` in each mini-batch.

@@ -32,6 +32,18 @@ class DynamicSamplingConfig:
 
 
 @dataclass
+class ShapingConfig:
+    """Rewards by length.  For the loss only: dynamic sampling and validation see the raw ones."""
+
+    overlong_tokens: int = 0  # DAPO: the penalty builds up over the last so many tokens a response may have; 0: off
+    overlong_penalty: float = 1.0  # taken off the longest
+    cosine: bool = False  # the reward lies on a cosine from length 0 to the longest, in place of the raw one
+    cosine_correct: list[float] = field(default_factory=lambda: [2.0, 1.0])  # of a right answer: at 0, at the longest
+    cosine_wrong: list[float] = field(default_factory=lambda: [-10.0, 0.0])  # of a wrong one
+    cosine_exceeded: float = -10.0  # of a response that was cut off at the longest
+
+
+@dataclass
 class GRPOConfig:
     """One training step (paper sec. 3, 4.1); `recipe.md` of the paper's numbers is `algorithm=prorl`."""
 
@@ -51,6 +63,7 @@ class GRPOConfig:
     kl_estimator: str = "k3"  # k1 | k2 | k3
     entropy_coef: float = 0.0
     unfinished_penalty: float = 0.0  # taken off the shaped reward of a response without eos
+    shaping: ShapingConfig = field(default_factory=ShapingConfig)
     logprob_chunk_tokens: int = 4096  # rows of logits alive at a time
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)

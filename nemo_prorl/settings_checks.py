@@ -44,6 +44,9 @@ AT_LEAST: dict[str, float] = {
     "trainer.grpo.kl_coef": 0,
     "trainer.grpo.entropy_coef": 0,
     "trainer.grpo.unfinished_penalty": 0,
+    "trainer.grpo.shaping.cosine_exceeded": -1000,
+    "trainer.grpo.shaping.overlong_tokens": 0,
+    "trainer.grpo.shaping.overlong_penalty": 0,
     "trainer.grpo.logprob_chunk_tokens": 1,
     "trainer.grpo.correction.cap": 1,
     "trainer.grpo.correction.floor": 0,
@@ -146,6 +149,10 @@ def _values(cfg: DictConfig) -> None:
                 raise _wrong(key, value, f"must be a finite number, {word} {bound:g}")
             if not holds(value, bound):
                 raise _wrong(key, value, f"must be {word} {bound:g}")
+    for name in ("cosine_correct", "cosine_wrong"):
+        if len(cfg.trainer.grpo.shaping[name]) != 2:
+            key = f"trainer.grpo.shaping.{name}"
+            raise _wrong(key, cfg.trainer.grpo.shaping[name], "must be two numbers: at length 0, at the longest")
     if cfg.trainer.resets.mode != "manual":  # better refused than passed over in silence
         why = "this version resets at trainer.resets.at_steps only, and never by itself; use manual"
         raise _wrong("trainer.resets.mode", cfg.trainer.resets.mode, why)

@@ -14,7 +14,7 @@ from nemo_prorl.algorithms.advantages import group_advantages
 from nemo_prorl.algorithms.correction import rollout_correction
 from nemo_prorl.algorithms.diagnostics import policy_diagnostics, reference_gap
 from nemo_prorl.algorithms.losses import LossConfig, denominator_terms, grpo_loss
-from nemo_prorl.algorithms.shaping import shape_rewards
+from nemo_prorl.algorithms.shaping import Shaping, shaped_rewards
 from nemo_prorl.batch import Batch, JudgedGroups
 from nemo_prorl.errors import StoppedCleanly
 from nemo_prorl.metrics import Metrics
@@ -98,11 +98,30 @@ def train_step(run: "Run", step: int) -> Metrics:
 
 def advantages(judged: JudgedGroups, cfg: "GRPOConfig", metrics: Metrics) -> Tensor:
     """advantage_B, float32, of all responses from their shaped rewards (paper eq. 2)."""
-    reward_GN = shape_rewards(judged.reward_GN, judged.ended_GN, cfg.unfinished_penalty)
+    longest_GN = judged.longest_GN(cfg.context_tokens, cfg.max_response_tokens)
+    reward_GN, changes = shaped_rewards(
+        judged.reward_GN, judged.ended_GN, judged.length_GN, longest_GN, shaping_of(cfg)
+    )
     advantage_GN = group_advantages(reward_GN, judged.valid_GN, cfg.advantage)
     if bool(judged.valid_GN.any()):
         metrics.put("reward/shaped", float(reward_GN[judged.valid_GN].mean()))
+        for name, change_GN in changes.items():
+            metrics.put(f"shaping/{name}", float(change_GN[judged.valid_GN].mean()))
     return advantage_GN.reshape(-1).float()
+
+
+def shaping_of(cfg: "GRPOConfig") -> Shaping:
+    """The shapings that a configuration asks for."""
+    by_length = cfg.shaping
+    return Shaping(
+        cfg.unfinished_penalty,
+        by_length.overlong_tokens,
+        by_length.overlong_penalty,
+        by_length.cosine,
+        tuple(by_length.cosine_correct),  # type: ignore[arg-type]
+        tuple(by_length.cosine_wrong),  # type: ignore[arg-type]
+        by_length.cosine_exceeded,
+    )
 
 
 def policy_loss(

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -246,13 +247,19 @@ def metrics_line() -> dict[str, Any]:
     from nemo_prorl.algorithms.correction import rollout_correction
     from nemo_prorl.algorithms.diagnostics import reference_gap
     from nemo_prorl.algorithms.losses import LossConfig
-    from nemo_prorl.batch import Batch
+    from nemo_prorl.batch import Batch, JudgedGroups
+    from nemo_prorl.config import GRPOConfig, ShapingConfig
     from nemo_prorl.metrics import Metrics
     from nemo_prorl.rollout.groups import CollectedBatch, TaskTally
     from nemo_prorl.run import report_rollout
-    from nemo_prorl.trainer import policy_loss, report_update
+    from nemo_prorl.trainer import advantages, policy_loss, report_update
 
     metrics = Metrics(3, "none")
+    response = SimpleNamespace(token_ids=[3, 4], logprobs=[-1.0, -1.0])
+    group = SimpleNamespace(prompt_ids=[1, 2], responses=[response] * 2, version=2)
+    group.scores, group.valid, group.finished = [1.0, 0.0], [True, True], [True, False]
+    shaping = ShapingConfig(overlong_tokens=1, cosine=True)
+    advantages(JudgedGroups.of([group]), GRPOConfig(unfinished_penalty=0.5, shaping=shaping), metrics)
     tally = TaskTally(decided=4, kept=2, judged=8, score_sum=3.0, finished=7, tokens=40)
     report_rollout(metrics, CollectedBatch(3, 2, 2, tasks={"math": tally}, drawn=4, generated_tokens=40, wall_s=1.0))
     batch = Batch.from_sequences([[1, 2]] * 2, [[3, 4]] * 2, [[-1.0, -1.0]] * 2)

@@ -3,8 +3,56 @@
 Suffixes: G groups, N samples a group.  Lengths are response tokens.
 """
 
+from dataclasses import dataclass
+from itertools import pairwise
+
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """Which shapings apply, in this order: cosine in place of the raw reward, then what is taken off.
+
+    overlong_tokens: over how many tokens before the longest response the soft overlong penalty builds up; 0 is off.
+    correct, wrong: the cosine's values at length 0 and at the longest; exceeded: its value from there on.
+    """
+
+    unfinished_penalty: float = 0.0
+    overlong_tokens: int = 0
+    overlong_penalty: float = 1.0
+    cosine: bool = False
+    correct: tuple[float, float] = (2.0, 1.0)
+    wrong: tuple[float, float] = (-10.0, 0.0)
+    exceeded: float = -10.0
+
+
+def shaped_rewards(
+    reward_GN: Tensor, ended_GN: Tensor, length_GN: Tensor, longest_GN: Tensor, shaping: Shaping
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The rewards that the advantages are made of, and what each shaping that is on changed, by its name.
+
+    Args:
+        reward_GN: raw rewards in [0, 1]; nan (of an invalid response) stays nan.
+        ended_GN: bool, the response ended with eos.
+        length_GN, longest_GN: the response's tokens, and how many it might have had; at least 1.
+
+    Returns:
+        reward_GN, float32 (float64 for float64 rewards), and name -> change [G, N].
+    """
+    steps = [("raw", reward_GN.to(torch.promote_types(reward_GN.dtype, torch.float32)))]
+    if shaping.cosine:
+        values = dict(zip(("correct_short", "correct_long"), shaping.correct, strict=True))
+        values |= dict(zip(("wrong_short", "wrong_long"), shaping.wrong, strict=True))
+        cosine_GN = cosine_length_reward(steps[-1][1], length_GN, longest_GN, exceeded=shaping.exceeded, **values)
+        steps.append(("cosine", cosine_GN.to(steps[0][1].dtype)))
+    if shaping.unfinished_penalty:
+        steps.append(("unfinished", shape_rewards(steps[-1][1], ended_GN, shaping.unfinished_penalty)))
+    if shaping.overlong_tokens:
+        penalty_GN = soft_overlong_penalty(length_GN, longest_GN, shaping.overlong_tokens)
+        steps.append(("overlong", steps[-1][1] + shaping.overlong_penalty * penalty_GN))
+    changes = {name: after - before for (_, before), (name, after) in pairwise(steps)}
+    return steps[-1][1], changes
 
 
 def shape_rewards(reward_GN: Tensor, ended_GN: Tensor, unfinished_penalty: float) -> Tensor:
@@ -26,20 +74,20 @@ def shape_rewards(reward_GN: Tensor, ended_GN: Tensor, unfinished_penalty: float
     return torch.where(ended_GN, reward_GN, reward_GN - unfinished_penalty)
 
 
-def soft_overlong_penalty(length: Tensor, max_length: int, cache: int) -> Tensor:
+def soft_overlong_penalty(length: Tensor, max_length: int | Tensor, cache: int) -> Tensor:
     """What is added to the reward of a long response: 0, then linearly down to -1 (DAPO, arXiv 2503.14476, eq. 13).
 
     0 up to max_length - cache, -1 at max_length and beyond.
 
     Args:
         length: any shape, in tokens.
-        max_length: the longest response without the full penalty.
-        cache: over how many tokens the penalty builds up, 1 to max_length, else ValueError.
+        max_length: the longest response; a tensor where it differs, as with prompts of different lengths.
+        cache: over how many tokens the penalty builds up, 1 to max_length, else ValueError (1 at least for tensors).
 
     Returns:
         float32, shape of `length`.
     """
-    if not 1 <= cache <= max_length:
+    if cache < 1 or (isinstance(max_length, int) and cache > max_length):
         raise ValueError(f"cache is {cache}; 1 to max_length ({max_length}) tokens is right")
     return ((max_length - cache - length.float()) / cache).clamp(-1.0, 0.0)
 
@@ -47,7 +95,7 @@ def soft_overlong_penalty(length: Tensor, max_length: int, cache: int) -> Tensor
 def cosine_length_reward(
     correct: Tensor,
     length: Tensor,
-    max_length: int,
+    max_length: int | Tensor,
     *,
     correct_short: float = 2.0,
     correct_long: float = 1.0,
@@ -61,17 +109,19 @@ def cosine_length_reward(
     long + (short - long) (1 + cos(pi length / max_length)) / 2.  A response of max_length or more gets `exceeded`.
 
     Args:
-        correct: bool, any shape.
+        correct: bool, any shape; or a score in [0, 1], which lies as far between the wrong and the right value.
         length: same shape, in tokens.
-        max_length: at least 1, else ValueError.
+        max_length: at least 1, else ValueError; or a tensor.
 
     Returns:
         float32, shape of `length`.
     """
-    if max_length < 1:
+    if isinstance(max_length, int) and max_length < 1:
         raise ValueError(f"max_length is {max_length}; at least 1 token is right")
     length = length.float()
     share = (1.0 + torch.cos(torch.pi * length / max_length)) / 2.0
     right = correct_long + (correct_short - correct_long) * share
     wrong = wrong_long + (wrong_short - wrong_long) * share
-    return torch.where(length >= max_length, exceeded, torch.where(correct, right, wrong))
+    score = correct.to(right.dtype)
+    shaped = torch.where(length >= max_length, exceeded, score * right + (1.0 - score) * wrong)
+    return torch.where(score.isnan(), score, shaped)

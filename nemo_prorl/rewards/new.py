@@ -12,8 +12,8 @@ NAME = re.compile(r"[a-z][a-z0-9_]{0,28}[a-z0-9]")
 
 _SANDBOX_NOTE = """
 
-It needs the sandbox (`needs_sandbox = True`): `self.sandbox.run` runs a `Program` of the interface. A machine on which no
-sandbox holds refuses the plugin, and `prorl rewards test` says which checks it left out."""
+It needs the sandbox (`needs_sandbox = True`): `self.sandbox.run` runs a `Program` of the interface. A machine on which
+none holds refuses the plugin, and `prorl rewards test` says which checks it left out."""
 _NEXT = """{folder}: plugin {name!r}, with its tests and {count} prompt records
 next:
   pip install --no-deps --no-build-isolation -e {folder}

@@ -5,7 +5,13 @@ import math
 import pytest
 import torch
 
-from nemo_prorl.algorithms.shaping import cosine_length_reward, shape_rewards, soft_overlong_penalty
+from nemo_prorl.algorithms.shaping import (
+    Shaping,
+    cosine_length_reward,
+    shape_rewards,
+    shaped_rewards,
+    soft_overlong_penalty,
+)
 
 
 def test_unfinished_responses_lose_the_penalty() -> None:
@@ -47,3 +53,33 @@ def test_cosine_reward_by_hand() -> None:
     assert cosine_length_reward(correct, length, 100)[2].item() == pytest.approx(1.5)
     with pytest.raises(ValueError, match="max_length is 0"):
         cosine_length_reward(correct, length, 0)
+
+
+def test_shapings_add_up_and_are_told_apart() -> None:
+    reward = torch.tensor([[1.0, 0.5, 0.0, math.nan]], dtype=torch.float64)
+    ended = torch.tensor([[True, False, False, False]])
+    length, longest = torch.tensor([[10, 90, 100, 0]]), torch.tensor([[100, 100, 100, 50]])
+    shaping = Shaping(0.5, overlong_tokens=20, overlong_penalty=0.4, cosine=True)
+    shaped, changes = shaped_rewards(reward, ended, length, longest, shaping)
+
+    def at(share: float, score: float) -> float:
+        c = 0.5 * (1 + math.cos(math.pi * share))
+        return score * (1 + c) + (1 - score) * (-10 * c)
+
+    expected = [at(0.1, 1.0), at(0.9, 0.5) - 0.5 - 0.2, -10.0 - 0.5 - 0.4]
+    assert shaped[0, :3].tolist() == pytest.approx(expected, abs=1e-5)
+    assert shaped[0, 3].isnan()
+    assert shaped.dtype == torch.float64
+    assert list(changes) == ["cosine", "unfinished", "overlong"]
+    total = reward + torch.stack(list(changes.values())).sum(0)
+    assert torch.allclose(total, shaped, equal_nan=True)
+    assert changes["unfinished"][0, :3].tolist() == pytest.approx([0.0, -0.5, -0.5])
+    assert changes["overlong"][0, :3].tolist() == pytest.approx([0.0, -0.2, -0.4])
+
+
+def test_without_shaping_the_raw_reward_stays() -> None:
+    reward = torch.tensor([[1.0, 0.25]])
+    ended, length = torch.tensor([[True, False]]), torch.tensor([[1, 2]])
+    shaped, changes = shaped_rewards(reward, ended, length, length + 5, Shaping())
+    assert torch.equal(shaped, reward)
+    assert changes == {}

@@ -28,6 +28,7 @@ from nemo_prorl.rewards.sandbox.syscalls import for_process
 
 RECURSION_LIMIT = 1000  # Python's own
 MAX_DEPTH = 200  # of a result
+_AS_THEY_ARE = frozenset({int, float, str, bool, type(None)})
 
 
 @dataclass(frozen=True)
@@ -322,7 +323,9 @@ def _plain(value: Any, depth: int) -> Any:
     if issubclass(kind, dict):
         return {_key(k): _plain(v, depth + 1) for k, v in dict.items(value)}
     if issubclass(kind, (list, tuple)):
-        items = list.__iter__(value) if issubclass(kind, list) else tuple.__iter__(value)
+        items = list(list.__iter__(value) if issubclass(kind, list) else tuple.__iter__(value))
+        if _AS_THEY_ARE.issuperset(map(type, items)):
+            return items
         return [_plain(item, depth + 1) for item in items]
     raise TypeError(f"the result holds a {kind.__name__}, which JSON cannot")
 

@@ -249,6 +249,7 @@ class _Tests:
                 waiting[0].join()
             atexit._run_exitfuncs()
             self._flush()
+            sys.stdout = sys.__stdout__  # the interpreter does so; a stream of the program's own needs its names
             names = self._namespace or {}
             for name in [name for name, value in names.items() if hasattr(type(value), "__del__")]:
                 del names[name]  # while the names that its end may use are there

@@ -83,7 +83,26 @@ class _Report:
         self._write(self._fd, self._dumps(line).encode() + b"\n")
 
 
-def run_child(files: Files, first: int, count: int, limits: Limits, program: bytes | None, folder: str) -> None:
+@dataclass(frozen=True)
+class State:
+    """The interpreter before any program ran.  Made before the fork: each object that a child touches costs a page."""
+
+    builtins: dict[str, Any]
+    modules: dict[str, Any]
+    path: list[str]
+    environ: dict[str, str]
+
+    @classmethod
+    def now(cls) -> "State":
+        """Sets what every program finds, and takes it down."""
+        sys.argv[:] = ["main.py"]
+        os.umask(0o022)
+        return cls(dict(builtins.__dict__), dict(sys.modules), list(sys.path), dict(os.environ))
+
+
+def run_child(
+    files: Files, first: int, count: int, limits: Limits, program: bytes | None, folder: str, state: State
+) -> None:
     """In a fresh fork: confines itself, compiles, runs tests `first` to `first + count - 1`, and ends the process."""
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     null = os.open("/dev/null", os.O_RDWR)
@@ -102,9 +121,9 @@ def run_child(files: Files, first: int, count: int, limits: Limits, program: byt
         os._exit(0)
     gc.enable()
     stand_ins.add_for(job["source"], path)
-    tests = _Tests(job, files, code, report, path)
-    for index in range(first, first + count):
-        if not tests.run(index, index - first):
+    tests = _Tests(job, files, code, report, path, state)
+    for position in range(count):
+        if not tests.run(first + position, position, last=position == count - 1):
             break
     os._exit(0)
 
@@ -139,18 +158,20 @@ def _compiled(job: dict[str, Any], fd: int, report: _Report, path: str) -> Any:
 class _Tests:
     """The program and the state of this process that is set anew for each test."""
 
-    def __init__(self, job: dict[str, Any], files: Files, code: Any, report: _Report, path: str) -> None:
+    def __init__(self, job: dict[str, Any], files: Files, code: Any, report: _Report, path: str, state: State) -> None:
         self.job, self.files, self.code, self.report, self.path = job, files, code, report, path
         self._folder = os.path.dirname(path)
         self._entries = os.listdir(self._folder)
-        self._builtins = dict(builtins.__dict__)
-        self._path, self._modules = list(sys.path), dict(sys.modules)
-        self._environ = dict(os.environ)
+        self._state = state
+        own_open = builtins.open is not state.builtins["open"]  # of `stand_ins`
+        self._builtins = {**state.builtins, "open": builtins.open} if own_open else state.builtins
         self._namespace: dict[str, Any] | None = None
+        self._finalizes = any(word in job["source"] for word in ("__del__", "weakref", "finalize"))
 
-    def run(self, index: int, position: int) -> bool:
+    def run(self, index: int, position: int, last: bool) -> bool:
         """Runs a test and reports it; whether the next may follow in this process."""
-        self._renew()
+        if position:
+            self._renew()
         self.report(start=index)
         style = self.job["style"]
         result, detail = "", ""
@@ -169,7 +190,7 @@ class _Tests:
             detail = _describe(error)
         if style == "stdin":
             detail = detail or self._finish()
-        more = not detail and self._is_clean()
+        more = not detail and (last or self._is_clean())
         try:
             self.report(end=index, ok=not detail, more=more, detail=detail, result=result)
         except OSError:  # the program closed it: our exit status says how it went
@@ -182,16 +203,18 @@ class _Tests:
         sys.settrace(None)
         sys.setprofile(None)
         os.umask(0o022)
-        sys.path[:] = self._path
+        sys.path[:] = self._state.path
         sys.argv[:] = ["main.py"]
-        if os.environ != self._environ:
+        if os.environ != self._state.environ:
             os.environ.clear()
-            os.environ.update(self._environ)
+            os.environ.update(self._state.environ)
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.alarm(0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        for name in [name for name, module in sys.modules.items() if self._modules.get(name, module) is not module]:
-            sys.modules[name] = self._modules[name]
+        for name in [
+            name for name, module in sys.modules.items() if self._state.modules.get(name, module) is not module
+        ]:
+            sys.modules[name] = self._state.modules[name]
 
     def _is_clean(self) -> bool:
         """Whether a test left nothing behind that the next could notice."""
@@ -205,7 +228,9 @@ class _Tests:
             and count_threads() == 0  # those of `_thread` too
             and "concurrent.futures.thread" not in sys.modules  # it takes no more work after its end
             and builtins.__dict__ == self._builtins
-            and all(sys.modules.get(name) is module for name, module in self._modules.items() if name != "__main__")
+            and all(
+                sys.modules.get(name) is module for name, module in self._state.modules.items() if name != "__main__"
+            )
         )
 
     def _connect(self, position: int) -> None:
@@ -254,7 +279,8 @@ class _Tests:
             for name in [name for name, value in names.items() if hasattr(type(value), "__del__")]:
                 del names[name]  # while the names that its end may use are there
             names.clear()
-            gc.collect()
+            if self._finalizes:
+                gc.collect()
             self._flush()  # what finalizers printed
         except BaseException as error:
             return _describe(error)

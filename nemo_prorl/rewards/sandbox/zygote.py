@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_prorl.rewards.sandbox import confine, kernel, stand_ins
-from nemo_prorl.rewards.sandbox.runner import Files, Limits, run_child
+from nemo_prorl.rewards.sandbox.runner import Files, Limits, State, run_child
 from nemo_prorl.rewards.sandbox.syscalls import build_filter
 
 MAX_FDS, MESSAGE_BYTES = 250, 4096
@@ -116,10 +116,11 @@ def _serve_confined(sock: socket.socket, plan: Plan, alive: int | None = None) -
     program = None if plan.level == "none" else build_filter(own_root=full)
     layers["seccomp"] = program is not None
     sock.send(json.dumps({"ready": layers}).encode())
+    server = _Server(sock, plan, folder, program)
     gc.collect()
     gc.disable()
     gc.freeze()
-    _Server(sock, plan, folder, program).serve()
+    server.serve()
     return 0
 
 
@@ -128,6 +129,7 @@ class _Server:
 
     def __init__(self, sock: socket.socket, plan: Plan, folder: str, program: bytes | None) -> None:
         self._sock, self._plan, self._folder, self._program = sock, plan, folder, program
+        self._state = State.now()
         self._watch = plan.level != "full"
 
     def serve(self) -> None:
@@ -152,7 +154,7 @@ class _Server:
         pid = os.fork()
         if pid == 0:
             try:
-                run_child(files, order["first"], order["count"], limits, self._program, self._folder)
+                run_child(files, order["first"], order["count"], limits, self._program, self._folder, self._state)
             finally:
                 os._exit(121)
         killed = self._wait(pid, began + limits.seconds, order["watched"])

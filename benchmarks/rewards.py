@@ -133,7 +133,7 @@ print(json.dumps(outputs))
 
 
 def _bwrap_a_submission(python: str, folder: Path) -> bool:
-    confined = "bwrap --unshare-all --die-with-parent --ro-bind / / --tmpfs /tmp --ro-bind".split()
+    confined = ["bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "--tmpfs", "/tmp", "--ro-bind"]
     command = [*confined, str(folder), str(folder), python, "-I", "-S", str(folder / "driver.py")]
     command += [str(folder / "inputs.json"), str(folder / "main.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

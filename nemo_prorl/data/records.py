@@ -64,10 +64,13 @@ def _check_answer(truth: dict[str, Any]) -> None:
 
 
 def _check_code(truth: dict[str, Any]) -> None:
-    """code: stdin tests, function tests (`fn_name`), or `asserts`."""
+    """code: stdin tests, function tests (`fn_name`), or `asserts`; null fields, as of tables, are absent."""
+    truth = {name: value for name, value in truth.items() if value is not None}
+    if "tests" in truth and "asserts" in truth:
+        raise _Fault("field 'truth' has both 'tests' and 'asserts'; it must have one of them")
     if "asserts" in truth:
         _need(_texts(truth["asserts"]), "truth.asserts", truth["asserts"], "a list of assert statements")
-    if "tests" in truth or "asserts" not in truth:
+    else:
         tests = _has(truth, "tests", "truth.tests", "a list of tests (or give 'asserts')")
         _need(isinstance(tests, list) and bool(tests), "truth.tests", tests, "a list of at least one test")
         called = "fn_name" in truth
@@ -77,7 +80,7 @@ def _check_code(truth: dict[str, Any]) -> None:
             _check_test(test, f"truth.tests[{index}]", called)
     if "time_limit_s" in truth:
         limit = truth["time_limit_s"]
-        _need(_is_number(limit) and limit > 0, "truth.time_limit_s", limit, "seconds, above 0")
+        _need(_is_number(limit) and 0 < limit <= 60, "truth.time_limit_s", limit, "seconds, above 0, at most 60")
     if "setup" in truth:
         _need(isinstance(truth["setup"], str), "truth.setup", truth["setup"], "a string of Python code")
 
@@ -92,7 +95,8 @@ def _check_test(test: Any, field: str, called: bool) -> None:
         return
     for key in ("input", "output"):
         value = _has(test, key, f"{field}.{key}", "a string")
-        _need(isinstance(value, str), f"{field}.{key}", value, "a string")
+        lines = isinstance(value, list) and all(isinstance(line, str) for line in value)
+        _need(isinstance(value, str) or lines, f"{field}.{key}", value, "a string, or a list of lines")
 
 
 def _check_puzzle(truth: dict[str, Any]) -> None:

@@ -15,15 +15,19 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import DictConfig
 
 import nemo_prorl
 from nemo_prorl.config import Config
-from nemo_prorl.errors import ConfigError, UnfitMachine
+from nemo_prorl.errors import ConfigError, DataError, UnfitMachine
 from nemo_prorl.launcher.processes import Child, MergedLog, stop_all
 from nemo_prorl.launcher.progress import Progress
+
+if TYPE_CHECKING:
+    from nemo_prorl.config import DataSource
+    from nemo_prorl.rewards.interface import RewardPlugin
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +95,7 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     from nemo_prorl.data.blend import load_sources
     from nemo_prorl.data.render import PromptRenderer
     from nemo_prorl.recipe.base_model import make_initial_model
-    from nemo_prorl.rewards.discovery import discover
+    from nemo_prorl.rewards.discovery import discover, make_plugin
     from nemo_prorl.rewards.service import check_sandbox
 
     if cfg.trainer.num_nodes != 1:
@@ -105,8 +109,10 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     sources = [pair for part in load_sources(cfg.data) for pair in part]
     tasks = sorted({record["task"] for _, records in sources for record in records})
     known = discover()
-    plugins = [known.plugin_of_task(task) for task in tasks]
-    if any(plugin.needs_sandbox for plugin in plugins):
+    plugins = {task: known.plugin_of_task(task) for task in tasks}
+    settings = _plain(cfg.rewards.plugins)
+    _check_truths(sources, {task: make_plugin(plugin, settings.get(plugin.name)) for task, plugin in plugins.items()})
+    if any(plugin.needs_sandbox for plugin in plugins.values()):
         check_sandbox(cfg.rewards.unsafe_no_sandbox)
     folder = make_initial_model(cfg, run_dir)
     renderer = PromptRenderer(folder, cfg.trainer.grpo.context_tokens, cfg.trainer.grpo.max_response_tokens)
@@ -118,6 +124,18 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     (run_dir / "endpoints").chmod(0o700)
     (run_dir / "config.yaml").write_text(config_text)
     return tasks
+
+
+def _check_truths(
+    sources: "Sequence[tuple[DataSource, list[dict[str, Any]]]]", plugins: "dict[str, RewardPlugin]"
+) -> None:
+    """Asks each record's plugin whether it can judge by its truth.  Raises DataError: source, record, what is wrong."""
+    for source, records in sources:
+        for record in records:
+            try:
+                plugins[record["task"]].validate_truth(record["truth"])
+            except ValueError as error:
+                raise DataError(f"source {source.name!r}, record {record['id']!r}: {error}") from error
 
 
 class Node:

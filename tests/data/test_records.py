@@ -27,7 +27,8 @@ GOOD_TRUTHS: list[tuple[str, dict[str, Any]]] = [
     ("stem", {"answer": "C", "options": ["a", "b", "c"]}),
     ("code", {"tests": [{"input": "", "output": "1"}], "time_limit_s": 2, "setup": "import math"}),
     ("code", {"fn_name": "f", "tests": [{"args": [1], "expected": None}]}),
-    ("code", {"asserts": ["assert f(1) == 2"]}),
+    ("code", {"asserts": ["assert f(1) == 2"], "tests": None}),
+    ("code", {"tests": [{"input": ["1", "2"], "output": ["3"]}]}),
     ("puzzles", {"dataset": "chain_sum", "entry": ENTRY}),
     ("instructions", {"instruction_id_list": ["a:b"], "kwargs": [{}]}),
     ("a_task_of_another_plugin", {"anything": 1}),
@@ -54,6 +55,8 @@ BAD_TRUTHS: list[tuple[str, Any, str]] = [
     ("code", {"fn_name": "f", "tests": [{"args": []}]}, "field 'truth.tests[0].expected' is missing"),
     ("code", {"asserts": []}, "field 'truth.asserts'"),
     ("code", {"asserts": ["assert 1"], "time_limit_s": 0}, "field 'truth.time_limit_s' is 0"),
+    ("code", {"asserts": ["assert 1"], "time_limit_s": 61}, "field 'truth.time_limit_s' is 61"),
+    ("code", {"asserts": ["assert 1"], "tests": [{"input": "", "output": ""}]}, "has both 'tests' and 'asserts'"),
     ("puzzles", {"entry": ENTRY}, "field 'truth.dataset' is missing"),
     ("puzzles", {"dataset": "x", "entry": {"question": "q", "answer": "a"}}, "field 'truth.entry.metadata' is missing"),
     (

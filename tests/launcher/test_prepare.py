@@ -46,8 +46,16 @@ def test_a_good_file_makes_the_first_model_and_says_its_tasks(tmp_path: Path) ->
         ([], DataError, ["prompts.jsonl"]),
         ([record(prompt="1 " * 200)], DataError, ["a-1", "64", "trainer.grpo.context_tokens"]),
         ([record(task="chess")], ProrlError, ["chess", "math", "puzzles"]),
+        (
+            [
+                record(),
+                record(id="i-1", task="instructions", truth={"instruction_id_list": ["no:such"], "kwargs": [{}]}),
+            ],
+            DataError,
+            ["mine", "i-1", "no:such"],
+        ),
     ],
-    ids=["malformed line", "missing field", "empty file", "prompt longer than the context", "unknown task"],
+    ids=["malformed line", "missing field", "empty file", "long prompt", "unknown task", "unknown instruction"],
 )
 def test_bad_data_is_named(tmp_path: Path, lines: list[str], error: type[ProrlError], told: list[str]) -> None:
     with pytest.raises(error) as caught:

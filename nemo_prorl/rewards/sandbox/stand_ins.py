@@ -32,6 +32,8 @@ def add_builtins() -> None:
 
 def add_for(source: str, path: str) -> None:
     """What this program may look for; little for most.  `path` is what it takes for its own file."""
+    for name in ("chmod", "utime"):
+        setattr(os, name, _or_as_it_is(getattr(os, name), os.path.dirname(path)))
     linecache.cache[path] = (lambda: source,)  # read when `inspect` or a traceback asks
     if "__file__" in source:
         with open(path, "w", encoding="utf-8", errors="surrogatepass", newline="") as file:
@@ -62,6 +64,22 @@ def _with_standard_files(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _os_open = os.open
+
+
+def _or_as_it_is(real: Callable[..., None], folder: str) -> Callable[..., None]:
+    """`os.chmod` or `os.utime` that leave modes and times in `folder` where the level forbids them to be changed.
+
+    Copying and unpacking files ends with such calls.
+    """
+
+    def change(path: Any, *arguments: Any, **options: Any) -> None:
+        try:
+            real(path, *arguments, **options)
+        except PermissionError:
+            if isinstance(path, int) or not os.path.realpath(os.fsdecode(path)).startswith(folder + "/"):
+                raise
+
+    return change
 
 
 class SemLock:

@@ -34,10 +34,8 @@ _PLAIN = {
     "renameat2": 316, "getrandom": 318, "membarrier": 324, "copy_file_range": 326, "preadv2": 327, "pwritev2": 328,
     "statx": 332, "rseq": 334, "close_range": 436, "faccessat2": 439, "epoll_pwait2": 441, "futex_waitv": 449,
 }  # fmt: skip
-# These change a file of which only the name or a descriptor for reading is needed: for a root of our own only.  Else
-# modes and times stay as they are and nobody is told, since copying and unpacking files ends with such calls.
-_OWN_ROOT = {"truncate": 76}
-_MODES = {"chmod": 90, "fchmod": 91, "utime": 132, "utimes": 235, "futimesat": 261, "fchmodat": 268, "utimensat": 280}
+# These change a file of which only the name or a descriptor for reading is needed: for a root of our own only.
+_OWN_ROOT = {"truncate": 76, "chmod": 90, "fchmod": 91, "utime": 132, "utimes": 235, "fchmodat": 268, "utimensat": 280}
 
 _IOCTL, _SOCKETPAIR, _SENDTO, _CLONE, _KILL, _FCNTL, _PRCTL, _TGKILL, _PRLIMIT = 16, 53, 44, 56, 62, 72, 157, 234, 302
 _AFFINITY = (203, 204)  # sched_setaffinity, sched_getaffinity
@@ -141,8 +139,7 @@ def build_filter(own_root: bool) -> bytes:
         _answer(_KILL_PROCESS),
         (_LOAD, 0, 0, 0),
     ]
-    modes = {number: [_answer(_ALLOW) if own_root else _refused(0)] for number in _MODES.values()}
-    for number, block in (_special() | modes).items():
+    for number, block in _special().items():
         program += [(_EQUAL, 0, len(block), number), *block]
     plain = [*_PLAIN.values(), *(_OWN_ROOT.values() if own_root else ())]
     program += [(_EQUAL, len(plain) - at, 0, number) for at, number in enumerate(plain)]  # the x32 calls match none

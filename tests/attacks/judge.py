@@ -1,44 +1,47 @@
-"""Judge for run_attacks.py on top of `prorl rewards score`:  judge.py WORKERS PRORL..."""
+"""Judge for run_attacks.py on top of the reward service:  judge.py WORKERS
 
+`prorl rewards score` would do, too; here verdicts leave as they come, and all workers are those of the plugin `code`.
+"""
+
+import asyncio
 import json
-import subprocess
 import sys
-import threading
-from typing import IO, Any
+from typing import Any
+
+from nemo_prorl.rewards.discovery import discover
+from nemo_prorl.rewards.interface import RewardRequest
+from nemo_prorl.rewards.service import RewardService, plan_pools
 
 
-def request_of(case: dict[str, Any]) -> dict[str, Any]:
-    """What `prorl rewards score` reads."""
+def request_of(case: dict[str, Any]) -> RewardRequest:
+    """What the plugin judges."""
     truth = {"tests": case["tests"]}
     if case["style"] == "function":
         truth["fn_name"] = case["fn_name"]
-    response = f"```python\n{case['code']}\n```"
-    return {"id": case["id"], "task": "code", "prompt": "", "truth": truth, "response": response, "finished": True}
+    return RewardRequest(case["id"], "code", "", truth, f"```python\n{case['code']}\n```", True)
 
 
-def feed(into: IO[str]) -> None:
-    """Until our standard input ends."""
-    for line in sys.stdin:
-        if line.strip():
-            into.write(json.dumps(request_of(json.loads(line))) + "\n")
-            into.flush()
-    into.close()
+def answer(future: "asyncio.Future[dict[str, Any]]") -> None:
+    verdict = future.result()
+    sys.stdout.write(json.dumps({name: verdict[name] for name in ("id", "score", "failure")}) + "\n")
+    sys.stdout.flush()
 
 
-def main(workers: str, *command: str) -> int:
-    """Answers requests of the one kind by verdicts of the other."""
-    score = [*command, "rewards", "score", "--in", "-", "--out", "-", "--workers", workers]
-    with subprocess.Popen(score, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        threading.Thread(target=feed, args=(process.stdin,), daemon=True).start()
-        for line in process.stdout:
-            verdict = json.loads(line)
-            answer = {name: verdict[name] for name in ("id", "score", "failure")}
-            sys.stdout.write(json.dumps(answer) + "\n")
-            sys.stdout.flush()
-    return process.returncode
+async def main(workers: int) -> None:
+    """Answers until standard input ends."""
+    registry = discover()
+    service = RewardService(plan_pools(registry, ["code"], workers), registry)
+    await service.start()
+    open_requests = []
+    try:
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            future = service.submit(request_of(json.loads(line)))
+            future.add_done_callback(answer)
+            open_requests.append(future)
+        await asyncio.gather(*open_requests)
+    finally:
+        await service.close()
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    asyncio.run(main(int(sys.argv[1])))

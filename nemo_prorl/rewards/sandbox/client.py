@@ -6,6 +6,7 @@ one stands if it passed; else it runs once more alone, so that no test can spoil
 
 import contextlib
 import fcntl
+import importlib.util
 import json
 import os
 import resource
@@ -15,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,9 @@ class _Child:
 class ProcessSandbox:
     """One sandbox process at one level; not to be shared between threads.  Starts again by itself when it breaks."""
 
-    def __init__(self, level: str, tmp_mb: int = 64) -> None:
+    def __init__(self, level: str, tmp_mb: int = 64, packages: Sequence[str] = ()) -> None:
         self.level = level
+        self._packages = tuple(place for name in packages for place in places_of(name))
         self._tmp_mb = tmp_mb
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -104,7 +106,7 @@ class ProcessSandbox:
 
     def _start(self) -> None:
         self.folder = "" if self.level == "full" else folders.make()
-        plan = Plan(self.level, self.folder, self._tmp_mb, _FIRST_UID + os.getpid())
+        plan = Plan(self.level, self.folder, self._tmp_mb, _FIRST_UID + os.getpid(), self._packages)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         python = getattr(sys, "_base_executable", None) or sys.executable
         arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps(asdict(plan))]
@@ -225,6 +227,15 @@ def _child_of(answer: dict[str, Any]) -> _Child:
     if "failed" in answer:
         raise _Broken(answer["failed"])
     return _Child(**answer)
+
+
+def places_of(package: str) -> list[str]:
+    """The folders of an installed package, with that of the libraries that its wheel brings; none if not installed."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return []
+    folder = os.path.realpath(spec.submodule_search_locations[0])
+    return [folder, *(libs for libs in (f"{folder}.libs",) if os.path.isdir(libs))]
 
 
 def _memory_file(name: str, text: str) -> int:

@@ -14,6 +14,7 @@ _WRITE_FILE, _REFER = 1 << 1, 1 << 13
 # In a folder of its own: read, write, remove, make folders, files, fifos and links, truncate; no sockets or devices.
 _OWN = _READ_FILE | _READ_DIR | _WRITE_FILE | (1 << 4) | (1 << 5) | (1 << 7) | (1 << 8) | (1 << 10) | (1 << 12)
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+PACKAGES = "/packages"
 _STAGING = ("/mnt", "/media", "/srv", "/opt", "/run", "/tmp", "/var")
 _NAMESPACES = (
     kernel.CLONE_NEWNS
@@ -32,10 +33,11 @@ class View:
     folders: tuple[str, ...]
     files: tuple[str, ...]
     hidden: tuple[str, ...]  # below `folders`, and not to be seen
+    packages: tuple[str, ...] = ()  # folders of third-party packages; below PACKAGES in a root of its own
 
 
-def host_view() -> View:
-    """Python's standard library and the shared libraries that it loads."""
+def host_view(packages: tuple[str, ...] = ()) -> View:
+    """Python's standard library and the shared libraries that it loads, and third-party packages."""
     library = os.path.realpath(sysconfig.get_paths()["stdlib"])
     dynamic = os.path.realpath(sysconfig.get_config_var("DESTSHARED") or os.path.join(library, "lib-dynload"))
     prefix = os.path.realpath(sys.base_prefix)
@@ -46,7 +48,8 @@ def host_view() -> View:
     kept = [path for path in dict.fromkeys([*folders, "/usr/share/zoneinfo"]) if os.path.isdir(path)]
     kept = [path for path in kept if not any(path.startswith(other + "/") for other in kept)]
     hidden = [os.path.join(library, name) for name in ("site-packages", "dist-packages", "test", "ensurepip")]
-    return View(tuple(kept), tuple(f for f in files if os.path.exists(f)), tuple(h for h in hidden if os.path.isdir(h)))
+    there = tuple(file for file in files if os.path.exists(file))
+    return View(tuple(kept), there, tuple(path for path in hidden if os.path.isdir(path)), packages)
 
 
 def enter_namespaces() -> None:
@@ -70,11 +73,12 @@ def _write(path: str, text: str) -> None:
 def build_root(view: View, tmp_mb: int) -> None:
     """A root that holds the view, read-only, and an empty /tmp in memory; nothing else of the host is left."""
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-    sources = (*view.folders, *view.files)
-    base = next(p for p in _STAGING if os.path.isdir(p) and not any(s.startswith(p + "/") for s in sources))
+    places = {path: path for path in (*view.folders, *view.files)}
+    places |= {path: f"{PACKAGES}/{os.path.basename(path)}" for path in view.packages}
+    base = next(p for p in _STAGING if os.path.isdir(p) and not any(s.startswith(p + "/") for s in places))
     kernel.mount("sandbox", base, "tmpfs", kernel.MS_NOSUID, "size=4m,nr_inodes=4096,mode=755")
-    for path in sources:
-        target = base + path
+    for path, place in places.items():
+        target = base + place
         if os.path.isdir(path):
             os.makedirs(target, exist_ok=True)
         else:
@@ -102,7 +106,7 @@ def drop_identity(view: View, own_folder: str, uid: int) -> bool:
     """
     changed = False
     if os.geteuid() == 0:
-        reachable = all(_open_to_all(path) for path in view.folders)
+        reachable = all(_open_to_all(path) for path in (*view.folders, *view.packages) if os.path.exists(path))
         with contextlib.suppress(OSError):  # a container may lack the right, or the number
             if reachable:
                 os.chown(own_folder, uid, uid)
@@ -151,7 +155,7 @@ def restrict_files(view: View, own_folder: str) -> int:
 
 def _readable(view: View) -> list[str]:
     """The view as paths for rules, which cannot leave out what is hidden: those folders are listed one by one."""
-    paths = [path for path in view.files if path not in _DEVICES]
+    paths = [path for path in (*view.files, *view.packages) if path not in _DEVICES]
     for folder in view.folders:
         if any(path.startswith(folder + "/") for path in view.hidden):
             paths += [os.path.join(folder, name) for name in os.listdir(folder)]

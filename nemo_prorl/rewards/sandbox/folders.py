@@ -23,7 +23,7 @@ def make() -> str:
     """A new folder of this process."""
     sweep()
     prefix = f"{_PREFIX}{os.getpid()}-{_started(os.getpid())}-"
-    return tempfile.mkdtemp(prefix=prefix)
+    return os.path.realpath(tempfile.mkdtemp(prefix=prefix))  # as a program in it sees where it is
 
 
 def sweep() -> None:

@@ -8,7 +8,7 @@ import select
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,8 +150,8 @@ def prove(sandbox: ProcessSandbox) -> Proof:
     return Proof(sandbox.level, sandbox.layers, tuple(n for n in possible if n not in known), tuple(lacks))
 
 
-def _tried(level: str) -> tuple[ProcessSandbox, Proof]:
-    sandbox = ProcessSandbox(level)
+def _tried(level: str, packages: Sequence[str] = ()) -> tuple[ProcessSandbox, Proof]:
+    sandbox = ProcessSandbox(level, packages=packages)
     try:
         sandbox.start()
         return sandbox, prove(sandbox)
@@ -159,14 +159,15 @@ def _tried(level: str) -> tuple[ProcessSandbox, Proof]:
         return sandbox, Proof(level, failure=str(error))
 
 
-def open_sandbox(unsafe: bool = False) -> ProcessSandbox:
+def open_sandbox(unsafe: bool = False, packages: Sequence[str] = ()) -> ProcessSandbox:
     """The strongest sandbox that holds here, started.  Raises UnfitMachine with what each level lacks.
 
+    `packages`: installed third-party packages that programs may import.
     `unsafe`: where no level holds, a plain child process with limits, which stops nothing that is meant to do harm.
     """
     proofs = []
     for level in LEVELS:
-        sandbox, proof = _tried(level)
+        sandbox, proof = _tried(level, packages)
         if proof.holds:
             _log.info("sandbox level %s", proof.line())
             return sandbox
@@ -174,7 +175,7 @@ def open_sandbox(unsafe: bool = False) -> ProcessSandbox:
         proofs.append(proof)
     if unsafe:
         _log.warning("NO SANDBOX: code of the model runs as this user, with limits only (unsafe_no_sandbox)")
-        sandbox = ProcessSandbox("none")
+        sandbox = ProcessSandbox("none", packages=packages)
         sandbox.start()
         return sandbox
     raise UnfitMachine(refusal(proofs))

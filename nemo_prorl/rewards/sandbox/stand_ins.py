@@ -6,7 +6,7 @@ Conveniences only: nothing here guards anything, and a program may undo it.
 import _sitebuiltins
 import builtins
 import contextlib
-import importlib
+import importlib.util
 import io
 import linecache
 import os
@@ -44,6 +44,20 @@ def add_for(source: str, path: str) -> None:
     if "multiprocessing" in source:  # its pools of threads have locks in /dev/shm
         with contextlib.suppress(ImportError):
             importlib.import_module("_multiprocessing").__dict__["SemLock"] = SemLock
+
+
+class Packages:
+    """Finds the third-party packages that may be imported, and no other module beside them."""
+
+    def __init__(self, folders: tuple[str, ...]) -> None:
+        self._folders = {os.path.basename(folder): folder for folder in folders}
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        folder = self._folders.get(name) if path is None else None
+        if folder is None:
+            return None
+        start = os.path.join(folder, "__init__.py")
+        return importlib.util.spec_from_file_location(name, start, submodule_search_locations=[folder])
 
 
 def _with_standard_files(real: Callable[..., Any]) -> Callable[..., Any]:

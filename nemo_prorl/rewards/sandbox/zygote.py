@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_prorl.rewards.sandbox import confine, kernel, stand_ins
@@ -44,6 +44,7 @@ class Plan:
     folder: str
     tmp_mb: int
     uid: int
+    packages: tuple[str, ...]
 
 
 def main(arguments: list[str]) -> int:
@@ -97,12 +98,14 @@ def _serve_as_init(sock: socket.socket, plan: Plan) -> int:
 
 def _serve_confined(sock: socket.socket, plan: Plan, alive: int | None = None) -> int:
     """Confines this process as the level asks, says so, and serves.  `alive` reads as ended when our parent has."""
-    view = confine.host_view()
+    view = confine.host_view(tuple(plan.packages))
     folder, full = plan.folder, plan.level == "full"
     layers: dict[str, Any] = {"namespaces": full}
     if full:
         confine.build_root(view, plan.tmp_mb)
         folder = "/tmp"
+        view = replace(view, packages=tuple(f"{confine.PACKAGES}/{os.path.basename(p)}" for p in view.packages))
+    sys.meta_path.append(stand_ins.Packages(view.packages))
     if plan.level != "none":
         layers["identity"] = confine.drop_identity(view, folder, plan.uid)
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
@@ -205,8 +208,10 @@ def _disk_use(folder: str, limit: int) -> bool:
         for entry in entries:
             try:
                 status = entry.stat(follow_symlinks=False)
-            except OSError:
+            except FileNotFoundError:
                 continue
+            except OSError:
+                return True
             number += 1
             total += status.st_blocks * 512
             if entry.is_dir(follow_symlinks=False):

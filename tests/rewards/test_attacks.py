@@ -1,0 +1,188 @@
+"""Hostile programs, and honest ones that look odd: the 126 of tests/attacks/given and our own of tests/attacks."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nemo_prorl.rewards.interface import Program
+from nemo_prorl.rewards.sandbox import client, proof, zygote
+from nemo_prorl.rewards.sandbox.client import ProcessSandbox, SandboxFailure
+from tests.rewards.conftest import ROOT
+
+OWN = ROOT / "tests" / "attacks"
+GIVEN = OWN / "given"
+AT_ONCE = 4  # most of the time is spent asleep
+CONDITIONS = {"user": (), "closed": ("--no-user-namespaces",)}
+# For the other two conditions where time is short: what depends on the level, and what each of them has broken before.
+PART = {
+    GIVEN: [
+        "fs-*",
+        "net-*",
+        "proc-*",
+        "h-read-*",
+        "h-tempfile",
+        "h-threads",
+        "steal-*",
+        "exhaust-disk",
+        "exhaust-thread*",
+    ],
+    OWN: [
+        "h-copies-files",
+        "h-thread-pool",
+        "h-dev-stdin",
+        "h-many-files-open",
+        "zz-marks*",
+        "zz-hidden*",
+        "zz-pr*",
+        "zz-by*",
+    ],
+}
+
+
+def attack(cases: Path, judge: list[str], *options: str) -> subprocess.CompletedProcess[str]:
+    runner = [sys.executable, str(GIVEN / "run_attacks.py"), "--cases", str(cases), "--in-flight", str(AT_ONCE)]
+    return subprocess.run(
+        [*runner, "--judge", " ".join(judge), *options],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def judge(*condition: str) -> list[str]:
+    becomes = [sys.executable, str(ROOT / "tests/rewards/as_user.py"), *condition[1:]] if condition else []
+    return [*becomes, sys.executable, str(OWN / "judge.py"), str(AT_ONCE)]
+
+
+def cases_of(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "manifest.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("cases", [GIVEN, OWN], ids=["given", "own"])
+def test_no_case_is_judged_wrong(cases: Path) -> None:
+    done = attack(cases, judge())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(cases_of(cases))} cases, 0 wrong" in done.stdout
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+@pytest.mark.parametrize("cases", [GIVEN, OWN], ids=["given", "own"])
+def test_what_depends_on_rights_is_judged_right_without_them(cases: Path, condition: str) -> None:
+    done = attack(cases, judge("as", *CONDITIONS[condition]), "--only", *PART[cases])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("condition", CONDITIONS)
+@pytest.mark.parametrize("cases", [GIVEN, OWN], ids=["given", "own"])
+def test_no_case_is_judged_wrong_without_rights(cases: Path, condition: str) -> None:
+    done = attack(cases, judge("as", *CONDITIONS[condition]))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_judge_that_believes_everything_is_told_so(tmp_path: Path) -> None:
+    """The runner can fail: here hostile programs are judged right, and honest ones too."""
+    script = tmp_path / "gullible.py"
+    script.write_text(
+        "import json, sys\nfor line in sys.stdin:\n"
+        "    print(json.dumps({'id': json.loads(line)['id'], 'score': 1, 'failure': None}), flush=True)\n"
+    )
+    only = ("h-exit-builtin", "zz-marks-folder", "zz-nul-source")
+    done = attack(OWN, [sys.executable, str(script)], "--only", *only)
+    assert done.returncode == 1
+    assert "3 cases, 2 wrong" in done.stdout
+
+
+def test_every_case_says_why() -> None:
+    for case in cases_of(OWN):
+        assert case["why"], case["id"]
+        assert (OWN / str(case["file"])).is_file()
+    assert {path.name for path in (OWN / "programs").iterdir()} == {Path(str(c["file"])).name for c in cases_of(OWN)}
+
+
+# --- what the cases have taught, one by one --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=proof.LEVELS)
+def box(request: pytest.FixtureRequest) -> Iterator[ProcessSandbox]:
+    sandbox = ProcessSandbox(request.param)
+    try:
+        sandbox.start()
+    except SandboxFailure as error:
+        pytest.skip(f"this machine has no such level: {error}")
+    yield sandbox
+    sandbox.close()
+
+
+def test_a_process_of_the_host_cannot_be_found_by_its_number(box: ProcessSandbox) -> None:
+    ways = ("os.getpgid(pid)", "os.getsid(pid)", "os.getpriority(0, pid)", "time.clock_gettime((~pid << 3) | 2)")
+    source = (
+        "import os, time\nway, pid = input().split(';')\npid = int(pid)\n"
+        "try:\n    eval(way)\n    print('found')\nexcept OSError as error:\n    print(error.errno)\n"
+    )
+    run = box.run(Program(source, "stdin", tuple(f"{way};{os.getpid()}" for way in ways)), lambda *_: True)
+    refused = {str(number).encode() for number in (errno.EPERM, errno.ESRCH, errno.EINVAL)}
+    assert {output and output.strip() for output in run.outputs} <= refused
+
+
+def test_own_clocks_and_groups_can_be_asked_for(box: ProcessSandbox) -> None:
+    source = "import os, time\nos.getsid(0), os.getpgid(os.getpid()), os.getpriority(0, 0)\n" + (
+        "for clock in (0, 1, 2, 3, 4, 7):\n    time.clock_gettime(clock)\nprint('fine')\n"
+    )
+    assert box.run(Program(source, "stdin", ("",)), lambda *_: True).outputs == (b"fine\n",)
+
+
+def test_a_report_of_many_lines_is_read_at_once() -> None:
+    child = client._Child(0, None, 0.0)
+    began = time.process_time()
+    client._read_report(child, b"\n" * (8 << 20), 0, 10)
+    assert time.process_time() - began < 1.0  # line by line it takes 15 s
+
+
+def test_what_hides_from_being_counted_counts_as_too_much(tmp_path: Path) -> None:
+    assert not zygote._disk_use(str(tmp_path), 1 << 20)
+    descend = os.getcwd()
+    os.chdir(tmp_path)
+    try:
+        for _ in range(25):
+            os.mkdir("d" * 200)
+            os.chdir("d" * 200)
+    finally:
+        os.chdir(descend)
+    assert zygote._disk_use(str(tmp_path), 1 << 20)
+    zygote.empty_folder(str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_emptied_folder_bears_no_mark(tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / f".moved-{number}" / "x").mkdir(parents=True)
+    os.utime(tmp_path, (123, 456))
+    tmp_path.chmod(0o711)
+    zygote.empty_folder(str(tmp_path))
+    status = tmp_path.stat()
+    assert (status.st_mode & 0o7777, status.st_mtime, status.st_atime) == (0o700, 0, 0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_repeats_take_what_time_the_tests_left(box: ProcessSandbox) -> None:
+    """Six tests of 0.5 s, of which five are right only alone: 2.5 s more, within the limit and a half."""
+    source = "import heapq, time\ntime.sleep(0.5)\nprint(getattr(heapq, 'again', 0))\nheapq.again = 1\n"
+    program = Program(source, "stdin", ("",) * 6, time_limit_s=5.0)
+    run = box.run(program, lambda _, output: output == b"0\n")
+    assert run.outputs == (b"0\n",) * 6
+
+
+def test_large_outputs_that_are_wrong_are_not_kept(box: ProcessSandbox) -> None:
+    program = Program("print('x' * (3 << 20))", "stdin", ("1", "2"), output_mb=16)
+    assert box.run(program, lambda *_: False).outputs == (None, None)
+    assert [len(output or b"") for output in box.run(program, lambda *_: True).outputs] == [(3 << 20) + 1] * 2

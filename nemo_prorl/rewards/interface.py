@@ -186,6 +186,7 @@ class RewardPlugin(ABC):
     tasks: ClassVar[tuple[str, ...]]
     time_budget_s: float = 10.0
     needs_sandbox: ClassVar[bool] = False
+    sandbox_packages: tuple[str, ...] = ()  # installed packages that programs in the sandbox may import
     sandbox: Sandbox  # set before `prepare` where the class says that it needs one
 
     @dataclass(frozen=True)

@@ -46,7 +46,7 @@ def load(name: str, settings: dict[str, object], unsafe_no_sandbox: bool) -> Rew
     if plugin.needs_sandbox:
         from nemo_prorl.rewards.sandbox.proof import open_sandbox
 
-        plugin.sandbox = open_sandbox(unsafe_no_sandbox)
+        plugin.sandbox = open_sandbox(unsafe_no_sandbox, plugin.sandbox_packages)
     plugin.prepare()
     return plugin
 

@@ -21,7 +21,7 @@ ONE, TWO = "print(1)\n", "print(2)\n"
 @pytest.fixture(scope="module")
 def code() -> Iterator[CodeReward]:
     plugin = CodeReward()
-    sandbox = open_sandbox()
+    sandbox = open_sandbox(packages=plugin.sandbox_packages)
     plugin.sandbox = sandbox
     plugin.prepare()
     yield plugin

@@ -1,5 +1,6 @@
 """The sandbox at both levels: what a program gets, what it cannot reach, and how its verdict comes about."""
 
+import contextlib
 import json
 import os
 import signal
@@ -343,3 +344,17 @@ def test_a_folder_is_emptied_however_deep_and_locked(tmp_path: Path) -> None:
     empty_folder(str(folder))
     assert not list(folder.iterdir())
     assert (outside / "keep").read_text() == "kept"
+
+
+@pytest.mark.parametrize("level", proof.LEVELS)
+def test_packages_can_be_imported_and_nothing_beside_them(level: str) -> None:
+    source = "import numpy, sys\nfrom numpy import linalg\nprint(int(linalg.det(numpy.eye(int(input())))))"
+    with contextlib.closing(ProcessSandbox(level, packages=("numpy", "no_such_package"))) as sandbox:
+        sandbox.start()
+        found = proof.prove(sandbox)
+        assert found.holds, found.line()
+        assert run(sandbox, source, "2", "3").outputs == (b"1\n", b"1\n")
+        assert "ModuleNotFoundError" in run(sandbox, "import torch").details[0]
+    with contextlib.closing(ProcessSandbox(level)) as bare:
+        bare.start()
+        assert "ModuleNotFoundError" in run(bare, "import numpy").details[0]

@@ -265,7 +265,7 @@ def _read_report(child: _Child, text: bytes, first: int, count: int) -> None:
     for line in text.split(b"\n", 4 * count + 16)[: 4 * count + 16]:
         try:
             entry = json.loads(line)
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError, MemoryError):
             continue
         if not isinstance(entry, dict):
             continue

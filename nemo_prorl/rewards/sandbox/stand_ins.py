@@ -41,9 +41,11 @@ def add_for(source: str, path: str) -> None:
     if "/dev/std" in source or "/fd/" in source:
         builtins.open = io.open = _with_standard_files(io.open)
         os.open = _with_standard_files(os.open)
-    if "multiprocessing" in source:  # its pools of threads have locks in /dev/shm
+    if "multiprocessing" in source:  # its locks and shared values live in /dev/shm
         with contextlib.suppress(ImportError):
             importlib.import_module("_multiprocessing").__dict__["SemLock"] = SemLock
+            if "Value" in source or "Array" in source:  # shared by threads only: in the folder for temporary files
+                importlib.import_module("multiprocessing.heap").__dict__["Arena"]._dir_candidates = []
 
 
 class Packages:

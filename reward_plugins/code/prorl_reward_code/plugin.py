@@ -1,7 +1,7 @@
 """The plugin class: which program, which tests, and the share of them that it passes (paper sec. 2)."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,21 @@ class CodeReward(RewardPlugin):
 
     @dataclass(frozen=True)
     class Config:
-        """`time_limit_s`: wall time of all tests together where the truth says nothing; `memory_mb`: of a program."""
+        """`time_limit_s`: wall time of all tests together where the truth says nothing; `memory_mb`: of a program.
+
+        `packages`: third-party packages that programs may import, where they are installed.
+        """
 
         time_limit_s: float = 5.0
         memory_mb: int = 2048
+        packages: Sequence[str] = ("numpy", "sortedcontainers")
         time_budget_s: float = 20.0
 
     config: Config
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.sandbox_packages = tuple(self.config.packages)
 
     def validate_truth(self, truth: dict[str, Any]) -> None:
         check(truth)

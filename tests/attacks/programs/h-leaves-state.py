@@ -5,6 +5,7 @@ assert decimal.getcontext().prec == 28
 heapq.patched = True
 decimal.getcontext().prec = 3
 warnings.simplefilter("error")
+locale.setlocale(locale.LC_ALL, "")
 locale.setlocale(locale.LC_ALL, "C")
 random.seed(1)
 signal.signal(signal.SIGUSR1, lambda *_: None)

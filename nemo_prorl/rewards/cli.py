@@ -42,7 +42,9 @@ def add_parser(subparsers: Any) -> None:
     scored = commands.add_parser("score", help="judge requests (JSON Lines) and write verdicts in their order")
     scored.add_argument("--in", dest="source", default="-", help="file of requests; - is standard input, streamed")
     scored.add_argument("--out", default="-", help="file of verdicts; - is standard output")
-    scored.add_argument("--workers", type=int, default=1, help="worker processes, shared out over the plugins")
+    scored.add_argument(
+        "--workers", type=int, default=1, help="worker processes, shared out over the plugins; streamed: each one's"
+    )
     scored.add_argument("--settings", type=parse_settings, default={}, help="JSON object: plugin name -> its settings")
     add_unsafe(scored)
     served = commands.add_parser("serve", help="run the reward server until it is stopped")
@@ -233,13 +235,13 @@ async def _score(args: argparse.Namespace) -> int:
     requests = None if args.source == "-" else read_requests(Path(args.source))
     registry = discover()
     tasks = sorted({request.task for request in requests}) if requests else []
-    unsafe = args.unsafe_no_sandbox
-    service = RewardService(
-        plan_pools(registry, tasks, args.workers, args.settings, unsafe_no_sandbox=unsafe), registry
-    )
+    streamed, unsafe = requests is None, args.unsafe_no_sandbox
+    specs = plan_pools(registry, tasks, args.workers, args.settings, unsafe_no_sandbox=unsafe, on_demand=streamed)
+    service = RewardService(specs, registry)
     with opened(args.out) as out:
-        await service.start()
         try:
+            if not streamed:
+                await service.start()
             source = _stream() if requests is None else _each(requests)
             await _judge_in_order(service, source, out, args.workers * _IN_FLIGHT)
         finally:
@@ -260,6 +262,7 @@ async def _judge_in_order(
         try:
             async for request in source:
                 await room.acquire()
+                await service.ready(request.task)
                 waiting.append(service.submit(request))
                 more.set()
         finally:

@@ -29,9 +29,11 @@ def plan_pools(
     max_queue: int = 8192,
     memory_mb: int = 4096,
     unsafe_no_sandbox: bool = False,
+    on_demand: bool = False,
 ) -> list[PoolSpec]:
     """One pool for each plugin that `tasks` need (all tasks where none is named).
 
+    `on_demand`: the pools will be started when they are needed, so each gets all the workers, and nothing is tried now.
     Raises ConfigError (unknown task, plugin or setting, the known ones listed) and UnfitMachine (no sandbox).
     """
     settings = settings or {}
@@ -42,11 +44,12 @@ def plan_pools(
     if not classes:
         raise ConfigError("no reward plugin is installed; install one, for example from reward_plugins/")
     specs = []
-    for name, count in share_out(workers, list(classes)).items():
+    shares = dict.fromkeys(classes, workers) if on_demand else share_out(workers, list(classes))
+    for name, count in shares.items():
         budget = make_plugin(classes[name], settings.get(name)).time_budget_s
         own = dict(settings.get(name, {}))
         specs.append(PoolSpec(name, own, count, budget, max_queue, memory_mb, unsafe_no_sandbox=unsafe_no_sandbox))
-    if any(plugin.needs_sandbox for plugin in classes.values()):
+    if not on_demand and any(plugin.needs_sandbox for plugin in classes.values()):
         check_sandbox(unsafe_no_sandbox)
     return specs
 
@@ -65,6 +68,8 @@ class RewardService:
         registry = registry or discover()
         self.pools = {spec.plugin: PluginPool(spec) for spec in specs}
         self.tasks = {task: name for task, name in registry.tasks().items() if name in self.pools}
+        self._registry = registry
+        self._started: set[str] = set()
 
     async def start(self) -> None:
         """Raises RewardFailure, naming the plugin, where a worker cannot start."""
@@ -72,6 +77,17 @@ class RewardService:
         if errors := [error for error in started if isinstance(error, BaseException)]:
             await self.close()
             raise errors[0]
+        self._started.update(self.pools)
+
+    async def ready(self, task: str) -> None:
+        """Starts the pool of a task if none did before.  Raises RewardFailure and UnfitMachine; unknown tasks pass."""
+        name = self.tasks.get(task)
+        if name is None or name in self._started:
+            return
+        self._started.add(name)
+        if self._registry.plugin(name).needs_sandbox:
+            check_sandbox(self.pools[name].spec.unsafe_no_sandbox)
+        await self.pools[name].start()
 
     async def close(self) -> None:
         await asyncio.gather(*(pool.close() for pool in self.pools.values()))

@@ -52,7 +52,7 @@ def test_list_and_describe(broken_plugins: Path, capsys: pytest.CaptureFixture[s
     assert run("describe", "math") == 0
     out = capsys.readouterr().out
     assert "rewards.plugins.math.time_budget_s: float" in out
-    with pytest.raises(ConfigError, match="unknown reward plugin 'maths'; known: echo"):
+    with pytest.raises(ConfigError, match="unknown reward plugin 'maths'; known: code, echo"):
         run("describe", "maths")
 
 
@@ -83,7 +83,7 @@ def test_a_bad_line_is_named_before_anything_is_judged(plugins: Path, tmp_path: 
     with pytest.raises(DataError, match="cannot be read"):
         run("score", "--in", str(tmp_path / "absent.jsonl"))
     source = write(tmp_path / "in.jsonl", [request_of("ecco", "1")])
-    with pytest.raises(ConfigError, match="no reward plugin judges task 'ecco'; known: echo"):
+    with pytest.raises(ConfigError, match="no reward plugin judges task 'ecco'; known: code, echo"):
         run("score", "--in", str(source))
 
 
@@ -101,6 +101,18 @@ def test_a_stream_answers_each_line_before_the_next_is_written(plugins: Path) ->
     process.stdin.close()
     assert process.stdout.read() == ""
     assert process.wait(30) == 4
+
+
+def test_a_stream_starts_what_it_needs_with_all_the_workers(plugins: Path) -> None:
+    requests = [request_of("echo", "1", f"r{at}", meta={"sleep_s": 0.2}) for at in range(6)]
+    command = [sys.executable, "-c", MAIN, "rewards", "score", "--workers", "2"]
+    text = "".join(json.dumps(request) + "\n" for request in requests)
+    done = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True, check=True, timeout=60)
+    verdicts = lines_of(done.stdout)
+    assert [v["id"] for v in verdicts] == [f"r{at}" for at in range(6)]
+    assert len({v["detail"] for v in verdicts}) == 2  # its workers' numbers
+    assert "warming up" in done.stderr
+    assert done.stderr.count("warming up") == 2  # of echo alone
 
 
 def test_bad_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

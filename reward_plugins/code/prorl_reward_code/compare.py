@@ -40,7 +40,7 @@ def same_value(expected: Any, output: bytes) -> bool:
     try:
         value = json.loads(output, parse_constant=_refuse)
         return equal(expected, value)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, MemoryError):
         return False
 
 

@@ -115,6 +115,7 @@ def test_the_installed_plugin_judges_by_its_settings(environment: Environment) -
         assert (verdict["score"], verdict["failure"]) == (0.0 if failure else 1.0, failure)
 
 
+@pytest.mark.slow
 @pytest.mark.nemo
 @pytest.mark.vllm
 @pytest.mark.timeout(900)

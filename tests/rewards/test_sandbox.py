@@ -268,6 +268,30 @@ def test_a_killed_sandbox_starts_again_and_the_verdict_is_right(box: ProcessSand
     assert not is_alive(first)
 
 
+def test_a_program_that_is_killed_from_outside_is_tried_again(box: ProcessSandbox) -> None:
+    """As when a machine runs out of memory; one that is killed each time has failed."""
+
+    def kill_programs(times: int) -> None:
+        assert box._process is not None
+        for _ in range(times):
+            base = 2 if box.level == "full" else 1  # keeper and first process, or the one that serves
+            Deadline(10, "the program").wait_until(lambda base=base: len(descendants(os.getpid())) > base)  # type: ignore[misc]
+            time.sleep(0.1)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(max(descendants(box._process.pid)), signal.SIGKILL)
+            time.sleep(0.1)
+
+    slow = "import time\ntime.sleep(0.6)\nprint(input())"
+    for times, expected in ((1, b"7\n"), (3, None)):
+        killer = threading.Thread(target=kill_programs, args=(times,))
+        killer.start()
+        answer = run(box, slow, "7")
+        killer.join()
+        assert answer.outputs == (expected,), answer.details
+    assert "SIGKILL" in answer.details[0]
+    assert run(box, ADD, "1 2").outputs == (b"3\n",)
+
+
 def test_a_sandbox_that_never_works_is_an_infrastructure_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox = ProcessSandbox("full")
     monkeypatch.setattr(ProcessSandbox, "_receive", lambda *_: {"failed": "the kernel says no"})

@@ -150,7 +150,7 @@ def test_wrong_use_is_said_before_anything_starts(plugins: Path, tmp_path: Path)
     os.chmod(token, 0o600)
     unknown = run("--tasks", "ecco", "--token-file", str(token))
     assert unknown.returncode == 2
-    assert "no reward plugin judges task 'ecco'; known: echo" in unknown.stderr
+    assert "no reward plugin judges task 'ecco'; known: code, echo" in unknown.stderr
     setting = run("--tasks", "echo", "--token-file", str(token), "--settings", '{"echo": {"speed": 1}}')
     assert setting.returncode == 2
     assert "rewards.plugins.echo.speed=1: unknown setting" in setting.stderr

@@ -62,6 +62,7 @@ class _Child:
     detail: str = ""
     ends: dict[int, dict[str, Any]] = field(default_factory=dict)
     started: int = -1
+    independent: bool = False
     outputs: dict[int, bytes] = field(default_factory=dict)
 
     @property
@@ -163,8 +164,13 @@ class ProcessSandbox:
             return False
         return run.outputs == (b"42\n",)
 
-    def run_child(self, program: Program, first: int, count: int, job: int, code: int, seconds: float) -> _Child:
-        """Runs tests `first` to `first + count - 1` in one child.  Raises _Broken and OSError."""
+    def run_child(
+        self, program: Program, first: int, count: int, job: int, code: int, seconds: float, go_on: bool = False
+    ) -> _Child:
+        """Runs tests `first` to `first + count - 1` in one child, also past exceptions if told to `go_on`.
+
+        With a count of 0 the child says whether the program's tests are independent.  Raises _Broken and OSError.
+        """
         if self._socket is None:
             self._start()
         assert self._socket is not None
@@ -177,7 +183,7 @@ class ProcessSandbox:
             descriptors = self._descriptor_limit(3 + 2 * len(pairs), program.output_mb)
             limits = Limits(seconds, program.memory_mb, program.output_mb, self._thread_limit(), descriptors)
             order = {"first": first, "count": count, "tests": len(pairs), "limits": asdict(limits)}
-            order["watched"] = self._watches
+            order |= {"watched": self._watches, "go_on": go_on}
             fds = [job, report, code, *(pair[0] for pair in pairs), *(pair[1] for pair in pairs)]
             socket.send_fds(self._socket, [json.dumps(order).encode()], fds)
             child = self._answer(seconds + ANSWER_S)
@@ -272,6 +278,8 @@ def _read_report(child: _Child, text: bytes, first: int, count: int) -> None:
         if isinstance(entry.get("compiled"), bool):
             child.compiled = entry["compiled"] if child.compiled is None else child.compiled
             child.detail = _one_line(str(entry.get("detail", "")))
+        if count == 0:
+            child.independent = entry.get("independent") is True
         index = entry.get("start", entry.get("end"))
         if type(index) is not int or not first <= index < first + count:
             continue
@@ -293,7 +301,9 @@ class _Run:
         number = len(program.inputs)
         self._outputs: list[bytes | None] = [None] * number
         self._details = ["not run"] * number
-        self._alone: list[int] = []  # failed beside others: to be repeated
+        self._alone: list[int] = []  # failed beside others: to be repeated, unless tests are independent
+        self._independent: bool | None = None
+        self._kills = 2  # by others, after which a child is tried again: the kernel kills what takes too much memory
         self._left = program.time_limit_s
         self._extra = min(EXTRA_TIME_S, EXTRA_TIME * program.time_limit_s)
 
@@ -319,21 +329,55 @@ class _Run:
         at, number = 0, len(self._program.inputs)
         while at < number:
             count = min(TESTS_A_CHILD, max(1, OUTPUT_MB_A_CHILD // self._program.output_mb), number - at)
-            child = self._box.run_child(self._program, at, count, job, code, max(0.01, self._left))
+            go_on = bool(self._independent)
+            child = self._child(at, count, job, code, max(0.01, self._left), go_on)
             if child.compiled is not True:
                 return self._ended(refused=self._why_not_compiled(child))
             if child.killed == "time" or child.wall_s >= self._left:
                 return self._ended(over_time=True)
             self._left -= child.wall_s
             at = self._take(child, at, count)
+            if self._alone or at < number:
+                self._ask_independent(job, code)
         self._extra += self._left
-        for index in self._alone:
+        self._repeat(job, code)
+        return self._ended()
+
+    def _child(self, first: int, count: int, job: int, code: int, seconds: float, go_on: bool = False) -> _Child:
+        """Runs a child; once more where something that is not us killed it."""
+        while True:
+            child = self._box.run_child(self._program, first, count, job, code, seconds, go_on)
+            if self._kills == 0 or not _killed_by_others(child):
+                return child
+            self._kills -= 1
+
+    def _repeat(self, job: int, code: int) -> None:
+        """Tests that failed beside others, each alone; in one child where they are independent.
+
+        Of style "stdin" such a test need not be repeated at all: its names were new.  Others shared what was loaded.
+        """
+        alone = self._alone
+        if self._independent and self._program.style == "stdin":
+            return
+        if self._independent and len(alone) > 1:
+            first, count = alone[0], alone[-1] - alone[0] + 1
+            child = self._child(first, count, job, code, self._extra, go_on=True)
+            self._extra -= child.wall_s
+            for index in [index for index in alone if index in child.ends]:
+                self._record(child, index)
+                alone.remove(index)
+        for index in alone:
             if self._extra <= 0:
                 break
-            child = self._box.run_child(self._program, index, 1, job, code, self._extra)
+            child = self._child(index, 1, job, code, self._extra)
             self._extra -= child.wall_s
             self._stands(child, index)
-        return self._ended()
+
+    def _ask_independent(self, job: int, code: int) -> None:
+        """Reads in a child whether tests can notice each other; programs that pass are never asked."""
+        if self._independent is None:
+            child = self._child(0, 0, job, code, 1.0)
+            self._independent = child.left_well and child.independent
 
     def _ended(self, over_time: bool = False, refused: str = "") -> ProgramRun:
         return ProgramRun(tuple(self._outputs), tuple(self._details), over_time, refused)
@@ -350,7 +394,7 @@ class _Run:
             end = child.ends.get(index)
             if index == first:
                 self._stands(child, index)
-            elif end is None or end.get("ok") is not True:
+            elif end is None or (end.get("ok") is not True and not (self._independent and end.get("more") is True)):
                 return self._again_from(child, index)  # first in a child of its own it will stand
             else:
                 self._record(child, index)
@@ -393,9 +437,13 @@ class _Run:
 
     def _suspect(self, child: _Child) -> None:
         """A child that something else killed may be the machine's fault, as one killed for memory is: then we fail."""
-        killed = os.WIFSIGNALED(child.status) and os.WTERMSIG(child.status) == signal.SIGKILL
-        if killed and child.killed is None and not self._trusted and not self._box.is_sound():
+        if _killed_by_others(child) and not self._trusted and not self._box.is_sound():
             raise _Broken("a known program fails too")
+
+
+def _killed_by_others(child: _Child) -> bool:
+    killed = os.WIFSIGNALED(child.status) and os.WTERMSIG(child.status) == signal.SIGKILL
+    return killed and child.killed is None
 
 
 def _how_it_ended(child: _Child) -> str:

@@ -2,7 +2,8 @@
 
 The tests run one after the other in one child for as long as each ends cleanly; the caller repeats alone whatever it
 cannot take as it came.  Results go to memory files that the caller made: standard output as it was written, and lines
-of JSON: `{"compiled": true}`, `{"start": i}`, `{"end": i, "ok": bool, "more": bool, "detail": str, "result": str}`.
+of JSON: `{"compiled": true}`, `{"start": i}`, `{"end": i, "ok": bool, "more": bool, "detail": str, "result": str}`;
+`{"independent": bool}` alone where that was asked for.
 """
 
 import atexit
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_prorl.rewards.sandbox import kernel, prelude, stand_ins
+from nemo_prorl.rewards.sandbox.independent import independent
 from nemo_prorl.rewards.sandbox.syscalls import for_process
 
 RECURSION_LIMIT = 1000  # Python's own
@@ -101,9 +103,19 @@ class State:
 
 
 def run_child(
-    files: Files, first: int, count: int, limits: Limits, program: bytes | None, folder: str, state: State
+    files: Files,
+    first: int,
+    count: int,
+    go_on: bool,
+    limits: Limits,
+    program: bytes | None,
+    folder: str,
+    state: State,
 ) -> None:
-    """In a fresh fork: confines itself, compiles, runs tests `first` to `first + count - 1`, and ends the process."""
+    """In a fresh fork: confines itself, compiles, runs tests `first` to `first + count - 1`, and ends the process.
+
+    `go_on`: an ordinary exception does not end it.  With no test at all it says whether tests are independent.
+    """
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     null = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
@@ -120,12 +132,23 @@ def run_child(
     if code is None:
         os._exit(0)
     gc.enable()
+    if count == 0:
+        report(independent=_is_independent(job))
+        os._exit(0)
     stand_ins.add_for(job["source"], path)
     tests = _Tests(job, files, code, report, path, state)
     for position in range(count):
-        if not tests.run(first + position, position, last=position == count - 1):
+        if not tests.run(first + position, position, position == count - 1, go_on):
             break
     os._exit(0)
+
+
+def _is_independent(job: dict[str, Any]) -> bool:
+    """Said before anything of the program has run, so that it can be believed."""
+    try:
+        return not job["setup"] and independent(job["source"].removeprefix("\ufeff"))
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
+        return False
 
 
 def _read_job(fd: int) -> dict[str, Any]:
@@ -168,29 +191,33 @@ class _Tests:
         self._namespace: dict[str, Any] | None = None
         self._finalizes = any(word in job["source"] for word in ("__del__", "weakref", "finalize"))
 
-    def run(self, index: int, position: int, last: bool) -> bool:
+    def run(self, index: int, position: int, last: bool, go_on: bool) -> bool:
         """Runs a test and reports it; whether the next may follow in this process."""
         if position:
             self._renew()
         self.report(start=index)
         style = self.job["style"]
-        result, detail = "", ""
+        result, detail, ordinary = "", "", True
         try:
             if style == "stdin":
                 self._connect(position)
                 self._main()
             elif style == "call":
+                self._namespace = None if go_on else self._namespace  # then each test has names of its own
                 result = self._call(json.loads(self.job["inputs"][index]))
             else:
+                self._namespace = None if go_on else self._namespace
                 self._assert(self.job["inputs"][index])
         except SystemExit as error:
             if style != "stdin" or error.code not in (None, 0, False):
                 detail = f"SystemExit: {error.code!r}"[:300]
         except BaseException as error:
             detail = _describe(error)
+            ordinary = isinstance(error, Exception) and not isinstance(error, (RecursionError, MemoryError))
         if style == "stdin":
-            detail = detail or self._finish()
-        more = not detail and (last or self._is_clean())
+            ended = self._finish() if go_on or not detail else ""
+            detail = detail or ended
+        more = (not detail or (go_on and ordinary)) and (last or self._is_clean())
         try:
             self.report(end=index, ok=not detail, more=more, detail=detail, result=result)
         except OSError:  # the program closed it: our exit status says how it went

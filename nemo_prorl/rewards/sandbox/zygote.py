@@ -3,7 +3,7 @@
 It is started anew, knows nothing of the caller's memory, and never reads what a program or its tests hold: those are
 memory files, handed through to the child.  Messages on its socket are JSON with descriptors:
 
-    {"first", "count", "tests", "watched", "limits": {...}}  + job, report, code, stdin..., stdout...
+    {"first", "count", "tests", "go_on", "watched", "limits": {...}}  + job, report, code, stdin..., stdout...
     -> {"watch": true} + the child's pidfd, if asked for: the caller counts its threads
     -> {"status": wait status, "killed": null or why, "wall_s": seconds}
 """
@@ -157,7 +157,16 @@ class _Server:
         pid = os.fork()
         if pid == 0:
             try:
-                run_child(files, order["first"], order["count"], limits, self._program, self._folder, self._state)
+                run_child(
+                    files,
+                    order["first"],
+                    order["count"],
+                    order["go_on"],
+                    limits,
+                    self._program,
+                    self._folder,
+                    self._state,
+                )
             finally:
                 os._exit(121)
         killed = self._wait(pid, began + limits.seconds, order["watched"])

@@ -82,8 +82,10 @@ def _parser() -> argparse.ArgumentParser:
     commands.choices["rewards"].set_defaults(run_command=rewards_cli.run)
 
     from nemo_prorl.launcher import doctor
+    from nemo_prorl.recipe import replay
     from nemo_prorl.rewards import reverify
 
+    replay.add_parser(commands)
     reverify.add_parser(commands)
     doctor.add_parser(commands)
     return parser

@@ -77,12 +77,35 @@ class GRPOConfig:
 
 
 @dataclass
+class ResetRulesConfig:
+    """When a rule asks for a hard reset or advises (`algorithms.reset` has the formulas; `prorl replay` tries them)."""
+
+    asks: list[str] = field(default_factory=lambda: ["validation_drop", "plateau", "kl_spike"])  # others only advise
+    cooldown_steps: int = 50  # after a reset or the start no rule asks for one, after a finding not again
+    drop_sigma: float = 4.6  # standard deviations of the noise; 1 in 500,000 by chance
+    drop_min: float = 0.05  # smaller drops of a validation score are none
+    drop_baseline: int = 10  # evaluations whose mean is the level before
+    drop_confirm: int = 2  # evaluations that must show it
+    plateau_steps: int = 300
+    plateau_gain: float = 0.02  # less than this over plateau_steps, of the mean validation score
+    plateau_sigma: float = 2.5
+    kl_factor: float = 3.0  # times the median of the steps before
+    kl_min: float = 0.001  # nats a token; below it nothing is a spike
+    kl_sigma: float = 5.0
+    kl_steps: int = 30  # steps that say what is usual
+    truncation_rise: float = 0.1  # more responses cut off than in the run's best 10 steps; advises
+    length_factor: float = 1.5  # times the length of the run's shortest 10 steps; advises
+    entropy_share: float = 0.3  # of the entropy of the run's highest 10 steps; advises
+
+
+@dataclass
 class ResetsConfig:
     """Hard resets of reference policy and optimizer (paper sec. 3.3.1)."""
 
-    mode: str = "manual"  # manual | advise | auto
+    mode: str = "manual"  # manual: at_steps only | advise: the rules tell, in the journal | auto: they reset
     at_steps: list[int] = field(default_factory=list)  # after the updates of these steps
     kl_after_reset: float = 1e-5  # the mean absolute reference gap that the step after a reset may show
+    rules: ResetRulesConfig = field(default_factory=ResetRulesConfig)
 
 
 @dataclass
@@ -103,7 +126,6 @@ class DeadlinesConfig:
     reward_s: float = 600.0
     publish_s: float = 300.0
     collective_s: float = 1800.0
-    checkpoint_s: float = 1800.0
     stop_s: float = 30.0
 
 

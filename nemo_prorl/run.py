@@ -143,6 +143,7 @@ class Run:
             return
         self.services.rollouts.load_state_dict(state["rollouts"])
         self.metrics_log.cut(state["metrics_bytes"])
+        self.resets.recall(self.metrics_log.lines(), self.validations)
         self.journal.append("resume", self.step, stage=self.cfg.stage, version=__version__)
         last = self.resets.done[-1:] if self.resets.state_dict()["fresh"] else []
         told = [e for e in self.journal.events() if e["event"] == "reset_commit"]
@@ -250,6 +251,15 @@ class Run:
         numbers = {k: v for k, v in values.items() if isinstance(v, float)}
         for logger in self.loggers:
             logger.log_metrics(numbers, step=metrics.step)
+
+    def reset_due(self, metrics: Metrics) -> str | None:
+        """The reason to reset after this step, if there is one: decided on rank 0.  A collective."""
+        scores = self.validations.get(metrics.step)
+        findings = self.on_rank_0(lambda: self.resets.observe(metrics.as_json(), scores))
+        reason = self.resets.decide(metrics, findings)
+        for finding in findings:
+            self.alarm(metrics.step, str(finding))
+        return reason
 
     def checkpoint_due(self, step: int) -> bool:
         grpo = self.cfg.trainer.grpo

@@ -61,6 +61,19 @@ AT_LEAST: dict[str, float] = {
     "trainer.grpo.validation_temperature": 0,
     "trainer.grpo.save_rollout_groups": -1,
     "trainer.resets.kl_after_reset": 0,
+    "trainer.resets.rules.cooldown_steps": 1,
+    "trainer.resets.rules.drop_min": 0,
+    "trainer.resets.rules.drop_baseline": 4,
+    "trainer.resets.rules.drop_confirm": 1,
+    "trainer.resets.rules.plateau_steps": 2,
+    "trainer.resets.rules.plateau_gain": 0,
+    "trainer.resets.rules.plateau_sigma": 0,
+    "trainer.resets.rules.kl_min": 0,
+    "trainer.resets.rules.kl_sigma": 0,
+    "trainer.resets.rules.kl_steps": 13,
+    "trainer.resets.rules.truncation_rise": 0,
+    "trainer.resets.rules.length_factor": 1,
+    "trainer.resets.rules.entropy_share": 0,
     "trainer.warmup.steps": 0,
     "trainer.warmup.batch_size": 1,
     "trainer.warmup.lr": 0,
@@ -94,8 +107,16 @@ ABOVE: dict[str, float] = {
     "trainer.grpo.dual_clip": 1,
     "trainer.grpo.correction.alarm": 0,
     "trainer.grpo.validation_top_p": 0,
+    "trainer.resets.rules.drop_sigma": 0,
+    "trainer.resets.rules.kl_factor": 1,
 }
-AT_MOST: dict[str, float] = {"trainer.grpo.clip_low": 1, "trainer.grpo.validation_top_p": 1}
+AT_MOST: dict[str, float] = {
+    "trainer.grpo.clip_low": 1,
+    "trainer.grpo.validation_top_p": 1,
+    "trainer.resets.rules.truncation_rise": 1,
+    "trainer.resets.rules.entropy_share": 1,
+}
+RESET_RULES = ("validation_drop", "plateau", "kl_spike")  # those that may ask for a hard reset
 
 # Keys of `model` that the checks and the actor compute with, so that a typed number must stand there.
 MODEL_INTS = tuple(key for key in AT_LEAST if key.startswith("model.") and ".optim." not in key)
@@ -153,9 +174,6 @@ def _values(cfg: DictConfig) -> None:
         if len(cfg.trainer.grpo.shaping[name]) != 2:
             key = f"trainer.grpo.shaping.{name}"
             raise _wrong(key, cfg.trainer.grpo.shaping[name], "must be two numbers: at length 0, at the longest")
-    if cfg.trainer.resets.mode != "manual":  # better refused than passed over in silence
-        why = "this version resets at trainer.resets.at_steps only, and never by itself; use manual"
-        raise _wrong("trainer.resets.mode", cfg.trainer.resets.mode, why)
     if cfg.on_event is not None:
         raise _wrong("on_event", cfg.on_event, "this version calls no command yet; leave it null")
     betas = OmegaConf.select(cfg, "model.optim.betas")
@@ -281,6 +299,11 @@ def _resets(cfg: DictConfig) -> None:
         raise _wrong("trainer.resets.at_steps", steps, f"{outside[0]} is outside the run's steps, 1 to {last}")
     if len(set(steps)) < len(steps):
         raise _wrong("trainer.resets.at_steps", steps, "names a step twice")
+    asks = list(cfg.trainer.resets.rules.asks)
+    if unknown := [name for name in asks if name not in RESET_RULES]:
+        raise _wrong("trainer.resets.rules.asks", asks, f"{unknown[0]} is none of the rules: {', '.join(RESET_RULES)}")
+    if cfg.trainer.resets.mode == "auto" and not asks:
+        raise _wrong("trainer.resets.rules.asks", asks, "no rule is left to reset; name one, or use mode=advise")
 
 
 def _pretrained(cfg: DictConfig) -> None:

@@ -32,7 +32,7 @@ def train(run: "Run") -> None:
         if run.validation_due(step):
             run.validate(metrics)
         run.log(metrics)  # before the checkpoint, which records the log's length
-        if reason := run.resets.decide(metrics):
+        if reason := run.reset_due(metrics):  # after the log: the rules go by what it holds
             run.hard_reset(step, reason)
         elif run.checkpoint_due(step):
             run.save_checkpoint(step)

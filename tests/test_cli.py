@@ -24,7 +24,19 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_help_lists_the_commands(prorl: Prorl) -> None:
     told = prorl("--help")
     assert told.returncode == 0
-    for command in ("train", "warmup", "plan", "status", "import-hf", "export-hf", "rewards", "reverify", "doctor"):
+    commands = (
+        "train",
+        "warmup",
+        "plan",
+        "status",
+        "import-hf",
+        "export-hf",
+        "rewards",
+        "replay",
+        "reverify",
+        "doctor",
+    )
+    for command in commands:
         assert f"    {command}" in told.stdout
 
 

@@ -24,6 +24,9 @@ class MetricsLog:
         with self.path.open("a") as f:
             f.write(json.dumps(value) + "\n")
 
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
+
     def length(self) -> int:
         with self.path.open("rb") as f:
             os.fsync(f.fileno())

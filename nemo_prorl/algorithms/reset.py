@@ -1,0 +1,323 @@
+"""When a hard reset is due, and what a person should look at: pure functions of recorded metrics.
+
+The paper resets when validation gets worse or stops improving (sec. 4.2), and shows a sharp drop of one benchmark and
+a plateau with a spike of KL (sec. 5.3; why: sec. 3.3.1).  It gives no numbers: rules and numbers are ours.  Entropy,
+length and missing eos it watches (sec. 4.2): here they advise only.
+
+A rule sees a line of metrics.jsonl at a time.  What was measured up to a reset is no baseline any more, and for
+`cooldown_steps` after it, as after a run's start, no rule asks for another.  A rule that spoke is silent on the same
+subject for `cooldown_steps`, plateau for `plateau_steps`; only a reset silences the others too.
+
+Noise.  The standard deviation of one measurement is either estimated from its scatter, which is the root mean square of
+successive differences over sqrt(2) (a slow trend cancels), or it is the recorded standard error, if any.  k standard
+deviations of a known one are `t_quantile(k, dof)` of an estimated one; of two bounds the smaller counts.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+ASKING = ("validation_drop", "plateau", "kl_spike")  # rules that may ask for a reset
+ADVISING = ("truncation", "length", "entropy")
+LEAST_DIFFERENCES = 12  # with fewer the scatter says nothing
+LEAST_BASELINE = 4  # evaluations
+SCATTER_POINTS = 100
+BLOCK_STEPS = 10  # length, truncation and entropy are looked at in means over so many steps
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Settings of all rules; defaults, ranges and meanings are those of `trainer.resets.rules`."""
+
+    asks: tuple[str, ...]
+    cooldown_steps: int
+    drop_sigma: float
+    drop_min: float
+    drop_baseline: int
+    drop_confirm: int
+    plateau_steps: int
+    plateau_gain: float
+    plateau_sigma: float
+    kl_factor: float
+    kl_min: float
+    kl_sigma: float
+    kl_steps: int
+    truncation_rise: float
+    length_factor: float
+    entropy_share: float
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule saw: `seen` passed `threshold` at `step`; `asks` says whether it asks for a reset or only advises."""
+
+    rule: str
+    step: int
+    subject: str  # a validation name, or the metric's key
+    seen: float
+    threshold: float
+    asks: bool
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.what}"
+
+
+@dataclass
+class History:
+    """What the rules know of a run: numbers by metrics key since the last reset, and by blocks since its start."""
+
+    step: int = 0
+    began: int | None = None  # the step before the first recorded one
+    last_reset: int | None = None
+    validated: bool = False  # at `step`
+    series: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    errors: dict[str, dict[int, float]] = field(default_factory=dict)  # standard errors of `series`, where recorded
+    blocks: dict[str, list[float]] = field(default_factory=dict)  # means of whole blocks
+    open_block: dict[str, list[float]] = field(default_factory=dict)
+    told: dict[str, int] = field(default_factory=dict)  # rule and subject -> the step at which it last spoke
+
+    def add(self, line: Mapping[str, Any], standard_errors: Mapping[str, float] | None = None) -> None:
+        """A line of metrics.jsonl, and the standard errors of its validation by name.  Null and nan are passed over."""
+        self.step = int(line["step"])
+        self.began = self.step - 1 if self.began is None else self.began
+        numbers = {k: float(v) for k, v in line.items() if isinstance(v, int | float) and math.isfinite(v)}
+        names = [k for k in numbers if k.startswith("validation/") and k != "validation/all"]
+        self.validated = bool(names)
+        for key in ("kl", *names):
+            if key in numbers:
+                self.series.setdefault(key, []).append((self.step, numbers[key]))
+        for name, value in (standard_errors or {}).items():
+            if math.isfinite(value) and value > 0.0:
+                self.errors.setdefault(f"validation/{name}", {})[self.step] = value
+        for key in ("rollout/truncated", "rollout/response_tokens", "entropy"):
+            if key in numbers:
+                self._to_block(key, numbers[key])
+
+    def note(self, findings: Iterable[Finding]) -> None:
+        """These were told: their rules stay silent on their subjects for a while."""
+        for finding in findings:
+            self.told[f"{finding.rule} {finding.subject}"] = finding.step
+
+    def reset(self, step: int) -> None:
+        """A hard reset after the updates and the validation of `step`."""
+        self.last_reset = step
+        self.series = {key: [p for p in points if p[0] > step] for key, points in self.series.items()}
+
+    def _to_block(self, key: str, value: float) -> None:
+        values = self.open_block.setdefault(key, [])
+        if len(values) == BLOCK_STEPS:
+            values.clear()
+        values.append(value)
+        if len(values) == BLOCK_STEPS:
+            self.blocks.setdefault(key, []).append(sum(values) / BLOCK_STEPS)
+
+
+def decide(history: History, rules: Rules) -> list[Finding]:
+    """What the rules say after the history's last step, in the order drop (by name), plateau, KL, advice."""
+    found = []
+    since = history.began if history.last_reset is None else history.last_reset
+    if since is not None and history.step - since >= rules.cooldown_steps:
+        if history.validated:
+            found += _drops(history, rules) + _plateau(history, rules, since)
+        found += _kl_spike(history, rules)
+    found += _advice(history, rules)
+    return [finding for finding in found if not _silent(finding, history, rules)]
+
+
+def _silent(finding: Finding, history: History, rules: Rules) -> bool:
+    told = history.told.get(f"{finding.rule} {finding.subject}")
+    pause = max(rules.cooldown_steps, rules.plateau_steps if finding.rule == "plateau" else 0)
+    return told is not None and history.step - told < pause
+
+
+def replay(
+    lines: Iterable[Mapping[str, Any]],
+    rules: Rules,
+    standard_errors: Mapping[int, Mapping[str, float]] | None = None,
+    resets: Iterable[int] = (),
+    act: bool = False,
+) -> list[Finding]:
+    """All findings over recorded lines; `resets` are the run's own, with `act` those asked for count as made too."""
+    history, findings, recorded = History(), list[Finding](), set(resets)
+    for line in lines:
+        history.add(line, (standard_errors or {}).get(int(line["step"])))
+        now = decide(history, rules)
+        history.note(now)
+        findings += now
+        if history.step in recorded or (act and any(finding.asks for finding in now)):
+            history.reset(history.step)
+    return findings
+
+
+# --- the rules -------------------------------------------------------------------------------------------------------
+
+
+def _drops(history: History, rules: Rules) -> list[Finding]:
+    """A validation score far below the best it held (paper sec. 5.3: a sudden degradation on one benchmark).
+
+    best = the highest mean of m = `drop_baseline` successive evaluations since the reset; seen = best - mean of
+    the last w, for w = `drop_confirm` and w + 1.  It is a drop if seen > max(drop_min, s (k sqrt(1/w + 1/m) + b)), with
+    s the standard deviation, k = `drop_sigma`, and b = sqrt(2 ln(windows / m) / m), what the best of so many means lies
+    above their mean by chance.  Each of the w must lie half of that below, so that a single bad evaluation is none.
+    """
+    found = []
+    for key in sorted(history.series):
+        points = history.series[key]
+        if key == "kl" or not points or points[-1][0] != history.step:
+            continue
+        for width in (rules.drop_confirm, rules.drop_confirm + 1):
+            if finding := _drop(key, points, width, history, rules):
+                found.append(finding)
+                break
+    return found
+
+
+def _drop(key: str, points: list[tuple[int, float]], width: int, history: History, rules: Rules) -> Finding | None:
+    before, last = points[:-width], [value for _, value in points[-width:]]
+    length = min(rules.drop_baseline, len(before))
+    bound = _bound(before, history.errors.get(key, {}), rules.drop_sigma)
+    if length < LEAST_BASELINE or bound is None:
+        return None
+    values = [value for _, value in before]
+    windows = len(values) - length + 1
+    best = total = sum(values[:length])
+    for old, new in zip(values, values[length:], strict=False):
+        total += new - old
+        best = max(best, total)
+    best /= length
+    chance = math.sqrt(2.0 * math.log(max(1.0, windows / length)) / length) / rules.drop_sigma
+    threshold = max(rules.drop_min, bound * (math.sqrt(1.0 / width + 1.0 / length) + chance))
+    seen = best - sum(last) / width
+    if not (seen > threshold and all(best - value > threshold / 2 for value in last)):
+        return None
+    name = key.removeprefix("validation/")
+    what = (
+        f"{name} fell by {seen:.3g}, from {best:.3g} to {best - seen:.3g} over {width} evaluations (> {threshold:.3g})"
+    )
+    return Finding("validation_drop", history.step, name, seen, threshold, "validation_drop" in rules.asks, what)
+
+
+def _plateau(history: History, rules: Rules, since: int) -> list[Finding]:
+    """The blend surely gains less than `plateau_gain` over `plateau_steps` (paper sec. 4.2: improvements plateau).
+
+    The blend is the mean of all validation scores that were measured throughout; gain = the slope of its least-squares
+    line times `plateau_steps`, whose standard deviation is s plateau_steps / sqrt(sum (t - mean t)^2).  It is a plateau
+    if gain + k sd < plateau_gain, k = `plateau_sigma`: where noise hides the gain nothing is said.
+    """
+    first = history.step - rules.plateau_steps
+    if since > first:
+        return []
+    window = {k: [p for p in points if p[0] > first] for k, points in history.series.items() if k != "kl"}
+    most = max(map(len, window.values()), default=0)
+    whole = {key: points for key, points in window.items() if len(points) == most}
+    if most < LEAST_BASELINE:
+        return []
+    steps = [step for step, _ in next(iter(whole.values()))]
+    blend = [sum(points[i][1] for points in whole.values()) / len(whole) for i in range(most)]
+    errors = {}
+    for step in steps:
+        known = [history.errors[key][step] for key in whole if step in history.errors.get(key, {})]
+        if len(known) == len(whole):
+            errors[step] = math.sqrt(sum(e * e for e in known)) / len(whole)
+    bound = _bound(list(zip(steps, blend, strict=True)), errors, rules.plateau_sigma)
+    centre = sum(steps) / most
+    spread = sum((step - centre) ** 2 for step in steps)
+    if bound is None or spread == 0.0:
+        return []
+    slope = sum((step - centre) * value for step, value in zip(steps, blend, strict=True)) / spread
+    gain = slope * rules.plateau_steps
+    seen = gain + bound * rules.plateau_steps / math.sqrt(spread)
+    if seen >= rules.plateau_gain:
+        return []
+    what = (
+        f"the mean of {len(whole)} validation scores changed by {gain:+.3g} over {rules.plateau_steps} steps, at most"
+        f" {seen:+.3g} (< {rules.plateau_gain:g})"
+    )
+    return [Finding("plateau", history.step, "blend", seen, rules.plateau_gain, "plateau" in rules.asks, what)]
+
+
+def _kl_spike(history: History, rules: Rules) -> list[Finding]:
+    """KL to the reference far above what it was (paper sec. 3.3.1, 5.3: a sudden increase of KL).
+
+    seen = median of the last 3 steps / median of the `kl_steps` before them, so that one odd batch is none.  A spike if
+    seen > max(kl_factor, exp(s k sqrt(pi/2 (1/3 + 1/n)))), s the scatter of log KL over these n, k = `kl_sigma`, and
+    the upper median is above `kl_min`.
+    """
+    points = [p for p in history.series.get("kl", [])[-rules.kl_steps - 3 :] if p[1] > 0.0]
+    before, last = points[:-3], [value for _, value in points[-3:]]
+    if len(before) <= LEAST_DIFFERENCES or points[-1][0] != history.step:
+        return []
+    high, usual = median(last), median(value for _, value in before)
+    bound = _bound([(step, math.log(value)) for step, value in before], {}, rules.kl_sigma)
+    if bound is None or high < max(rules.kl_min, rules.kl_factor * usual):
+        return []
+    spread = bound * math.sqrt(math.pi / 2 * (1 / 3 + 1 / len(before)))
+    threshold = max(rules.kl_factor, math.exp(min(spread, 700.0)))
+    if not high / usual > threshold:
+        return []
+    what = f"KL rose to {high:.3g}, {high / usual:.3g} times the {usual:.3g} of the {len(before)} steps before"
+    what += f" (> {threshold:.3g})"
+    return [Finding("kl_spike", history.step, "kl", high / usual, threshold, "kl_spike" in rules.asks, what)]
+
+
+def _advice(history: History, rules: Rules) -> list[Finding]:
+    """Responses that no longer end or grow long (paper sec. 4.2, run 3), and collapsed entropy (sec. 3.2.1).
+
+    The mean over the last block of 10 steps against the lowest block of the run (truncation: difference; length:
+    ratio), entropy against the highest.
+    """
+    found = []
+
+    def tell(rule: str, key: str, seen: float, threshold: float, what: str) -> None:
+        found.append(Finding(rule, history.step, key, seen, threshold, False, what))
+
+    for key, blocks in history.blocks.items():
+        if len(blocks) < 2 or len(history.open_block[key]) != BLOCK_STEPS:
+            continue
+        now, low, high = blocks[-1], min(blocks), max(blocks)
+        if key == "rollout/truncated" and now - low > rules.truncation_rise:
+            what = f"{now:.1%} of the responses are cut off; it was {low:.1%} (> {rules.truncation_rise:.1%} more)"
+            tell("truncation", key, now - low, rules.truncation_rise, what)
+        elif key == "rollout/response_tokens" and now > rules.length_factor * low > 0.0:
+            what = f"responses have {now:.4g} tokens, {now / low:.3g} times their shortest (> {rules.length_factor:g})"
+            tell("length", key, now / low, rules.length_factor, what)
+        elif key == "entropy" and high > 0.0 and now < rules.entropy_share * high:
+            what = f"entropy is {now:.3g}, {now / high:.3g} of its highest (< {rules.entropy_share:g})"
+            tell("entropy", key, now / high, rules.entropy_share, what)
+    return sorted(found, key=lambda finding: ADVISING.index(finding.rule))
+
+
+# --- noise -----------------------------------------------------------------------------------------------------------
+
+
+def _bound(points: list[tuple[int, float]], errors: Mapping[int, float], sigmas: float) -> float | None:
+    """`sigmas` standard deviations of one measurement, from scatter or standard errors; None where neither is known."""
+    points = points[-SCATTER_POINTS:]
+    bounds = []
+    differences = [b[1] - a[1] for a, b in pairwise(points)]
+    if len(differences) >= LEAST_DIFFERENCES:
+        mean = sum(differences) / len(differences)
+        scatter = math.sqrt(sum((d - mean) ** 2 for d in differences) / (len(differences) - 1) / 2.0)
+        # Successive differences share a measurement: two thirds of their number is what they are worth.
+        bounds.append(t_quantile(sigmas, 2.0 * len(differences) / 3.0) * scatter)
+    known = [errors[step] for step, _ in points if step in errors]
+    if known and len(known) == len(points):
+        bounds.append(sigmas * math.sqrt(sum(e * e for e in known) / len(known)))
+    return min(bounds, default=None)
+
+
+def t_quantile(sigmas: float, dof: float) -> float:
+    """Student's quantile with the tail of `sigmas` normal standard deviations, by its expansion in 1 / dof.
+
+    z + (z^3 + z) / (4 dof) + (5 z^5 + 16 z^3 + 3 z) / (96 dof^2) + (3 z^7 + 19 z^5 + 17 z^3 - 15 z) / (384 dof^3)
+    (Abramowitz and Stegun 26.7.5).
+    """
+    z = sigmas
+    first = (z**3 + z) / 4.0
+    second = (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / 96.0
+    third = (3.0 * z**7 + 19.0 * z**5 + 17.0 * z**3 - 15.0 * z) / 384.0
+    return z + first / dof + second / dof**2 + third / dof**3

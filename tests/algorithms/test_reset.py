@@ -1,0 +1,264 @@
+"""Each rule for hard resets by hand-made histories, at its threshold and beside it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nemo_prorl.algorithms.reset import ADVISING, ASKING, Finding, History, Rules, decide, replay, t_quantile
+from nemo_prorl.config import ResetRulesConfig
+from nemo_prorl.recipe.resets import rules_of
+from nemo_prorl.settings_checks import RESET_RULES
+
+RULES = rules_of(ResetRulesConfig())
+# Without a plateau rule, which constant scores would set off.
+DROP = replace(RULES, plateau_steps=10**6, drop_sigma=4.0)
+SE = 0.02
+
+
+def scores(values: Sequence[float | None], name: str = "math", first: int = 10) -> list[dict[str, Any]]:
+    """A validation every 10 steps; None: a score that is missing in the line."""
+    steps = range(first, first + 10 * len(values), 10)
+    return [{"step": s, f"validation/{name}": v, "validation/all": v} for s, v in zip(steps, values, strict=True)]
+
+
+def errors(lines: list[dict[str, Any]], *names: str) -> dict[int, dict[str, float]]:
+    return {line["step"]: dict.fromkeys(names, SE) for line in lines}
+
+
+def told(lines: list[dict[str, Any]], rules: Rules, *names: str, **more: Any) -> list[tuple[str, int, str]]:
+    found = replay(lines, rules, errors(lines, *names or ("math",)), **more)
+    return [(finding.rule, finding.step, finding.subject) for finding in found]
+
+
+def threshold(width: int, baseline: int) -> float:
+    """For as many evaluations before as the baseline is long, where no best of several means is picked."""
+    return 4.0 * SE * math.sqrt(1 / width + 1 / baseline)
+
+
+class TestDrop:
+    def test_at_the_threshold_and_beside_it(self) -> None:
+        least = threshold(2, 8)
+        above = scores([0.5] * 8 + [0.5 - least * 1.001] * 2)
+        below = scores([0.5] * 8 + [0.5 - least * 0.999] * 2)
+        assert told(above, DROP) == [("validation_drop", 100, "math")]
+        assert told(below, DROP) == []
+
+    def test_the_finding_says_what_it_saw(self) -> None:
+        lines = scores([0.5] * 8 + [0.3, 0.3])
+        [found] = replay(lines, DROP, errors(lines, "math"))
+        assert (found.rule, found.step, found.asks) == ("validation_drop", 100, True)
+        assert found.seen == pytest.approx(0.2)
+        assert found.threshold == pytest.approx(threshold(2, 8))
+        assert "math fell by 0.2, from 0.5 to 0.3 over 2 evaluations" in str(found)
+
+    def test_one_bad_evaluation_is_none_however_bad(self) -> None:
+        assert told(scores([0.5] * 8 + [0.0]), DROP) == []
+        assert told(scores([0.5] * 8 + [0.0, 0.5, 0.5, 0.5]), DROP) == []
+
+    def test_a_third_evaluation_finds_what_two_do_not(self) -> None:
+        assert threshold(3, 8) < 0.06 < threshold(2, 8)
+        assert told(scores([0.5] * 8 + [0.44] * 3), DROP) == [("validation_drop", 110, "math")]
+
+    def test_small_drops_are_none_however_sure(self) -> None:
+        lines = scores([0.5] * 20 + [0.46] * 3)
+        assert told(lines, replace(DROP, drop_sigma=0.5)) == []
+        assert told(lines, replace(DROP, drop_sigma=0.5, drop_min=0.03)) != []
+
+    def test_a_rise_is_none(self) -> None:
+        assert told(scores([0.2] * 8 + [0.9] * 4), DROP) == []
+
+    def test_too_few_evaluations_say_nothing(self) -> None:
+        assert told(scores([0.5] * 3 + [0.0, 0.0]), DROP) == []
+        assert told(scores([0.5] * 4 + [0.0, 0.0]), DROP) == [("validation_drop", 60, "math")]
+
+    def test_without_standard_errors_the_scatter_counts(self) -> None:
+        noise = [0.5 + SE * math.sqrt(0.5) * (-1) ** i for i in range(14)]
+        lines = scores([*noise, 0.2, 0.2])
+        [found] = replay(lines, DROP)
+        scatter = SE * math.sqrt(13 / 12 * (1 - 1 / 13**2))  # thirteen differences of 2 SE / sqrt(2), up and down
+        expected = t_quantile(4.0, 2 * 13 / 3) * scatter * math.sqrt(1 / 2 + 1 / 10)
+        assert found.threshold == pytest.approx(expected)
+        assert replay(scores([*noise[:12], 0.2, 0.2]), DROP) == []  # eleven differences are too few
+
+    def test_missing_and_nan_scores_are_passed_over(self) -> None:
+        values: list[float | None] = [0.5] * 8
+        lines = scores([*values[:3], None, math.nan, *values[3:], None, 0.3, math.nan, 0.3])
+        assert told(lines, DROP) == [("validation_drop", 140, "math")]
+
+    def test_a_score_that_appears_late_has_its_own_baseline(self) -> None:
+        lines = scores([0.5] * 20)
+        for line, value in zip(lines[12:], [0.6] * 4 + [0.3] * 4, strict=True):
+            line["validation/late"] = value
+        assert told(lines, DROP, "math", "late") == [("validation_drop", 180, "late")]
+
+    def test_any_domain_counts_but_not_the_blend(self) -> None:
+        lines = scores([0.5] * 10)
+        for line in lines:
+            line["validation/code"] = 0.5 if line["step"] < 90 else 0.2
+        for line in lines[8:]:
+            line["validation/all"] = 0.0
+        assert told(lines, DROP, "math", "code") == [("validation_drop", 100, "code")]
+
+
+class TestPlateau:
+    RULES = replace(RULES, plateau_steps=100, plateau_gain=0.02, plateau_sigma=2.0)
+
+    def bound(self, slope: float, start: float = 0.3) -> tuple[list[dict[str, Any]], float]:
+        """Eleven scores of a straight line, and what the rule must see after the last."""
+        lines = scores([start + slope * 10 * i for i in range(11)])
+        spread = sum((10 * i - 45) ** 2 for i in range(10))
+        return lines, slope * 100 + 2.0 * SE * 100 / math.sqrt(spread)
+
+    def test_at_the_threshold_and_beside_it(self) -> None:
+        spread = sum((10 * i - 45) ** 2 for i in range(10))
+        slope = (0.1 - 2.0 * SE * 100 / math.sqrt(spread)) / 100
+        rules = replace(self.RULES, plateau_gain=0.1)
+        assert told(self.bound(slope - 1e-6)[0], rules) == [("plateau", 110, "blend")]
+        assert told(self.bound(slope + 1e-6)[0], rules) == []
+
+    def test_noise_that_hides_the_gain_says_nothing(self) -> None:
+        lines, seen = self.bound(0.0)
+        assert told(lines, replace(self.RULES, plateau_gain=seen * 1.01)) == [("plateau", 110, "blend")]
+        assert told(lines, replace(self.RULES, plateau_gain=seen * 0.99)) == []
+
+    def test_the_window_must_fill_and_fills_anew_after_a_reset(self) -> None:
+        rules = replace(self.RULES, plateau_gain=0.1)
+        lines = scores([0.5] * 30)
+        assert told(lines, rules) == [("plateau", s, "blend") for s in (110, 210)]
+        assert told(lines, rules, resets=[50]) == [("plateau", s, "blend") for s in (150, 250)]
+
+    def test_only_scores_measured_throughout_are_blended(self) -> None:
+        lines = scores([0.5] * 11)
+        for line in lines[6:]:
+            line["validation/late"] = 0.01 * line["step"]  # would be a steep rise
+        assert told(lines, replace(self.RULES, plateau_gain=0.1), "math", "late") == [("plateau", 110, "blend")]
+
+
+class TestKL:
+    @staticmethod
+    def lines(last: list[float | None], before: int = 60) -> list[dict[str, Any]]:
+        return [{"step": s, "kl": v} for s, v in enumerate([0.01] * before + last, 1)]
+
+    def test_at_the_threshold_and_beside_it(self) -> None:
+        assert told(self.lines([0.0301] * 3), RULES) == [("kl_spike", 62, "kl")]
+        assert told(self.lines([0.0299] * 8), RULES) == []
+
+    def test_one_odd_step_is_none(self) -> None:
+        assert told(self.lines([9.0, 0.01, 0.01, 0.01]), RULES) == []
+        assert told(self.lines([9.0, 0.01, 9.0]), RULES) == [("kl_spike", 63, "kl")]
+
+    def test_missing_and_nan_are_passed_over(self) -> None:
+        assert told(self.lines([None, 9.0, math.nan, 9.0]), RULES) == [("kl_spike", 64, "kl")]
+
+    def test_values_near_zero_are_none(self) -> None:
+        lines = [{"step": s, "kl": 1e-6 if s < 60 else 9e-4} for s in range(1, 64)]
+        assert told(lines, RULES) == []
+        assert told(lines, replace(RULES, kl_min=8e-4)) == [("kl_spike", 61, "kl")]
+
+    def test_noisy_kl_needs_more(self) -> None:
+        noisy = [{"step": s, "kl": 0.01 * math.exp(0.7 * (-1) ** s)} for s in range(1, 61)]
+        noisy += [{"step": s, "kl": 0.06} for s in range(61, 64)]
+        assert told(noisy, RULES) == []
+        assert told(noisy, replace(RULES, kl_sigma=0.1)) != []
+
+    def test_growth_from_zero_after_a_reset_is_none(self) -> None:
+        growing = [{"step": s, "kl": 0.01 * ((s - 1) % 60)} for s in range(1, 241)]
+        assert told(growing, RULES, resets=[60, 120, 180]) == []
+
+
+class TestAdvice:
+    KEYS = ("rollout/truncated", "rollout/response_tokens", "entropy")
+
+    def lines(self, key: str, blocks: list[float]) -> list[dict[str, Any]]:
+        return [{"step": 10 * b + i + 1, key: value} for b, value in enumerate(blocks) for i in range(10)]
+
+    @pytest.mark.parametrize(
+        ("rule", "key", "quiet", "loud"),
+        [
+            ("truncation", "rollout/truncated", [0.2, 0.05, 0.149], [0.2, 0.05, 0.151]),
+            ("length", "rollout/response_tokens", [120.0, 100.0, 149.0], [120.0, 100.0, 151.0]),
+            ("entropy", "entropy", [1.0, 0.5, 0.301], [1.0, 0.5, 0.299]),
+        ],
+    )
+    def test_at_the_threshold_and_beside_it(self, rule: str, key: str, quiet: list[float], loud: list[float]) -> None:
+        assert told(self.lines(key, quiet), RULES) == []
+        [found] = replay(self.lines(key, loud), RULES)
+        assert (found.rule, found.step, found.subject, found.asks) == (rule, 30, key, False)
+
+    def test_advice_outlives_a_reset_and_is_repeated_after_the_cooldown_only(self) -> None:
+        lines = self.lines("entropy", [1.0] + [0.1] * 12)
+        assert [step for _, step, _ in told(lines, RULES, resets=[10])] == [20, 70, 120]
+
+
+class TestCooldown:
+    def test_nothing_asks_after_a_reset_or_the_start(self) -> None:
+        lines = scores([0.5] * 10 + [0.3] * 10)
+        assert told(lines, DROP)[0] == ("validation_drop", 120, "math")
+        assert told(lines, DROP, resets=[110]) == []  # what was before it is no baseline
+        short = scores([0.5] * 4 + [0.2] * 3, first=1)
+        assert told(short, replace(DROP, cooldown_steps=62)) == []
+        assert told(short, replace(DROP, cooldown_steps=51)) == [("validation_drop", 51, "math")]
+
+    def test_a_rule_repeats_itself_after_the_cooldown_only(self) -> None:
+        lines = [{**line, "kl": 0.01} for line in scores([0.5] * 10 + [0.3] * 8)]
+        assert [step for _, step, _ in told(lines, DROP)] == [120, 170]
+        assert [step for _, step, _ in told(lines, DROP, act=True)] == [120]
+
+    def test_a_reset_silences_all_rules_that_ask(self) -> None:
+        lines = [{"step": s, "kl": 0.01 if s <= 60 else 0.05} for s in range(1, 131)]
+        assert told(lines, RULES) == [("kl_spike", 62, "kl")]
+        assert told(lines, RULES, resets=[61]) == []
+
+
+def test_order_is_drop_by_name_plateau_kl_advice() -> None:
+    lines: list[dict[str, Any]] = []
+    for step in range(1, 121):
+        line = {"step": step, "kl": 0.01 if step < 119 else 1.0, "entropy": 1.0 if step <= 110 else 0.1}
+        line["rollout/truncated"] = 0.0 if step <= 110 else 0.5
+        if step % 10 == 0:
+            line |= {f"validation/{n}": 0.5 if step < 110 else 0.2 for n in ("b", "a")}
+        lines.append(line)
+    rules = replace(DROP, plateau_steps=120)
+    assert [f"{r} {s}" for r, step, s in told(lines, rules, "a", "b") if step == 120] == [
+        "validation_drop a",
+        "validation_drop b",
+        "plateau blend",
+        "kl_spike kl",
+        "truncation rollout/truncated",
+        "entropy entropy",
+    ]
+
+
+def test_rules_that_are_not_to_ask_advise() -> None:
+    lines = scores([0.5] * 8 + [0.2, 0.2])
+    [found] = replay(lines, replace(DROP, asks=("plateau",)), errors(lines, "math"), act=True)
+    assert (found.rule, found.asks) == ("validation_drop", False)
+
+
+def test_decide_changes_nothing_and_an_empty_history_says_nothing() -> None:
+    assert decide(History(), RULES) == []
+    history = History()
+    for line in scores([0.5] * 8 + [0.2, 0.2]):
+        history.add(line, {"math": SE})
+    first = decide(history, DROP)
+    assert first == decide(history, DROP) != []
+    history.note(first)
+    assert decide(history, DROP) == []
+
+
+def test_a_finding_is_a_text() -> None:
+    assert str(Finding("plateau", 3, "blend", 0.0, 0.1, True, "flat")) == "plateau: flat"
+
+
+@pytest.mark.parametrize(("dof", "quantile"), [(8.0, 7.595055), (20.0, 5.035538), (60.0, 4.302015), (1e9, 4.0)])
+def test_student_s_quantile(dof: float, quantile: float) -> None:
+    """Against scipy's `t.isf(norm.sf(4), dof)`; the expansion is a little low at few degrees of freedom."""
+    assert t_quantile(4.0, dof) == pytest.approx(quantile, rel=0.02)
+
+
+def test_the_checks_name_the_rules() -> None:
+    assert RESET_RULES == ASKING
+    assert not set(ASKING) & set(ADVISING)

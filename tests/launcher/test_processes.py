@@ -1,0 +1,121 @@
+"""One process under the supervisor: its output, its restarts, its end."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nemo_prorl.deadlines import Deadline
+from nemo_prorl.launcher.processes import Child, MergedLog, ProcessFailed, stop_all
+
+Start = Callable[..., Child]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a child that runs some Python; all are ended afterwards."""
+    made: list[Child] = []
+    merged = MergedLog(tmp_path / "all.log")
+
+    def make(code: str, restarts: int = 0) -> Child:
+        command = [sys.executable, "-u", "-c", code]
+        name = f"child-{len(made)}"
+        child = Child(name, command, dict(os.environ), tmp_path / f"{name}.log", merged, restarts=restarts)
+        child.endpoint = tmp_path / f"{name}.json"
+        child.start()
+        made.append(child)
+        return child
+
+    yield make
+    stop_all(made, 0.0, quiet=True)
+
+
+def pid_in(path: Path) -> int:
+    Deadline(20, f"a number in {path}").wait_until(lambda: path.exists() and path.read_text().strip().isdigit())
+    return int(path.read_text())
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def ended(child: Child) -> None:
+    assert child.process is not None
+    child.process.wait(20)
+
+
+def test_what_it_says_is_in_its_log_and_in_the_merged_one(start: Start, tmp_path: Path) -> None:
+    child = start("import sys; print('one'); print('two', file=sys.stderr)")
+    ended(child)
+    Deadline(5, "both lines").wait_until(lambda: list(child.tail) == ["one", "two"])
+    assert (tmp_path / "child-0.log").read_text() == "one\ntwo\n"
+    assert "child-0: one\n" in (tmp_path / "all.log").read_text()
+
+
+def test_one_that_ends_is_started_again_up_to_the_cap(start: Start, tmp_path: Path) -> None:
+    child = start(f"import os; open({str(tmp_path / 'pids')!r}, 'a').write('x'); print('why'); os._exit(7)", restarts=2)
+    assert child.endpoint is not None
+    began = time.monotonic()
+    with pytest.raises(ProcessFailed, match=r"child-0 ended with status 7, 3 times within an hour(.|\n)*why"):
+        while time.monotonic() - began < 30:
+            child.endpoint.touch()
+            child.keep_up()
+            time.sleep(0.02)
+    assert (tmp_path / "pids").read_text() == "xxx"
+    assert time.monotonic() - began >= 1.5  # 0.5 s, then 1 s
+
+
+def test_one_that_runs_is_left_alone(start: Start) -> None:
+    child = start("import time; time.sleep(60)")
+    process = child.process
+    for _ in range(3):
+        child.keep_up()
+    assert child.process is process
+
+
+def test_a_restart_takes_away_what_the_dead_left(start: Start, tmp_path: Path) -> None:
+    """Its endpoint, so that nobody asks it, and the processes that it started."""
+    code = (
+        "import os, subprocess, sys, time\n"
+        f"mark = {str(tmp_path / 'below')!r}\n"
+        "if os.path.exists(mark): time.sleep(60)\n"
+        "below = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], stdout=subprocess.DEVNULL)\n"
+        "open(mark, 'w').write(str(below.pid)); os._exit(1)"
+    )
+    child = start(code, restarts=1)
+    below = pid_in(tmp_path / "below")
+    ended(child)
+    assert child.endpoint is not None
+    child.endpoint.write_text("{}")
+
+    def runs_again() -> bool:
+        child.keep_up()
+        return child.process is not None and child.process.poll() is None
+
+    Deadline(20, "the restart").wait_until(runs_again)
+    Deadline(10, "the end of what it started").wait_until(lambda: not is_alive(below))
+    assert not child.endpoint.exists()
+
+
+def test_stopping_is_asked_for_and_then_enforced(start: Start, tmp_path: Path) -> None:
+    polite = start("import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); print('up'); time.sleep(60)")
+    stubborn = start(
+        "import os, signal, subprocess, sys, time\nsignal.signal(15, signal.SIG_IGN)\n"
+        "below = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], stdout=subprocess.DEVNULL)\n"
+        f"open({str(tmp_path / 'below')!r}, 'w').write(str(below.pid)); print('up'); time.sleep(60)"
+    )
+    below = pid_in(tmp_path / "below")
+    Deadline(20, "both").wait_until(lambda: "up" in polite.tail and "up" in stubborn.tail)
+    began = time.monotonic()
+    stop_all([polite, stubborn], 0.5)
+    assert time.monotonic() - began < 10
+    assert polite.process is not None
+    assert stubborn.process is not None
+    assert (polite.process.returncode, stubborn.process.returncode) == (75, -9)
+    Deadline(10, "the end of what it started").wait_until(lambda: not is_alive(below))

@@ -14,7 +14,7 @@ deviations of a known one are `t_quantile(k, dof)` of an estimated one; of two b
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -91,7 +91,7 @@ class History:
             if key in numbers:
                 self.series.setdefault(key, []).append((self.step, numbers[key]))
         for name, value in (standard_errors or {}).items():
-            if math.isfinite(value) and value > 0.0:
+            if math.isfinite(value):
                 self.errors.setdefault(f"validation/{name}", {})[self.step] = value
         for key in ("rollout/truncated", "rollout/response_tokens", "entropy"):
             if key in numbers:
@@ -179,7 +179,7 @@ def _drops(history: History, rules: Rules) -> list[Finding]:
 def _drop(key: str, points: list[tuple[int, float]], width: int, history: History, rules: Rules) -> Finding | None:
     before, last = points[:-width], [value for _, value in points[-width:]]
     length = min(rules.drop_baseline, len(before))
-    bound = _bound(before, history.errors.get(key, {}), rules.drop_sigma)
+    bound = _bound(before, history.errors.get(key, {}), rules.drop_sigma, points[-width:])
     if length < LEAST_BASELINE or bound is None:
         return None
     values = [value for _, value in before]
@@ -294,8 +294,17 @@ def _advice(history: History, rules: Rules) -> list[Finding]:
 # --- noise -----------------------------------------------------------------------------------------------------------
 
 
-def _bound(points: list[tuple[int, float]], errors: Mapping[int, float], sigmas: float) -> float | None:
-    """`sigmas` standard deviations of one measurement, from scatter or standard errors; None where neither is known."""
+def _bound(
+    points: list[tuple[int, float]],
+    errors: Mapping[int, float],
+    sigmas: float,
+    judged: Sequence[tuple[int, float]] = (),
+) -> float | None:
+    """`sigmas` standard deviations of one measurement, from scatter or standard errors; None where neither is known.
+
+    The standard errors are those of `points` or of those `judged` against them, whichever are larger: a score at 0 or 1
+    has none, until it leaves it.
+    """
     points = points[-SCATTER_POINTS:]
     bounds = []
     differences = [b[1] - a[1] for a, b in pairwise(points)]
@@ -304,9 +313,9 @@ def _bound(points: list[tuple[int, float]], errors: Mapping[int, float], sigmas:
         scatter = math.sqrt(sum((d - mean) ** 2 for d in differences) / (len(differences) - 1) / 2.0)
         # Successive differences share a measurement: two thirds of their number is what they are worth.
         bounds.append(t_quantile(sigmas, 2.0 * len(differences) / 3.0) * scatter)
-    known = [errors[step] for step, _ in points if step in errors]
-    if known and len(known) == len(points):
-        bounds.append(sigmas * math.sqrt(sum(e * e for e in known) / len(known)))
+    if points and all(step in errors for step, _ in [*points, *judged]):
+        largest = max(sum(errors[step] ** 2 for step, _ in part) / len(part) for part in (points, judged) if part)
+        bounds.append(sigmas * math.sqrt(largest))
     return min(bounds, default=None)
 
 

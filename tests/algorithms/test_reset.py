@@ -62,6 +62,18 @@ class TestDrop:
         assert threshold(3, 8) < 0.06 < threshold(2, 8)
         assert told(scores([0.5] * 8 + [0.44] * 3), DROP) == [("validation_drop", 110, "math")]
 
+    def test_the_best_of_many_levels_is_allowed_for(self) -> None:
+        lines = scores([0.5 + 0.03 * (-1) ** i for i in range(30)] + [0.3, 0.3])  # the scatter says less than SE
+        [found] = replay(lines, DROP, errors(lines, "math"))
+        chance = SE * math.sqrt(2 * math.log((30 - 10 + 1) / 10) / 10)
+        assert found.threshold == pytest.approx(threshold(2, 10) + chance)
+
+    def test_a_standard_error_of_zero_is_one(self) -> None:
+        lines = scores([1.0] * 8 + [0.8, 0.8])
+        known = {line["step"]: {"math": 0.0 if line["step"] < 90 else 0.1} for line in lines}
+        assert replay(lines, DROP, known) == []  # what the fallen scores are known to counts too
+        assert replay(lines, DROP, {step: {"math": 0.0} for step in known}) != []
+
     def test_small_drops_are_none_however_sure(self) -> None:
         lines = scores([0.5] * 20 + [0.46] * 3)
         assert told(lines, replace(DROP, drop_sigma=0.5)) == []

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from nemo_prorl.errors import ConfigError, ProrlError
+from nemo_prorl.errors import ConfigError, ProrlError, disk_full
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +31,11 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     except BrokenPipeError:
         return 0  # the reader of our output has seen enough
+    except Exception as error:
+        if (text := disk_full(error)) is None:
+            raise
+        _log.error("prorl: %s", text)
+        return 1
     except KeyboardInterrupt:
         _log.error("prorl: interrupted")
         return 1

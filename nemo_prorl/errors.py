@@ -1,10 +1,23 @@
 """The errors that cross a boundary of ours.  Each names the boundary, and is a standard exception too."""
 
+import errno
+
 
 class ProrlError(Exception):
     """Base of all errors that a user can meet; `exit_code` is what the `prorl` command leaves with."""
 
     exit_code = 1
+
+
+def disk_full(error: BaseException) -> str | None:
+    """What to say where a write failed for want of room, whichever library failed; None for any other error."""
+    out_of_room = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if not out_of_room and "No space left on device" not in str(error):  # safetensors has errors of its own
+        return None
+    return (
+        f"no space left on the disk ({error}); what was half written does not count, the last checkpoint stands:"
+        " free some room and run the same command again"
+    )
 
 
 class ConfigError(ProrlError, ValueError):

@@ -23,7 +23,7 @@ from nemo_prorl.config import Config
 from nemo_prorl.data.blend import Blend, load_sources
 from nemo_prorl.data.generators import warmup_target
 from nemo_prorl.data.render import PromptRenderer
-from nemo_prorl.errors import CheckpointError, ProrlError, StoppedCleanly
+from nemo_prorl.errors import CheckpointError, ProrlError, StoppedCleanly, disk_full
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.recipe.base_model import base_folder, initial_model
 from nemo_prorl.recipe.records import Journal, MetricsLog, write_json, write_rollouts
@@ -404,6 +404,11 @@ def main(argv: list[str] | None = None) -> int:
     except ProrlError as error:
         _log.error("%s: %s", type(error).__name__, error)
         return error.exit_code
+    except Exception as error:
+        if (text := disk_full(error)) is None:
+            raise
+        _log.error("%s", text)
+        return 1
     return 0
 
 

@@ -41,6 +41,23 @@ def test_help_lists_the_commands(prorl: Prorl) -> None:
 
 
 @pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), RuntimeError("I/O: No space left on device")]
+)
+def test_a_full_disk_is_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    def fail(*_: object) -> str:
+        raise error
+
+    monkeypatch.setattr(overview, "status", fail)
+    assert cli.main(["status", "run"]) == 1
+    assert "no space left on the disk" in caplog.text
+    monkeypatch.setattr(overview, "status", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["status", "run"])
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["train", "trainer.grpo.nope=1"], "trainer.grpo.nope"),

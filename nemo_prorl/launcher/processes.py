@@ -48,6 +48,7 @@ class Child:
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=30))
     _ended: list[float] = field(default_factory=list)
     _restart_at: float = 0.0
+    _log_failed: bool = False
 
     def start(self) -> None:
         """Starts the process in a session of its own.  Each of our programs ends by itself when this process does."""
@@ -67,14 +68,21 @@ class Child:
 
     def _copy_output(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdout is not None
-        with self.log_file.open("a", buffering=1, errors="replace") as log:
-            for line in process.stdout:
-                line = line.rstrip("\n")
-                log.write(line + "\n")
+        for line in process.stdout:  # to the end, whatever a disk says: a full pipe would stop the process
+            line = line.rstrip("\n")
+            self.tail.append(line)
+            try:
+                with self.log_file.open("a", errors="replace") as log:
+                    log.write(line + "\n")
                 self.merged.write(self.name, line)
-                self.tail.append(line)
-                if self.on_line is not None:
-                    self.on_line(line)
+            except OSError as error:
+                if not self._log_failed:
+                    _log.error("%s cannot be written: %s; %s goes on without it", self.log_file, error, self.name)
+                self._log_failed = True
+            else:
+                self._log_failed = False
+            if self.on_line is not None:
+                self.on_line(line)
 
     def signal(self, number: int) -> None:
         """Signals the process, if it runs."""

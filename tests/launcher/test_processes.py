@@ -58,6 +58,16 @@ def test_what_it_says_is_in_its_log_and_in_the_merged_one(start: Start, tmp_path
     assert "child-0: one\n" in (tmp_path / "all.log").read_text()
 
 
+def test_a_full_disk_takes_the_log_and_not_the_process(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    child = start("import time; time.sleep(1)\nfor n in range(20_000): print('line', n)")
+    child.log_file = Path("/dev/full")
+    ended(child)  # with nobody to read, the pipe would fill and it would wait for ever
+    Deadline(10, "the last line").wait_until(lambda: list(child.tail)[-1:] == ["line 19999"])
+    assert child.process is not None
+    assert child.process.returncode == 0
+    assert caplog.text.count("No space left on device") == 1
+
+
 def test_one_that_ends_is_started_again_up_to_the_cap(start: Start, tmp_path: Path) -> None:
     child = start(f"import os; open({str(tmp_path / 'pids')!r}, 'a').write('x'); print('why'); os._exit(7)", restarts=2)
     assert child.endpoint is not None

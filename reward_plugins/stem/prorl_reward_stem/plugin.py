@@ -1,7 +1,6 @@
 """The plugin class: mathematics' grading with units, multiple choice, chemistry, lists and truth values around it."""
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from prorl_reward_math import grading
@@ -9,7 +8,7 @@ from prorl_reward_math.forms import unstyled
 from prorl_reward_math.latex import boxed
 from prorl_reward_math.plugin import MathReward, expected_answers
 
-from nemo_prorl.rewards.interface import Example, RewardPlugin, RewardRequest, RewardResult, no_answer, one_line
+from nemo_prorl.rewards.interface import Example, RewardRequest, RewardResult, no_answer, one_line
 from prorl_reward_stem.chemistry import formula, is_plain_symbol
 from prorl_reward_stem.choices import MAX_OPTIONS, chosen, letters, right_letter, without_labels
 
@@ -75,26 +74,14 @@ def stated_choice(text: str) -> str | None:
     return found[-1].strip(" *.`") if found else None
 
 
-class StemReward(RewardPlugin):
-    """Binary reward of the last boxed answer to a question of science (paper sec. 2)."""
+class StemReward(MathReward):
+    """Binary reward of the last boxed answer to a question of science (paper sec. 2), with the settings of `math`."""
 
     name = "stem"
     tasks = ("stem",)
 
-    @dataclass(frozen=True)
-    class Config:
-        """`time_budget_s`: CPU seconds of one answer; `math_verify`: whether math-verify is asked too."""
-
-        time_budget_s: float = 6.0
-        math_verify: bool = True
-
-    config: Config
-
-    def prepare(self) -> None:
-        grading.prepare()
-
     def validate_truth(self, truth: dict[str, Any]) -> None:
-        MathReward.validate_truth(MathReward(), truth)
+        super().validate_truth(truth)
         if "options" in truth:
             check_options(truth)
 

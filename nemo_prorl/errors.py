@@ -12,10 +12,11 @@ class ProrlError(Exception):
 def disk_full(error: BaseException) -> str | None:
     """What to say where a write failed for want of room, whichever library failed; None for any other error."""
     out_of_room = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if not out_of_room and "No space left on device" not in str(error):  # safetensors has errors of its own
+    signs = ("No space left on device", "PytorchStreamWriter failed")  # safetensors and torch have errors of their own
+    if not out_of_room and not any(sign in str(error) for sign in signs):
         return None
     return (
-        f"no space left on the disk ({error}); what was half written does not count, the last checkpoint stands:"
+        f"no space left on the disk, or it cannot be written ({str(error).splitlines()[0]}); what was half written does not count, the last checkpoint stands:"
         " free some room and run the same command again"
     )
 

@@ -41,7 +41,7 @@ def test_help_lists_the_commands(prorl: Prorl) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(28, "No space left on device"), RuntimeError("I/O: No space left on device")]
+    "error", [OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing")]
 )
 def test_a_full_disk_is_said_in_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception

@@ -15,9 +15,10 @@ def disk_full(error: BaseException) -> str | None:
     signs = ("No space left on device", "PytorchStreamWriter failed")  # safetensors and torch have errors of their own
     if not out_of_room and not any(sign in str(error) for sign in signs):
         return None
+    reason = str(error).splitlines()[0]
     return (
-        f"no space left on the disk, or it cannot be written ({str(error).splitlines()[0]}); what was half written does not count, the last checkpoint stands:"
-        " free some room and run the same command again"
+        f"no space left on the disk, or it cannot be written ({reason}); what was half written does not count, the last"
+        " checkpoint stands: free some room and run the same command again"
     )
 
 

@@ -41,6 +41,18 @@ class ShapingConfig:
     cosine_correct: list[float] = field(default_factory=lambda: [2.0, 1.0])  # of a right answer: at 0, at the longest
     cosine_wrong: list[float] = field(default_factory=lambda: [-10.0, 0.0])  # of a wrong one
     cosine_exceeded: float = -10.0  # of a response that was cut off at the longest
+    cosine_every: int = 0  # schedule: of every so many steps the cosine shapes the last `cosine_for`; 0: all steps
+    cosine_for: int = 0
+
+
+@dataclass
+class AdaptiveEntropyConfig:
+    """An entropy bonus that switches itself on where the entropy falls below a target (paper sec. 5.4)."""
+
+    enabled: bool = False
+    target: float = 0.2  # nats a token
+    step: float = 1e-4  # by which the coefficient moves, once a step
+    maximum: float = 5e-3  # of the coefficient
 
 
 @dataclass
@@ -61,14 +73,18 @@ class GRPOConfig:
     dual_clip: float | None = None
     kl_coef: float = 1e-4
     kl_estimator: str = "k3"  # k1 | k2 | k3
-    entropy_coef: float = 0.0
+    entropy_coef: float = 0.0  # fixed; or:
+    adaptive_entropy: AdaptiveEntropyConfig = field(default_factory=AdaptiveEntropyConfig)
     unfinished_penalty: float = 0.0  # taken off the shaped reward of a response without eos
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     logprob_chunk_tokens: int = 4096  # rows of logits alive at a time
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     checkpoint_every: int = 20
-    keep_checkpoints: int = 3
+    keep_checkpoints: int = 3  # the newest
+    keep_best: int = 1  # beside them, those with the best validation
+    checkpoint_budget_gb: float | None = None  # all of them together, in 10^9 bytes; the newest always stays
+    async_checkpoints: bool = True  # the run goes on while one is written
     validate_every: int = 25
     validation_samples: int = 4
     validation_temperature: float = 0.6
@@ -104,6 +120,11 @@ class ResetsConfig:
 
     mode: str = "manual"  # manual: at_steps only | advise: the rules tell, in the journal | auto: they reset
     at_steps: list[int] = field(default_factory=list)  # after the updates of these steps
+    every: int | None = None  # and after each so many steps
+    parts: str = "both"  # both; for ablations: reference | optimizer
+    roll_back: bool = False  # to the weights of the best validation since the last reset, where they are kept
+    lr_factor: float = 1.0  # the learning rate is multiplied by it at each reset
+    lr_warmup_steps: int = 0  # steps over which it rises again after a reset, because the moments start anew
     kl_after_reset: float = 1e-5  # the mean absolute reference gap that the step after a reset may show
     rules: ResetRulesConfig = field(default_factory=ResetRulesConfig)
 
@@ -127,6 +148,8 @@ class DeadlinesConfig:
     publish_s: float = 300.0
     collective_s: float = 1800.0
     stop_s: float = 30.0
+    finish_step_s: float = 120.0  # asked to stop: a rollout that is not done by then is given up
+    job_s: float | None = None  # the run stops by itself before so many seconds have passed since its job's start
 
 
 @dataclass
@@ -196,6 +219,18 @@ class DataConfig:
 
     train: list[DataSource] = field(default_factory=list)
     validation: list[DataSource] = field(default_factory=list)
+    tasks: list[str] | None = None  # training takes records of these tasks only; null: of all
+
+
+@dataclass
+class ChainConfig:
+    """How a stage hangs on the one before it (paper sec. 4.2)."""
+
+    after: str | None = None  # the stage before; its run directory lies beside this run's
+    start_from: str | None = None  # its run directory or one of its checkpoints, where it lies elsewhere
+    hard_reset: bool = True  # begin with one
+    step_scale: float = 1.0  # of the stages' steps; a cluster's
+    long_context_tokens: int = 16384  # the context of run 8; a cluster's
 
 
 @dataclass
@@ -214,3 +249,4 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    chain: ChainConfig = field(default_factory=ChainConfig)

@@ -47,9 +47,13 @@ CHANGEABLE = (
     "trainer.grpo.max_steps",  # may grow only
     "trainer.grpo.checkpoint_every",
     "trainer.grpo.keep_checkpoints",
+    "trainer.grpo.keep_best",
+    "trainer.grpo.checkpoint_budget_gb",
+    "trainer.grpo.async_checkpoints",
     "trainer.grpo.save_rollout_groups",
     "trainer.grpo.logprob_chunk_tokens",
     "trainer.deadlines.",
+    "chain.start_from",
     "model.tensor_model_parallel_size",
     "model.pipeline_model_parallel_size",
     "model.virtual_pipeline_model_parallel_size",
@@ -209,10 +213,16 @@ def _composed(choices: tuple[str, ...]) -> DictConfig:
     ConfigStore.instance().store(name="schema", node=Config)
     GlobalHydra.instance().clear()
     try:
+        OmegaConf.register_new_resolver("scaled", _scaled, replace=True)
         with initialize_config_dir(config_dir=str(conf_folder().resolve()), version_base="1.3"):
             return compose("config", overrides=list(choices))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"{conf_folder()} does not compose: {error}") from error
+
+
+def _scaled(steps: int, _root_: DictConfig) -> int:
+    """`${scaled:400}` in a stage: its steps in the recipe, as many of them as `chain.step_scale` says."""
+    return max(1, round(steps * _root_.chain.step_scale))
 
 
 def _apply(cfg: DictConfig, key: str, value: Any, add: bool) -> None:

@@ -22,6 +22,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "trainer.grpo.kl_estimator": ("k1", "k2", "k3"),
     "trainer.grpo.correction.kind": ("none", "tis", "icepop", "sequence_mask"),
     "trainer.resets.mode": ("manual", "advise", "auto"),
+    "trainer.resets.parts": ("both", "reference", "optimizer"),
     "rollout.dtype": ("float32", "bfloat16", "float16"),
     "model.optim.name": ("mcore_distributed_optim",),
     "model.position_embedding_type": ("rope",),
@@ -43,8 +44,12 @@ AT_LEAST: dict[str, float] = {
     "trainer.grpo.max_response_tokens": 1,
     "trainer.grpo.kl_coef": 0,
     "trainer.grpo.entropy_coef": 0,
+    "trainer.grpo.adaptive_entropy.target": 0,
+    "trainer.grpo.adaptive_entropy.maximum": 0,
     "trainer.grpo.unfinished_penalty": 0,
     "trainer.grpo.shaping.cosine_exceeded": -1000,
+    "trainer.grpo.shaping.cosine_every": 0,
+    "trainer.grpo.shaping.cosine_for": 0,
     "trainer.grpo.shaping.overlong_tokens": 0,
     "trainer.grpo.shaping.overlong_penalty": 0,
     "trainer.grpo.logprob_chunk_tokens": 1,
@@ -56,11 +61,14 @@ AT_LEAST: dict[str, float] = {
     "trainer.grpo.dynamic_sampling.max_staleness": 0,
     "trainer.grpo.checkpoint_every": 1,
     "trainer.grpo.keep_checkpoints": 1,
+    "trainer.grpo.keep_best": 0,
     "trainer.grpo.validate_every": 1,
     "trainer.grpo.validation_samples": 1,
     "trainer.grpo.validation_temperature": 0,
     "trainer.grpo.save_rollout_groups": -1,
+    "trainer.resets.every": 1,
     "trainer.resets.kl_after_reset": 0,
+    "trainer.resets.lr_warmup_steps": 0,
     "trainer.resets.rules.cooldown_steps": 1,
     "trainer.resets.rules.drop_min": 0,
     "trainer.resets.rules.drop_baseline": 4,
@@ -74,6 +82,7 @@ AT_LEAST: dict[str, float] = {
     "trainer.resets.rules.truncation_rise": 0,
     "trainer.resets.rules.length_factor": 1,
     "trainer.resets.rules.entropy_share": 0,
+    "chain.long_context_tokens": 2,
     "trainer.warmup.steps": 0,
     "trainer.warmup.batch_size": 1,
     "trainer.warmup.lr": 0,
@@ -106,6 +115,10 @@ ABOVE: dict[str, float] = {
     "trainer.grpo.clip_high": 0,
     "trainer.grpo.dual_clip": 1,
     "trainer.grpo.correction.alarm": 0,
+    "trainer.grpo.adaptive_entropy.step": 0,
+    "trainer.grpo.checkpoint_budget_gb": 0,
+    "trainer.resets.lr_factor": 0,
+    "chain.step_scale": 0,
     "trainer.grpo.validation_top_p": 0,
     "trainer.resets.rules.drop_sigma": 0,
     "trainer.resets.rules.kl_factor": 1,
@@ -174,8 +187,15 @@ def _values(cfg: DictConfig) -> None:
         if len(cfg.trainer.grpo.shaping[name]) != 2:
             key = f"trainer.grpo.shaping.{name}"
             raise _wrong(key, cfg.trainer.grpo.shaping[name], "must be two numbers: at length 0, at the longest")
-    if cfg.on_event is not None:
-        raise _wrong("on_event", cfg.on_event, "this version calls no command yet; leave it null")
+    if cfg.trainer.grpo.adaptive_entropy.enabled and cfg.trainer.grpo.entropy_coef:
+        key = "trainer.grpo.entropy_coef"
+        raise _wrong(key, cfg.trainer.grpo.entropy_coef, "must be 0 where trainer.grpo.adaptive_entropy.enabled is")
+    shaping = cfg.trainer.grpo.shaping
+    if not 0 <= shaping.cosine_for <= shaping.cosine_every:
+        key = "trainer.grpo.shaping.cosine_for"
+        raise _wrong(key, shaping.cosine_for, f"must be 0 to cosine_every={shaping.cosine_every}")
+    if shaping.cosine_every and not shaping.cosine_for:
+        raise _wrong("trainer.grpo.shaping.cosine_for", 0, "with cosine_every the cosine needs 1 step at least")
     betas = OmegaConf.select(cfg, "model.optim.betas")
     if betas is not None and not (len(betas) == 2 and all(isinstance(b, int | float) and 0 <= b < 1 for b in betas)):
         raise _wrong("model.optim.betas", betas, "must be two numbers from 0 up to, not including, 1")

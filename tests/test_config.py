@@ -148,7 +148,6 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["trainer.resets.mode=auto", "trainer.resets.rules.asks=[]"], ["trainer.resets.rules.asks=[]", "mode=advise"]),
     (["trainer.resets.rules.kl_factor=1"], ["trainer.resets.rules.kl_factor=1", "above 1"]),
     (["trainer.resets.rules.entropy_share=2"], ["trainer.resets.rules.entropy_share=2", "at most 1"]),
-    (["on_event=notify"], ["on_event=notify", "leave it null"]),
     (["model.optim.name=sgd"], ["model.optim.name=sgd", "mcore_distributed_optim"]),
     (["model.tensor_model_parallel_size=3"], ["=3", "model.num_attention_heads=4", "4 / 3 = 1.33", "1, 2, 4"]),
     (

@@ -46,6 +46,10 @@ class StoppedCleanly(ProrlError):
     exit_code = 75
 
 
+class RolloutAbandoned(StoppedCleanly):
+    """The run was asked to stop and a rollout took too long: it was given up, and nothing of it counts."""
+
+
 class DeadlineExceeded(ProrlError, TimeoutError):
     """A wait ran out: names what was waited for and for how long."""
 

@@ -37,6 +37,16 @@ class Metrics:
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
+    def to_json(self) -> dict[str, Any]:
+        """Everything, for a checkpoint; exact."""
+        return {"step": self.step, "stage": self.stage, "values": {k: list(v) for k, v in self._values.items()}}
+
+    @classmethod
+    def from_json(cls, state: dict[str, Any]) -> "Metrics":
+        metrics = cls(state["step"], state["stage"])
+        metrics._values = {key: (value, weight) for key, (value, weight) in state["values"].items()}
+        return metrics
+
     def as_json(self) -> dict[str, Any]:
         """One line of metrics.jsonl; a number that is not finite is null."""
         numbers = {key: self[key] for key in sorted(self._values)}

@@ -10,20 +10,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from nemo_prorl import __version__
+from nemo_prorl.algorithms.entropy import AdaptiveEntropy
 from nemo_prorl.algorithms.losses import LossConfig
+from nemo_prorl.algorithms.reset import best_step, learning_rate
 from nemo_prorl.config import Config
 from nemo_prorl.data.blend import Blend, load_sources
 from nemo_prorl.data.generators import warmup_target
 from nemo_prorl.data.render import PromptRenderer
-from nemo_prorl.errors import CheckpointError, ProrlError, StoppedCleanly, disk_full
+from nemo_prorl.errors import ProrlError, RolloutAbandoned, StoppedCleanly, disk_full
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.recipe.base_model import base_folder, initial_model
 from nemo_prorl.recipe.records import Journal, MetricsLog, write_json, write_rollouts
@@ -33,7 +34,9 @@ from nemo_prorl.recipe.warmup import warm_up
 from nemo_prorl.rollout.groups import CollectedBatch, Group
 from nemo_prorl.rollout.prompts import PromptStream, Visit
 from nemo_prorl.rollout.publication import WeightStore, weights_folder
+from nemo_prorl.run_checkpoints import Checkpoints
 from nemo_prorl.run_services import Services, die_with_parent
+from nemo_prorl.run_stopping import Stopping
 from nemo_prorl.trainer import train
 
 _log = logging.getLogger("nemo_prorl.run")  # also as __main__
@@ -50,10 +53,12 @@ class Run:
         self.cfg, self.dir = cfg, run_dir
         self.rank = int(os.environ.get("RANK", 0))
         self.step = 0
+        self.unfinished: Metrics | None = None  # of a step whose updates are made and which is not logged yet
         self.validations: dict[int, dict[str, Any]] = {}
         self.resets = Resets(cfg.trainer.resets)
-        grpo = cfg.trainer.grpo
-        self.loss_config = LossConfig(
+        grpo, adaptive = cfg.trainer.grpo, cfg.trainer.grpo.adaptive_entropy
+        self.entropy = AdaptiveEntropy(adaptive.target, adaptive.step, maximum=adaptive.maximum)
+        self._loss_config = LossConfig(
             grpo.clip_low,
             grpo.clip_high,
             grpo.dual_clip,
@@ -62,27 +67,26 @@ class Run:
             grpo.entropy_coef,
             grpo.aggregation,
         )
-        self._stop = False
+        self.phase_s: dict[str, float] = {}
+        self.rewards_s = {"wait": 0.0, "open": 0.0}
+        self.tokens = 0
         self._published = -1
-        self._phase_s: dict[str, float] = {}
-        self._rewards_s = {"wait": 0.0, "open": 0.0}
-        self._tokens = 0
-        self._began = time.monotonic()
+        self._stopping = Stopping(cfg.trainer.deadlines)
         for sig in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(sig, self._ask_to_stop)
+            signal.signal(sig, self._stopping.on_signal)
 
     # --- building --------------------------------------------------------------------------------------------------
 
     def build_policy(self) -> None:
         """Policy and data; makes RUN/base, what reinforcement learning starts from, where a warm-up is due."""
-        from nemo_prorl.policy import checkpoint
         from nemo_prorl.policy.build import build_actor
 
         cfg, grpo = self.cfg, self.cfg.trainer.grpo
         base = base_folder(cfg, self.dir)
         folder = base if base.exists() else initial_model(cfg, self.dir)
         built = build_actor(cfg, folder, self.dir / "logs" / "nemo")  # type: ignore[arg-type]
-        self.policy, self.loggers, self.checkpoint = built.actor, built.trainer.loggers, checkpoint
+        self.policy, self.loggers = built.actor, built.trainer.loggers
+        self.checkpoints = Checkpoints(self)
         self.renderer = PromptRenderer(folder, grpo.context_tokens, grpo.max_response_tokens)
         train_sources, self.validation_sources = load_sources(cfg.data)
         self.prompts = PromptStream(Blend(train_sources, cfg.seed), self.renderer)
@@ -98,8 +102,9 @@ class Run:
         if self.rank == 0:
             self.metrics_log, self.journal = MetricsLog(self.dir), Journal(self.dir)
             self.services = Services.connect(self.cfg, self.dir, self.prompts, self.renderer)
+            self._stopping.abandon = self.services.rollouts.abandon
         self.store = WeightStore(weights_folder(self.dir)) if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None
-        self._resume()
+        self.checkpoints.begin()
 
     def _make_base(self, base: Path, blend: Blend) -> None:
         """The policy that the reinforcement learning starts from: warmed up, and kept as a Hugging Face folder."""
@@ -118,38 +123,6 @@ class Run:
         if self.rank == 0:
             write_hf_folder(folder, iter(tensors), initial_model(self.cfg, self.dir), None)
         dist.barrier()
-
-    def _resume(self) -> None:
-        found = self.checkpoint.complete(self.dir / "checkpoints")
-        if not found:
-            self.on_rank_0(partial(self._begin, None))
-            return
-        state = self.checkpoint.load(self.policy, found[-1])
-        if state["version"] != __version__:
-            raise CheckpointError(f"{found[-1]} was written by version {state['version']}; this is {__version__}")
-        self.policy.set_learning_rate(float(self.cfg.model["optim"]["lr"]))
-        self.step = state["step"]
-        self.validations = {int(step): scores for step, scores in state["validations"].items()}
-        self.resets.load_state_dict(state["resets"])
-        self.prompts.load_state_dict(state["blend"])
-        self._tokens, self._rewards_s, self._phase_s = state["tokens"], state["rewards_s"], state["phase_s"]
-        self.on_rank_0(partial(self._begin, state))
-
-    def _begin(self, state: dict[str, Any] | None) -> None:
-        """Rank 0: the records and rollouts go on where the checkpoint was taken."""
-        if state is None:
-            self.metrics_log.cut(0)
-            self.journal.append("start", 0, stage=self.cfg.stage, version=__version__)
-            return
-        self.services.rollouts.load_state_dict(state["rollouts"])
-        self.metrics_log.cut(state["metrics_bytes"])
-        self.resets.recall(self.metrics_log.lines(), self.validations)
-        self.journal.append("resume", self.step, stage=self.cfg.stage, version=__version__)
-        last = self.resets.done[-1:] if self.resets.state_dict()["fresh"] else []
-        told = [e for e in self.journal.events() if e["event"] == "reset_commit"]
-        for reset in last:  # killed between the checkpoint of a reset and its commit
-            if reset["step"] == self.step and not any(e["step"] == self.step for e in told):
-                self.journal.append("reset_commit", self.step, **{k: v for k, v in reset.items() if k != "step"})
 
     # --- what the loop asks ----------------------------------------------------------------------------------------
 
@@ -174,7 +147,7 @@ class Run:
         yield
         seconds = time.monotonic() - began
         metrics.put(f"time/{name}", seconds)
-        self._phase_s[name] = self._phase_s.get(name, 0.0) + seconds
+        self.phase_s[name] = self.phase_s.get(name, 0.0) + seconds
 
     def remaining_steps(self) -> range:
         return range(self.step + 1, self.cfg.trainer.grpo.max_steps + 1)
@@ -193,14 +166,27 @@ class Run:
         self.on_rank_0(lambda: self.services.rollouts.publish(str(path), version))
         self._published = version
 
+    def weights_changed(self) -> None:
+        """The policy is not what was published under its version any more."""
+        self._published = -1
+
     def collect(self, metrics: Metrics) -> list[Group]:
         """The groups of this step, the same on every rank."""
         step = metrics.step
-        batch: CollectedBatch = self.on_rank_0(lambda: self.services.rollouts.collect(step, step - 1))
+
+        def collect() -> CollectedBatch:
+            position = self.prompts.position()
+            try:
+                return self.services.rollouts.collect(step, step - 1)
+            except RolloutAbandoned:
+                self.prompts.return_to(position)
+                raise
+
+        batch = self.on_rank_0(collect)
         report_rollout(metrics, batch)
-        self._tokens += batch.generated_tokens
-        self._rewards_s["wait"] += batch.reward_wait_s
-        self._rewards_s["open"] += batch.reward_open_s
+        self.tokens += batch.generated_tokens
+        self.rewards_s["wait"] += batch.reward_wait_s
+        self.rewards_s["open"] += batch.reward_open_s
         if self.rank == 0 and self.cfg.trainer.grpo.save_rollout_groups:
             texts = [[self.renderer.decode(r.token_ids) for r in group.responses] for group in batch.groups]
             write_rollouts(self.dir, step, batch.groups, texts, self.cfg.trainer.grpo.save_rollout_groups)
@@ -262,50 +248,33 @@ class Run:
         return reason
 
     def checkpoint_due(self, step: int) -> bool:
+        """By cadence, at the end, and where the validation is the best so far and such weights are kept."""
         grpo = self.cfg.trainer.grpo
-        return step % grpo.checkpoint_every == 0 or step == grpo.max_steps
+        best = grpo.keep_best > 0 and step in self.validations and step == self.best_validation()
+        return step % grpo.checkpoint_every == 0 or step == grpo.max_steps or best
+
+    def best_validation(self) -> int | None:
+        """The step with the best validation since the last hard reset."""
+        scores = {step: scores["all"]["mean"] for step, scores in self.validations.items()}
+        return best_step(scores, max(self.resets.steps, default=0))
+
+    def before_updates(self, step: int, metrics: Metrics) -> LossConfig:
+        """Sets the learning rate of this step; the loss, with the coefficient that its entropy asks for."""
+        resets, base = self.cfg.trainer.resets, float(self.cfg.model["optim"]["lr"])
+        lr = learning_rate(base, step, self.resets.steps, resets.lr_factor, resets.lr_warmup_steps)
+        self.policy.set_learning_rate(lr)
+        metrics.put("policy/lr", lr)
+        if not self.cfg.trainer.grpo.adaptive_entropy.enabled:
+            return self._loss_config
+        coefficient = self.on_rank_0(lambda: self.entropy.update(metrics["entropy"]))
+        metrics.put("policy/entropy_coef", coefficient)
+        return replace(self._loss_config, entropy_coef=coefficient)
 
     def save_checkpoint(self, step: int) -> None:
-        """A checkpoint from which the run goes on as if never stopped.  A collective; does nothing the second time."""
-        folder = self.checkpoint.step_folder(self.dir / "checkpoints", step)
-        if folder.exists() and self._saved == step:
-            return
-        mine = self.on_rank_0(
-            lambda: {"metrics_bytes": self.metrics_log.length(), "rollouts": self.services.rollouts.state_dict()}
-        )
-        began = time.monotonic()
-        state = {
-            "step": step,
-            "stage": self.cfg.stage,
-            "version": __version__,
-            "blend": self.on_rank_0(self.prompts.state_dict),
-            "resets": self.resets.state_dict(),
-            "validations": self.validations,
-            "tokens": self._tokens,
-            "rewards_s": self._rewards_s,
-            "phase_s": self._phase_s,
-            **mine,
-        }
-        self.checkpoint.save(self.policy, folder, state)
-        if self.rank == 0:
-            self.checkpoint.prune(self.dir / "checkpoints", self.cfg.trainer.grpo.keep_checkpoints)
-        self._saved = step
-        self._phase_s["checkpoint"] = self._phase_s.get("checkpoint", 0.0) + time.monotonic() - began
-
-    _saved = -1
+        self.checkpoints.save(step)
 
     def hard_reset(self, step: int, reason: str) -> None:
-        """pi_ref <- pi_theta, optimizer anew, in one transaction: journal the intent, checkpoint, commit."""
-        if self.rank == 0:
-            self.journal.append("reset_intent", step, reason=reason)
-        self.policy.set_reference()
-        self.policy.reset_optimizer()
-        sha256 = self.policy.reference_sha256()
-        self.resets.record(step, reason, sha256)
-        self.save_checkpoint(step)
-        if self.rank == 0:
-            self.journal.append("reset_commit", step, reason=reason, reference_sha256=sha256)
-            _log.info("hard reset after step %d (%s)", step, reason)
+        self.checkpoints.hard_reset(step, reason)
 
     def alarm(self, step: int, what: str) -> None:
         """Something a person should look at: in the log and in the journal."""
@@ -313,12 +282,9 @@ class Run:
             _log.warning("step %d: %s", step, what)
             self.journal.append("alarm", step, what=what)
 
-    def stop_requested(self) -> bool:
-        return self.on_rank_0(lambda: self._stop)
-
-    def _ask_to_stop(self, signum: int, _: object) -> None:
-        _log.warning("%s: stopping after this step", signal.Signals(signum).name)
-        self._stop = True
+    def stop_reason(self) -> str | None:
+        """Why the run should stop between two steps, if it should."""
+        return self.on_rank_0(self._stopping.reason)
 
     def write_summary(self, finished: bool, hashes: dict[str, str] | None = None) -> None:
         write_json(
@@ -331,9 +297,9 @@ class Run:
                 validations=self.validations,
                 resets=self.resets.done,
                 hashes=hashes or {},
-                tokens=self._tokens,
-                phase_s=self._phase_s,
-                rewards_s=self._rewards_s,
+                tokens=self.tokens,
+                phase_s=self.phase_s,
+                rewards_s=self.rewards_s,
             ),
         )
 

@@ -214,6 +214,7 @@ def _composed(choices: tuple[str, ...]) -> DictConfig:
     GlobalHydra.instance().clear()
     try:
         OmegaConf.register_new_resolver("scaled", _scaled, replace=True)
+        OmegaConf.register_new_resolver("folder_of_stage", _folder_of_stage, replace=True)
         with initialize_config_dir(config_dir=str(conf_folder().resolve()), version_base="1.3"):
             return compose("config", overrides=list(choices))
     except (HydraException, OmegaConfBaseException) as error:
@@ -223,6 +224,11 @@ def _composed(choices: tuple[str, ...]) -> DictConfig:
 def _scaled(steps: int, _root_: DictConfig) -> int:
     """`${scaled:400}` in a stage: its steps in the recipe, as many of them as `chain.step_scale` says."""
     return max(1, round(steps * _root_.chain.step_scale))
+
+
+def _folder_of_stage(stage: str) -> str:
+    """The default of `run_dir`: stages lie side by side, so that each finds the one before."""
+    return "runs/laptop" if stage == "none" else f"runs/prorl/{stage}"
 
 
 def _apply(cfg: DictConfig, key: str, value: Any, add: bool) -> None:

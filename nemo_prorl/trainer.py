@@ -12,11 +12,11 @@ from torch import Tensor
 
 from nemo_prorl.algorithms.advantages import group_advantages
 from nemo_prorl.algorithms.correction import rollout_correction
-from nemo_prorl.algorithms.diagnostics import policy_diagnostics, reference_gap
+from nemo_prorl.algorithms.diagnostics import means_by_task, policy_diagnostics, reference_gap, sums_by_task
 from nemo_prorl.algorithms.losses import LossConfig, denominator_terms, grpo_loss
-from nemo_prorl.algorithms.shaping import Shaping, shaped_rewards
+from nemo_prorl.algorithms.shaping import Shaping, in_schedule, shaped_rewards
 from nemo_prorl.batch import Batch, JudgedGroups
-from nemo_prorl.errors import StoppedCleanly
+from nemo_prorl.errors import RolloutAbandoned, StoppedCleanly
 from nemo_prorl.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -25,20 +25,32 @@ if TYPE_CHECKING:
 
 def train(run: "Run") -> None:
     """Steps until the run ends; resumable at any kill.  Raises StoppedCleanly when asked to stop in between."""
-    if run.step == 0 and not run.validations:
-        run.validate(Metrics(0, run.cfg.stage))
-    for step in run.remaining_steps():
-        metrics = train_step(run, step)
-        if run.validation_due(step):
-            run.validate(metrics)
-        run.log(metrics)  # before the checkpoint, which records the log's length
-        if reason := run.reset_due(metrics):  # after the log: the rules go by what it holds
-            run.hard_reset(step, reason)
-        elif run.checkpoint_due(step):
-            run.save_checkpoint(step)
-        if run.stop_requested():
-            run.save_checkpoint(step)
-            raise StoppedCleanly(f"stopped after step {step}; the same command continues")
+    try:
+        if run.unfinished is not None:
+            finish_step(run, run.unfinished)
+        if run.step == 0 and not run.validations:
+            run.validate(Metrics(0, run.cfg.stage))
+        for step in run.remaining_steps():
+            finish_step(run, train_step(run, step))
+    except RolloutAbandoned as stop:  # of a step whose updates are not begun, or of a validation
+        run.save_checkpoint(run.step)
+        raise StoppedCleanly(f"{stop}; what is done is saved, the same command continues") from stop
+
+
+def finish_step(run: "Run", metrics: Metrics) -> None:
+    """What follows a step's updates: validation, log, hard reset, checkpoint, and what somebody asked for meanwhile."""
+    step, run.unfinished = metrics.step, metrics
+    if run.validation_due(step):
+        run.validate(metrics)
+    run.log(metrics)  # before the checkpoint, which records the log's length
+    run.unfinished = None
+    if reason := run.reset_due(metrics):  # after the log: the rules go by what it holds
+        run.hard_reset(step, reason)
+    elif run.checkpoint_due(step):
+        run.save_checkpoint(step)
+    if reason := run.stop_reason():
+        run.save_checkpoint(step)
+        raise StoppedCleanly(f"{reason}: stopped after step {step}; the same command continues")
 
 
 def train_step(run: "Run", step: int) -> Metrics:
@@ -65,8 +77,10 @@ def train_step(run: "Run", step: int) -> Metrics:
         ref_logp_BT = policy.reference_logprobs(mine)
         gap = policy.reduce(reference_gap(old_logp_BT, ref_logp_BT, mine.mask_BT))
         run.resets.check_reference(step, gap["mean_abs"])
-        metrics.put("kl", gap["mean_k3"])
-        metrics.put("entropy", policy.sum_over_data_ranks(float(entropy_BT.sum())) / max(1.0, gap["tokens"]))
+        task_B = judged.task_B[torch.cat(rows)]
+        sums = sums_by_task(old_logp_BT, ref_logp_BT, entropy_BT, mine.mask_BT, task_B, judged.tasks)
+        for key, value in means_by_task(policy.reduce(sums), judged.tasks).items():
+            metrics.put(key, value)
 
     with run.phase("advantages", metrics):
         advantage_B = advantages(judged, cfg, metrics)[torch.cat(rows)]
@@ -85,13 +99,14 @@ def train_step(run: "Run", step: int) -> Metrics:
         )
 
     with run.phase("updates", metrics):
-        loss = partial(policy_loss, config=run.loss_config)
+        config = run.before_updates(step, metrics)
+        loss = partial(policy_loss, config=config)
         for update_rows in torch.arange(len(mine)).split([len(r) for r in rows]):
             minibatch = mine.rows(update_rows)
             share = denominator_terms(minibatch.mask_BT, cfg.aggregation, float(cfg.context_tokens))
             denominator = policy.sum_over_data_ranks(float(share))
             if denominator > 0:  # else nothing was left to learn from
-                with_entropy = run.loss_config.entropy_coef != 0.0
+                with_entropy = config.entropy_coef != 0.0
                 report_update(metrics, policy.update(minibatch, loss, denominator, with_entropy=with_entropy))
     return metrics
 
@@ -100,24 +115,26 @@ def advantages(judged: JudgedGroups, cfg: "GRPOConfig", metrics: Metrics) -> Ten
     """advantage_B, float32, of all responses from their shaped rewards (paper eq. 2)."""
     longest_GN = judged.longest_GN(cfg.context_tokens, cfg.max_response_tokens)
     reward_GN, changes = shaped_rewards(
-        judged.reward_GN, judged.ended_GN, judged.length_GN, longest_GN, shaping_of(cfg)
+        judged.reward_GN, judged.ended_GN, judged.length_GN, longest_GN, shaping_of(cfg, metrics.step)
     )
     advantage_GN = group_advantages(reward_GN, judged.valid_GN, cfg.advantage)
     if bool(judged.valid_GN.any()):
         metrics.put("reward/shaped", float(reward_GN[judged.valid_GN].mean()))
+        for task, valid_GN in judged.valid_by_task().items():
+            metrics.put(f"reward_shaped/{task}", float(reward_GN[valid_GN].mean()))
         for name, change_GN in changes.items():
             metrics.put(f"shaping/{name}", float(change_GN[judged.valid_GN].mean()))
     return advantage_GN.reshape(-1).float()
 
 
-def shaping_of(cfg: "GRPOConfig") -> Shaping:
-    """The shapings that a configuration asks for."""
+def shaping_of(cfg: "GRPOConfig", step: int) -> Shaping:
+    """The shapings that a configuration asks for at a step."""
     by_length = cfg.shaping
     return Shaping(
         cfg.unfinished_penalty,
         by_length.overlong_tokens,
         by_length.overlong_penalty,
-        by_length.cosine,
+        by_length.cosine and in_schedule(step, by_length.cosine_every, by_length.cosine_for),
         tuple(by_length.cosine_correct),  # type: ignore[arg-type]
         tuple(by_length.cosine_wrong),  # type: ignore[arg-type]
         by_length.cosine_exceeded,
@@ -144,10 +161,10 @@ def policy_loss(
 
 
 def report_update(metrics: Metrics, sums: dict[str, float]) -> None:
-    """An update's sums as metrics: per token where they are sums over tokens."""
-    tokens = max(1.0, sums["tokens"])
+    """An update's sums as metrics: sums over tokens as means over the tokens of all updates, the others each for itself."""
+    tokens = sums["tokens"]
     for key in ("surrogate", "kl", "weight", "clipped_high", "clipped_low", "dual_clipped", "ratio", "approx_kl"):
-        metrics.put(f"policy/{key}", sums[key] / tokens)
+        metrics.put(f"policy/{key}", sums[key] / max(1.0, tokens), weight=tokens)
     for key in ("loss", "grad_norm", "max_ratio", "min_ratio", "nonfinite"):
         metrics.put(f"policy/{key}", sums[key])
     metrics.put("policy/max_grad_norm", sums["grad_norm"])

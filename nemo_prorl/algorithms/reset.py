@@ -116,6 +116,22 @@ class History:
             self.blocks.setdefault(key, []).append(sum(values) / BLOCK_STEPS)
 
 
+def learning_rate(base: float, step: int, resets: Sequence[int], factor: float, warmup_steps: int) -> float:
+    """The learning rate of a step's updates, with hard resets after the steps `resets` (0: at a stage's start).
+
+    Each reset after a step of this stage multiplies it by `factor`.  Over the `warmup_steps` after the last one it
+    rises linearly to its full value, which it has in the last of them: Adam's moments know nothing yet.
+    """
+    before = [reset for reset in resets if reset < step]
+    full = base * factor ** sum(reset > 0 for reset in before)
+    return full * min(1.0, (step - before[-1]) / warmup_steps) if before and warmup_steps else full
+
+
+def best_step(scores: Mapping[int, float], since: int) -> int | None:
+    """The step with the highest validation score from step `since` on, the newest of equals; None without any."""
+    return max((step for step in scores if step >= since), key=lambda step: (scores[step], step), default=None)
+
+
 def decide(history: History, rules: Rules) -> list[Finding]:
     """What the rules say after the history's last step, in the order drop (by name), plateau, KL, advice."""
     found = []

@@ -55,6 +55,11 @@ def shaped_rewards(
     return steps[-1][1], changes
 
 
+def in_schedule(step: int, every: int, last: int) -> bool:
+    """Whether a step (from 1) is among the `last` of its `every` steps; with `every` 0 all are."""
+    return every == 0 or (step - 1) % every >= every - last
+
+
 def shape_rewards(reward_GN: Tensor, ended_GN: Tensor, unfinished_penalty: float) -> Tensor:
     """Takes `unfinished_penalty` off each response that did not end with eos (paper sec. 4.2, runs 4 to 8).
 

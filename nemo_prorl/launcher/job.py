@@ -95,6 +95,7 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     from nemo_prorl.data.blend import load_sources
     from nemo_prorl.data.render import PromptRenderer
     from nemo_prorl.recipe.base_model import make_initial_model
+    from nemo_prorl.recipe.stages import complete, origin
     from nemo_prorl.rewards.discovery import discover, make_plugin
     from nemo_prorl.rewards.service import check_sandbox
 
@@ -114,7 +115,8 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     _check_truths(sources, {task: make_plugin(plugin, settings.get(plugin.name)) for task, plugin in plugins.items()})
     if any(plugin.needs_sandbox for plugin in plugins.values()):
         check_sandbox(cfg.rewards.unsafe_no_sandbox)
-    folder = make_initial_model(cfg, run_dir)
+    start = None if complete(run_dir) else origin(cast(Config, cfg), run_dir)
+    folder = make_initial_model(cfg, run_dir, start)
     renderer = PromptRenderer(folder, cfg.trainer.grpo.context_tokens, cfg.trainer.grpo.max_response_tokens)
     for _, records in sources:
         for record in records:

@@ -3,6 +3,8 @@
 pretrained_checkpoint.restore_from_path     given by the user, or else made here:
 RUN/init                                    random weights of `model`'s shape, a tokenizer made for the data
 RUN/base                                    what reinforcement learning starts from, after the warm-up
+
+A stage begins with the checkpoint of the one before: its RUN/init is that stage's, for config.json and tokenizer.
 """
 
 import logging
@@ -12,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.config import Config
-from nemo_prorl.errors import DataError
+from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.recipe.stages import Origin, take_over_model
 
 _log = logging.getLogger(__name__)
 
@@ -25,25 +28,48 @@ def initial_model(cfg: Config, run_dir: Path) -> Path:
 
 def base_folder(cfg: Config, run_dir: Path) -> Path:
     """The folder of the weights that reinforcement learning starts from; made by the trainer if there is a warm-up."""
-    return run_dir / "base" if cfg.trainer.warmup.steps else initial_model(cfg, run_dir)
+    return run_dir / "base" if warms_up(cfg) else initial_model(cfg, run_dir)
 
 
-def make_initial_model(cfg: Any, run_dir: Path) -> Path:
-    """Makes RUN/init if the run needs one and has none; complete only when it has its name."""
+def warms_up(cfg: Config) -> bool:
+    """Whether supervised steps come first: never in a stage that follows another."""
+    return cfg.trainer.warmup.steps > 0 and cfg.chain.after is None and cfg.chain.start_from is None
+
+
+def make_initial_model(cfg: Any, run_dir: Path, start: Origin | None = None) -> Path:
+    """Makes RUN/init if the run needs one and has none; complete only when it has its name.
+
+    `start`: where a stage begins.  Raises ConfigError if that is a checkpoint without the model's tokenizer.
+    """
     folder = initial_model(cfg, run_dir)
     if cfg.pretrained_checkpoint.restore_from_path or folder.exists():
+        return folder
+    if start is not None:
+        take_over_model(_model_of(start), folder)
         return folder
     from nemo_prorl.data.blend import load_sources
     from nemo_prorl.data.laptop_model import build_base_model
 
     train, _ = load_sources(cfg.data)
     some = [record for _, records in train for record in records[:2000]]
-    texts = [text for record in some for text in _texts(record, cfg.trainer.warmup.steps > 0)]
+    texts = [text for record in some for text in _texts(record, warms_up(cfg))]
     temporary = folder.with_name("init.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     build_base_model(temporary, cfg.model, cfg.seed, texts)
     os.replace(temporary, folder)
     return folder
+
+
+def _model_of(start: Origin) -> Path:
+    """The Hugging Face folder of the run that a stage begins from."""
+    if (start.checkpoint / "hf").is_dir():
+        return start.checkpoint / "hf"
+    if start.run_dir is not None and (start.run_dir / "init").is_dir():
+        return start.run_dir / "init"
+    raise ConfigError(
+        f"{start.checkpoint} stands in no run directory with init/, the model's config.json and tokenizer; name the"
+        " model with pretrained_checkpoint.restore_from_path=FOLDER"
+    )
 
 
 def _texts(record: dict[str, Any], warm_up: bool) -> list[str]:

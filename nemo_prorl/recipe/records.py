@@ -1,13 +1,28 @@
 """What a run writes down: metrics.jsonl, journal.jsonl, summary.json and rollouts/.  Written by one rank only."""
 
+import functools
+import hashlib
 import json
 import logging
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import nemo_prorl
+
 _log = logging.getLogger(__name__)
+
+
+@functools.cache
+def code_sha256() -> str:
+    """sha256 over the Python files of this package: another one may continue a checkpoint otherwise."""
+    package = Path(nemo_prorl.__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(str(file.relative_to(package)).encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 class MetricsLog:
@@ -66,6 +81,15 @@ class Journal:
             except ValueError:
                 continue
         return found
+
+
+def interrupted_reset(events: Iterable[dict[str, Any]]) -> int | None:
+    """The step of a hard reset that was begun and not committed, if the journal ends with one."""
+    begun = None
+    for event in events:
+        if event["event"] in ("reset_intent", "reset_commit"):
+            begun = event["step"] if event["event"] == "reset_intent" else None
+    return begun
 
 
 def write_json(path: Path, value: Any) -> None:

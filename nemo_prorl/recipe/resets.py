@@ -41,6 +41,8 @@ class Resets:
         self.told += [asdict(finding) for finding in findings]
         if metrics.step in self.config.at_steps:
             return "at_steps"
+        if self.config.every is not None and metrics.step % self.config.every == 0:
+            return "every"
         asking = [str(finding) for finding in findings if finding.asks]
         return asking[0] if asking and self.config.mode == "auto" else None
 
@@ -58,10 +60,21 @@ class Resets:
             if step in resets:
                 self._history.reset(step)
 
-    def record(self, step: int, reason: str, reference_sha256: str) -> None:
-        self.done.append({"step": step, "reason": reason, "reference_sha256": reference_sha256})
+    def record(self, step: int, reason: str, reference_sha256: str, rolled_back_to: int | None = None) -> None:
+        """A reset that is made now."""
+        reset = {"step": step, "reason": reason, "reference_sha256": reference_sha256}
+        self.done.append(reset if rolled_back_to is None else {**reset, "rolled_back_to": rolled_back_to})
         self._history.reset(step)
-        self._fresh = True
+        self._fresh = self.config.parts != "optimizer"
+
+    def continue_reference(self) -> None:
+        """A stage begins without a reset: its reference is not the policy."""
+        self._fresh = False
+
+    @property
+    def steps(self) -> list[int]:
+        """After which steps there were resets; 0: at the start of a stage."""
+        return [reset["step"] for reset in self.done]
 
     def check_reference(self, step: int, mean_abs_gap: float) -> None:
         """Before a step's updates.  Raises ResetFailure if the policy should be its reference and is not."""

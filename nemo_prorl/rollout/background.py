@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Coroutine, Iterator
 from typing import Any, TypeVar
 
-from nemo_prorl.errors import StoppedCleanly
+from nemo_prorl.errors import RolloutAbandoned, StoppedCleanly
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -20,18 +20,21 @@ class BackgroundLoop:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._waiting: concurrent.futures.Future[Any] | None = None
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Waits for `work`; it has the deadlines.  An interrupt of the caller (a signal) cancels it.
 
-        Raises what `work` raises, without exception groups; StoppedCleanly if `close` cancelled it.
+        Raises what `work` raises, without exception groups; StoppedCleanly if `close` cancelled it, RolloutAbandoned
+        if `abandon` did.
         """
         if self._loop.is_closed():
             work.close()
             raise StoppedCleanly("the rollouts are closed")
         future = asyncio.run_coroutine_threadsafe(_first_error_of(work), self._loop)
+        self._waiting = future
         try:
             while not future.done():
                 concurrent.futures.wait([future], timeout=1.0)
@@ -39,10 +42,21 @@ class BackgroundLoop:
                     raise StoppedCleanly("the rollouts were closed while they were waited for")
             return future.result()
         except concurrent.futures.CancelledError:
+            if self._waiting is None:
+                raise RolloutAbandoned("the rollout was given up, because it took too long after a stop") from None
             raise StoppedCleanly("the rollouts were closed while they were waited for") from None
         except BaseException:
             future.cancel()
             raise
+        finally:
+            self._waiting = None
+
+    def abandon(self) -> None:
+        """From any thread: cancels what `run` waits for, if it does."""
+        future, self._waiting = self._waiting, None
+        if future is not None:
+            _log.warning("giving up the rollout under way")
+            future.cancel()
 
     def close(self, last: Coroutine[Any, Any, None], seconds: float = 10.0) -> None:
         """Cancels all that runs, does `last`, and ends the thread.  A second call does nothing."""

@@ -26,6 +26,18 @@ class PromptStream:
         record, visit = self._blend.next()
         return Visit(record, self._renderer.prompt_ids(record), visit)
 
+    def position(self) -> list[int]:
+        """Where the stream stands, for `return_to`."""
+        return self._blend.position()
+
+    def return_to(self, position: list[int]) -> None:
+        """What was drawn since counts as not drawn."""
+        self._blend.return_to(position)
+
+    def carry(self, state: dict[str, Any]) -> None:
+        """Goes on in the data where the stage before, whose state this is, stood."""
+        self._blend.carry(state)
+
     def state_dict(self) -> dict[str, Any]:
         return self._blend.state_dict()
 

@@ -1,0 +1,172 @@
+"""How a run is saved, continued, begun from the stage before, and hard reset.  Collectives of all trainer ranks."""
+
+import logging
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_prorl import __version__
+from nemo_prorl.errors import CheckpointError
+from nemo_prorl.metrics import Metrics
+from nemo_prorl.recipe import stages
+from nemo_prorl.recipe.records import code_sha256, interrupted_reset
+
+if TYPE_CHECKING:
+    from nemo_prorl.run import Run
+
+_log = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The checkpoints of a run: `begin` once, then `save` and `hard_reset` between steps."""
+
+    def __init__(self, run: "Run") -> None:
+        from nemo_prorl.policy import checkpoint  # NeMo: on a CPU only after the policy was built
+
+        self.run, self.files = run, checkpoint
+        self.folder = run.dir / "checkpoints"
+        self._saved: tuple[int, bool] | None = None
+
+    # --- beginning and going on ------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Continues the newest checkpoint; without one starts, where there is a stage before from its checkpoint."""
+        run = self.run
+        found = stages.complete(run.dir)
+        if found:
+            self._resume(found[-1])
+        elif (start := stages.origin(run.cfg, run.dir)) is not None:
+            self._start_stage(start)
+        else:
+            run.on_rank_0(self._start)
+
+    def _resume(self, folder: Path) -> None:
+        run = self.run
+        state = self.files.load(run.policy, folder)
+        if state["version"] != __version__:
+            raise CheckpointError(f"{folder} was written by version {state['version']}; this is {__version__}")
+        run.step = state["step"]
+        run.validations = {int(step): scores for step, scores in state["validations"].items()}
+        run.resets.load_state_dict(state["resets"])
+        run.prompts.load_state_dict(state["blend"])
+        run.entropy.load_state_dict(state["entropy"])
+        run.tokens, run.rewards_s, run.phase_s = state["tokens"], state["rewards_s"], state["phase_s"]
+        if state["unfinished"] is not None:
+            run.unfinished = Metrics.from_json(state["unfinished"])
+        run.on_rank_0(partial(self._recall, state))
+
+    def _recall(self, state: dict[str, Any]) -> None:
+        """Rank 0: records and rollouts go on where the checkpoint was taken."""
+        run = self.run
+        run.services.rollouts.load_state_dict(state["rollouts"])
+        run.metrics_log.cut(state["metrics_bytes"])
+        run.resets.recall(run.metrics_log.lines(), run.validations)
+        interrupted = interrupted_reset(run.journal.events())
+        run.journal.append("resume", run.step, stage=run.cfg.stage, version=__version__)
+        if state["code"] != code_sha256():
+            run.alarm(run.step, "the code is not that which wrote the checkpoint: the run goes on, perhaps not exactly")
+        last = run.resets.done[-1] if run.resets.done else {"step": None}
+        if interrupted == last["step"] == run.step:  # killed between the checkpoint of a reset and its commit
+            run.journal.append("reset_commit", **last)
+
+    def _start(self, **fields: Any) -> None:
+        """Rank 0: the records of a run that begins."""
+        self.run.metrics_log.cut(0)
+        self.run.journal.append("start", 0, stage=self.run.cfg.stage, version=__version__, **fields)
+
+    def _start_stage(self, start: stages.Origin) -> None:
+        """Policy, master weights, reference, optimizer and the place in the data are those of the stage before."""
+        run = self.run
+        state = self.files.load(run.policy, start.checkpoint)
+        if "blend" in state:  # not where it was imported
+            run.prompts.carry(state["blend"])
+
+        def begin() -> None:
+            fields = {"start_from": str(start.checkpoint), "weights_sha256": state["weights_sha256"]}
+            self._start(**fields)
+            if "rollouts" in state:
+                run.services.rollouts.keep_rates.load_state_dict(state["rollouts"]["keep_rates"])
+            _log.info("stage %s begins from %s", run.cfg.stage, start.checkpoint)
+
+        run.on_rank_0(begin)
+        if run.cfg.chain.hard_reset:
+            self.hard_reset(0, f"stage {run.cfg.stage} begins")
+        else:
+            run.resets.continue_reference()
+            self.save(0)
+
+    # --- saving ----------------------------------------------------------------------------------------------------
+
+    def save(self, step: int) -> None:
+        """A checkpoint from which the run goes on as if never stopped.  Does nothing the second time."""
+        run, key = self.run, (step, self.run.unfinished is not None)
+        if self._saved == key:
+            return
+        began = time.monotonic()
+        mine = run.on_rank_0(
+            lambda: {
+                "metrics_bytes": run.metrics_log.length(),
+                "rollouts": run.services.rollouts.state_dict(),
+                "blend": run.prompts.state_dict(),
+                "entropy": run.entropy.state_dict(),
+                "code": code_sha256(),
+            }
+        )
+        state = {
+            "step": step,
+            "stage": run.cfg.stage,
+            "version": __version__,
+            "resets": run.resets.state_dict(),
+            "validations": run.validations,
+            "unfinished": run.unfinished.to_json() if run.unfinished is not None else None,
+            "tokens": run.tokens,
+            "rewards_s": run.rewards_s,
+            "phase_s": run.phase_s,
+            **mine,
+        }
+        self.files.save(run.policy, self.files.step_folder(self.folder, step), state)
+        if run.rank == 0:
+            self.files.prune(self.folder, run.cfg.trainer.grpo.keep_checkpoints)
+        self._saved = key
+        run.phase_s["checkpoint"] = run.phase_s.get("checkpoint", 0.0) + time.monotonic() - began
+
+    # --- hard resets -----------------------------------------------------------------------------------------------
+
+    def hard_reset(self, step: int, reason: str) -> None:
+        """pi_ref <- pi_theta, optimizer anew, in one transaction: journal the intent, checkpoint, commit."""
+        run, resets = self.run, self.run.cfg.trainer.resets
+        back_to = self._best_before(step) if resets.roll_back else None
+        if run.rank == 0:
+            run.journal.append("reset_intent", step, reason=reason)
+        if back_to is not None:
+            self._roll_back(back_to)
+        if resets.parts != "optimizer":
+            run.policy.set_reference()
+        if resets.parts != "reference":
+            run.policy.reset_optimizer()
+        sha256 = run.policy.reference_sha256()
+        run.resets.record(step, reason, sha256, back_to)
+        self._saved = None
+        self.save(step)
+        if run.rank == 0:
+            run.journal.append("reset_commit", **run.resets.done[-1])
+            _log.info("hard reset after step %d (%s)%s", step, reason, f", back to step {back_to}" if back_to else "")
+
+    def _best_before(self, step: int) -> int | None:
+        """The step of the best validation since the last reset, if it is an earlier one and its weights are kept."""
+        run = self.run
+        state = {"resets": {"done": run.resets.done}, "validations": run.validations}
+
+        def find() -> int | None:
+            kept = {stages.step_of(p) for p in stages.complete(run.dir)}
+            best = stages.best_kept(state, kept | {step})
+            return None if best == step else best
+
+        return run.on_rank_0(find)
+
+    def _roll_back(self, step: int) -> None:
+        """The weights of an earlier step; steps and data position move on.  Surplus groups of the bad weights go."""
+        self.files.load_policy(self.run.policy, self.files.step_folder(self.folder, step))
+        self.run.weights_changed()
+        self.run.on_rank_0(self.run.services.rollouts.drop_surplus)

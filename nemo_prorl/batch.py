@@ -112,6 +112,7 @@ class JudgedGroups:
 
     reward_GN: float64, raw rewards.  valid_GN: bool, false where infrastructure failed to judge.  ended_GN: bool,
     the response ended with eos.  length_GN: int64, its tokens.  version_B: int64, of the weights that made each row.
+    tasks: names, sorted.  task_B: int64, each row's place in them.
     """
 
     batch: Batch
@@ -120,14 +121,17 @@ class JudgedGroups:
     ended_GN: Tensor
     length_GN: Tensor
     version_B: Tensor
+    tasks: tuple[str, ...]
+    task_B: Tensor
 
     @classmethod
     def of(cls, groups: Sequence[Any]) -> "JudgedGroups":
-        """From groups with prompt_ids, responses (token_ids, logprobs), scores, valid, finished and version."""
+        """From groups with task, prompt_ids, responses (token_ids, logprobs), scores, valid, finished and version."""
         rows = [(g.prompt_ids, r.token_ids, r.logprobs) for g in groups for r in g.responses]
         batch = Batch.from_sequences([r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows])
         shape = (len(groups), len(groups[0].responses) if groups else 0)
         valid_GN = torch.tensor([g.valid for g in groups], dtype=torch.bool).reshape(shape)
+        tasks = tuple(sorted({g.task for g in groups}))
         return cls(
             batch.with_targets(mask_BT=batch.mask_BT & valid_GN.reshape(-1, 1)),
             torch.tensor([g.scores for g in groups], dtype=torch.float64).reshape(shape),
@@ -135,7 +139,14 @@ class JudgedGroups:
             torch.tensor([g.finished for g in groups], dtype=torch.bool).reshape(shape),
             batch.mask_BT.sum(dim=1).reshape(shape),
             torch.tensor([g.version for g in groups for _ in g.responses], dtype=torch.int64),
+            tasks,
+            torch.tensor([tasks.index(g.task) for g in groups for _ in g.responses], dtype=torch.int64),
         )
+
+    def valid_by_task(self) -> dict[str, Tensor]:
+        """Which responses of each task have a reward, bool [G, N]."""
+        task_GN = self.task_B.reshape(self.valid_GN.shape)
+        return {task: self.valid_GN & (task_GN == index) for index, task in enumerate(self.tasks)}
 
     def longest_GN(self, context_tokens: int, max_response_tokens: int | None) -> Tensor:
         """How many tokens each response might have had, int64, at least 1."""

@@ -161,7 +161,7 @@ def policy_loss(
 
 
 def report_update(metrics: Metrics, sums: dict[str, float]) -> None:
-    """An update's sums as metrics: sums over tokens as means over the tokens of all updates, the others each for itself."""
+    """An update's numbers: sums over tokens as means over the tokens of all updates of the step."""
     tokens = sums["tokens"]
     for key in ("surrogate", "kl", "weight", "clipped_high", "clipped_low", "dual_clipped", "ratio", "approx_kl"):
         metrics.put(f"policy/{key}", sums[key] / max(1.0, tokens), weight=tokens)

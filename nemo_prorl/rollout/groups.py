@@ -12,16 +12,17 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
 import torch
 
+from nemo_prorl.algorithms.diagnostics import repetition
 from nemo_prorl.algorithms.sampling import DynamicSampler, KeepRates, carries_signal
 from nemo_prorl.config import Config, DynamicSamplingConfig
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.errors import DataError, RewardFailure
+from nemo_prorl.errors import DataError, RewardFailure, RolloutAbandoned
 from nemo_prorl.rollout.background import BackgroundLoop, OpenClock
 from nemo_prorl.rollout.client import Response, SamplingParams, response_seed
 
@@ -105,6 +106,19 @@ class Group:
         """Whether each response ended by itself."""
         return [response.finished for response in self.responses]
 
+    def outcome(self, tolerance: float) -> str:
+        """What the valid raw rewards are: `mixed`, or all equal within `tolerance` and then `solved` (all 1),
+        `unsolved` (all 0) or `tied` (anything between); `unjudged` without any."""
+        rewards = [score for score, valid in zip(self.scores, self.valid, strict=True) if valid]
+        if not rewards:
+            return "unjudged"
+        low, high = min(rewards), max(rewards)
+        if high - low > tolerance:
+            return "mixed"
+        if low >= 1.0 - tolerance:
+            return "solved"
+        return "unsolved" if high <= tolerance else "tied"
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -119,11 +133,25 @@ class TaskTally:
 
     decided: int = 0
     kept: int = 0
+    solved: int = 0  # groups; see Group.outcome
+    unsolved: int = 0
+    tied: int = 0
     judged: int = 0  # responses with a reward
     masked: int = 0  # responses that infrastructure failed
     score_sum: float = 0.0
     finished: int = 0
     tokens: int = 0  # of responses
+    repetition_sum: float = 0.0
+
+    @classmethod
+    def total(cls, tallies: "Iterable[TaskTally]") -> "TaskTally":
+        """What several tasks came to together."""
+        parts = list(tallies)
+        return cls(**{f.name: sum(getattr(part, f.name) for part in parts) for f in fields(cls)})
+
+    @property
+    def responses(self) -> int:
+        return self.judged + self.masked
 
     @property
     def mean_score(self) -> float:
@@ -133,14 +161,20 @@ class TaskTally:
     def keep_rate(self) -> float:
         return self.kept / self.decided if self.decided else math.nan
 
-    def add(self, group: Group, kept: bool) -> None:
+    def add(self, group: Group, kept: bool, tolerance: float) -> None:
+        """Counts a decided group; rewards that differ by no more than `tolerance` are equal."""
+        outcome = group.outcome(tolerance)
         self.decided += 1
         self.kept += kept
+        self.solved += outcome == "solved"
+        self.unsolved += outcome == "unsolved"
+        self.tied += outcome == "tied"
         self.judged += sum(group.valid)
         self.masked += len(group.valid) - sum(group.valid)
         self.score_sum += sum(group.scores)
         self.finished += sum(group.finished)
         self.tokens += sum(len(response.token_ids) for response in group.responses)
+        self.repetition_sum += sum(repetition(response.token_ids) for response in group.responses)
 
 
 @dataclass
@@ -254,7 +288,21 @@ class Rollouts:
         `on_group_complete` is called, on the collector's thread and in order of completion, with each group whose
         responses have all ended, its verdicts perhaps still open: log-probabilities can start from there.
         """
-        return self._background.run(self._collect(step, version, on_group_complete))
+        before = self._surplus, self._draws, self.keep_rates.state_dict()
+        try:
+            return self._background.run(self._collect(step, version, on_group_complete))
+        except RolloutAbandoned:  # as if never begun
+            self._surplus, self._draws = before[:2]
+            self.keep_rates.load_state_dict(before[2])
+            raise
+
+    def abandon(self) -> None:
+        """From another thread: whoever waits for a collection or a sample gets RolloutAbandoned."""
+        self._background.abandon()
+
+    def drop_surplus(self) -> None:
+        """Groups that were left for the next step are not trained on."""
+        self._surplus = []
 
     def sample(
         self,
@@ -361,7 +409,7 @@ class Rollouts:
         tolerance = self.settings.dynamic_sampling.tolerance
         joins = sampler.decide(bool(carries_signal(rewards_GN, valid_GN, tolerance)[0]))
         kept = joins and sum(group.valid) >= min(2, len(group.valid))
-        batch.tasks.setdefault(group.task, TaskTally()).add(group, kept)
+        batch.tasks.setdefault(group.task, TaskTally()).add(group, kept, tolerance)
         if kept:
             batch.groups.append(group)
 

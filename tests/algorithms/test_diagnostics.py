@@ -1,17 +1,21 @@
 """Diagnostics by hand, and their exact reduction."""
 
 import math
+import random
+import time
 
 import pytest
 import torch
 
 from nemo_prorl.algorithms.correction import rollout_correction
 from nemo_prorl.algorithms.diagnostics import (
+    means_by_task,
     merge,
     policy_diagnostics,
     reduction,
     reference_gap,
-    response_statistics,
+    repetition,
+    sums_by_task,
 )
 from nemo_prorl.algorithms.losses import LossConfig, clipped_surrogate
 
@@ -66,13 +70,82 @@ def test_reference_gap_by_hand_and_right_after_a_reset() -> None:
     assert [after[name].item() for name in ("mean_abs", "max_abs", "mean_k3")] == [0.0, 0.0, 0.0]
 
 
-def test_response_statistics_by_hand() -> None:
+TASKS = ("code", "math", "max_task")  # the last one's name must not change how it is reduced
+
+
+def test_entropy_and_kl_by_task_by_hand() -> None:
     mask = torch.tensor([[True, True, False], [False, False, False], [True, True, True]])
     entropy = torch.tensor([[1.0, 2.0, math.nan], [math.nan] * 3, [0.5, 0.5, 0.5]])
-    got = response_statistics(mask, torch.tensor([True, True, False]), entropy)
-    expected = {"responses": 2, "tokens": 5, "ended": 1, "max_length": 3, "entropy": 4.5}
-    assert {name: value.item() for name, value in got.items()} == expected
-    assert "entropy" not in response_statistics(mask, torch.tensor([True, True, False]))
+    old = torch.tensor([[-1.0, -2.0, math.nan], [math.nan] * 3, [-1.0, -1.0, -1.0]])
+    ref = torch.tensor([[-1.5, -1.0, math.inf], [math.nan] * 3, [-1.0, -1.0, -2.0]])
+    sums = {k: v.item() for k, v in sums_by_task(old, ref, entropy, mask, torch.tensor([1, 0, 1]), TASKS).items()}
+    kl = (math.exp(-0.5) + 0.5 - 1) + (math.exp(1.0) - 1.0 - 1) + math.exp(-1.0)
+    assert sums == {
+        **{"tokens/code": 0, "tokens/math": 5, "tokens/max_task": 0},
+        **{"entropy/code": 0, "entropy/math": 4.5, "entropy/max_task": 0},
+        **{"kl/code": 0, "kl/math": pytest.approx(kl), "kl/max_task": 0},
+    }
+    kl_per_token = pytest.approx(kl / 5)
+    assert means_by_task(sums, TASKS) == {
+        "entropy": 0.9,
+        "entropy/math": 0.9,
+        "kl": kl_per_token,
+        "kl/math": kl_per_token,
+    }
+    sums |= {"tokens/code": 15.0, "entropy/code": 3.0}
+    assert means_by_task(sums, TASKS) == {
+        **{"entropy": 7.5 / 20, "entropy/code": 0.2, "entropy/math": 0.9},
+        **{"kl": pytest.approx(kl / 20), "kl/code": 0, "kl/math": kl_per_token},
+    }
+    assert means_by_task(dict.fromkeys(sums, 0.0), TASKS) == {"entropy": 0.0, "kl": 0.0}
+
+
+def exact_repetition(ids: list[int], n: int) -> float:
+    grams = [tuple(ids[k : k + n]) for k in range(len(ids) - n + 1)]
+    return 1 - len(set(grams)) / len(grams)
+
+
+def test_repetition_by_hand() -> None:
+    assert repetition([]) == repetition([7]) == repetition([7] * 4) == 0.0  # no two 4-grams
+    assert repetition([7] * 5) == 0.5  # two, of which one is a repeat
+    assert repetition([1, 2, 3, 4, 5, 1, 2, 3, 4, 6]) == pytest.approx(1 / 7)
+    assert repetition(list(range(5000))) == 0.0
+    assert repetition([1, 2, 3] * 5) == pytest.approx(9 / 12)  # 15 tokens: 12 4-grams, 3 of them different
+    text = [9, 8, 7, 6] * 4 + list(range(100, 148)) + [9, 8, 7, 6] * 4  # 80 tokens, 65 16-grams, the first comes again
+    assert repetition(text) == pytest.approx(1 / 65)
+
+
+@pytest.mark.parametrize("period", [1, 7, 300])
+def test_a_loop_shows_in_proportion_to_its_length(period: int) -> None:
+    rng = random.Random(period)
+    before = [rng.randrange(150_000) for _ in range(4000)]
+    loop = [rng.randrange(150_000) for _ in range(period)]
+    looping = before + (loop * (4000 // period + 1))[:4000]
+    assert repetition(before) == 0.0
+    assert repetition(looping) == pytest.approx((4000 - 15 - period) / 7985)
+    assert repetition(looping) == pytest.approx(exact_repetition(looping, 16))
+
+
+@pytest.mark.parametrize("length", [5, 17, 40, 63, 64, 65, 900])
+def test_repetition_equals_counting_tuples(length: int) -> None:
+    rng = random.Random(length)
+    for _ in range(20):
+        ids = [rng.randrange(2) for _ in range(length)]
+        n = min(16, max(4, length // 4))
+        assert repetition(ids) == pytest.approx(exact_repetition(ids, n))
+
+
+def test_repetition_of_a_large_batch_takes_well_under_a_second() -> None:
+    """768 responses of 8,000 tokens are 100 times this."""
+    rng = random.Random(0)
+    responses = [[rng.randrange(150_000) for _ in range(8000)] for _ in range(8)]
+    best = math.inf
+    for _ in range(5):
+        began = time.perf_counter()
+        for ids in responses:
+            repetition(ids)
+        best = min(best, time.perf_counter() - began)
+    assert best < 0.03  # 3 s for all on a busy machine; measured 0.2 s
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -83,10 +156,11 @@ def test_merging_parts_equals_the_whole(seed: int) -> None:
     mask = torch.rand(9, 5, generator=generator) > 0.4
     mask[3:5] = False
     advantage = torch.randn(9, generator=generator)
+    task = torch.tensor([0, 0, 0, 1, 1, 2, 2, 1, 2])  # no part has all of them
     measures = {
         "policy": lambda r: policy_diagnostics(new[r], old[r], advantage[r], mask[r], LossConfig()),
         "reference": lambda r: reference_gap(old[r], new[r], mask[r]),
-        "responses": lambda r: response_statistics(mask[r], advantage[r] > 0, old[r]),
+        "tasks": lambda r: sums_by_task(old[r], new[r], old[r].exp(), mask[r], task[r], TASKS),
         "engine": lambda r: rollout_correction(old[r], new[r], mask[r], "icepop", 1.5, 0.7)[1],
     }
     parts = [slice(0, 3), slice(3, 5), slice(5, 5), slice(5, 9)]  # the second and third count no token
@@ -106,7 +180,7 @@ def test_merging_parts_equals_the_whole(seed: int) -> None:
 
 def test_a_part_without_tokens_moves_no_extreme() -> None:
     old = torch.zeros(2, 2)
-    new = torch.tensor([[0.5, 0.7], [0.0, 0.0]])
+    new = torch.tensor([[0.5, 0.7], [0.0, 0.0]])  # all ratios above 1
     mask = torch.tensor([[True, True], [False, False]])
     advantage = torch.ones(2)
     parts = [
@@ -116,6 +190,11 @@ def test_a_part_without_tokens_moves_no_extreme() -> None:
         merged = merge(first, second)
         assert merged["min_ratio"].item() == pytest.approx(math.exp(0.5))
         assert merged["max_ratio"].item() == pytest.approx(math.exp(0.7))
+        assert min(first["min_ratio"], second["min_ratio"]).item() == pytest.approx(math.exp(0.5))  # as the actor does
+    below = [
+        policy_diagnostics(-new[r], old[r], advantage[r], mask[r], LossConfig()) for r in (slice(0, 1), slice(1, 2))
+    ]
+    assert max(below[0]["max_ratio"], below[1]["max_ratio"]).item() == pytest.approx(math.exp(-0.5))
 
 
 def test_reduction_rules_and_refusals() -> None:

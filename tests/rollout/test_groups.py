@@ -17,7 +17,7 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DataError, DeadlineExceeded, EngineRefused, RewardFailure, StoppedCleanly
 from nemo_prorl.rollout.background import OpenClock
 from nemo_prorl.rollout.client import EnginePool, Response, SamplingParams, read_token
-from nemo_prorl.rollout.groups import CollectedBatch, Group, Rollouts, RolloutSettings
+from nemo_prorl.rollout.groups import CollectedBatch, Group, Rollouts, RolloutSettings, TaskTally
 from nemo_prorl.rollout.publication import WeightStore
 from tests.rollout.engines import EngineProcess
 
@@ -247,6 +247,73 @@ def test_at_the_cap_the_batch_is_smaller_and_says_so(caplog: pytest.LogCaptureFi
     static = replace(SETTINGS, dynamic_sampling=DynamicSamplingConfig(enabled=False))
     (batch,), _, drawn = collected(Simulated(), AllRight(), static)
     assert (len(batch.groups), drawn) == (6, 6)
+
+
+def group_of(scores: Sequence[float | None], responses: Sequence[Sequence[int]] | None = None) -> Group:
+    """A judged group with these scores (None: not judged); responses of more than 3 tokens did not end."""
+    tokens = responses or [[1, 2]] * len(scores)
+    answers = [
+        Response(i, list(ids), [-1.0] * len(ids), "length" if len(ids) > 3 else "stop", 0)
+        for i, ids in enumerate(tokens)
+    ]
+    return Group("p", "a", {}, [1], 0, answers, [{"score": score, "detail": ""} for score in scores], 1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("scores", "outcome"),
+    [
+        ([1.0, 1.0 - 0.9e-6, 1.0], "solved"),
+        ([0.0, 0.9e-6], "unsolved"),
+        ([0.5, 0.5 + 0.9e-6], "tied"),
+        ([0.0, 1.1e-6], "mixed"),
+        ([1.0, 0.0, 1.0], "mixed"),
+        ([1.0, None, None], "solved"),
+        ([None, 0.0], "unsolved"),
+        ([0.5, None], "tied"),
+        ([0.5, None, 1.0], "mixed"),
+        ([None, None], "unjudged"),
+    ],
+)
+def test_the_outcome_of_a_group_by_hand(scores: list[float | None], outcome: str) -> None:
+    assert group_of(scores).outcome(1e-6) == outcome
+
+
+def test_a_tally_by_hand() -> None:
+    tally = TaskTally()
+    tally.add(group_of([1.0, 1.0]), False, 1e-6)
+    tally.add(group_of([0.0, 0.0]), False, 1e-6)
+    tally.add(group_of([0.25, None]), False, 1e-6)
+    tally.add(group_of([None, None]), False, 1e-6)
+    tally.add(group_of([0.0, 1.0], [[5] * 8, [6, 7, 8]]), True, 1e-6)
+    assert vars(tally) == {
+        **{"decided": 5, "kept": 1, "solved": 1, "unsolved": 1, "tied": 1},
+        **{"judged": 7, "masked": 3, "score_sum": 3.25, "finished": 9, "tokens": 8 * 2 + 8 + 3},
+        "repetition_sum": pytest.approx(0.8),  # of [5] * 8: five 4-grams, one of them new
+    }
+    assert tally.responses == 10
+    assert vars(TaskTally.total([tally, tally, TaskTally()])) == {
+        k: pytest.approx(2 * v) for k, v in vars(tally).items()
+    }
+    assert vars(TaskTally.total([])) == vars(TaskTally())
+
+
+class Uneven(EvenIsRight):
+    """Prompts in turn: all right, all wrong, all half right, and mixed."""
+
+    def verdict(self, request: dict[str, Any], position: int) -> float | None:
+        return (1.0, 0.0, 0.5, float(position % 2))[request["truth"]["k"] // 2 % 4]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_what_dynamic_sampling_drops_is_counted_by_kind(enabled: bool) -> None:
+    dynamic = DynamicSamplingConfig(enabled=enabled, max_draw_factor=8.0)
+    (batch,), _, _ = collected(Simulated(), Uneven(), replace(SETTINGS, dynamic_sampling=dynamic))
+    total = TaskTally.total(batch.tasks.values())
+    assert total.decided == (24 if enabled else 6)
+    kinds = (total.solved, total.unsolved, total.tied, total.decided - total.solved - total.unsolved - total.tied)
+    assert kinds == ((6, 6, 6, 6) if enabled else (2, 2, 2, 0))
+    assert total.kept == 6
+    assert batch.tasks["a"].solved == batch.tasks["b"].solved == total.solved // 2
 
 
 class Broken(EvenIsRight):

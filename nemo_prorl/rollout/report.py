@@ -1,0 +1,45 @@
+"""What a collected batch says of itself in metrics.jsonl."""
+
+from nemo_prorl.metrics import Metrics
+from nemo_prorl.rollout.groups import CollectedBatch, TaskTally
+
+
+def report_rollout(metrics: Metrics, batch: CollectedBatch) -> None:
+    """Puts a batch's numbers, by task and in all; see docs/formats.md.  The same on every rank that has the batch."""
+    for task, tally in sorted(batch.tasks.items()):
+        for name, value in (of_groups(tally) | of_responses(tally)).items():
+            metrics.put(f"{name}/{task}", value)
+    total = TaskTally.total(batch.tasks.values())
+    for name, value in of_groups(total).items():
+        metrics.put(f"{name}/all", value)
+    metrics.add("rollout", of_responses(total))
+    metrics.put("rollout/groups", len(batch.groups))
+    metrics.put("rollout/masked", total.masked)
+    for name in ("drawn", "carried", "stale", "surplus", "generated_tokens"):
+        metrics.put(f"rollout/{name}", getattr(batch, name))
+    metrics.put("rollout/staleness", sum(batch.version - g.version for g in batch.groups) / max(1, len(batch.groups)))
+    for name in ("engine_s", "reward_open_s", "reward_wait_s"):
+        metrics.put(f"time/rollout/{name}", getattr(batch, name))
+    metrics.put("time/rollout/tokens_per_s", batch.generated_tokens / max(batch.wall_s, 1e-9))
+
+
+def of_groups(tally: TaskTally) -> dict[str, float]:
+    """Raw reward (nan if nothing was judged) and shares of decided groups: why dynamic sampling drops what it drops."""
+    decided = max(1, tally.decided)
+    return {
+        "reward": tally.mean_score,
+        "keep_rate": tally.keep_rate,
+        "solved": tally.solved / decided,
+        "unsolved": tally.unsolved / decided,
+        "tied": tally.tied / decided,
+    }
+
+
+def of_responses(tally: TaskTally) -> dict[str, float]:
+    """Means over the responses of decided groups, dropped groups included."""
+    responses = max(1, tally.responses)
+    return {
+        "response_tokens": tally.tokens / responses,
+        "truncated": 1.0 - tally.finished / responses,
+        "repetition": tally.repetition_sum / responses,
+    }

@@ -2,7 +2,8 @@
 
 The order is a pure function of (seed, sources, weights, number of prompts drawn): each epoch of a source is a
 fresh shuffle that depends on the seed, the source's name and the epoch only, and the next source is the one
-furthest behind its share.  So a state is a few counters, and a resumed blend goes on as if never stopped.
+furthest behind its share.  So a state is a few counters, and a resumed blend goes on as if never stopped; the blend
+of a later stage goes on in the orders of the one before.
 """
 
 import hashlib
@@ -34,6 +35,7 @@ class Blend:
         self._sources = list(sources)
         self._seed = seed
         self._drawn = [0] * len(sources)
+        self._carried = [0] * len(sources)  # of these, drawn by stages before; shares count what came after
         self._orders: dict[int, tuple[int, list[int]]] = {}  # source -> (epoch, its order); derived, never saved
         total = sum(source.weight for source, _ in sources)
         self._shares = [source.weight / total for source, _ in sources]
@@ -47,18 +49,27 @@ class Blend:
         self._drawn[index] += 1
         return record, epoch
 
+    def position(self) -> list[int]:
+        """How many records each source has given, for `return_to`."""
+        return list(self._drawn)
+
+    def return_to(self, position: list[int]) -> None:
+        """What was drawn since `position` counts as not drawn."""
+        self._drawn = list(position)
+
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able: the seed, and for each source its draws and a hash of its records."""
+        """JSON-able: the seed, and for each source its draws (and how many were carried over) and its records' hash."""
         return {
             "seed": self._seed,
             "sources": {
                 source.name: {
                     "drawn": drawn,
+                    "carried": carried,
                     "weight": source.weight,
                     "records": len(records),
                     "hash": ids_hash(records),
                 }
-                for (source, records), drawn in zip(self._sources, self._drawn, strict=True)
+                for (source, records), drawn, carried in zip(self._sources, self._drawn, self._carried, strict=True)
             },
         }
 
@@ -80,6 +91,27 @@ class Blend:
                         f"{now[name][key]} now; continue with the same data, or start another run"
                     )
         self._drawn = [saved["drawn"] for saved in state["sources"].values()]
+        self._carried = [saved.get("carried", 0) for saved in state["sources"].values()]  # older states lack it
+
+    def carry(self, state: dict[str, Any]) -> None:
+        """Begins a stage where the stage before it, whose blend had this `state`, stopped.
+
+        A source with the same records goes on where it was, in position and epoch; shares count from here, so that
+        a new source is not drawn alone until it has caught up.  Another seed, or other records, begin anew.
+        """
+        now = self.state_dict()["sources"]
+        same_seed = state["seed"] == self._seed
+        if not same_seed:
+            _log.info("data blend: the stage before had seed %s, this has %s: begins anew", state["seed"], self._seed)
+        for index, (name, own) in enumerate(now.items()):
+            drawn = 0
+            if same_seed and name in state["sources"]:
+                saved = state["sources"][name]
+                if (saved["records"], saved["hash"]) == (own["records"], own["hash"]):
+                    drawn = saved["drawn"]
+                else:
+                    _log.info("data source '%s': not the records of the stage before: begins anew", name)
+            self._drawn[index] = self._carried[index] = drawn
 
     def _furthest_behind(self) -> int:
         """The source whose draws lag most behind its share of one draw more; the first of equals.
@@ -87,8 +119,9 @@ class Blend:
         Any prefix of n draws holds within one record of n times each share for two sources, and within
         (number of sources - 1) in general.
         """
-        total = sum(self._drawn) + 1
-        behind = [share * total - drawn for share, drawn in zip(self._shares, self._drawn, strict=True)]
+        counted = [drawn - carried for drawn, carried in zip(self._drawn, self._carried, strict=True)]
+        total = sum(counted) + 1
+        behind = [share * total - drawn for share, drawn in zip(self._shares, counted, strict=True)]
         return max(range(len(behind)), key=lambda index: (behind[index], -index))
 
     def _order(self, index: int, epoch: int) -> list[int]:
@@ -109,12 +142,13 @@ def ids_hash(records: Sequence[Record]) -> str:
     return digest.hexdigest()
 
 
-def load_sources(data: DataConfig) -> tuple[list[LoadedSource], list[LoadedSource]]:
+def load_sources(data: DataConfig, every_task: bool = False) -> tuple[list[LoadedSource], list[LoadedSource]]:
     """(training, validation) sources of a configuration, with no prompt in both.
 
     Validation is made first; a training record whose prompt (compared as JSON text) is held out is left out, and a
     generator draws another in its place.  Generated validation records have ids that begin with `heldout-`.
-    Raises ConfigError for a bad source, DataError for bad or missing data.
+    Training is then reduced to the records of `data.tasks`, unless `every_task` is asked for; validation never is.
+    Raises ConfigError for a bad source and where none of `data.tasks` is left, DataError for bad or missing data.
     """
     validation = [(source, _load(source, frozenset(), "heldout-")) for source in data.validation]
     held_out = frozenset(prompt_key(record) for _, records in validation for record in records)
@@ -123,7 +157,22 @@ def load_sources(data: DataConfig) -> tuple[list[LoadedSource], list[LoadedSourc
         if loaded:
             _check(loaded)
     _check_ids([*train, *validation])
+    if data.tasks is not None and train and not every_task:
+        train = _of_tasks(train, list(data.tasks))
     return train, validation
+
+
+def _of_tasks(train: list[LoadedSource], tasks: list[str]) -> list[LoadedSource]:
+    """The records of these tasks; sources without any are left out."""
+    kept = [(source, [record for record in records if record["task"] in tasks]) for source, records in train]
+    kept = [(source, records) for source, records in kept if records]
+    held = {record["task"] for _, records in train for record in records}
+    what = f"data.tasks={tasks}: the training sources hold {', '.join(sorted(held))}"
+    if not kept:
+        raise ConfigError(f"{what}; name some of these, or null for all")
+    if missing := [task for task in tasks if task not in held]:
+        _log.warning("%s; nothing is trained on of %s", what, ", ".join(missing))
+    return kept
 
 
 def prompt_key(record: Record) -> str:

@@ -31,7 +31,8 @@ CHAT_TEMPLATE = (
 _MAX_WORDS = 240
 _MAX_PHRASES = 64
 _MIN_PHRASE_SHARE = 0.01
-_MIN_SHARE = 0.02  # of the texts that a word must stand in to become one token
+_MIN_SHARE = 0.02  # of the texts that a word must stand in to become one token; so many are enough in any case:
+_ENOUGH = 250
 _INIT_STD = 0.06  # three times the usual: 128 wide, the same warm-up then needs a third of the steps
 
 
@@ -209,7 +210,7 @@ def _pieces(part: str, split: Any, words: set[str]) -> list[tuple[str, bool]]:
 
 
 def _frequent_words(texts: Iterable[str], split: Any) -> list[str]:
-    """Byte-level words in at least a fiftieth of the texts, the most frequent first, then by spelling."""
+    """Byte-level words in at least a fiftieth of the texts (or 250), the most frequent first, then by spelling."""
     markup = re.compile("|".join(re.escape(token) for token in MARKUP))
     counts: Counter[str] = Counter()
     number = 0
@@ -219,5 +220,5 @@ def _frequent_words(texts: Iterable[str], split: Any) -> list[str]:
         counts.update(word for word in words if len(word) > 1)
     if number == 0:
         raise DataError("the tokenizer of the base model needs at least one text")
-    often = [word for word, count in counts.items() if count >= max(2, _MIN_SHARE * number)]
+    often = [word for word, count in counts.items() if count >= max(2, min(_MIN_SHARE * number, _ENOUGH))]
     return sorted(often, key=lambda word: (-counts[word], word))[:_MAX_WORDS]

@@ -1,6 +1,7 @@
 """The blend's order: proportions at any prefix, each record once an epoch, exact continuation."""
 
 import json
+import logging
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -161,3 +162,131 @@ def test_the_laptop_job_holds_out_512_problems_with_names_of_their_own() -> None
     tasks = [record["truth"].get("dataset", "math") for _, records in train for record in records[:1]]
     assert len(set(tasks)) == len(tasks) >= 4
     assert "math" in tasks
+
+
+# --- stages ----------------------------------------------------------------------------------------------------------
+
+
+def stage_sources() -> tuple[list[LoadedSource], list[LoadedSource]]:
+    """What a stage trains on, and the stage after it: one source more, in front."""
+    first = [loaded("a", 7, 3.0), loaded("b", 50, 1.0)]
+    return first, [loaded("new", 40, 1.5), *first]
+
+
+@pytest.mark.parametrize("stop", [0, 1, 23, 60, 130])
+def test_a_stage_goes_on_in_the_orders_of_the_one_before(stop: int) -> None:
+    first, second = stage_sources()
+    before = Blend(first, seed=1)
+    head = draw(before, stop)
+    after = Blend(second, seed=1)
+    after.carry(json.loads(json.dumps(before.state_dict())))
+    tail = draw(after, 200)
+    for name, size in (("a", 7), ("b", 50), ("new", 40)):
+        drawn = [(one, visit) for one, visit in [*head, *tail] if one.split("-")[0] == name]
+        assert [visit for _, visit in drawn] == [at // size for at in range(len(drawn))]
+        for start in range(0, len(drawn), size):
+            epoch = [one for one, _ in drawn[start : start + size]]
+            assert len(set(epoch)) == len(epoch)  # none again before the epoch is over
+    alone = Blend(first, seed=1)  # and in the very order that the stage before would have gone on in
+    expected = [one for one, _ in draw(alone, 1000) if one.startswith("b")]
+    got = [one for one, _ in [*head, *tail] if one.startswith("b")]
+    assert got == expected[: len(got)]
+
+
+def test_shares_of_a_stage_hold_from_its_first_draw() -> None:
+    first, second = stage_sources()
+    before = Blend(first, seed=1)
+    draw(before, 400)
+    after = Blend(second, seed=1)
+    after.carry(before.state_dict())
+    counts: Counter[str] = Counter()
+    for total in range(1, 300):
+        counts[after.next()[0]["id"].split("-")[0]] += 1
+        for name, share in (("a", 3 / 5.5), ("b", 1 / 5.5), ("new", 1.5 / 5.5)):
+            assert abs(counts[name] - share * total) < 2
+
+
+@pytest.mark.parametrize("stop", [0, 1, 37])
+def test_a_carried_stage_resumes_exactly_and_is_carried_on(stop: int) -> None:
+    first, second = stage_sources()
+    before = Blend(first, seed=1)
+    draw(before, 45)
+    whole, resumed = Blend(second, seed=1), Blend(second, seed=1)
+    whole.carry(before.state_dict())
+    expected = draw(whole, 150)
+    other = Blend(second, seed=1)
+    other.carry(before.state_dict())
+    draw(other, stop)
+    resumed.load_state_dict(json.loads(json.dumps(other.state_dict())))
+    assert draw(resumed, 150 - stop) == expected[stop:]
+    third = Blend(first, seed=1)  # a stage without the new source again
+    third.carry(whole.state_dict())
+    for name, entry in third.state_dict()["sources"].items():
+        drawn = whole.state_dict()["sources"][name]["drawn"]
+        assert (entry["drawn"], entry["carried"]) == (drawn, drawn)
+
+
+def test_other_records_or_another_seed_begin_anew(caplog: pytest.LogCaptureFixture) -> None:
+    before = Blend(sources(), seed=1)
+    draw(before, 30)
+    state = before.state_dict()
+    changed = sources()
+    changed[1][1][2]["truth"] = {"answer": "other"}
+    after = Blend(changed, seed=1)
+    with caplog.at_level(logging.INFO):
+        after.carry(state)
+    assert [r.getMessage() for r in caplog.records] == [
+        "data source 'b': not the records of the stage before: begins anew"
+    ]
+    carried = {name: entry["drawn"] for name, entry in after.state_dict()["sources"].items()}
+    assert carried == {"a": state["sources"]["a"]["drawn"], "b": 0, "c": state["sources"]["c"]["drawn"]}
+    other = Blend(sources(), seed=2)
+    with caplog.at_level(logging.INFO):
+        other.carry(state)
+    assert "had seed 1, this has 2" in caplog.text
+    assert draw(other, 50) == draw(Blend(sources(), seed=2), 50)
+
+
+def test_states_from_before_stages_still_load() -> None:
+    first = Blend(sources(), seed=1)
+    draw(first, 23)
+    state = first.state_dict()
+    for entry in state["sources"].values():
+        assert entry.pop("carried") == 0
+    second, third = Blend(sources(), seed=1), Blend(sources(), seed=1)
+    second.load_state_dict(state)
+    third.carry(state)
+    assert draw(second, 50) == draw(first, 50)
+    assert third.state_dict()["sources"]["a"]["carried"] == state["sources"]["a"]["drawn"]
+
+
+def test_training_takes_the_named_tasks_only_and_validation_all(caplog: pytest.LogCaptureFixture) -> None:
+    puzzles = DataSource(name="gcd", generator="reasoning_gym:gcd", size=6, options={"max_numbers": 2})
+    data = DataConfig(
+        train=[arithmetic("sums", 9, 1), puzzles, DataSource(name="code", generator="code", size=5)],
+        validation=[arithmetic("sums", 4, 2), DataSource(name="code", generator="code", size=3, seed=2)],
+    )
+
+    def names(tasks: list[str] | None, **more: bool) -> list[list[str]]:
+        data.tasks = tasks
+        return [[source.name for source, _ in part] for part in load_sources(data, **more)]
+
+    assert names(None) == [["sums", "gcd", "code"], ["sums", "code"]]
+    assert names(["math", "code"]) == [["sums", "code"], ["sums", "code"]]
+    assert names(["math"], every_task=True) == [["sums", "gcd", "code"], ["sums", "code"]]
+    assert not caplog.records
+    assert names(["puzzles", "stem", "instructions"]) == [["gcd"], ["sums", "code"]]
+    assert "the training sources hold code, math, puzzles; nothing is trained on of stem, instructions" in caplog.text
+    for tasks in (["stem", "maths"], []):
+        with pytest.raises(ConfigError, match=r"data\.tasks=\[.*\]: the training sources hold code, math, puzzles"):
+            names(tasks)
+
+
+def test_a_file_of_several_tasks_is_reduced_to_the_named_ones(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "mixed.jsonl", range(6), "m"))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines[::2]:
+        line["task"] = "stem"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    train, _ = load_sources(DataConfig(train=[DataSource(name="m", path=str(path))], tasks=["stem"]))
+    assert [record["id"] for record in train[0][1]] == ["m-0", "m-2", "m-4"]

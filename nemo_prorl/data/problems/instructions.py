@@ -1,0 +1,95 @@
+"""Texts of a dozen words that follow instructions of IFEval's types, judged by the `instructions` plugin.
+
+With two instructions in a record, a response that follows one of them has half of the reward.
+"""
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_prorl.config import DataSource
+from nemo_prorl.data.problems import NOUNS, Draw, Record, kinds_of, number_of, options_of, rng_of
+
+_IDS = {
+    "keyword": "keywords:existence",
+    "words": "length_constraints:number_words",
+    "end": "startend:end_checker",
+    "quotation": "startend:quotation",
+    "title": "detectable_format:title",
+    "lowercase": "change_case:english_lowercase",
+    "no_comma": "punctuation:no_comma",
+}
+KINDS = list(_IDS)
+
+
+@dataclass
+class _Text:
+    """A response as it grows: the nouns it names, how many words it needs, how it ends and how it is dressed."""
+
+    nouns: list[str]
+    least: int = 0
+    end: str = ""
+    kinds: set[str] = field(default_factory=set)
+
+    def written(self) -> str:
+        """`The moon is near the river, and the tree by the sea`, as long as asked for."""
+        first, *others = self.nouns
+        words = ["The", first, "is", "near", "the", others[0] if others else "house"]
+        comma = len(words)
+        if len(others) > 1:
+            words += ["and", "the", others[1]]
+        if len(words) + len(self.end.split()) < self.least:
+            words += ["and", "it", "is", "so"]
+        text = " ".join(words[:comma])
+        if rest := words[comma:]:
+            text += (" " if "no_comma" in self.kinds else ", ") + " ".join(rest)
+        text += f" {self.end}" if self.end else ""
+        if "title" in self.kinds:
+            text = f"<< {first} >> {text}"
+        if "lowercase" in self.kinds:
+            text = text.lower()
+        return f'"{text}"' if "quotation" in self.kinds else text
+
+
+def instructions(source: DataSource) -> Draw:
+    """Options: `kinds` (some of `KINDS`), `per_record` (instructions of a record), `max_words` (asked for)."""
+    options = options_of(source, {"kinds": KINDS, "per_record": 2, "max_words": 10})
+    count = number_of(source, options, "per_record", 1, 2)
+    kinds = kinds_of(source, options["kinds"], KINDS, least=count)
+    max_words = number_of(source, options, "max_words", 3, 10)
+
+    def draw(number: int) -> Record:
+        rng = rng_of(source, number)
+        chosen = rng.sample(kinds, count)
+        text = _Text([rng.choice(NOUNS)], kinds=set(chosen))
+        topic = text.nouns[0]
+        asked, kwargs = zip(*(_instruction(kind, rng, text, max_words) for kind in chosen), strict=True)
+        return {
+            "task": "instructions",
+            "prompt": f"Write about the {topic}.\n{' '.join(asked)}",
+            "truth": {"instruction_id_list": [_IDS[kind] for kind in chosen], "kwargs": list(kwargs)},
+            "meta": {"target": text.written()},
+        }
+
+    return draw
+
+
+def _instruction(kind: str, rng: random.Random, text: _Text, max_words: int) -> tuple[str, dict[str, Any]]:
+    """How it is asked for, with its arguments; `text` learns what it must hold."""
+    if kind == "keyword":
+        found = rng.sample([noun for noun in NOUNS if noun not in text.nouns], rng.randint(1, 2))
+        text.nouns += found
+        return f"Name the {' and the '.join(found)}.", {"keywords": found}
+    if kind == "words":
+        text.least = rng.randint(3, max_words)
+        return f"Use at least {text.least} words.", {"num_words": text.least, "relation": "at least"}
+    if kind == "end":
+        text.end = f"by the {rng.choice(NOUNS)}"
+        return f'End with "{text.end}".', {"end_phrase": text.end}
+    asked = {
+        "quotation": "Use quotation marks.",
+        "title": "Use a title in << >>.",
+        "lowercase": "Use small letters.",
+        "no_comma": "Use no comma.",
+    }
+    return asked[kind], {}

@@ -161,4 +161,4 @@ class JudgedGroups:
         groups, samples = self.valid_GN.shape
         updates = max(1, min(updates, groups))
         bounds = [groups * k // updates * samples for k in range(updates + 1)]
-        return [torch.arange(low + rank, high, size) for low, high in pairwise(bounds)]
+        return [torch.arange(low, high)[rank::size] for low, high in pairwise(bounds)]

@@ -1,13 +1,20 @@
 """What a batch says of itself in metrics.jsonl, by hand."""
 
+import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from nemo_prorl.algorithms.diagnostics import means_by_task, merge, sums_by_task
+from nemo_prorl.batch import JudgedGroups
+from nemo_prorl.config import GRPOConfig
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.rollout.groups import CollectedBatch, TaskTally
 from nemo_prorl.rollout.report import report_rollout
+from nemo_prorl.trainer import advantages, report_update
 from tests.rollout.test_groups import group_of
 
 MATH: dict[str, Any] = {
@@ -66,3 +73,59 @@ def test_the_order_in_which_tasks_came_does_not_matter() -> None:
     one = reported(CollectedBatch(3, 2, 4, tasks=tasks, wall_s=1.0))
     other = reported(CollectedBatch(3, 2, 4, tasks=dict(reversed(tasks.items())), wall_s=1.0))
     assert list(one.items()) == list(other.items())
+
+
+def judged_of_two_tasks() -> JudgedGroups:
+    """Task b, then a twice; a response of 4 tokens did not end, one has no verdict."""
+    ended, cut = [5, 6], [5, 6, 7, 8]
+    return JudgedGroups.of(
+        [
+            replace(group_of([1.0, 0.0, None], [ended, cut, cut]), task="b"),
+            replace(group_of([0.5, 1.0, 0.0], [ended, cut, ended]), task="a"),
+            replace(group_of([0.0, 0.5, 0.0], [ended, ended, cut]), task="a"),
+        ]
+    )
+
+
+def test_shaped_reward_by_task_by_hand() -> None:
+    judged = judged_of_two_tasks()
+    assert judged.tasks == ("a", "b")
+    assert judged.task_B.tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 0]
+    metrics = Metrics(1, "none")
+    advantages(judged, GRPOConfig(context_tokens=32, unfinished_penalty=0.5), metrics)
+    assert metrics["reward_shaped/b"] == pytest.approx((1.0 - 0.5) / 2)
+    assert metrics["reward_shaped/a"] == pytest.approx((0.5 + 0.5 + 0.0 + 0.0 + 0.5 - 0.5) / 6)
+    assert metrics["reward/shaped"] == pytest.approx(1.5 / 8)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 9])
+def test_entropy_and_kl_by_task_do_not_depend_on_how_rows_are_dealt_out(ranks: int) -> None:
+    judged = judged_of_two_tasks()
+    generator = torch.Generator().manual_seed(1)
+    old, ref, entropy = torch.randn(3, *judged.batch.mask_BT.shape, generator=generator)
+
+    def of_rank(rank: int, size: int) -> dict[str, torch.Tensor]:
+        rows = torch.cat(judged.rows_of_updates(2, rank, size))
+        mask = judged.batch.mask_BT[rows]
+        return sums_by_task(old[rows], ref[rows], entropy[rows], mask, judged.task_B[rows], judged.tasks)
+
+    parts = [of_rank(rank, ranks) for rank in range(ranks)]
+    assert ranks == 2 or any(part["tokens/b"] == 0 for part in parts)  # some hold no row of a task
+    means = [
+        means_by_task({key: float(value) for key, value in sums.items()}, judged.tasks)
+        for sums in (of_rank(0, 1), functools.reduce(merge, parts))
+    ]
+    assert means[0].keys() == {"entropy", "entropy/a", "entropy/b", "kl", "kl/a", "kl/b"}
+    assert means[1] == pytest.approx(means[0], rel=1e-12)
+
+
+def test_shares_of_updates_are_over_their_tokens() -> None:
+    metrics = Metrics(1, "none")
+    per_token = ("surrogate", "kl", "weight", "clipped_high", "clipped_low", "dual_clipped", "ratio", "approx_kl")
+    other = {"loss": 1.0, "grad_norm": 2.0, "max_ratio": 1.5, "min_ratio": 0.5, "nonfinite": 0.0}
+    report_update(metrics, {**dict.fromkeys(per_token, 3.0), **other, "tokens": 10.0})
+    report_update(
+        metrics, {**dict.fromkeys(per_token, 6.0), **other, "tokens": 80.0, "grad_norm": 4.0, "max_ratio": 1.2}
+    )
+    assert metrics["policy/clipped_low"] == metrics["policy/ratio"] == pytest.approx(0.1)
+    assert [metrics[f"policy/{key}"] for key in ("grad_norm", "max_grad_norm", "max_ratio")] == [3.0, 4.0, 1.5]

@@ -18,13 +18,13 @@ _Problem = tuple[str, str, dict[str, Any]]  # what to write, the program, the tr
 def code(source: DataSource) -> Draw:
     """Options: `kinds` (some of `sum`, `repeat`, `linear`, `bound`), `max_value` (of the numbers in them;
     ten times as much where a value is bounded)."""
-    options = options_of(source, {"kinds": list(KINDS), "max_value": 99})
-    kinds = kinds_of(source, options["kinds"], list(KINDS))
+    options = options_of(source, {"kinds": KINDS, "max_value": 99})
+    kinds = kinds_of(source, options["kinds"], KINDS)
     high = number_of(source, options, "max_value", 9, 999)
 
     def draw(number: int) -> Record:
         rng = rng_of(source, number)
-        task, program, truth = KINDS[rng.choice(kinds)](rng, high)
+        task, program, truth = _MAKERS[rng.choice(kinds)](rng, high)
         return {
             "task": "code",
             "prompt": f"Write {task}\n{INSTRUCTION}",
@@ -68,12 +68,13 @@ def _bound(rng: random.Random, high: int) -> _Problem:
     name, words, best = rng.choice((("max", "at least", max), ("min", "at most", min)))
     around = [0, bound // 2, bound - 1, bound + 1, bound + 10, 2 * bound + 20]
     truth = _function(lambda x: best(x, bound), around)
-    return f"f(x), x but {words} {bound}.", f"def f(x): return {name}(x, {bound})", truth
+    return f"f(x), x but {words} {bound}.", f"def f(x): return {name}({bound}, x)", truth
 
 
-KINDS: dict[str, Callable[[random.Random, int], _Problem]] = {
+_MAKERS: dict[str, Callable[[random.Random, int], _Problem]] = {
     "sum": _sum,
     "repeat": _repeat,
     "linear": _linear,
     "bound": _bound,
 }
+KINDS = list(_MAKERS)

@@ -32,14 +32,16 @@ class _Text:
     kinds: set[str] = field(default_factory=set)
 
     def written(self) -> str:
-        """`The moon is near the river, and the tree by the sea`, as long as asked for."""
+        """`The moon is near the house, and the tree by the sea`: the nouns, and as many words as asked for."""
         first, *others = self.nouns
         words = ["The", first, "is", "near", "the", others[0] if others else "house"]
         comma = len(words)
-        if len(others) > 1:
-            words += ["and", "the", others[1]]
-        if len(words) + len(self.end.split()) < self.least:
-            words += ["and", "it", "is", "so"]
+        added = len(self.end.split()) + ("title" in self.kinds)
+        for noun in others[1:]:
+            words += ["and", "the", noun]
+        for noun in NOUNS:
+            if len(words) + added < self.least:
+                words += ["and", "the", noun]
         text = " ".join(words[:comma])
         if rest := words[comma:]:
             text += (" " if "no_comma" in self.kinds else ", ") + " ".join(rest)

@@ -33,13 +33,13 @@ def stem(source: DataSource) -> Draw:
     """Options: `kinds` (some of `units`, `laws`, `elements`), `max_value` (of a quantity to convert), `max_factor`
     (of the first of two that are multiplied; the second has one digit).
     """
-    options = options_of(source, {"kinds": list(KINDS), "max_value": 99, "max_factor": 19})
-    kinds = kinds_of(source, options["kinds"], list(KINDS))
+    options = options_of(source, {"kinds": KINDS, "max_value": 99, "max_factor": 19})
+    kinds = kinds_of(source, options["kinds"], KINDS)
     highs = {key: number_of(source, options, key, 2, 999) for key in ("max_value", "max_factor")}
 
     def draw(number: int) -> Record:
         rng = rng_of(source, number)
-        question, answer, truth = KINDS[rng.choice(kinds)](rng, highs)
+        question, answer, truth = _MAKERS[rng.choice(kinds)](rng, highs)
         return {
             "task": "stem",
             "prompt": f"{question}\n{INSTRUCTION}",
@@ -75,8 +75,9 @@ def _elements(rng: random.Random, highs: dict[str, int]) -> _Question:
     return question, "ABC"[right], {"answer": "ABC"[right], "options": options}
 
 
-KINDS: dict[str, Callable[[random.Random, dict[str, int]], _Question]] = {
+_MAKERS: dict[str, Callable[[random.Random, dict[str, int]], _Question]] = {
     "units": _units,
     "laws": _laws,
     "elements": _elements,
 }
+KINDS = list(_MAKERS)

@@ -53,7 +53,7 @@ MARKS = {
         "quotation": "quotation",
         "title": "title",
         "lowercase": "small letters",
-        "no_comma": "comma",
+        "forbidden": "Do not name",
     },
 }
 

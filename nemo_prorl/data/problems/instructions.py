@@ -17,7 +17,7 @@ _IDS = {
     "quotation": "startend:quotation",
     "title": "detectable_format:title",
     "lowercase": "change_case:english_lowercase",
-    "no_comma": "punctuation:no_comma",
+    "forbidden": "keywords:forbidden_words",
 }
 KINDS = list(_IDS)
 
@@ -27,25 +27,28 @@ class _Text:
     """A response as it grows: the nouns it names, how many words it needs, how it ends and how it is dressed."""
 
     nouns: list[str]
+    banned: str = ""
     least: int = 0
     end: str = ""
     kinds: set[str] = field(default_factory=set)
 
+    def free_nouns(self) -> list[str]:
+        """Those that nothing has been said about yet."""
+        return [noun for noun in NOUNS if noun not in (*self.nouns, self.banned, *self.end.split())]
+
     def written(self) -> str:
-        """`The moon is near the house, and the tree by the sea`: the nouns, and as many words as asked for."""
+        """`The moon is near the house and the tree by the sea`: the nouns, and as many words as asked for."""
+        fillers = [noun for noun in ("house", "tree", "river") if noun != self.banned]
         first, *others = self.nouns
-        words = ["The", first, "is", "near", "the", others[0] if others else "house"]
-        comma = len(words)
-        added = len(self.end.split()) + ("title" in self.kinds)
-        for noun in others[1:]:
+        place, *others = others or fillers[:1]
+        words = ["The", first, "is", "near", "the", place]
+        for noun in others:
             words += ["and", "the", noun]
-        for noun in NOUNS:
+        added = len(self.end.split()) + ("title" in self.kinds)
+        for noun in fillers:
             if len(words) + added < self.least:
                 words += ["and", "the", noun]
-        text = " ".join(words[:comma])
-        if rest := words[comma:]:
-            text += (" " if "no_comma" in self.kinds else ", ") + " ".join(rest)
-        text += f" {self.end}" if self.end else ""
+        text = " ".join([*words, *self.end.split()])
         if "title" in self.kinds:
             text = f"<< {first} >> {text}"
         if "lowercase" in self.kinds:
@@ -79,19 +82,21 @@ def instructions(source: DataSource) -> Draw:
 def _instruction(kind: str, rng: random.Random, text: _Text, max_words: int) -> tuple[str, dict[str, Any]]:
     """How it is asked for, with its arguments; `text` learns what it must hold."""
     if kind == "keyword":
-        found = rng.sample([noun for noun in NOUNS if noun not in text.nouns], rng.randint(1, 2))
+        found = rng.sample(text.free_nouns(), rng.randint(1, 2))
         text.nouns += found
         return f"Name the {' and the '.join(found)}.", {"keywords": found}
     if kind == "words":
         text.least = rng.randint(3, max_words)
         return f"Use at least {text.least} words.", {"num_words": text.least, "relation": "at least"}
     if kind == "end":
-        text.end = f"by the {rng.choice(NOUNS)}"
+        text.end = f"by the {rng.choice(text.free_nouns())}"
         return f'End with "{text.end}".', {"end_phrase": text.end}
+    if kind == "forbidden":
+        text.banned = rng.choice(text.free_nouns())
+        return f"Do not name the {text.banned}.", {"forbidden_words": [text.banned]}
     asked = {
         "quotation": "Use quotation marks.",
         "title": "Use a title in << >>.",
         "lowercase": "Use small letters.",
-        "no_comma": "Use no comma.",
     }
     return asked[kind], {}

@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 
-from nemo_prorl.algorithms.reset import ADVISING, ASKING, Finding, History, Rules, decide, replay, t_quantile
+from nemo_prorl.algorithms.reset import (
+    ADVISING,
+    ASKING,
+    Finding,
+    History,
+    Rules,
+    best_step,
+    decide,
+    learning_rate,
+    replay,
+    t_quantile,
+)
 from nemo_prorl.config import ResetRulesConfig
 from nemo_prorl.recipe.resets import rules_of
 from nemo_prorl.settings_checks import RESET_RULES
@@ -274,3 +285,17 @@ def test_student_s_quantile(dof: float, quantile: float) -> None:
 def test_the_checks_name_the_rules() -> None:
     assert RESET_RULES == ASKING
     assert not set(ASKING) & set(ADVISING)
+
+
+def test_the_learning_rate_after_resets() -> None:
+    """A factor for each reset within the stage, and a rise over the steps after the last one."""
+    assert [learning_rate(1.0, step, [], 0.5, 4) for step in (1, 9)] == [1.0, 1.0]
+    assert [learning_rate(1.0, step, [0], 0.5, 4) for step in (1, 2, 4, 5)] == [0.25, 0.5, 1.0, 1.0]
+    assert [learning_rate(1.0, step, [0, 3], 0.5, 2) for step in (3, 4, 5, 6)] == [1.0, 0.25, 0.5, 0.5]
+    assert [learning_rate(2.0, step, [3, 5], 0.5, 0) for step in (3, 4, 6)] == [2.0, 1.0, 0.5]
+
+
+def test_the_best_step_is_the_newest_of_the_best() -> None:
+    assert best_step({0: 0.9, 4: 0.2, 6: 0.4, 8: 0.4, 10: 0.3}, 4) == 8
+    assert best_step({0: 0.9}, 4) is None
+    assert best_step({}, 0) is None

@@ -8,6 +8,7 @@ import torch
 from nemo_prorl.algorithms.shaping import (
     Shaping,
     cosine_length_reward,
+    in_schedule,
     shape_rewards,
     shaped_rewards,
     soft_overlong_penalty,
@@ -83,3 +84,9 @@ def test_without_shaping_the_raw_reward_stays() -> None:
     shaped, changes = shaped_rewards(reward, ended, length, length + 5, Shaping())
     assert torch.equal(shaped, reward)
     assert changes == {}
+
+
+def test_a_schedule_takes_the_last_steps_of_each_period() -> None:
+    assert [step for step in range(1, 13) if in_schedule(step, 5, 2)] == [4, 5, 9, 10]
+    assert all(in_schedule(step, 0, 0) for step in range(1, 5))
+    assert all(in_schedule(step, 3, 3) for step in range(1, 8))

@@ -1,0 +1,269 @@
+"""The paper's ablations (section 5) on the laptop's model: every arm with three seeds, one after the other.
+
+    .venv/train/bin/python benchmarks/ablations.py              runs what benchmarks/results/ablations.jsonl lacks
+    .venv/train/bin/python benchmarks/ablations.py --commit     and commits each result as it lands
+    .venv/train/bin/python benchmarks/ablations.py --report     tables and pictures of what is there, into docs/
+
+All arms of a seed begin with the same warmed-up policy and see the same problems; they differ in a named configuration
+(conf/algorithm/) only.  A result is one line: the curves of the run by step, with tokens and seconds beside them.
+"""
+
+import argparse
+import json
+import math
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from machine import describe
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "ablations.jsonl"
+PAGE, PICTURES = ROOT / "docs" / "ablations.md", ROOT / "docs" / "images"
+SEEDS = (1, 2, 3)
+STEPS = 60
+COMMON = [
+    "data=ablations",
+    f"trainer.grpo.max_steps={STEPS}",
+    "trainer.grpo.prompts_per_step=24",
+    "trainer.grpo.samples_per_prompt=8",
+    "model.optim.lr=3e-4",
+    "trainer.grpo.validate_every=10",
+    "trainer.grpo.validation_samples=2",
+    "trainer.grpo.validation_temperature=0.6",
+    "trainer.grpo.checkpoint_every=1000",
+    "trainer.grpo.keep_best=0",
+    "trainer.grpo.save_rollout_groups=0",
+]
+# The reference policy pulls only as hard as the KL coefficient: at 1e-4 nothing of it can be seen within these steps.
+_RESETS = ["trainer.grpo.kl_coef=0.02"]
+_EVERY = [*_RESETS, "trainer.resets.every=20"]
+ARMS: dict[str, list[str]] = {
+    "prorl": [],
+    "temperature_0p6": [],
+    "temperature_1p0": [],
+    "temperature_1p5": [],
+    "clip_high_0p2": [],
+    "clip_low_0p1": [],
+    "clip_0p1_0p2": [],
+    "static_sampling": [],
+    "entropy_none": [],
+    "entropy_kl": [],
+    "entropy_clip_higher": [],
+    "entropy_adaptive": ["trainer.grpo.adaptive_entropy.target=1.2", "trainer.grpo.adaptive_entropy.step=1e-3"]
+    + ["trainer.grpo.adaptive_entropy.maximum=0.02"],
+    "reset_none": _RESETS,
+    "reset_reference": _EVERY,
+    "reset_optimizer": _EVERY,
+    "reset_both": _EVERY,
+}
+GROUPS: dict[str, tuple[str, ...]] = {
+    "temperature of the rollouts": ("temperature_0p6", "temperature_1p0", "prorl", "temperature_1p5"),
+    "clipping": ("prorl", "clip_high_0p2", "clip_low_0p1", "clip_0p1_0p2"),
+    "dynamic sampling": ("prorl", "static_sampling"),
+    "entropy": ("entropy_none", "entropy_kl", "entropy_clip_higher", "entropy_adaptive"),
+    "resets": ("reset_none", "reset_reference", "reset_optimizer", "reset_both"),
+}
+CURVES = {
+    "reward": "reward/all",
+    "entropy": "entropy",
+    "kl": "kl",
+    "keep_rate": "keep_rate/all",
+    "length": "rollout/response_tokens",
+    "truncated": "rollout/truncated",
+}
+
+
+def prorl(*words: str) -> None:
+    subprocess.run([str(Path(sys.executable).with_name("prorl")), *words], check=True, stdout=sys.stderr, cwd=ROOT)
+
+
+def base_of(seed: int, out: Path) -> Path:
+    """The warmed-up policy of a seed."""
+    run = out / f"base-seed{seed}"
+    if not (run / "base").is_dir():
+        prorl("warmup", f"run_dir={run}", f"seed={seed}", "data=ablations")
+    return run / "base"
+
+
+def run_arm(arm: str, seed: int, out: Path) -> dict[str, Any]:
+    """Trains one arm with one seed; its curves."""
+    base, run = base_of(seed, out).absolute(), out / f"{arm}-seed{seed}"
+    shutil.rmtree(run, ignore_errors=True)  # a half run would count its start twice
+    overrides = [f"algorithm={arm}", *COMMON, f"seed={seed}", *ARMS[arm]]
+    began = time.monotonic()
+    model = [f"pretrained_checkpoint.restore_from_path={base}", "trainer.warmup.steps=0"]
+    prorl("train", f"run_dir={run}", *model, *overrides)
+    wall_s = time.monotonic() - began
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    validations = {e["step"]: round(e["all"]["mean"], 5) for e in events if e["event"] == "validation"}
+    curves = {name: [_rounded(m.get(key)) for m in metrics] for name, key in CURVES.items()}
+    seconds = [m["time/step"] - (m.get("time/validate") or 0.0) for m in metrics]
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
+    return {
+        "arm": arm,
+        "seed": seed,
+        "overrides": overrides,
+        "machine": describe(),
+        "wall_s": round(wall_s, 1),
+        "validation": validations,
+        "validation_se": round(next(e["all"]["se"] for e in events if e["event"] == "validation"), 5),
+        "tokens": _sums([m["rollout/generated_tokens"] for m in metrics]),
+        "seconds": _sums(seconds),
+        **curves,
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
+def _sums(values: Sequence[float]) -> list[float]:
+    total, sums = 0.0, []
+    for value in values:
+        total += value
+        sums.append(round(total, 2))
+    return sums
+
+
+def results() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.is_file() else []
+
+
+# --- what they say ---------------------------------------------------------------------------------------------------
+
+
+def gain(result: dict[str, Any]) -> float:
+    """Mean of the last two validations minus the first."""
+    scores = [score for _, score in sorted((int(step), score) for step, score in result["validation"].items())]
+    return (scores[-1] + scores[-2]) / 2 - scores[0]
+
+
+def tail_mean(values: Sequence[float | None], count: int = 10) -> float:
+    return statistics.mean(value for value in values[-count:] if value is not None)
+
+
+def with_error(values: Sequence[float], form: str) -> str:
+    """Mean and standard error over seeds."""
+    mean = format(statistics.mean(values), form)
+    return f"{mean} ± {statistics.stdev(values) / math.sqrt(len(values)):.3f}" if len(values) > 1 else mean
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """One line an arm, and its difference to the first of its group, seed by seed."""
+    lines = []
+    for group, arms in GROUPS.items():
+        lines += [f"\n**{group}**\n"]
+        lines += [
+            "| configuration | seeds | gain | against the first | entropy at the end | KL | keep rate | tokens | s |"
+        ]
+        lines += ["|---|---|---|---|---|---|---|---|---|"]
+        first = {r["seed"]: gain(r) for r in found if r["arm"] == arms[0]}
+        for arm in arms:
+            mine = sorted((r for r in found if r["arm"] == arm), key=lambda r: r["seed"])
+            if not mine:
+                continue
+            pairs = [gain(r) - first[r["seed"]] for r in mine if r["seed"] in first]
+            against = with_error(pairs, "+.3f") if arm != arms[0] and pairs else "-"
+            cells = [
+                f"`{arm}`",
+                str(len(mine)),
+                with_error([gain(r) for r in mine], "+.3f"),
+                against,
+                with_error([tail_mean(r["entropy"]) for r in mine], ".2f"),
+                f"{statistics.mean(tail_mean(r['kl']) for r in mine):.2f}",
+                f"{statistics.mean(statistics.mean(k for k in r['keep_rate'] if k is not None) for r in mine):.2f}",
+                f"{statistics.mean(r['tokens'][-1] for r in mine) / 1000:.0f}k",
+                f"{statistics.mean(r['seconds'][-1] for r in mine):.0f}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines).strip() + "\n"
+
+
+def draw(found: list[dict[str, Any]], group: str, arms: Sequence[str], path: Path) -> None:
+    """Validation by step, tokens and seconds, and entropy by step; thin lines are seeds, thick ones their means."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 4, figsize=(17, 3.8), constrained_layout=True)
+    for color, arm in zip(plt.rcParams["axes.prop_cycle"].by_key()["color"], arms, strict=False):
+        mine = [r for r in found if r["arm"] == arm]
+        for axis, unit in zip(axes[:3], (None, "tokens", "seconds"), strict=True):
+            lines = []
+            for r in mine:
+                steps = sorted(int(step) for step in r["validation"])
+                x = [float(s) if unit is None else 0.0 if s == 0 else r[unit][s - 1] for s in steps]
+                lines.append((x, [r["validation"][str(s)] for s in steps]))
+            _lines(axis, lines, arm, color)
+        _lines(axes[3], [(list(range(1, len(r["entropy"]) + 1)), r["entropy"]) for r in mine], arm, color)
+    for axis, title in zip(axes, ("step", "generated tokens", "seconds (without validation)", "step"), strict=True):
+        axis.set_xlabel(title)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("mean reward on unseen problems")
+    axes[3].set_ylabel("entropy, nats a token")
+    axes[3].legend(fontsize=8)
+    figure.suptitle(group)
+    figure.savefig(path, dpi=90)
+    plt.close(figure)
+
+
+def _lines(axis: Any, lines: list[tuple[list[float], list[float]]], label: str, color: str) -> None:
+    for x, y in lines:
+        axis.plot(x, y, color=color, alpha=0.25, linewidth=0.8)
+    if lines and len({len(y) for _, y in lines}) == 1:
+        mean = [[statistics.mean(values) for values in zip(*part, strict=True)] for part in zip(*lines, strict=True)]
+        axis.plot(mean[0], mean[1], color=color, linewidth=2, label=label)
+
+
+def report(found: list[dict[str, Any]]) -> None:
+    """The tables into docs/ablations.md, between its marks, and a picture a group beside it."""
+    found = [json.loads(json.dumps(r)) for r in found]
+    text = table(found)
+    sys.stdout.write(text)
+    for group, arms in GROUPS.items():
+        draw(found, group, arms, PICTURES / f"ablations-{group.split()[0]}.png")
+    page = PAGE.read_text()
+    marked = re.sub(r"(<!-- table -->\n).*?(<!-- /table -->)", lambda m: f"{m[1]}{text}{m[2]}", page, flags=re.S)
+    PAGE.write_text(marked)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commit", action="store_true", help="commit each result as it lands")
+    parser.add_argument("--report", action="store_true", help="run nothing; tables and pictures of what is there")
+    parser.add_argument("--arms", nargs="+", choices=sorted(ARMS), default=list(ARMS), metavar="ARM")
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "ablations", help="where the runs go")
+    args = parser.parse_args()
+    if args.report:
+        report(results())
+        return 0
+    done = {(r["arm"], r["seed"]) for r in results()}
+    for seed in args.seeds:
+        for arm in args.arms:
+            if (arm, seed) in done:
+                continue
+            result = run_arm(arm, seed, args.out)
+            with RESULTS.open("a") as f:
+                f.write(json.dumps(result) + "\n")
+            sys.stderr.write(
+                f"{arm} seed {seed}: gain {gain(json.loads(json.dumps(result))):+.3f}, {result['wall_s']} s\n"
+            )
+            if args.commit:
+                message = f"Results: ablation {arm}, seed {seed}"
+                subprocess.run(["git", "add", str(RESULTS)], cwd=ROOT, check=True)
+                subprocess.run(["git", "commit", "-q", "-m", message, "--", str(RESULTS)], cwd=ROOT, check=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""Kills a laptop run with SIGKILL again and again, and compares what it comes to with the run that nobody disturbed.
+
+    .venv/train/bin/python benchmarks/kill_resume.py [--kills 20] [--seed 1] [--out runs/kill_resume]
+
+A stage that begins from the one before with a hard reset, has more of them, and rolls back.  One of two equal runs is
+killed at each point of a checkpoint's write and of the reset transaction (nemo_prorl/recipe/killpoints.py), and at
+random moments: its trainer, its supervisor, or everything that it started, at once.  After each kill the same command
+goes on.  Weights, reference, metrics (all but time/), resets and rollouts must be equal to the bit.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from machine import describe
+
+from nemo_prorl.recipe.killpoints import POINTS, VARIABLE
+
+STEPS = 24
+RUN = [
+    "deterministic=true",
+    f"trainer.grpo.max_steps={STEPS}",
+    "trainer.grpo.prompts_per_step=8",
+    "trainer.grpo.samples_per_prompt=8",
+    "trainer.grpo.checkpoint_every=2",
+    "trainer.grpo.validate_every=3",
+    "trainer.resets.every=4",
+    "trainer.resets.roll_back=true",
+    "trainer.warmup.steps=40",
+    "rollout.max_num_seqs=64",
+    "rollout.kv_cache_mb=128",
+    *[f"data.{part}.{k}.size={size}" for part, size in (("train", 300), ("validation", 16)) for k in range(5)],
+]
+TARGETS = ("trainer", "supervisor", "everything")
+TIMEOUT_S = 600.0
+
+
+@dataclass
+class Kill:
+    """One kill: where it was meant to fall, where it fell (the last step logged), and what the next start found."""
+
+    where: str
+    step: int
+    resumed: int | None = None
+    seconds: float = 0.0
+
+
+def command(run: Path, stage: str, *overrides: str) -> list[str]:
+    prorl = str(Path(sys.executable).with_name("prorl"))
+    return [prorl, "train", f"stage={stage}", f"run_dir={run}", *RUN, *overrides]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    found = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def last_step(run: Path) -> int:
+    return max((m["step"] for m in lines(run / "metrics.jsonl")), default=0)
+
+
+def start(run: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    log = (run.parent / f"{run.name}.log").open("ab")
+    return subprocess.Popen(command(run, "run2"), env={**os.environ, **environment}, stdout=log, stderr=log)
+
+
+def wait(process: subprocess.Popen[bytes], until: Callable[[], bool] | None = None) -> bool:
+    """Whether `until` came true while the process ran; without it waits for its end."""
+    end = time.monotonic() + TIMEOUT_S
+    while process.poll() is None:
+        if until is not None and until():
+            return True
+        if time.monotonic() > end:
+            process.kill()
+            raise TimeoutError(f"a run of {STEPS} steps hangs for {TIMEOUT_S:.0f} s")
+        time.sleep(0.02)
+    return False
+
+
+def kill(process: subprocess.Popen[bytes], target: str) -> None:
+    """SIGKILL to a process of the run; returns when all of them are gone."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    trainers = [p for p in family if "nemo_prorl.run" in " ".join(p.cmdline())]
+    victims = {"trainer": trainers, "supervisor": [], "everything": family}[target]
+    if target != "trainer":
+        process.kill()
+    for victim in victims:
+        try:
+            victim.kill()
+        except psutil.NoSuchProcess:
+            pass
+    process.wait(60)
+    _, alive = psutil.wait_procs(family, timeout=60)
+    if alive:
+        raise RuntimeError(f"60 s after the kill of {target} still there: {alive}")
+
+
+def one_kill(run: Path, where: str, rng: random.Random) -> Kill | None:
+    """Starts the run and kills it; None if it came to its end before."""
+    began, before = time.monotonic(), last_step(run)
+    if where in POINTS:
+        process = start(run, {VARIABLE: where})
+        wait(process)
+    else:
+        process = start(run, {})
+        journal = len(lines(run / "journal.jsonl"))
+        steps = rng.randint(0, 2)
+
+        def there() -> bool:
+            running = len(lines(run / "journal.jsonl")) > journal
+            return running and (steps == 0 or last_step(run) >= min(STEPS, before + steps))
+
+        if wait(process, there):
+            time.sleep(rng.uniform(0.0, 1.5))
+        if process.poll() is None:
+            kill(process, where.split()[1])
+    if process.returncode == 0:
+        return None
+    return Kill(where, last_step(run), seconds=time.monotonic() - began)
+
+
+def compare(undisturbed: Path, disturbed: Path) -> list[tuple[str, bool]]:
+    """What must be equal, and whether it is."""
+
+    def metrics(run: Path) -> list[dict[str, Any]]:
+        return [{k: v for k, v in m.items() if not k.startswith("time/")} for m in lines(run / "metrics.jsonl")]
+
+    one, other = (json.loads((run / "summary.json").read_text()) for run in (undisturbed, disturbed))
+    wanted, found = metrics(undisturbed), metrics(disturbed)
+    rollouts = [sorted((run / "rollouts").glob("step-*.jsonl")) for run in (undisturbed, disturbed)]
+    same_rollouts = [p.name for p in rollouts[0]] == [p.name for p in rollouts[1]] and all(
+        a.read_bytes() == b.read_bytes() for a, b in zip(*rollouts, strict=True)
+    )
+    return [
+        ("weights_sha256", one["weights_sha256"] == other["weights_sha256"]),
+        ("reference_sha256", one["reference_sha256"] == other["reference_sha256"]),
+        (f"metrics of {len(wanted)} steps, {len(wanted[0])} numbers each", wanted == found),
+        (f"resets after steps {[r['step'] for r in one['resets']]}", one["resets"] == other["resets"]),
+        ("held-out scores", one["heldout"] == other["heldout"]),
+        (f"rollouts of {len(rollouts[0])} steps", same_rollouts),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("runs/kill_resume"))
+    args = parser.parse_args()
+    rng = random.Random(args.seed)
+    if args.out.exists():
+        parser.error(f"--out {args.out} exists")
+    one, other = args.out / "undisturbed" / "run2", args.out / "disturbed" / "run2"
+    for run in (one, other):
+        run.parent.mkdir(parents=True)
+    told = [describe(), f"{STEPS} steps, hard resets every 4 with roll-back, {args.kills} kills, seed {args.seed}"]
+    first = args.out / "undisturbed" / "run1"
+    stage_1 = command(first, "run1", "trainer.resets.roll_back=false", "trainer.grpo.max_steps=4")
+    subprocess.run(stage_1, check=True, stdout=sys.stderr)
+    (other.parent / "run1").symlink_to(first.absolute())
+    began = time.monotonic()
+    if wait(start(one, {})) or not (one / "summary.json").is_file():
+        raise RuntimeError(f"the undisturbed run failed: {one.parent}")
+    told.append(f"undisturbed: {time.monotonic() - began:.0f} s")
+
+    points = [name for name in POINTS if name != "checkpoint:exchange"]
+    wheres = [*points, *(f"random {TARGETS[k % len(TARGETS)]}" for k in range(max(0, args.kills - len(points))))]
+    rng.shuffle(wheres)
+    kills: list[Kill] = []
+    for where in wheres:
+        done = one_kill(other, where, rng)
+        resumed = [e["step"] for e in lines(other / "journal.jsonl") if e["event"] == "resume"]
+        if kills:
+            kills[-1].resumed = resumed[-1] if resumed else 0
+        if done is None:
+            sys.stderr.write(f"came to the end before {where}\n")
+            break
+        kills.append(done)
+        sys.stderr.write(f"{done}\n")
+    if not (other / "summary.json").is_file() or not json.loads((other / "summary.json").read_text())["finished"]:
+        wait(start(other, {}))
+        kills[-1].resumed = [e["step"] for e in lines(other / "journal.jsonl") if e["event"] == "resume"][-1]
+    told += [f"{'killed at':24s} {'last step':>9s} {'went on from':>12s} {'seconds':>8s}"]
+    told += [
+        f"{k.where:24s} {k.step:9d} {k.resumed if k.resumed is not None else '-':>12} {k.seconds:8.0f}" for k in kills
+    ]
+    results = compare(one, other)
+    told += [f"{'equal' if same else 'DIFFERENT'}: {what}" for what, same in results]
+    sys.stdout.write("\n".join([*told, f"{len(kills)} kills"]) + "\n")
+    return 0 if all(same for _, same in results) and len(kills) == args.kills else 1
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    sys.exit(main())

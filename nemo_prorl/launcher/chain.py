@@ -1,0 +1,171 @@
+"""`prorl launch --here`: stages one after the other on this machine, and what they came to together."""
+
+import argparse
+import json
+import logging
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_prorl.errors import ConfigError
+from nemo_prorl.recipe.records import Journal
+
+_log = logging.getLogger(__name__)
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `launch` to the main command line."""
+    text = "run several stages, each from the one before; again: goes on where it stopped"
+    parser = commands.add_parser("launch", help=text, description=text)
+    parser.add_argument("--stages", required=True, metavar="run1..run8", help="first and last, or a list: run1,run2")
+    parser.add_argument("--here", action="store_true", help="on this machine, one after the other")
+    parser.add_argument("--dry-run", action="store_true", help="say what would run and start nothing")
+    parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", default=[], help="KEY=VALUE, for every stage")
+    parser.set_defaults(run_command=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit code of the first stage that does not end with 0; else 0.  Raises ConfigError before anything starts."""
+    from nemo_prorl import launcher, settings
+
+    if not args.here:
+        raise ConfigError("--here is missing: this version runs a chain on one machine only")
+    names = stage_names(args.stages, settings.group_options()["stage"])
+    given = {text.partition("=")[0]: text.partition("=")[2] for text in args.overrides}
+    if "stage" in given:
+        raise ConfigError(f"stage={given['stage']}: the stages are those of --stages")
+    folder = Path(given.get("run_dir") or "runs/prorl")
+    own = ("run_dir=", "chain.start_from=")  # of the chain and of its first stage
+    rest = [text for text in args.overrides if not text.startswith(own)]
+    first = [text for text in args.overrides if text.startswith(own[1])]
+    configs = []
+    for name in names:
+        overrides = [f"stage={name}", f"run_dir={folder / name}", *rest, *(first if name == names[0] else [])]
+        configs.append((name, settings.load_run(overrides)))
+        if args.dry_run:
+            sys.stdout.write(f"prorl train {shlex.join(overrides)}\n")
+    if args.dry_run:
+        return 0
+    for place, (name, cfg) in enumerate(configs, 1):
+        _log.info("stage %s, %d of %d, in %s", name, place, len(configs), cfg.run_dir)
+        code: int = launcher.run(cfg, settings.resolved_yaml(cfg))
+        if code:
+            _log.error("stage %s ended with %d; the same command goes on from there", name, code)
+            return code
+    tell(folder, names)
+    return 0
+
+
+def stage_names(text: str, known: Sequence[str]) -> list[str]:
+    """`run1..run8`, `run2` or `run1,run2` as a list; raises ConfigError for stages that do not exist."""
+    stages = [name for name in known if name != "none"]
+    match = re.fullmatch(r"(\w+)\.\.(\w+)", text)
+    wanted = [match[1], match[2]] if match else text.split(",")
+    if unknown := [name for name in wanted if name not in stages]:
+        raise ConfigError(f"--stages {text}: {unknown[0]!r} is no stage; known are {', '.join(stages)}")
+    if not match:
+        return wanted
+    first, last = stages.index(match[1]), stages.index(match[2])
+    if first > last:
+        raise ConfigError(f"--stages {text}: {match[1]} comes after {match[2]}")
+    return stages[first : last + 1]
+
+
+def tell(folder: Path, names: Sequence[str]) -> None:
+    """Prints the stages as a table and draws FOLDER/curves.png."""
+    runs = [_Run(folder / name) for name in names]
+    rows = [("stage", "steps", "n", "tasks", "held-out before", "after", "entropy", "KL", "tokens", "hard resets")]
+    for name, one in zip(names, runs, strict=True):
+        heldout, metrics = one.summary["heldout"], one.metrics
+        rows.append(
+            (
+                name,
+                str(one.summary["step"]),
+                str(one.config["trainer"]["grpo"]["samples_per_prompt"]),
+                " ".join(sorted({key.removeprefix("reward/") for m in metrics for key in m if _is_task(key)})),
+                f"{heldout['before']:.3f}" if heldout else "-",
+                f"{heldout['after']:.3f}" if heldout else "-",
+                f"{metrics[-1]['entropy']:.2f}" if metrics else "-",
+                f"{metrics[-1]['kl']:.3f}" if metrics else "-",
+                f"{sum(m['rollout/generated_tokens'] for m in metrics):.0f}",
+                ", ".join(f"{r['step']} ({r['reason']})" for r in one.summary["resets"]) or "-",
+            )
+        )
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    sys.stdout.write("\n".join(lines) + "\n")
+    picture = folder / "curves.png"
+    draw(names, runs, picture)
+    sys.stdout.write(f"curves: {picture}\n")
+
+
+class _Run:
+    """What a finished stage wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        import yaml
+
+        self.summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+        self.metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        self.config: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())
+        self.validations = {e["step"]: e for e in Journal(folder).events() if e["event"] == "validation"}
+
+
+def _is_task(key: str) -> bool:
+    return key.startswith("reward/") and key not in ("reward/all", "reward/shaped")
+
+
+def draw(names: Sequence[str], runs: Sequence[_Run], path: Path) -> None:
+    """The chain as a picture, as the paper's Figure 1: one axis of steps, stages and resets marked."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(2, 3, figsize=(15, 7), constrained_layout=True)
+    offsets = [0]
+    for one in runs:
+        offsets.append(offsets[-1] + one.summary["step"])
+
+    def curve(axis: Any, key: str, label: str) -> None:
+        points = [(o + m["step"], m[key]) for o, r in zip(offsets, runs, strict=False) for m in r.metrics if m.get(key)]
+        if points:
+            axis.plot(*zip(*points, strict=True), label=label, linewidth=1)
+
+    curve(axes[0, 0], "kl", "KL")
+    axes[0, 0].set_title("KL to the reference policy, nats a token")
+    curve(axes[0, 1], "entropy", "entropy")
+    axes[0, 1].set_title("entropy, nats a token")
+    curve(axes[0, 2], "rollout/response_tokens", "mean length")
+    axes[0, 2].set_title("response length, tokens")
+    tasks = sorted({key for r in runs for m in r.metrics for key in m if _is_task(key)})
+    for key in tasks:
+        curve(axes[1, 0], key, key.removeprefix("reward/"))
+    axes[1, 0].set_title("reward in training")
+    sources = sorted({name for r in runs for v in r.validations.values() for name in v["tasks"]})
+    for name in [*sources, None]:
+        points = []
+        for offset, one in zip(offsets, runs, strict=False):
+            for step, scores in sorted(one.validations.items()):
+                score = scores["all"] if name is None else scores["tasks"].get(name)
+                points += [(offset + step, score["mean"])] if score else []
+        style = {"color": "black", "linewidth": 2} if name is None else {"alpha": 0.7}
+        axes[1, 1].plot(*zip(*points, strict=True), marker=".", label=name or "all", **style)
+    axes[1, 1].set_title("mean reward on unseen problems")
+    curve(axes[1, 2], "keep_rate/all", "groups with a signal")
+    curve(axes[1, 2], "rollout/truncated", "responses cut off")
+    axes[1, 2].set_title("dynamic sampling, truncation")
+    for axis in axes.flat:
+        for name, offset, one in zip(names, offsets, runs, strict=False):
+            axis.axvline(offset + 0.5, color="grey", linewidth=0.5)
+            axis.text(offset + 0.5, 1.0, name, transform=axis.get_xaxis_transform(), fontsize=7, va="bottom")
+            for reset in one.summary["resets"]:
+                axis.axvline(offset + reset["step"] + 0.5, color="firebrick", linestyle="--", linewidth=1)
+        axis.set_xlabel("step of the chain (dashed: hard reset)")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

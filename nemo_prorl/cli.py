@@ -87,9 +87,10 @@ def _parser() -> argparse.ArgumentParser:
     commands.choices["rewards"].set_defaults(run_command=rewards_cli.run)
 
     from nemo_prorl.launcher import doctor
-    from nemo_prorl.recipe import replay
+    from nemo_prorl.recipe import control, replay
     from nemo_prorl.rewards import reverify
 
+    control.add_parser(commands)
     replay.add_parser(commands)
     reverify.add_parser(commands)
     doctor.add_parser(commands)

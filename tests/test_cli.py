@@ -29,6 +29,7 @@ def test_help_lists_the_commands(prorl: Prorl) -> None:
         "warmup",
         "plan",
         "status",
+        "control",
         "import-hf",
         "export-hf",
         "rewards",

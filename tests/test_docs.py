@@ -162,7 +162,7 @@ def test_make_commands_are_ones(words: list[str]) -> None:
 
 def test_inline_commands_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    parser_commands = {"train", "warmup", "plan", "status", "rewards", "reverify", "replay", "doctor"}
+    parser_commands = {"train", "warmup", "plan", "status", "control", "rewards", "reverify", "replay", "doctor"}
     parser_commands |= {"import-hf", "export-hf"}
     found = [code for page in PAGES for code in inline_code(page) if code.startswith(("make ", "prorl "))]
     assert len(found) > 20

@@ -131,7 +131,9 @@ def against(name: str, value: Any) -> list[str]:
 
 
 def test_every_format_has_a_schema_that_says_what_it_is() -> None:
-    wanted = "prompt-record reward-request verdict metrics journal-event summary endpoint state"
+    wanted = (
+        "prompt-record reward-request verdict metrics journal-event summary endpoint state control-request hook-event"
+    )
     assert set(SCHEMAS) == set(wanted.split())
     for name, path in SCHEMAS.items():
         schema = json.loads(path.read_text())
@@ -325,12 +327,15 @@ def test_journal_and_rollouts_fit(tmp_path: Path) -> None:
     journal.append("reset_commit", 2, reason="at_steps", reference_sha256=SHA)
     journal.append("stop", 3, reason="stopped after step 3")
     journal.append("resume", 3, stage="none", version="0.1.0")
+    answer = {"request": "a-1", "what": "reset", "status": "done", "detail": "hard reset", "user": "ann", "host": "n"}
+    journal.append("control", 3, **answer)
     journal.append("finish", 4)
     assert [f for event in journal.events() for f in against("journal-event", event)] == []
     assert against("journal-event", {"event": "party", "step": 1, "time": 0.0})
     assert against("journal-event", {"event": "reset_commit", "step": 1, "time": 0.0, "reason": "r"})
     schema = json.loads(SCHEMAS["journal-event"].read_text())
-    written = set(re.findall(r'journal\.append\(\s*"(\w+)"', source("run.py")))
+    sources = "".join(source(name) for name in ("run.py", "run_checkpoints.py", "recipe/control.py"))
+    written = set(re.findall(r'journal\.append\(\s*"(\w+)"', sources))
     assert written == set(schema["properties"]["event"]["enum"])
 
     response = Response(0, [3, 4], [-1.0, -1.0], "stop", 2)
@@ -382,6 +387,26 @@ def test_endpoints_fit(tmp_path: Path) -> None:
     engine = json.loads((tmp_path / "engine-0.json").read_text())
     assert against("endpoint", engine) == []
     assert against("endpoint", {**engine, "kind": "party"})
+
+
+def test_requests_to_a_run_and_what_its_hook_is_given_fit(tmp_path: Path) -> None:
+    from nemo_prorl.events import Events
+    from nemo_prorl.recipe.control import REQUESTS, _place
+    from nemo_prorl.recipe.records import Journal
+
+    request = json.loads(_place(tmp_path, "reset")[1].read_text())
+    assert against("control-request", request) == []
+    assert against("control-request", {**request, "what": "explode"})
+    schema = json.loads(SCHEMAS["control-request"].read_text())
+    assert schema["properties"]["what"]["enum"] == list(REQUESTS)
+    given: list[dict[str, Any]] = []
+    events = Events("cat", tmp_path)
+    events._start = given.append  # type: ignore[method-assign]
+    Journal(tmp_path).append("reset_commit", 2, reason="at_steps", reference_sha256=SHA)
+    events.failure("trainer-0 ended with status -9", process="trainer-0", status=-9, log=["its last words"])
+    assert [event["event"] for event in given] == ["reset", "failure"]
+    assert [f for event in given for f in against("hook-event", event)] == []
+    assert against("hook-event", {**given[0], "event": "party"})
 
 
 def test_state_fits() -> None:

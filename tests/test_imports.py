@@ -73,10 +73,12 @@ def test_the_reward_interface_imports_the_standard_library_only() -> None:
     assert not offences([PACKAGE / "rewards" / "interface.py"], set())
 
 
-@pytest.mark.parametrize("name", ["errors.py", "deadlines.py", "config.py", "settings.py", "settings_checks.py"])
+@pytest.mark.parametrize(
+    "name", ["errors.py", "events.py", "deadlines.py", "config.py", "settings.py", "settings_checks.py"]
+)
 def test_configuration_and_errors_are_light(name: str) -> None:
     light = {"omegaconf", "hydra", "yaml"}
-    light |= {f"nemo_prorl.{module}" for module in ("config", "errors", "settings_checks", "deadlines")}
+    light |= {f"nemo_prorl.{module}" for module in ("config", "errors", "events", "settings_checks", "deadlines")}
     assert not offences([PACKAGE / name], light)
 
 

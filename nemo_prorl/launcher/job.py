@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 import nemo_prorl
 from nemo_prorl.config import Config
 from nemo_prorl.errors import ConfigError, DataError, UnfitMachine
+from nemo_prorl.events import Events
 from nemo_prorl.launcher.processes import Child, MergedLog, stop_all
 from nemo_prorl.launcher.progress import Progress
 
@@ -44,7 +45,8 @@ def run(cfg: DictConfig, config_text: str) -> int:
             _log.info("%s is finished; more steps: trainer.grpo.max_steps=N, another run: run_dir=...", run_dir)
             tell(run_dir)
             return 0
-        code = _node(cfg, run_dir, config_text).run()
+        with Events(cfg.on_event, run_dir) as events:
+            code = _node(cfg, run_dir, config_text, events).run()
     if code == 0:
         tell(run_dir)
     return code
@@ -57,14 +59,15 @@ def warmup(cfg: DictConfig, config_text: str) -> int:
         if (run_dir / "base").exists():
             _log.info("%s is there already", run_dir / "base")
             return 0
-        code = _node(cfg, run_dir, config_text).run(only="warmup")
+        with Events(cfg.on_event, run_dir) as events:
+            code = _node(cfg, run_dir, config_text, events).run(only="warmup")
     if code == 0:
         sys.stdout.write(f"{run_dir / 'base'}\n")
     return code
 
 
-def _node(cfg: DictConfig, run_dir: Path, config_text: str) -> "Node":
-    return Node(cfg, run_dir, prepare(cfg, run_dir, config_text))
+def _node(cfg: DictConfig, run_dir: Path, config_text: str, events: Events) -> "Node":
+    return Node(cfg, run_dir, prepare(cfg, run_dir, config_text), events)
 
 
 @contextmanager
@@ -143,8 +146,8 @@ def _check_truths(
 class Node:
     """The supervisor of this node's processes."""
 
-    def __init__(self, cfg: DictConfig, run_dir: Path, tasks: Sequence[str]) -> None:
-        self.cfg, self.dir, self.tasks = cfg, run_dir, tasks
+    def __init__(self, cfg: DictConfig, run_dir: Path, tasks: Sequence[str], events: Events) -> None:
+        self.cfg, self.dir, self.tasks, self.events = cfg, run_dir, tasks, events
         self.endpoints, self.logs = run_dir / "endpoints", run_dir / "logs"
         self.merged = MergedLog(self.logs / "all.log")
         self.progress = Progress(cfg, run_dir)
@@ -187,6 +190,7 @@ class Node:
             for child in services:
                 child.keep_up()
             self.progress.update()
+            self.events.update()
             time.sleep(0.1)
 
     def _ended(self, ranks: Sequence[Child]) -> int:
@@ -201,7 +205,9 @@ class Node:
         if bad is None:
             return max((c for c in codes if c is not None), default=1)
         rank, code = bad
-        _log.error("%s ended with status %s; its log is %s, and ends:", rank.name, code, rank.log_file)
+        what = f"{rank.name} ended with status {code}; its log is {rank.log_file}"
+        self.events.failure(what, process=rank.name, status=code, log=list(rank.tail)[-15:])
+        _log.error("%s, and ends:", what)
         for line in list(rank.tail)[-15:]:
             _log.error("  %s", line)
         return code if code in (2, 3, 4) else 1

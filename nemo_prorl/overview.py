@@ -7,17 +7,26 @@ from typing import Any
 from omegaconf import DictConfig
 
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.recipe.memory import GB, PUBLISHED_VERSIONS
+from nemo_prorl.recipe.plan import NAMES, PAPER_GPU_HOURS, Chain, Stage
 from nemo_prorl.settings import read_config
 
 
-def plan(cfg: DictConfig) -> str:
-    """What a resolved configuration will do, one line a matter."""
+def plan(cfg: DictConfig, chain: Chain) -> str:
+    """The run, one line a matter; the recipe's chain, one line a stage; memory for the layout."""
+    refused = "".join(f"\n{stage.name}: {stage.refused}\n" for stage in chain.stages if stage.refused)
+    parts = (_table(run_rows(cfg)), _stage_table(chain) + refused, _table(_sources(chain)), _table(_memory(cfg, chain)))
+    return "\n".join(parts)
+
+
+def run_rows(cfg: DictConfig) -> dict[str, Any]:
+    """What a resolved configuration will do, by matter."""
     trainer, grpo, model, rollout = cfg.trainer, cfg.trainer.grpo, cfg.model, cfg.rollout
     tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
     ranks = trainer.num_nodes * trainer.devices
     responses = grpo.prompts_per_step * grpo.samples_per_prompt
     resets = ", ".join(map(str, trainer.resets.at_steps)) or "at no fixed step"
-    rows = {
+    return {
         "run directory": cfg.run_dir,
         "stage": cfg.stage,
         "seed": f"{cfg.seed}{' (deterministic)' if cfg.deterministic else ''}",
@@ -44,7 +53,125 @@ def plan(cfg: DictConfig) -> str:
         "data": ", ".join(f"{s.name} ({s.weight:g})" for s in cfg.data.train),
         "held out": ", ".join(s.name for s in cfg.data.validation) or "nothing",
     }
-    return _table(rows)
+
+
+def _stage_table(chain: Chain) -> str:
+    """One line a stage, the chosen one marked, and the totals."""
+    hours = f"{chain.accelerator.upper()} hours"
+    head = ("", "stage", "reset", "steps", "responses", "tokens <=", "generated ~", hours, "memory", "changes")
+    rows: list[tuple[str, ...]] = [head]
+    for stage in chain.stages:
+        mark = ">" if stage.chosen else ""
+        if stage.refused is not None:
+            rows.append((mark, stage.name, *[""] * 7, "refused, see below"))
+            continue
+        numbers = (stage.steps, stage.responses, stage.tokens_at_most, stage.tokens_estimated, stage.device_hours)
+        memory = _bytes(stage.memory_needed)
+        reset = "yes" if stage.hard_reset else "no"
+        rows.append((mark, stage.name, reset, *map(_count, numbers), memory, _changes(stage)))
+    rows.append(("", "in all", "", *map(_count, chain.totals.values()), "", ""))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [c.rjust(w) if 3 <= i <= 8 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip() + "\n")
+    return "".join(lines)
+
+
+def _changes(stage: Stage) -> str:
+    texts = []
+    for key, value in stage.changes.items():
+        text = ", ".join(map(str, value)) if isinstance(value, list) else _plain(value)
+        texts.append(f"{NAMES[key]} {text}" if key in NAMES else f"{key}={text}")
+    return "; ".join(texts) or "-"
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return "all"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _sources(chain: Chain) -> dict[str, Any]:
+    """Where the table's numbers are from."""
+    rates = chain.rates
+    length = f"{rates.mean_tokens:,.1f} tokens, " if rates.mean_tokens is not None else ""
+    dropped = f"; {rates.generated_per_trained:.2f} responses generated for each trained on" if length else ""
+    if length and rates.generated_per_trained == 1.0:
+        dropped = "; groups that dynamic sampling drops are not in it"
+    rows: dict[str, Any] = {
+        "tokens <=": "prompts and responses trained on, if each filled its context",
+        "generated ~": f"responses x mean length, no longer than the context allows{dropped}",
+        "mean response": length + rates.length_source,
+        f"{chain.accelerator.upper()} hours": rates.speed_source,
+    }
+    if rates.device_seconds_per_token is not None:
+        of = "generated ~" if length else "tokens <= (no mean length is known)"
+        rows[f"{chain.accelerator.upper()} hours"] = f"{of}; {rates.speed_source}"
+    rows["the paper's"] = (
+        f"about {PAPER_GPU_HOURS:,} GPU hours in all on 4 x 8 H100 80 GB (arXiv 2507.12507): a comparison, no forecast"
+    )
+    if chain.note:
+        rows["stages"] = chain.note
+    return rows
+
+
+def _memory(cfg: DictConfig, chain: Chain) -> dict[str, Any]:
+    """Bytes for the chosen run's layout, part by part."""
+    m, size = chain.memory, chain.device_bytes
+    of = "a GPU" if chain.accelerator == "gpu" else "a rank"
+    room = m.kv_room(size)
+    fit = (
+        f"{m.sequences(size)} sequences of {cfg.trainer.grpo.context_tokens} tokens" if room is not None else "unknown"
+    )
+    left = f"{_bytes(room)}: {fit} for each engine" if room is not None else "rollout.device_memory_gb does not say"
+    kv_source = "as configured" if m.kv_configured is not None else "what is left"
+    budget = cfg.trainer.grpo.checkpoint_budget_gb
+    return {
+        f"memory of {of}": f"{_bytes(m.needed)} at least"
+        + (f", of {_bytes(size)} (rollout.device_memory_gb)" if size is not None else ""),
+        "  weights": f"{_bytes(m.weights)}; {m.parameters:,} parameters in all",
+        "  vocabulary": f"{chain.vocabulary[0]:,} ({chain.vocabulary[1]})",
+        "  gradients": _bytes(m.gradients),
+        "  optimizer": f"{_bytes(m.optimizer)}, spread over data-parallel ranks",
+        "  activations": f"{_bytes(m.activations)}: micro-batch of {cfg.model.micro_batch_size} x"
+        f" {cfg.trainer.grpo.context_tokens} tokens, recomputation"
+        f" {cfg.model.get('activations_checkpoint_granularity') or 'none'}",
+        "  one layer's work": _bytes(m.layer_work),
+        "  logits": f"{_bytes(m.logits_forward)} forward, {_bytes(m.logits_backward)} backward, chunks of"
+        f" {cfg.trainer.grpo.logprob_chunk_tokens}",
+        "  reference in use": f"{_bytes(m.reference_swap)} for the policy's own weights",
+        "  trainer at most": f"{_bytes(m.trainer_peak)} of these at once",
+        "  engine": f"{_bytes(m.engine_weights)} weights, {_bytes(m.engine_work)} work,"
+        f" {_bytes(m.kv_sequence)} KV cache a full sequence",
+        "  KV cache": f"{left} ({kv_source})" if room is not None else left,
+        "  reserve": f"{_bytes(m.reserve)}, assumed: contexts, NCCL, CUDA graphs, fragmentation"
+        if m.reserve
+        else "none",
+        "host of a node": f"{_bytes(m.reference_host)} reference policy, {_bytes(m.snapshot_host)} while a checkpoint"
+        f" is written; /dev/shm {_bytes(m.published)}: {PUBLISHED_VERSIONS} versions of the weights",
+        "disk": f"{_bytes(m.checkpoint)} a checkpoint, {_bytes(m.checkpoints)} kept and being written"
+        + (f", held under {budget:g} GB" if budget is not None else ""),
+    }
+
+
+def _bytes(number: float | None) -> str:
+    if number is None:
+        return "-"
+    for unit, size in (("GB", GB), ("MB", 1e6)):
+        if number >= size:
+            return f"{number / size:,.1f} {unit}"
+    return f"{number / 1e3:,.1f} kB"
+
+
+def _count(number: float | None) -> str:
+    """A count, shortly: 12,345; 6.55 million; 20.1 billion; one that nobody knows is a dash."""
+    if number is None:
+        return "-"
+    for size, unit in ((1e9, " billion"), (1e6, " million")):
+        if number >= size:
+            return f"{number / size:,.2f}{unit}"
+    return f"{number:,.0f}" if number >= 100 or float(number).is_integer() else f"{number:.3g}"
 
 
 def status(run_dir: Path) -> str:

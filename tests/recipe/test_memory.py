@@ -1,0 +1,208 @@
+"""The memory model against real models: parameters, checkpoint bytes, activations; and what does not fit."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from nemo_prorl import settings
+from nemo_prorl.data.laptop_model import build_base_model
+from nemo_prorl.errors import ConfigError
+from nemo_prorl.recipe import memory as m
+
+H100 = ["cluster=h100_4x8", "pretrained_checkpoint.restore_from_path=null"]
+ONE_ROW = ["model.micro_batch_size=1"]
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def shape(layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: int, tied: bool, bias: bool) -> m.Shape:
+    return m.Shape(layers, hidden, ffn, heads, groups, hidden // heads, vocab, vocab, tied, bias)
+
+
+@pytest.mark.parametrize(
+    ("model", "published"),
+    [
+        (shape(28, 1536, 8960, 12, 2, 151_936, True, True), 1_543_714_304),  # Qwen2-1.5B
+        (shape(28, 1536, 8960, 12, 2, 151_936, False, True), 1_777_088_000),  # DeepSeek-R1-Distill-Qwen-1.5B
+        (shape(24, 896, 4864, 14, 2, 151_936, True, True), 494_032_768),  # Qwen2-0.5B
+        (shape(28, 3584, 18944, 28, 4, 152_064, False, True), 7_615_616_512),  # Qwen2-7B
+        (shape(32, 4096, 14336, 32, 8, 128_256, False, False), 8_030_261_248),  # Llama-3-8B
+    ],
+    ids=["qwen2-1.5b", "r1-distill-1.5b", "qwen2-0.5b", "qwen2-7b", "llama-3-8b"],
+)
+def test_parameters_are_those_of_published_models(model: m.Shape, published: int) -> None:
+    assert m.parameters(model) == published
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_those_in_a_model_file(tied: bool, tmp_path: Path) -> None:
+    cfg = settings.load([f"model.share_embeddings_and_output_weights={tied}", "run_dir=run"])
+    build_base_model(tmp_path / "run" / "init", cfg.model, 1, ["add one and two", "take two from nine"])
+    with (tmp_path / "run" / "init" / "model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    offsets = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
+    rows, source = m.vocabulary(cfg)
+    assert source == "run/init/config.json"
+    memory = m.memory_of(cfg)
+    assert 4 * memory.parameters == sum(end - begin for begin, end in offsets)
+    assert memory.published == 2 * sum(end - begin for begin, end in offsets)
+    assert rows == header["model.embed_tokens.weight"]["shape"][0]
+
+
+def test_the_vocabulary_is_the_folders_or_a_named_assumption(tmp_path: Path) -> None:
+    assert m.vocabulary(settings.load(H100)) == (
+        151_936,
+        "assumed: DeepSeek-R1-Distill-Qwen-1.5B's, whose shape this is; no folder is given",
+    )
+    rows, source = m.vocabulary(settings.load([]))
+    assert rows == m.MADE_VOCABULARY
+    assert source.startswith("assumed")
+    cfg = settings.load(["run_dir=run"])
+    (tmp_path / "run" / "init").mkdir(parents=True)
+    (tmp_path / "run" / "init" / "config.json").write_text('{"vocab_size": "many"}')
+    with pytest.raises(ConfigError, match=r"init/config.json: vocab_size=many"):
+        m.vocabulary(cfg)
+
+
+def test_no_tokenizer_made_for_the_data_has_more_words(tmp_path: Path) -> None:
+    """Texts with more frequent words and phrases than are taken."""
+    words = ["".join(chr(97 + int(digit)) for digit in f"{k:04d}") for k in range(400)]
+    texts = [" ".join([*words, f"{word}, {words[k - 1]}."]) for k, word in enumerate(words)]
+    build_base_model(tmp_path / "model", settings.load([]).model, 1, texts)
+    said = json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"]
+    assert m.MADE_VOCABULARY - 64 <= said <= m.MADE_VOCABULARY
+
+
+def test_the_parts_follow_the_layout() -> None:
+    one, split = m.memory_of(settings.load(H100)), m.memory_of(settings.load([*H100, "trainer.num_nodes=8"]))
+    assert one.weights == 2 * 1_777_088_000
+    assert one.gradients == 4 * 1_777_088_000
+    assert one.optimizer == 12 * 1_777_088_000 // 32
+    assert split.optimizer == one.optimizer // 2  # twice the data-parallel ranks
+    assert one.kv_sequence == 8192 * 28 * 2 * 2 * 128 * 2  # tokens x layers x (key, value) x groups x head size x bf16
+    assert one.reference_host == 8 * one.weights
+    assert one.checkpoint == 1_777_088_000 * (2 + 2 + 12)
+    tp = ["model.tensor_model_parallel_size=2"]
+    cut, scattered = (
+        m.memory_of(settings.load([*H100, *tp, *more])) for more in ([], ["model.sequence_parallel=true"])
+    )
+    assert one.weights // 2 < cut.weights < 1.001 * one.weights / 2
+    assert one.activations / 2 < cut.activations
+    assert scattered.activations == pytest.approx(one.activations / 2, rel=0.01)
+    assert cut.logits_forward == one.logits_forward // 2
+
+
+def test_recomputation_and_pipelines_change_what_is_kept() -> None:
+    def activations(*overrides: str) -> int:
+        return m.memory_of(settings.load([*H100, *overrides])).activations
+
+    selective = activations()
+    full = "model.activations_checkpoint_granularity=full"
+    pieces = [full, "model.activations_checkpoint_method=uniform", "model.activations_checkpoint_num_layers=1"]
+    assert activations(*pieces) < selective / 8
+    some = [full, "model.activations_checkpoint_method=block", "model.activations_checkpoint_num_layers=14"]
+    assert activations(*pieces) < activations(*some) < 0.7 * selective
+    # A first stage of 4 keeps 4 micro-batches of a quarter of the layers.
+    assert activations("model.pipeline_model_parallel_size=4") == pytest.approx(selective, rel=0.01)
+    # Scores of attention without a flash kernel: 12 heads x 8192 x 8192 for each layer and row, unless recomputed.
+    plain = ["model.transformer_engine=false"]
+    kept = activations(*plain, "model.activations_checkpoint_granularity=null") - selective
+    assert kept == 28 * 2 * 12 * 8192 * 8192 * 2
+    assert activations(*plain) == selective
+
+
+def test_activations_are_within_the_papers_count_for_its_layer() -> None:
+    """Korthikanti et al. count 34 s b h for a GPT layer with f = 4 h: minus dropout, plus what Qwen2's layer has."""
+    cfg = settings.load([*H100, "model.num_query_groups=12", "model.ffn_hidden_size=6144"])
+    one = m.Layout(1, 1, 1, False)
+    a_token = m.layer_activations(cfg, m.Shape.of(cfg.model, 151_936), one, 1) / 1536
+    masks = 1 + 1  # of the two dropouts
+    swiglu = 2 * 4  # gate and up are both kept: 4 h more in 16 bits
+    joined_values = 2 * 2  # queries and keys before rotation live on with the values
+    assert a_token == pytest.approx(34 - masks + swiglu + joined_values, rel=0.002)
+
+
+def test_what_fits_passes_and_tells_how_many_sequences() -> None:
+    cfg = settings.load(H100)
+    memory = m.check_memory(cfg, 80e9)
+    assert memory.needed < 80e9
+    room = memory.kv_room(80e9)
+    assert room is not None
+    assert memory.sequences(80e9) == room // memory.kv_sequence
+    assert memory.trainer_peak + memory.engine_weights + memory.engine_work + m.RESERVE + room == 80e9
+    assert m.check_memory(settings.load([]), None).kv_room(None) == 512 * 2**20
+    exact = memory.needed
+    m.check_memory(cfg, exact)
+    with pytest.raises(ConfigError, match=f"{exact:,} bytes"):
+        m.check_memory(cfg, exact - 1)
+
+
+def test_what_cannot_fit_is_refused_with_the_numbers_and_what_to_change() -> None:
+    cfg = settings.load([*H100, "stage=run8", "model.micro_batch_size=2"])
+    with pytest.raises(ConfigError) as caught:
+        m.check_memory(cfg, 80e9)
+    text = str(caught.value)
+    assert text.startswith("model.micro_batch_size=2 with trainer.grpo.context_tokens=16384: a GPU needs")
+    assert f"{m.memory_of(cfg).needed:,} bytes" in text
+    assert "rollout.device_memory_gb=80 has 80,000,000,000" in text
+    assert "model.micro_batch_size=1 (needs" in text
+    assert "model.activations_checkpoint_granularity=full" in text
+    assert "model.tensor_model_parallel_size=2 model.sequence_parallel=True" in text
+    m.check_memory(settings.load([*H100, "stage=run8", *ONE_ROW]), 80e9)  # what it says is so
+    with pytest.raises(ConfigError, match="No single change"):
+        m.check_memory(cfg, 8e9)
+    assert cfg.model.micro_batch_size == 2  # trying other values left the configuration alone
+
+
+def test_a_kv_cache_must_hold_one_sequence_and_leave_room_for_the_trainer() -> None:
+    with pytest.raises(ConfigError, match=r"rollout.kv_cache_mb=100: .* set it to 224 or more"):
+        m.check_memory(settings.load([*H100, "rollout.kv_cache_mb=100"]), None)
+    with pytest.raises(ConfigError, match=r"rollout.kv_cache_mb=null \(needs"):
+        m.check_memory(settings.load([*H100, "rollout.kv_cache_mb=60000"]), 80e9)
+
+
+def test_the_device_is_what_the_key_says() -> None:
+    def with_key(cfg: DictConfig, value: float | None) -> DictConfig:
+        with open_dict(cfg):
+            OmegaConf.update(cfg, "rollout.device_memory_gb", value, force_add=True)
+        return cfg
+
+    assert m.device_bytes(with_key(settings.load(H100), 80)) == 80e9
+    assert m.device_bytes(with_key(settings.load(H100), None)) is None
+    assert m.device_bytes(with_key(settings.load([]), 80)) is None  # a CPU
+
+
+@pytest.mark.slow
+def test_activations_and_checkpoints_are_those_of_the_real_actor(tmp_path: Path, root: Path) -> None:
+    context, rows = 512, 4
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = {**os.environ, "PYTHONPATH": str(root), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("measure_actor.py")),
+        str(tmp_path),
+        str(context),
+        str(rows),
+    ]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    measured = json.loads((tmp_path / "measured.json").read_text())
+    overrides = [f"trainer.grpo.context_tokens={context}", f"model.micro_batch_size={rows}"]
+    vocab = json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"]
+    cfg = settings.load(overrides)
+    memory, shape = m.memory_of(cfg, vocab), m.Shape.of(cfg.model, vocab)
+    assert m.parameters(shape, padded=True) == measured["megatron_parameters"]
+    assert memory.weights == 4 * measured["megatron_parameters"]
+    assert memory.activations == pytest.approx(measured["activations"], rel=0.03)
+    assert memory.checkpoint == pytest.approx(measured["checkpoint"], rel=0.05)

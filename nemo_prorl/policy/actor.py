@@ -9,7 +9,7 @@ import hashlib
 import logging
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -81,7 +81,8 @@ class Actor:
         self._tp_size = parallel_state.get_tensor_model_parallel_world_size()
         self._pp_size = parallel_state.get_pipeline_model_parallel_world_size()
         self._last_stage = parallel_state.is_pipeline_last_stage()
-        self._reference: dict[str, Tensor] = {}  # the rank's parameters by name, on the CPU
+        self._reference: dict[str, Tensor] = {}  # the rank's parameters by name, on the CPU; never changed in place
+        self._reference_sha256: str | None = None  # once computed
 
     # --- the module and its parameters -----------------------------------------------------------------------------
 
@@ -364,18 +365,20 @@ class Actor:
         return tensor
 
     def weights_sha256(self) -> str:
-        """sha256 over the Hugging Face-named tensors as float32, in name order: the same at any layout."""
-        digests = {}
-        for name, tensor in self.export_weights():
-            data = tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
-            digests[name] = hashlib.sha256(name.encode() + data).digest()
-        return hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()
+        """`sha256_of` the weights in use: the same at any layout.  A collective."""
+        return sha256_of(self.export_weights())
 
     # --- reference policy ------------------------------------------------------------------------------------------
 
     def set_reference(self) -> None:
         """pi_ref <- pi_theta: the weights in use (bf16 where those are), so that KL is exactly 0 right after."""
         self._reference = {name: p.detach().to("cpu", copy=True) for name, p in self.module.named_parameters()}
+        self._reference_sha256 = None
+
+    @property
+    def reference(self) -> Mapping[str, Tensor]:
+        """The rank's parameters of the reference policy by name, on the CPU; a later reference is another mapping."""
+        return self._reference
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
@@ -392,8 +395,20 @@ class Actor:
                 p.data.copy_(own[name])
 
     def reference_sha256(self) -> str:
-        with self.reference_weights():
-            return self.weights_sha256()
+        if self._reference_sha256 is None:
+            with self.reference_weights():
+                self._reference_sha256 = self.weights_sha256()
+        return self._reference_sha256
+
+
+def sha256_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """sha256 over named tensors as float32, in name order."""
+    digests = {}
+    for name, tensor in tensors:
+        digest = hashlib.sha256(name.encode())
+        digest.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy())
+        digests[name] = digest.digest()
+    return hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()
 
 
 def merge_sums(parts: list[dict[str, float]]) -> dict[str, float]:

@@ -1,16 +1,21 @@
 """Exact checkpoints in Megatron's distributed format, which loads at another parallel layout too.
 
-checkpoints/step-000040/        complete only when it has this name; written as step-000040.tmp
+checkpoints/step-000040/        complete only when it has this name; written as step-000040.tmp (recipe/retention.py)
     *.distcp .metadata common.pt metadata.json     weights, optimizer, reference policy
     rng-RANK.pt                                    random states of each rank
     state.json                                     what the run knows beside tensors, and the reference's sha256
 """
 
+import copy
 import json
-import logging
 import os
 import random
 import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +23,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
@@ -30,34 +37,16 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as torch_distributed_save
 
+from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import CheckpointError
-from nemo_prorl.policy.actor import Actor
+from nemo_prorl.policy.actor import Actor, sha256_of
+from nemo_prorl.recipe.killpoints import killpoint
+from nemo_prorl.recipe.retention import TEMPORARY, complete, put_in_place, step_folder
 
-_log = logging.getLogger(__name__)
+__all__ = ["FORMAT", "Writer", "complete", "load", "load_policy", "prune", "read_state", "save", "step_folder"]
 
 FORMAT = 1  # of state.json and of what lies beside it
 REFERENCE = "reference."
-
-
-class _WriteInThisProcess(SaveShardedStrategy):
-    """Megatron's `torch_dist` format by torch's own writer.
-
-    Megatron's writer forks and spawns processes, which a process with threads (rollout client, loggers) must not.
-    """
-
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
-
-    def can_handle_sharded_objects(self) -> bool:
-        return True
-
-    def save(self, sharded_state_dict: dict, checkpoint_dir: Path) -> None:
-        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-        torch_distributed_save(
-            mcore_to_pyt_state_dict(state, False),
-            storage_writer=FileSystemWriter(checkpoint_dir, single_file_per_rank=True, sync_files=True),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
 
 
 def _detached(value: Any) -> Any:
@@ -66,44 +55,215 @@ def _detached(value: Any) -> Any:
     return value
 
 
-def _sharded_state(actor: Actor, is_loading: bool, with_optimizer: bool) -> dict[str, Any]:
+def _sharded_state(
+    actor: Actor, is_loading: bool, with_optimizer: bool = True, with_reference: bool = True
+) -> dict[str, Any]:
     """The rank's tensors with their place in the whole: model, reference policy and optimizer."""
-    with actor.reference_weights():  # built from the model, so that its sharding is the model's
-        reference = actor.model.sharded_state_dict()
-        dict_list_map_inplace(_detached, reference)
-    add_prefix_for_sharding(reference, REFERENCE)
-    model = actor.model.sharded_state_dict()
-    state = {"model": model, "reference": reference}
+    state: dict[str, Any] = {}
+    if with_reference:  # built from the model, so that its sharding is the model's
+        state["reference"] = actor.model.sharded_state_dict()
+        dict_list_map_inplace(_detached if is_loading else _reference_of(actor), state["reference"])
+        add_prefix_for_sharding(state["reference"], REFERENCE)
+    state["model"] = model = actor.model.sharded_state_dict()
     if with_optimizer:  # finds its place by the very parameters in `model`
         state["optimizer"] = actor.optimizer.sharded_state_dict(
             model, is_loading=is_loading, dist_ckpt_parallel_save=True
         )
-    if is_loading:  # else the reference, which passes through the parameters, would overwrite what was read
+    if is_loading:  # else what is read would pass through the parameters
         dict_list_map_inplace(_detached, model)
     return state
 
 
-def save(actor: Actor, folder: Path, state: dict[str, Any]) -> None:
-    """Writes a checkpoint; `state` (JSON) must be the same on all ranks.  A collective.
+def _reference_of(actor: Actor) -> Callable[[Any], Any]:
+    """Puts the reference policy's tensor in the place of each parameter."""
+    names = {id(p): name for name, p in actor.module.named_parameters()}
 
-    Whatever kills it, `folder` is absent or whole.
+    def put(value: Any) -> Any:
+        if isinstance(value, ShardedTensor | ShardedTensorFactory):
+            value.data = actor.reference[names[id(value.data)]]
+        return value
+
+    return put
+
+
+def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in CPU memory; from a GPU it is complete only after a synchronisation."""
+    tensor = tensor.detach()
+    if not tensor.is_cuda:
+        return tensor.clone()
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """What a checkpoint holds, as it was at one moment; no later update reaches it."""
+
+    tensors: dict[str, Any]  # in torch's distributed form, on the CPU
+    common: dict[str, Any]  # what the optimizer keeps beside tensors
+    rng: dict[str, Any]
+    state: dict[str, Any]
+    weights: list[tuple[str, torch.Tensor]]  # rank 0 only: whole, under their Hugging Face names, to be hashed
+    reference_sha256: str
+
+    @classmethod
+    def take(cls, actor: Actor, state: dict[str, Any]) -> "_Snapshot":
+        """Copies.  A collective, in the thread that trains."""
+
+        def copied(value: Any) -> Any:
+            if isinstance(value, ShardedTensor) and not value.key.startswith(REFERENCE):  # the reference never changes
+                value.data = _to_cpu(value.data)
+            return value
+
+        sharded, common = save_preprocess(_sharded_state(actor, is_loading=False))
+        dict_list_map_inplace(copied, sharded)
+        weights = [(name, _to_cpu(t)) for name, t in actor.export_weights() if dist.get_rank() == 0]
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
+        return cls(
+            tensors=mcore_to_pyt_state_dict(flat, False),
+            common=copy.deepcopy(common),
+            rng=rng_state(),
+            state=json.loads(json.dumps(state)),
+            weights=weights,
+            reference_sha256=actor.reference_sha256(),
+        )
+
+    def write_tensors(self, folder: Path, group: dist.ProcessGroup | None) -> None:
+        """A collective of `group`.
+
+        By torch's own writer: Megatron's forks and spawns processes, which a process with threads (rollout client,
+        loggers) must not.
+        """
+        torch_distributed_save(
+            self.tensors,
+            storage_writer=FileSystemWriter(
+                folder, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0
+            ),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            process_group=group,
+        )
+
+    def write_rest(self, folder: Path) -> None:
+        """What belongs to this rank alone, and on rank 0 what belongs to none."""
+        rank = dist.get_rank()
+        files = [folder / f"rng-{rank}.pt"]
+        torch.save(self.rng, files[0])
+        if rank == 0:
+            TorchCommonSaveStrategy("torch", 1).save_common(self.common, folder)
+            save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+            hashes = {"weights_sha256": sha256_of(self.weights), "reference_sha256": self.reference_sha256}
+            (folder / "state.json").write_text(json.dumps({"format": FORMAT, **hashes, **self.state}))
+            files += [folder / "common.pt", folder / "metadata.json", folder / "state.json", folder]
+        for file in files:
+            _sync(file)
+
+
+class Writer:
+    """Writes an actor's checkpoints, one at a time, in the background or not.
+
+    In the background `save` copies and returns; a thread writes.  Its collectives go over a process group of its own,
+    so that they never mix with those of the training.  `seconds`: how long a rank waits for another, and the next
+    `save` for the write before.  Whatever kills it, a folder is absent or whole.
     """
-    rank, temporary = dist.get_rank(), folder.with_name(folder.name + ".tmp")
-    if rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    dist.barrier()
-    dist_checkpointing.save(_sharded_state(actor, False, True), str(temporary), _WriteInThisProcess())
-    torch.save(rng_state(), temporary / f"rng-{rank}.pt")
-    hashes = {"weights_sha256": actor.weights_sha256(), "reference_sha256": actor.reference_sha256()}
-    dist.barrier()
-    if rank == 0:
-        _write_json(temporary / "state.json", {"format": FORMAT, **hashes, **state})
-        if folder.exists():  # the same step again, after a run lost its later metrics
-            shutil.rmtree(folder)
-        os.replace(temporary, folder)
-        _sync_folder(folder.parent)
-    dist.barrier()
+
+    def __init__(self, actor: Actor, background: bool, seconds: float) -> None:
+        self.actor, self.background, self.seconds = actor, background, seconds
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds)) if background else None
+        self._thread: threading.Thread | None = None
+        self._folder = Path()
+        self._failure: Exception | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank still writes.  Ranks may differ: decide nothing by it that all must agree on."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(self, folder: Path, state: dict[str, Any], on_complete: Callable[[], None] | None = None) -> None:
+        """Saves the actor as it is now; `state` (JSON) must be the same on all ranks.  A collective.
+
+        First waits for the write before, and raises as `wait`.  `on_complete` is called on rank 0, in the thread that
+        writes, once the folder has its name.
+        """
+        self.wait()
+        snapshot = _Snapshot.take(self.actor, state)
+        if not self.background:
+            self._write(snapshot, folder, on_complete)
+            return
+        self._folder = folder
+        self._thread = threading.Thread(
+            target=self._write_and_tell, args=(snapshot, folder, on_complete), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when the last checkpoint is complete, on every rank.  A collective.
+
+        Raises CheckpointError on all ranks, with the ranks' own words, if it is not; DeadlineExceeded if it still is
+        being written after `seconds`.
+        """
+        if self._thread is None:
+            return
+        self._thread.join(self.seconds)
+        if self._thread.is_alive():
+            raise Deadline(self.seconds, f"{self._folder} to be written (trainer.deadlines.collective_s)").error()
+        self._thread, failure, self._failure = None, self._failure, None
+        self._agree(self._folder, failure)
+
+    def _write_and_tell(self, *arguments: Any) -> None:
+        try:
+            self._write(*arguments)
+        except Exception as error:
+            self._failure = error
+
+    def _write(self, snapshot: _Snapshot, folder: Path, on_complete: Callable[[], None] | None) -> None:
+        temporary, first = folder.with_name(folder.name + TEMPORARY), dist.get_rank() == 0
+
+        def complete() -> None:
+            killpoint("checkpoint:rename")
+            put_in_place(temporary, folder)
+            _sync(folder.parent)
+            killpoint("checkpoint:renamed")
+            if on_complete is not None:
+                killpoint("checkpoint:prune")
+                on_complete()
+
+        killpoint("checkpoint:begin")
+        self._together(folder, partial(_make_empty, temporary) if first else None)
+        self._together(folder, partial(snapshot.write_tensors, temporary, self._group))
+        killpoint("checkpoint:tensors")
+        self._together(folder, partial(snapshot.write_rest, temporary))
+        killpoint("checkpoint:state")
+        self._together(folder, complete if first else None)
+
+    def _together(self, folder: Path, work: Callable[[], None] | None) -> None:
+        """Does a part of the work, and goes on when all ranks have done theirs."""
+        failure = None
+        try:
+            if work is not None:
+                work()
+        except Exception as error:
+            failure = error
+        self._agree(folder, failure)
+
+    def _agree(self, folder: Path, failure: Exception | None) -> None:
+        """Raises on every rank if one failed."""
+        if isinstance(failure, CheckpointError):  # agreed on already
+            text: str | None = str(failure)
+        else:
+            text = None if failure is None else f"{folder} was not saved: rank {dist.get_rank()}: {_said(failure)}"
+        told: list[Any] = [None] * dist.get_world_size()
+        try:
+            dist.all_gather_object(told, text, group=self._group)
+        except Exception as lost:  # a rank is gone, or said nothing in time
+            raise CheckpointError(text or f"{folder} was not saved: another rank is silent: {_said(lost)}") from failure
+        if any(told):
+            raise CheckpointError(next(t for t in told if t)) from failure
+
+
+def save(actor: Actor, folder: Path, state: dict[str, Any]) -> None:
+    """Writes a checkpoint and returns when it is complete; `state` (JSON) must be the same on all ranks."""
+    Writer(actor, background=False, seconds=0).save(folder, state)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -120,7 +280,8 @@ def read_state(folder: Path) -> dict[str, Any]:
 def load(actor: Actor, folder: Path, with_optimizer: bool = True) -> dict[str, Any]:
     """Loads a checkpoint into the actor, at this run's layout, and returns its state.  A collective.
 
-    Raises CheckpointError if the reference policy is not the one that was saved.
+    Of this run or, to start a stage, of another, at whatever layout it was written.
+    Raises CheckpointError if the policy or its reference is not the one that was saved.
     """
     state = read_state(folder)
     loaded = dist_checkpointing.load(_sharded_state(actor, True, with_optimizer), str(folder))
@@ -134,12 +295,31 @@ def load(actor: Actor, folder: Path, with_optimizer: bool = True) -> dict[str, A
             set_rng_state(torch.load(file, weights_only=False))
     else:
         actor.mcore_optimizer.reload_model_params()
-    for name, found in (("weights", actor.weights_sha256()), ("reference", actor.reference_sha256())):
-        if found != state[f"{name}_sha256"]:
-            raise CheckpointError(
-                f"{folder}: the {name} policy has sha256 {found}, saved was {state[f'{name}_sha256']}"
-            )
+    _check(folder, state, weights=actor.weights_sha256(), reference=actor.reference_sha256())
     return state
+
+
+def load_policy(actor: Actor, folder: Path) -> dict[str, Any]:
+    """Loads a checkpoint's weights with their float32 master weights, for a roll-back; returns its state.
+
+    A collective.  The reference policy and the random states stay those of this process.  The optimizer's moments,
+    step count and learning rate become the checkpoint's: a roll-back goes on with `reset_optimizer` and
+    `set_learning_rate`.  Raises CheckpointError if the policy is not the one that was saved.
+    """
+    state = read_state(folder)
+    loaded = dist_checkpointing.load(_sharded_state(actor, True, with_reference=False), str(folder))
+    _load_module(actor, loaded["model"])
+    actor.optimizer.load_state_dict(loaded["optimizer"])
+    _check(folder, state, weights=actor.weights_sha256())
+    return state
+
+
+def _check(folder: Path, state: dict[str, Any], **found: str) -> None:
+    for name, sha256 in found.items():
+        if sha256 != state[f"{name}_sha256"]:
+            raise CheckpointError(
+                f"{folder}: the {name} policy has sha256 {sha256}, saved was {state[f'{name}_sha256']}"
+            )
 
 
 def _load_module(actor: Actor, state: dict[str, Any]) -> None:
@@ -177,32 +357,29 @@ def set_rng_state(state: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(state["megatron"])
 
 
-def _write_json(path: Path, value: Any) -> None:
-    with path.open("w") as f:
-        json.dump(value, f)
-        f.flush()
-        os.fsync(f.fileno())
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """On disk, whatever happens next: a file's content, or a folder's names."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
 
 
-def step_folder(checkpoints: Path, step: int) -> Path:
-    return checkpoints / f"step-{step:06d}"
-
-
-def complete(checkpoints: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
-    return sorted(p for p in checkpoints.glob("step-*") if p.suffix != ".tmp" and (p / "state.json").is_file())
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def prune(checkpoints: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints, and unfinished ones.  Rank 0 only."""
+    """Removes all but the newest `keep` checkpoints, and unfinished ones.  Rank 0 only.
+
+    To be replaced by `recipe.retention.retain` where it is still called.
+    """
     for old in [*complete(checkpoints)[: -keep or None], *checkpoints.glob("step-*.tmp")]:
         if keep > 0 or old.suffix == ".tmp":
             shutil.rmtree(old, ignore_errors=True)

@@ -5,13 +5,17 @@
 NeMo takes 15 s to import: one process does it and forks the ranks of each layout in turn.
 """
 
+import errno
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ import torch
 
 from nemo_prorl.algorithms.losses import LossConfig, denominator_terms
 from nemo_prorl.batch import Batch
+from nemo_prorl.errors import ProrlError, disk_full
 from nemo_prorl.policy.tools import export_hf, import_hf
 from nemo_prorl.policy.weights import HFFolder, model_keys_from_hf, write_hf_folder
 from nemo_prorl.settings import load
@@ -50,16 +55,22 @@ class Layout:
 
 LAYOUTS = [
     Layout(),
-    Layout(micro_batch=3),
     Layout(tp=2),
     Layout(tp=2, sp=True),
     Layout(pp=2),
     Layout(dp=2),
     Layout(tp=2, pp=2),
     Layout(tp=2, pp=2, sp=True),
+    Layout(micro_batch=3),
     Layout("llama_tied"),
     Layout("llama_tied", tp=2, pp=2),
 ]
+
+
+FIRST = {model: next(x for x in LAYOUTS if x.model == model) for model in MODELS}
+MOST_CUT = Layout(tp=2, pp=2)  # its checkpoint is loaded at (1, 1, 1), too
+ROLLED_BACK = [Layout(), Layout(dp=2), MOST_CUT]
+RECORDED_UPDATES = 2
 
 
 def fixed_batch() -> Batch:
@@ -125,17 +136,26 @@ def measure(layout: Layout, out: Path) -> None:
     found["weights"] = {k: v.clone() for k, v in actor.export_weights()}
     found["reference_after"] = actor.reference_sha256()
 
-    # A checkpoint goes on to the bit; so does one of a hard reset.
+    # A checkpoint goes on to the bit, though it is written while updates go on; so does one of a hard reset.
     saved, step = out / "checkpoints" / layout.name, {"step": STEPS}
-    checkpoint.save(actor, saved, step)
+    writer = checkpoint.Writer(actor, background=True, seconds=60)
     sha = actor.weights_sha256()
-    onward = [actor.update(mine, loss, denominator, with_entropy=True), actor.weights_sha256()]
+    with held_back():
+        writer.save(saved, step)
+        onward = [actor.update(mine, loss, denominator, with_entropy=True), actor.weights_sha256()]
+        found["meanwhile"] = (writer.busy, saved.exists())
+    writer.wait()
     state = checkpoint.load(actor, saved)
     again = [actor.update(mine, loss, denominator, with_entropy=True), actor.weights_sha256()]
     found["resumed"] = (state["step"], state["weights_sha256"] == sha, onward, again)
+    if layout in ROLLED_BACK:
+        found["rolled_back"] = rolled_back(
+            actor, saved, lambda: actor.update(mine, loss, denominator, with_entropy=True)
+        )
     actor.set_reference()
     actor.reset_optimizer()
     checkpoint.save(actor, saved.with_name(layout.name + "-reset"), step)
+    writer.save(saved.with_name(layout.name + "-reset-background"), step)
     onward = [actor.update(mine, loss, denominator, with_entropy=True), actor.weights_sha256()]
     checkpoint.load(actor, saved.with_name(layout.name + "-reset"))
     again = [actor.update(mine, loss, denominator, with_entropy=True), actor.weights_sha256()]
@@ -149,16 +169,172 @@ def measure(layout: Layout, out: Path) -> None:
     except ArithmeticError as error:
         found["poison"] = f"{type(error).__name__}; weights kept: {actor.weights_sha256() == before}"
 
-    if layout.name == LAYOUTS[0].name:
-        checkpoint.load(actor, saved)
-    elif layout.model == LAYOUTS[0].model:  # another layout's checkpoint: the same policy, from other files
-        checkpoint.load(actor, out / "checkpoints" / LAYOUTS[0].name)
-        found["resharded"] = {k: v.clone() for k, v in actor.export_weights()}
-        found["resharded_update"] = actor.update(mine, loss, denominator, with_entropy=True)
+    first = out / "checkpoints" / FIRST[layout.model].name
+    checkpoint.load(actor, first)  # another layout's checkpoint: the same policy, from other files
     if layout.world == 1:
         write_hf_folder(out / f"{layout.name}-hf", actor.export_weights(), folder.path, None)
+    found["resharded"] = {k: v.clone() for k, v in actor.export_weights()}
+    found["resharded_update"] = actor.update(mine, loss, denominator, with_entropy=True)
+
+    # A hard reset of the one policy, and updates on recorded rollouts.
+    checkpoint.load(actor, first)
+    actor.set_reference()
+    actor.reset_optimizer()
+    ref_logp_BT = actor.reference_logprobs(everything)
+    recorded = everything.with_targets(ref_logp_BT=torch.where(everything.mask_BT, ref_logp_BT, 0.0))
+    recorded = recorded.rows(torch.arange(actor.data_rank, len(recorded), actor.data_size))
+    for _ in range(RECORDED_UPDATES):
+        actor.update(recorded, loss, denominator, with_entropy=True)
+    found["recorded"] = (actor.reference_sha256(), {k: v.clone() for k, v in actor.export_weights()})
+
+    if layout == Layout(micro_batch=3):
+        checkpoint.load(actor, out / "checkpoints" / MOST_CUT.name)
+        weights = {k: v.clone() for k, v in actor.export_weights()}
+        found["put_together"] = (weights, actor.update(mine, loss, denominator, with_entropy=True))
+    if layout == Layout():
+        found["killed"] = killed_writes(actor, out / "killed")
+    if layout == Layout(dp=2):
+        found["failing"] = failing_writes(actor, out / "failing")
     if int(os.environ["RANK"]) == 0:
         torch.save(found, out / f"{layout.name}.pt")
+
+
+@contextmanager
+def patched_write(name: str, instead: Callable[..., None]) -> Iterator[None]:
+    """Inside, a checkpoint's write runs `instead`, which gets what it replaces as its first argument."""
+    from nemo_prorl.policy import checkpoint
+
+    real = getattr(checkpoint._Snapshot, name)
+    setattr(checkpoint._Snapshot, name, lambda *arguments: instead(real, *arguments))
+    try:
+        yield
+    finally:
+        setattr(checkpoint._Snapshot, name, real)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Inside, no tensor of a checkpoint is written: what it holds must have been copied before."""
+    go = threading.Event()
+
+    def wait_first(real: Callable[..., None], *arguments: Any) -> None:
+        go.wait(60)
+        real(*arguments)
+
+    with patched_write("write_tensors", wait_first):
+        try:
+            yield
+        finally:
+            go.set()
+
+
+def rolled_back(actor: Any, folder: Path, update: Callable[[], Any]) -> dict[str, Any]:
+    """What `load_policy` leaves as it was, and how it goes on with an optimizer reset."""
+    from nemo_prorl.policy import checkpoint
+
+    checkpoint.load(actor, folder)
+    actor.reset_optimizer()
+    wanted = [update(), actor.weights_sha256()]
+    actor.set_reference()
+    torch.rand(3)
+    reference, random = actor.reference_sha256(), torch.get_rng_state()
+    update()
+    state = checkpoint.load_policy(actor, folder)
+    found = {
+        "weights": (actor.weights_sha256(), state["weights_sha256"]),
+        "random": torch.equal(random, torch.get_rng_state()),
+        "reference": actor.reference_sha256() == reference,
+    }
+    actor.reset_optimizer()
+    return {**found, "update": ([update(), actor.weights_sha256()], wanted)}
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+def killed_writes(actor: Any, out: Path) -> dict[str, list[Any]]:
+    """For each point in a write: (folder, state) of the checkpoints that are there and load after dying at it.
+
+    A second one is written: of step 2, and of step 1 again where only that comes past the point.
+    """
+    from nemo_prorl.policy import checkpoint
+    from nemo_prorl.recipe import killpoints, retention
+
+    found: dict[str, list[Any]] = {}
+    for point in (p for p in killpoints.POINTS if p.startswith("checkpoint:")):
+
+        def die(name: str, point: str = point) -> None:
+            if name == point:
+                raise Killed
+
+        folder, step = out / point.split(":")[1], 1 if point == "checkpoint:exchange" else 2
+        checkpoint.save(actor, checkpoint.step_folder(folder, 1), {"write": 1})
+        for module in (checkpoint, retention):
+            setattr(module, "killpoint", die)  # noqa: B010
+        try:
+            writer = checkpoint.Writer(actor, background=False, seconds=60)
+            writer.save(checkpoint.step_folder(folder, step), {"write": 2}, on_complete=lambda: None)
+            found[point] = ["was not passed"]
+        except Killed:
+            retention.clean(folder)
+            found[point] = [(p.name, checkpoint.load(actor, p)["write"]) for p in checkpoint.complete(folder)]
+        finally:
+            for module in (checkpoint, retention):
+                setattr(module, "killpoint", killpoints.killpoint)  # noqa: B010
+    return found
+
+
+def failing_writes(actor: Any, out: Path) -> dict[str, list[Any]]:
+    """What each of two ranks is told when rank 1 cannot write, and when it never does."""
+    import torch.distributed as dist
+
+    from nemo_prorl.policy import checkpoint
+
+    def full_disk(real: Callable[..., None], *arguments: Any) -> None:
+        if dist.get_rank() == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(*arguments)
+
+    def silent(real: Callable[..., None], *arguments: Any) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(30)
+        real(*arguments)
+
+    def told(work: Callable[[], None]) -> list[Any]:
+        began = time.monotonic()
+        try:
+            work()
+            mine: Any = None
+        except ProrlError as error:
+            mine = (type(error).__name__, str(error), disk_full(error), time.monotonic() - began)
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+        return every
+
+    def save_and_wait(writer: Any, folder: Path) -> None:
+        writer.save(folder, {})
+        writer.wait()
+
+    found = {}
+    for way, background in (("background", True), ("foreground", False)):
+        writer, folder = checkpoint.Writer(actor, background, 60), out / way
+        with patched_write("write_rest", full_disk):
+            found[way] = told(partial(save_and_wait, writer, folder))
+        there = folder.exists()
+        found[f"{way}, again"] = told(partial(save_and_wait, writer, folder))
+        found[f"{way}, there"] = [there, folder.exists()]
+    writer = checkpoint.Writer(actor, background=True, seconds=60)
+    with patched_write("write_rest", full_disk):
+        writer.save(out / "first", {})
+        while writer.busy:
+            time.sleep(0.01)
+    found["next save"] = told(lambda: writer.save(out / "second", {}))
+    with patched_write("write_tensors", silent):
+        writer = checkpoint.Writer(actor, background=True, seconds=1)
+        writer.save(out / "silent", {})
+        found["silent"] = told(writer.wait)
+    return found
 
 
 def fork_ranks(world: int, work: Callable[[], None], log: Path, seconds: float) -> None:

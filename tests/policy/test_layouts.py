@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 
-from tests.policy.models import MODELS
-from tests.policy.ranks import LAYOUTS, STEPS, Layout, fixed_batch
+from nemo_prorl.recipe.killpoints import POINTS
+from tests.policy.ranks import FIRST, LAYOUTS, MOST_CUT, RECORDED_UPDATES, ROLLED_BACK, STEPS, Layout, fixed_batch
 
 Measured = Callable[[str], dict[str, Any]]
 pytestmark = [pytest.mark.nemo, pytest.mark.timeout(900)]
 
-FIRST = {model: next(x for x in LAYOUTS if x.model == model) for model in MODELS}
 OTHERS = [x for x in LAYOUTS if x not in FIRST.values()]
 
 
@@ -126,12 +126,98 @@ def test_an_update_that_is_not_finite_is_not_made(layout: Layout, measured: Meas
     assert measured(layout.name)["poison"] == "NonFiniteUpdate; weights kept: True"
 
 
-@names([x for x in OTHERS if x.model == "qwen2"])
+@names(OTHERS)
 def test_a_checkpoint_loads_at_another_layout(layout: Layout, measured: Measured) -> None:
-    found, wanted = measured(layout.name), measured(FIRST["qwen2"].name)
+    found, wanted = measured(layout.name), measured(FIRST[layout.model].name)
     for name, value in wanted["weights"].items():
         assert torch.equal(found["resharded"][name], value), name
     assert found["resharded_update"] == pytest.approx(wanted["resumed"][2][0], rel=2e-5, abs=2e-6)
+
+
+def test_a_checkpoint_of_many_ranks_loads_on_one(measured: Measured) -> None:
+    weights, update = measured(Layout(micro_batch=3).name)["put_together"]
+    wanted = measured(MOST_CUT.name)
+    for name, value in wanted["weights"].items():
+        assert torch.equal(weights[name], value), name
+    assert update == pytest.approx(wanted["resumed"][2][0], rel=2e-5, abs=2e-6)
+
+
+@names(OTHERS)
+def test_a_reset_gives_the_same_reference_and_updates_at_every_layout(layout: Layout, measured: Measured) -> None:
+    """From one checkpoint: the reference to the bit, the weights after two Adam steps of 1e-3 to 1e-4."""
+    assert RECORDED_UPDATES == 2
+    (reference, weights), (wanted, updated) = (
+        measured(name)["recorded"] for name in (layout.name, FIRST[layout.model].name)
+    )
+    assert reference == wanted
+    before = measured(FIRST[layout.model].name)["resharded"]
+    assert any((updated[name] - value).abs().max() > 1e-3 for name, value in before.items())
+    assert_same_tensors(weights, updated, 0, 1e-4)
+
+
+@names(LAYOUTS)
+def test_a_checkpoint_holds_the_moment_of_its_save_though_written_later(layout: Layout, measured: Measured) -> None:
+    """Its weights and how it goes on are the business of `test_a_checkpoint_goes_on_to_the_bit`."""
+    still_writing, there = measured(layout.name)["meanwhile"]
+    assert still_writing
+    assert not there
+
+
+@names(LAYOUTS)
+def test_a_checkpoint_is_the_same_written_in_the_background_or_not(layout: Layout, ranks: Path) -> None:
+    one, other = (ranks / "checkpoints" / f"{layout.name}-reset{suffix}" for suffix in ("", "-background"))
+    names = sorted(file.name for file in one.iterdir())
+    assert len([name for name in names if name.endswith(".distcp")]) == layout.world
+    assert names == sorted(file.name for file in other.iterdir())
+    for name in names:
+        if name != ".metadata":  # torch notes its own random identity of a save there
+            assert (one / name).read_bytes() == (other / name).read_bytes(), name
+    written, again = (FileSystemReader(folder).read_metadata() for folder in (one, other))
+    assert written.state_dict_metadata == again.state_dict_metadata
+    assert written.storage_data == again.storage_data
+
+
+@names(ROLLED_BACK)
+def test_a_roll_back_takes_the_weights_alone(layout: Layout, measured: Measured) -> None:
+    found = measured(layout.name)["rolled_back"]
+    weights, saved = found["weights"]
+    assert weights == saved
+    assert found["random"]
+    assert found["reference"]
+    onward, wanted = found["update"]
+    assert onward == wanted
+
+
+@pytest.mark.parametrize("point", [p for p in POINTS if p.startswith("checkpoint:")])
+def test_a_kill_at_any_point_of_a_write_leaves_whole_checkpoints(point: str, measured: Measured) -> None:
+    """After `clean`, and each of them loads with the hashes that it says."""
+    first, second = ("step-000001", 1), ("step-000002", 2)
+    after = point in ("checkpoint:renamed", "checkpoint:prune")
+    assert measured(Layout().name)["killed"][point] == ([first, second] if after else [first])
+
+
+@pytest.mark.parametrize("way", ["background", "foreground"])
+def test_all_ranks_are_told_when_one_cannot_write(way: str, measured: Measured) -> None:
+    failing = measured(Layout(dp=2).name)["failing"]
+    for kind, text, full, _ in failing[way]:
+        assert kind == "CheckpointError"
+        assert "rank 1: OSError: [Errno 28] No space left on device" in text
+        assert full  # as the command then says it
+    assert failing[f"{way}, again"] == [None, None]
+    assert failing[f"{way}, there"] == [False, True]
+
+
+def test_the_next_save_tells_of_the_last(measured: Measured) -> None:
+    for kind, text, _, _ in measured(Layout(dp=2).name)["failing"]["next save"]:
+        assert kind == "CheckpointError"
+        assert "/first was not saved: rank 1: OSError" in text
+
+
+def test_no_rank_waits_for_a_silent_one_beyond_the_deadline(measured: Measured) -> None:
+    for kind, text, _, seconds in measured(Layout(dp=2).name)["failing"]["silent"]:
+        assert kind in ("CheckpointError", "DeadlineExceeded")
+        assert "/silent" in text
+        assert seconds < 10
 
 
 def test_import_hf_and_export_hf_are_bit_equal_in_the_folders_own_dtype(ranks: Path) -> None:

@@ -34,6 +34,7 @@ from nemo_prorl.recipe.warmup import warm_up
 from nemo_prorl.rollout.groups import CollectedBatch, Group
 from nemo_prorl.rollout.prompts import PromptStream, Visit
 from nemo_prorl.rollout.publication import WeightStore, weights_folder
+from nemo_prorl.rollout.report import report_rollout
 from nemo_prorl.run_checkpoints import Checkpoints
 from nemo_prorl.run_services import Services, die_with_parent
 from nemo_prorl.run_stopping import Stopping
@@ -308,28 +309,6 @@ class Run:
         if self.rank == 0:
             self.write_summary(True, hashes)
             self.journal.append("finish", self.step)
-
-
-def report_rollout(metrics: Metrics, batch: CollectedBatch) -> None:
-    """What a collected batch says of itself, by task and in all."""
-    for task, tally in sorted(batch.tasks.items()):
-        metrics.put(f"reward/{task}", tally.mean_score)
-        metrics.put(f"keep_rate/{task}", tally.keep_rate)
-    tallies = list(batch.tasks.values())
-    judged = sum(t.judged for t in tallies)
-    responses = max(1, judged + sum(t.masked for t in tallies))
-    metrics.put("reward/all", sum(t.score_sum for t in tallies) / max(1, judged))
-    metrics.put("keep_rate/all", sum(t.kept for t in tallies) / max(1, sum(t.decided for t in tallies)))
-    metrics.put("rollout/groups", len(batch.groups))
-    metrics.put("rollout/truncated", 1.0 - sum(t.finished for t in tallies) / responses)
-    metrics.put("rollout/response_tokens", sum(t.tokens for t in tallies) / responses)
-    metrics.put("rollout/masked", sum(t.masked for t in tallies))
-    for name in ("drawn", "carried", "stale", "surplus", "generated_tokens"):
-        metrics.put(f"rollout/{name}", getattr(batch, name))
-    metrics.put("rollout/staleness", sum(batch.version - g.version for g in batch.groups) / max(1, len(batch.groups)))
-    for name in ("engine_s", "reward_open_s", "reward_wait_s"):
-        metrics.put(f"time/rollout/{name}", getattr(batch, name))
-    metrics.put("time/rollout/tokens_per_s", batch.generated_tokens / max(batch.wall_s, 1e-9))
 
 
 def setup_process(cfg: Config, rank: int) -> None:

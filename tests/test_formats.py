@@ -247,18 +247,18 @@ SCORES = {"all": {"mean": 0.25, "se": 0.1, "prompts": 4}, "tasks": {"sums": {"me
 def metrics_line() -> dict[str, Any]:
     """A step's line: each number through the function that reports it in a run."""
     from nemo_prorl.algorithms.correction import rollout_correction
-    from nemo_prorl.algorithms.diagnostics import reference_gap
+    from nemo_prorl.algorithms.diagnostics import means_by_task, reference_gap, sums_by_task
     from nemo_prorl.algorithms.losses import LossConfig
     from nemo_prorl.batch import Batch, JudgedGroups
     from nemo_prorl.config import GRPOConfig, ShapingConfig
     from nemo_prorl.metrics import Metrics
     from nemo_prorl.rollout.groups import CollectedBatch, TaskTally
-    from nemo_prorl.run import report_rollout
+    from nemo_prorl.rollout.report import report_rollout
     from nemo_prorl.trainer import advantages, policy_loss, report_update
 
     metrics = Metrics(3, "none")
     response = SimpleNamespace(token_ids=[3, 4], logprobs=[-1.0, -1.0])
-    group = SimpleNamespace(prompt_ids=[1, 2], responses=[response] * 2, version=2)
+    group = SimpleNamespace(task="math", prompt_ids=[1, 2], responses=[response] * 2, version=2)
     group.scores, group.valid, group.finished = [1.0, 0.0], [True, True], [True, False]
     shaping = ShapingConfig(overlong_tokens=1, cosine=True)
     advantages(JudgedGroups.of([group]), GRPOConfig(unfinished_penalty=0.5, shaping=shaping), metrics)
@@ -276,6 +276,9 @@ def metrics_line() -> dict[str, Any]:
     _, corrected = rollout_correction(logp_BT, batch.engine_logp_BT, batch.mask_BT, "tis", 2.0, 0.5)
     _, sums = policy_loss(logp_BT, None, batch, 4.0, LossConfig())
     report_update(metrics, {**{k: float(v) for k, v in sums.items()}, "grad_norm": 1.0})
+    by_task = sums_by_task(logp_BT, logp_BT, -logp_BT, batch.mask_BT, torch.tensor([0, 0]), ["math"])
+    for key, value in means_by_task({k: float(v) for k, v in by_task.items()}, ["math"]).items():
+        metrics.put(key, value)
     metrics.add("engine_gap", gap)
     metrics.add("correction", {key: float(v) for key, v in corrected.items()})
     for key in literal_keys("trainer.py") | literal_keys("run.py"):
@@ -296,23 +299,25 @@ def literal_keys(name: str) -> set[str]:
     return set(re.findall(r'metrics\.put\(\s*"([\w/]+)"', source(name)))
 
 
+def as_documented(key: str) -> str:
+    return {"validation/sums": "validation/NAME"}.get(key, re.sub("/math$", "/TASK", key))
+
+
 def test_metrics_fit_and_each_key_is_documented(metrics_line: dict[str, Any]) -> None:
     assert against("metrics", metrics_line) == []
     assert against("metrics", {**metrics_line, "reward/all": None}) == []
     assert against("metrics", {**metrics_line, "policy/new": 1.0})
     assert against("metrics", {**metrics_line, "kl": "0"})
     documented = set(inline_code(ROOT / "docs" / "formats.md"))
-    general = {"reward/math": "reward/TASK", "keep_rate/math": "keep_rate/TASK", "validation/sums": "validation/NAME"}
-    assert len(metrics_line) > 45
-    assert sorted(key for key in metrics_line if general.get(key, key) not in documented) == []
+    assert len(metrics_line) > 60
+    assert sorted(key for key in metrics_line if as_documented(key) not in documented) == []
 
 
 def test_documented_metrics_are_written(metrics_line: dict[str, Any]) -> None:
     section = prose(ROOT / "docs" / "formats.md").split("## metrics.jsonl")[1].split("\n## ")[0]
-    general = {"reward/TASK", "keep_rate/TASK", "validation/NAME"}
     rows = re.findall(r"^\| (`.*?`) \|", section, re.M)
     named = {key for row in rows for key in re.findall(r"`([^`]+)`", row)}
-    assert sorted(named - general - metrics_line.keys()) == []
+    assert sorted(named - {as_documented(key) for key in metrics_line}) == []
 
 
 def test_journal_and_rollouts_fit(tmp_path: Path) -> None:
@@ -411,9 +416,12 @@ def test_requests_to_a_run_and_what_its_hook_is_given_fit(tmp_path: Path) -> Non
 
 def test_state_fits() -> None:
     """The parts of state.json from the objects whose state they are; the whole is checked by the next test."""
+    from nemo_prorl.algorithms.entropy import AdaptiveEntropy
     from nemo_prorl.algorithms.sampling import KeepRates
     from nemo_prorl.config import DataSource, ResetsConfig
     from nemo_prorl.data.blend import Blend
+    from nemo_prorl.metrics import Metrics
+    from nemo_prorl.recipe.records import code_sha256
     from nemo_prorl.recipe.resets import Resets
 
     blend = Blend([(DataSource(name="sums"), [RECORD])], seed=1)
@@ -426,7 +434,11 @@ def test_state_fits() -> None:
         **{"blend": blend.state_dict(), "resets": resets.state_dict(), "validations": {0: SCORES}, "tokens": 40},
         **{"rewards_s": {"wait": 0.5, "open": 1.0}, "phase_s": {"rollout": 2.0}, "metrics_bytes": 100},
         "rollouts": {"surplus": [], "draws": 4, "keep_rates": rates.state_dict()},
+        "entropy": AdaptiveEntropy(0.2, 1e-4).state_dict(),
+        "code": code_sha256(),
+        "unfinished": None,
     }
+    assert against("state", {**state, "unfinished": Metrics(3, "none").to_json()}) == []
     assert against("state", state) == []
     assert against("state", {**state, "format": 2})
     assert against("state", {k: v for k, v in state.items() if k != "rollouts"})
@@ -435,11 +447,11 @@ def test_state_fits() -> None:
 
 
 def test_state_has_the_keys_that_a_run_saves() -> None:
-    """The dict in `Run.save_checkpoint`, read from its source, against the schema of a trained checkpoint."""
+    """The dicts in `Checkpoints.save`, read from its source, against the schema of a trained checkpoint."""
     schema = json.loads(SCHEMAS["state"].read_text())
     trained = schema["oneOf"][1]
-    tree = ast.parse(source("run.py"))
-    [function] = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "save_checkpoint"]
+    tree = ast.parse(source("run_checkpoints.py"))
+    [function] = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "save"]
     dicts = [node for node in ast.walk(function) if isinstance(node, ast.Dict)]
     saved = {key.value for d in dicts for key in d.keys if isinstance(key, ast.Constant)}
     added = {"format", "weights_sha256", "reference_sha256"}  # by policy.checkpoint.save

@@ -104,6 +104,25 @@ def test_a_number_without_its_unit_passes_and_another_unit_does_not(plugins: dic
         assert judged(plugins, record, f"\\boxed{{{truth['answer']}1 {truth['unit']}}}").score == 0.0
 
 
+def test_truths_say_what_the_prompts_ask(plugins: dict[str, RewardPlugin]) -> None:
+    for record in generate(source("stem", 200, kinds=["units"])):
+        asked = re.match(r"Convert (\d+ \w+) to (\w+)\.", record["prompt"])
+        assert asked is not None
+        assert asked[2] == record["truth"]["unit"]
+        assert judged(plugins, record, f"\\boxed{{{asked[1]}}}").score == 1.0  # the plugin knows the units itself
+    for record in generate(source("stem", 200, kinds=["laws"])):
+        one, other = map(int, re.findall(r"\b\d+\b", record["prompt"].replace("s^2", "s")))
+        assert record["truth"]["answer"] == str(one * other)
+    for record in generate(source("code", 200, kinds=["linear", "bound"])):
+        numbers = [int(text) for text in re.findall(r"\d+", record["prompt"])]
+        for test in record["truth"]["tests"]:
+            x = test["args"][0]
+            if "times" in record["prompt"]:
+                assert test["expected"] == x * numbers[0] + numbers[1]
+            else:
+                assert test["expected"] == (max if "at least" in record["prompt"] else min)(x, numbers[0])
+
+
 def test_half_of_two_instructions_is_half_the_reward(plugins: dict[str, RewardPlugin]) -> None:
     records = generate(source("instructions", 100, kinds=["quotation", "keyword"]))
     assert {judged(plugins, record, warmup_target(record).strip('"')).score for record in records} == {0.5}

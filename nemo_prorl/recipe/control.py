@@ -295,10 +295,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _look_for_run(run_dir: Path) -> str:
     """ "" where a run is seen to work, else why that cannot be known.  Raises ConfigError where none does."""
-    if not (run_dir / "config.yaml").is_file():
-        raise ConfigError(f"{run_dir} holds no run: it has no config.yaml")
     if _locked(run_dir):
         return ""
+    if not (run_dir / "config.yaml").is_file():
+        raise ConfigError(f"{run_dir} holds no run: it has no config.yaml")
     here = socket.gethostname()
     try:
         there = (run_dir / "control" / "host").read_text().strip()

@@ -345,7 +345,6 @@ def test_a_folder_that_is_away_for_a_moment_ends_nothing(tmp_path: Path) -> None
 @contextmanager
 def at_work(folder: Path, serve: bool = True) -> Iterator[Run]:
     """A run that holds its lock, and takes 20 ms a step in another thread."""
-    (folder / "config.yaml").touch()
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         run, over = Run(folder), threading.Event()
@@ -443,7 +442,7 @@ def test_a_run_on_another_machine_is_waited_for(tmp_path: Path, caplog: pytest.L
     """Its lock may not be seen here: the command says so, and waits for what the shared directory tells."""
     caplog.set_level("INFO")
     with at_work(tmp_path):
-        pass
+        (tmp_path / "config.yaml").touch()
     (tmp_path / "control" / "host").write_text("node-17\n")
     assert cli.main(["control", str(tmp_path), "reset", "--wait", "0.3"]) == 1
     assert "last seen on node-17" in caplog.text

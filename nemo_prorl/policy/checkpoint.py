@@ -91,7 +91,7 @@ def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if not tensor.is_cuda:
         return tensor.clone()
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 @dataclass(frozen=True)

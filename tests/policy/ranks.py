@@ -7,6 +7,7 @@ NeMo takes 15 s to import: one process does it and forks the ranks of each layou
 
 import errno
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -69,7 +70,7 @@ LAYOUTS = [
 
 FIRST = {model: next(x for x in LAYOUTS if x.model == model) for model in MODELS}
 MOST_CUT = Layout(tp=2, pp=2)  # its checkpoint is loaded at (1, 1, 1), too
-ROLLED_BACK = [Layout(), Layout(dp=2), MOST_CUT]
+CLOSER = [Layout(), Layout(dp=2), MOST_CUT]  # where a roll-back and both ways to write are looked at, to save time
 RECORDED_UPDATES = 2
 
 
@@ -148,14 +149,15 @@ def measure(layout: Layout, out: Path) -> None:
     state = checkpoint.load(actor, saved)
     again = [actor.update(mine, loss, denominator, with_entropy=True), actor.weights_sha256()]
     found["resumed"] = (state["step"], state["weights_sha256"] == sha, onward, again)
-    if layout in ROLLED_BACK:
+    if layout in CLOSER:
         found["rolled_back"] = rolled_back(
             actor, saved, lambda: actor.update(mine, loss, denominator, with_entropy=True)
         )
     actor.set_reference()
     actor.reset_optimizer()
     checkpoint.save(actor, saved.with_name(layout.name + "-reset"), step)
-    writer.save(saved.with_name(layout.name + "-reset-background"), step)
+    if layout in CLOSER:
+        writer.save(saved.with_name(layout.name + "-reset-background"), step)
     onward = [actor.update(mine, loss, denominator, with_entropy=True), actor.weights_sha256()]
     checkpoint.load(actor, saved.with_name(layout.name + "-reset"))
     again = [actor.update(mine, loss, denominator, with_entropy=True), actor.weights_sha256()]
@@ -254,14 +256,19 @@ class Killed(BaseException):
 
 
 def killed_writes(actor: Any, out: Path) -> dict[str, list[Any]]:
-    """For each point in a write: (folder, state) of the checkpoints that are there and load after dying at it.
+    """For each point in a write: (folder, state, whether its files are whole) of the checkpoints after dying at it.
 
     A second one is written: of step 2, and of step 1 again where only that comes past the point.
     """
     from nemo_prorl.policy import checkpoint
     from nemo_prorl.recipe import killpoints, retention
 
+    def content(folder: Path) -> dict[str, bytes]:
+        """The same of each write; torch notes a random identity in .metadata."""
+        return {p.name: p.read_bytes() for p in folder.iterdir() if p.name not in ("state.json", ".metadata")}
+
     found: dict[str, list[Any]] = {}
+    checkpoint.save(actor, whole := checkpoint.step_folder(out / "before", 1), {"write": 1})
     for point in (p for p in killpoints.POINTS if p.startswith("checkpoint:")):
 
         def die(name: str, point: str = point) -> None:
@@ -269,7 +276,7 @@ def killed_writes(actor: Any, out: Path) -> dict[str, list[Any]]:
                 raise Killed
 
         folder, step = out / point.split(":")[1], 1 if point == "checkpoint:exchange" else 2
-        checkpoint.save(actor, checkpoint.step_folder(folder, 1), {"write": 1})
+        shutil.copytree(whole, checkpoint.step_folder(folder, 1))
         for module in (checkpoint, retention):
             setattr(module, "killpoint", die)  # noqa: B010
         try:
@@ -278,7 +285,14 @@ def killed_writes(actor: Any, out: Path) -> dict[str, list[Any]]:
             found[point] = ["was not passed"]
         except Killed:
             retention.clean(folder)
-            found[point] = [(p.name, checkpoint.load(actor, p)["write"]) for p in checkpoint.complete(folder)]
+            found[point] = [
+                (
+                    p.name,
+                    checkpoint.read_state(p)["write"],
+                    (p / ".metadata").is_file() and content(p) == content(whole),
+                )
+                for p in checkpoint.complete(folder)
+            ]
         finally:
             for module in (checkpoint, retention):
                 setattr(module, "killpoint", killpoints.killpoint)  # noqa: B010

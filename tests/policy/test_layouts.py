@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from nemo_prorl.recipe.killpoints import POINTS
-from tests.policy.ranks import FIRST, LAYOUTS, MOST_CUT, RECORDED_UPDATES, ROLLED_BACK, STEPS, Layout, fixed_batch
+from tests.policy.ranks import CLOSER, FIRST, LAYOUTS, MOST_CUT, RECORDED_UPDATES, STEPS, Layout, fixed_batch
 
 Measured = Callable[[str], dict[str, Any]]
 pytestmark = [pytest.mark.nemo, pytest.mark.timeout(900)]
@@ -163,7 +163,7 @@ def test_a_checkpoint_holds_the_moment_of_its_save_though_written_later(layout: 
     assert not there
 
 
-@names(LAYOUTS)
+@names(CLOSER)
 def test_a_checkpoint_is_the_same_written_in_the_background_or_not(layout: Layout, ranks: Path) -> None:
     one, other = (ranks / "checkpoints" / f"{layout.name}-reset{suffix}" for suffix in ("", "-background"))
     names = sorted(file.name for file in one.iterdir())
@@ -177,7 +177,7 @@ def test_a_checkpoint_is_the_same_written_in_the_background_or_not(layout: Layou
     assert written.storage_data == again.storage_data
 
 
-@names(ROLLED_BACK)
+@names(CLOSER)
 def test_a_roll_back_takes_the_weights_alone(layout: Layout, measured: Measured) -> None:
     found = measured(layout.name)["rolled_back"]
     weights, saved = found["weights"]
@@ -190,8 +190,7 @@ def test_a_roll_back_takes_the_weights_alone(layout: Layout, measured: Measured)
 
 @pytest.mark.parametrize("point", [p for p in POINTS if p.startswith("checkpoint:")])
 def test_a_kill_at_any_point_of_a_write_leaves_whole_checkpoints(point: str, measured: Measured) -> None:
-    """After `clean`, and each of them loads with the hashes that it says."""
-    first, second = ("step-000001", 1), ("step-000002", 2)
+    first, second = ("step-000001", 1, True), ("step-000002", 2, True)
     after = point in ("checkpoint:renamed", "checkpoint:prune")
     assert measured(Layout().name)["killed"][point] == ([first, second] if after else [first])
 

@@ -179,7 +179,7 @@ class Writer:
         """Whether this rank still writes.  Ranks may differ: decide nothing by it that all must agree on."""
         return self._thread is not None and self._thread.is_alive()
 
-    def save(self, folder: Path, state: dict[str, Any], on_complete: Callable[[], None] | None = None) -> None:
+    def save(self, folder: Path, state: dict[str, Any], on_complete: Callable[[], object] | None = None) -> None:
         """Saves the actor as it is now; `state` (JSON) must be the same on all ranks.  A collective.
 
         First waits for the write before, and raises as `wait`.  `on_complete` is called on rank 0, in the thread that
@@ -216,7 +216,7 @@ class Writer:
         except Exception as error:
             self._failure = error
 
-    def _write(self, snapshot: _Snapshot, folder: Path, on_complete: Callable[[], None] | None) -> None:
+    def _write(self, snapshot: _Snapshot, folder: Path, on_complete: Callable[[], object] | None) -> None:
         temporary, first = folder.with_name(folder.name + TEMPORARY), dist.get_rank() == 0
 
         def complete() -> None:

@@ -92,10 +92,11 @@ def _parser() -> argparse.ArgumentParser:
     rewards_cli.add_parser(commands)
     commands.choices["rewards"].set_defaults(run_command=rewards_cli.run)
 
-    from nemo_prorl.launcher import doctor
+    from nemo_prorl.launcher import chain, doctor
     from nemo_prorl.recipe import control, replay
     from nemo_prorl.rewards import reverify
 
+    chain.add_parser(commands)
     control.add_parser(commands)
     replay.add_parser(commands)
     reverify.add_parser(commands)

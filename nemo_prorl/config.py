@@ -186,6 +186,7 @@ class RolloutConfig:
     max_num_seqs: int = 256
     max_batched_tokens: int = 4096
     kv_cache_mb: int | None = None  # null: vLLM's own share of the device
+    device_memory_gb: float | None = None  # of a GPU, in 10^9 bytes; null on a CPU
     eager: bool = False
     max_restarts: int = 5  # of one engine within an hour
 
@@ -206,7 +207,7 @@ class DataSource:
 
     name: str = MISSING  # also its validation name
     path: str | None = None
-    generator: str | None = None  # reasoning_gym:DATASET | arithmetic
+    generator: str | None = None  # reasoning_gym:DATASET | arithmetic | code | stem | instructions
     options: dict[str, Any] = field(default_factory=dict)
     size: int | None = None  # records to generate, or the first that many of the file
     weight: float = 1.0

@@ -26,6 +26,7 @@ from nemo_prorl.data.generators import warmup_target
 from nemo_prorl.data.render import PromptRenderer
 from nemo_prorl.errors import ProrlError, RolloutAbandoned, StoppedCleanly, disk_full
 from nemo_prorl.metrics import Metrics
+from nemo_prorl.recipe import control
 from nemo_prorl.recipe.base_model import base_folder, initial_model
 from nemo_prorl.recipe.records import Journal, MetricsLog, write_json, write_rollouts
 from nemo_prorl.recipe.resets import Resets
@@ -96,16 +97,19 @@ class Run:
             for source, records in self.validation_sources
         ]
         if not base.exists():
-            self._make_base(base, Blend(train_sources, cfg.seed + 1))
+            self._make_base(base, Blend(load_sources(cfg.data, every_task=True)[0], cfg.seed + 1))
 
     def connect(self) -> None:
         """Services and records; continues the newest checkpoint where there is one."""
         if self.rank == 0:
             self.metrics_log, self.journal = MetricsLog(self.dir), Journal(self.dir)
+            self.requests = control.Requests(self.dir, self.journal, self.alarm)  # before the journal says `resume`
             self.services = Services.connect(self.cfg, self.dir, self.prompts, self.renderer)
             self._stopping.abandon = self.services.rollouts.abandon
         self.store = WeightStore(weights_folder(self.dir)) if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None
         self.checkpoints.begin()
+        if self.rank == 0:
+            self.requests.settle(self.step, [reset["reason"] for reset in self.resets.done])
 
     def _make_base(self, base: Path, blend: Blend) -> None:
         """The policy that the reinforcement learning starts from: warmed up, and kept as a Hugging Face folder."""
@@ -201,17 +205,23 @@ class Run:
         """Mean reward on the held-out prompts, with the same seeds each time, so that differences are the policy's."""
         if not self.heldout:
             return
-        step = metrics.step
-        with self.phase("validate", metrics):
-            self.publish(version=step)
-            scores = self.on_rank_0(lambda: self._score_heldout(step))
-        self.validations[step] = scores
+        scores = self.judge_heldout(metrics)
+        self.validations[metrics.step] = scores
         for name, score in scores["tasks"].items():
             metrics.put(f"validation/{name}", score["mean"])
         metrics.put("validation/all", scores["all"]["mean"])
         if self.rank == 0:
-            self.journal.append("validation", step, **scores)
             self.write_summary(finished=False)
+
+    def judge_heldout(self, metrics: Metrics) -> dict[str, Any]:
+        """The scores of the present policy, written into the journal only."""
+        step = metrics.step
+        with self.phase("validate", metrics):
+            self.publish(version=step)
+            scores = self.on_rank_0(lambda: self._score_heldout(step))
+        if self.rank == 0:
+            self.journal.append("validation", step, **scores)
+        return scores
 
     def _score_heldout(self, step: int) -> dict[str, Any]:
         grpo = self.cfg.trainer.grpo
@@ -271,8 +281,11 @@ class Run:
         metrics.put("policy/entropy_coef", coefficient)
         return replace(self._loss_config, entropy_coef=coefficient)
 
-    def save_checkpoint(self, step: int) -> None:
+    def save_checkpoint(self, step: int, wait: bool = False) -> None:
+        """In the background, where so configured; with `wait` complete on return."""
         self.checkpoints.save(step)
+        if wait:
+            self.checkpoints.wait()
 
     def hard_reset(self, step: int, reason: str) -> None:
         self.checkpoints.hard_reset(step, reason)
@@ -282,6 +295,16 @@ class Run:
         if self.rank == 0:
             _log.warning("step %d: %s", step, what)
             self.journal.append("alarm", step, what=what)
+
+    def asked(self, step: int) -> list[control.Request]:
+        """What `prorl control` asks for after this step: the same on all ranks."""
+        return self.on_rank_0(lambda: self.requests.pending(step))
+
+    def serve(self, asked: list[control.Request], step: int) -> None:
+        control.serve(self, asked, step)
+
+    def ask_to_stop(self, reason: str) -> None:
+        self._stopping.ask(reason)
 
     def stop_reason(self) -> str | None:
         """Why the run should stop between two steps, if it should."""
@@ -305,10 +328,12 @@ class Run:
         )
 
     def finish(self) -> None:
+        self.checkpoints.wait()
         hashes = {"weights_sha256": self.policy.weights_sha256(), "reference_sha256": self.policy.reference_sha256()}
         if self.rank == 0:
             self.write_summary(True, hashes)
             self.journal.append("finish", self.step)
+            self.requests.close(self.step)
 
 
 def setup_process(cfg: Config, rank: int) -> None:
@@ -344,6 +369,7 @@ def main(argv: list[str] | None = None) -> int:
     except StoppedCleanly as stopped:
         if run.rank == 0:
             run.journal.append("stop", run.step, reason=str(stopped))
+            run.requests.close(run.step)
         _log.warning("%s", stopped)
         return stopped.exit_code
     except ProrlError as error:

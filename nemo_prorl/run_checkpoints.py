@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from nemo_prorl import __version__
 from nemo_prorl.errors import CheckpointError
 from nemo_prorl.metrics import Metrics
-from nemo_prorl.recipe import stages
+from nemo_prorl.recipe import retention, stages
+from nemo_prorl.recipe.killpoints import killpoint
 from nemo_prorl.recipe.records import code_sha256, interrupted_reset
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ class Checkpoints:
 
         self.run, self.files = run, checkpoint
         self.folder = run.dir / "checkpoints"
+        cfg = run.cfg.trainer
+        self._writer = checkpoint.Writer(run.policy, cfg.grpo.async_checkpoints, cfg.deadlines.collective_s)
         self._saved: tuple[int, bool] | None = None
 
     # --- beginning and going on ------------------------------------------------------------------------------------
@@ -33,7 +37,8 @@ class Checkpoints:
     def begin(self) -> None:
         """Continues the newest checkpoint; without one starts, where there is a stage before from its checkpoint."""
         run = self.run
-        found = stages.complete(run.dir)
+        run.on_rank_0(lambda: retention.clean(self.folder))
+        found = run.on_rank_0(lambda: retention.complete(self.folder))
         if found:
             self._resume(found[-1])
         elif (start := stages.origin(run.cfg, run.dir)) is not None:
@@ -99,7 +104,10 @@ class Checkpoints:
     # --- saving ----------------------------------------------------------------------------------------------------
 
     def save(self, step: int) -> None:
-        """A checkpoint from which the run goes on as if never stopped.  Does nothing the second time."""
+        """A checkpoint from which the run goes on as if never stopped.  Does nothing the second time.
+
+        It may still be being written on return; see `wait`.
+        """
         run, key = self.run, (step, self.run.unfinished is not None)
         if self._saved == key:
             return
@@ -125,32 +133,54 @@ class Checkpoints:
             "phase_s": run.phase_s,
             **mine,
         }
-        self.files.save(run.policy, self.files.step_folder(self.folder, step), state)
-        if run.rank == 0:
-            self.files.prune(self.folder, run.cfg.trainer.grpo.keep_checkpoints)
+        self._writer.save(retention.step_folder(self.folder, step), state, self._retention())
         self._saved = key
         run.phase_s["checkpoint"] = run.phase_s.get("checkpoint", 0.0) + time.monotonic() - began
+
+    def wait(self) -> None:
+        """Returns when the last checkpoint is complete.  Raises CheckpointError if it could not be written."""
+        self._writer.wait()
+
+    def _retention(self) -> Callable[[], object]:
+        """What removes the checkpoints that need not stay, by what is known now."""
+        grpo, best = self.run.cfg.trainer.grpo, self.run.best_validation()
+        return partial(
+            retention.retain,
+            self.folder,
+            {step: scores["all"]["mean"] for step, scores in self.run.validations.items()},
+            grpo.keep_checkpoints,
+            grpo.keep_best,
+            None if grpo.checkpoint_budget_gb is None else int(grpo.checkpoint_budget_gb * 1e9),
+            needed=[best] if best is not None and self.run.cfg.trainer.resets.roll_back else [],
+        )
 
     # --- hard resets -----------------------------------------------------------------------------------------------
 
     def hard_reset(self, step: int, reason: str) -> None:
         """pi_ref <- pi_theta, optimizer anew, in one transaction: journal the intent, checkpoint, commit."""
         run, resets = self.run, self.run.cfg.trainer.resets
+        self.wait()
         back_to = self._best_before(step) if resets.roll_back else None
         if run.rank == 0:
             run.journal.append("reset_intent", step, reason=reason)
+        killpoint("reset:intent")
         if back_to is not None:
             self._roll_back(back_to)
         if resets.parts != "optimizer":
             run.policy.set_reference()
+        killpoint("reset:reference")
         if resets.parts != "reference":
             run.policy.reset_optimizer()
+        killpoint("reset:optimizer")
         sha256 = run.policy.reference_sha256()
         run.resets.record(step, reason, sha256, back_to)
         self._saved = None
         self.save(step)
+        self.wait()
+        killpoint("reset:checkpointed")
         if run.rank == 0:
             run.journal.append("reset_commit", **run.resets.done[-1])
+            killpoint("reset:committed")
             _log.info("hard reset after step %d (%s)%s", step, reason, f", back to step {back_to}" if back_to else "")
 
     def _best_before(self, step: int) -> int | None:
@@ -159,7 +189,7 @@ class Checkpoints:
         state = {"resets": {"done": run.resets.done}, "validations": run.validations}
 
         def find() -> int | None:
-            kept = {stages.step_of(p) for p in stages.complete(run.dir)}
+            kept = {retention.step_of(p) for p in retention.complete(self.folder)}
             best = stages.best_kept(state, kept | {step})
             return None if best == step else best
 
@@ -167,6 +197,6 @@ class Checkpoints:
 
     def _roll_back(self, step: int) -> None:
         """The weights of an earlier step; steps and data position move on.  Surplus groups of the bad weights go."""
-        self.files.load_policy(self.run.policy, self.files.step_folder(self.folder, step))
+        self.files.load_policy(self.run.policy, retention.step_folder(self.folder, step))
         self.run.weights_changed()
         self.run.on_rank_0(self.run.services.rollouts.drop_surplus)

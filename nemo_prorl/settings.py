@@ -67,6 +67,7 @@ CHANGEABLE = (
     "rollout.max_num_seqs",
     "rollout.max_batched_tokens",
     "rollout.kv_cache_mb",
+    "rollout.device_memory_gb",
     "rollout.eager",
     "rollout.max_restarts",
     "rewards.workers",

@@ -13,6 +13,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.events import check_command
+from nemo_prorl.recipe.memory import check_memory, device_bytes
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "trainer.accelerator": ("cpu", "gpu"),
@@ -119,6 +121,7 @@ ABOVE: dict[str, float] = {
     "trainer.grpo.checkpoint_budget_gb": 0,
     "trainer.resets.lr_factor": 0,
     "chain.step_scale": 0,
+    "rollout.device_memory_gb": 0,
     "trainer.grpo.validation_top_p": 0,
     "trainer.resets.rules.drop_sigma": 0,
     "trainer.resets.rules.kl_factor": 1,
@@ -154,6 +157,7 @@ def check(cfg: DictConfig) -> None:
     _resets(cfg)
     _pretrained(cfg)
     _data(cfg)
+    check_memory(cfg, device_bytes(cfg))
 
 
 def _wrong(key: str, value: Any, why: str) -> ConfigError:
@@ -187,6 +191,8 @@ def _values(cfg: DictConfig) -> None:
         if len(cfg.trainer.grpo.shaping[name]) != 2:
             key = f"trainer.grpo.shaping.{name}"
             raise _wrong(key, cfg.trainer.grpo.shaping[name], "must be two numbers: at length 0, at the longest")
+    if cfg.on_event is not None and (fault := check_command(cfg.on_event)):
+        raise ConfigError(fault)
     if cfg.trainer.grpo.adaptive_entropy.enabled and cfg.trainer.grpo.entropy_coef:
         key = "trainer.grpo.entropy_coef"
         raise _wrong(key, cfg.trainer.grpo.entropy_coef, "must be 0 where trainer.grpo.adaptive_entropy.enabled is")

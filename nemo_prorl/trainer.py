@@ -18,6 +18,7 @@ from nemo_prorl.algorithms.shaping import Shaping, in_schedule, shaped_rewards
 from nemo_prorl.batch import Batch, JudgedGroups
 from nemo_prorl.errors import RolloutAbandoned, StoppedCleanly
 from nemo_prorl.metrics import Metrics
+from nemo_prorl.recipe.control import reset_reason
 
 if TYPE_CHECKING:
     from nemo_prorl.run import Run
@@ -33,7 +34,7 @@ def train(run: "Run") -> None:
         for step in run.remaining_steps():
             finish_step(run, train_step(run, step))
     except RolloutAbandoned as stop:  # of a step whose updates are not begun, or of a validation
-        run.save_checkpoint(run.step)
+        run.save_checkpoint(run.step, wait=True)
         raise StoppedCleanly(f"{stop}; what is done is saved, the same command continues") from stop
 
 
@@ -44,12 +45,14 @@ def finish_step(run: "Run", metrics: Metrics) -> None:
         run.validate(metrics)
     run.log(metrics)  # before the checkpoint, which records the log's length
     run.unfinished = None
-    if reason := run.reset_due(metrics):  # after the log: the rules go by what it holds
+    asked = run.asked(step)
+    if reason := reset_reason(asked, run.reset_due(metrics)):  # after the log: the rules go by what it holds
         run.hard_reset(step, reason)
     elif run.checkpoint_due(step):
         run.save_checkpoint(step)
+    run.serve(asked, step)
     if reason := run.stop_reason():
-        run.save_checkpoint(step)
+        run.save_checkpoint(step, wait=True)
         raise StoppedCleanly(f"{reason}: stopped after step {step}; the same command continues")
 
 

@@ -16,7 +16,7 @@ from nemo_prorl.config import Config
 from nemo_prorl.errors import ConfigError
 
 OPTIONS = settings.group_options()
-QWEN: dict[str, Any] = {"num_hidden_layers": 28, "hidden_size": 1536, "intermediate_size": 8960}
+QWEN: dict[str, Any] = {"num_hidden_layers": 28, "hidden_size": 1536, "intermediate_size": 8960, "vocab_size": 151936}
 QWEN |= {"num_attention_heads": 12, "num_key_value_heads": 2, "model_type": "qwen2"}
 
 

@@ -118,7 +118,7 @@ COMMANDS = list(commands())
 def model_folder(folder: Path) -> Path:
     """What configuration checks look at of the paper's base model."""
     folder.mkdir()
-    shape = {"num_hidden_layers": 28, "hidden_size": 1536, "intermediate_size": 8960}
+    shape = {"num_hidden_layers": 28, "hidden_size": 1536, "intermediate_size": 8960, "vocab_size": 151936}
     (folder / "config.json").write_text(json.dumps({**shape, "num_attention_heads": 12, "num_key_value_heads": 2}))
     (folder / "model.safetensors").touch()
     return folder

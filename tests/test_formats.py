@@ -406,7 +406,7 @@ def test_requests_to_a_run_and_what_its_hook_is_given_fit(tmp_path: Path) -> Non
     assert schema["properties"]["what"]["enum"] == list(REQUESTS)
     given: list[dict[str, Any]] = []
     events = Events("cat", tmp_path)
-    events._start = given.append  # type: ignore[method-assign]
+    events._start = given.append  # type: ignore[method-assign, assignment]
     Journal(tmp_path).append("reset_commit", 2, reason="at_steps", reference_sha256=SHA)
     events.failure("trainer-0 ended with status -9", process="trainer-0", status=-9, log=["its last words"])
     assert [event["event"] for event in given] == ["reset", "failure"]

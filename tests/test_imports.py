@@ -78,7 +78,10 @@ def test_the_reward_interface_imports_the_standard_library_only() -> None:
 )
 def test_configuration_and_errors_are_light(name: str) -> None:
     light = {"omegaconf", "hydra", "yaml"}
-    light |= {f"nemo_prorl.{module}" for module in ("config", "errors", "events", "settings_checks", "deadlines")}
+    light |= {
+        f"nemo_prorl.{module}"
+        for module in ("config", "errors", "events", "settings_checks", "deadlines", "recipe.memory")
+    }
     assert not offences([PACKAGE / name], light)
 
 

@@ -98,7 +98,8 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     from nemo_prorl.data.blend import load_sources
     from nemo_prorl.data.render import PromptRenderer
     from nemo_prorl.recipe.base_model import make_initial_model
-    from nemo_prorl.recipe.stages import complete, origin
+    from nemo_prorl.recipe.retention import complete
+    from nemo_prorl.recipe.stages import origin
     from nemo_prorl.rewards.discovery import discover, make_plugin
     from nemo_prorl.rewards.service import check_sandbox
 
@@ -118,7 +119,7 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     _check_truths(sources, {task: make_plugin(plugin, settings.get(plugin.name)) for task, plugin in plugins.items()})
     if any(plugin.needs_sandbox for plugin in plugins.values()):
         check_sandbox(cfg.rewards.unsafe_no_sandbox)
-    start = None if complete(run_dir) else origin(cast(Config, cfg), run_dir)
+    start = None if complete(run_dir / "checkpoints") else origin(cast(Config, cfg), run_dir)
     folder = make_initial_model(cfg, run_dir, start)
     renderer = PromptRenderer(folder, cfg.trainer.grpo.context_tokens, cfg.trainer.grpo.max_response_tokens)
     for _, records in sources:
@@ -269,12 +270,19 @@ class Node:
             "max-model-len": cfg.trainer.grpo.context_tokens,
             "max-num-seqs": rollout.max_num_seqs,
             "max-batched-tokens": rollout.max_batched_tokens,
-            "kv-mb": rollout.kv_cache_mb,
+            "kv-mb": rollout.kv_cache_mb or self._kv_mb(),
         }
         command = [str(Path(rollout.python).absolute()), str(PACKAGE / "rollout" / "server.py")]
         command += [word for key, value in options.items() if value is not None for word in (f"--{key}", str(value))]
         command += ["--eager"] if rollout.eager else []
         return self._child(f"engine-{index}", command, {}, rollout.max_restarts, True)
+
+    def _kv_mb(self) -> int | None:
+        """What a trainer rank on the same GPU leaves for the engine's cache; None on a CPU: vLLM's own share."""
+        from nemo_prorl.recipe.memory import device_bytes, memory_of
+
+        room = memory_of(self.cfg).kv_room(device_bytes(self.cfg))
+        return None if room is None else room >> 20
 
     def _ranks(self, arguments: list[str]) -> list[Child]:
         devices = self.cfg.trainer.devices

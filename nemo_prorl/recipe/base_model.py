@@ -50,7 +50,7 @@ def make_initial_model(cfg: Any, run_dir: Path, start: Origin | None = None) -> 
     from nemo_prorl.data.blend import load_sources
     from nemo_prorl.data.laptop_model import build_base_model
 
-    train, _ = load_sources(cfg.data)
+    train, _ = load_sources(cfg.data, every_task=True)
     some = [record for _, records in train for record in records[:2000]]
     texts = [text for record in some for text in _texts(record, warms_up(cfg))]
     temporary = folder.with_name("init.tmp")

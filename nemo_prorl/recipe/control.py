@@ -202,7 +202,7 @@ class ControlledRun(Protocol):
     requests: Requests  # on rank 0
     heldout: list[Any]
 
-    def save_checkpoint(self, step: int) -> None: ...
+    def save_checkpoint(self, step: int, wait: bool = False) -> None: ...
     def judge_heldout(self, metrics: Metrics) -> dict[str, Any]: ...
     def ask_to_stop(self, reason: str) -> None: ...
 
@@ -221,10 +221,10 @@ def serve(run: ControlledRun, asked: Sequence[Request], step: int) -> None:
             tasks = ", ".join(f"{name} {score['mean']:.4f}" for name, score in scores["tasks"].items())
             detail = f"held-out mean reward after step {step}: {scores['all']['mean']:.4f} ({tasks})"
         elif request.what == "checkpoint":
-            run.save_checkpoint(step)
+            run.save_checkpoint(step, wait=True)
             detail = f"checkpoint of step {step}"
         elif request.what == "stop":
-            run.save_checkpoint(step)
+            run.save_checkpoint(step, wait=True)
             run.ask_to_stop(f"control {request.id}")
             detail = f"stopped after step {step}; the same command continues"
         if run.rank == 0:

@@ -10,6 +10,7 @@ from typing import Any
 from nemo_prorl.algorithms.reset import best_step
 from nemo_prorl.config import Config
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.recipe.retention import complete, step_of
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def origin(cfg: Config, run_dir: Path) -> Origin | None:
             f"{key}: {what}. Train that stage first, name its run directory or one of its checkpoints with"
             " chain.start_from=PATH, or begin with the model: chain.after=null"
         )
-    checkpoints = complete(folder)
+    checkpoints = complete(folder / "checkpoints")
     if not (summary := _finished(folder)) or not checkpoints:
         there = f"its last checkpoint is {checkpoints[-1]}" if checkpoints else "it has no checkpoint"
         raise ConfigError(
@@ -55,19 +56,9 @@ def origin(cfg: Config, run_dir: Path) -> Origin | None:
     return Origin(best_checkpoint(folder) if cfg.trainer.resets.roll_back else newest, folder)
 
 
-def complete(run_dir: Path) -> list[Path]:
-    """The complete checkpoints of a run directory, oldest first."""
-    found = (run_dir / "checkpoints").glob("step-*")
-    return sorted(p for p in found if p.name[5:].isdigit() and (p / "state.json").is_file())
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
-
-
 def best_checkpoint(run_dir: Path) -> Path:
     """The checkpoint of the best validation since the last hard reset, of those that are there; else the newest."""
-    checkpoints = {step_of(p): p for p in complete(run_dir)}
+    checkpoints = {step_of(p): p for p in complete(run_dir / "checkpoints")}
     newest = checkpoints[max(checkpoints)]
     best = best_kept(json.loads((newest / "state.json").read_text()), checkpoints)
     return newest if best is None else checkpoints[best]

@@ -62,7 +62,7 @@ class Run:
             self.journal.append("start", 0)
         self.requests.settle(self.state["step"], [reset["reason"] for reset in self.state["resets"]])
 
-    def save_checkpoint(self, step: int) -> None:
+    def save_checkpoint(self, step: int, wait: bool = False) -> None:
         temporary = self.saved.with_suffix(".tmp")
         temporary.write_text(json.dumps(self.state))
         self.at()

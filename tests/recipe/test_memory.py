@@ -15,7 +15,7 @@ from nemo_prorl.data.laptop_model import build_base_model
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.recipe import memory as m
 
-H100 = ["cluster=h100_4x8", "pretrained_checkpoint.restore_from_path=null"]
+H100 = ["cluster=h100_4x8", "pretrained_checkpoint.restore_from_path=null", "rollout.device_memory_gb=null"]
 ONE_ROW = ["model.micro_batch_size=1"]
 
 
@@ -103,7 +103,7 @@ def test_the_parts_follow_the_layout() -> None:
 
 def test_recomputation_and_pipelines_change_what_is_kept() -> None:
     def activations(*overrides: str) -> int:
-        return m.memory_of(settings.load([*H100, *overrides])).activations
+        return m.memory_of(settings.load([*H100, "model.micro_batch_size=2", *overrides])).activations
 
     selective = activations()
     full = "model.activations_checkpoint_granularity=full"

@@ -10,7 +10,7 @@ import pytest
 from nemo_prorl import settings
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.launcher.chain import stage_names
-from nemo_prorl.recipe.stages import best_kept, complete, origin, take_over_model
+from nemo_prorl.recipe.stages import best_kept, origin, take_over_model
 
 Make = Callable[..., Path]
 
@@ -96,14 +96,6 @@ def test_the_best_is_that_since_the_last_reset_and_kept() -> None:
     assert best_kept(state, {4, 6, 8, 10}) == 8  # the newest of equals; 0 lies before the reset
     assert best_kept(state, {4, 10}) == 10
     assert best_kept(state, {5}) is None
-
-
-def test_unfinished_checkpoints_are_none(make: Make) -> None:
-    folder = make("run1")
-    for name in ("step-000006.tmp", "step-000008"):
-        (folder / "checkpoints" / name).mkdir()
-    (folder / "checkpoints" / "step-000006.tmp" / "state.json").write_text("{}")
-    assert [path.name for path in complete(folder)] == ["step-000000", "step-000002", "step-000004"]
 
 
 def test_the_model_of_the_stage_before_outlives_it(tmp_path: Path) -> None:

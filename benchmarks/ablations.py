@@ -11,6 +11,7 @@ All arms of a seed begin with the same warmed-up policy and see the same problem
 import argparse
 import json
 import math
+import os
 import re
 import shutil
 import statistics
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +83,9 @@ CURVES = {
 
 
 def prorl(*words: str) -> None:
-    subprocess.run([str(Path(sys.executable).with_name("prorl")), *words], check=True, stdout=sys.stderr, cwd=ROOT)
+    command = [str(Path(sys.executable).with_name("prorl")), *words]
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, stdout=sys.stderr, cwd=ROOT, env=one_thread)
 
 
 def base_of(seed: int, out: Path) -> Path:
@@ -241,6 +245,9 @@ def main() -> int:
     parser.add_argument("--commit", action="store_true", help="commit each result as it lands")
     parser.add_argument("--report", action="store_true", help="run nothing; tables and pictures of what is there")
     parser.add_argument("--arms", nargs="+", choices=sorted(ARMS), default=list(ARMS), metavar="ARM")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="runs side by side; seconds are comparable within one choice"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "ablations", help="where the runs go")
     args = parser.parse_args()
@@ -248,13 +255,14 @@ def main() -> int:
         report(results())
         return 0
     done = {(r["arm"], r["seed"]) for r in results()}
+    open_runs = [(arm, seed) for seed in args.seeds for arm in args.arms if (arm, seed) not in done]
     for seed in args.seeds:
-        for arm in args.arms:
-            if (arm, seed) in done:
-                continue
-            result = run_arm(arm, seed, args.out)
+        base_of(seed, args.out)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for result in pool.map(lambda one: run_arm(one[0], one[1], args.out), open_runs):
+            arm, seed = result["arm"], result["seed"]
             with RESULTS.open("a") as f:
-                f.write(json.dumps(result) + "\n")
+                f.write(json.dumps({**result, "side_by_side": args.jobs}) + "\n")
             sys.stderr.write(
                 f"{arm} seed {seed}: gain {gain(json.loads(json.dumps(result))):+.3f}, {result['wall_s']} s\n"
             )

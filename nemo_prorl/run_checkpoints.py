@@ -169,7 +169,7 @@ class Checkpoints:
         if resets.parts != "optimizer":
             run.policy.set_reference()
         killpoint("reset:reference")
-        if resets.parts != "reference":
+        if resets.parts != "reference" or back_to is not None:  # the earlier step's moments are nobody's
             run.policy.reset_optimizer()
         killpoint("reset:optimizer")
         sha256 = run.policy.reference_sha256()

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -136,6 +137,7 @@ def test_there_are_commands_to_check() -> None:
         "df",
         "pip",
         ".venv/train/bin/pip",
+        ".venv/train/bin/python",
         "pytest",
     }
 
@@ -151,6 +153,16 @@ def test_prorl_commands_are_ones(words: list[str], tmp_path: Path, monkeypatch: 
         settings.load([text.replace("=MODEL", f"={model}") for text in arguments.overrides])
 
 
+@pytest.mark.parametrize("words", [w for _, w in COMMANDS if Path(w[0]).name == "python"], ids=" ".join)
+def test_scripts_have_the_options_that_are_named(words: list[str]) -> None:
+    told = subprocess.run(
+        [sys.executable, *words[1:2], "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert told.returncode == 0, told.stderr
+    for option in words[2:]:
+        assert not option.startswith("--") or option in told.stdout
+
+
 @pytest.mark.parametrize("words", [w for _, w in COMMANDS if w[0] == "make"], ids=" ".join)
 def test_make_commands_are_ones(words: list[str]) -> None:
     told = subprocess.run([*words, "-n"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
@@ -162,7 +174,18 @@ def test_make_commands_are_ones(words: list[str]) -> None:
 
 def test_inline_commands_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    parser_commands = {"train", "warmup", "plan", "status", "control", "rewards", "reverify", "replay", "doctor"}
+    parser_commands = {
+        "train",
+        "launch",
+        "warmup",
+        "plan",
+        "status",
+        "control",
+        "rewards",
+        "reverify",
+        "replay",
+        "doctor",
+    }
     parser_commands |= {"import-hf", "export-hf"}
     found = [code for page in PAGES for code in inline_code(page) if code.startswith(("make ", "prorl "))]
     assert len(found) > 20

@@ -41,9 +41,7 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import CheckpointError
 from nemo_prorl.policy.actor import Actor, sha256_of
 from nemo_prorl.recipe.killpoints import killpoint
-from nemo_prorl.recipe.retention import TEMPORARY, complete, put_in_place, step_folder
-
-__all__ = ["FORMAT", "Writer", "complete", "load", "load_policy", "prune", "read_state", "save", "step_folder"]
+from nemo_prorl.recipe.retention import TEMPORARY, put_in_place
 
 FORMAT = 1  # of state.json and of what lies beside it
 REFERENCE = "reference."
@@ -373,13 +371,3 @@ def _sync(path: Path) -> None:
 
 def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def prune(checkpoints: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints, and unfinished ones.  Rank 0 only.
-
-    To be replaced by `recipe.retention.retain` where it is still called.
-    """
-    for old in [*complete(checkpoints)[: -keep or None], *checkpoints.glob("step-*.tmp")]:
-        if keep > 0 or old.suffix == ".tmp":
-            shutil.rmtree(old, ignore_errors=True)

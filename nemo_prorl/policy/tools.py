@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from nemo_prorl import settings
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.policy.weights import HFFolder, dtype_of, model_keys_from_hf, write_hf_folder
+from nemo_prorl.recipe.retention import complete
 
 _log = logging.getLogger(__name__)
 
@@ -63,8 +64,8 @@ def _refuse_existing(out: Path) -> None:
 
 def _find(path: Path) -> tuple[Path, Path]:
     """(checkpoint folder, folder with config.json and tokenizer) of what a user names."""
-    runs_newest = sorted(path.glob("checkpoints/step-*/state.json"))
-    folder = runs_newest[-1].parent if runs_newest else path
+    of_run = complete(path / "checkpoints")
+    folder = of_run[-1] if of_run else path
     if not (folder / "state.json").is_file():
         raise ConfigError(f"{path} is neither a checkpoint (RUN/checkpoints/step-N) nor a run directory with one")
     if (folder / "hf").is_dir():

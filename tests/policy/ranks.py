@@ -268,7 +268,7 @@ def killed_writes(actor: Any, out: Path) -> dict[str, list[Any]]:
         return {p.name: p.read_bytes() for p in folder.iterdir() if p.name not in ("state.json", ".metadata")}
 
     found: dict[str, list[Any]] = {}
-    checkpoint.save(actor, whole := checkpoint.step_folder(out / "before", 1), {"write": 1})
+    checkpoint.save(actor, whole := retention.step_folder(out / "before", 1), {"write": 1})
     for point in (p for p in killpoints.POINTS if p.startswith("checkpoint:")):
 
         def die(name: str, point: str = point) -> None:
@@ -276,12 +276,12 @@ def killed_writes(actor: Any, out: Path) -> dict[str, list[Any]]:
                 raise Killed
 
         folder, step = out / point.split(":")[1], 1 if point == "checkpoint:exchange" else 2
-        shutil.copytree(whole, checkpoint.step_folder(folder, 1))
+        shutil.copytree(whole, retention.step_folder(folder, 1))
         for module in (checkpoint, retention):
             setattr(module, "killpoint", die)  # noqa: B010
         try:
             writer = checkpoint.Writer(actor, background=False, seconds=60)
-            writer.save(checkpoint.step_folder(folder, step), {"write": 2}, on_complete=lambda: None)
+            writer.save(retention.step_folder(folder, step), {"write": 2}, on_complete=lambda: None)
             found[point] = ["was not passed"]
         except Killed:
             retention.clean(folder)
@@ -291,7 +291,7 @@ def killed_writes(actor: Any, out: Path) -> dict[str, list[Any]]:
                     checkpoint.read_state(p)["write"],
                     (p / ".metadata").is_file() and content(p) == content(whole),
                 )
-                for p in checkpoint.complete(folder)
+                for p in retention.complete(folder)
             ]
         finally:
             for module in (checkpoint, retention):

@@ -29,11 +29,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "ablations.jsonl"
 PAGE, PICTURES = ROOT / "docs" / "ablations.md", ROOT / "docs" / "images"
 SEEDS = (1, 2, 3)
-STEPS = 60
+STEPS = 50
 COMMON = [
     "data=ablations",
     f"trainer.grpo.max_steps={STEPS}",
-    "trainer.grpo.prompts_per_step=24",
+    "trainer.grpo.prompts_per_step=32",
     "trainer.grpo.samples_per_prompt=8",
     "model.optim.lr=3e-4",
     "trainer.grpo.validate_every=10",
@@ -92,7 +92,7 @@ def base_of(seed: int, out: Path) -> Path:
     """The warmed-up policy of a seed."""
     run = out / f"base-seed{seed}"
     if not (run / "base").is_dir():
-        prorl("warmup", f"run_dir={run}", f"seed={seed}", "data=ablations")
+        prorl("warmup", f"run_dir={run}", f"seed={seed}", "data=ablations", "trainer.warmup.steps=140")
     return run / "base"
 
 

@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.recipe.memory import GB, PUBLISHED_VERSIONS
 from nemo_prorl.recipe.plan import NAMES, PAPER_GPU_HOURS, Chain, Stage
+from nemo_prorl.recipe.retention import complete
 from nemo_prorl.settings import read_config
 
 
@@ -182,7 +183,7 @@ def status(run_dir: Path) -> str:
     metrics, journal = _last_line(run_dir / "metrics.jsonl"), _last_line(run_dir / "journal.jsonl")
     summary = run_dir / "summary.json"
     finished = summary.is_file() and json.loads(summary.read_text()).get("finished", False)
-    checkpoints = sorted(p.name for p in (run_dir / "checkpoints").glob("step-*") if p.is_dir())
+    checkpoints = [p.name for p in complete(run_dir / "checkpoints")]
     rows: dict[str, Any] = {
         "run directory": run_dir,
         "stage": cfg.stage,

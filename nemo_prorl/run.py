@@ -29,7 +29,8 @@ from nemo_prorl.metrics import Metrics
 from nemo_prorl.recipe import control
 from nemo_prorl.recipe.base_model import base_folder, initial_model
 from nemo_prorl.recipe.records import Journal, MetricsLog, write_json, write_rollouts
-from nemo_prorl.recipe.resets import Resets
+from nemo_prorl.recipe.resets import Resets, policy_scores
+from nemo_prorl.recipe.retention import complete
 from nemo_prorl.recipe.summary import heldout_scores, summary
 from nemo_prorl.recipe.warmup import warm_up
 from nemo_prorl.rollout.groups import CollectedBatch, Group
@@ -96,7 +97,7 @@ class Run:
             (source.name, [Visit(record, self.renderer.prompt_ids(record), 0) for record in records])
             for source, records in self.validation_sources
         ]
-        if not base.exists():
+        if not base.exists() and not complete(self.dir / "checkpoints"):
             self._make_base(base, Blend(load_sources(cfg.data, every_task=True)[0], cfg.seed + 1))
 
     def connect(self) -> None:
@@ -105,7 +106,7 @@ class Run:
             self.metrics_log, self.journal = MetricsLog(self.dir), Journal(self.dir)
             self.requests = control.Requests(self.dir, self.journal, self.alarm)  # before the journal says `resume`
             self.services = Services.connect(self.cfg, self.dir, self.prompts, self.renderer)
-            self._stopping.abandon = self.services.rollouts.abandon
+            self._stopping.abandons(self.services.rollouts.abandon)
         self.store = WeightStore(weights_folder(self.dir)) if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None
         self.checkpoints.begin()
         if self.rank == 0:
@@ -259,15 +260,19 @@ class Run:
         return reason
 
     def checkpoint_due(self, step: int) -> bool:
-        """By cadence, at the end, and where the validation is the best so far and such weights are kept."""
+        """By cadence, at the end, and where the validation is the best so far and such weights are kept.
+
+        Step 0 is what the run began with: it is kept where a roll-back could go back to it.
+        """
         grpo = self.cfg.trainer.grpo
         best = grpo.keep_best > 0 and step in self.validations and step == self.best_validation()
+        if step == 0:
+            return best and self.cfg.trainer.resets.roll_back
         return step % grpo.checkpoint_every == 0 or step == grpo.max_steps or best
 
     def best_validation(self) -> int | None:
-        """The step with the best validation since the last hard reset."""
-        scores = {step: scores["all"]["mean"] for step, scores in self.validations.items()}
-        return best_step(scores, max(self.resets.steps, default=0))
+        """The step since the last hard reset whose weights have the best validation."""
+        return best_step(policy_scores(self.validations, self.resets.done), max(self.resets.steps, default=0))
 
     def before_updates(self, step: int, metrics: Metrics) -> LossConfig:
         """Sets the learning rate of this step; the loss, with the coefficient that its entropy asks for."""
@@ -327,6 +332,11 @@ class Run:
             ),
         )
 
+    def let_checkpoint_end(self) -> None:
+        """After a failure: a checkpoint that is being written still counts, if it takes no longer than a stop may."""
+        if hasattr(self, "checkpoints"):
+            self.checkpoints.drain(self.cfg.trainer.deadlines.stop_s)
+
     def finish(self) -> None:
         self.checkpoints.wait()
         hashes = {"weights_sha256": self.policy.weights_sha256(), "reference_sha256": self.policy.reference_sha256()}
@@ -374,6 +384,7 @@ def main(argv: list[str] | None = None) -> int:
         return stopped.exit_code
     except ProrlError as error:
         _log.error("%s: %s", type(error).__name__, error)
+        run.let_checkpoint_end()
         return error.exit_code
     except Exception as error:
         if (text := disk_full(error)) is None:

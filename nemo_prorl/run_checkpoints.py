@@ -13,6 +13,7 @@ from nemo_prorl.metrics import Metrics
 from nemo_prorl.recipe import retention, stages
 from nemo_prorl.recipe.killpoints import killpoint
 from nemo_prorl.recipe.records import code_sha256, interrupted_reset
+from nemo_prorl.recipe.resets import policy_scores
 
 if TYPE_CHECKING:
     from nemo_prorl.run import Run
@@ -31,6 +32,7 @@ class Checkpoints:
         cfg = run.cfg.trainer
         self._writer = checkpoint.Writer(run.policy, cfg.grpo.async_checkpoints, cfg.deadlines.collective_s)
         self._saved: tuple[int, bool] | None = None
+        code_sha256()  # of what runs: the files may change later
 
     # --- beginning and going on ------------------------------------------------------------------------------------
 
@@ -41,7 +43,7 @@ class Checkpoints:
         found = run.on_rank_0(lambda: retention.complete(self.folder))
         if found:
             self._resume(found[-1])
-        elif (start := stages.origin(run.cfg, run.dir)) is not None:
+        elif (start := run.on_rank_0(lambda: stages.origin(run.cfg, run.dir))) is not None:
             self._start_stage(start)
         else:
             run.on_rank_0(self._start)
@@ -59,6 +61,7 @@ class Checkpoints:
         run.tokens, run.rewards_s, run.phase_s = state["tokens"], state["rewards_s"], state["phase_s"]
         if state["unfinished"] is not None:
             run.unfinished = Metrics.from_json(state["unfinished"])
+        self._saved = run.step, run.unfinished is not None
         run.on_rank_0(partial(self._recall, state))
 
     def _recall(self, state: dict[str, Any]) -> None:
@@ -74,6 +77,8 @@ class Checkpoints:
         last = run.resets.done[-1] if run.resets.done else {"step": None}
         if interrupted == last["step"] == run.step:  # killed between the checkpoint of a reset and its commit
             run.journal.append("reset_commit", **last)
+        if run.remaining_steps() or run.unfinished is not None:
+            run.write_summary(finished=False)
 
     def _start(self, **fields: Any) -> None:
         """Rank 0: the records of a run that begins."""
@@ -83,15 +88,16 @@ class Checkpoints:
     def _start_stage(self, start: stages.Origin) -> None:
         """Policy, master weights, reference, optimizer and the place in the data are those of the stage before."""
         run = self.run
-        state = self.files.load(run.policy, start.checkpoint)
-        if "blend" in state:  # not where it was imported
-            run.prompts.carry(state["blend"])
+        sha256 = self.files.load(run.policy, start.checkpoint)["weights_sha256"]
 
         def begin() -> None:
-            fields = {"start_from": str(start.checkpoint), "weights_sha256": state["weights_sha256"]}
-            self._start(**fields)
-            if "rollouts" in state:
+            self._start(start_from=str(start.checkpoint), weights_sha256=sha256)
+            state = self.files.read_state(start.newest)  # the data moves on, also where the weights go back
+            if "blend" in state:  # not where it was imported
+                run.prompts.carry(state["blend"])
                 run.services.rollouts.keep_rates.load_state_dict(state["rollouts"]["keep_rates"])
+            if (version := state.get("version", __version__)) != __version__:
+                run.alarm(0, f"{start.checkpoint} was written by version {version}; this is {__version__}")
             _log.info("stage %s begins from %s", run.cfg.stage, start.checkpoint)
 
         run.on_rank_0(begin)
@@ -141,13 +147,17 @@ class Checkpoints:
         """Returns when the last checkpoint is complete.  Raises CheckpointError if it could not be written."""
         self._writer.wait()
 
+    def drain(self, seconds: float) -> None:
+        """After a failure: so long may a checkpoint still take that is being written."""
+        self._writer.drain(seconds)
+
     def _retention(self) -> Callable[[], object]:
         """What removes the checkpoints that need not stay, by what is known now."""
         grpo, best = self.run.cfg.trainer.grpo, self.run.best_validation()
         return partial(
             retention.retain,
             self.folder,
-            {step: scores["all"]["mean"] for step, scores in self.run.validations.items()},
+            policy_scores(self.run.validations, self.run.resets.done),
             grpo.keep_checkpoints,
             grpo.keep_best,
             None if grpo.checkpoint_budget_gb is None else int(grpo.checkpoint_budget_gb * 1e9),
@@ -184,16 +194,21 @@ class Checkpoints:
             _log.info("hard reset after step %d (%s)%s", step, reason, f", back to step {back_to}" if back_to else "")
 
     def _best_before(self, step: int) -> int | None:
-        """The step of the best validation since the last reset, if it is an earlier one and its weights are kept."""
-        run = self.run
-        state = {"resets": {"done": run.resets.done}, "validations": run.validations}
+        """The step of the best validation since the last reset, if it is an earlier one and its weights are kept.
 
-        def find() -> int | None:
-            kept = {retention.step_of(p) for p in retention.complete(self.folder)}
-            best = stages.best_kept(state, kept | {step})
-            return None if best == step else best
+        Chosen first and looked for then, so that what else happens to lie there changes nothing.
+        """
+        run, best = self.run, self.run.best_validation()
+        if best is None or best == step:
+            return None
 
-        return run.on_rank_0(find)
+        def there() -> bool:
+            if retention.step_folder(self.folder, best) in retention.complete(self.folder):
+                return True
+            run.alarm(step, f"no roll-back: the checkpoint of step {best}, the best validation, is not kept")
+            return False
+
+        return best if run.on_rank_0(there) else None
 
     def _roll_back(self, step: int) -> None:
         """The weights of an earlier step; steps and data position move on.  Surplus groups of the bad weights go."""

@@ -53,7 +53,6 @@ CHANGEABLE = (
     "trainer.grpo.save_rollout_groups",
     "trainer.grpo.logprob_chunk_tokens",
     "trainer.deadlines.",
-    "chain.start_from",
     "model.tensor_model_parallel_size",
     "model.pipeline_model_parallel_size",
     "model.virtual_pipeline_model_parallel_size",
@@ -103,6 +102,8 @@ def load(overrides: list[str], config_file: Path | None = None) -> DictConfig:
         raise ConfigError(f"{error.full_key}: an interpolation cannot be resolved: {_first_line(error)}") from error
     if missing:
         raise ConfigError(f"{missing[0]} must be given: prorl train {missing[0]}=...")
+    if cfg.chain.start_from is not None:
+        cfg.chain.start_from = str(Path(cfg.chain.start_from).absolute())
     check(cfg)
     return cfg
 

@@ -328,6 +328,8 @@ def _resets(cfg: DictConfig) -> None:
     asks = list(cfg.trainer.resets.rules.asks)
     if unknown := [name for name in asks if name not in RESET_RULES]:
         raise _wrong("trainer.resets.rules.asks", asks, f"{unknown[0]} is none of the rules: {', '.join(RESET_RULES)}")
+    if cfg.trainer.resets.roll_back and cfg.trainer.grpo.keep_best == 0:
+        raise _wrong("trainer.grpo.keep_best", 0, "trainer.resets.roll_back needs the best weights kept: 1 or more")
     if cfg.trainer.resets.mode == "auto" and not asks:
         raise _wrong("trainer.resets.rules.asks", asks, "no rule is left to reset; name one, or use mode=advise")
 
@@ -348,11 +350,14 @@ def _pretrained(cfg: DictConfig) -> None:
         said = json.loads((folder / "config.json").read_text())
     except ValueError as error:
         raise _wrong(key, path, f"its config.json is not JSON: {error}") from error
+    check_shape(cfg.model, said, f"{key}={path}")
+
+
+def check_shape(model: DictConfig, said: dict[str, Any], whose: str) -> None:
+    """Raises ConfigError if `model` is another than that of a Hugging Face config.json."""
     for ours, theirs in SHAPE_KEYS.items():
-        if theirs in said and said[theirs] != cfg.model[ours]:
-            raise ConfigError(
-                f"model.{ours}={cfg.model[ours]} does not fit {key}={path}, whose {theirs} is {said[theirs]}"
-            )
+        if theirs in said and said[theirs] != model[ours]:
+            raise ConfigError(f"model.{ours}={model[ours]} does not fit {whose}, whose {theirs} is {said[theirs]}")
 
 
 def _data(cfg: DictConfig) -> None:

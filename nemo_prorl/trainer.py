@@ -27,10 +27,13 @@ if TYPE_CHECKING:
 def train(run: "Run") -> None:
     """Steps until the run ends; resumable at any kill.  Raises StoppedCleanly when asked to stop in between."""
     try:
+        stop_if_asked(run, run.step)  # while engines started
         if run.unfinished is not None:
             finish_step(run, run.unfinished)
         if run.step == 0 and not run.validations:
             run.validate(Metrics(0, run.cfg.stage))
+            if run.checkpoint_due(0):
+                run.save_checkpoint(0)
         for step in run.remaining_steps():
             finish_step(run, train_step(run, step))
     except RolloutAbandoned as stop:  # of a step whose updates are not begun, or of a validation
@@ -51,6 +54,11 @@ def finish_step(run: "Run", metrics: Metrics) -> None:
     elif run.checkpoint_due(step):
         run.save_checkpoint(step)
     run.serve(asked, step)
+    stop_if_asked(run, step)
+
+
+def stop_if_asked(run: "Run", step: int) -> None:
+    """Raises StoppedCleanly, with everything saved, if somebody or the job's end asks for it."""
     if reason := run.stop_reason():
         run.save_checkpoint(step, wait=True)
         raise StoppedCleanly(f"{reason}: stopped after step {step}; the same command continues")

@@ -430,7 +430,7 @@ def test_state_fits() -> None:
     resets.record(2, "at_steps", SHA)
     rates.update("math", True)
     state = {
-        **{"format": 1, "weights_sha256": SHA, "reference_sha256": SHA, "step": 2, "stage": "none", "version": "0.1.0"},
+        **{"format": 2, "weights_sha256": SHA, "reference_sha256": SHA, "step": 2, "stage": "none", "version": "0.1.0"},
         **{"blend": blend.state_dict(), "resets": resets.state_dict(), "validations": {0: SCORES}, "tokens": 40},
         **{"rewards_s": {"wait": 0.5, "open": 1.0}, "phase_s": {"rollout": 2.0}, "metrics_bytes": 100},
         "rollouts": {"surplus": [], "draws": 4, "keep_rates": rates.state_dict()},
@@ -440,9 +440,9 @@ def test_state_fits() -> None:
     }
     assert against("state", {**state, "unfinished": Metrics(3, "none").to_json()}) == []
     assert against("state", state) == []
-    assert against("state", {**state, "format": 2})
+    assert against("state", {**state, "format": 1})
     assert against("state", {k: v for k, v in state.items() if k != "rollouts"})
-    imported = {"format": 1, "weights_sha256": SHA, "reference_sha256": SHA, "step": 0, "imported_from": "/models/x"}
+    imported = {"format": 2, "weights_sha256": SHA, "reference_sha256": SHA, "step": 0, "imported_from": "/models/x"}
     assert against("state", imported) == []
 
 

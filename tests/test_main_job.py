@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
+from nemo_prorl.recipe import killpoints
+
 pytestmark = [pytest.mark.nemo, pytest.mark.vllm, pytest.mark.timeout(900)]
 
 STEPS = 4
@@ -34,11 +36,14 @@ SMALL = [
 class Job:
     """One `prorl train`, or another command, in a process of its own."""
 
-    def __init__(self, root: Path, run_dir: Path, *overrides: str, command: str = "train") -> None:
-        self.run_dir = run_dir
+    def __init__(
+        self, root: Path, run_dir: Path, *overrides: str, command: str = "train", kill_at: str | None = None
+    ) -> None:
+        self.root, self.run_dir = root, run_dir
         words = [sys.executable, "-m", "nemo_prorl.cli", command, f"run_dir={run_dir}", *SMALL, *overrides]
         self.log = run_dir.with_suffix(f".{time.monotonic_ns()}.log")
         env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+        env |= {killpoints.VARIABLE: kill_at} if kill_at else {}
         with self.log.open("w") as f:
             self.process = subprocess.Popen(words, cwd=root, env=env, stdout=f, stderr=subprocess.STDOUT)
 
@@ -93,11 +98,12 @@ def undisturbed(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def disturbed(root: Path, undisturbed: Path) -> Path:
-    """The same run in parts: warmed up alone, the supervisor killed after step 3, the engine after the next start."""
-    warmup = Job(root, undisturbed.with_name("disturbed"), command="warmup")
-    assert warmup.wait() == 0, warmup.text()
-    assert (warmup.run_dir / "base" / "model.safetensors").is_file()
-    job = Job(root, warmup.run_dir)
+    """The same run in parts: the trainer killed within its hard reset, once its checkpoint is complete and the journal
+    does not know it yet; the supervisor after step 3; the engine after the next start."""
+    first = Job(root, undisturbed.with_name("disturbed"), kill_at="reset:checkpointed")
+    assert first.wait() == 1, first.text()
+    assert [e["event"] for e in events_of(first.run_dir)][-1] == "reset_intent"
+    job = Job(root, first.run_dir)
     job.until(lambda: len(metrics_of(job.run_dir)) >= STEPS - 1)
     processes = job.children()
     job.process.kill()
@@ -107,7 +113,7 @@ def disturbed(root: Path, undisturbed: Path) -> Path:
         assert time.monotonic() < end, [p for p in processes if not gone(p)]
         time.sleep(0.1)
     again = Job(root, job.run_dir)
-    again.until(lambda: any(e["event"] == "resume" for e in events_of(job.run_dir)))
+    again.until(lambda: [e["event"] for e in events_of(job.run_dir)].count("resume") == 2)
     engine_process(again).kill()
     assert again.wait() == 0, again.text()
     return job.run_dir
@@ -163,6 +169,64 @@ def test_killed_and_resumed_is_equal_to_the_bit(undisturbed: Path, disturbed: Pa
     rollouts = [(run / "rollouts" / f"step-{STEPS}.jsonl").read_text() for run in (undisturbed, disturbed)]
     assert rollouts[0] == rollouts[1]
     assert (disturbed / "metrics.lost.jsonl").is_file()  # step 3 stood in no checkpoint
+
+
+@pytest.fixture(scope="module")
+def stage(root: Path, undisturbed: Path) -> Path:
+    """A stage that begins from the finished run, and is asked to stop."""
+    log = undisturbed.with_name("told.jsonl")
+    hook = f"""on_event='{sys.executable} -c "import sys; open(sys.argv[1], \\"a\\").write(sys.stdin.read())" {log}'"""
+    overrides = ["stage=run2", f"chain.start_from={undisturbed}", "trainer.resets.at_steps=[]", hook]
+    job = Job(root, undisturbed.with_name("stage"), *overrides, "trainer.grpo.max_steps=40")
+    job.until(lambda: bool(metrics_of(job.run_dir)))
+    asked = subprocess.run(
+        [sys.executable, "-m", "nemo_prorl.cli", "control", str(job.run_dir), "stop"],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert asked.returncode == 0, asked.stderr
+    assert job.wait(120) == 75, job.text()
+    return job.run_dir
+
+
+def test_a_stage_begins_with_the_weights_of_the_one_before(undisturbed: Path, stage: Path) -> None:
+    summary = json.loads((undisturbed / "summary.json").read_text())
+    first = events_of(stage)[0]
+    assert (first["event"], first["stage"], first["step"]) == ("start", "run2", 0)
+    assert first["start_from"] == str(undisturbed / "checkpoints" / f"step-{STEPS:06d}")
+    assert first["weights_sha256"] == summary["weights_sha256"]
+    scores = [[e for e in events_of(run) if e["event"] == "validation"] for run in (undisturbed, stage)]
+    assert (scores[1][0]["step"], scores[1][0]["tasks"]) == (0, scores[0][-1]["tasks"])  # same weights, same seeds
+    assert not (stage / "base").exists()
+
+
+def test_a_stage_begins_with_a_hard_reset(undisturbed: Path, stage: Path) -> None:
+    resets = [e for e in events_of(stage) if e["event"].startswith("reset")]
+    assert [(e["event"], e["step"]) for e in resets] == [("reset_intent", 0), ("reset_commit", 0)]
+    assert resets[1]["reference_sha256"] == json.loads((undisturbed / "summary.json").read_text())["weights_sha256"]
+    kl = [m["kl"] for m in metrics_of(stage)]
+    assert kl[0] == 0.0
+    assert all(value > 1e-6 for value in kl[1:])
+    assert {m["stage"] for m in metrics_of(stage)} == {"run2"}
+
+
+def test_a_live_run_stops_when_asked_and_calls_on_event(stage: Path) -> None:
+    events = [e for e in events_of(stage) if e["event"] in ("control", "stop")]
+    assert [(e["event"], e.get("status")) for e in events] == [("control", "done"), ("stop", None)]
+    assert (stage / "checkpoints" / f"step-{events[1]['step']:06d}" / "state.json").is_file()
+    told = [json.loads(line) for line in stage.with_name("told.jsonl").read_text().splitlines()]
+    assert [e["event"] for e in told] == ["reset", "stop"]
+
+
+@pytest.mark.slow
+def test_a_warm_up_alone(root: Path, tmp_path: Path) -> None:
+    job = Job(root, tmp_path / "run", command="warmup")
+    assert job.wait() == 0, job.text()
+    assert (job.run_dir / "base" / "model.safetensors").is_file()
 
 
 def test_a_finished_run_says_so(root: Path, undisturbed: Path) -> None:

@@ -88,8 +88,8 @@ def tell(folder: Path, names: Sequence[str]) -> None:
                 " ".join(sorted({key.removeprefix("reward/") for m in metrics for key in m if _is_task(key)})),
                 f"{heldout['before']:.3f}" if heldout else "-",
                 f"{heldout['after']:.3f}" if heldout else "-",
-                f"{metrics[-1]['entropy']:.2f}" if metrics else "-",
-                f"{metrics[-1]['kl']:.3f}" if metrics else "-",
+                _last(metrics, "entropy", ".2f"),
+                _last(metrics, "kl", ".3f"),
                 f"{sum(m['rollout/generated_tokens'] for m in metrics):.0f}",
                 ", ".join(f"{r['step']} ({r['reason']})" for r in one.summary["resets"]) or "-",
             )
@@ -114,6 +114,12 @@ class _Run:
         self.validations = {e["step"]: e for e in Journal(folder).events() if e["event"] == "validation"}
 
 
+def _last(metrics: list[dict[str, Any]], key: str, form: str) -> str:
+    """The last value of a metric that there is."""
+    values = [m[key] for m in metrics if m.get(key) is not None]
+    return format(values[-1], form) if values else "-"
+
+
 def _is_task(key: str) -> bool:
     return key.startswith("reward/") and key not in ("reward/all", "reward/shaped")
 
@@ -131,7 +137,12 @@ def draw(names: Sequence[str], runs: Sequence[_Run], path: Path) -> None:
         offsets.append(offsets[-1] + one.summary["step"])
 
     def curve(axis: Any, key: str, label: str) -> None:
-        points = [(o + m["step"], m[key]) for o, r in zip(offsets, runs, strict=False) for m in r.metrics if m.get(key)]
+        points = [
+            (o + m["step"], m[key])
+            for o, r in zip(offsets, runs, strict=False)
+            for m in r.metrics
+            if m.get(key) is not None
+        ]
         if points:
             axis.plot(*zip(*points, strict=True), label=label, linewidth=1)
 

@@ -25,6 +25,7 @@ from nemo_prorl.errors import ConfigError, DataError, UnfitMachine
 from nemo_prorl.events import Events
 from nemo_prorl.launcher.processes import Child, MergedLog, stop_all
 from nemo_prorl.launcher.progress import Progress
+from nemo_prorl.run_stopping import JOB_START
 
 if TYPE_CHECKING:
     from nemo_prorl.config import DataSource
@@ -98,10 +99,11 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     from nemo_prorl.data.blend import load_sources
     from nemo_prorl.data.render import PromptRenderer
     from nemo_prorl.recipe.base_model import make_initial_model
-    from nemo_prorl.recipe.retention import complete
+    from nemo_prorl.recipe.retention import clean, complete
     from nemo_prorl.recipe.stages import origin
     from nemo_prorl.rewards.discovery import discover, make_plugin
     from nemo_prorl.rewards.service import check_sandbox
+    from nemo_prorl.settings_checks import check_shape
 
     if cfg.trainer.num_nodes != 1:
         raise ConfigError(
@@ -119,8 +121,10 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     _check_truths(sources, {task: make_plugin(plugin, settings.get(plugin.name)) for task, plugin in plugins.items()})
     if any(plugin.needs_sandbox for plugin in plugins.values()):
         check_sandbox(cfg.rewards.unsafe_no_sandbox)
+    clean(run_dir / "checkpoints")
     start = None if complete(run_dir / "checkpoints") else origin(cast(Config, cfg), run_dir)
     folder = make_initial_model(cfg, run_dir, start)
+    check_shape(cfg.model, json.loads((folder / "config.json").read_text()), str(folder))
     renderer = PromptRenderer(folder, cfg.trainer.grpo.context_tokens, cfg.trainer.grpo.max_response_tokens)
     for _, records in sources:
         for record in records:
@@ -295,6 +299,7 @@ class Node:
             "MASTER_PORT": str(_free_port()),
             "TORCHELASTIC_RUN_ID": "prorl",
             "PRORL_SUPERVISOR_PID": str(os.getpid()),
+            JOB_START: _job_start(),
             "OMP_NUM_THREADS": threads,
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
@@ -312,6 +317,14 @@ def _plain(value: Any) -> Any:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+_STARTED = time.time()
+
+
+def _job_start() -> str:
+    """When the job began that is paid for: Slurm's, or this command (which may run several stages)."""
+    return os.environ.get(JOB_START) or os.environ.get("SLURM_JOB_START_TIME") or str(_STARTED)
 
 
 def _free_port() -> int:

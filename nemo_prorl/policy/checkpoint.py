@@ -43,7 +43,7 @@ from nemo_prorl.policy.actor import Actor, sha256_of
 from nemo_prorl.recipe.killpoints import killpoint
 from nemo_prorl.recipe.retention import TEMPORARY, put_in_place
 
-FORMAT = 1  # of state.json and of what lies beside it
+FORMAT = 2  # of state.json and of what lies beside it
 REFERENCE = "reference."
 
 
@@ -207,6 +207,11 @@ class Writer:
             raise Deadline(self.seconds, f"{self._folder} to be written (trainer.deadlines.collective_s)").error()
         self._thread, failure, self._failure = None, self._failure, None
         self._agree(self._folder, failure)
+
+    def drain(self, seconds: float) -> None:
+        """After a failure elsewhere: gives the write under way so long to end.  No collective, raises nothing."""
+        if self._thread is not None:
+            self._thread.join(seconds)
 
     def _write_and_tell(self, *arguments: Any) -> None:
         try:

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from nemo_prorl import settings
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.policy.weights import HFFolder, dtype_of, model_keys_from_hf, write_hf_folder
-from nemo_prorl.recipe.retention import complete
+from nemo_prorl.recipe.retention import OLD, TEMPORARY, TRASH, complete
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def _find(path: Path) -> tuple[Path, Path]:
     """(checkpoint folder, folder with config.json and tokenizer) of what a user names."""
     of_run = complete(path / "checkpoints")
     folder = of_run[-1] if of_run else path
-    if not (folder / "state.json").is_file():
+    if not (folder / "state.json").is_file() or folder.suffix in (TEMPORARY, OLD, TRASH):
         raise ConfigError(f"{path} is neither a checkpoint (RUN/checkpoints/step-N) nor a run directory with one")
     if (folder / "hf").is_dir():
         return folder, folder / "hf"

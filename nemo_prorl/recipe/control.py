@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.errors import ConfigError, DeadlineExceeded, ProrlError
+from nemo_prorl.errors import ConfigError, DeadlineExceeded, ProrlError, RewardFailure
 from nemo_prorl.events import Tail, last_lines
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.recipe.records import Journal
@@ -217,9 +217,13 @@ def serve(run: ControlledRun, asked: Sequence[Request], step: int) -> None:
         if request.what == "validate" and not run.heldout:
             status, detail = "refused", "the run has no held-out prompts (data.validation is empty)"
         elif request.what == "validate":
-            scores = run.judge_heldout(Metrics(step, ""))
-            tasks = ", ".join(f"{name} {score['mean']:.4f}" for name, score in scores["tasks"].items())
-            detail = f"held-out mean reward after step {step}: {scores['all']['mean']:.4f} ({tasks})"
+            try:
+                scores = run.judge_heldout(Metrics(step, ""))
+            except RewardFailure as error:  # an extra validation ends no run
+                status, detail = "refused", str(error)
+            else:
+                tasks = ", ".join(f"{name} {score['mean']:.4f}" for name, score in scores["tasks"].items())
+                detail = f"held-out mean reward after step {step}: {scores['all']['mean']:.4f} ({tasks})"
         elif request.what == "checkpoint":
             run.save_checkpoint(step, wait=True)
             detail = f"checkpoint of step {step}"

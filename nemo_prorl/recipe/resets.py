@@ -92,6 +92,20 @@ class Resets:
         self.done, self._fresh, self.told = list(state["done"]), bool(state["fresh"]), list(state["told"])
 
 
+def policy_scores(
+    validations: Mapping[int, Mapping[str, Any]], resets: Iterable[Mapping[str, Any]]
+) -> dict[int, float]:
+    """Mean validation scores by step, each of the weights that the checkpoint of that step holds.
+
+    Where a reset went back to an earlier step, those are that step's weights.
+    """
+    scores = {int(step): float(score["all"]["mean"]) for step, score in validations.items()}
+    for reset in resets:
+        if (back_to := reset.get("rolled_back_to")) is not None:
+            scores[reset["step"]] = scores[back_to]
+    return scores
+
+
 def standard_errors(scores: Mapping[str, Any] | None) -> dict[str, float]:
     """Of a validation as the journal has it, by name."""
     return {name: float(score["se"]) for name, score in scores["tasks"].items()} if scores else {}

@@ -10,7 +10,8 @@ from typing import Any
 from nemo_prorl.algorithms.reset import best_step
 from nemo_prorl.config import Config
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.recipe.retention import complete, step_of
+from nemo_prorl.recipe.resets import policy_scores
+from nemo_prorl.recipe.retention import OLD, TEMPORARY, TRASH, complete, step_of
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Origin:
 
     checkpoint: Path
     run_dir: Path | None
+    newest: Path  # of that run: where it stood in its data
 
 
 def origin(cfg: Config, run_dir: Path) -> Origin | None:
@@ -32,8 +34,11 @@ def origin(cfg: Config, run_dir: Path) -> Origin | None:
     if given is None and chain.after is None:
         return None
     folder = Path(given) if given is not None else run_dir.parent / str(chain.after)
+    if (folder / "state.json").is_file() and folder.suffix in (TEMPORARY, OLD, TRASH):
+        raise ConfigError(f"chain.start_from={given}: is no complete checkpoint; those have no ending in their name")
     if (folder / "state.json").is_file():
-        return Origin(folder, folder.parent.parent if (folder.parent.parent / "config.yaml").is_file() else None)
+        run = folder.parent.parent
+        return Origin(folder, run if (run / "config.yaml").is_file() else None, folder)
     key = f"chain.start_from={given}" if given is not None else f"stage={cfg.stage}"
     if not (folder / "config.yaml").is_file():
         what = "is neither a run directory nor a checkpoint"
@@ -53,7 +58,7 @@ def origin(cfg: Config, run_dir: Path) -> Origin | None:
     newest = checkpoints[-1]
     if step_of(newest) != summary["step"]:
         raise ConfigError(f"{key}: {folder} ended at step {summary['step']}, its newest checkpoint is {newest}")
-    return Origin(best_checkpoint(folder) if cfg.trainer.resets.roll_back else newest, folder)
+    return Origin(best_checkpoint(folder) if cfg.trainer.resets.roll_back else newest, folder, newest)
 
 
 def best_checkpoint(run_dir: Path) -> Path:
@@ -66,9 +71,10 @@ def best_checkpoint(run_dir: Path) -> Path:
 
 def best_kept(state: dict[str, Any], steps: Any) -> int | None:
     """Of these steps the one with the best validation since the last hard reset, as a checkpoint's state tells it."""
-    last = max((reset["step"] for reset in state["resets"]["done"]), default=0)
-    scores = {int(step): scores["all"]["mean"] for step, scores in state["validations"].items() if int(step) in steps}
-    return best_step(scores, last)
+    done = state["resets"]["done"]
+    scores = policy_scores(state["validations"], done)
+    last = max((reset["step"] for reset in done), default=0)
+    return best_step({step: score for step, score in scores.items() if step in steps}, last)
 
 
 def _finished(run_dir: Path) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ from nemo_prorl.errors import RolloutAbandoned, StoppedCleanly
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_GIVEN_UP = "the rollout was given up, because it took too long after a stop"
 
 
 class BackgroundLoop:
@@ -20,7 +21,8 @@ class BackgroundLoop:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._waiting: concurrent.futures.Future[Any] | None = None
+        self._task: asyncio.Task[Any] | None = None  # of what `run` waits for
+        self._abandoned = False
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -33,8 +35,10 @@ class BackgroundLoop:
         if self._loop.is_closed():
             work.close()
             raise StoppedCleanly("the rollouts are closed")
-        future = asyncio.run_coroutine_threadsafe(_first_error_of(work), self._loop)
-        self._waiting = future
+        if self._abandoned:
+            work.close()
+            raise RolloutAbandoned(_GIVEN_UP)
+        future = asyncio.run_coroutine_threadsafe(self._remembered(work), self._loop)
         try:
             while not future.done():
                 concurrent.futures.wait([future], timeout=1.0)
@@ -42,21 +46,34 @@ class BackgroundLoop:
                     raise StoppedCleanly("the rollouts were closed while they were waited for")
             return future.result()
         except concurrent.futures.CancelledError:
-            if self._waiting is None:
-                raise RolloutAbandoned("the rollout was given up, because it took too long after a stop") from None
+            if self._abandoned:
+                raise RolloutAbandoned(_GIVEN_UP) from None
             raise StoppedCleanly("the rollouts were closed while they were waited for") from None
         except BaseException:
             future.cancel()
             raise
-        finally:
-            self._waiting = None
+
+    async def _remembered(self, work: Coroutine[Any, Any, _T]) -> _T:
+        self._task = asyncio.current_task()
+        if self._abandoned:  # between the look at it and here
+            work.close()
+            raise asyncio.CancelledError
+        return await _first_error_of(work)
 
     def abandon(self) -> None:
-        """From any thread: cancels what `run` waits for, if it does."""
-        future, self._waiting = self._waiting, None
-        if future is not None:
-            _log.warning("giving up the rollout under way")
-            future.cancel()
+        """From any thread, for good: what `run` waits for is cancelled, and its next calls raise RolloutAbandoned.
+
+        `run` returns only when the cancelled work has ended: nothing goes on behind its caller's back.
+        """
+        self._abandoned = True
+        _log.warning("giving up the rollout under way, if there is one")
+
+        def cancel() -> None:
+            if self._task is not None:
+                self._task.cancel()
+
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(cancel)
 
     def close(self, last: Coroutine[Any, Any, None], seconds: float = 10.0) -> None:
         """Cancels all that runs, does `last`, and ends the thread.  A second call does nothing."""

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_prorl import __version__
-from nemo_prorl.errors import CheckpointError
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.recipe import retention, stages
 from nemo_prorl.recipe.killpoints import killpoint
@@ -50,9 +49,8 @@ class Checkpoints:
 
     def _resume(self, folder: Path) -> None:
         run = self.run
+        retention.check_continuable(folder)
         state = self.files.load(run.policy, folder)
-        if state["version"] != __version__:
-            raise CheckpointError(f"{folder} was written by version {state['version']}; this is {__version__}")
         run.step = state["step"]
         run.validations = {int(step): scores for step, scores in state["validations"].items()}
         run.resets.load_state_dict(state["resets"])

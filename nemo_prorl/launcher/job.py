@@ -99,7 +99,7 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     from nemo_prorl.data.blend import load_sources
     from nemo_prorl.data.render import PromptRenderer
     from nemo_prorl.recipe.base_model import make_initial_model
-    from nemo_prorl.recipe.retention import clean, complete
+    from nemo_prorl.recipe.retention import check_continuable, clean, complete
     from nemo_prorl.recipe.stages import origin
     from nemo_prorl.rewards.discovery import discover, make_plugin
     from nemo_prorl.rewards.service import check_sandbox
@@ -122,7 +122,9 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     if any(plugin.needs_sandbox for plugin in plugins.values()):
         check_sandbox(cfg.rewards.unsafe_no_sandbox)
     clean(run_dir / "checkpoints")
-    start = None if complete(run_dir / "checkpoints") else origin(cast(Config, cfg), run_dir)
+    if own := complete(run_dir / "checkpoints"):
+        check_continuable(own[-1])
+    start = None if own else origin(cast(Config, cfg), run_dir)
     folder = make_initial_model(cfg, run_dir, start)
     check_shape(cfg.model, json.loads((folder / "config.json").read_text()), str(folder))
     renderer = PromptRenderer(folder, cfg.trainer.grpo.context_tokens, cfg.trainer.grpo.max_response_tokens)

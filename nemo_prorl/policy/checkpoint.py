@@ -41,9 +41,8 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import CheckpointError
 from nemo_prorl.policy.actor import Actor, sha256_of
 from nemo_prorl.recipe.killpoints import killpoint
-from nemo_prorl.recipe.retention import TEMPORARY, put_in_place
+from nemo_prorl.recipe.retention import FORMAT, TEMPORARY, check_format, put_in_place
 
-FORMAT = 2  # of state.json and of what lies beside it
 REFERENCE = "reference."
 
 
@@ -275,8 +274,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         state = json.loads((folder / "state.json").read_text())
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{folder} is no checkpoint: {e}") from e
-    if state.get("format") != FORMAT:
-        raise CheckpointError(f"{folder}: format {state.get('format')!r}, this version continues format {FORMAT} only")
+    check_format(folder, state)
     return state
 
 

@@ -6,17 +6,22 @@ step-000040.old      complete; a new one of the same step is about to take its p
 step-000040.trash    being removed: never loaded
 """
 
+import json
 import logging
 import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from nemo_prorl import __version__
+from nemo_prorl.errors import CheckpointError
 from nemo_prorl.recipe.killpoints import killpoint
 
 _log = logging.getLogger(__name__)
 
+FORMAT = 2  # of state.json and of what lies beside it
 TEMPORARY, OLD, TRASH = ".tmp", ".old", ".trash"
 
 
@@ -41,6 +46,23 @@ def complete(checkpoints: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
     found = checkpoints.glob("step-*")
     return sorted(p for p in found if p.suffix == "" and (p / "state.json").is_file())
+
+
+def check_format(folder: Path, state: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for a checkpoint whose state.json says another format than this code's."""
+    if state.get("format") != FORMAT:
+        raise CheckpointError(f"{folder}: format {state.get('format')!r}, this version continues format {FORMAT} only")
+
+
+def check_continuable(folder: Path) -> None:
+    """Raises CheckpointError, in time for a start to cost nothing, if a run cannot go on from its checkpoint."""
+    try:
+        state = json.loads((folder / "state.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} is no checkpoint: {error}") from error
+    check_format(folder, state)
+    if state.get("version") != __version__:
+        raise CheckpointError(f"{folder} was written by version {state.get('version')}; this is {__version__}")
 
 
 def to_remove(

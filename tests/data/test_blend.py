@@ -290,3 +290,13 @@ def test_a_file_of_several_tasks_is_reduced_to_the_named_ones(tmp_path: Path) ->
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     train, _ = load_sources(DataConfig(train=[DataSource(name="m", path=str(path))], tasks=["stem"]))
     assert [record["id"] for record in train[0][1]] == ["m-0", "m-2", "m-4"]
+
+
+def test_what_was_given_up_is_drawn_again() -> None:
+    blend, other = Blend(sources(), seed=1), Blend(sources(), seed=1)
+    assert draw(blend, 9) == draw(other, 9)
+    position = blend.position()
+    draw(blend, 20)
+    blend.return_to(position)
+    assert blend.state_dict() == other.state_dict()
+    assert draw(blend, 50) == draw(other, 50)

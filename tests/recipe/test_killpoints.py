@@ -64,11 +64,10 @@ def test_every_point_can_be_named() -> None:
         assert wanted({VARIABLE: f"{point}#12"}) == (point, 12)
 
 
-def test_every_point_of_a_checkpoint_write_stands_once_in_the_code(root: Path) -> None:
+def test_every_point_stands_once_in_the_code(root: Path) -> None:
     source = "".join(path.read_text() for path in (root / "nemo_prorl").rglob("*.py"))
     for point in POINTS:
-        if point.startswith("checkpoint:"):
-            assert source.count(f'killpoint("{point}")') == 1, point
+        assert source.count(f'killpoint("{point}")') == 1, point
 
 
 def test_a_point_in_the_code_must_be_listed() -> None:

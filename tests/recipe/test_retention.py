@@ -1,6 +1,7 @@
 """Which checkpoints stay, and that a kill at any moment leaves no half one under a complete one's name."""
 
 import itertools
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from nemo_prorl import __version__
+from nemo_prorl.errors import CheckpointError
 from nemo_prorl.recipe import retention
 from nemo_prorl.recipe.retention import Saved, clean, complete, put_in_place, retain, step_folder, step_of, to_remove
 
@@ -166,3 +169,17 @@ def test_a_kill_while_one_takes_the_place_of_another_leaves_one_of_them(tmp_path
 
     assert dies_at_every_call(lambda: put_in_place(temporary, folder), prepare, check) > 3
     assert len(seen) == 2
+
+
+def test_a_checkpoint_of_other_code_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
+        retention.check_continuable(tmp_path)
+    state.write_text(json.dumps({"format": 1, "version": __version__}))
+    with pytest.raises(CheckpointError, match="format 1, this version continues format 2 only"):
+        retention.check_continuable(tmp_path)
+    state.write_text(json.dumps({"format": retention.FORMAT, "version": "0.0.9"}))
+    with pytest.raises(CheckpointError, match=r"written by version 0.0.9; this is"):
+        retention.check_continuable(tmp_path)
+    state.write_text(json.dumps({"format": retention.FORMAT, "version": __version__}))
+    retention.check_continuable(tmp_path)

@@ -10,6 +10,7 @@ import pytest
 from nemo_prorl import settings
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.launcher.chain import stage_names
+from nemo_prorl.recipe.resets import policy_scores
 from nemo_prorl.recipe.stages import best_kept, origin, take_over_model
 
 Make = Callable[..., Path]
@@ -96,6 +97,22 @@ def test_the_best_is_that_since_the_last_reset_and_kept() -> None:
     assert best_kept(state, {4, 6, 8, 10}) == 8  # the newest of equals; 0 lies before the reset
     assert best_kept(state, {4, 10}) == 10
     assert best_kept(state, {5}) is None
+
+
+def test_after_a_roll_back_a_checkpoint_counts_as_what_it_went_back_to() -> None:
+    """Step 30's checkpoint holds the weights of step 20: better than the 0.2 that step 30 was judged with."""
+    scores = {step: {"all": {"mean": mean}} for step, mean in ((10, 0.3), (20, 0.5), (30, 0.2), (40, 0.4))}
+    done = [{"step": 10}, {"step": 30, "rolled_back_to": 20}]
+    assert policy_scores(scores, done) == {10: 0.3, 20: 0.5, 30: 0.5, 40: 0.4}
+    assert best_kept({"resets": {"done": done}, "validations": scores}, {20, 30, 40}) == 30
+
+
+def test_what_is_still_being_written_is_no_beginning(make: Make, tmp_path: Path) -> None:
+    folder = make("other") / "checkpoints" / "step-000006.tmp"
+    folder.mkdir()
+    (folder / "state.json").write_text("{}")
+    with pytest.raises(ConfigError, match="no complete checkpoint"):
+        origin(config(tmp_path / "run2", f"chain.start_from={folder}"), tmp_path / "run2")
 
 
 def test_the_model_of_the_stage_before_outlives_it(tmp_path: Path) -> None:

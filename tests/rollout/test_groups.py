@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,14 @@ from safetensors.torch import load_file
 
 from nemo_prorl.config import DynamicSamplingConfig
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.errors import DataError, DeadlineExceeded, EngineRefused, RewardFailure, StoppedCleanly
+from nemo_prorl.errors import (
+    DataError,
+    DeadlineExceeded,
+    EngineRefused,
+    RewardFailure,
+    RolloutAbandoned,
+    StoppedCleanly,
+)
 from nemo_prorl.rollout.background import OpenClock
 from nemo_prorl.rollout.client import EnginePool, Response, SamplingParams, read_token
 from nemo_prorl.rollout.groups import CollectedBatch, Group, Rollouts, RolloutSettings, TaskTally
@@ -202,6 +210,27 @@ def test_a_resumed_collector_goes_on_as_if_nothing_had_been() -> None:
     assert half["surplus"]  # otherwise nothing is shown
     assert [summary(b) for b in first + second] == [summary(b) for b in whole]
     assert end == state
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.005, 0.02, 0.05, 0.1])
+def test_a_collection_that_is_given_up_leaves_no_trace(seconds: float) -> None:
+    """Surplus, draws and keep rates are those of before, so that the checkpoint written then is exact."""
+    settings = replace(SETTINGS, dynamic_sampling=DynamicSamplingConfig(oversubscription=2.0, max_draw_factor=5.0))
+    rollouts = Rollouts(Simulated(delay=0.05), EvenIsRight(delay=0.05), Numbered(), decode, settings)
+    try:
+        rollouts.collect(1, 1)
+        before = json.dumps(rollouts.state_dict())
+        assert json.loads(before)["surplus"]
+        threading.Timer(seconds, rollouts.abandon).start()
+        with pytest.raises(RolloutAbandoned):
+            for step in range(2, 50):
+                before = json.dumps(rollouts.state_dict())
+                rollouts.collect(step, step)
+        for _ in range(3):
+            assert json.dumps(rollouts.state_dict()) == before
+            time.sleep(0.05)
+    finally:
+        rollouts.close()
 
 
 class MixedIsRight(EvenIsRight):

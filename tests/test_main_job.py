@@ -223,6 +223,49 @@ def test_a_live_run_stops_when_asked_and_calls_on_event(stage: Path) -> None:
 
 
 @pytest.mark.slow
+def test_stops_that_give_up_change_nothing(root: Path, undisturbed: Path) -> None:
+    """SIGTERM with no patience: in a rollout, in a validation, wherever it falls."""
+    run = undisturbed.with_name("impatient")
+    stops = []
+    for wait_s in (0.1, 0.4, 0.9, 1.4, 2.0, None):
+        job = Job(root, run, "trainer.deadlines.finish_step_s=0.01")
+        events = len(events_of(run)) if (run / "journal.jsonl").is_file() else 0
+        job.until(lambda e=events: (run / "journal.jsonl").is_file() and len(events_of(run)) > e)  # type: ignore[misc]
+        if wait_s is not None:
+            time.sleep(wait_s)
+            job.process.send_signal(signal.SIGTERM)
+        stops.append(job.wait(200))
+        assert stops[-1] in (0, 75), job.text()
+    assert stops[-1] == 0
+    assert stops.count(75) >= 3
+    assert [without_time(m) for m in metrics_of(run)] == [without_time(m) for m in metrics_of(undisturbed)]
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (undisturbed, run)]
+    assert without_time(summaries[1]) == without_time(summaries[0])
+    assert any("given up" in e["reason"] for e in events_of(run) if e["event"] == "stop")
+
+
+@pytest.mark.slow
+def test_an_automatic_reset_on_two_ranks_survives_a_kill(root: Path, undisturbed: Path) -> None:
+    """Every course of the scores is a plateau to these rules; the first rank dies within the first reset."""
+    run = undisturbed.with_name("automatic")
+    rules = ["cooldown_steps=3", "plateau_steps=4", "plateau_gain=1", "plateau_sigma=0", "asks=[plateau]"]
+    overrides = ["trainer.devices=2", "trainer.grpo.max_steps=8", "trainer.grpo.validate_every=1"]
+    overrides += ["trainer.resets.at_steps=[]", "trainer.resets.mode=auto"]
+    overrides += [f"trainer.resets.rules.{rule}" for rule in rules]
+    first = Job(root, run, *overrides, kill_at="reset:optimizer")
+    assert first.wait() == 1, first.text()
+    assert [e["event"] for e in events_of(run)][-1] == "reset_intent"
+    again = Job(root, run, *overrides)
+    assert again.wait() == 0, again.text()
+    commits = [e for e in events_of(run) if e["event"] == "reset_commit"]
+    assert commits
+    assert commits[0]["reason"].startswith("plateau: ")
+    kl = {m["step"]: m["kl"] for m in metrics_of(run)}
+    assert sorted(kl) == list(range(1, 9))
+    assert [step for step in kl if kl[step] == 0.0] == [1, *(e["step"] + 1 for e in commits if e["step"] < 8)]
+
+
+@pytest.mark.slow
 def test_a_warm_up_alone(root: Path, tmp_path: Path) -> None:
     job = Job(root, tmp_path / "run", command="warmup")
     assert job.wait() == 0, job.text()

@@ -1,12 +1,17 @@
 """Creates the two Python environments of this project, or brings them up to date.
 
     python3.11 setup/environments.py [--train-lock FILE] [--rollout-lock FILE] [--torch-index URL]
+    python3 setup/environments.py --in-place     # in NeMo's container: into the Python that is there
+    python3 setup/environments.py --check        # is it still what it was, and can it run this project?
 
 `.venv/train` holds NeMo and the `prorl` command, `.venv/rollout` holds vLLM.  What stands is kept: a stamp inside an
 environment names the lock file, the Python and the projects it was made for, and is written last, after every file of
 every package was found with its right size.  Without a fitting stamp the steps run again (pip skips what is there), so
 a set-up that was interrupted is continued and never used half-made.  Standard library only; exit code 3 when this
 machine is not fit.  All that pip says goes to `.venv/NAME.log`.
+
+NVIDIA's container brings torch, NeMo and Megatron, built for its GPUs.  There `--in-place` adds this project, its
+plugins and those packages of `setup/container.txt` that are not there, and replaces nothing.
 """
 
 from __future__ import annotations
@@ -23,16 +28,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from in_place import IMPORTS, faults, installed, missing_lines
 from lock import normal_name, read_pins
 
 ROOT = Path(__file__).resolve().parent.parent
 VENVS = ROOT / ".venv"
 UNFIT = 3
 STAMP = "prorl-setup.json"
+NEEDED = ROOT / "setup" / "container.txt"
+KEPT = "in-place.json"  # in .venv: {name: version} of all that was there before `--in-place` added anything
+BASE = ("torch", "nemo-toolkit", "megatron-core", "transformer-engine")  # what only the container can bring
 PIP = ["-m", "pip", "--disable-pip-version-check", "--no-input"]
 _log = logging.getLogger("setup")
 
@@ -155,8 +165,12 @@ def check_room(environments: list[Environment]) -> None:
             )
 
 
-def run_pip(env: Environment, arguments: list[str], doing: str, count: int = 0) -> None:
+def run_pip(
+    env: Environment, arguments: list[str], doing: str, count: int = 0, variables: Mapping[str, str] | None = None
+) -> None:
     """Runs pip inside the environment, tells its progress, and turns a failure into advice.
+
+    `variables` are the process's environment where it is not this one's.
 
     pip compiles what it writes.  That takes a third of its time, but without it every start of NeMo takes twice as
     long where PYTHONDONTWRITEBYTECODE is set (37 s of CPU for 18 s).
@@ -166,7 +180,9 @@ def run_pip(env: Environment, arguments: list[str], doing: str, count: int = 0) 
     said: list[str] = []
     with (VENVS / f"{env.name}.log").open("a") as log:
         command = [str(env.python), *PIP, "install", "--progress-bar", "off", *arguments]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=variables
+        )
         assert process.stdout is not None
         for line in process.stdout:
             log.write(line)
@@ -207,6 +223,14 @@ def install_locked(env: Environment, torch_index: str) -> None:
         run_pip(env, [*exact, "-r", str(env.lock)], usual, len(pins))
         index = ["--index-url", torch_index] if torch_index else []
         run_pip(env, [*index, "-c", str(constraints), torch], f"{torch} (usually 0.3 min; a CUDA build takes longer)")
+
+
+def install_projects(env: Environment, variables: Mapping[str, str] | None = None) -> None:
+    """This project and its plugins, editable, without anything they depend on."""
+    if env.projects:
+        editable = [part for project in env.projects for part in ("--editable", str(project))]
+        exact = ["--no-deps", "--no-build-isolation"]
+        run_pip(env, [*exact, *editable], "this project and its plugins", variables=variables)
 
 
 # Runs inside the environment: prints what differs from the pins, one line each.  A file that two packages write
@@ -265,9 +289,7 @@ def make(env: Environment, torch_index: str) -> None:
             reinstall(env, names)
             if wrong := damage(env):
                 raise Unfit(f"{env.folder} is damaged: {'; '.join(wrong[:5])}\nDelete that folder and run again.")
-    if env.projects:
-        editable = [part for project in env.projects for part in ("--editable", str(project))]
-        run_pip(env, ["--no-deps", "--no-build-isolation", *editable], "this project and its plugins")
+    install_projects(env)
     partial = env.folder / (STAMP + ".partial")
     partial.write_text(json.dumps(stamp, indent=1) + "\n")
     partial.replace(env.folder / STAMP)
@@ -295,9 +317,86 @@ def reinstall(env: Environment, names: set[str]) -> None:
         run_pip(env, [*exact, "-r", str(Path(folder, "again.txt"))], f"again: {', '.join(sorted(names))}")
 
 
+class InPlace(Environment):
+    """The Python that runs this, with all that its container brought."""
+
+    @property
+    def python(self) -> Path:
+        return Path(sys.executable)
+
+
+def install_in_place(env: Environment, dry_run: bool) -> None:
+    """Adds to this Python what it lacks; never another version of what it has.
+
+    Its own constraints on pip are put aside: they also hold back packages that are not there, and nothing that is
+    there is touched anyway.
+    """
+    there, lines = installed(), env.lock.read_text().splitlines()
+    if lacking := [name for name in BASE if name not in there]:
+        raise Unfit(
+            f"{sys.executable} has no {', '.join(lacking)}: --in-place is for NVIDIA's NeMo container."
+            " Elsewhere leave it out, and both environments are made."
+        )
+    missing = missing_lines(env.lock, NEEDED, there)
+    added = [line.split()[0] for line in missing]
+    _log.info(
+        "in place: %s has %d packages, all kept; added: %s", sys.executable, len(there), " ".join(added) or "none"
+    )
+    builders = [line for line in lines if normal_name(line.split("==")[0]) in ("setuptools", "wheel")]
+    builders = [line for line in builders if there.get(line.split("==")[0]) != line.split()[0].split("==")[1]]
+    if dry_run:
+        return
+    VENVS.mkdir(exist_ok=True)
+    if not (VENVS / KEPT).exists():  # a second run must not take for the container's what the first one added
+        (VENVS / KEPT).write_text(json.dumps(there, indent=1, sort_keys=True) + "\n")
+    variables = {key: value for key, value in os.environ.items() if key != "PIP_CONSTRAINT"}
+    exact = ["--no-deps", "--require-hashes", "--no-build-isolation"]
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = Path(folder, "wanted.txt")
+        if builders:  # beside the container's own, which stay
+            wanted.write_text("\n".join(builders) + "\n")
+            run_pip(env, [*exact, "--target", folder, "-r", str(wanted)], "what builds packages", variables=variables)
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+        if missing:
+            wanted.write_text("\n".join(missing) + "\n")
+            run_pip(env, [*exact, "-r", str(wanted)], f"{len(missing)} packages", len(missing), variables)
+        install_projects(env, variables)
+
+
+def faults_in_place(env: Environment, imports: list[str]) -> list[str]:
+    """What keeps this Python from running this project, and what was changed in it; empty when all is well."""
+    pins = read_pins(env.lock.read_text())[1]
+    kept = VENVS / KEPT
+    if kept.exists():
+        before, changed = json.loads(kept.read_text()), []
+    elif Path(sys.prefix) == env.folder:
+        before, changed = {}, damage(env)
+    else:
+        raise Unfit(f"{kept} is not there, so what the container brought is not known. Run --in-place first.")
+    series = {n: ".".join(pins[n].split(".")[:2]) for n in ("nemo-toolkit", "megatron-core", "nemo-aligner")}
+    return [*changed, *faults(env.python, before, series, env.projects, imports)]
+
+
+def check(arguments: argparse.Namespace, wanted: list[Environment]) -> None:
+    """Raises Unfit with all that is wrong with this Python and with the rollout environment."""
+    wrong = []
+    for env in wanted:
+        if env.name == "train":
+            wrong += faults_in_place(env, [name for name in arguments.imports.split(",") if name])
+        elif not env.stamped():
+            wrong.append(f"{env.folder} is not there or not whole; run --only {env.name} first")
+        else:
+            wrong += [f"{env.name}: {line}" for line in damage(env)]
+    if wrong:
+        raise Unfit("this is not fit to run the project:\n" + "\n".join(f"  {line}" for line in wrong))
+    there = installed()
+    _log.info("checked: %s", ", ".join(f"{n} {there[n]}" for n in (*BASE, "nemo-aligner", "nemo-prorl") if n in there))
+
+
 def environments(arguments: argparse.Namespace) -> list[Environment]:
     plugins = sorted(p.parent for p in (ROOT / "reward_plugins").glob("*/pyproject.toml"))
-    train = Environment("train", arguments.train_lock, (ROOT, *plugins), gigabytes=3.3, minutes=2)
+    kind = InPlace if getattr(arguments, "in_place", False) or getattr(arguments, "check", False) else Environment
+    train = kind("train", arguments.train_lock, (ROOT, *plugins), gigabytes=3.3, minutes=2)
     rollout = Environment("rollout", arguments.rollout_lock, (ROOT,), gigabytes=2.7, minutes=1.5)
     return [train, rollout]
 
@@ -309,11 +408,31 @@ def main() -> int:
     parser.add_argument("--rollout-lock", type=Path, default=ROOT / "setup" / "rollout.lock")
     parser.add_argument("--only", choices=["train", "rollout"], help="one of the two environments")
     parser.add_argument("--torch-index", default="", help="package index that has the torch build to install")
+    parser.add_argument(
+        "--in-place", action="store_true", help="add train to the Python that runs this (a container's)"
+    )
+    parser.add_argument("--check", action="store_true", help="only look whether that Python and rollout are fit")
+    parser.add_argument("--imports", default=IMPORTS, metavar="A,B", help="modules that --check imports")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="only look whether it could be done, and say what would be"
+    )
     arguments = parser.parse_args()
+    if arguments.in_place and arguments.only == "rollout":
+        parser.error("--in-place is for train; rollout has an environment of its own")
     try:
         wanted = [e for e in environments(arguments) if arguments.only in (None, e.name)]
+        if arguments.check:
+            check(arguments, wanted)
+            return 0
+        if arguments.in_place:
+            install_in_place(wanted.pop(0), arguments.dry_run)
         todo = [e for e in wanted if e.stamp(arguments.torch_index) != e.stamped()]
         if not todo:
+            return 0
+        if arguments.dry_run:
+            for env in todo:
+                check_python(env.lock)
+                _log.info("%s: %d packages of %s", env.folder, len(read_pins(env.lock.read_text())[1]), env.lock)
             return 0
         VENVS.mkdir(exist_ok=True)
         with (VENVS / ".lock").open("w") as held:

@@ -153,13 +153,15 @@ def test_plan_counts_the_layers_parameters() -> None:
 
 def test_status_reads_the_files_of_a_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    (run / "checkpoints" / "step-000020").mkdir(parents=True)
+    for name in ("step-000020", "step-000030.tmp"):  # the second is still being written
+        (run / "checkpoints" / name).mkdir(parents=True)
+        (run / "checkpoints" / name / "state.json").write_text("{}")
     (run / "config.yaml").write_text(settings.resolved_yaml(settings.load(["trainer.grpo.max_steps=40"])))
     lines = [{"step": 1, "kl": 0.0}, {"step": 23, "kl": 0.00123456789, "reward/math": 0.5}]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 24, "k')
     text = overview.status(run)
     assert "23 of 40\n" in text
-    assert "step-000020" in text
+    assert "step-000020\n" in text
     assert "0.00123457" in text
     (run / "summary.json").write_text(json.dumps({"finished": True}))
     assert "23 of 40, finished" in overview.status(run)

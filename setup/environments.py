@@ -421,6 +421,9 @@ def main() -> int:
         parser.error("--in-place is for train; rollout has an environment of its own")
     try:
         wanted = [e for e in environments(arguments) if arguments.only in (None, e.name)]
+        for env in wanted:
+            if not env.lock.exists():
+                raise Unfit(f"{env.lock} is not there. What writes it: docs/container.md.")
         if arguments.check:
             check(arguments, wanted)
             return 0

@@ -69,13 +69,13 @@ def sha256_of(install: dict[str, Any]) -> str:
 
 
 def resolve(source: Path, lock: Path) -> None:
-    """Writes `lock`: the pins of `source` with all they depend on; torch, which its head names, is left out of the lines.
+    """Writes `lock`: the pins of `source` with all they depend on, and what the torch of its head depends on.
 
-    torch is installed in a step of its own, without a hash, since its build differs from place to place.  The libraries
-    that it needs are in the lock.
+    torch itself is installed in a step of its own, without a hash, since its build differs from place to place.
+    Raises ValueError where another Python runs than the head names.
     """
     head, pins = read_pins(source.read_text())
-    wanted = dict(m.groups() for line in head if (m := re.match(r"#\s*(python|torch):\s*(\S+)", line)))
+    wanted = {m[1]: m[2] for line in head if (m := re.match(r"#\s*(python|torch):\s*(\S+)", line))}
     here = "{}.{}".format(*sys.version_info)
     if wanted.get("python") != here or "torch" not in wanted:
         raise ValueError(f"{source}: its head must name 'python: {here}', which runs this, and torch; it has {wanted}")

@@ -175,6 +175,7 @@ def draw(names: Sequence[str], runs: Sequence[_Run], path: Path) -> None:
             axis.text(offset + 0.5, 1.0, name, transform=axis.get_xaxis_transform(), fontsize=7, va="bottom")
             for reset in one.summary["resets"]:
                 axis.axvline(offset + reset["step"] + 0.5, color="firebrick", linestyle="--", linewidth=1)
+        axis.set_title(axis.get_title(), pad=14, fontsize=10)
         axis.set_xlabel("step of the chain (dashed: hard reset)")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)

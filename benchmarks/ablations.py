@@ -66,7 +66,7 @@ ARMS: dict[str, list[str]] = {
     "reset_both": _EVERY,
 }
 GROUPS: dict[str, tuple[str, ...]] = {
-    "temperature of the rollouts": ("temperature_0p6", "temperature_1p0", "prorl", "temperature_1p5"),
+    "temperature of the rollouts": ("prorl", "temperature_0p6", "temperature_1p0", "temperature_1p5"),
     "clipping": ("prorl", "clip_high_0p2", "clip_low_0p1", "clip_0p1_0p2"),
     "dynamic sampling": ("prorl", "static_sampling"),
     "entropy": ("entropy_none", "entropy_kl", "entropy_clip_higher", "entropy_adaptive"),

@@ -56,7 +56,6 @@ ARMS: dict[str, list[str]] = {
     "clip_0p1_0p2": [],
     "static_sampling": [],
     "entropy_none": [],
-    "entropy_kl": [],
     "entropy_clip_higher": [],
     "entropy_adaptive": ["trainer.grpo.adaptive_entropy.target=1.2", "trainer.grpo.adaptive_entropy.step=1e-3"]
     + ["trainer.grpo.adaptive_entropy.maximum=0.02"],
@@ -69,7 +68,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "temperature of the rollouts": ("prorl", "temperature_0p6", "temperature_1p0", "temperature_1p5"),
     "clipping": ("prorl", "clip_high_0p2", "clip_low_0p1", "clip_0p1_0p2"),
     "dynamic sampling": ("prorl", "static_sampling"),
-    "entropy": ("entropy_none", "entropy_kl", "entropy_clip_higher", "entropy_adaptive"),
+    "entropy (clip_high_0p2 is entropy_kl)": ("entropy_none", "clip_high_0p2", "entropy_clip_higher", "entropy_adaptive"),
     "resets": ("reset_none", "reset_reference", "reset_optimizer", "reset_both"),
 }
 CURVES = {

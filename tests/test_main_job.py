@@ -173,14 +173,14 @@ def test_killed_and_resumed_is_equal_to_the_bit(undisturbed: Path, disturbed: Pa
 
 @pytest.fixture(scope="module")
 def stage(root: Path, undisturbed: Path) -> Path:
-    """A stage that begins from the finished run, and is asked to stop."""
+    """A stage that begins from the finished run; while it works it is asked for a checkpoint, then to stop."""
     log = undisturbed.with_name("told.jsonl")
     hook = f"""on_event='{sys.executable} -c "import sys; open(sys.argv[1], \\"a\\").write(sys.stdin.read())" {log}'"""
     overrides = ["stage=run2", f"chain.start_from={undisturbed}", "trainer.resets.at_steps=[]", hook]
     job = Job(root, undisturbed.with_name("stage"), *overrides, "trainer.grpo.max_steps=40")
     job.until(lambda: bool(metrics_of(job.run_dir)))
     asked = subprocess.run(
-        [sys.executable, "-m", "nemo_prorl.cli", "control", str(job.run_dir), "stop"],
+        [sys.executable, "-m", "nemo_prorl.cli", "control", str(job.run_dir), "checkpoint"],
         cwd=root,
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
@@ -189,6 +189,7 @@ def stage(root: Path, undisturbed: Path) -> Path:
         check=False,
     )
     assert asked.returncode == 0, asked.stderr
+    job.process.send_signal(signal.SIGTERM)
     assert job.wait(120) == 75, job.text()
     return job.run_dir
 
@@ -214,10 +215,12 @@ def test_a_stage_begins_with_a_hard_reset(undisturbed: Path, stage: Path) -> Non
     assert {m["stage"] for m in metrics_of(stage)} == {"run2"}
 
 
-def test_a_live_run_stops_when_asked_and_calls_on_event(stage: Path) -> None:
+def test_a_live_run_does_what_it_is_asked_stops_and_calls_on_event(stage: Path) -> None:
     events = [e for e in events_of(stage) if e["event"] in ("control", "stop")]
     assert [(e["event"], e.get("status")) for e in events] == [("control", "done"), ("stop", None)]
+    assert events[0]["detail"] == f"checkpoint of step {events[0]['step']}"
     assert (stage / "checkpoints" / f"step-{events[1]['step']:06d}" / "state.json").is_file()
+    assert metrics_of(stage)[-1]["step"] == events[1]["step"] < 40
     told = [json.loads(line) for line in stage.with_name("told.jsonl").read_text().splitlines()]
     assert [e["event"] for e in told] == ["reset", "stop"]
 
@@ -284,6 +287,7 @@ def test_other_overrides_are_refused(root: Path, undisturbed: Path) -> None:
     assert "seed=7" in job.text()
 
 
+@pytest.mark.slow
 def test_a_clean_stop_and_a_longer_run(root: Path, disturbed: Path) -> None:
     """SIGTERM ends the run after its step with 75; the same command goes on, also to more steps than first asked."""
     longer = f"trainer.grpo.max_steps={STEPS + 40}"

@@ -68,7 +68,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "temperature of the rollouts": ("prorl", "temperature_0p6", "temperature_1p0", "temperature_1p5"),
     "clipping": ("prorl", "clip_high_0p2", "clip_low_0p1", "clip_0p1_0p2"),
     "dynamic sampling": ("prorl", "static_sampling"),
-    "entropy (clip_high_0p2 is entropy_kl)": ("entropy_none", "clip_high_0p2", "entropy_clip_higher", "entropy_adaptive"),
+    # clip_high_0p2 has the values of entropy_kl
+    "entropy": ("entropy_none", "clip_high_0p2", "entropy_clip_higher", "entropy_adaptive"),
     "resets": ("reset_none", "reset_reference", "reset_optimizer", "reset_both"),
 }
 CURVES = {

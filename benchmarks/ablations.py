@@ -82,10 +82,10 @@ CURVES = {
 }
 
 
-def prorl(*words: str) -> None:
+def prorl(*words: str, jobs: int = 1) -> None:
     command = [str(Path(sys.executable).with_name("prorl")), *words]
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, stdout=sys.stderr, cwd=ROOT, env=one_thread)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
+    subprocess.run(command, check=True, stdout=sys.stderr, cwd=ROOT, env=environment)
 
 
 def base_of(seed: int, out: Path) -> Path:
@@ -96,14 +96,14 @@ def base_of(seed: int, out: Path) -> Path:
     return run / "base"
 
 
-def run_arm(arm: str, seed: int, out: Path) -> dict[str, Any]:
-    """Trains one arm with one seed; its curves."""
+def run_arm(arm: str, seed: int, out: Path, jobs: int) -> dict[str, Any]:
+    """Trains one arm with one seed, beside `jobs` - 1 others; its curves."""
     base, run = base_of(seed, out).absolute(), out / f"{arm}-seed{seed}"
     shutil.rmtree(run, ignore_errors=True)  # a half run would count its start twice
     overrides = [f"algorithm={arm}", *COMMON, f"seed={seed}", *ARMS[arm]]
     began = time.monotonic()
     model = [f"pretrained_checkpoint.restore_from_path={base}", "trainer.warmup.steps=0"]
-    prorl("train", f"run_dir={run}", *model, *overrides)
+    prorl("train", f"run_dir={run}", *model, *overrides, jobs=jobs)
     wall_s = time.monotonic() - began
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     events = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
@@ -259,7 +259,7 @@ def main() -> int:
     for seed in args.seeds:
         base_of(seed, args.out)
     with ThreadPoolExecutor(args.jobs) as pool:
-        for result in pool.map(lambda one: run_arm(one[0], one[1], args.out), open_runs):
+        for result in pool.map(lambda one: run_arm(one[0], one[1], args.out, args.jobs), open_runs):
             arm, seed = result["arm"], result["seed"]
             with RESULTS.open("a") as f:
                 f.write(json.dumps({**result, "side_by_side": args.jobs}) + "\n")

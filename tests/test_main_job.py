@@ -169,6 +169,8 @@ def test_killed_and_resumed_is_equal_to_the_bit(undisturbed: Path, disturbed: Pa
     rollouts = [(run / "rollouts" / f"step-{STEPS}.jsonl").read_text() for run in (undisturbed, disturbed)]
     assert rollouts[0] == rollouts[1]
     assert (disturbed / "metrics.lost.jsonl").is_file()  # step 3 stood in no checkpoint
+    resets = [(e["event"], e["step"]) for e in events_of(disturbed) if e["event"].startswith("reset")]
+    assert resets == [("reset_intent", 2), ("reset_commit", 2)]  # the commit is the resume's: the kill fell before it
 
 
 @pytest.fixture(scope="module")

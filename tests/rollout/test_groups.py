@@ -2,11 +2,10 @@
 
 import asyncio
 import json
-import random
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,135 +23,11 @@ from nemo_prorl.errors import (
     StoppedCleanly,
 )
 from nemo_prorl.rollout.background import OpenClock
-from nemo_prorl.rollout.client import EnginePool, Response, SamplingParams, read_token
-from nemo_prorl.rollout.groups import CollectedBatch, Group, Rollouts, RolloutSettings, TaskTally
+from nemo_prorl.rollout.client import EnginePool, Response, read_token
+from nemo_prorl.rollout.groups import CollectedBatch, Group, Rollouts, TaskTally
 from nemo_prorl.rollout.publication import WeightStore
 from tests.rollout.engines import EngineProcess
-
-SETTINGS = RolloutSettings(
-    run_seed=1,
-    prompts_per_step=6,
-    samples_per_prompt=4,
-    temperature=1.2,
-    context_tokens=64,
-    dynamic_sampling=DynamicSamplingConfig(max_draw_factor=5.0),
-    rollout_s=60,
-    reward_s=30,
-)
-
-
-@dataclass(frozen=True)
-class Visit:
-    record: dict[str, Any]
-    prompt_ids: list[int]
-    visit: int
-
-
-class Numbered:
-    """Prompts p0, p1, ... of two tasks."""
-
-    def __init__(self, start: int = 0) -> None:
-        self.drawn = start
-
-    def next(self) -> Visit:
-        k, self.drawn = self.drawn, self.drawn + 1
-        record = {"id": f"p{k}", "task": "ab"[k % 2], "prompt": "?", "truth": {"k": k}}
-        return Visit(record, [3 + (5 * k + j) % 500 for j in range(8)], k // 100)
-
-
-def decode(ids: list[int]) -> str:
-    return " ".join(map(str, ids))
-
-
-class EvenIsRight:
-    """Scores 1 for an even first token: a real function of the response, judged after a random delay."""
-
-    def __init__(self, seed: int = 0, delay: float = 0.0) -> None:
-        self.random, self.delay = random.Random(seed), delay
-        self.requests: list[dict[str, Any]] = []
-        self.closed = False
-
-    async def close(self) -> None:
-        self.closed = True
-
-    def verdict(self, request: dict[str, Any], position: int) -> float | None:
-        """`position`: how many responses to this prompt came before."""
-        return float(int(request["response"].split()[0]) % 2 == 0)
-
-    async def score(self, request: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
-        position = sum(earlier["id"] == request["id"] for earlier in self.requests)
-        self.requests.append(request)
-        await asyncio.sleep(self.random.random() * self.delay)
-        score = self.verdict(request, position)
-        return {"id": request["id"], "score": score, "detail": "the scorer broke" if score is None else ""}
-
-
-class Simulated:
-    """Engines whose tokens follow from the seeds, and whose speed is random, or given for each prompt."""
-
-    def __init__(self, seed: int = 0, delay: float = 0.0, seconds: Callable[[int], float] | None = None) -> None:
-        self.random, self.delay, self.seconds = random.Random(seed), delay, seconds
-        self.asked: list[tuple[list[int], SamplingParams]] = []
-        self.closed = False
-
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        seeds: Sequence[int],
-        sampling: SamplingParams,
-        deadline: Deadline,
-        on_response: Callable[[Response], None] | None = None,
-        version: int | None = None,
-    ) -> list[Response]:
-        self.asked.append((list(prompt_ids), sampling))
-        prompt = len(self.asked) - 1
-
-        async def one(index: int, seed: int) -> Response:
-            await asyncio.sleep(self.seconds(prompt) if self.seconds else self.random.random() * self.delay)
-            rng = random.Random(seed)
-            ids = [rng.randrange(512) for _ in range(rng.randint(1, 5))]
-            response = Response(index, ids, [-1.0 / 3] * len(ids), rng.choice(["stop", "length"]), version or 0)
-            if on_response is not None:
-                on_response(response)
-            return response
-
-        return list(await asyncio.gather(*(one(i, s) for i, s in enumerate(seeds))))
-
-    async def publish(self, path: str, version: int, deadline: Deadline) -> None:
-        return None
-
-    async def health(self) -> dict[str, dict[str, Any]]:
-        return {}
-
-    async def close(self) -> None:
-        self.closed = True
-
-
-def summary(batch: CollectedBatch) -> dict[str, Any]:
-    """All of a batch but the clock."""
-    counts = {k: v for k, v in vars(batch).items() if k not in ("groups", "tasks") and not k.endswith("_s")}
-    return {
-        **counts,
-        "tasks": {k: vars(v) for k, v in batch.tasks.items()},
-        "groups": [g.to_json() for g in batch.groups],
-    }
-
-
-def collected(
-    engines: Any, rewards: Any, settings: RolloutSettings = SETTINGS, steps: int = 1, state: Any = None, start: int = 0
-) -> tuple[list[CollectedBatch], dict[str, Any], int]:
-    """Batches of some steps, the state after them, and how many prompts were drawn."""
-    prompts = Numbered(start)
-    rollouts = Rollouts(engines, rewards, prompts, decode, settings)
-    if state is not None:
-        rollouts.load_state_dict(state)
-    first = 1 if state is None else state["next"]
-    try:
-        batches = [rollouts.collect(step, step) for step in range(first, first + steps)]
-        after = json.loads(json.dumps({**rollouts.state_dict(), "next": first + steps}))
-    finally:
-        rollouts.close()
-    return batches, after, prompts.drawn
+from tests.rollout.simulated import SETTINGS, EvenIsRight, Numbered, Simulated, collected, decode, summary
 
 
 @pytest.mark.vllm

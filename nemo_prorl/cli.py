@@ -43,12 +43,23 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
+    arguments, rest = parser.parse_known_args(_joined(argv))
     if wrong := [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
     if rest:  # overrides that stand after an option
         arguments.overrides += rest
     return arguments
+
+
+def _joined(argv: list[str]) -> list[str]:
+    """`--sbatch "--time=60"` as one word: argparse would take flags that follow an option for options of ours."""
+    words: list[str] = []
+    for word in argv:
+        if words and words[-1] == "--sbatch":
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    return words
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,8 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--measured", metavar="RUN", type=Path, help="a run directory to take both from")
     plan.add_argument("--json", action="store_true", help="one JSON object instead of the tables")
 
-    status = _add(commands, "status", _status, "where a run is")
-    status.add_argument("run_dir", metavar="RUN", type=Path, help="its run directory")
+    status = _add(commands, "status", _status, "where a run is, or each stage of a chain")
+    status.add_argument("run_dir", metavar="RUN", type=Path, help="its run directory, or the folder of prorl launch")
+    status.add_argument("--json", action="store_true", help="one JSON object instead of the table")
 
     import_hf = _add(commands, "import-hf", _import_hf, "a Hugging Face model folder to a checkpoint of this project")
     import_hf.add_argument("hf_dir", metavar="HF_DIR", type=Path)
@@ -135,9 +147,9 @@ def _train(arguments: argparse.Namespace) -> int | None:
     if arguments.dry_run:
         sys.stdout.write(text)
         return 0
-    from nemo_prorl import launcher
+    from nemo_prorl.launcher import job
 
-    result: int | None = launcher.run(cfg, text)
+    result: int | None = job.run(cfg, text)
     return result
 
 
@@ -147,9 +159,9 @@ def _warmup(arguments: argparse.Namespace) -> int | None:
     cfg = settings.load_run(arguments.overrides, arguments.config)
     if cfg.trainer.warmup.steps == 0:
         raise ConfigError("trainer.warmup.steps=0: a warm-up needs 1 step at least")
-    from nemo_prorl import launcher
+    from nemo_prorl.launcher import job
 
-    result: int | None = launcher.warmup(cfg, settings.resolved_yaml(cfg))
+    result: int | None = job.warmup(cfg, settings.resolved_yaml(cfg))
     return result
 
 
@@ -170,9 +182,9 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _status(arguments: argparse.Namespace) -> None:
-    from nemo_prorl import overview
+    from nemo_prorl import status
 
-    sys.stdout.write(overview.status(arguments.run_dir))
+    sys.stdout.write(status.status(arguments.run_dir, arguments.json))
 
 
 def _import_hf(arguments: argparse.Namespace) -> None:

@@ -148,6 +148,8 @@ class DeadlinesConfig:
     publish_s: float = 300.0
     collective_s: float = 1800.0
     stop_s: float = 30.0
+    health_s: float = 120.0  # an engine or reward server that does not answer for so long is started again
+    node_s: float = 60.0  # a node that says nothing for so long is lost
     finish_step_s: float = 120.0  # asked to stop: a rollout that is not done by then is given up
     job_s: float | None = None  # the run stops by itself before so many seconds have passed since its job's start
 
@@ -235,6 +237,14 @@ class ChainConfig:
 
 
 @dataclass
+class LaunchConfig:
+    """Starting the run's processes, above all by Slurm."""
+
+    env: dict[str, str] = field(default_factory=dict)  # of all of them; what the environment holds already wins
+    attempts: int = 3  # so many in a row without a new checkpoint, and a job ends instead of starting again
+
+
+@dataclass
 class Config:
     """The whole configuration of a run."""
 
@@ -251,3 +261,4 @@ class Config:
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
     data: DataConfig = field(default_factory=DataConfig)
     chain: ChainConfig = field(default_factory=ChainConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)

@@ -1,5 +1,7 @@
 """Deadlines: every wait has one, and it names what it waits for."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field

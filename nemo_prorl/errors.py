@@ -1,5 +1,7 @@
 """The errors that cross a boundary of ours.  Each names the boundary, and is a standard exception too."""
 
+from __future__ import annotations
+
 import errno
 
 

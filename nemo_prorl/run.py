@@ -107,7 +107,7 @@ class Run:
             self.requests = control.Requests(self.dir, self.journal, self.alarm)  # before the journal says `resume`
             self.services = Services.connect(self.cfg, self.dir, self.prompts, self.renderer)
             self._stopping.abandons(self.services.rollouts.abandon)
-        self.store = WeightStore(weights_folder(self.dir)) if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None
+        self.store = WeightStore(weights_folder(self.dir, self._node())) if self._publishes() else None
         self.checkpoints.begin()
         if self.rank == 0:
             self.requests.settle(self.step, [reset["reason"] for reset in self.resets.done])
@@ -129,6 +129,14 @@ class Run:
         if self.rank == 0:
             write_hf_folder(folder, iter(tensors), initial_model(self.cfg, self.dir), None)
         dist.barrier()
+
+    def _node(self) -> int | None:
+        """Which node this rank is on, in a run on several."""
+        return int(os.environ["GROUP_RANK"]) if self.cfg.trainer.num_nodes > 1 else None
+
+    def _publishes(self) -> bool:
+        """Whether this rank writes the weights for the engines of its node."""
+        return int(os.environ.get("LOCAL_RANK", 0)) == 0
 
     # --- what the loop asks ----------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ class Services:
         """Waits until every engine and a reward server are ready; raises DeadlineExceeded naming what is missing."""
         endpoints, token_file = run_dir / "endpoints", run_dir / "endpoints" / "token"
         seconds = cfg.trainer.deadlines.startup_s
-        for pattern, count in (("rewards-*.json", 1), ("engine-*.json", cfg.rollout.engines)):
+        for pattern, count in (("rewards-*.json", cfg.trainer.num_nodes), ("engine-*.json", cfg.rollout.engines)):
             what = f"{count} x {endpoints / pattern} (trainer.deadlines.startup_s); see {run_dir / 'logs'}"
             Deadline(seconds, what).wait_until(partial(_are_there, endpoints, pattern, count))
         engines = EnginePool(endpoints, read_token(token_file), cfg.rollout.engines)

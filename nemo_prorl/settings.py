@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 # Sections whose keys have another owner: NeMo's own are those of the yaml in conf/, a plugin's are the plugin's.
 NEMO_SECTIONS = ("model", "exp_manager")
-FREE_SECTIONS = ("rewards.plugins", "data.train.*.options", "data.validation.*.options")
+FREE_SECTIONS = ("rewards.plugins", "launch.env", "data.train.*.options", "data.validation.*.options")
 
 # What a continued run may change, by the beginning of the key; everything else makes it another run.
 CHANGEABLE = (
@@ -71,6 +71,7 @@ CHANGEABLE = (
     "rollout.max_restarts",
     "rewards.workers",
     "rewards.unsafe_no_sandbox",
+    "launch.",
 )
 
 

@@ -68,6 +68,7 @@ AT_LEAST: dict[str, float] = {
     "trainer.grpo.validation_samples": 1,
     "trainer.grpo.validation_temperature": 0,
     "trainer.grpo.save_rollout_groups": -1,
+    "launch.attempts": 1,
     "trainer.resets.every": 1,
     "trainer.resets.kl_after_reset": 0,
     "trainer.resets.lr_warmup_steps": 0,

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from omegaconf import DictConfig
 
-import nemo_prorl.launcher
-from nemo_prorl import cli, errors, overview, settings
+import nemo_prorl.launcher.job
+from nemo_prorl import cli, errors, overview, settings, status
 
 Prorl = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -50,10 +50,10 @@ def test_a_full_disk_is_said_in_one_line(
     def fail(*_: object) -> str:
         raise error
 
-    monkeypatch.setattr(overview, "status", fail)
+    monkeypatch.setattr(status, "status", fail)
     assert cli.main(["status", "run"]) == 1
     assert "no space left on the disk" in caplog.text
-    monkeypatch.setattr(overview, "status", lambda *_: 1 / 0)
+    monkeypatch.setattr(status, "status", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.main(["status", "run"])
 
@@ -104,7 +104,7 @@ def test_train_hands_the_configuration_to_the_launcher(monkeypatch: pytest.Monke
         got.update(steps=cfg.trainer.grpo.max_steps, read=yaml.safe_load(text)["trainer"]["grpo"]["max_steps"])
         return 75
 
-    monkeypatch.setattr(nemo_prorl.launcher, "run", run)
+    monkeypatch.setattr(nemo_prorl.launcher.job, "run", run)
     assert cli.main(["train", "trainer.grpo.max_steps=6"]) == 75
     assert got == {"steps": 6, "read": 6}
 
@@ -129,7 +129,7 @@ def test_each_error_has_its_exit_code(
         if error is not None:
             raise error
 
-    monkeypatch.setattr(nemo_prorl.launcher, "run", run)
+    monkeypatch.setattr(nemo_prorl.launcher.job, "run", run)
     assert cli.main(["train"]) == code
     assert ("x is wrong" in caplog.text) == isinstance(error, errors.ProrlError)
 
@@ -159,9 +159,9 @@ def test_status_reads_the_files_of_a_run(tmp_path: Path) -> None:
     (run / "config.yaml").write_text(settings.resolved_yaml(settings.load(["trainer.grpo.max_steps=40"])))
     lines = [{"step": 1, "kl": 0.0}, {"step": 23, "kl": 0.00123456789, "reward/math": 0.5}]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 24, "k')
-    text = overview.status(run)
+    text = status.status(run)
     assert "23 of 40\n" in text
     assert "step-000020\n" in text
     assert "0.00123457" in text
     (run / "summary.json").write_text(json.dumps({"finished": True}))
-    assert "23 of 40, finished" in overview.status(run)
+    assert "23 of 40, finished" in status.status(run)

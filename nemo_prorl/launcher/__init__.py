@@ -1,7 +1,4 @@
-"""Starting a run on this machine: the node supervisor, its progress display, and what it says at the end."""
+"""Starting a run: the supervisor of a node, the line between nodes, Slurm, and what is said at the end.
 
-from typing import Any
-
-from nemo_prorl.launcher.job import run, warmup
-
-__all__: list[Any] = ["run", "warmup"]
+Imports nothing: the Slurm script uses `link` and `slurm` with a Python that has none of our packages.
+"""

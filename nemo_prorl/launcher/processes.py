@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from nemo_prorl.errors import ProrlError
 
@@ -18,6 +19,12 @@ _log = logging.getLogger(__name__)
 
 class ProcessFailed(ProrlError, RuntimeError):
     """A child of the supervisor ended that the run cannot do without."""
+
+
+class Lines(Protocol):
+    """Where the lines of the processes go together."""
+
+    def write(self, name: str, line: str) -> None: ...
 
 
 class MergedLog:
@@ -40,7 +47,7 @@ class Child:
     command: Sequence[str]
     env: Mapping[str, str]
     log_file: Path
-    merged: MergedLog
+    merged: Lines
     restarts: int = 0
     endpoint: Path | None = None  # removed before a start, so that nobody asks the dead
     on_line: Callable[[str], None] | None = None

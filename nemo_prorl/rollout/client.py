@@ -168,12 +168,17 @@ class _Slot:
     name: str
     pid: int
     client: EngineClient
+    weights_dir: Path | None = None  # of its node
     loaded: int | None = None  # the version that this pool has loaded into it
     in_flight: int = 0
     failures: int = 0
     retry_at: float = 0.0  # monotonic
     last_error: str = ""
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def path_of(self, published: str) -> str:
+        """A published file as this engine's node has it: every node writes its own, under the same name."""
+        return published if self.weights_dir is None else str(self.weights_dir / Path(published).name)
 
     def failed(self, error: Exception) -> None:
         self.failures += 1
@@ -225,13 +230,14 @@ class EnginePool:
                 endpoint = json.loads(file.read_text(encoding="utf-8"))
                 name, url, pid = file.stem, str(endpoint["url"]), int(endpoint["pid"])
                 ready = endpoint["state"] == "ready"
+                weights_dir = Path(endpoint["weights_dir"]) if endpoint.get("weights_dir") else None
             except (OSError, ValueError, KeyError, TypeError):
                 continue  # half written by a foreign hand, or just gone
             old = self._slots.get(name)
             if old is not None and (old.client.url, old.pid) == (url, pid):
                 found[name] = old
             elif ready:
-                found[name] = _Slot(name, pid, EngineClient(session, url, self._token))
+                found[name] = _Slot(name, pid, EngineClient(session, url, self._token), weights_dir)
         for name, slot in self._slots.items():
             if slot.last_error:
                 self._last_failure[name] = slot.last_error
@@ -336,7 +342,7 @@ class EnginePool:
         async with slot.loading:
             path, version = self.current
             if slot.loaded != version:
-                await slot.client.load_weights(path, version, deadline)
+                await slot.client.load_weights(slot.path_of(path), version, deadline)
                 slot.loaded = version
 
     async def publish(self, path: str | Path, version: int, deadline: Deadline) -> None:

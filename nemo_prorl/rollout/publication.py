@@ -26,11 +26,14 @@ _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", tor
 _COPY_BYTES = 1 << 24
 
 
-def weights_folder(run_dir: str | Path, base: str | Path = "/dev/shm") -> Path:
-    """The folder of a run's published weights: the same on every node, other for every user and run directory."""
+def weights_folder(run_dir: str | Path, node: int | None = None, base: str | Path = "/dev/shm") -> Path:
+    """The folder of a run's published weights: another for every user and run directory.
+
+    `node`: of a run on several; with it nodes that share a machine keep apart.
+    """
     real = os.path.realpath(run_dir)
     digest = hashlib.blake2b(real.encode(), digest_size=8).hexdigest()
-    return Path(base) / f"prorl-{os.getuid()}-{digest}"
+    return Path(base) / f"prorl-{os.getuid()}-{digest}{'' if node is None else f'-{node}'}"
 
 
 class WeightStore:

@@ -367,6 +367,7 @@ def write_endpoint(args: argparse.Namespace, port: int) -> None:
         "url": f"http://{host}:{port}",
         "pid": os.getpid(),
         "state": "ready",
+        "weights_dir": args.weights_dir,
         "weight_version": UNPUBLISHED,
     }
     temporary = f"{args.endpoint_file}.{os.getpid()}.tmp"

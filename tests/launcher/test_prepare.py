@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from nemo_prorl.errors import ConfigError, DataError, ProrlError, UnfitMachine
-from nemo_prorl.launcher.job import prepare, run
+from nemo_prorl.launcher.job import run
+from nemo_prorl.launcher.prepare import prepare
 from nemo_prorl.settings import load, resolved_yaml
 
 GOOD = {"id": "a-1", "task": "math", "prompt": "Compute 1 + 1.", "truth": {"answer": "2"}, "source": "s", "meta": {}}

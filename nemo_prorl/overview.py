@@ -1,16 +1,11 @@
-"""Plain tables for a terminal: a run before it starts (`prorl plan`) and while it is under way (`prorl status`)."""
+"""Plain tables for a terminal: a run before it starts (`prorl plan`)."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
-from nemo_prorl.errors import ConfigError
 from nemo_prorl.recipe.memory import GB, PUBLISHED_VERSIONS
 from nemo_prorl.recipe.plan import NAMES, PAPER_GPU_HOURS, Chain, Stage
-from nemo_prorl.recipe.retention import complete
-from nemo_prorl.settings import read_config
 
 
 def plan(cfg: DictConfig, chain: Chain) -> str:
@@ -173,41 +168,6 @@ def _count(number: float | None) -> str:
         if number >= size:
             return f"{number / size:,.2f}{unit}"
     return f"{number:,.0f}" if number >= 100 or float(number).is_integer() else f"{number:.3g}"
-
-
-def status(run_dir: Path) -> str:
-    """Where the run of a run directory is, from the files in it; raises ConfigError where it holds none."""
-    if not (run_dir / "config.yaml").is_file():
-        raise ConfigError(f"{run_dir} holds no run: it has no config.yaml")
-    cfg = read_config(run_dir / "config.yaml")
-    metrics, journal = _last_line(run_dir / "metrics.jsonl"), _last_line(run_dir / "journal.jsonl")
-    summary = run_dir / "summary.json"
-    finished = summary.is_file() and json.loads(summary.read_text()).get("finished", False)
-    checkpoints = [p.name for p in complete(run_dir / "checkpoints")]
-    rows: dict[str, Any] = {
-        "run directory": run_dir,
-        "stage": cfg.stage,
-        "step": f"{metrics.get('step', 0)} of {cfg.trainer.grpo.max_steps}{', finished' if finished else ''}",
-        "last checkpoint": checkpoints[-1] if checkpoints else "none",
-    }
-    for key, value in metrics.items():
-        if key in ("kl", "entropy") or key.startswith(("reward/", "keep_rate/", "validation/")):
-            rows[key] = f"{value:.6g}" if isinstance(value, float) else value
-    if journal:
-        rows["journal"] = json.dumps(journal)
-    return _table(rows)
-
-
-def _last_line(path: Path) -> dict[str, Any]:
-    """The last whole JSON line of a file, or nothing; a line that is just being written is passed over."""
-    lines = path.read_text().splitlines() if path.is_file() else []
-    for line in reversed(lines):
-        try:
-            read: dict[str, Any] = json.loads(line)
-            return read
-        except ValueError:
-            continue
-    return {}
 
 
 def _millions(model: DictConfig) -> float:

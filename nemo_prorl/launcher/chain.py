@@ -1,27 +1,36 @@
-"""`prorl launch --here`: stages one after the other on this machine, and what they came to together."""
+"""`prorl launch`: stages one after the other, here or as jobs of Slurm, and what they came to together."""
 
 import argparse
+import contextlib
 import json
 import logging
 import re
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from omegaconf import DictConfig
 
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.recipe.records import Journal
 
 _log = logging.getLogger(__name__)
 
+_OWN = ("run_dir", "chain.start_from")  # overrides of the chain and of its first stage
+
 
 def add_parser(commands: Any) -> None:
     """Adds `launch` to the main command line."""
-    text = "run several stages, each from the one before; again: goes on where it stopped"
+    text = "several stages, each from the one before: as jobs of Slurm or on this machine; again: goes on"
     parser = commands.add_parser("launch", help=text, description=text)
     parser.add_argument("--stages", required=True, metavar="run1..run8", help="first and last, or a list: run1,run2")
-    parser.add_argument("--here", action="store_true", help="on this machine, one after the other")
+    parser.add_argument("--here", action="store_true", help="on this machine, one after the other, without Slurm")
+    parser.add_argument("--sbatch", metavar="FLAGS", help="flags of sbatch for every job, as one word in quotes")
+    parser.add_argument("--container-image", metavar="IMG", help="as slurm/stage.sbatch takes it")
+    parser.add_argument("--container-mounts", metavar="A:B", help="as slurm/stage.sbatch takes it")
     parser.add_argument("--dry-run", action="store_true", help="say what would run and start nothing")
     parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", default=[], help="KEY=VALUE, for every stage")
     parser.set_defaults(run_command=run)
@@ -29,33 +38,91 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The exit code of the first stage that does not end with 0; else 0.  Raises ConfigError before anything starts."""
-    from nemo_prorl import launcher, settings
-
     if not args.here:
-        raise ConfigError("--here is missing: this version runs a chain on one machine only")
-    names = stage_names(args.stages, settings.group_options()["stage"])
-    given = {text.partition("=")[0]: text.partition("=")[2] for text in args.overrides}
+        from nemo_prorl.launcher import chain_slurm
+
+        root = chain_slurm.project_root()
+        folder, stages = read_chain(args.stages, args.overrides, root)
+        if all(stage.finished for stage in stages):
+            _log.info("all stages of %s are finished", folder)
+            if not args.dry_run:
+                tell(folder, [stage.name for stage in stages])
+            return 0
+        chain_slurm.launch(root, folder, stages, args)
+        return 0
+    if given := [f"--{key}" for key in ("sbatch", "container-image", "container-mounts") if _given(args, key)]:
+        raise ConfigError(f"{given[0]} is for jobs of Slurm: leave it out, or leave out --here")
+    return _run_here(*read_chain(args.stages, args.overrides), args.dry_run)
+
+
+def _given(args: argparse.Namespace, key: str) -> bool:
+    return getattr(args, key.replace("-", "_")) is not None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage as it will run: its overrides but for `stage=NAME`, and the checked configuration that they make."""
+
+    name: str
+    overrides: list[str]
+    cfg: DictConfig
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.cfg.run_dir)
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to do."""
+        try:
+            summary = json.loads((self.run_dir / "summary.json").read_text())
+        except (OSError, ValueError):
+            return False
+        return bool(summary["finished"] and summary["step"] >= self.cfg.trainer.grpo.max_steps)
+
+
+def read_chain(text: str, overrides: Sequence[str], root: Path | None = None) -> tuple[Path, list[Stage]]:
+    """The chain's folder and the stages that `--stages` names; raises ConfigError where one is wrong.
+
+    `root`: where they will run, if not here.  Then the chain's own paths become absolute, and other relative ones are
+    looked for there.
+    """
+    from nemo_prorl import settings
+
+    names = stage_names(text, settings.group_options()["stage"])
+    given = {key: value for key, _, value in (word.partition("=") for word in overrides)}
     if "stage" in given:
         raise ConfigError(f"stage={given['stage']}: the stages are those of --stages")
     folder = Path(given.get("run_dir") or "runs/prorl")
-    own = ("run_dir=", "chain.start_from=")  # of the chain and of its first stage
-    rest = [text for text in args.overrides if not text.startswith(own)]
-    first = [text for text in args.overrides if text.startswith(own[1])]
-    configs = []
-    for name in names:
-        overrides = [f"stage={name}", f"run_dir={folder / name}", *rest, *(first if name == names[0] else [])]
-        configs.append((name, settings.load_run(overrides)))
-        if args.dry_run:
-            sys.stdout.write(f"prorl train {shlex.join(overrides)}\n")
-    if args.dry_run:
-        return 0
-    for place, (name, cfg) in enumerate(configs, 1):
-        _log.info("stage %s, %d of %d, in %s", name, place, len(configs), cfg.run_dir)
-        code: int = launcher.run(cfg, settings.resolved_yaml(cfg))
+    start = given.get("chain.start_from")
+    if root is not None:
+        folder = folder.absolute()
+        start = start if start in (None, "null") else str(Path(str(start)).absolute())
+    rest = [word for word in overrides if word.partition("=")[0] not in _OWN]
+    first = [] if start is None else [f"chain.start_from={start}"]
+    stages = []
+    with contextlib.chdir(root or Path.cwd()):
+        for name in names:
+            words = [f"run_dir={folder / name}", *rest, *(first if name == names[0] else [])]
+            stages.append(Stage(name, words, settings.load_run([f"stage={name}", *words])))
+    return folder, stages
+
+
+def _run_here(folder: Path, stages: Sequence[Stage], dry_run: bool) -> int:
+    from nemo_prorl import settings
+    from nemo_prorl.launcher import job
+
+    for place, stage in enumerate(stages, 1):
+        if dry_run:
+            sys.stdout.write(f"prorl train {shlex.join([f'stage={stage.name}', *stage.overrides])}\n")
+            continue
+        _log.info("stage %s, %d of %d, in %s", stage.name, place, len(stages), stage.run_dir)
+        code: int = job.run(stage.cfg, settings.resolved_yaml(stage.cfg))
         if code:
-            _log.error("stage %s ended with %d; the same command goes on from there", name, code)
+            _log.error("stage %s ended with %d; the same command goes on from there", stage.name, code)
             return code
-    tell(folder, names)
+    if not dry_run:
+        tell(folder, [stage.name for stage in stages])
     return 0
 
 

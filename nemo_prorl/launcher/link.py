@@ -146,6 +146,7 @@ class Leader:
         self._server = socket.create_server(("", port), backlog=256)
         self.port: int = self._server.getsockname()[1]
         self._changed = threading.Condition()
+        self._last_words: dict[str, Any] | None = None  # for who comes after the end
         threading.Thread(target=self._accept, daemon=True, name="link").start()
 
     def _accept(self) -> None:
@@ -179,6 +180,7 @@ class Leader:
             else:
                 self.lines[int(node)] = line
             line.begin()
+            self._part_from(node, line)
             self._changed.notify_all()
 
     def wait_for_all(self, deadline: Deadline) -> None:
@@ -195,14 +197,34 @@ class Leader:
         for line in list(self.lines.values()):
             line.send(kind, **fields)
 
-    def close(self, seconds: float) -> None:
-        """Gives the nodes so long to go, then hangs up."""
+    def part(self, outcome: dict[str, Any]) -> None:
+        """Tells how the run ended: the nodes its exit code, who started them everything; also those yet to come."""
+        with self._changed:
+            self._last_words = outcome
+            for node, line in self.lines.items():
+                self._part_from(node, line)
+            if self.starter is not None:
+                self._part_from(STARTER, self.starter)
+
+    def _part_from(self, node: int | str, line: Line) -> None:
+        if self._last_words is not None and node == STARTER:
+            line.send("outcome", **self._last_words)
+        elif self._last_words is not None:
+            line.send("stop", code=self._last_words["code"])
+
+    def close(self, seconds: float, starter: bool = False) -> None:
+        """Gives the nodes, and with `starter` who started them, so long to come and to hear of the end."""
         end = time.monotonic() + seconds
-        while time.monotonic() < end and any(line.lost is None for line in self.lines.values()):
+        while time.monotonic() < end and not self._all_heard(starter):
             time.sleep(0.05)
         for line in [*self.lines.values(), *([self.starter] if self.starter else [])]:
             line.close()
         self._server.close()
+
+    def _all_heard(self, starter: bool) -> bool:
+        with self._changed:  # who is being greeted has not heard it yet
+            gone = all(line.lost is not None for line in self.lines.values())
+            return gone and len(self.lines) == self.nodes - 1 and (self.starter is not None or not starter)
 
 
 def join(host: str, port: int, token: str, node: int | str, name: str, silence_s: float, deadline: Deadline) -> Line:

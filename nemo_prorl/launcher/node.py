@@ -195,6 +195,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--silence-s", type=float, default=60.0, help="a node that says nothing for so long is lost")
     parser.add_argument("--join-s", type=float, default=300.0, help="for the leader to listen")
     parser.add_argument("--lock-wait-s", type=float, default=0.0, help="for an earlier job to leave the run directory")
+    parser.add_argument("--starter", action="store_true", help="who started the nodes will connect and ask for the end")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format=f"{args.host}: %(message)s", stream=sys.stderr)
@@ -230,10 +231,8 @@ def _lead(args: argparse.Namespace, host: str, port: int, token: str) -> int:
         _log.error("%s", traceback.format_exc())
         end = End(1, f"{type(error).__name__}: {error}", args.host)
     finally:
-        leader.tell("stop", code=end.code)
-        if leader.starter is not None:
-            leader.starter.send("outcome", **end.to_json())
-        leader.close(seconds=20.0)
+        leader.part(end.to_json())
+        leader.close(seconds=20.0, starter=args.starter)
     return end.code
 
 

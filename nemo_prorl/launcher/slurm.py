@@ -38,11 +38,13 @@ from nemo_prorl.deadlines import Deadline  # noqa: E402
 from nemo_prorl.errors import DeadlineExceeded, ProrlError  # noqa: E402
 from nemo_prorl.launcher.link import STARTER, Line, join  # noqa: E402
 
+OWN_PYTHON = str(ROOT / ".venv" / "train" / "bin" / "python")
 IN_CONTAINER = "/opt/nemo_prorl"  # where the Dockerfile puts the project
 STOPPED = 75
 _SHOWN = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "NVTE_", "OMP_", "PRORL_", "SLURM_TOPOLOGY")
 _NOT_SHOWN = ("PRORL_LINK_TOKEN",)
 _SRUN_ENDS_S = 90.0  # after the leader told how the run ended
+_LAST_WORDS_S = 10.0  # for what the leader said last to arrive
 _LOCK_WAIT_S = 120.0  # for what is left of an earlier attempt to leave the run directory
 _PROBE_S = 60.0  # for every node to start something
 _REQUEUED_S = 300.0  # to be ended by Slurm after a requeue
@@ -162,7 +164,7 @@ class Driver:
     def python(self) -> list[str]:
         if self.args.python:
             return [str(self.args.python)]
-        return ["python3"] if self.args.container_image else [str(ROOT / ".venv" / "train" / "bin" / "python")]
+        return ["python3"] if self.args.container_image else [OWN_PYTHON]
 
     def srun(self, nodes: int) -> list[str]:
         """One task a node with all of the node's processors, in the container where there is one."""
@@ -178,21 +180,22 @@ class Driver:
         return command
 
     def node_command(self, port: int) -> list[str]:
-        wait = _LOCK_WAIT_S if self.job.restart or self.begun() else 0.0
+        wait = _LOCK_WAIT_S if self.job.restart or len(self.begun()) > 1 else 0.0  # this one has begun already
         command = [*self.srun(self.plan["num_nodes"]), "--kill-on-bad-exit=1", "--unbuffered", *self.python()]
-        command += ["-m", "nemo_prorl.launcher.node", f"--nodes={self.plan['num_nodes']}"]
+        command += ["-m", "nemo_prorl.launcher.node", "--starter", f"--nodes={self.plan['num_nodes']}"]
         command += [f"--leader={self.job.host}:{port}", f"--silence-s={self.plan['node_s']:g}"]
         return [*command, f"--join-s={self.plan['startup_s']:g}", f"--lock-wait-s={wait:g}", *self.overrides]
 
     def load_plan(self) -> None:
         """What the configuration says of the job.  Ends this process where it is wrong."""
-        command = [*self.python(), "-m", "nemo_prorl.launcher.allocation", *self.overrides]
+        ask = ["-m", "nemo_prorl.launcher.allocation", *self.overrides]
         if self.args.container_image and not self.args.dry_run:
-            command = [*self.srun(1), *command]
-        elif not shutil.which(command[0]):
-            raise Unfit(f"{command[0]} is not there: make setup makes it; or --container-image=IMAGE after the stage")
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-        env = dict(os.environ) if self.args.container_image and not self.args.dry_run else env
+            command, env = [*self.srun(1), *self.python(), *ask], dict(os.environ)
+        else:
+            python = self.args.python or OWN_PYTHON
+            if not shutil.which(python):
+                raise Unfit(f"{python} is not there: make setup makes it; or --container-image=IMAGE after the stage")
+            command, env = [python, *ask], with_path()
         done = subprocess.run(command, check=False, stdout=subprocess.PIPE, env=env, text=True)
         if done.returncode:
             raise SystemExit(done.returncode)
@@ -350,19 +353,20 @@ class Driver:
                 end_by = threading.Timer(_SRUN_ENDS_S, _end, [srun])
                 end_by.daemon = True
                 end_by.start()
-        if outcome is None and self.line is not None:
-            time.sleep(0.5)  # what it said last may still be on its way
-            outcome = self._outcome(self.line)
-        if self.line is not None:
-            self.line.close()
+        end, line = time.monotonic() + _LAST_WORDS_S, self.line
+        while outcome is None and line is not None and time.monotonic() < end:
+            gone = line.lost is not None  # looked at first: what it said last is there then
+            outcome = self._outcome(line)
+            if gone:
+                break
+            time.sleep(0.05)
+        if line is not None:
+            line.close()
         self.line = None
         return outcome or {"code": 1, "what": f"srun ended with status {srun.returncode} before the nodes had met"}
 
     def environment(self, token: str) -> dict[str, str]:
-        env = {**os.environ, "PRORL_LINK_TOKEN": token}
-        if not self.args.container_image:
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        return env
+        return {**(os.environ if self.args.container_image else with_path()), "PRORL_LINK_TOKEN": token}
 
     def _join(self, port: int, token: str, srun: subprocess.Popen[bytes]) -> None:
         while srun.poll() is None:
@@ -444,6 +448,11 @@ class Driver:
                 time.sleep(0.2)
         else:
             say("the job could not be requeued; the same sbatch command goes on from here")
+
+
+def with_path() -> dict[str, str]:
+    """The environment of a Python that imports this very project."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

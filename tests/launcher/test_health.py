@@ -1,0 +1,66 @@
+"""A service that lives and does not answer is killed, so that its supervisor starts it again."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nemo_prorl.config import DeadlinesConfig
+from nemo_prorl.launcher.health import Health
+from nemo_prorl.launcher.processes import Child, MergedLog, stop_all
+
+SERVER = """
+import http.server, json, os, sys, time
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        told = self.headers["Authorization"] == "Bearer secret" and self.path == "/v1/health"
+        while os.path.exists(sys.argv[2]): time.sleep(0.1)
+        self.send_response(200 if told else 401)
+        self.end_headers()
+    def log_message(self, *words): pass
+
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+url = f"http://127.0.0.1:{server.server_port}"
+with open(sys.argv[1] + ".tmp", "w") as file:
+    json.dump({"kind": "rewards", "url": url, "pid": os.getpid(), "state": "ready"}, file)
+os.replace(sys.argv[1] + ".tmp", sys.argv[1])
+server.serve_forever()
+"""
+
+
+@pytest.mark.parametrize("ready", [True, False], ids=["hangs later", "never gets ready"])
+def test_a_silent_service_is_started_again(tmp_path: Path, ready: bool) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    endpoint, hang = tmp_path / "rewards-0.json", tmp_path / "hang"
+    command = [sys.executable, "-c", SERVER if ready else "import time; time.sleep(100)", str(endpoint), str(hang)]
+    merged = MergedLog(tmp_path / "all.log")
+    child = Child("rewards-0", command, {}, tmp_path / "log", merged, restarts=1, endpoint=endpoint)
+    deadlines = DeadlinesConfig(health_s=2.0, startup_s=60.0 if ready else 2.0)
+    health = Health([child], tmp_path / "token", deadlines)
+    child.start()
+    assert child.process is not None
+    first = child.process.pid
+
+    def run_for(seconds: float, until_restart: bool) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not (
+            until_restart and child.process is not None and child.process.pid != first
+        ):
+            child.keep_up()
+            health.update()
+            time.sleep(0.05)
+
+    try:
+        if ready:
+            run_for(4.0, until_restart=False)
+            assert child.process.pid == first
+            assert json.loads(endpoint.read_text())["pid"] == first
+            hang.touch()
+        run_for(20.0, until_restart=True)
+        assert child.process.pid != first
+    finally:
+        health.close()
+        stop_all([child], 0.0, quiet=True)

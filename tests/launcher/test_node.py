@@ -1,0 +1,114 @@
+"""How several nodes agree on the end of a run.  Whole runs on several nodes are in tests/cluster."""
+
+import signal
+from typing import Any
+
+import pytest
+
+from nemo_prorl.deadlines import Deadline
+from nemo_prorl.launcher.link import STARTER, Leader, Line, join
+from nemo_prorl.launcher.node import TOKEN, Following, Leading, blame, main
+from nemo_prorl.launcher.supervisor import End
+
+KILLED = End(1, "trainer-2 ended with status -9", "node2", "trainer-2", -9)
+FAILED = End(1, "trainer-0 ended with status 1", "node0", "trainer-0", 1)
+BAD_DATA = End(4, "trainer-1 ended with status 4", "node1", "trainer-1", 4)
+LOST = End(1, "node 3 was lost: it said nothing", "node3")
+STOPPED = End(75)
+
+
+@pytest.mark.parametrize(
+    ("ends", "cause"),
+    [
+        ([FAILED, KILLED], KILLED),
+        ([FAILED, LOST, FAILED], LOST),
+        ([FAILED, BAD_DATA], BAD_DATA),
+        ([STOPPED, FAILED], FAILED),
+        ([STOPPED, STOPPED], STOPPED),
+        ([], None),
+    ],
+)
+def test_the_cause_is_what_explains_the_other_ends(ends: list[End], cause: End | None) -> None:
+    assert blame(ends) == cause
+
+
+def line_to(leader: Leader, node: int | str) -> Line:
+    return join("127.0.0.1", leader.port, "secret", node, f"node{node}", 5.0, Deadline(5, "the leader"))
+
+
+def test_all_nodes_end_by_the_leader_s_word() -> None:
+    leader = Leader(3, "secret", 5.0)
+    lines = [line_to(leader, 1), line_to(leader, 2)]
+    leader.wait_for_all(Deadline(5, "the nodes"))
+    leading, following = Leading(leader, seconds=3.0), [Following(line) for line in lines]
+    lines[1].send("end", end=KILLED.to_json())
+    Deadline(5, "the end of a node").wait_until(lambda: leading.look(lambda number: None) is not None)
+    lines[0].send("end", end=FAILED.to_json())
+    assert leading.agree(FAILED) == KILLED
+    assert [peer.agree(None).code for peer in following] == [1, 1]
+    leader.close(0.0)
+
+
+def test_a_clean_end_of_rank_0_is_one_whatever_a_node_does_afterwards() -> None:
+    leader = Leader(2, "secret", 5.0)
+    line = line_to(leader, 1)
+    leader.wait_for_all(Deadline(5, "the nodes"))
+    line.close()
+    assert Leading(leader, seconds=3.0).agree(End(0)) == End(0)
+    leader.close(0.0)
+
+
+def test_a_node_ends_when_the_leader_is_gone() -> None:
+    leader = Leader(2, "secret", 5.0)
+    peer = Following(line_to(leader, 1))
+    leader.wait_for_all(Deadline(5, "the nodes"))
+    assert peer.look(lambda number: None) is None
+    leader.close(0.0)
+    Deadline(5, "the loss").wait_until(lambda: peer.look(lambda number: None) is not None)
+    assert "the leader was lost" in peer.agree(FAILED).what
+
+
+def test_the_starter_s_stop_reaches_the_ranks() -> None:
+    leader, signals = Leader(1, "secret", 5.0), []  # type: ignore[var-annotated]
+    starter = line_to(leader, STARTER)
+    leading = Leading(leader)
+    starter.send("stop", reason="the time limit is near")
+
+    def arrived() -> bool:
+        leading.look(signals.append)
+        return bool(signals)
+
+    Deadline(5, "the stop").wait_until(arrived)
+    assert signals == [signal.SIGTERM]
+    leader.close(0.0)
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "told"),
+    [
+        ("trainer.grpo.max_stps=3", 2, "trainer.grpo.max_steps"),
+        ("trainer.num_nodes=4", 2, "1 nodes were started"),
+        ("rollout.python=/no/python", 3, "/no/python"),
+    ],
+)
+def test_what_is_wrong_is_told_to_who_started_the_nodes(
+    override: str, code: int, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    import threading
+
+    from nemo_prorl.launcher.job import free_port
+
+    port, heard = free_port(), []
+    monkeypatch.setenv(TOKEN, "secret")
+
+    def listen() -> None:
+        line = join("127.0.0.1", port, "secret", STARTER, "here", 20.0, Deadline(20, "the leader"))
+        heard.append(line.wait_for(("outcome",), Deadline(20, "the outcome")))
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    overrides = [f"run_dir={tmp_path / 'run'}", override, *(["rollout.engines=4"] if "num_nodes" in override else [])]
+    assert main(["--nodes=1", "--node=0", "--starter", f"--leader=127.0.0.1:{port}", *overrides]) == code
+    thread.join()
+    assert heard[0]["code"] == code
+    assert told in heard[0]["what"]

@@ -1,0 +1,324 @@
+"""What a job does after each way in which a run can end.  Stand-ins for Slurm's commands; tests/cluster has it.
+
+The stand-in `srun` leads as node 0 would, with the outcome that the test wrote, and `scontrol` answers from a file.
+"""
+
+import ast
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_prorl.deadlines import Deadline
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SRUN = """
+import json, os, sys, time
+from nemo_prorl.launcher.link import Leader
+if "true" in sys.argv:
+    sys.exit(os.path.exists("dead-node"))
+with open("srun.txt", "a") as file:
+    file.write(" ".join(sys.argv[1:]) + "\\n")
+outcomes = json.load(open("outcomes.json"))
+told = outcomes.pop(0) if len(outcomes) > 1 else outcomes[0]
+json.dump(outcomes, open("outcomes.json", "w"))
+leader_at = next(word for word in sys.argv if word.startswith("--leader="))
+leader = Leader(1, os.environ["PRORL_LINK_TOKEN"], 20.0, int(leader_at.rpartition(":")[2]))
+if "checkpoint" in told:
+    os.makedirs(f"run/checkpoints/step-{told['checkpoint']:06d}")
+    open(f"run/checkpoints/step-{told['checkpoint']:06d}/state.json", "w").close()
+if told.get("dies"):
+    while leader.starter is None: time.sleep(0.05)
+    os._exit(137)
+if told.get("waits"):
+    open("waiting", "w").close()
+    while leader.starter is None or not any(m["kind"] == "stop" for m in leader.starter.messages()): time.sleep(0.05)
+outcome = {"what": "", "host": "", "process": "", "status": None, "log": [], **told}
+leader.part(outcome)
+leader.close(20.0, starter=True)
+sys.exit(outcome["code"])
+"""
+
+SCONTROL = """
+import json, sys
+with open("slurm.txt", "a") as file:
+    file.write(" ".join(sys.argv[1:]) + "\\n")
+if sys.argv[1:3] == ["show", "hostnames"]:
+    print("\\n".join(sys.argv[3].split(",")))
+elif "show" in sys.argv:
+    print(open("job.txt").read())
+"""
+
+SINFO = """
+print(open("nodes.txt").read())
+"""
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+QUICK = "import nemo_prorl.launcher.slurm as s; s.Driver.pause = lambda self: None; s._REQUEUED_S = 0.5; "
+PLAN = {
+    "num_nodes": 2,
+    "devices": 1,
+    "accelerator": "cpu",
+    "startup_s": 300.0,
+    "node_s": 60.0,
+    "attempts": 3,
+    "env": {},
+}
+KNOWN = QUICK + f"s.Driver.load_plan = lambda self: self.plan.update({PLAN}); "  # else 1.5 s a time
+
+
+class Cluster:
+    """A job of two nodes in a folder of its own."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        (folder / "bin").mkdir()
+        for name, code in (("srun", SRUN), ("scontrol", SCONTROL), ("sinfo", SINFO)):
+            (folder / "bin" / name).write_text(f"#!{sys.executable}\n{code}")
+            (folder / "bin" / name).chmod(0o755)
+        (folder / "job.txt").write_text("JobId=17 JobState=RUNNING PreemptTime=None ExcNodeList=(null)")
+        (folder / "nodes.txt").write_text("a idle\nb allocated\n")
+        for name in [key for key in os.environ if key.startswith("SLURM")]:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        job = {"JOB_ID": "17", "JOB_NODELIST": "a,b", "JOB_PARTITION": "gpu", "CPUS_ON_NODE": "8", "GPUS_ON_NODE": "8"}
+        for name, value in job.items():
+            monkeypatch.setenv(f"SLURM_{name}", value)
+        monkeypatch.setenv("SLURMD_NODENAME", "localhost")
+        self.code = KNOWN
+        self.words = ["none", f"--python={sys.executable}", "run_dir=run"]
+        self.words += ["cluster=slurm_dev", "trainer.num_nodes=2", "rollout.engines=2"]
+
+    def start(self, outcomes: list[dict[str, Any]], *words: str) -> "subprocess.Popen[str]":
+        (self.folder / "outcomes.json").write_text(json.dumps(outcomes))
+        return subprocess.Popen(
+            [sys.executable, "-c", self.code + "s.main()", *self.words, *words],
+            cwd=self.folder,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, outcomes: list[dict[str, Any]], *words: str) -> tuple[int, str]:
+        process = self.start(outcomes, *words)
+        _, said = process.communicate(timeout=60)
+        return process.returncode, said
+
+    def launches(self) -> list[tuple[Any, ...]]:
+        lines = [json.loads(line) for line in (self.folder / "run" / "launches.jsonl").read_text().splitlines()]
+        return [(line["attempt"], line["code"], line["next"]) for line in lines if line["event"] == "end"]
+
+    def asked(self) -> list[str]:
+        """What Slurm was asked to do."""
+        file = self.folder / "slurm.txt"
+        lines = file.read_text().splitlines() if file.is_file() else []
+        return [line for line in lines if line.startswith(("requeue", "update"))]
+
+    def sruns(self) -> list[str]:
+        return (self.folder / "srun.txt").read_text().splitlines()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    return Cluster(tmp_path, monkeypatch)
+
+
+CRASH = {"code": 1, "what": "trainer-1 ended with status -9", "host": "b"}
+
+
+def test_a_finished_run_ends_the_job(cluster: Cluster) -> None:
+    assert cluster.run([{"code": 0}])[0] == 0
+    assert cluster.launches() == [(1, 0, "done")]
+    assert cluster.asked() == []
+    (line,) = cluster.sruns()
+    for word in ("--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=8", "--kill-on-bad-exit=1"):
+        assert word in line
+    assert "--lock-wait-s=0 " in line  # a second job on the same run directory is refused at once
+    assert f"run_dir={cluster.folder / 'run'}" in line
+
+
+def test_a_crash_starts_the_run_again_in_the_same_allocation(cluster: Cluster) -> None:
+    assert cluster.run([CRASH, {"code": 0}])[0] == 0
+    assert cluster.launches() == [(1, 1, "again"), (2, 0, "done")]
+    assert cluster.asked() == []
+    assert "--lock-wait-s=120 " in cluster.sruns()[1]
+
+
+def test_no_progress_ends_the_job_and_says_why(cluster: Cluster) -> None:
+    code, said = cluster.run([{**CRASH, "host": ""}])
+    assert code == 1
+    assert cluster.launches() == [(1, 1, "again"), (2, 1, "again"), (3, 1, "again")]
+    assert "3 attempts in a row made no new checkpoint" in said
+    assert "trainer-1 ended with status -9" in said.splitlines()[-1]
+
+
+def test_a_new_checkpoint_is_progress(cluster: Cluster) -> None:
+    crashes = [{**CRASH, "host": "", "checkpoint": step} for step in (1, 2, 3, 4)]
+    assert cluster.run([*crashes, {"code": 0}])[0] == 0
+    assert len(cluster.launches()) == 5
+
+
+def test_a_leader_that_dies_is_a_crash_of_its_node(cluster: Cluster) -> None:
+    assert cluster.run([{"dies": True}, {"code": 0}])[0] == 0
+    lines = [json.loads(line) for line in (cluster.folder / "run" / "launches.jsonl").read_text().splitlines()]
+    assert lines[1]["host"] == "localhost"
+    assert lines[1]["what"].startswith("the leader was lost: ")
+
+
+def test_a_node_to_blame_twice_is_left_out_where_another_works(cluster: Cluster) -> None:
+    (cluster.folder / "nodes.txt").write_text("a allocated\nb allocated\nc idle\nd down*\n")
+    assert cluster.run([CRASH])[0] == 1
+    assert cluster.launches() == [(1, 1, "again"), (2, 1, "requeue")]
+    assert cluster.asked() == ["update JobId=17 ExcNodeList=b", "requeue 17"]
+
+
+def test_a_node_that_starts_nothing_is_left_out_at_once_and_others_stay_left_out(cluster: Cluster) -> None:
+    (cluster.folder / "nodes.txt").write_text("a allocated\nb down\nc mixed\n")
+    (cluster.folder / "job.txt").write_text("JobId=17 JobState=RUNNING PreemptTime=None ExcNodeList=z")
+    (cluster.folder / "dead-node").touch()
+    assert cluster.run([{"code": 1, "what": "node 1 was lost: it said nothing", "host": "b"}])[0] == 1
+    assert cluster.asked() == ["update JobId=17 ExcNodeList=z,b", "requeue 17"]
+
+
+@pytest.mark.parametrize(("nodes", "asked"), [("a idle\nb idle\n", []), ("a idle\nb idle\nc idle\n", ["requeue 17"])])
+def test_a_node_that_is_not_fit_is_left_out_where_another_is(cluster: Cluster, nodes: str, asked: list[str]) -> None:
+    (cluster.folder / "nodes.txt").write_text(nodes)
+    assert cluster.run([{"code": 3, "what": "b: rollout.python=x is no Python", "host": "b"}])[0] == 3
+    assert cluster.asked()[1:] == asked
+
+
+@pytest.mark.parametrize("code", [2, 3, 4, 75])
+def test_what_would_not_be_better_the_next_time_ends_the_job_with_its_code(cluster: Cluster, code: int) -> None:
+    """75: somebody asked by `prorl control`."""
+    assert cluster.run([{"code": code, "what": "the configuration is wrong"}])[0] == code
+    assert cluster.launches() == [(1, code, "give_up")]
+    assert cluster.asked() == []
+
+
+def test_near_the_time_limit_the_run_stops_and_the_job_is_requeued(cluster: Cluster) -> None:
+    process = cluster.start([{"code": 75, "waits": True}])
+    Deadline(30, "the run to be under way").wait_until((cluster.folder / "waiting").exists)
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=30)
+    assert process.returncode == 75
+    assert cluster.launches() == [(1, 75, "requeue")]
+    assert cluster.asked() == ["requeue 17"]
+
+
+def test_a_preempted_run_is_requeued(cluster: Cluster) -> None:
+    """The node supervisors alone get Slurm's SIGTERM; this process sees that the run stopped, and scontrol says why."""
+    (cluster.folder / "job.txt").write_text("JobId=17 JobState=RUNNING PreemptTime=2026-11-21T20:00:00 EndTime=x")
+    assert cluster.run([{"code": 75}])[0] == 75
+    assert cluster.asked() == ["requeue 17"]
+
+
+@pytest.mark.parametrize("outcome", [{"code": 75, "waits": True}, {"code": 1, "waits": True}], ids=["clean", "killed"])
+def test_scancel_never_requeues(cluster: Cluster, outcome: dict[str, Any]) -> None:
+    """Slurm sends SIGTERM to all; a requeue would bring the cancelled job back."""
+    process = cluster.start([outcome])
+    Deadline(30, "the run to be under way").wait_until((cluster.folder / "waiting").exists)
+    (cluster.folder / "job.txt").write_text("JobId=17 JobState=COMPLETING PreemptTime=None ExcNodeList=(null)")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert cluster.launches() == [(1, outcome["code"], "give_up")]
+    assert cluster.asked() == []
+    assert len(cluster.sruns()) == 1
+
+
+def test_attempts_are_counted_over_requeues_and_not_over_jobs(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cluster.run([{**CRASH, "host": ""}])[0] == 1
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert cluster.run([{"code": 0}])[0] == 1
+    assert len(cluster.sruns()) == 3
+    monkeypatch.setenv("SLURM_JOB_ID", "18")
+    assert cluster.run([{"code": 0}])[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "override", "told"),
+    [
+        ("SLURM_JOB_NODELIST", "a,b,c", "seed=1", "the job has 3 nodes, trainer.num_nodes=2: sbatch --nodes=2"),
+        ("SLURM_JOB_ID", "", "seed=1", "no Slurm job"),
+    ],
+)
+def test_another_allocation_than_the_configuration_s_is_refused(
+    cluster: Cluster, variable: str, value: str, override: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    code, said = cluster.run([{"code": 0}], override)
+    assert (code, told in said) == (3, True)
+    assert not (cluster.folder / "srun.txt").exists()
+
+
+def test_a_wrong_key_is_said_before_anything_starts(cluster: Cluster) -> None:
+    cluster.code = QUICK
+    code, said = cluster.run([{"code": 0}], "trainer.grpo.max_stps=3")
+    assert (code, "trainer.grpo.max_steps" in said) == (2, True)
+    assert not (cluster.folder / "srun.txt").exists()
+
+
+def test_the_environment_is_shown_and_its_own_values_win(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster.code = QUICK
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5")
+    _, said = cluster.run([{"code": 0}], "+launch.env.NCCL_DEBUG=WARN", "+launch.env.UCX_TLS=rc")
+    assert "NCCL_DEBUG=INFO, which wins over launch.env.NCCL_DEBUG=WARN" in said
+    assert "NCCL_IB_HCA=mlx5" in said
+    assert "UCX_TLS=rc" in said
+    assert "PRORL_LINK_TOKEN" not in said
+
+
+def dry_run(*words: str) -> list[str]:
+    script = str(ROOT / "slurm" / "stage.sbatch")
+    done = subprocess.run(["bash", script, *words, "--dry-run"], capture_output=True, text=True, check=True)
+    return shlex.split(done.stdout)
+
+
+def test_the_dry_run_of_the_script_needs_no_slurm_and_shows_the_container() -> None:
+    words = dry_run("run1", "cluster=slurm_dev", "--container-image=/images/prorl.sqsh", "--container-mounts=/lustre")
+    for word in ("--container-image=/images/prorl.sqsh", "--container-mounts=/lustre", "--no-container-mount-home"):
+        assert word in words
+    assert "--container-workdir=/opt/nemo_prorl" in words
+    assert words[words.index("-m") - 1] == "python3"
+    assert {"stage=run1", f"run_dir={ROOT / 'runs/prorl/run1'}"} <= set(words)
+
+
+def test_the_script_s_python_may_be_an_old_one() -> None:
+    """Outside a container it is the node's own: 3.9's grammar, annotations unevaluated, the standard library alone."""
+    files = [
+        ROOT / "nemo_prorl" / name for name in ("__init__.py", "errors.py", "deadlines.py", "launcher/__init__.py")
+    ]
+    files += [ROOT / "nemo_prorl" / "launcher" / name for name in ("slurm.py", "link.py")]
+    for file in files:
+        tree = ast.parse(file.read_text(), feature_version=(3, 9))
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
+        names |= {str(node.module) for node in imports if isinstance(node, ast.ImportFrom)}
+        assert {name for name in names if name.split(".")[0] not in sys.stdlib_module_names} <= {
+            "nemo_prorl.errors",
+            "nemo_prorl.deadlines",
+            "nemo_prorl.launcher.link",
+        }
+        assert not imports or "__future__" in names, file
+
+
+def test_the_pause_grows_and_ends_with_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nemo_prorl.launcher.slurm import Driver
+
+    driver = object.__new__(Driver)
+    monkeypatch.setattr(Driver, "fruitless", lambda self: 5)
+    driver.ended = True
+    began = time.monotonic()
+    driver.pause()
+    assert time.monotonic() - began < 5

@@ -121,6 +121,7 @@ class Server:
             max_tokens=request.max_tokens,
             seed=seed,
             stop_token_ids=request.stop_token_ids,
+            ignore_eos=True,  # config.json's: the request says what stops
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,

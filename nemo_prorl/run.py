@@ -1,6 +1,6 @@
 """The composition root of a trainer rank: builds policy, rollouts, resets and records, and runs the training loop.
 
-python -m nemo_prorl.run RUN_DIR [warmup]     started by the node supervisor, once for each rank
+python -m nemo_prorl.run RUN_DIR [warmup | preflight]     started by the node supervisor, once for each rank
 """
 
 import logging
@@ -26,7 +26,7 @@ from nemo_prorl.data.generators import warmup_target
 from nemo_prorl.data.render import PromptRenderer
 from nemo_prorl.errors import ProrlError, RolloutAbandoned, StoppedCleanly, disk_full
 from nemo_prorl.metrics import Metrics
-from nemo_prorl.recipe import control
+from nemo_prorl.recipe import control, preflight
 from nemo_prorl.recipe.base_model import base_folder, initial_model
 from nemo_prorl.recipe.records import Journal, MetricsLog, write_json, write_rollouts
 from nemo_prorl.recipe.resets import Resets, policy_scores
@@ -40,7 +40,7 @@ from nemo_prorl.rollout.report import report_rollout
 from nemo_prorl.run_checkpoints import Checkpoints
 from nemo_prorl.run_services import Services, die_with_parent
 from nemo_prorl.run_stopping import Stopping
-from nemo_prorl.trainer import train
+from nemo_prorl.trainer import policy_loss, train
 
 _log = logging.getLogger("nemo_prorl.run")  # also as __main__
 T = TypeVar("T")
@@ -378,6 +378,9 @@ def main(argv: list[str] | None = None) -> int:
     setup_process(cfg, int(os.environ.get("RANK", 0)))
     run = Run(cfg, run_dir)
     try:
+        if arguments[1:] == ["preflight"]:
+            preflight.measure(run, policy_loss)
+            return 0
         run.build_policy()
         if arguments[1:] == ["warmup"]:
             return 0

@@ -54,6 +54,14 @@ def warmup(cfg: DictConfig, config_text: str) -> int:
     return code
 
 
+def preflight(cfg: DictConfig, config_text: str, events: Events) -> int:
+    """Only one step at full context with random tokens, as `recipe.preflight` does it by the Plan in the run directory;
+    the exit code is the trainer's."""
+    run_dir = one_node(cfg)
+    with locked(run_dir):
+        return _node(cfg, run_dir, prepare(cfg, run_dir, config_text), events).run(only="preflight")
+
+
 def _node(cfg: DictConfig, run_dir: Path, tasks: list[str], events: Events) -> Node:
     clear_endpoints(run_dir)
     return Node(cfg, run_dir, tasks, MergedLog(run_dir / "logs" / "all.log"), events, Place(port=free_port()))
@@ -140,4 +148,15 @@ def free_port(host: str = "127.0.0.1") -> int:
         return port
 
 
-__all__ = ["clear_endpoints", "free_port", "is_finished", "locked", "one_node", "prepare", "run", "tell", "warmup"]
+__all__ = [
+    "clear_endpoints",
+    "free_port",
+    "is_finished",
+    "locked",
+    "one_node",
+    "preflight",
+    "prepare",
+    "run",
+    "tell",
+    "warmup",
+]

@@ -110,6 +110,7 @@ class Node:
         """Starts everything, waits for the trainer's end, stops everything; the exit code is the trainer's.
 
         `only="warmup"`: the trainer's supervised steps, which need no engine and no reward server.
+        `only="preflight"`: one step at full context (`recipe.preflight`).
         """
         from nemo_prorl.rollout.publication import WeightStore, weights_folder
 
@@ -118,7 +119,7 @@ class Node:
             _log.info("removed %d stale weight files of an earlier process from %s", len(stale), store.folder)
         each = self.cfg.rollout.engines // self.place.nodes
         services = [self._rewards(), *(self._engine(k, store.folder) for k in range(each))]
-        services = [] if only else services
+        services = [] if only == "warmup" else services
         ranks = self._ranks([only] if only else [])
         health = Health(services, self.endpoints / "token", self.cfg.trainer.deadlines)
         with self._forwarding_signals(ranks):

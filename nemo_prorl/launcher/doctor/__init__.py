@@ -6,6 +6,7 @@
     model.py              model folder: shape, tokenizer, eos, chat template
     network.py            ports, interfaces, the Slurm allocation
     nodes.py node_probe.py  clocks, run directory and versions of all nodes, through srun
+    preflight.py          one step at full context on this node, with everything that a run starts
 
 Each module measures facts and judges them by functions of those facts alone.
 """
@@ -16,9 +17,11 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_prorl.errors import ConfigError
 from nemo_prorl.launcher.doctor.check import Check
 
 if TYPE_CHECKING:
@@ -33,6 +36,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--config", metavar="FILE", type=Path, help="a run's config.yaml, instead of conf/")
     parser.add_argument("--nodes", action="store_true", help="compare all nodes of the run, through srun")
     parser.add_argument("--srun", metavar="COMMAND", default="srun", help="how to call srun, with options of its own")
+    parser.add_argument(
+        "--preflight", action="store_true", help="on this node try one step at full context and batch: memory and time"
+    )
+    parser.add_argument(
+        "--rows", type=int, metavar="N", help="with --preflight: of an update's rows of a rank so many only"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a check")
     parser.add_argument(
         "--rollout-python", type=Path, metavar="PYTHON", help="instead of the run's, or of .venv/rollout"
@@ -43,12 +52,21 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 where nothing fails, else 3.  Raises ConfigError for a configuration that cannot work anywhere."""
     cfg = None
-    if args.overrides or args.config or args.nodes:
+    if args.rows is not None and (args.rows < 1 or not args.preflight):
+        raise ConfigError(f"--rows {args.rows}: must be 1 or more, and stand beside --preflight")
+    if args.overrides or args.config or args.nodes or args.preflight:
         from nemo_prorl import settings
 
         cfg = settings.load_run(args.overrides, args.config)
     failed = False
-    for check in checks(cfg, args.rollout_python, args.srun if args.nodes else None):
+    found = checks(cfg, args.rollout_python, args.srun if args.nodes else None)
+    if cfg is not None and args.preflight:
+        from nemo_prorl.launcher.doctor import preflight
+
+        if args.rollout_python is not None:
+            cfg.rollout.python = str(args.rollout_python)
+        found = chain(found, preflight.of_run(cfg, args.rows))
+    for check in found:
         failed = failed or check.state == "fail"
         sys.stdout.write((json.dumps(asdict(check)) if args.json else check.line()) + "\n")
         sys.stdout.flush()

@@ -26,6 +26,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "trainer.resets.mode": ("manual", "advise", "auto"),
     "trainer.resets.parts": ("both", "reference", "optimizer"),
     "rollout.dtype": ("float32", "bfloat16", "float16"),
+    "model.fp8": (None, "hybrid", "e4m3"),
     "model.optim.name": ("mcore_distributed_optim",),
     "model.position_embedding_type": ("rope",),
     "model.normalization": ("rmsnorm",),
@@ -259,9 +260,11 @@ def _layout(cfg: DictConfig) -> None:
             f" trainer.num_nodes={nodes} x trainer.devices={devices}; set trainer.devices to a multiple of {tp * pp}"
         )
     if cfg.trainer.accelerator == "cpu":
-        for key in ("transformer_engine", "megatron_amp_O2"):
-            if OmegaConf.select(model, key):
-                raise _wrong(f"model.{key}", True, "needs a GPU; trainer.accelerator is cpu. Set it to false")
+        for key, off in (("transformer_engine", "false"), ("megatron_amp_O2", "false"), ("fp8", "null")):
+            if value := OmegaConf.select(model, key):
+                raise _wrong(f"model.{key}", value, f"needs a GPU; trainer.accelerator is cpu. Set it to {off}")
+    if OmegaConf.select(model, "fp8") and not OmegaConf.select(model, "transformer_engine"):
+        raise _wrong("model.fp8", model.fp8, "is Transformer Engine's; set model.transformer_engine=true, or fp8=null")
 
 
 def _batch(cfg: DictConfig) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.launcher.slurm import CLUSTER
 from nemo_prorl.recipe.records import Journal
 
 _log = logging.getLogger(__name__)
@@ -84,8 +85,8 @@ class Stage:
 def read_chain(text: str, overrides: Sequence[str], root: Path | None = None) -> tuple[Path, list[Stage]]:
     """The chain's folder and the stages that `--stages` names; raises ConfigError where one is wrong.
 
-    `root`: where they will run, if not here.  Then the chain's own paths become absolute, and other relative ones are
-    looked for there.
+    `root`: where they will run, if not here but as Slurm jobs.  Then the chain's own paths become absolute, other
+    relative ones are looked for there, and the cluster is the jobs' default.
     """
     from nemo_prorl import settings
 
@@ -99,12 +100,13 @@ def read_chain(text: str, overrides: Sequence[str], root: Path | None = None) ->
         folder = folder.absolute()
         start = start if start in (None, "null") else str(Path(str(start)).absolute())
     rest = [word for word in overrides if word.partition("=")[0] not in _OWN]
+    default = [f"cluster={CLUSTER}"] if root is not None and "cluster" not in given else []  # the script's own
     first = [] if start is None else [f"chain.start_from={start}"]
     stages = []
     with contextlib.chdir(root or Path.cwd()):
         for name in names:
             words = [f"run_dir={folder / name}", *rest, *(first if name == names[0] else [])]
-            stages.append(Stage(name, words, settings.load_run([f"stage={name}", *words])))
+            stages.append(Stage(name, words, settings.load_run([f"stage={name}", *default, *words])))
     return folder, stages
 
 

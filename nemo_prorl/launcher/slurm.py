@@ -2,6 +2,8 @@
 
     slurm.py STAGE [--container-image IMG] [--container-mounts A:B] [--dry-run] [OVERRIDE ...]
 
+The cluster is h100_4x8 unless cluster=... says otherwise.
+
 0, 2, 3, 4            the job ends so; of 3, a node that is not fit is left out and the job requeued, where others are
 a crash               again in this allocation, at most `launch.attempts` times in a row without a new checkpoint
 USR1, preemption      the run is asked to stop; the job is requeued when it has
@@ -40,6 +42,7 @@ from nemo_prorl.launcher.link import STARTER, Line, join  # noqa: E402
 
 OWN_PYTHON = str(ROOT / ".venv" / "train" / "bin" / "python")
 IN_CONTAINER = "/opt/nemo_prorl"  # where the Dockerfile puts the project
+CLUSTER = "h100_4x8"  # what sbatch's lines ask for, where no cluster=... is given
 STOPPED = 75
 _SHOWN = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "NVTE_", "OMP_", "PRORL_", "SLURM_TOPOLOGY")
 _NOT_SHOWN = ("PRORL_LINK_TOKEN",)
@@ -153,6 +156,7 @@ class Driver:
         given = dict(text.partition("=")[::2] for text in args.overrides)
         self.run_dir = Path(given.get("run_dir", folder)).absolute()
         rest = [text for text in args.overrides if not text.startswith("run_dir=")]
+        rest = rest if "cluster" in given else [f"cluster={CLUSTER}", *rest]
         self.overrides = [f"stage={args.stage}", f"run_dir={self.run_dir}", *rest]
         self.asked: str | None = None  # to stop, and why
         self.ended = False  # by Slurm: a SIGTERM came

@@ -45,6 +45,9 @@ def _last_hidden_states(hidden_SBH: Tensor, weight: Tensor | None = None, **_: o
     return hidden_SBH, None
 
 
+_FP8_ROWS = 16  # of a matrix product in FP8: their number must be a multiple of it on every rank
+
+
 class ActorModel(NLPAdapterModelMixin, MegatronGPTModel):
     """NeMo's GPT model whose output is the last hidden states; the loss applies the output weight itself, in chunks."""
 
@@ -168,8 +171,9 @@ class Actor:
         self, batch: Batch, finish: Callable[[Batch, Tensor], Any], forward_only: bool
     ) -> tuple[list, list[Tensor]]:
         """Runs Megatron's schedule: what `finish` gave on the last stage, and row numbers, by micro-batch."""
-        tp = self._tp_size if self.module.config.sequence_parallel else 1
-        parts = batch.micro_batches(self.micro_batch_size, multiple_of=tp, same_shape=self._pp_size > 1)
+        multiple = self._tp_size if self.module.config.sequence_parallel else 1
+        multiple *= _FP8_ROWS if self.module.config.fp8 else 1
+        parts = batch.micro_batches(self.micro_batch_size, multiple_of=multiple, same_shape=self._pp_size > 1)
         device = self._device()
         micro_batches = [m.to(device) for _, m in parts]
         set_sync_funcs(self.model, forward_only=forward_only)

@@ -13,6 +13,7 @@ from nemo_prorl import cli, settings
 from nemo_prorl.errors import UnfitMachine
 from nemo_prorl.launcher import chain, chain_slurm
 from nemo_prorl.launcher.chain_slurm import JobState, job_states
+from nemo_prorl.launcher.slurm import CLUSTER
 from tests.conftest import ROOT
 from tests.test_formats import against
 
@@ -85,6 +86,12 @@ def jobs_of(folder: Path) -> dict[str, str | None]:
     return {entry["stage"]: entry["job"] for entry in record_of(folder)["stages"]}
 
 
+@pytest.fixture(autouse=True)
+def small_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default cluster's model is not here."""
+    monkeypatch.setattr(chain, "CLUSTER", "slurm_dev")
+
+
 def launch(*words: str, stages: str = "run1..run3") -> int:
     return cli.main(["launch", "--stages", stages, *words])
 
@@ -120,6 +127,15 @@ def test_each_stage_is_a_job_that_waits_for_the_one_before(slurm: Slurm, project
     again = cli._parse(record["command"][1:])
     assert (again.stages, again.sbatch) == ("run1..run3", "--time=1:00:00 --comment='for ann'")
     assert again.overrides == ["run_dir=chains/big", "chain.after=null", "seed=2"]
+
+
+def test_jobs_are_checked_for_the_cluster_that_the_script_takes(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(chain, "CLUSTER", CLUSTER)
+    assert launch() == 2
+    assert "pretrained_checkpoint.restore_from_path must be given" in caplog.text
+    assert slurm.calls("sbatch") == []
 
 
 def test_flags_may_follow_sbatch_with_and_without_an_equals_sign() -> None:

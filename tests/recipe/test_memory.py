@@ -114,7 +114,7 @@ def test_recomputation_and_pipelines_change_what_is_kept() -> None:
     # A first stage of 4 keeps 4 micro-batches of a quarter of the layers.
     assert activations("model.pipeline_model_parallel_size=4") == pytest.approx(selective, rel=0.01)
     # Scores of attention without a flash kernel: 12 heads x 8192 x 8192 for each layer and row, unless recomputed.
-    plain = ["model.transformer_engine=false"]
+    plain = ["model.transformer_engine=false", "model.fp8=null"]
     kept = activations(*plain, "model.activations_checkpoint_granularity=null") - selective
     assert kept == 28 * 2 * 12 * 8192 * 8192 * 2
     assert activations(*plain) == selective

@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 
 from nemo_prorl import cli, settings
 from nemo_prorl.config import Config
+from nemo_prorl.launcher import chain, slurm
 from nemo_prorl.rewards.interface import RewardRequest, judge
 from nemo_prorl.rewards.new import new_plugin
 from nemo_prorl.rewards.sandbox.proof import open_sandbox
@@ -139,7 +140,26 @@ def test_there_are_commands_to_check() -> None:
         ".venv/train/bin/pip",
         ".venv/train/bin/python",
         "pytest",
+        "sbatch",
+        "bash",
     }
+
+
+def stage_words(words: list[str]) -> list[str]:
+    """What stage.sbatch is given by a command of the docs, without sbatch's own flags."""
+    at = words.index("slurm/stage.sbatch")
+    flags = [word for word in words[1:at] if not word.startswith("--")]
+    assert flags == []
+    return words[at + 1 :]
+
+
+@pytest.mark.parametrize("words", [w for _, w in COMMANDS if "slurm/stage.sbatch" in w], ids=" ".join)
+def test_jobs_are_ones(words: list[str], tmp_path: Path) -> None:
+    """By the script's own parser; the overrides as the job would have them."""
+    driver = slurm.Driver(slurm.arguments(stage_words(words)))
+    model = model_folder(tmp_path / "model")
+    cfg = settings.load([text.replace("=MODEL", f"={model}") for text in driver.overrides])
+    assert cfg.trainer.num_nodes == 4
 
 
 @pytest.mark.parametrize("words", [w for _, w in COMMANDS if Path(w[0]).name == "prorl"], ids=" ".join)
@@ -150,7 +170,10 @@ def test_prorl_commands_are_ones(words: list[str], tmp_path: Path, monkeypatch: 
     new_plugin("word_count", Path("word_count"))  # the data of docs/plugins.md
     if hasattr(arguments, "overrides"):
         model = model_folder(tmp_path / "model")
-        settings.load([text.replace("=MODEL", f"={model}") for text in arguments.overrides])
+        jobs = arguments.run_command is chain.run and not arguments.here
+        named = any(text.startswith("cluster=") for text in arguments.overrides)
+        overrides = [f"cluster={slurm.CLUSTER}"] if jobs and not named else []
+        settings.load([*overrides, *(text.replace("=MODEL", f"={model}") for text in arguments.overrides)])
 
 
 @pytest.mark.parametrize("words", [w for _, w in COMMANDS if Path(w[0]).name == "python"], ids=" ".join)

@@ -62,13 +62,15 @@ class Slurm:
     def run(self, *command: str, env: Mapping[str, str] | None = None) -> str:
         """Standard output of a command with the cluster's environment; raises RuntimeError with what it said."""
         environment = {**self._environment, **(env or {})}
-        told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        told = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
         if told.returncode != 0:
             raise RuntimeError(f"{' '.join(command)} ended with {told.returncode}: {told.stderr.strip()}")
         return told.stdout
 
     def sbatch(self, *args: str, env: Mapping[str, str] | None = None) -> int:
-        """Submits; the job's number."""
+        """Submits, from the project's folder; the job's number."""
         return int(self.run("sbatch", "--parsable", *args, env=env).split(";")[0])
 
     def scancel(self, job: int, *args: str) -> None:

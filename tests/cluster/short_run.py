@@ -1,0 +1,94 @@
+"""The Python of a job whose ranks, engine and reward server are stand-ins: everything about a job but the training.
+
+short_run.py -m nemo_prorl.launcher.node ...     the node supervisor, with stand-ins for what it starts
+short_run.py -m MODULE ...                       as Python does
+short_run.py rank RUN_DIR RANK STEPS             a stand-in of a trainer rank
+
+Rank 0 makes a checkpoint each 0.4 s.  Files in RUN_DIR/orders: `kill-RANK` makes that rank kill itself at each start,
+`kill-once-RANK` at one, and the others end with 1; `stop` makes all end with 75, as after `prorl control stop`.
+"""
+
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def rank(run_dir: Path, number: int, steps: int) -> int:
+    """Exit code 0 after the last step, 75 when asked to stop."""
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+    orders, checkpoints = run_dir / "orders", run_dir / "checkpoints"
+    while True:
+        done = max((int(p.name[5:]) for p in checkpoints.glob("step-*")), default=0)
+        if done >= steps:
+            return 0
+        if asked or (orders / "stop").exists():
+            return 75
+        if (run_dir / "died").exists():
+            return 1
+        if (orders / f"kill-{number}").exists() or (orders / f"kill-once-{number}").exists():
+            (orders / f"kill-once-{number}").unlink(missing_ok=True)
+            (run_dir / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.4 if number == 0 else 0.1)
+        if number == 0:
+            made = checkpoints / f"step-{done + 1:06d}"
+            made.mkdir(parents=True)
+            (made / "state.json").write_text(json.dumps({"by": os.environ["SLURMD_NODENAME"]}))
+
+
+def stand_in() -> None:
+    """Replaces what the node supervisor starts, and what it prepares for them."""
+    weights = ModuleType("nemo_prorl.rollout.publication")  # the real one imports torch, which takes seconds
+    vars(weights)["WeightStore"] = lambda folder: SimpleNamespace(folder=folder, remove_stale=list, remove=lambda: None)
+    vars(weights)["weights_folder"] = lambda run_dir, node: run_dir / f"weights-{node}"
+    sys.modules[weights.__name__] = weights
+    from nemo_prorl.launcher import job, prepare, supervisor
+    from nemo_prorl.launcher.processes import Child
+
+    def prepared(cfg: object, run_dir: Path, config_text: str) -> list[str]:
+        (run_dir / "died").unlink(missing_ok=True)
+        for name in ("logs", "endpoints", "checkpoints"):
+            (run_dir / name).mkdir(exist_ok=True)
+        (run_dir / "config.yaml").write_text(config_text)
+        return ["math"]
+
+    def sleeps(name: str) -> "object":
+        def start(self: supervisor.Node, *_: object) -> Child:
+            code = "import time; time.sleep(600)"
+            return self._child(f"{name}-{self.place.node}", [sys.executable, "-c", code], {}, 0, False)
+
+        return start
+
+    def ranks(self: supervisor.Node, _: list[str]) -> list[Child]:
+        number, steps = self.place.node, self.cfg.trainer.grpo.max_steps
+        command = [sys.executable, __file__, "rank", str(self.dir), str(number), str(steps)]
+        return [self._child(f"trainer-{number}", command, {}, 0, False)]
+
+    for module, name, value in (
+        (prepare, "prepare", prepared),
+        (prepare, "check_node", lambda *_: None),
+        (job, "tell", lambda run_dir: None),
+        (supervisor.Node, "_rewards", sleeps("rewards")),
+        (supervisor.Node, "_engine", sleeps("engine")),
+        (supervisor.Node, "_ranks", ranks),
+    ):
+        setattr(module, name, value)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "rank":
+        sys.exit(rank(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])))
+    sys.path[0] = str(ROOT)
+    if sys.argv[2] == "nemo_prorl.launcher.node":
+        stand_in()
+    module = sys.argv[2]
+    sys.argv[1:3] = []
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

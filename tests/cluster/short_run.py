@@ -29,7 +29,8 @@ def rank(run_dir: Path, number: int, steps: int) -> int:
         done = max((int(p.name[5:]) for p in checkpoints.glob("step-*")), default=0)
         if done >= steps:
             return 0
-        if asked or (orders / "stop").exists():
+        if asked or (orders / "stop").exists() or (run_dir / "stopped").exists():
+            (run_dir / "stopped").touch()  # ranks agree on a stop
             return 75
         if (run_dir / "died").exists():
             return 1
@@ -54,7 +55,8 @@ def stand_in() -> None:
     from nemo_prorl.launcher.processes import Child
 
     def prepared(cfg: object, run_dir: Path, config_text: str) -> list[str]:
-        (run_dir / "died").unlink(missing_ok=True)
+        for name in ("died", "stopped"):
+            (run_dir / name).unlink(missing_ok=True)
         for name in ("logs", "endpoints", "checkpoints"):
             (run_dir / name).mkdir(exist_ok=True)
         (run_dir / "config.yaml").write_text(config_text)

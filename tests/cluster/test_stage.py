@@ -157,7 +157,7 @@ def test_a_lost_node(stage: Stage, node: str, fault: Callable[[Slurm, str], None
     """Whoever notices first, Slurm or the job: the run goes on elsewhere, and no process of before takes part in it."""
     if node == "node0" and fault is Slurm.node_crash:
         pytest.skip("here the frozen leader keeps its lock, which a machine without power does not")
-    job = stage.submit(overrides=("trainer.grpo.max_steps=150",))
+    job = stage.submit(overrides=("trainer.grpo.max_steps=100",))
     stage.until_step(2)
     fault(stage.slurm, node)
     end = time.monotonic() + 150
@@ -169,14 +169,15 @@ def test_a_lost_node(stage: Stage, node: str, fault: Callable[[Slurm, str], None
         stage.slurm.node_start(node)  # what is frozen there is no orphan: the machine was off
     stage.slurm.no_orphans()
     assert stage.launches()[-1]["next"] == "done"
-    assert len(stage.steps()) == 150
+    assert len(stage.steps()) == 100
 
 
 @pytest.mark.slow
 def test_a_second_job_on_the_run_directory_is_refused(stage: Stage) -> None:
-    first = stage.submit(overrides=("trainer.grpo.max_steps=60",))
+    longer = ("trainer.grpo.max_steps=60",)
+    first = stage.submit(overrides=longer)
     stage.until_step(1)
-    second = stage.submit()
+    second = stage.submit(overrides=longer)
     assert stage.slurm.wait(second, 60) == Ended("FAILED", 2, 0)
     assert stage.slurm.state(first) == "RUNNING"
     assert f"Slurm job {first}" in stage.log.read_text()

@@ -3,10 +3,15 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from tests import whole_runs
+from tests.background import Background
+from tests.policy.started import run_ranks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -17,6 +22,48 @@ ROOT = Path(__file__).resolve().parent.parent
 def root() -> Path:
     """The repository."""
     return ROOT
+
+
+@pytest.fixture(scope="session", autouse=True)
+def background(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Background]:
+    """The long runs that the selected tests need, under way from now on."""
+    runs = Background()
+    wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    if "ranks" in wanted:
+        runs.start("ranks", partial(run_ranks, ROOT, tmp_path_factory.mktemp("ranks")))
+    if (ROOT / ".venv" / "rollout").is_dir():
+        folder = tmp_path_factory.mktemp("job")
+        if "undisturbed" in wanted:
+            runs.start("undisturbed", partial(whole_runs.run_undisturbed, ROOT, folder))
+        for name, run in (("stage_run", whole_runs.run_stage), ("disturbed", whole_runs.run_disturbed)):
+            if name in wanted:
+                runs.start(name, lambda run=run: run(ROOT, runs.result("undisturbed")))  # type: ignore[misc]
+    yield runs
+    runs.close()
+
+
+def result_of(background: Background, name: str) -> Path:
+    if not (ROOT / ".venv" / "rollout").is_dir():
+        pytest.skip("no rollout environment: make setup")
+    return background.result(name)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(background: Background) -> Path:
+    """A finished run."""
+    return result_of(background, "undisturbed")
+
+
+@pytest.fixture(scope="session")
+def disturbed(undisturbed: Path, background: Background) -> Path:
+    """The same run, killed in several ways and resumed each time."""
+    return result_of(background, "disturbed")
+
+
+@pytest.fixture(scope="session")
+def stage_run(undisturbed: Path, background: Background) -> Path:
+    """A stage that begins from the finished run and was stopped."""
+    return result_of(background, "stage_run")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from nemo_prorl import events as events_module
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DataError
 from nemo_prorl.events import Events, Tail, check_command
-from nemo_prorl.launcher import job
+from nemo_prorl.launcher import job, supervisor
 from nemo_prorl.launcher.processes import Child, ProcessFailed
 from nemo_prorl.recipe.records import Journal
 from nemo_prorl.settings import load
@@ -219,14 +219,14 @@ def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str, train
     for name in ("logs", "endpoints"):
         (tmp_path / name).mkdir()
 
-    def child(node: job.Node, name: str, code: str) -> Child:
+    def child(node: supervisor.Node, name: str, code: str) -> Child:
         return node._child(name, [sys.executable, "-c", code], {}, 0, False)
 
     monkeypatch.setattr(job, "prepare", lambda *_: ["math"])
-    monkeypatch.setattr(job.Node, "_ranks", lambda node, _: [child(node, "trainer-0", trainer)])
-    monkeypatch.setattr(job.Node, "_rewards", lambda node: child(node, "rewards-0", service))
+    monkeypatch.setattr(supervisor.Node, "_ranks", lambda node, _: [child(node, "trainer-0", trainer)])
+    monkeypatch.setattr(supervisor.Node, "_rewards", lambda node: child(node, "rewards-0", service))
     monkeypatch.setattr(
-        job.Node, "_engine", lambda node, i, _: child(node, f"engine-{i}", "import time; time.sleep(60)")
+        supervisor.Node, "_engine", lambda node, i, _: child(node, f"engine-{i}", "import time; time.sleep(60)")
     )
     return job.run(cfg, "")
 

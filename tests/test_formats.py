@@ -389,7 +389,8 @@ def test_endpoints_fit(tmp_path: Path) -> None:
         write_endpoint(tmp_path / "rewards-0.json", "http://127.0.0.1:1234", state)
         assert against("endpoint", json.loads((tmp_path / "rewards-0.json").read_text())) == []
     file = str(tmp_path / "engine-0.json")
-    options: Any = SimpleNamespace(host="127.0.0.1", index=0, endpoint_file=file, weights_dir="/dev/shm/w")
+    shown = {"host": "0.0.0.0", "public_host": "node3", "index": 0, "weights_dir": "/dev/shm/w"}
+    options: Any = SimpleNamespace(**shown, endpoint_file=file)
     server.write_endpoint(options, 1234)
     engine = json.loads((tmp_path / "engine-0.json").read_text())
     assert against("endpoint", engine) == []

@@ -1,122 +1,16 @@
 """The main job, end to end, as a user runs it: NeMo-Aligner's model, vLLM and real verifiers, small but whole."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from nemo_prorl.recipe import killpoints
+from tests.whole_runs import STEPS, Job, events_of, metrics_of, without_time
 
 pytestmark = [pytest.mark.nemo, pytest.mark.vllm, pytest.mark.timeout(900)]
-
-STEPS = 4
-SMALL = [
-    "deterministic=true",
-    f"trainer.grpo.max_steps={STEPS}",
-    "trainer.grpo.prompts_per_step=8",
-    "trainer.grpo.samples_per_prompt=8",
-    "trainer.grpo.checkpoint_every=2",
-    "trainer.grpo.validate_every=2",
-    "trainer.resets.at_steps=[2]",
-    "trainer.warmup.steps=40",
-    "rollout.max_num_seqs=64",
-    "rollout.kv_cache_mb=128",
-    *[f"data.{part}.{k}.size={size}" for part, size in (("train", 300), ("validation", 16)) for k in range(5)],
-]
-
-
-class Job:
-    """One `prorl train`, or another command, in a process of its own."""
-
-    def __init__(
-        self, root: Path, run_dir: Path, *overrides: str, command: str = "train", kill_at: str | None = None
-    ) -> None:
-        self.root, self.run_dir = root, run_dir
-        words = [sys.executable, "-m", "nemo_prorl.cli", command, f"run_dir={run_dir}", *SMALL, *overrides]
-        self.log = run_dir.with_suffix(f".{time.monotonic_ns()}.log")
-        env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-        env |= {killpoints.VARIABLE: kill_at} if kill_at else {}
-        with self.log.open("w") as f:
-            self.process = subprocess.Popen(words, cwd=root, env=env, stdout=f, stderr=subprocess.STDOUT)
-
-    def wait(self, seconds: float = 600.0) -> int:
-        return self.process.wait(seconds)
-
-    def until(self, ready: Callable[[], bool], seconds: float = 240.0) -> None:
-        end = time.monotonic() + seconds
-        while not ready():
-            assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.text()}"
-            assert time.monotonic() < end, f"out of time:\n{self.text()}"
-            time.sleep(0.05)
-
-    def text(self) -> str:
-        return self.log.read_text()[-5000:]
-
-    def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-
-def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
-    path = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-
-
-def events_of(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "journal.jsonl").read_text().splitlines()]
-
-
-def without_time(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if not key.startswith("time")}
-
-
-def engine_process(job: Job) -> psutil.Process:
-    return next(p for p in job.children() if "rollout/server.py" in " ".join(p.cmdline()))
-
-
-def gone(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-
-
-@pytest.fixture(scope="module")
-def undisturbed(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run."""
-    if not (root / ".venv" / "rollout").is_dir():
-        pytest.skip("no rollout environment: make setup")
-    job = Job(root, tmp_path_factory.mktemp("job") / "undisturbed")
-    assert job.wait() == 0, job.text()
-    assert "held-out mean reward" in job.text()
-    return job.run_dir
-
-
-@pytest.fixture(scope="module")
-def disturbed(root: Path, undisturbed: Path) -> Path:
-    """The same run in parts: the trainer killed within its hard reset, once its checkpoint is complete and the journal
-    does not know it yet; the supervisor after step 3; the engine after the next start."""
-    first = Job(root, undisturbed.with_name("disturbed"), kill_at="reset:checkpointed")
-    assert first.wait() == 1, first.text()
-    assert [e["event"] for e in events_of(first.run_dir)][-1] == "reset_intent"
-    job = Job(root, first.run_dir)
-    job.until(lambda: len(metrics_of(job.run_dir)) >= STEPS - 1)
-    processes = job.children()
-    job.process.kill()
-    job.process.wait()
-    end = time.monotonic() + 20
-    while not all(map(gone, processes)):
-        assert time.monotonic() < end, [p for p in processes if not gone(p)]
-        time.sleep(0.1)
-    again = Job(root, job.run_dir)
-    again.until(lambda: [e["event"] for e in events_of(job.run_dir)].count("resume") == 2)
-    engine_process(again).kill()
-    assert again.wait() == 0, again.text()
-    return job.run_dir
 
 
 def test_a_run_writes_what_the_contract_names(undisturbed: Path) -> None:
@@ -173,57 +67,34 @@ def test_killed_and_resumed_is_equal_to_the_bit(undisturbed: Path, disturbed: Pa
     assert resets == [("reset_intent", 2), ("reset_commit", 2)]  # the commit is the resume's: the kill fell before it
 
 
-@pytest.fixture(scope="module")
-def stage(root: Path, undisturbed: Path) -> Path:
-    """A stage that begins from the finished run; while it works it is asked for a checkpoint, then to stop."""
-    log = undisturbed.with_name("told.jsonl")
-    hook = f"""on_event='{sys.executable} -c "import sys; open(sys.argv[1], \\"a\\").write(sys.stdin.read())" {log}'"""
-    overrides = ["stage=run2", f"chain.start_from={undisturbed}", "trainer.resets.at_steps=[]", hook]
-    job = Job(root, undisturbed.with_name("stage"), *overrides, "trainer.grpo.max_steps=40")
-    job.until(lambda: bool(metrics_of(job.run_dir)))
-    asked = subprocess.run(
-        [sys.executable, "-m", "nemo_prorl.cli", "control", str(job.run_dir), "checkpoint"],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert asked.returncode == 0, asked.stderr
-    job.process.send_signal(signal.SIGTERM)
-    assert job.wait(120) == 75, job.text()
-    return job.run_dir
-
-
-def test_a_stage_begins_with_the_weights_of_the_one_before(undisturbed: Path, stage: Path) -> None:
+def test_a_stage_begins_with_the_weights_of_the_one_before(undisturbed: Path, stage_run: Path) -> None:
     summary = json.loads((undisturbed / "summary.json").read_text())
-    first = events_of(stage)[0]
+    first = events_of(stage_run)[0]
     assert (first["event"], first["stage"], first["step"]) == ("start", "run2", 0)
     assert first["start_from"] == str(undisturbed / "checkpoints" / f"step-{STEPS:06d}")
     assert first["weights_sha256"] == summary["weights_sha256"]
-    scores = [[e for e in events_of(run) if e["event"] == "validation"] for run in (undisturbed, stage)]
+    scores = [[e for e in events_of(run) if e["event"] == "validation"] for run in (undisturbed, stage_run)]
     assert (scores[1][0]["step"], scores[1][0]["tasks"]) == (0, scores[0][-1]["tasks"])  # same weights, same seeds
-    assert not (stage / "base").exists()
+    assert not (stage_run / "base").exists()
 
 
-def test_a_stage_begins_with_a_hard_reset(undisturbed: Path, stage: Path) -> None:
-    resets = [e for e in events_of(stage) if e["event"].startswith("reset")]
+def test_a_stage_begins_with_a_hard_reset(undisturbed: Path, stage_run: Path) -> None:
+    resets = [e for e in events_of(stage_run) if e["event"].startswith("reset")]
     assert [(e["event"], e["step"]) for e in resets] == [("reset_intent", 0), ("reset_commit", 0)]
     assert resets[1]["reference_sha256"] == json.loads((undisturbed / "summary.json").read_text())["weights_sha256"]
-    kl = [m["kl"] for m in metrics_of(stage)]
+    kl = [m["kl"] for m in metrics_of(stage_run)]
     assert kl[0] == 0.0
     assert all(value > 1e-6 for value in kl[1:])
-    assert {m["stage"] for m in metrics_of(stage)} == {"run2"}
+    assert {m["stage"] for m in metrics_of(stage_run)} == {"run2"}
 
 
-def test_a_live_run_does_what_it_is_asked_stops_and_calls_on_event(stage: Path) -> None:
-    events = [e for e in events_of(stage) if e["event"] in ("control", "stop")]
+def test_a_live_run_does_what_it_is_asked_stops_and_calls_on_event(stage_run: Path) -> None:
+    events = [e for e in events_of(stage_run) if e["event"] in ("control", "stop")]
     assert [(e["event"], e.get("status")) for e in events] == [("control", "done"), ("stop", None)]
     assert events[0]["detail"] == f"checkpoint of step {events[0]['step']}"
-    assert (stage / "checkpoints" / f"step-{events[1]['step']:06d}" / "state.json").is_file()
-    assert metrics_of(stage)[-1]["step"] == events[1]["step"] < 40
-    told = [json.loads(line) for line in stage.with_name("told.jsonl").read_text().splitlines()]
+    assert (stage_run / "checkpoints" / f"step-{events[1]['step']:06d}" / "state.json").is_file()
+    assert metrics_of(stage_run)[-1]["step"] == events[1]["step"] < 40
+    told = [json.loads(line) for line in stage_run.with_name("told.jsonl").read_text().splitlines()]
     assert [e["event"] for e in told] == ["reset", "stop"]
 
 

@@ -18,13 +18,17 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from nemo_prorl.errors import ConfigError, UnfitMachine
+from nemo_prorl.errors import ConfigError, ProrlError, UnfitMachine
 from nemo_prorl.events import Events
 from nemo_prorl.launcher.prepare import prepare
 from nemo_prorl.launcher.processes import MergedLog
 from nemo_prorl.launcher.supervisor import Node, Place
 
 _log = logging.getLogger(__name__)
+
+
+class StillInUse(ProrlError, RuntimeError):
+    """What is left of an earlier start of a job has not left the run directory; it may yet."""
 
 
 def run(cfg: DictConfig, config_text: str) -> int:
@@ -82,8 +86,8 @@ def one_node(cfg: DictConfig) -> Path:
 def locked(run_dir: Path, wait_s: float = 0.0) -> Iterator[None]:
     """One process at a time works on a run directory; the lock ends with the process, and names its holder.
 
-    `wait_s`: how long to wait for a holder that is about to end.  Raises ConfigError while it is held, UnfitMachine
-    where the file system keeps no locks.
+    `wait_s`: how long to wait for a holder that is about to end.  Raises ConfigError while it is held (StillInUse after
+    a wait), UnfitMachine where the file system keeps no locks.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + wait_s
@@ -101,9 +105,8 @@ def locked(run_dir: Path, wait_s: float = 0.0) -> Iterator[None]:
                 if time.monotonic() >= end:
                     file.seek(0)
                     holder = file.read().strip()
-                    raise ConfigError(
-                        f"run_dir={run_dir} is in use by another process{f': {holder}' if holder else ''}"
-                    ) from error
+                    text = f"run_dir={run_dir} is in use by another process{f': {holder}' if holder else ''}"
+                    raise (StillInUse(f"{text}, still after {wait_s:g} s") if wait_s else ConfigError(text)) from error
                 time.sleep(0.5)
         file.truncate(0)
         job = os.environ.get("SLURM_JOB_ID")

@@ -4,11 +4,12 @@ Node 0, the leader, listens; the other nodes connect, and so does what started t
 JSON object a line.  Who says nothing for `silence_s` is lost: the others learn of a dead node at once where its
 connection closes, and after that time where it only falls silent.
 
-Standard library only, Python 3.8 at least: the Slurm script runs it with a node's own Python, outside any container.
+Standard library only, Python 3.9 at least: the Slurm script runs it with a node's own Python, outside any container.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import logging
@@ -28,12 +29,18 @@ Message = dict[str, Any]
 
 STARTER = "starter"  # who starts the nodes, in the place of a node's number
 _HELLO_S = 10.0  # for a new connection to say who it is
-_LINE_BYTES = 1 << 20
+_LINE_BYTES = 1 << 20  # of a message
+_LOG_CHARS = 1 << 14  # of a line of log; the process's own file has all of it
+_LOG_LINES = 20_000  # that may wait, to be sent or written; more are dropped: nobody waits for a log
 _RETRY_S = 0.3
 
 
 class NodeLost(ProrlError, ConnectionError):
-    """A node of the run said nothing any more, or its connection was closed."""
+    """A node of the run, `host`, said nothing any more, or its connection was closed."""
+
+    def __init__(self, text: str, host: str = "") -> None:
+        super().__init__(text)
+        self.host = host
 
 
 class Line:
@@ -44,6 +51,7 @@ class Line:
         self.lost: str | None = None
         self._sock, self._silence_s, self._on_log = sock, silence_s, on_log
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._logs: queue.Queue[tuple[str, str]] = queue.Queue(_LOG_LINES)
         self._sending = threading.Lock()
         self._rest = b""
         sock.settimeout(silence_s)
@@ -53,6 +61,23 @@ class Line:
         """Reads from now on, and says now and then that this side lives."""
         threading.Thread(target=self._read, daemon=True, name=f"link {self.host}").start()
         threading.Thread(target=self._say_alive, daemon=True, name=f"link {self.host} alive").start()
+        threading.Thread(target=self._pass_logs_on, daemon=True, name=f"link {self.host} logs").start()
+
+    def log(self, name: str, line: str) -> None:
+        """A line for the log of all; dropped where too many wait already."""
+        with contextlib.suppress(queue.Full):
+            self._logs.put_nowait((name, line[:_LOG_CHARS]))
+
+    def _pass_logs_on(self) -> None:
+        """To the other side, or, where this side keeps the log, to it; a disk that is full or slow stops nothing."""
+        while True:
+            name, line = self._logs.get()
+            if self._on_log is None:
+                if not self.send("log", name=name, line=line):
+                    return
+                continue
+            with contextlib.suppress(OSError):
+                self._on_log(name, line)
 
     def send(self, kind: str, **fields: Any) -> bool:
         """Whether it could be handed to the network; what becomes of it nobody knows."""
@@ -81,7 +106,7 @@ class Line:
                 message = self._inbox.get(timeout=min(0.2, deadline.remaining))
             except queue.Empty:
                 if self.lost is not None:
-                    raise NodeLost(f"{self.host}: {self.lost}, while waiting for {deadline.what}") from None
+                    raise NodeLost(f"{self.host}: {self.lost}, while waiting for {deadline.what}", self.host) from None
                 continue
             if message["kind"] in kinds:
                 return message
@@ -112,7 +137,7 @@ class Line:
                 self._lose(str(error))
             else:
                 if message["kind"] == "log" and self._on_log is not None:
-                    self._on_log(str(message["name"]), str(message["line"]))
+                    self.log(str(message["name"]), str(message["line"]))
                 elif message["kind"] != "alive":
                     self._inbox.put(message)
 
@@ -154,7 +179,10 @@ class Leader:
             try:
                 sock, _ = self._server.accept()
             except OSError:
-                return  # closed
+                if self._server.fileno() < 0:
+                    return  # closed
+                time.sleep(_RETRY_S)  # out of file descriptors, or a connection that was given up
+                continue
             threading.Thread(target=self._greet, args=(sock,), daemon=True, name="link hello").start()
 
     def _greet(self, sock: socket.socket) -> None:

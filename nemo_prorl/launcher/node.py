@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 TOKEN = "PRORL_LINK_TOKEN"
 _PREPARE_S = 3600.0  # for the leader to check data and rewards
 _FIT_S = 120.0  # for a node to say whether it is fit
+_KILLED = tuple(-number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL))
+_SEEN_S = 60.0  # for a file to show on a shared file system
 _ENDS_S = 15.0  # for the nodes to say how they ended
 
 
@@ -43,8 +45,8 @@ class NodeUnfit(UnfitMachine):
 class Leading:
     """The other nodes, as the leader sees them."""
 
-    def __init__(self, leader: Leader, seconds: float = _ENDS_S) -> None:
-        self.leader, self.seconds = leader, seconds
+    def __init__(self, leader: Leader, host: str = "", seconds: float = _ENDS_S) -> None:
+        self.leader, self.host, self.seconds = leader, host, seconds
         self.decided: End | None = None
         self._ends: dict[int, End] = {}
 
@@ -69,20 +71,24 @@ class Leading:
             self.look(lambda number: None)
             time.sleep(0.05)
         known = [*self._ends.values(), *([end] if end else [])]
+        if end is None and all(one.clean for one in known):
+            known = [End(1, "the leading node's ranks did not end with the others", self.host)]
         self.decided = end if end is not None and end.clean else blame(known) or End(1)
         self.leader.tell("stop", code=self.decided.code)
         return self.decided
 
 
 def blame(ends: list[End]) -> End | None:
-    """Of several ends the one that explains the others: a process that was killed, a node that is gone, an error."""
+    """Of several ends the one that explains the others: a process that was killed, a lost node, else the first error.
 
-    def weight(end: End) -> int:
+    Not every signal counts: a rank whose peer is gone may end itself by SIGABRT.
+    """
+
+    def weight(end: End) -> tuple[int, float]:
         if end.clean:
-            return 3
-        if end.status is None or end.status < 0:
-            return 0
-        return 1 if end.code in (2, 3, 4) else 2
+            return 2, end.at
+        killed = end.status in _KILLED or (end.status is None and not end.process)
+        return 0 if killed else 1, end.at
 
     return min(ends, key=weight, default=None)
 
@@ -118,7 +124,7 @@ class Sent:
         self._line = line
 
     def write(self, name: str, line: str) -> None:
-        self._line.send("log", name=name, line=line)
+        self._line.log(name, line)
 
 
 def lead(args: argparse.Namespace, leader: Leader, place: Place) -> End:
@@ -133,6 +139,8 @@ def lead(args: argparse.Namespace, leader: Leader, place: Place) -> End:
     if cfg.trainer.num_nodes != place.nodes:
         raise ConfigError(f"trainer.num_nodes={cfg.trainer.num_nodes}: {place.nodes} nodes were started")
     run_dir = Path(cfg.run_dir).absolute()
+    if args.expect is not None:
+        _seen(args.expect)
     with job.locked(run_dir, args.lock_wait_s):
         if job.is_finished(run_dir, cfg.trainer.grpo.max_steps):
             return End(0)
@@ -144,7 +152,7 @@ def lead(args: argparse.Namespace, leader: Leader, place: Place) -> End:
             merged = MergedLog(run_dir / "logs" / "all.log")
             leader.on_log = merged.write
             leader.tell("go", tasks=tasks, master=place.master, port=place.port)
-            peers = Leading(leader)
+            peers = Leading(leader, place.host)
             code = Node(cfg, run_dir, tasks, merged, events, place, peers).run()
         if code == 0:
             job.tell(run_dir)
@@ -155,9 +163,25 @@ def _require_fit(leader: Leader, run_dir: Path) -> None:
     """Raises NodeUnfit, or NodeLost, naming the node."""
     leader.tell("fit", run_dir=str(run_dir))
     for node, line in sorted(leader.lines.items()):
-        answer = line.wait_for(("fitness",), Deadline(_FIT_S, f"node {node} ({line.host}) to say whether it is fit"))
+        deadline = Deadline(_FIT_S, f"node {node} ({line.host}) to say whether it is fit")
+        try:
+            answer = line.wait_for(("fitness",), deadline)
+        except DeadlineExceeded as error:
+            raise NodeLost(str(error), line.host) from None
         if answer["fault"]:
             raise NodeUnfit(line.host, answer["fault"])
+
+
+def _seen(file: Path) -> Path:
+    """The file, once it shows here; raises UnfitMachine."""
+    try:
+        Deadline(_SEEN_S, f"{file}").wait_until(file.is_file, every=0.5)
+    except DeadlineExceeded:
+        raise UnfitMachine(
+            f"{file} is not to be seen here: the run directory must lie on a file system that all nodes share, and in"
+            " a container be mounted"
+        ) from None
+    return file
 
 
 def follow(line: Line, place: Place) -> int:
@@ -169,10 +193,9 @@ def follow(line: Line, place: Place) -> int:
     if asked["kind"] == "stop":
         return 0
     run_dir = Path(asked["run_dir"])
-    file = run_dir / "config.yaml"
     try:
-        cfg: Any = read_config(file) if file.is_file() else None
-        check_node(cfg, file)
+        cfg: Any = read_config(_seen(run_dir / "config.yaml"))
+        check_node(cfg)
     except ProrlError as error:
         line.send("fitness", fault=str(error))
     else:
@@ -195,6 +218,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--silence-s", type=float, default=60.0, help="a node that says nothing for so long is lost")
     parser.add_argument("--join-s", type=float, default=300.0, help="for the leader to listen")
     parser.add_argument("--lock-wait-s", type=float, default=0.0, help="for an earlier job to leave the run directory")
+    parser.add_argument("--expect", type=Path, metavar="FILE", help="what who started the nodes put there")
     parser.add_argument("--starter", action="store_true", help="who started the nodes will connect and ask for the end")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE")
     args = parser.parse_args(argv)
@@ -219,14 +243,19 @@ def _follow(args: argparse.Namespace, host: str, port: int, token: str) -> int:
 def _lead(args: argparse.Namespace, host: str, port: int, token: str) -> int:
     from nemo_prorl.launcher.job import free_port
 
-    leader = Leader(args.nodes, token, args.silence_s, port)
+    try:
+        leader = Leader(args.nodes, token, args.silence_s, port)
+    except OSError as error:
+        _log.error("port %d cannot be listened at: %s", port, error)
+        return 1
     place = Place(0, args.nodes, args.host, host, free_port(""))
     end = End(1, "the node supervisor was interrupted", args.host)
     try:
         end = lead(args, leader, place)
     except ProrlError as error:
         _log.error("%s", error)
-        end = End(error.exit_code, str(error), getattr(error, "host", ""))
+        unfit = args.host if error.exit_code == UnfitMachine.exit_code else ""
+        end = End(error.exit_code, str(error), getattr(error, "host", unfit))
     except Exception as error:
         _log.error("%s", traceback.format_exc())
         end = End(1, f"{type(error).__name__}: {error}", args.host)

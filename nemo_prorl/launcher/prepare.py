@@ -68,18 +68,11 @@ def _check_truths(
                 raise DataError(f"source {source.name!r}, record {record['id']!r}: {error}") from error
 
 
-def check_node(cfg: DictConfig, shared: Path | None = None) -> None:
-    """What every node of a run must have.  `shared`: a file of the run directory that the leader wrote.
-
-    Raises UnfitMachine.
-    """
+def check_node(cfg: DictConfig) -> None:
+    """What every node of a run must have; raises UnfitMachine."""
     python = Path(cfg.rollout.python)
     if not os.access(python, os.X_OK):
         raise UnfitMachine(f"rollout.python={python} is no Python that runs here; `make setup` makes .venv/rollout")
-    if shared is not None and not shared.is_file():
-        raise UnfitMachine(
-            f"{shared} is not to be seen here: the run directory must lie on a file system that all nodes share"
-        )
 
 
 def plain(value: Any) -> Any:

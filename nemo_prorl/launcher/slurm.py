@@ -6,10 +6,11 @@ The cluster is h100_4x8 unless cluster=... says otherwise.
 
 0, 2, 3, 4            the job ends so; of 3, a node that is not fit is left out and the job requeued, where others are
 a crash               again in this allocation, at most `launch.attempts` times in a row without a new checkpoint
-USR1, preemption      the run is asked to stop; the job is requeued when it has
-a lost node           Slurm requeues the job itself; where it has not noticed, we do, without that node
+USR1, preemption      the run is asked to stop; the job is requeued when it has, or when the time is nearly over
+a lost node           Slurm requeues the job itself; a node to blame twice, or that starts nothing, we leave out
 `prorl control stop`  75
 scancel               nothing is requeued: from a SIGTERM on, this process starts nothing and asks Slurm for nothing
+requeued behind us    this start is a ghost of the job, and ends
 
 RUN/launches.jsonl tells each attempt's beginning and end.  Standard library only, Python 3.9 at least: where the run is
 in a container this is outside of it.
@@ -18,6 +19,7 @@ in a container this is outside of it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import secrets
@@ -39,29 +41,30 @@ if not __package__:  # started by path: this folder's module names must not shad
 from nemo_prorl.deadlines import Deadline  # noqa: E402
 from nemo_prorl.errors import DeadlineExceeded, ProrlError  # noqa: E402
 from nemo_prorl.launcher.link import STARTER, Line, join  # noqa: E402
+from nemo_prorl.launcher.slurm_job import Job, output, say  # noqa: E402
 
 OWN_PYTHON = str(ROOT / ".venv" / "train" / "bin" / "python")
 IN_CONTAINER = "/opt/nemo_prorl"  # where the Dockerfile puts the project
 CLUSTER = "h100_4x8"  # what sbatch's lines ask for, where no cluster=... is given
 STOPPED = 75
+PREEMPTED = "preempted"
+_ALL_ATTEMPTS = 10  # times launch.attempts: in a row without a new checkpoint, whoever's fault
 _SHOWN = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "NVTE_", "OMP_", "PRORL_", "SLURM_TOPOLOGY")
 _NOT_SHOWN = ("PRORL_LINK_TOKEN",)
 _SRUN_ENDS_S = 90.0  # after the leader told how the run ended
 _LAST_WORDS_S = 10.0  # for what the leader said last to arrive
-_LOCK_WAIT_S = 120.0  # for what is left of an earlier attempt to leave the run directory
-_PROBE_S = 60.0  # for every node to start something
-_REQUEUED_S = 300.0  # to be ended by Slurm after a requeue
+_LOCK_WAIT_S = 300.0  # for what is left of an earlier attempt to leave the run directory
+_REACH_S, _REACH_IMAGE_S = 300.0, 1800.0  # for the leader to listen; where an image is fetched first
+_LOOK_S = 60.0  # between looks whether the job is still this start of it
+_PATIENCE = 0.8  # of the time between the signal and the job's end is the run's, to stop
+_REQUEUE_EVERY_S, _REQUEUED_S = 10.0, 300.0  # tries, where Slurm does not answer; then, to be ended by Slurm
+_PLAN_TRIES, _PLAN_PAUSE_S = 3, 30.0  # to start the project's Python at all
 
 
 class Unfit(ProrlError):
     """The allocation is not what the configuration asks for."""
 
     exit_code = 3
-
-
-def say(text: str) -> None:
-    sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-    sys.stderr.flush()
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
@@ -81,72 +84,6 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-class Job:
-    """The Slurm job that this is, or would be."""
-
-    def __init__(self) -> None:
-        env = os.environ
-        self.id = env.get("SLURM_JOB_ID", "")
-        self.restart = int(env.get("SLURM_RESTART_COUNT") or 0)
-        self.host = env.get("SLURMD_NODENAME") or socket.gethostname()
-        self.nodes = _hosts(env.get("SLURM_JOB_NODELIST", ""))
-        self.partition = env.get("SLURM_JOB_PARTITION", "")
-
-    def field(self, name: str) -> str:
-        """A field of `scontrol show job`; empty where it cannot be had."""
-        return _field(_output(["scontrol", "-o", "show", "job", self.id]), name)
-
-    def spare(self, without: list[str]) -> bool:
-        """Whether the partition has enough nodes that work, busy or not, without these."""
-        listed = _output(["sinfo", "-h", "-N", "-p", self.partition, "-o", "%N %T"]).split("\n")
-        bad = ("down", "drain", "fail", "maint", "unk", "power")
-        able = {line.split()[0] for line in listed if line.strip() and not line.split()[1].startswith(bad)}
-        able = {host for host in able if host not in without}
-        return len(able) >= len(self.nodes)
-
-    def exclude(self, host: str) -> bool:
-        """Whether the job will not get this node again."""
-        before = [] if (now := self.field("ExcNodeList")) in ("", "(null)") else [now]
-        return _call(["scontrol", "update", f"JobId={self.id}", f"ExcNodeList={','.join([*before, host])}"])
-
-    def requeue(self) -> bool:
-        return _call(["scontrol", "requeue", self.id])
-
-
-def _field(text: str, name: str) -> str:
-    for word in text.split():
-        if word.startswith(name + "="):
-            return word.split("=", 1)[1]
-    return ""
-
-
-def _hosts(nodelist: str) -> list[str]:
-    return _output(["scontrol", "show", "hostnames", nodelist]).split() if nodelist else []
-
-
-def _output(command: list[str]) -> str:
-    try:
-        done = subprocess.run(
-            command, check=False, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60, text=True
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
-
-
-def _call(command: list[str]) -> bool:
-    try:
-        done = subprocess.run(
-            command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60, text=True
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        say(f"{shlex.join(command)}: {error}")
-        return False
-    if done.returncode:
-        say(f"{shlex.join(command)}: {done.stdout.strip()}")
-    return done.returncode == 0
-
-
 class Driver:
     """One job from its start to its end or requeue."""
 
@@ -162,6 +99,7 @@ class Driver:
         self.ended = False  # by Slurm: a SIGTERM came
         self.line: Line | None = None
         self.plan: dict[str, Any] = {}
+        self.begins: list[int] = []  # steps at which this process began attempts, recorded or not
 
     # --- commands --------------------------------------------------------------------------------------------------
 
@@ -173,7 +111,7 @@ class Driver:
     def srun(self, nodes: int) -> list[str]:
         """One task a node with all of the node's processors, in the container where there is one."""
         command = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none"]
-        if cpus := os.environ.get("SLURM_CPUS_ON_NODE"):
+        if cpus := self.job.cpus():
             command.append(f"--cpus-per-task={cpus}")
         command += ["--mpi=none", "--export=ALL"]
         if image := self.args.container_image:
@@ -181,14 +119,19 @@ class Driver:
             command += ["--no-container-mount-home"]
             if self.args.container_mounts:
                 command.append(f"--container-mounts={self.args.container_mounts}")
+            if ours := [name for name in os.environ if _is_shown(name)]:  # else the image's own values win
+                command.append(f"--container-env={','.join(sorted(ours))}")
         return command
 
     def node_command(self, port: int) -> list[str]:
-        wait = _LOCK_WAIT_S if self.job.restart or len(self.begun()) > 1 else 0.0  # this one has begun already
+        wait = _LOCK_WAIT_S if self.job.restart or len(self.begins) > 1 else 0.0  # this one has begun already
         command = [*self.srun(self.plan["num_nodes"]), "--kill-on-bad-exit=1", "--unbuffered", *self.python()]
         command += ["-m", "nemo_prorl.launcher.node", "--starter", f"--nodes={self.plan['num_nodes']}"]
         command += [f"--leader={self.job.host}:{port}", f"--silence-s={self.plan['node_s']:g}"]
-        return [*command, f"--join-s={self.plan['startup_s']:g}", f"--lock-wait-s={wait:g}", *self.overrides]
+        command += [f"--join-s={self.plan['startup_s']:g}", f"--lock-wait-s={wait:g}"]
+        if self.launches.is_file():  # written here, to be seen there: else another folder has this name inside
+            command.append(f"--expect={self.launches}")
+        return [*command, *self.overrides]
 
     def load_plan(self) -> None:
         """What the configuration says of the job.  Ends this process where it is wrong."""
@@ -200,10 +143,15 @@ class Driver:
             if not shutil.which(python):
                 raise Unfit(f"{python} is not there: make setup makes it; or --container-image=IMAGE after the stage")
             command, env = [python, *ask], with_path()
-        done = subprocess.run(command, check=False, stdout=subprocess.PIPE, env=env, text=True)
+        for more in reversed(range(_PLAN_TRIES)):
+            done = subprocess.run(command, check=False, stdout=subprocess.PIPE, env=env, text=True)
+            if done.returncode in (0, 2, 3, 4) or self.ended or not more:
+                break
+            say(f"{shlex.join(command)} ended with {done.returncode}; again in {_PLAN_PAUSE_S:g} s")
+            self.wait(_PLAN_PAUSE_S)
         if done.returncode:
-            raise SystemExit(done.returncode)
-        self.plan = json.loads(done.stdout.splitlines()[-1])
+            raise SystemExit(done.returncode if done.returncode in (2, 3, 4) else 1)
+        self.plan.update(json.loads(done.stdout.splitlines()[-1]))
 
     # --- checks ----------------------------------------------------------------------------------------------------
 
@@ -239,9 +187,9 @@ class Driver:
             mine = os.environ.get(name)
             say(f"environment {name}={value if mine is None else f'{mine}, which wins over launch.env.{name}={value}'}")
         for name, value in sorted(os.environ.items()):
-            if name.startswith(_SHOWN) and name not in plan["env"] and name not in _NOT_SHOWN:
+            if _is_shown(name) and name not in plan["env"]:
                 say(f"environment {name}={value}, from the job's own")
-        if plan["accelerator"] == "gpu" and (text := _output(["nvidia-smi", "topo", "-m"])):
+        if plan["accelerator"] == "gpu" and (text := output(["nvidia-smi", "topo", "-m"])):
             say(f"topology of {job.host}:\n{text.rstrip()}")
 
     # --- the record of attempts ------------------------------------------------------------------------------------
@@ -285,79 +233,83 @@ class Driver:
         steps = [int(p.name[5:]) for p in found if p.name[5:].isdigit() and (p / "state.json").is_file()]
         return max(steps, default=-1)
 
-    def fruitless(self) -> int:
-        """How many attempts in a row, up to now, began where the run still stands."""
-        count, now = 0, self.step()
+    def fruitless(self) -> tuple[int, int]:
+        """How many attempts in a row began where the run still stands: those that were its own fault, and all.
+
+        Not its fault: what was preempted, or has no end because Slurm took the nodes away.
+        """
+        now, own, every = self.step(), 0, 0
         for begun in reversed(self.begun()):
             if begun["step"] != now:
                 break
-            count += 1
-        return count
+            every += 1
+            same = [told for told in self.told() if told["event"] == "end" and told["attempt"] == begun["attempt"]]
+            own += bool(same) and not same[-1]["what"].startswith(PREEMPTED)
+        unrecorded = 0
+        for step in reversed(self.begins):
+            if step != now:
+                break
+            unrecorded += 1
+        return max(own, unrecorded), max(every, unrecorded)
 
     # --- the job ---------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
+        if not self.args.dry_run:
+            signal.signal(signal.SIGUSR1, self.on_usr1)
+            signal.signal(signal.SIGTERM, self.on_term)
         self.load_plan()
         self.show()
         if self.args.dry_run:
             sys.stdout.write(shlex.join(self.node_command(port=0)) + "\n")
             return 0
         self.check_allocation()
-        signal.signal(signal.SIGUSR1, self.on_usr1)
-        signal.signal(signal.SIGTERM, self.on_term)
         while True:
-            if self.fruitless() >= self.plan["attempts"]:
-                return self.give_up()
+            if self.ended or not self.is_ours():
+                return STOPPED
+            if self.asked is not None:
+                return self.requeue(STOPPED)
+            own, every = self.fruitless()
+            if own >= self.plan["attempts"] or every >= _ALL_ATTEMPTS * self.plan["attempts"]:
+                return self.give_up(every)
             attempt = len(self.begun()) + 1
+            self.begins.append(self.step())
             self.record("begin", attempt)
             outcome = self.attempt()
             following, code = self.decide(outcome)
             fields = {key: outcome.get(key) or None for key in ("host", "process", "status")}
-            self.record("end", attempt, code=outcome["code"], what=outcome["what"], next=following, **fields)
-            say(f"attempt {attempt} ended with {outcome['code']} {outcome['what']}: {following}")
-            if following == "requeue":
-                self.requeue_and_wait()
+            told = "requeue" if following == "leave_out" else following
+            self.record("end", attempt, code=outcome["code"], what=outcome["what"], next=told, **fields)
+            say(f"attempt {attempt} ended with {outcome['code']} {outcome['what']}: {told}")
+            if following in ("requeue", "leave_out"):
+                return self.requeue(code, outcome["host"] if following == "leave_out" else "")
             if following != "again":
                 return code
-            self.pause()
+            self.wait(min(60.0, 5.0 * 2.0 ** self.fruitless()[0]))
 
     def on_usr1(self, *_: Any) -> None:
-        self.ask("SIGUSR1: the time limit is near")
+        self.asked = self.asked or "SIGUSR1: the time limit is near"
+        self.tell_stop(self.asked)
 
     def on_term(self, *_: Any) -> None:
         self.ended = True
-        self.ask("SIGTERM: Slurm ends the job")
+        self.tell_stop("SIGTERM: Slurm ends the job")
 
-    def ask(self, reason: str) -> None:
-        """Asks the run to stop, now or as soon as it can be reached."""
-        if self.asked is None:
-            say(f"{reason}; the run is asked to stop")
-            self.asked = reason
-            if self.line is not None:  # in a thread: a signal handler must not wait for a lock that it may hold
-                threading.Thread(target=self.line.send, args=("stop",), kwargs={"reason": reason}, daemon=True).start()
+    def tell_stop(self, reason: str) -> None:
+        """Asks the run to stop, if it can be reached; else `_join` does.  In a thread: a handler waits for no lock."""
+        say(f"{reason}; the run is asked to stop")
+        if self.line is not None:
+            threading.Thread(target=self.line.send, args=("stop",), kwargs={"reason": reason}, daemon=True).start()
 
     def attempt(self) -> dict[str, Any]:
         """Starts the nodes once and waits for their end."""
         token, port = secrets.token_urlsafe(32), _free_port()
         self.line = None
         srun = subprocess.Popen(self.node_command(port), env=self.environment(token), stdin=subprocess.DEVNULL)
-        joined = threading.Thread(target=self._join, args=(port, token, srun), daemon=True)
-        joined.start()
-        outcome: dict[str, Any] | None = None
-        while srun.poll() is None:
-            time.sleep(0.2)
-            line = self.line
-            if line is None or outcome is not None:
-                continue
-            outcome = self._outcome(line)
-            if outcome is None and line.lost is not None:
-                outcome = self._outcome(line) or {"code": 1, "what": f"the leader was lost: {line.lost}"}
-                outcome.setdefault("host", self.job.host)
-            if outcome is not None:
-                end_by = threading.Timer(_SRUN_ENDS_S, _end, [srun])
-                end_by.daemon = True
-                end_by.start()
-        end, line = time.monotonic() + _LAST_WORDS_S, self.line
+        threading.Thread(target=self._join, args=(port, token, srun), daemon=True).start()
+        outcome = self._watch(srun)
+        line = self.line
+        end = time.monotonic() + _LAST_WORDS_S
         while outcome is None and line is not None and time.monotonic() < end:
             gone = line.lost is not None  # looked at first: what it said last is there then
             outcome = self._outcome(line)
@@ -369,8 +321,42 @@ class Driver:
         self.line = None
         return outcome or {"code": 1, "what": f"srun ended with status {srun.returncode} before the nodes had met"}
 
+    def _watch(self, srun: subprocess.Popen[bytes]) -> dict[str, Any] | None:
+        """Until srun has ended: by itself, or by us, where it takes longer than anything of it may."""
+        outcome: dict[str, Any] | None = None
+        began = looked = time.monotonic()
+        reach_s = _REACH_IMAGE_S if self.args.container_image else _REACH_S
+        over: float | None = None  # when srun is ended
+        stop_by: float | None = None
+        while srun.poll() is None:
+            time.sleep(0.2)
+            now, line = time.monotonic(), self.line
+            if line is not None and outcome is None:
+                gone = line.lost
+                outcome = self._outcome(line)
+                if outcome is None and gone is not None:
+                    outcome = {"code": 1, "what": f"the leader was lost: {gone}", "host": self.job.host}
+            if outcome is not None:
+                over = over or now + _SRUN_ENDS_S
+            if self.asked is not None and stop_by is None:
+                stop_by = now + _PATIENCE * max(0.0, (self.job.end() or time.time() + 600.0) - time.time())
+            if outcome is None and line is None and now - began > reach_s:
+                outcome = {"code": 1, "what": f"the leader could not be reached for {reach_s:g} s"}
+            elif outcome is None and stop_by is not None and now > stop_by:
+                outcome = {"code": 1, "what": "the run did not stop in time"}
+            elif outcome is None and now - looked > _LOOK_S:
+                looked = now
+                if not self.is_ours():
+                    outcome = {"code": 1, "what": "Slurm has given the job to other nodes"}
+            if outcome is not None and (over is None or now > over):
+                _end(srun)
+        return outcome
+
     def environment(self, token: str) -> dict[str, str]:
-        return {**(os.environ if self.args.container_image else with_path()), "PRORL_LINK_TOKEN": token}
+        env = with_path()
+        if self.args.container_image:  # packages of this machine are none of the image's
+            env.pop("PYTHONPATH")
+        return {**env, "PRORL_LINK_TOKEN": token}
 
     def _join(self, port: int, token: str, srun: subprocess.Popen[bytes]) -> None:
         while srun.poll() is None:
@@ -380,8 +366,8 @@ class Driver:
             except DeadlineExceeded:
                 continue
             self.line = line
-            if self.asked is not None:
-                line.send("stop", reason=self.asked)
+            if self.asked is not None or self.ended:
+                line.send("stop", reason=self.asked or "SIGTERM")
             return
 
     @staticmethod
@@ -391,67 +377,89 @@ class Driver:
     # --- what follows ----------------------------------------------------------------------------------------------
 
     def decide(self, outcome: dict[str, Any]) -> tuple[str, int]:
-        """(done | again | requeue | give_up, this job's exit code)."""
-        code, host = outcome["code"], outcome.get("host") or ""
+        """(done | again | requeue | leave_out | give_up, this job's exit code).  May name the host to blame."""
+        code = outcome["code"]
         if code == 0:
             return "done", 0
-        if self.ended or self.job.field("JobState") not in ("RUNNING", ""):
-            return "give_up", STOPPED if code == STOPPED else 1  # Slurm has decided already
-        if self.asked is not None or self.preempted():
+        following = self._following(outcome)
+        if self.ended:  # a SIGTERM came meanwhile: Slurm has decided
+            return "give_up", STOPPED if code == STOPPED else 1
+        return following
+
+    def _following(self, outcome: dict[str, Any]) -> tuple[str, int]:
+        code, state = outcome["code"], self.job.state()
+        if self.ended or (state is not None and not (state.ours and state.running)):
+            return "give_up", STOPPED if code == STOPPED else 1
+        if self.asked is not None:
+            return "requeue", STOPPED
+        if state is not None and state.preempted:
+            outcome["what"] = f"{PREEMPTED} {outcome['what']}".strip()
             return "requeue", STOPPED
         if code == STOPPED:
-            return "give_up", STOPPED
+            return ("requeue", STOPPED) if self.out_of_time() else ("give_up", STOPPED)
         if code in (2, 4):
             return "give_up", code
-        blamed = self.blamed(host)
-        if code == 3 or blamed:
-            if host and self.job.spare([host]) and self.job.exclude(host):
-                say(f"{host} is left out from now on: {outcome['what']}")
-                return "requeue", code
-            return ("give_up", 3) if code == 3 else ("again", 1)
-        return "again", 1
+        host = outcome["host"] = outcome.get("host") or (self.silent_node() if code == 1 else "")
+        if host and (code == 3 or self.blamed(host)) and self.job.spare(host):
+            return "leave_out", code
+        return ("give_up", 3) if code == 3 else ("again", 1)
 
-    def preempted(self) -> bool:
-        return self.job.field("PreemptTime") not in ("", "None", "N/A")
+    def is_ours(self) -> bool:
+        """Whether Slurm still means this start of the job; where it does not answer, as before."""
+        state = self.job.state()
+        return state is None or state.ours
+
+    def out_of_time(self) -> bool:
+        """Whether the run stopped because of trainer.deadlines.job_s, not because somebody asked."""
+        try:
+            last = json.loads((self.run_dir / "journal.jsonl").read_text().splitlines()[-1])
+            return last["event"] == "stop" and "trainer.deadlines.job_s" in last["reason"]
+        except (OSError, ValueError, KeyError, IndexError):
+            return False
+
+    def silent_node(self) -> str:
+        """The first node of the job that starts nothing; empty where all do."""
+        return next((host for host in self.job.nodes if not self.ended and not self.job.starts(host)), "")
 
     def blamed(self, host: str) -> bool:
         """Whether this node ended the attempt before, too, or cannot start anything now."""
-        if not host:
-            return False
         ends = [told for told in self.told() if told["event"] == "end" and told["restart"] == self.job.restart]
-        return bool(ends and ends[-1]["host"] == host) or not self.starts(host)
+        return bool(ends and ends[-1]["host"] == host) or not self.job.starts(host)
 
-    def starts(self, host: str) -> bool:
-        """Whether a node starts a program."""
-        probe = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--mpi=none", "true"]
-        try:
-            return subprocess.run(probe, check=False, stdin=subprocess.DEVNULL, timeout=_PROBE_S).returncode == 0
-        except subprocess.TimeoutExpired:
-            return False
-
-    def pause(self) -> None:
-        """The longer the more often it failed where it stands; shorter where somebody asks to stop."""
-        end = time.monotonic() + min(60.0, 5.0 * 2.0 ** self.fruitless())
-        while time.monotonic() < end and not self.ended:
+    def wait(self, seconds: float) -> None:
+        """Unless somebody wants the job to stop."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self.ended and self.asked is None:
             time.sleep(0.2)
 
-    def give_up(self) -> int:
+    def give_up(self, attempts: int) -> int:
         ends = [told for told in self.told() if told["event"] == "end"]
         last = f"; the last one ended so: {ends[-1]['what']}" if ends else ""
         say(
-            f"{self.fruitless()} attempts in a row made no new checkpoint after step {self.step()} (launch.attempts):"
-            f" the job ends{last}. Its logs are in {self.run_dir / 'logs'}"
+            f"{attempts} attempts in a row made no new checkpoint after step {self.step()} (launch.attempts): the job"
+            f" ends{last}. Its logs are in {self.run_dir / 'logs'}"
         )
         return 1
 
-    def requeue_and_wait(self) -> None:
-        """Slurm ends this process when it requeues the job."""
-        if self.job.requeue():
-            end = time.monotonic() + _REQUEUED_S
-            while time.monotonic() < end and not self.ended:
-                time.sleep(0.2)
-        else:
-            say("the job could not be requeued; the same sbatch command goes on from here")
+    def requeue(self, code: int, without: str = "") -> int:
+        """Gives the job back to Slurm, which ends this process.  `without`: a node to be left out from now on."""
+        end = self.job.end() or time.time() + _REQUEUED_S
+        while not self.ended and self.is_ours():
+            if self.job.requeue(without):
+                say(f"requeued{f' without {without}' if without else ''}")
+                gone = time.monotonic() + _REQUEUED_S
+                while time.monotonic() < gone and not self.ended:
+                    time.sleep(0.2)
+                break
+            if time.time() + _REQUEUE_EVERY_S > end:
+                say("the job could not be requeued; the same sbatch command goes on from here")
+                break
+            time.sleep(_REQUEUE_EVERY_S)
+        return code
+
+
+def _is_shown(name: str) -> bool:
+    return name.startswith(_SHOWN) and name not in _NOT_SHOWN
 
 
 def with_path() -> dict[str, str]:
@@ -461,14 +469,12 @@ def with_path() -> dict[str, str]:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """srun that outlives the run, as with a node that does not answer."""
-    say("srun has not ended; it is ended")
+    say("srun has not ended; it is ended, and its tasks with it")
     for number, seconds in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 5.0)):
         process.send_signal(number)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
             return
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def _gpus_on_node() -> int:

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 PACKAGE = Path(nemo_prorl.__file__).parent
 _CLEAN = (0, 75)
-_LAST_LINES = 15
+_LAST_LINES, _LINE_CHARS = 15, 2000  # of a process's log, where its end is told
 # What says that a process is one of Slurm's own tasks: ours are not, and libraries would believe it.
 _TASK_VARIABLES = tuple(
     f"SLURM_{name}" for name in ("PROCID", "LOCALID", "NODEID", "NTASKS", "NPROCS", "STEP", "TASK", "GTIDS")
@@ -58,6 +58,7 @@ class End:
     process: str = ""
     status: int | None = None
     log: list[str] = field(default_factory=list)
+    at: float = field(default_factory=time.time, compare=False)  # seconds since 1970, when it was seen
 
     @property
     def clean(self) -> bool:
@@ -149,6 +150,8 @@ class Node:
                 for child in services:
                     child.keep_up()
             except ProcessFailed as failure:
+                if self.place.nodes == 1:
+                    raise
                 return self._over(End(1, str(failure), self.place.host))
             health.update()
             self._show()
@@ -162,7 +165,9 @@ class Node:
 
     def _ended(self, ranks: Sequence[Child], told: End | None) -> int:
         """A rank ended, here or elsewhere: so does the run.  Gives the others a moment to end by themselves."""
-        end = time.monotonic() + 10.0
+        at = time.time()
+        clean = told is not None and told.clean
+        end = time.monotonic() + (self.cfg.trainer.deadlines.stop_s if clean else 10.0)
         while time.monotonic() < end and any(r.process is not None and r.process.poll() is None for r in ranks):
             time.sleep(0.1)
         time.sleep(0.2)  # the last lines of its log
@@ -174,12 +179,12 @@ class Node:
             return self._over(None)
         bad = sorted((c for c in ended if c[1] not in _CLEAN), key=lambda one: one[1] >= 0)  # killed ones first
         if not bad:
-            return self._over(None if told is not None and not told.clean else End(max(c for _, c in ended)))
+            return self._over(None if told is not None and not clean else End(max(c for _, c in ended)))
         rank, code = bad[0]
         what = f"{rank.name} ended with status {code}; its log is {rank.log_file}"
         here = "" if self.place.nodes == 1 else self.place.host
-        log = list(rank.tail)[-_LAST_LINES:]
-        return self._over(End(code if code in (2, 3, 4) else 1, what, here, rank.name, code, log))
+        log = [line[:_LINE_CHARS] for line in list(rank.tail)[-_LAST_LINES:]]
+        return self._over(End(code if code in (2, 3, 4) else 1, what, here, rank.name, code, log, at))
 
     def _over(self, mine: End | None) -> int:
         """What is said of the end, and its exit code."""
@@ -236,7 +241,8 @@ class Node:
         command = [sys.executable, "-m", "nemo_prorl.rewards.server", "--workers", str(cfg.rewards.workers)]
         command += ["--tasks", ",".join(self.tasks), "--token-file", str(self.endpoints / "token")]
         command += ["--endpoint-file", str(self.endpoints / f"{name}.json"), "--parent-pid", str(os.getpid())]
-        command += ["--settings", json.dumps(plain(cfg.rewards.plugins)), "--host", self._bind]
+        command += ["--settings", json.dumps(plain(cfg.rewards.plugins))]
+        command += ["--host", self._bind, "--public-host", self.place.host]
         command += ["--unsafe-no-sandbox"] if cfg.rewards.unsafe_no_sandbox else []
         return self._child(name, command, {"OMP_NUM_THREADS": "1"}, cfg.rollout.max_restarts, True)
 
@@ -254,6 +260,7 @@ class Node:
             "index": index,
             "parent-pid": os.getpid(),
             "host": self._bind,
+            "public-host": self.place.host,
             "dtype": rollout.dtype,
             "tp": rollout.tensor_parallel_size,
             "threads": rollout.threads,

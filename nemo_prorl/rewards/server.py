@@ -233,8 +233,7 @@ async def serve(args: argparse.Namespace) -> int:
     listener = socket.create_server((args.host, args.port), backlog=1024)
     # asyncio sets it only where the socket says TCP itself; without it a small answer waits 40 ms for an ACK
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    host = socket.gethostname() if args.host in ("0.0.0.0", "::") else args.host
-    url = f"http://{host}:{listener.getsockname()[1]}"
+    url = f"http://{args.public_host or args.host}:{listener.getsockname()[1]}"
     stopping = asyncio.Event()
 
     def stop() -> None:

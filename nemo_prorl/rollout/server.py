@@ -265,7 +265,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--endpoint-file", help="written when ready: JSON with url, pid, state")
     p.add_argument("--index", type=int, default=0, help="which engine of the run this is")
     p.add_argument("--parent-pid", type=int, help="end when this process is gone")
-    p.add_argument("--host", default="127.0.0.1")
+    p.add_argument("--host", default="127.0.0.1", help="the address to listen at")
+    p.add_argument("--public-host", help="the name that the endpoint file gives; default: --host")
     p.add_argument("--port", type=int, default=0, help="0: any free one")
     p.add_argument("--dtype", default="float32", help="float32, bfloat16, ...")
     p.add_argument("--tp", type=int, default=1, help="tensor parallel size")
@@ -361,7 +362,7 @@ def limits_of(config: Any, context_tokens: int) -> Limits:
 
 def write_endpoint(args: argparse.Namespace, port: int) -> None:
     """Says where this engine is, complete or not at all."""
-    host = socket.gethostname() if args.host in ("0.0.0.0", "::") else args.host
+    host = args.public_host or args.host
     endpoint = {
         "kind": "engine",
         "index": args.index,

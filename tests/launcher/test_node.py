@@ -10,11 +10,12 @@ from nemo_prorl.launcher.link import STARTER, Leader, Line, join
 from nemo_prorl.launcher.node import TOKEN, Following, Leading, blame, main
 from nemo_prorl.launcher.supervisor import End
 
-KILLED = End(1, "trainer-2 ended with status -9", "node2", "trainer-2", -9)
-FAILED = End(1, "trainer-0 ended with status 1", "node0", "trainer-0", 1)
-BAD_DATA = End(4, "trainer-1 ended with status 4", "node1", "trainer-1", 4)
-LOST = End(1, "node 3 was lost: it said nothing", "node3")
-STOPPED = End(75)
+KILLED = End(1, "trainer-2 ended with status -9", "node2", "trainer-2", -9, at=3.0)
+ABORTED = End(1, "trainer-3 ended with status -6", "node3", "trainer-3", -6, at=2.0)  # NCCL's, when a peer is gone
+FAILED = End(1, "trainer-0 ended with status 1", "node0", "trainer-0", 1, at=1.0)
+BAD_DATA = End(4, "trainer-1 ended with status 4", "node1", "trainer-1", 4, at=0.5)
+LOST = End(1, "node 3 was lost: it said nothing", "node3", at=4.0)
+STOPPED = End(75, at=0.1)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,7 @@ STOPPED = End(75)
         ([FAILED, KILLED], KILLED),
         ([FAILED, LOST, FAILED], LOST),
         ([FAILED, BAD_DATA], BAD_DATA),
+        ([ABORTED, FAILED], FAILED),
         ([STOPPED, FAILED], FAILED),
         ([STOPPED, STOPPED], STOPPED),
         ([], None),

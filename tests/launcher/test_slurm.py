@@ -11,13 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nemo_prorl.deadlines import Deadline
+from nemo_prorl.launcher.slurm_job import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,11 +31,16 @@ with open("srun.txt", "a") as file:
 outcomes = json.load(open("outcomes.json"))
 told = outcomes.pop(0) if len(outcomes) > 1 else outcomes[0]
 json.dump(outcomes, open("outcomes.json", "w"))
+if told.get("deaf"):
+    time.sleep(60)
 leader_at = next(word for word in sys.argv if word.startswith("--leader="))
 leader = Leader(1, os.environ["PRORL_LINK_TOKEN"], 20.0, int(leader_at.rpartition(":")[2]))
 if "checkpoint" in told:
     os.makedirs(f"run/checkpoints/step-{told['checkpoint']:06d}")
     open(f"run/checkpoints/step-{told['checkpoint']:06d}/state.json", "w").close()
+if told.get("hangs"):
+    open("waiting", "w").close()
+    time.sleep(60)
 if told.get("dies"):
     while leader.starter is None: time.sleep(0.05)
     os._exit(137)
@@ -62,8 +67,11 @@ SINFO = """
 print(open("nodes.txt").read())
 """
 
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
-QUICK = "import nemo_prorl.launcher.slurm as s; s.Driver.pause = lambda self: None; s._REQUEUED_S = 0.5; "
+JOB = "JobId=17 JobState=RUNNING Restarts=0 BatchHost=localhost PreemptTime=None ExcNodeList=(null) ReqNodeList=(null)"
+QUICK = (
+    "import nemo_prorl.launcher.slurm as s; s.Driver.wait = lambda self, seconds: None; s._REQUEUED_S = 0.5;"
+    " s._REQUEUE_EVERY_S = 0.2; s._PLAN_PAUSE_S = 0.1; s._LOOK_S = 1.0; "
+)
 PLAN = {
     "num_nodes": 2,
     "devices": 1,
@@ -76,6 +84,11 @@ PLAN = {
 KNOWN = QUICK + f"s.Driver.load_plan = lambda self: self.plan.update({PLAN}); "  # else 1.5 s a time
 
 
+def nodes_of(*states: str) -> str:
+    """sinfo's lines, of nodes with GPUs."""
+    return "".join(f"{state.replace(' ', '|')}|gpu:h100:8(S:0-1)|ib\n" for state in states)
+
+
 class Cluster:
     """A job of two nodes in a folder of its own."""
 
@@ -85,13 +98,14 @@ class Cluster:
         for name, code in (("srun", SRUN), ("scontrol", SCONTROL), ("sinfo", SINFO)):
             (folder / "bin" / name).write_text(f"#!{sys.executable}\n{code}")
             (folder / "bin" / name).chmod(0o755)
-        (folder / "job.txt").write_text("JobId=17 JobState=RUNNING PreemptTime=None ExcNodeList=(null)")
-        (folder / "nodes.txt").write_text("a idle\nb allocated\n")
+        (folder / "job.txt").write_text(JOB)
+        (folder / "nodes.txt").write_text(nodes_of("a idle", "b allocated"))
         for name in [key for key in os.environ if key.startswith("SLURM")]:
             monkeypatch.delenv(name)
         monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
-        job = {"JOB_ID": "17", "JOB_NODELIST": "a,b", "JOB_PARTITION": "gpu", "CPUS_ON_NODE": "8", "GPUS_ON_NODE": "8"}
+        job = {"JOB_ID": "17", "JOB_NODELIST": "a,b", "JOB_PARTITION": "gpu", "GPUS_ON_NODE": "8"}
+        job["JOB_CPUS_PER_NODE"] = "8(x2)"
         for name, value in job.items():
             monkeypatch.setenv(f"SLURM_{name}", value)
         monkeypatch.setenv("SLURMD_NODENAME", "localhost")
@@ -150,7 +164,7 @@ def test_a_crash_starts_the_run_again_in_the_same_allocation(cluster: Cluster) -
     assert cluster.run([CRASH, {"code": 0}])[0] == 0
     assert cluster.launches() == [(1, 1, "again"), (2, 0, "done")]
     assert cluster.asked() == []
-    assert "--lock-wait-s=120 " in cluster.sruns()[1]
+    assert "--lock-wait-s=300 " in cluster.sruns()[1]
 
 
 def test_no_progress_ends_the_job_and_says_why(cluster: Cluster) -> None:
@@ -175,25 +189,38 @@ def test_a_leader_that_dies_is_a_crash_of_its_node(cluster: Cluster) -> None:
 
 
 def test_a_node_to_blame_twice_is_left_out_where_another_works(cluster: Cluster) -> None:
-    (cluster.folder / "nodes.txt").write_text("a allocated\nb allocated\nc idle\nd down*\n")
+    (cluster.folder / "nodes.txt").write_text(nodes_of("a allocated", "b allocated", "c idle", "d down*"))
     assert cluster.run([CRASH])[0] == 1
     assert cluster.launches() == [(1, 1, "again"), (2, 1, "requeue")]
-    assert cluster.asked() == ["update JobId=17 ExcNodeList=b", "requeue 17"]
+    assert cluster.asked() == ["requeue 17", "update JobId=17 ExcNodeList=b"]
 
 
 def test_a_node_that_starts_nothing_is_left_out_at_once_and_others_stay_left_out(cluster: Cluster) -> None:
-    (cluster.folder / "nodes.txt").write_text("a allocated\nb down\nc mixed\n")
-    (cluster.folder / "job.txt").write_text("JobId=17 JobState=RUNNING PreemptTime=None ExcNodeList=z")
+    (cluster.folder / "nodes.txt").write_text(nodes_of("a allocated", "b down", "c mixed", "z idle"))
+    (cluster.folder / "job.txt").write_text(JOB.replace("ExcNodeList=(null)", "ExcNodeList=z"))
     (cluster.folder / "dead-node").touch()
     assert cluster.run([{"code": 1, "what": "node 1 was lost: it said nothing", "host": "b"}])[0] == 1
-    assert cluster.asked() == ["update JobId=17 ExcNodeList=z,b", "requeue 17"]
+    assert cluster.asked() == ["requeue 17", "update JobId=17 ExcNodeList=z,b"]
 
 
-@pytest.mark.parametrize(("nodes", "asked"), [("a idle\nb idle\n", []), ("a idle\nb idle\nc idle\n", ["requeue 17"])])
-def test_a_node_that_is_not_fit_is_left_out_where_another_is(cluster: Cluster, nodes: str, asked: list[str]) -> None:
-    (cluster.folder / "nodes.txt").write_text(nodes)
+@pytest.mark.parametrize(
+    ("third", "field", "asked"),
+    [
+        ("", "", False),
+        ("c|idle|gpu:h100:8(S:0)|ib\n", "", True),
+        ("c|idle*|gpu:h100:8(S:0)|ib\n", "", False),
+        ("c|idle|(null)|ib\n", "", False),  # without GPUs
+        ("c|idle|gpu:h100:8(S:0)|ib\n", "ExcNodeList=(null)>ExcNodeList=c", False),
+        ("c|idle|gpu:h100:8(S:0)|ib\n", "ReqNodeList=(null)>ReqNodeList=a,b", False),  # sbatch --nodelist
+    ],
+)
+def test_a_node_that_is_not_fit_is_left_out_where_another_is(
+    cluster: Cluster, third: str, field: str, asked: bool
+) -> None:
+    (cluster.folder / "nodes.txt").write_text(nodes_of("a idle", "b idle") + third)
+    (cluster.folder / "job.txt").write_text(JOB.replace(*field.split(">")) if field else JOB)
     assert cluster.run([{"code": 3, "what": "b: rollout.python=x is no Python", "host": "b"}])[0] == 3
-    assert cluster.asked()[1:] == asked
+    assert cluster.asked() == (["requeue 17", "update JobId=17 ExcNodeList=b"] if asked else [])
 
 
 @pytest.mark.parametrize("code", [2, 3, 4, 75])
@@ -216,9 +243,12 @@ def test_near_the_time_limit_the_run_stops_and_the_job_is_requeued(cluster: Clus
 
 def test_a_preempted_run_is_requeued(cluster: Cluster) -> None:
     """The node supervisors alone get Slurm's SIGTERM; this process sees that the run stopped, and scontrol says why."""
-    (cluster.folder / "job.txt").write_text("JobId=17 JobState=RUNNING PreemptTime=2026-11-21T20:00:00 EndTime=x")
+    (cluster.folder / "job.txt").write_text(JOB.replace("PreemptTime=None", "PreemptTime=2026-11-21T20:00:00"))
     assert cluster.run([{"code": 75}])[0] == 75
     assert cluster.asked() == ["requeue 17"]
+    for _ in range(4):  # such ends are not the run's fault
+        assert cluster.run([{"code": 75}])[0] == 75
+    assert len(cluster.asked()) == 5
 
 
 @pytest.mark.parametrize("outcome", [{"code": 75, "waits": True}, {"code": 1, "waits": True}], ids=["clean", "killed"])
@@ -226,7 +256,6 @@ def test_scancel_never_requeues(cluster: Cluster, outcome: dict[str, Any]) -> No
     """Slurm sends SIGTERM to all; a requeue would bring the cancelled job back."""
     process = cluster.start([outcome])
     Deadline(30, "the run to be under way").wait_until((cluster.folder / "waiting").exists)
-    (cluster.folder / "job.txt").write_text("JobId=17 JobState=COMPLETING PreemptTime=None ExcNodeList=(null)")
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=30)
     assert cluster.launches() == [(1, outcome["code"], "give_up")]
@@ -239,6 +268,7 @@ def test_attempts_are_counted_over_requeues_and_not_over_jobs(
 ) -> None:
     assert cluster.run([{**CRASH, "host": ""}])[0] == 1
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    (cluster.folder / "job.txt").write_text(JOB.replace("Restarts=0", "Restarts=1"))
     assert cluster.run([{"code": 0}])[0] == 1
     assert len(cluster.sruns()) == 3
     monkeypatch.setenv("SLURM_JOB_ID", "18")
@@ -299,7 +329,7 @@ def test_the_script_s_python_may_be_an_old_one() -> None:
     files = [
         ROOT / "nemo_prorl" / name for name in ("__init__.py", "errors.py", "deadlines.py", "launcher/__init__.py")
     ]
-    files += [ROOT / "nemo_prorl" / "launcher" / name for name in ("slurm.py", "link.py")]
+    files += [ROOT / "nemo_prorl" / "launcher" / name for name in ("slurm.py", "slurm_job.py", "link.py")]
     for file in files:
         tree = ast.parse(file.read_text(), feature_version=(3, 9))
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -309,16 +339,86 @@ def test_the_script_s_python_may_be_an_old_one() -> None:
             "nemo_prorl.errors",
             "nemo_prorl.deadlines",
             "nemo_prorl.launcher.link",
+            "nemo_prorl.launcher.slurm_job",
         }
         assert not imports or "__future__" in names, file
 
 
-def test_the_pause_grows_and_ends_with_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_prorl.launcher.slurm import Driver
+def test_a_sigterm_while_it_decides_is_obeyed(cluster: Cluster) -> None:
+    """It comes while Slurm is asked how things stand, and Slurm still says RUNNING."""
+    late = "import os, signal; before = s.Job.state"
+    late += "\ndef state(self):\n    found = before(self)\n"
+    late += "    if os.path.exists('over'): os.kill(os.getpid(), signal.SIGTERM)\n    return found\n"
+    cluster.code += f"\n{late}s.Job.state = state\n"
+    process = cluster.start([{"code": 75, "waits": True}])
+    Deadline(30, "the run to be under way").wait_until((cluster.folder / "waiting").exists)
+    (cluster.folder / "over").touch()
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=30)
+    assert cluster.launches() == [(1, 75, "give_up")]
+    assert cluster.asked() == []
 
-    driver = object.__new__(Driver)
-    monkeypatch.setattr(Driver, "fruitless", lambda self: 5)
-    driver.ended = True
-    began = time.monotonic()
-    driver.pause()
-    assert time.monotonic() - began < 5
+
+@pytest.mark.parametrize("field", ["Restarts=0>Restarts=1", "BatchHost=localhost>BatchHost=elsewhere"])
+def test_a_start_that_slurm_has_given_up_ends_what_it_runs_and_touches_nothing(cluster: Cluster, field: str) -> None:
+    """slurmd of this node is gone, Slurm has started the job elsewhere, and this start of it still lives."""
+    process = cluster.start([{"code": 0, "waits": True}])
+    Deadline(30, "the run to be under way").wait_until((cluster.folder / "waiting").exists)
+    (cluster.folder / "job.txt").write_text(JOB.replace(*field.split(">")))
+    process.communicate(timeout=30)
+    assert cluster.launches() == [(1, 1, "give_up")]
+    assert cluster.asked() == []
+    assert len(cluster.sruns()) == 1
+
+
+def test_a_run_that_does_not_stop_in_time_is_ended_and_requeued(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 6))
+    process = cluster.start([{"code": 75, "hangs": True}])
+    Deadline(30, "the run to be under way").wait_until((cluster.folder / "waiting").exists)
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=30)
+    assert cluster.launches() == [(1, 1, "requeue")]
+    assert cluster.asked() == ["requeue 17"]
+
+
+def test_a_leader_that_never_listens_is_a_failed_attempt(cluster: Cluster) -> None:
+    cluster.code += "s._REACH_S = 1.0; "
+    assert cluster.run([{"code": 0, "deaf": True}])[0] == 1
+    assert cluster.launches() == [(1, 1, "again"), (2, 1, "again"), (3, 1, "again")]
+
+
+def test_attempts_that_cannot_be_written_down_are_counted_too(cluster: Cluster) -> None:
+    (cluster.folder / "run" / "launches.jsonl").mkdir(parents=True)
+    assert cluster.run([{**CRASH, "host": ""}])[0] == 1
+    assert len(cluster.sruns()) == 3
+
+
+def test_a_requeue_that_slurm_does_not_take_is_tried_again(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 300))
+    refusing = (
+        SCONTROL + 'if sys.argv[1] == "requeue" and len(open("slurm.txt").read().split("requeue")) < 4: sys.exit(1)\n'
+    )
+    (cluster.folder / "bin" / "scontrol").write_text(f"#!{sys.executable}\n{refusing}")
+    process = cluster.start([{"code": 75, "waits": True}])
+    Deadline(30, "the run to be under way").wait_until((cluster.folder / "waiting").exists)
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=30)
+    assert cluster.asked() == ["requeue 17"] * 3
+
+
+def test_a_run_that_stops_for_its_own_time_limit_is_requeued(cluster: Cluster) -> None:
+    (cluster.folder / "run").mkdir()
+    reason = "60 s are left of the job (trainer.deadlines.job_s=3600): stopped after step 7"
+    (cluster.folder / "run" / "journal.jsonl").write_text(json.dumps({"event": "stop", "reason": reason}) + "\n")
+    assert cluster.run([{"code": 75}])[0] == 75
+    assert cluster.asked() == ["requeue 17"]
+
+
+@pytest.mark.parametrize(
+    ("told", "least"), [("64(x4)", 64), ("64(x3),32", 32), ("8", 8), ("", None), ("16,128(x2)", 16)]
+)
+def test_every_node_has_so_many_processors(told: str, least: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", told)
+    assert Job().cpus() == least

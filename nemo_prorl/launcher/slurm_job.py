@@ -1,0 +1,169 @@
+"""What Slurm knows of this job, and what it can be asked to do with it.
+
+A SIGTERM to the job hits every process of it, so whatever asks Slurm ignores it: an answer that did not come must not
+read as one.  Standard library only, Python 3.9 at least (see `slurm.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+_ASK_S = 60.0
+_PROBE_S = 60.0  # for a node to start a program
+_PASSING = ("", "SIGNALING", "CONFIGURING", "RESIZING")  # ask again: no answer, or a state on the way to another
+_LOOKS = 10
+_BROKEN = ("down", "drain", "fail", "maint", "unk", "power", "reboot", "inval")
+
+
+def say(text: str) -> None:
+    """A line of the job's output; also from a signal handler."""
+    os.write(sys.stderr.fileno(), f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
+
+
+@dataclass(frozen=True)
+class State:
+    """The job as Slurm sees it now.  `ours`: this very start of it; a requeued job has another on other nodes."""
+
+    ours: bool
+    running: bool
+    preempted: bool
+
+
+class Job:
+    """The Slurm job that this is, or would be."""
+
+    def __init__(self) -> None:
+        env = os.environ
+        self.id = env.get("SLURM_JOB_ID", "")
+        self.restart = int(env.get("SLURM_RESTART_COUNT") or 0)
+        self.host = env.get("SLURMD_NODENAME") or socket.gethostname()
+        nodelist = env.get("SLURM_JOB_NODELIST", "")
+        self.nodes = output(["scontrol", "show", "hostnames", nodelist]).split() if nodelist else []
+        self.partition = env.get("SLURM_JOB_PARTITION", "")
+
+    def fields(self) -> dict[str, str]:
+        """Of `scontrol show job`; empty where there is no answer."""
+        text = output(["scontrol", "-o", "show", "job", self.id])
+        found: dict[str, str] = {}
+        for word in text.split():
+            key, equals, value = word.partition("=")
+            if equals:
+                found.setdefault(key, value)
+        return found
+
+    def state(self) -> State | None:
+        """None where Slurm does not answer."""
+        for look in range(_LOOKS):
+            if look:
+                time.sleep(0.5)
+            fields = self.fields()
+            if fields.get("JobState", "") in _PASSING:
+                continue
+            ours = fields.get("Restarts", str(self.restart)) == str(self.restart)
+            ours = ours and fields.get("BatchHost", self.host) in (self.host, "(null)")
+            preempted = fields.get("PreemptTime", "None") not in ("None", "N/A", "Unknown", "(null)")
+            return State(ours, fields["JobState"] == "RUNNING", preempted)
+        return None
+
+    def end(self) -> float | None:
+        """When the job's time is over, in seconds since 1970."""
+        if (told := os.environ.get("SLURM_JOB_END_TIME", "")).isdigit():
+            return float(told)
+        try:
+            return time.mktime(time.strptime(self.fields().get("EndTime", ""), "%Y-%m-%dT%H:%M:%S"))
+        except (ValueError, OverflowError):
+            return None
+
+    def cpus(self) -> int | None:
+        """Processors that every node of the job has: Slurm writes 64(x3),32."""
+        told = re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
+        return min(map(int, told), default=None)
+
+    def spare(self, host: str) -> bool:
+        """Whether without this node, and those left out already, the partition has enough that work, busy or not.
+
+        Counted are nodes with the same GPUs and features as this one.  False where the job names its nodes.
+        """
+        fields = self.fields()
+        if fields.get("ReqNodeList", "(null)") != "(null)":
+            return False
+        out = {host, *self._hosts(fields.get("ExcNodeList", "(null)"))}
+        able, kinds = set(), {}
+        for line in output(["sinfo", "-h", "-N", "-p", self.partition, "-o", "%N|%T|%G|%f"]).splitlines():
+            name, state, gpus, features = (*line.strip().split("|"), "", "", "")[:4]
+            kinds[name] = (gpus.split("(")[0], features)
+            if name and not state.startswith(_BROKEN) and not state.endswith("*"):
+                able.add(name)
+        alike = {name for name in able - out if kinds[name] == kinds.get(host, kinds[name])}
+        return len(alike) >= len(self.nodes)
+
+    @staticmethod
+    def _hosts(nodelist: str) -> list[str]:
+        return [] if nodelist in ("", "(null)") else output(["scontrol", "show", "hostnames", nodelist]).split()
+
+    def requeue(self, without: str = "") -> bool:
+        """Gives the job back; `without`: not to this node any more, which Slurm takes of a waiting job only."""
+        before = self.fields().get("ExcNodeList", "(null)") if without else ""
+        if not _call(["scontrol", "requeue", self.id]):
+            return False
+        if without:
+            out = without if before in ("", "(null)") else f"{before},{without}"
+            _call(["scontrol", "update", f"JobId={self.id}", f"ExcNodeList={out}"])
+        return True
+
+    def starts(self, host: str) -> bool:
+        """Whether a node of the job starts a program."""
+        probe = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--mpi=none", "true"]
+        try:
+            done = subprocess.run(probe, check=False, stdin=subprocess.DEVNULL, timeout=_PROBE_S)
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        return done.returncode == 0
+
+
+def _undisturbed() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def output(command: list[str]) -> str:
+    """What a command says; empty where it fails."""
+    try:
+        done = subprocess.run(
+            command,
+            check=False,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=_ASK_S,
+            text=True,
+            preexec_fn=_undisturbed,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _call(command: list[str]) -> bool:
+    try:
+        done = subprocess.run(
+            command,
+            check=False,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_ASK_S,
+            text=True,
+            preexec_fn=_undisturbed,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        say(f"{shlex.join(command)}: {error}")
+        return False
+    if done.returncode:
+        say(f"{shlex.join(command)}: {done.stdout.strip()}")
+    return done.returncode == 0

@@ -1,0 +1,134 @@
+"""Whole runs, small: NeMo-Aligner's model, vLLM, real verifiers.  Several tests look at each of them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from nemo_prorl.recipe import killpoints
+
+STEPS = 4
+SMALL = [
+    "deterministic=true",
+    f"trainer.grpo.max_steps={STEPS}",
+    "trainer.grpo.prompts_per_step=8",
+    "trainer.grpo.samples_per_prompt=8",
+    "trainer.grpo.checkpoint_every=2",
+    "trainer.grpo.validate_every=2",
+    "trainer.resets.at_steps=[2]",
+    "trainer.warmup.steps=40",
+    "rollout.max_num_seqs=64",
+    "rollout.kv_cache_mb=128",
+    *[f"data.{part}.{k}.size={size}" for part, size in (("train", 300), ("validation", 16)) for k in range(5)],
+]
+
+
+class Job:
+    """One `prorl train`, or another command, in a process of its own."""
+
+    def __init__(
+        self, root: Path, run_dir: Path, *overrides: str, command: str = "train", kill_at: str | None = None
+    ) -> None:
+        self.root, self.run_dir = root, run_dir
+        words = [sys.executable, "-m", "nemo_prorl.cli", command, f"run_dir={run_dir}", *SMALL, *overrides]
+        self.log = run_dir.with_suffix(f".{time.monotonic_ns()}.log")
+        env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+        env |= {killpoints.VARIABLE: kill_at} if kill_at else {}
+        with self.log.open("w") as f:
+            self.process = subprocess.Popen(words, cwd=root, env=env, stdout=f, stderr=subprocess.STDOUT)
+
+    def wait(self, seconds: float = 600.0) -> int:
+        return self.process.wait(seconds)
+
+    def until(self, ready: Callable[[], bool], seconds: float = 240.0) -> None:
+        end = time.monotonic() + seconds
+        while not ready():
+            assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.text()}"
+            assert time.monotonic() < end, f"out of time:\n{self.text()}"
+            time.sleep(0.05)
+
+    def text(self) -> str:
+        return self.log.read_text()[-5000:]
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def events_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "journal.jsonl").read_text().splitlines()]
+
+
+def without_time(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if not key.startswith("time")}
+
+
+def engine_process(job: Job) -> psutil.Process:
+    return next(p for p in job.children() if "rollout/server.py" in " ".join(p.cmdline()))
+
+
+def gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def run_undisturbed(root: Path, folder: Path) -> Path:
+    """A finished run."""
+    job = Job(root, folder / "undisturbed")
+    assert job.wait() == 0, job.text()
+    assert "held-out mean reward" in job.text()
+    return job.run_dir
+
+
+def run_disturbed(root: Path, undisturbed: Path) -> Path:
+    """The same run in parts: the trainer killed within its hard reset, once its checkpoint is complete and the journal
+    does not know it yet; the supervisor after step 3; the engine after the next start."""
+    first = Job(root, undisturbed.with_name("disturbed"), kill_at="reset:checkpointed")
+    assert first.wait() == 1, first.text()
+    assert [e["event"] for e in events_of(first.run_dir)][-1] == "reset_intent"
+    job = Job(root, first.run_dir)
+    job.until(lambda: len(metrics_of(job.run_dir)) >= STEPS - 1)
+    processes = job.children()
+    job.process.kill()
+    job.process.wait()
+    end = time.monotonic() + 20
+    while not all(map(gone, processes)):
+        assert time.monotonic() < end, [p for p in processes if not gone(p)]
+        time.sleep(0.1)
+    again = Job(root, job.run_dir)
+    again.until(lambda: [e["event"] for e in events_of(job.run_dir)].count("resume") == 2)
+    engine_process(again).kill()
+    assert again.wait() == 0, again.text()
+    return job.run_dir
+
+
+def run_stage(root: Path, undisturbed: Path) -> Path:
+    """A stage that begins from the finished run; while it works it is asked for a checkpoint, then to stop."""
+    log = undisturbed.with_name("told.jsonl")
+    hook = f"""on_event='{sys.executable} -c "import sys; open(sys.argv[1], \\"a\\").write(sys.stdin.read())" {log}'"""
+    overrides = ["stage=run2", f"chain.start_from={undisturbed}", "trainer.resets.at_steps=[]", hook]
+    job = Job(root, undisturbed.with_name("stage"), *overrides, "trainer.grpo.max_steps=40")
+    job.until(lambda: bool(metrics_of(job.run_dir)))
+    asked = subprocess.run(
+        [sys.executable, "-m", "nemo_prorl.cli", "control", str(job.run_dir), "checkpoint"],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert asked.returncode == 0, asked.stderr
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait(120) == 75, job.text()
+    return job.run_dir

@@ -84,6 +84,12 @@ PLAN = {
 KNOWN = QUICK + f"s.Driver.load_plan = lambda self: self.plan.update({PLAN}); "  # else 1.5 s a time
 
 
+def changed(field: str) -> str:
+    """The job as scontrol shows it, with `old>new` in one field."""
+    old, _, new = field.partition(">")
+    return JOB.replace(old, new) if field else JOB
+
+
 def nodes_of(*states: str) -> str:
     """sinfo's lines, of nodes with GPUs."""
     return "".join(f"{state.replace(' ', '|')}|gpu:h100:8(S:0-1)|ib\n" for state in states)
@@ -218,7 +224,7 @@ def test_a_node_that_is_not_fit_is_left_out_where_another_is(
     cluster: Cluster, third: str, field: str, asked: bool
 ) -> None:
     (cluster.folder / "nodes.txt").write_text(nodes_of("a idle", "b idle") + third)
-    (cluster.folder / "job.txt").write_text(JOB.replace(*field.split(">")) if field else JOB)
+    (cluster.folder / "job.txt").write_text(changed(field))
     assert cluster.run([{"code": 3, "what": "b: rollout.python=x is no Python", "host": "b"}])[0] == 3
     assert cluster.asked() == (["requeue 17", "update JobId=17 ExcNodeList=b"] if asked else [])
 
@@ -364,7 +370,7 @@ def test_a_start_that_slurm_has_given_up_ends_what_it_runs_and_touches_nothing(c
     """slurmd of this node is gone, Slurm has started the job elsewhere, and this start of it still lives."""
     process = cluster.start([{"code": 0, "waits": True}])
     Deadline(30, "the run to be under way").wait_until((cluster.folder / "waiting").exists)
-    (cluster.folder / "job.txt").write_text(JOB.replace(*field.split(">")))
+    (cluster.folder / "job.txt").write_text(changed(field))
     process.communicate(timeout=30)
     assert cluster.launches() == [(1, 1, "give_up")]
     assert cluster.asked() == []

@@ -188,6 +188,7 @@ C
   echo '# not used' > "$D/etc/cgroup.conf"
 }
 
+hosts() { if [ -w /etc/hosts ]; then flock -w 30 7 || true; "$@"; else "$@"; fi 7< /etc/hosts; }   # one cluster at a time
 hosts_del() {  # rewritten in place: /etc/hosts is a bind mount in containers
   [ -w /etc/hosts ] && grep -qF -- "$HOSTS_TAG" /etc/hosts || return 0
   local t; t=$(awk -v tag=" $HOSTS_TAG" 'substr($0, length($0) - length(tag) + 1) != tag' /etc/hosts; echo .)
@@ -241,7 +242,7 @@ up() {
     rm -rf "$D/run" "$D/munge"
     write_conf
   elif [ ! -s "$CONF" ]; then die "daemons run but $CONF is gone: run '$0 down' first"; fi
-  hosts_add
+  hosts hosts_add
   pid_of munged >/dev/null || { rm -f "$D"/munge/munge.socket*
     spawn munged "$(command -v munged)" --foreground --force --num-threads=4 --key-file="$D/etc/munge.key" \
       --socket="$D/munge/munge.socket" --pid-file="$D/munge/munged.pid" --seed-file="$D/munge/seed" \
@@ -274,7 +275,7 @@ down() {
   done
   stop slurmctld; stop munged
   reap
-  hosts_del
+  hosts hosts_del
   rm -rf "$D/run" "$D/munge"      # logs, conf and state stay for inspection; the next `up` wipes state and logs
 }
 queue_empty() { [ -z "$(timeout 5 squeue -h -a -t PD,R,CG,S 2>/dev/null)" ]; }

@@ -35,11 +35,19 @@ def background(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         folder = tmp_path_factory.mktemp("job")
         if "undisturbed" in wanted:
             runs.start("undisturbed", partial(whole_runs.run_undisturbed, ROOT, folder))
+        if "on_four_nodes" in wanted:
+            runs.start("on_four_nodes", lambda: on_four_nodes(runs.result("undisturbed")))
         for name, run in (("stage_run", whole_runs.run_stage), ("disturbed", whole_runs.run_disturbed)):
             if name in wanted:
                 runs.start(name, lambda run=run: run(ROOT, runs.result("undisturbed")))  # type: ignore[misc]
     yield runs
     runs.close()
+
+
+def on_four_nodes(undisturbed: Path) -> Path:
+    from tests.cluster.whole import run_on_nodes  # torch
+
+    return run_on_nodes(undisturbed, "on_four_nodes", 4)
 
 
 def result_of(background: Background, name: str) -> Path:

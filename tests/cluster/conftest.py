@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.emulated import NoSlurm, Slurm, cluster
+from tests.cluster.emulated import NoSlurm, Slurm, cluster, provide
 
 
 def _cannot(error: NoSlurm) -> None:
@@ -13,6 +13,14 @@ def _cannot(error: NoSlurm) -> None:
     if any(os.environ.get(name, "").lower() not in ("", "0", "false") for name in ("CI", "PRORL_CI")):
         pytest.fail(f"no Slurm cluster: {error}", pytrace=False)
     pytest.skip(f"no Slurm cluster: {error} (docs/cluster.md, 'Trying it on one machine')")
+
+
+def unless_there_is_no_slurm() -> None:
+    """Skips, or in CI fails, where no cluster can be had."""
+    try:
+        provide()
+    except NoSlurm as error:
+        _cannot(error)
 
 
 @pytest.fixture(scope="session")

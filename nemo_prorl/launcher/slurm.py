@@ -137,7 +137,7 @@ class Driver:
         """What the configuration says of the job.  Ends this process where it is wrong."""
         ask = ["-m", "nemo_prorl.launcher.allocation", *self.overrides]
         if self.args.container_image and not self.args.dry_run:
-            command, env = [*self.srun(1), *self.python(), *ask], dict(os.environ)
+            command, env = [*self.srun(1), *self.python(), *ask], self.environment("")
         else:
             python = self.args.python or OWN_PYTHON
             if not shutil.which(python):

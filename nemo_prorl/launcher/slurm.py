@@ -73,7 +73,8 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", help="KEY=VALUE, as for prorl train")
     parser.add_argument("--container-image", default=os.environ.get("PRORL_CONTAINER_IMAGE"), help="for pyxis")
     parser.add_argument("--container-mounts", default=os.environ.get("PRORL_CONTAINER_MOUNTS"), metavar="A:B,...")
-    parser.add_argument("--python", help="with our packages; default: .venv/train's, in a container python3")
+    given = os.environ.get("PRORL_PYTHON")
+    parser.add_argument("--python", default=given, help="with our packages; default: .venv/train's, or the image's")
     parser.add_argument("--dry-run", action="store_true", help="say what would be started, and start nothing")
     args, rest = parser.parse_known_args(argv)
     if wrong := [word for word in rest if word.startswith("-")]:

@@ -4,13 +4,17 @@ The first step's rollouts are the same, because weights, prompts and seeds are; 
 after its updates, but for the order of sums.
 """
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from nemo_prorl.deadlines import Deadline
 from tests.background import Background
 from tests.cluster.conftest import unless_there_is_no_slurm
+from tests.cluster.emulated import Ended, cluster
 from tests.cluster.whole import STEPS, recorded, run_on_nodes, saved_tensors
 from tests.whole_runs import events_of, metrics_of, without_time
 
@@ -65,3 +69,29 @@ def test_tensor_and_pipeline_parallel_over_four_nodes(undisturbed: Path) -> None
     unless_there_is_no_slurm()
     layout = ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"]
     assert_same_maths(undisturbed, run_on_nodes(undisturbed, "tp2_pp2", 4, *layout))
+
+
+@pytest.mark.slow
+def test_a_chain_of_three_stages_goes_through_a_requeue_unattended(tmp_path: Path, root: Path) -> None:
+    """Stage 2 is told that its time is nearly over; the third waits for it, however often it starts."""
+    unless_there_is_no_slurm()
+    folder, prorl = tmp_path / "chain", str(Path(sys.executable).with_name("prorl"))
+    flags = f"--nodes=2 --gpus-per-node=0 --mem=0 --output={tmp_path}/%x.log"
+    words = [f"run_dir={folder}", "cluster=slurm_dev", "data=domains", "trainer.num_nodes=2", "rollout.engines=2"]
+    words += ["trainer.grpo.prompts_per_step=8", "trainer.grpo.samples_per_prompt=8", "trainer.warmup.steps=40"]
+    words += ["chain.step_scale=0.01", "trainer.grpo.checkpoint_every=2", "rollout.max_num_seqs=64"]
+    with cluster(nodes=2) as slurm:
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+        slurm.run(prorl, "launch", "--stages", "run1..run3", f"--sbatch={flags}", *words, env=environment)
+        chain = json.loads((folder / "chain.json").read_text())["stages"]
+        jobs = {stage["stage"]: int(stage["job"]) for stage in chain}
+        deadline = Deadline(600, "a step of run2")
+        deadline.wait_until(lambda: bool(metrics_of(folder / "run2")), every=0.1)
+        slurm.scancel(jobs["run2"], "--batch", "--signal=USR1")
+        ends = [slurm.wait(jobs[name], 600) for name in ("run1", "run2", "run3")]
+        assert ends == [Ended("COMPLETED", 0, 0), Ended("COMPLETED", 0, 1), Ended("COMPLETED", 0, 0)]
+        slurm.no_orphans()
+        told = json.loads(slurm.run(prorl, "status", str(folder), "--json", env=environment))
+    assert [stage["finished"] for stage in told["stages"]] == [True] * 3
+    weights = [json.loads((folder / name / "summary.json").read_text())["weights_sha256"] for name in ("run1", "run2")]
+    assert [events_of(folder / name)[0].get("weights_sha256") for name in ("run2", "run3")] == weights

@@ -54,8 +54,14 @@ def run_state(run_dir: Path) -> dict[str, Any]:
 
 
 def _launches(run_dir: Path) -> dict[str, Any]:
-    """From launches.jsonl: how often Slurm's jobs started the run, the last start, and the last end."""
+    """From launches.jsonl: how often Slurm's jobs started the run, the last start, and the last end.
+
+    Without those of a job that was refused because another works on the run directory.
+    """
     lines = list(_backwards(run_dir / "launches.jsonl"))
+    ended = [line for line in lines if line["event"] == "end" and line["code"] == 2]
+    refused = {(line["job"], line["attempt"]) for line in ended if "is in use by another process" in line["what"]}
+    lines = [line for line in lines if (line["job"], line["attempt"]) not in refused]
     begins, ends = ([line for line in lines if line["event"] == event] for event in ("begin", "end"))
     return {"attempts": len(begins), "launch": begins[0] if begins else None, "end": ends[0] if ends else None}
 

@@ -373,7 +373,10 @@ def chain_folder(slurm: Slurm) -> Path:
     end = {**start, "event": "end", "code": 1, "what": "trainer-2 ended with status -9", "host": "node1"}
     end |= {"process": "trainer-2", "status": -9, "next": "again"}
     again = {**start, "attempt": 2, "step": 20}
-    lines = [{**line, "time": 1763750000.0} for line in (start, end, again)]
+    other = {**start, "job": "99", "step": 20}  # submitted by mistake, and refused
+    refused = {**other, "event": "end", "code": 2, "what": f"run_dir={run} is in use by another process", "host": None}
+    refused |= {"process": None, "status": None, "next": "give_up"}
+    lines = [{**line, "time": 1763750000.0} for line in (start, end, again, other, refused)]
     assert [fault for line in lines for fault in against("launch", line)] == []
     (run / "launches.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     alarms = [{"event": "alarm", "step": k, "time": 1.0, "what": f"plateau: {'on and ' * 12}on"} for k in (5, 9)]

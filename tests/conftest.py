@@ -18,6 +18,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
 
 
+LONG = ("ranks", "undisturbed", "on_four_nodes", "stage_run", "disturbed")  # in the order in which they are done
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What waits for a long run comes last, when it is done."""
+
+    def needs(item: pytest.Item) -> int:
+        names = getattr(item, "fixturenames", ())
+        return max((LONG.index(name) + 1 for name in names if name in LONG), default=0)
+
+    items.sort(key=needs)
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The repository."""

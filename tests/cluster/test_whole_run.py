@@ -5,6 +5,7 @@ after its updates, but for the order of sums.
 """
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tests.background import Background
 from tests.cluster.conftest import unless_there_is_no_slurm
 from tests.cluster.emulated import Ended, cluster
 from tests.cluster.whole import STEPS, recorded, run_on_nodes, saved_tensors
-from tests.whole_runs import events_of, metrics_of, without_time
+from tests.whole_runs import Job, events_of, metrics_of, without_time
 
 pytestmark = [pytest.mark.nemo, pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -33,15 +34,15 @@ def on_four_nodes(undisturbed: Path, background: Background) -> Path:
     return background.result("on_four_nodes")
 
 
-def assert_same_maths(one: Path, other: Path) -> None:
-    for step in range(1, STEPS + 1):
+def assert_same_maths(one: Path, other: Path, steps: int = STEPS) -> None:
+    for step in range(1, steps + 1):
         assert recorded(other, step) == recorded(one, step), f"rollouts of step {step}"
         here, there = (without_time(metrics_of(run)[step - 1]) for run in (one, other))
         assert here.keys() == there.keys()
         for key, value in here.items():
             if isinstance(value, float) and not key.endswith(OTHER):
                 assert there[key] == pytest.approx(value, rel=METRICS_RTOL, abs=METRICS_ATOL), f"{key} of step {step}"
-    folders = [run / "checkpoints" / f"step-{STEPS:06d}" for run in (one, other)]
+    folders = [run / "checkpoints" / f"step-{steps:06d}" for run in (one, other)]
     here, there = (saved_tensors(folder) for folder in folders)
     ours = {name for name in here if name.startswith(("model.", "reference."))}
     assert ours
@@ -69,6 +70,18 @@ def test_tensor_and_pipeline_parallel_over_four_nodes(undisturbed: Path) -> None
     unless_there_is_no_slurm()
     layout = ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"]
     assert_same_maths(undisturbed, run_on_nodes(undisturbed, "tp2_pp2", 4, *layout))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_nodes(root: Path, undisturbed: Path, on_four_nodes: Path) -> None:
+    """Begun on four nodes, ended on one: prompts, weights, moments and reference are as if it had always been there."""
+    run = undisturbed.with_name("fewer_nodes")
+    shutil.copytree(on_four_nodes, run)
+    base = [f"pretrained_checkpoint.restore_from_path={undisturbed / 'base'}", "trainer.warmup.steps=0"]
+    job = Job(root, run, *base)
+    assert job.wait() == 0, job.text()
+    assert [e["step"] for e in events_of(run) if e["event"] == "resume"] == [STEPS]
+    assert_same_maths(undisturbed, run, steps=4)
 
 
 @pytest.mark.slow

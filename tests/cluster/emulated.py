@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -35,8 +36,16 @@ class Ended:
     restarts: int
 
 
+_PROVIDING = threading.Lock()
+
+
 def provide() -> None:
     """Installs Slurm's daemons where they are missing and can be had; raises NoSlurm where not."""
+    with _PROVIDING:  # a run in the background may want them, too
+        _provide()
+
+
+def _provide() -> None:
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     missing = [program for program in PROGRAMS if shutil.which(program, path=path) is None]
     if os.geteuid() != 0:

@@ -1,13 +1,17 @@
-"""Long runs that several tests look at begin when the session does, beside the tests that need one core only."""
+"""Long runs that several tests look at begin when the session does, beside the tests that need one core only.
+
+They are started by a process of their own, so that what a test does to its environment or folder is nothing to them.
+"""
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-Work = Callable[[], Path]
 _MARK = "PRORL_TEST_SESSION"  # in the environment of every process of these runs
 
 
@@ -15,13 +19,13 @@ class Background:
     """One run at a time, in the order in which they are started; what fails, fails where its result is asked for."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1)
-        self._runs: dict[str, Future[Path]] = {}
         os.environ[_MARK] = str(os.getpid())
+        self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        self._runs: dict[str, Future[Path]] = {}
 
-    def start(self, name: str, work: Work) -> None:
-        if name not in self._runs:
-            self._runs[name] = self._pool.submit(work)
+    def start(self, name: str, work: Callable[..., Path], *args: Any) -> None:
+        """`work`: a function of a module, that gives the folder of what it ran."""
+        self._runs[name] = self._pool.submit(work, *args)
 
     def result(self, name: str) -> Path:
         """The folder of a run that was started; raises what it raised."""
@@ -29,12 +33,11 @@ class Background:
 
     def close(self) -> None:
         """Nothing goes on after the session, however it ended."""
-        for run in self._runs.values():
-            run.cancel()
+        self._pool.shutdown(wait=False, cancel_futures=True)
         for process in psutil.Process().children(recursive=True):
             try:
-                if process.environ().get(_MARK) == str(os.getpid()):
+                tracker = any("resource_tracker" in word for word in process.cmdline())  # Python's own, ends by itself
+                if process.environ().get(_MARK) == str(os.getpid()) and not tracker:
                     process.kill()
             except psutil.Error:
                 continue
-        self._pool.shutdown(wait=True, cancel_futures=True)

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -43,24 +42,21 @@ def background(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     runs = Background()
     wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
     if "ranks" in wanted:
-        runs.start("ranks", partial(run_ranks, ROOT, tmp_path_factory.mktemp("ranks")))
+        runs.start("ranks", run_ranks, ROOT, tmp_path_factory.mktemp("ranks"))
     if (ROOT / ".venv" / "rollout").is_dir():
         folder = tmp_path_factory.mktemp("job")
         if "undisturbed" in wanted:
-            runs.start("undisturbed", partial(whole_runs.run_undisturbed, ROOT, folder))
-        if "on_four_nodes" in wanted:
-            runs.start("on_four_nodes", lambda: on_four_nodes(runs.result("undisturbed")))
-        for name, run in (("stage_run", whole_runs.run_stage), ("disturbed", whole_runs.run_disturbed)):
+            runs.start("undisturbed", whole_runs.run_undisturbed, ROOT, folder)
+        of_it = {
+            "on_four_nodes": whole_runs.run_on_four_nodes,
+            "stage_run": whole_runs.run_stage,
+            "disturbed": whole_runs.run_disturbed,
+        }
+        for name, run in of_it.items():
             if name in wanted:
-                runs.start(name, lambda run=run: run(ROOT, runs.result("undisturbed")))  # type: ignore[misc]
+                runs.start(name, run, ROOT, folder / "undisturbed")
     yield runs
     runs.close()
-
-
-def on_four_nodes(undisturbed: Path) -> Path:
-    from tests.cluster.whole import run_on_nodes  # torch
-
-    return run_on_nodes(undisturbed, "on_four_nodes", 4)
 
 
 def result_of(background: Background, name: str) -> Path:

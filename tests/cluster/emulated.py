@@ -1,5 +1,6 @@
 """A Slurm cluster on this machine (slurm/dev-cluster.sh), for tests and benchmarks."""
 
+import fcntl
 import os
 import random
 import re
@@ -8,7 +9,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,12 +36,10 @@ class Ended:
     restarts: int
 
 
-_PROVIDING = threading.Lock()
-
-
 def provide() -> None:
     """Installs Slurm's daemons where they are missing and can be had; raises NoSlurm where not."""
-    with _PROVIDING:  # a run in the background may want them, too
+    with (Path(tempfile.gettempdir()) / f"prorl-slurm-{os.getuid()}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a run in the background may want them, too
         _provide()
 
 

@@ -75,7 +75,7 @@ def test_no_case_is_judged_wrong(cases: Path) -> None:
 
 
 @pytest.mark.parametrize("condition", CONDITIONS)
-@pytest.mark.parametrize("cases", [GIVEN, OWN], ids=["given", "own"])
+@pytest.mark.parametrize("cases", [GIVEN, pytest.param(OWN, marks=pytest.mark.slow)], ids=["given", "own"])
 def test_what_depends_on_rights_is_judged_right_without_them(cases: Path, condition: str) -> None:
     done = attack(cases, judge("as", *CONDITIONS[condition]), "--only", *PART[cases])
     assert done.returncode == 0, done.stdout + done.stderr
@@ -145,7 +145,7 @@ def test_a_report_of_many_lines_is_read_at_once() -> None:
     child = client._Child(0, None, 0.0)
     began = time.process_time()
     client._read_report(child, b"\n" * (8 << 20), 0, 10)
-    assert time.process_time() - began < 1.0  # line by line it takes 15 s
+    assert time.process_time() - began < 5.0  # line by line it takes 15 s
 
 
 def test_what_hides_from_being_counted_counts_as_too_much(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_a_usage_example_is_not_the_answer_of_a_function() -> None:
 def test_long_responses_take_linear_time(text: str) -> None:
     began = time.process_time()
     program_of(text, {"f"})
-    assert time.process_time() - began < 1.0
+    assert time.process_time() - began < 10.0  # about 0.5 s; as the square of the length: many minutes
 
 
 # --- what is equal ---------------------------------------------------------------------------------------------------

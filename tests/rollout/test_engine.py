@@ -313,6 +313,7 @@ def supervise(engine: EngineProcess, until: threading.Event) -> threading.Thread
     return thread
 
 
+@pytest.mark.slow
 def test_a_killed_core_is_an_error_within_seconds_and_the_restarted_engine_serves(
     engine: EngineProcess, models: dict[str, Path]
 ) -> None:

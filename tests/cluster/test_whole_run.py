@@ -78,7 +78,7 @@ def test_a_run_goes_on_with_another_number_of_nodes(root: Path, undisturbed: Pat
     run = undisturbed.with_name("fewer_nodes")
     shutil.copytree(on_four_nodes, run)
     base = [f"pretrained_checkpoint.restore_from_path={undisturbed / 'base'}", "trainer.warmup.steps=0"]
-    job = Job(root, run, *base)
+    job = Job(root, run, *base, "trainer.num_nodes=1", "rollout.engines=1")
     assert job.wait() == 0, job.text()
     assert [e["step"] for e in events_of(run) if e["event"] == "resume"] == [STEPS]
     assert_same_maths(undisturbed, run, steps=4)

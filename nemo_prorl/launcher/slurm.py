@@ -40,6 +40,7 @@ if not __package__:  # started by path: this folder's module names must not shad
 
 from nemo_prorl.deadlines import Deadline  # noqa: E402
 from nemo_prorl.errors import DeadlineExceeded, ProrlError  # noqa: E402
+from nemo_prorl.launcher.launches import PREEMPTED, Launches  # noqa: E402
 from nemo_prorl.launcher.link import STARTER, Line, join  # noqa: E402
 from nemo_prorl.launcher.slurm_job import Job, output, say  # noqa: E402
 
@@ -47,7 +48,6 @@ OWN_PYTHON = str(ROOT / ".venv" / "train" / "bin" / "python")
 IN_CONTAINER = "/opt/nemo_prorl"  # where the Dockerfile puts the project
 CLUSTER = "h100_4x8"  # what sbatch's lines ask for, where no cluster=... is given
 STOPPED = 75
-PREEMPTED = "preempted"
 _ALL_ATTEMPTS = 10  # times launch.attempts: in a row without a new checkpoint, whoever's fault
 _SHOWN = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "NVTE_", "OMP_", "PRORL_", "SLURM_TOPOLOGY")
 _NOT_SHOWN = ("PRORL_LINK_TOKEN",)
@@ -100,7 +100,7 @@ class Driver:
         self.ended = False  # by Slurm: a SIGTERM came
         self.line: Line | None = None
         self.plan: dict[str, Any] = {}
-        self.begins: list[int] = []  # steps at which this process began attempts, recorded or not
+        self.launches = Launches(self.run_dir, self.job)
 
     # --- commands --------------------------------------------------------------------------------------------------
 
@@ -125,13 +125,13 @@ class Driver:
         return command
 
     def node_command(self, port: int) -> list[str]:
-        wait = _LOCK_WAIT_S if self.job.restart or len(self.begins) > 1 else 0.0  # this one has begun already
+        wait = _LOCK_WAIT_S if self.job.restart or self.launches.begun_here > 1 else 0.0  # this one has begun already
         command = [*self.srun(self.plan["num_nodes"]), "--kill-on-bad-exit=1", "--unbuffered", *self.python()]
         command += ["-m", "nemo_prorl.launcher.node", "--starter", f"--nodes={self.plan['num_nodes']}"]
         command += [f"--leader={self.job.host}:{port}", f"--silence-s={self.plan['node_s']:g}"]
         command += [f"--join-s={self.plan['startup_s']:g}", f"--lock-wait-s={wait:g}"]
-        if self.launches.is_file():  # written here, to be seen there: else another folder has this name inside
-            command.append(f"--expect={self.launches}")
+        if self.launches.file.is_file():  # written here, to be seen there: else another folder has this name inside
+            command.append(f"--expect={self.launches.file}")
         return [*command, *self.overrides]
 
     def load_plan(self) -> None:
@@ -193,66 +193,6 @@ class Driver:
         if plan["accelerator"] == "gpu" and (text := output(["nvidia-smi", "topo", "-m"])):
             say(f"topology of {job.host}:\n{text.rstrip()}")
 
-    # --- the record of attempts ------------------------------------------------------------------------------------
-
-    @property
-    def launches(self) -> Path:
-        return self.run_dir / "launches.jsonl"
-
-    def record(self, event: str, attempt: int, **fields: Any) -> None:
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        told = {"event": event, "job": self.job.id, "restart": self.job.restart, "attempt": attempt}
-        told.update(nodes=self.job.nodes, step=self.step(), time=round(time.time(), 3), **fields)
-        try:
-            with self.launches.open("a") as file:
-                file.write(json.dumps(told) + "\n")
-        except OSError as error:  # a full disk must not end what still runs
-            say(f"{self.launches} cannot be written: {error}")
-
-    def begun(self) -> list[dict[str, Any]]:
-        return [told for told in self.told() if told["event"] == "begin"]
-
-    def told(self) -> list[dict[str, Any]]:
-        """The lines of this job."""
-        found = []
-        try:
-            lines = self.launches.read_text().splitlines()
-        except OSError:
-            return []
-        for line in lines:
-            try:
-                told = json.loads(line)
-            except ValueError:
-                continue  # cut off by a full disk or a crash
-            if told.get("job") == self.job.id:
-                found.append(told)
-        return found
-
-    def step(self) -> int:
-        """Of the newest complete checkpoint; -1 where there is none."""
-        found = (self.run_dir / "checkpoints").glob("step-*")
-        steps = [int(p.name[5:]) for p in found if p.name[5:].isdigit() and (p / "state.json").is_file()]
-        return max(steps, default=-1)
-
-    def fruitless(self) -> tuple[int, int]:
-        """How many attempts in a row began where the run still stands: those that were its own fault, and all.
-
-        Not its fault: what was preempted, or has no end because Slurm took the nodes away.
-        """
-        now, own, every = self.step(), 0, 0
-        for begun in reversed(self.begun()):
-            if begun["step"] != now:
-                break
-            every += 1
-            same = [told for told in self.told() if told["event"] == "end" and told["attempt"] == begun["attempt"]]
-            own += bool(same) and not same[-1]["what"].startswith(PREEMPTED)
-        unrecorded = 0
-        for step in reversed(self.begins):
-            if step != now:
-                break
-            unrecorded += 1
-        return max(own, unrecorded), max(every, unrecorded)
-
     # --- the job ---------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
@@ -270,23 +210,21 @@ class Driver:
                 return STOPPED
             if self.asked is not None:
                 return self.requeue(STOPPED)
-            own, every = self.fruitless()
+            own, every = self.launches.fruitless()
             if own >= self.plan["attempts"] or every >= _ALL_ATTEMPTS * self.plan["attempts"]:
                 return self.give_up(every)
-            attempt = len(self.begun()) + 1
-            self.begins.append(self.step())
-            self.record("begin", attempt)
+            attempt = self.launches.begin()
             outcome = self.attempt()
             following, code = self.decide(outcome)
             fields = {key: outcome.get(key) or None for key in ("host", "process", "status")}
             told = "requeue" if following == "leave_out" else following
-            self.record("end", attempt, code=outcome["code"], what=outcome["what"], next=told, **fields)
+            self.launches.end(attempt, code=outcome["code"], what=outcome["what"], next=told, **fields)
             say(f"attempt {attempt} ended with {outcome['code']} {outcome['what']}: {told}")
             if following in ("requeue", "leave_out"):
                 return self.requeue(code, outcome["host"] if following == "leave_out" else "")
             if following != "again":
                 return code
-            self.wait(min(60.0, 5.0 * 2.0 ** self.fruitless()[0]))
+            self.wait(min(60.0, 5.0 * 2.0 ** self.launches.fruitless()[0]))
 
     def on_usr1(self, *_: Any) -> None:
         self.asked = self.asked or "SIGUSR1: the time limit is near"
@@ -424,8 +362,9 @@ class Driver:
 
     def blamed(self, host: str) -> bool:
         """Whether this node ended the attempt before, too, or cannot start anything now."""
-        ends = [told for told in self.told() if told["event"] == "end" and told["restart"] == self.job.restart]
-        return bool(ends and ends[-1]["host"] == host) or not self.job.starts(host)
+        last = self.launches.last_end()
+        before = last is not None and last["restart"] == self.job.restart and last["host"] == host
+        return before or not self.job.starts(host)
 
     def wait(self, seconds: float) -> None:
         """Unless somebody wants the job to stop."""
@@ -434,11 +373,11 @@ class Driver:
             time.sleep(0.2)
 
     def give_up(self, attempts: int) -> int:
-        ends = [told for told in self.told() if told["event"] == "end"]
-        last = f"; the last one ended so: {ends[-1]['what']}" if ends else ""
+        last = self.launches.last_end()
+        how = f"; the last one ended so: {last['what']}" if last else ""
         say(
-            f"{attempts} attempts in a row made no new checkpoint after step {self.step()} (launch.attempts): the job"
-            f" ends{last}. Its logs are in {self.run_dir / 'logs'}"
+            f"{attempts} attempts in a row made no new checkpoint after step {self.launches.step()} (launch.attempts):"
+            f" the job ends{how}. Its logs are in {self.run_dir / 'logs'}"
         )
         return 1
 

@@ -135,35 +135,29 @@ def _undisturbed() -> None:
 
 def output(command: list[str]) -> str:
     """What a command says; empty where it fails."""
-    try:
-        done = subprocess.run(
-            command,
-            check=False,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=_ASK_S,
-            text=True,
-            preexec_fn=_undisturbed,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+    done = _run(command, subprocess.DEVNULL)
+    return done.stdout if isinstance(done, subprocess.CompletedProcess) and done.returncode == 0 else ""
 
 
 def _call(command: list[str]) -> bool:
+    """Whether a command was obeyed; else what it said stands in the job's output."""
+    done = _run(command, subprocess.STDOUT)
+    if isinstance(done, Exception) or done.returncode:
+        say(f"{shlex.join(command)}: {done if isinstance(done, Exception) else done.stdout.strip()}")
+        return False
+    return True
+
+
+def _run(command: list[str], errors: int) -> subprocess.CompletedProcess[str] | Exception:
     try:
-        done = subprocess.run(
+        return subprocess.run(
             command,
             check=False,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=errors,
             timeout=_ASK_S,
             text=True,
             preexec_fn=_undisturbed,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        say(f"{shlex.join(command)}: {error}")
-        return False
-    if done.returncode:
-        say(f"{shlex.join(command)}: {done.stdout.strip()}")
-    return done.returncode == 0
+        return error

@@ -338,7 +338,9 @@ def test_the_script_s_python_may_be_an_old_one() -> None:
     files = [
         ROOT / "nemo_prorl" / name for name in ("__init__.py", "errors.py", "deadlines.py", "launcher/__init__.py")
     ]
-    files += [ROOT / "nemo_prorl" / "launcher" / name for name in ("slurm.py", "slurm_job.py", "link.py")]
+    files += [
+        ROOT / "nemo_prorl" / "launcher" / name for name in ("slurm.py", "slurm_job.py", "launches.py", "link.py")
+    ]
     for file in files:
         tree = ast.parse(file.read_text(), feature_version=(3, 9))
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -347,6 +349,7 @@ def test_the_script_s_python_may_be_an_old_one() -> None:
         assert {name for name in names if name.split(".")[0] not in sys.stdlib_module_names} <= {
             "nemo_prorl.errors",
             "nemo_prorl.deadlines",
+            "nemo_prorl.launcher.launches",
             "nemo_prorl.launcher.link",
             "nemo_prorl.launcher.slurm_job",
         }

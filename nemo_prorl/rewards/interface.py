@@ -139,6 +139,7 @@ class Program:
     "stdin": a text for standard input; the bytes that the program printed.
     "call": a JSON array of arguments for `function` (of `Solution()` where there is such a class); the result as JSON.
     "assert": a statement that runs beside the program; nothing.
+    `time_limit_s`: on all inputs, computing or asleep; waiting for the CPU of a busy machine does not count.
     """
 
     source: str

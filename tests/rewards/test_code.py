@@ -308,13 +308,13 @@ def test_programs_that_earn_nothing(code: CodeReward, program: str, says: str) -
 
 def test_all_tests_together_have_one_time_limit(code: CodeReward) -> None:
     truth = stdin(*[(str(n), str(n)) for n in range(5)], time_limit_s=0.8)
-    program = "import time\ntime.sleep({})\nprint(input())"
+    program = "import time\nn = input()\nwhile time.process_time() < {} * (int(n) + 1): pass\nprint(n)"
     assert run(code, truth, program.format(0.01)).score == 1.0
     began = time.monotonic()
     late = run(code, truth, program.format(0.3))
     assert (late.score, late.correct, late.failure) == (0.0, False, "timeout")
     assert late.detail == "over the time limit of 0.8 s"
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 10.0
 
 
 def test_input_and_output_may_be_lists_of_lines(code: CodeReward) -> None:

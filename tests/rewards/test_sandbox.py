@@ -168,9 +168,44 @@ def test_memory_time_and_output_are_bounded(box: ProcessSandbox) -> None:
 
 
 def test_all_tests_share_the_time_limit(box: ProcessSandbox) -> None:
-    sleepy = "import time\ntime.sleep(0.4)\nprint(input())\n"
-    assert not run(box, sleepy, "1", "2", time_limit_s=2.0).over_time
-    assert run(box, sleepy, *"12345678", time_limit_s=2.0).over_time
+    busy = "import time\nend = time.process_time() + float(input())\nwhile time.process_time() < end: pass\n"
+    assert not run(box, busy, "0.3", "0.3", time_limit_s=2.0).over_time
+    assert run(box, busy, *["0.3"] * 8, time_limit_s=2.0).over_time
+
+
+def test_sleeping_counts_as_time(box: ProcessSandbox) -> None:
+    sleepy = "import time\ntime.sleep(float(input()))\n"
+    assert not run(box, sleepy, "0.3", "0.3", time_limit_s=1.2).over_time
+    assert run(box, sleepy, *["0.3"] * 4, time_limit_s=1.2).over_time
+
+
+def test_a_busy_machine_is_not_the_program_s_fault(box: ProcessSandbox) -> None:
+    """A good program that gets a ninth of a CPU, and so takes longer than its time limit, is judged right."""
+    assert run(box, ADD, "1 2").outputs == (b"3\n",)
+    assert box._process is not None
+    processes, all_cpus = below(box._process.pid), os.sched_getaffinity(0)
+    cpu = min(all_cpus)
+    spin = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(spin, start_new_session=True) for _ in range(8)]
+    try:
+        for pid in [*processes, *(other.pid for other in others)]:
+            os.sched_setaffinity(pid, {cpu})
+        began = time.monotonic()
+        busy = "import time\nwhile time.process_time() < 0.4: pass\nprint(1)\n"
+        assert run(box, busy, time_limit_s=1.0).outputs == (b"1\n",)
+        assert time.monotonic() - began > 1.0
+        assert run(box, "while True: pass", time_limit_s=0.2).over_time
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+        for pid in processes:
+            os.sched_setaffinity(pid, all_cpus)
+
+
+def below(pid: int) -> set[int]:
+    """A process and all that descend from it."""
+    return {pid}.union(*map(below, children_of(pid)))
 
 
 def test_what_does_not_compile_is_refused(box: ProcessSandbox) -> None:

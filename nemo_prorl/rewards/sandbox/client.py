@@ -32,6 +32,7 @@ OUTPUT_MB_A_CHILD = 512  # of all its tests, which bounds how many they are wher
 KEPT_OUTPUT = 1 << 20  # bytes of an output that is wrong
 EXTRA_TIME = 0.5  # share of the time limit that repeated tests may take in all, at most EXTRA_TIME_S
 EXTRA_TIME_S = 2.0
+QUEUED_S = 30.0  # that a program may wait for a busy machine's CPU, which does not count
 START_S, ANSWER_S = 30.0, 5.0
 THREADS, DESCRIPTORS = 256, 512
 _WATCH_S = 0.01
@@ -57,7 +58,8 @@ class _Child:
 
     status: int
     killed: str | None
-    wall_s: float
+    used_s: float
+    queued_s: float  # for a CPU that others had, not in used_s
     compiled: bool | None = None
     detail: str = ""
     ends: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -165,7 +167,15 @@ class ProcessSandbox:
         return run.outputs == (b"42\n",)
 
     def run_child(
-        self, program: Program, first: int, count: int, job: int, code: int, seconds: float, go_on: bool = False
+        self,
+        program: Program,
+        first: int,
+        count: int,
+        job: int,
+        code: int,
+        seconds: float,
+        queued_s: float,
+        go_on: bool = False,
     ) -> _Child:
         """Runs tests `first` to `first + count - 1` in one child, also past exceptions if told to `go_on`.
 
@@ -181,12 +191,12 @@ class ProcessSandbox:
                 for text in program.inputs[first : first + count]:
                     pairs.append((_memory_file("stdin", text), os.memfd_create("stdout")))
             descriptors = self._descriptor_limit(3 + 2 * len(pairs), program.output_mb)
-            limits = Limits(seconds, program.memory_mb, program.output_mb, self._thread_limit(), descriptors)
+            limits = Limits(seconds, queued_s, program.memory_mb, program.output_mb, self._thread_limit(), descriptors)
             order = {"first": first, "count": count, "tests": len(pairs), "limits": asdict(limits)}
             order |= {"watched": self._watches, "go_on": go_on}
             fds = [job, report, code, *(pair[0] for pair in pairs), *(pair[1] for pair in pairs)]
             socket.send_fds(self._socket, [json.dumps(order).encode()], fds)
-            child = self._answer(seconds + ANSWER_S)
+            child = self._answer(seconds + queued_s + ANSWER_S)
             _read_report(child, _contents(report, program.output_mb), first, count)
             for index, (_, stdout) in enumerate(pairs, first):
                 if index in child.ends or index == child.started:
@@ -209,24 +219,35 @@ class ProcessSandbox:
         return THREADS if not self._watches else 8 * THREADS + folders.tasks_of_user()
 
     def _answer(self, seconds: float) -> _Child:
-        """Waits for a child's end, and kills one that starts too many threads."""
-        if not self._watches:
-            return _child_of(self._receive(seconds))
+        """Waits for a child's end; says how long it waited for a CPU, and kills it if it starts too many threads."""
         assert self._socket is not None
-        deadline, killed = time.monotonic() + seconds, False
-        _, fds, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1)
-        if not fds:
-            raise _Broken("its process ended")
+        deadline = time.monotonic() + seconds
+        watched, killed = -1, False
         try:
-            while not select.select([self._socket], [], [], _WATCH_S)[0] and time.monotonic() < deadline:
-                if not killed and folders.threads_behind(fds[0]) > THREADS:
+            while True:
+                left = deadline - time.monotonic()
+                if select.select([self._socket], [], [], max(0.0, left if watched < 0 else min(left, _WATCH_S)))[0]:
+                    message, fds, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1)
+                    if not message:
+                        raise _Broken("its process ended")
+                    answer = json.loads(message)
+                    if "watch" in answer:
+                        watched = fds[0]
+                    elif "queued" in answer:
+                        self._socket.send(json.dumps({"queued_s": folders.queued_s(fds[0])}).encode())
+                        os.close(fds[0])
+                    else:
+                        child = _child_of(answer)
+                        child.killed = "threads" if killed else child.killed
+                        return child
+                elif left <= 0:
+                    raise _Broken(f"no answer within {seconds:g} s")
+                if watched >= 0 and not killed and folders.threads_behind(watched) > THREADS:
                     killed = True
-                    signal.pidfd_send_signal(fds[0], signal.SIGKILL)
+                    signal.pidfd_send_signal(watched, signal.SIGKILL)
         finally:
-            os.close(fds[0])
-        child = _child_of(self._receive(max(0.0, deadline - time.monotonic())))
-        child.killed = "threads" if killed else child.killed
-        return child
+            if watched >= 0:
+                os.close(watched)
 
 
 def _child_of(answer: dict[str, Any]) -> _Child:
@@ -306,6 +327,7 @@ class _Run:
         self._kills = 2  # by others, after which a child is tried again: the kernel kills what takes too much memory
         self._left = program.time_limit_s
         self._extra = min(EXTRA_TIME_S, EXTRA_TIME * program.time_limit_s)
+        self._queued = QUEUED_S
 
     def result(self) -> ProgramRun:
         job = {
@@ -333,9 +355,9 @@ class _Run:
             child = self._child(at, count, job, code, max(0.01, self._left), go_on)
             if child.compiled is not True:
                 return self._ended(refused=self._why_not_compiled(child))
-            if child.killed == "time" or child.wall_s >= self._left:
+            if child.killed == "time" or child.used_s >= self._left:
                 return self._ended(over_time=True)
-            self._left -= child.wall_s
+            self._left -= child.used_s
             at = self._take(child, at, count)
             if self._alone or at < number:
                 self._ask_independent(job, code)
@@ -346,7 +368,8 @@ class _Run:
     def _child(self, first: int, count: int, job: int, code: int, seconds: float, go_on: bool = False) -> _Child:
         """Runs a child; once more where something that is not us killed it."""
         while True:
-            child = self._box.run_child(self._program, first, count, job, code, seconds, go_on)
+            child = self._box.run_child(self._program, first, count, job, code, seconds, self._queued, go_on)
+            self._queued -= child.queued_s
             if self._kills == 0 or not _killed_by_others(child):
                 return child
             self._kills -= 1
@@ -362,7 +385,7 @@ class _Run:
         if self._independent and len(alone) > 1:
             first, count = alone[0], alone[-1] - alone[0] + 1
             child = self._child(first, count, job, code, self._extra, go_on=True)
-            self._extra -= child.wall_s
+            self._extra -= child.used_s
             for index in [index for index in alone if index in child.ends]:
                 self._record(child, index)
                 alone.remove(index)
@@ -370,7 +393,7 @@ class _Run:
             if self._extra <= 0:
                 break
             child = self._child(index, 1, job, code, self._extra)
-            self._extra -= child.wall_s
+            self._extra -= child.used_s
             self._stands(child, index)
 
     def _ask_independent(self, job: int, code: int) -> None:
@@ -406,7 +429,7 @@ class _Run:
 
     def _again_from(self, child: _Child, index: int) -> int:
         """The time of the test that is done again is given back, as far as the extra time goes."""
-        back = min(self._extra, child.wall_s / 2)
+        back = min(self._extra, child.used_s / 2)
         self._extra -= back
         self._left += back
         return index

@@ -48,10 +48,22 @@ def remove(folder: str) -> None:
 def threads_behind(pidfd: int) -> int:
     """Threads of the process that a pidfd stands for, wherever its namespace; 0 when it has ended."""
     try:
-        pid = Path(f"/proc/self/fdinfo/{pidfd}").read_text().partition("Pid:")[2].split()[0]
-        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[17])
+        return int(_shown(pidfd, "stat").rpartition(")")[2].split()[17])
     except (OSError, IndexError, ValueError):
         return 0
+
+
+def queued_s(pidfd: int) -> float:
+    """Seconds that a process was ready to run and had no CPU (its first thread); 0 where the kernel does not tell."""
+    try:
+        return int(_shown(pidfd, "schedstat").split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+def _shown(pidfd: int, name: str) -> str:
+    pid = Path(f"/proc/self/fdinfo/{pidfd}").read_text().partition("Pid:")[2].split()[0]
+    return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
 
 
 @lru_cache(maxsize=1)

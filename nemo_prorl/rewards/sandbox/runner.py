@@ -35,9 +35,10 @@ _AS_THEY_ARE = frozenset({int, float, str, bool, type(None)})
 
 @dataclass(frozen=True)
 class Limits:
-    """What one child may use."""
+    """What one child may use.  `seconds`: of time in which it computes or sleeps; `queued_s`: of waiting for a CPU."""
 
     seconds: float
+    queued_s: float
     memory_mb: int
     output_mb: int
     threads: int

@@ -23,7 +23,7 @@ class CodeReward(RewardPlugin):
 
     @dataclass(frozen=True)
     class Config:
-        """`time_limit_s`: wall time of all tests together where the truth says nothing; `memory_mb`: of a program.
+        """`time_limit_s`: time of all tests together where the truth says nothing; `memory_mb`: of a program.
 
         `packages`: third-party packages that programs may import, where they are installed.
         """

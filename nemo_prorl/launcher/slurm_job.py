@@ -69,8 +69,10 @@ class Job:
                 continue
             ours = fields.get("Restarts", str(self.restart)) == str(self.restart)
             ours = ours and fields.get("BatchHost", self.host) in (self.host, "(null)")
-            preempted = fields.get("PreemptTime", "None") not in ("None", "N/A", "Unknown", "(null)")
-            return State(ours, fields["JobState"] == "RUNNING", preempted)
+            preempted, started = (fields.get(name, "") for name in ("PreemptTime", "StartTime"))
+            # As text: dates, or words such as None and Unknown.  A preemption of an earlier start is none of this one.
+            now = preempted[:1].isdigit() and (preempted >= started or not started[:1].isdigit())
+            return State(ours, fields["JobState"] == "RUNNING", now)
         return None
 
     def end(self) -> float | None:

@@ -260,6 +260,14 @@ def test_a_preempted_run_is_requeued(cluster: Cluster) -> None:
     assert cluster.asked() == ["requeue 17"]
 
 
+def test_an_earlier_preemption_does_not_bring_a_stopped_run_back(cluster: Cluster) -> None:
+    told = "PreemptTime=2026-11-21T20:00:00 StartTime=2026-11-21T20:05:00"
+    (cluster.folder / "job.txt").write_text(JOB.replace("PreemptTime=None", told))
+    assert cluster.run([{"code": 75}])[0] == 75
+    assert cluster.launches() == [(1, 75, "give_up")]
+    assert cluster.asked() == []
+
+
 @pytest.mark.parametrize("outcome", [{"code": 75, "waits": True}, {"code": 1, "waits": True}], ids=["clean", "killed"])
 def test_scancel_never_requeues(cluster: Cluster, outcome: dict[str, Any]) -> None:
     """Slurm sends SIGTERM to all; a requeue would bring the cancelled job back."""

@@ -262,6 +262,12 @@ class Bench:
         }
 
 
+def say(*rows: str) -> None:
+    for row in rows:
+        sys.stdout.write(f"{row}\n")
+    sys.stdout.flush()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=4, help="of the run; the cluster has one more")
@@ -289,18 +295,17 @@ def main() -> int:
             chosen = {name: chosen[name] for name in names}
         began = time.monotonic()
         one = bench.undisturbed()
-        told = [describe(), f"{args.nodes} nodes of {args.nodes + 1}, {STEPS} steps, fault at step {BREAK_AT}"]
-        told.append(f"undisturbed: {time.monotonic() - began:.0f} s, {one.happened()}")
-        cases = [bench.case(name, fault, one.run) for name, fault in chosen.items()]
-    told.append(
-        f"{'fault':26s} {'next step':>9s} {'equal':>5s} {'left':>5s}  attempts: code and what followed; the job"
-    )
-    for case in cases:
-        wait, left = f"{case.next_step_s:7.0f} s", "0" if case.left == "none" else "SOME"
-        told.append(f"{case.name:26s} {wait:>9s} {'yes' if case.equal else 'NO':>5s} {left:>5s}  {case.happened()}")
-        told += [f"    {text}" for text in (case.failed, case.left) if text not in ("", "none")]
+        say(describe(), f"{args.nodes} nodes of {args.nodes + 1}, {STEPS} steps, fault at step {BREAK_AT}")
+        say(f"undisturbed: {time.monotonic() - began:.0f} s, {one.happened()}")
+        say(f"{'fault':26s} {'next step':>9s} {'equal':>5s} {'left':>5s}  attempts: code and what followed; the job")
+        cases = []
+        for name, fault in chosen.items():
+            cases.append(case := bench.case(name, fault, one.run))
+            wait, left = f"{case.next_step_s:7.0f} s", "0" if case.left == "none" else "SOME"
+            say(f"{case.name:26s} {wait:>9s} {'yes' if case.equal else 'NO':>5s} {left:>5s}  {case.happened()}")
+            say(*(f"    {text}" for text in (case.failed, case.left) if text not in ("", "none")))
     good = [case for case in cases if case.equal and case.left == "none" and not case.failed]
-    sys.stdout.write("\n".join([*told, f"{len(good)} of {len(cases)} faults without a trace"]) + "\n")
+    say(f"{len(good)} of {len(cases)} faults without a trace")
     return 0 if len(good) == len(cases) else 1
 
 

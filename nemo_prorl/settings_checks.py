@@ -87,6 +87,8 @@ AT_LEAST: dict[str, float] = {
     "trainer.resets.rules.length_factor": 1,
     "trainer.resets.rules.entropy_share": 0,
     "chain.long_context_tokens": 2,
+    "data.retire_after": 1,
+    "data.max_prompt_tokens": 1,
     "trainer.warmup.steps": 0,
     "trainer.warmup.batch_size": 1,
     "trainer.warmup.lr": 0,

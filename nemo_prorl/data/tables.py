@@ -49,18 +49,15 @@ def record_of(row: dict[str, Any], where: str) -> dict[str, Any]:
     return record
 
 
-def write_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """One row a record.  All prompts must be text, or all message lists."""
+def write_records(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Prompt records as a Parquet file.  All prompts must be text, or all message lists."""
     import pyarrow
     import pyarrow.parquet
 
     message = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string())])
-    texts = all(isinstance(record["prompt"], str) for record in records)
+    texts = all(isinstance(row["prompt"], str) for row in rows)
     kinds = {"prompt": pyarrow.string() if texts else pyarrow.list_(message)}
     columns = ("id", "task", "prompt", "truth", "source", "meta")
     schema = pyarrow.schema([(name, kinds.get(name, pyarrow.string())) for name in columns])
-    rows = [
-        {**record, "truth": json.dumps(record["truth"]), "meta": json.dumps(record.get("meta", {}))}
-        for record in records
-    ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), path)
+    plain = [{**row, "truth": json.dumps(row["truth"]), "meta": json.dumps(row.get("meta", {}))} for row in rows]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(plain, schema=schema), path)

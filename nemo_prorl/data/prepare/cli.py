@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 from nemo_prorl.errors import ConfigError
 
 _AGREEMENTS = ("judge", "grader", "none")
-_BY_SOURCE = -1  # --holdout is not said
 
 
 def add_parser(commands: Any) -> None:
@@ -26,9 +25,7 @@ def add_parser(commands: Any) -> None:
     one.add_argument("--out", metavar="DIR", type=Path, required=True, help="the folder to write")
     one.add_argument("--name", help="begins the records' ids; default: the source's name")
     one.add_argument("--size", type=_count, metavar="N", help="so many records, chosen by the seed; default: all")
-    one.add_argument(
-        "--holdout", type=_all_or_count, default=_BY_SOURCE, metavar="N|all", help="so many of them for validation"
-    )
+    one.add_argument("--holdout", type=_held, metavar="N|all", help="so many of them for validation")
     one.add_argument("--limit", type=_count, metavar="N", help="read the first N rows only, to try something out")
     one.add_argument("--seed", type=_count, default=0, help="of these choices, and of puzzles (default 0)")
     one.add_argument(
@@ -72,6 +69,12 @@ def _all_or_count(text: str) -> int | None:
     return None if text == "all" else _count(text)
 
 
+def _held(text: str) -> int:
+    from nemo_prorl.data.prepare.job import ALL
+
+    return ALL if text == "all" else _count(text)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """0 when the folder is complete.  Raises ConfigError, DataError and others, whose `exit_code` says which."""
     options = _options(arguments)
@@ -93,14 +96,13 @@ def _options(arguments: argparse.Namespace) -> Any:
     for option in ("ngram", "workers", "judge_workers"):
         if getattr(arguments, option) < 1:
             raise ConfigError(f"--{option.replace('_', '-')} {getattr(arguments, option)}: must be at least 1")
-    holdout = source.holdout if arguments.holdout == _BY_SOURCE else arguments.holdout
     return Options(
         source=source,
         origin=arguments.origin,
         out=arguments.out,
         name=arguments.name or source.name,
         size=arguments.size,
-        holdout=holdout,
+        holdout=arguments.holdout,
         limit=arguments.limit,
         seed=arguments.seed,
         messages=arguments.prompt == "messages",

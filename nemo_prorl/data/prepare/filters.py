@@ -90,13 +90,9 @@ def _text_of(row: Row) -> str:
     return value
 
 
-class Lengths:
-    """Counts a prompt's tokens as a run will: a message list through the chat template."""
+def token_lengths(records: Sequence[dict[str, Any]], tokenizer: Path) -> list[int]:
+    """Tokens of each prompt as a run will have them: a message list through the chat template."""
+    from nemo_prorl.data.render import PromptRenderer
 
-    def __init__(self, tokenizer: Path) -> None:
-        from nemo_prorl.data.render import PromptRenderer
-
-        self._renderer = PromptRenderer(tokenizer, 1 << 40)
-
-    def of(self, record: dict[str, Any]) -> int:
-        return len(self._renderer.prompt_ids(record))
+    renderer = PromptRenderer(tokenizer, 2)
+    return [renderer.length(record) for record in records]

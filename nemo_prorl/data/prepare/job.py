@@ -22,13 +22,15 @@ from nemo_prorl.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 HUB = "hub"
+ALL = -1
 
 
 @dataclass(frozen=True)
 class Options:
     """What the command line says.  `origin`: a path, `hub`, or None where the source is made here.
 
-    `holdout`, `check`: None means all.  `agreement`: judge | grader | none.
+    `size`, `check`: None means all; `holdout`: None means what the source is for, `ALL` all.
+    `agreement`: judge | grader | none.
     """
 
     source: Source
@@ -36,7 +38,7 @@ class Options:
     out: Path
     name: str
     size: int | None = None
-    holdout: int | None = 0
+    holdout: int | None = None
     limit: int | None = None
     seed: int = 0
     messages: bool = True
@@ -121,10 +123,11 @@ class Preparation:
     def _make(self, tasks_file: Path) -> None:
         opts = self.options
         tasks = puzzles.read_tasks(tasks_file)
-        size = opts.source.size if opts.size is None else opts.size
-        if size is None or opts.holdout is None:
-            raise ConfigError("--holdout all: the number of puzzles to make must be said")
-        train, held = puzzles.make(tasks, size, opts.holdout, opts.seed)
+        size = (opts.source.size or 0) if opts.size is None else opts.size
+        holdout = opts.source.holdout if opts.holdout is None else opts.holdout
+        if holdout == ALL:
+            raise ConfigError("--holdout all: of puzzles that are made here, say how many, and --size 0")
+        train, held = puzzles.make(tasks, size, holdout, opts.seed)
         for part, drafts in (("train", train), ("validation", held)):
             prefix = opts.name if part == "train" else f"{opts.name}-heldout"
             for number, drafted in enumerate(drafts, 1):
@@ -213,8 +216,7 @@ class Preparation:
         most, folder = self.options.max_prompt_tokens, self.options.tokenizer
         if most is None or folder is None:
             return
-        lengths = filters.Lengths(folder)
-        counted = [lengths.of(item.record) for item in self.items]
+        counted = filters.token_lengths([item.record for item in self.items], folder)
         self._sift(Drop("too long", f"{count} tokens") if count > most else None for count in counted)
         longest = max((count for count in counted if count <= most), default=0)
         self.checks["length"] = {
@@ -289,7 +291,7 @@ class Preparation:
         """The records of train and validation; a part without any is absent."""
         opts, held = self.options, set()
         if all(item.part is None for item in self.items):
-            wanted = len(self.items) if opts.holdout is None else opts.holdout
+            wanted = len(self.items) if opts.holdout == ALL else opts.holdout or 0
             if wanted > len(self.items):
                 raise ConfigError(f"--holdout {wanted}: only {len(self.items)} records are left")
             held = set(random.Random(f"{opts.seed}/holdout").sample(range(len(self.items)), wanted))

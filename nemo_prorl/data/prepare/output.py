@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def check_folder(out: Path, source: str) -> None:
         raise ConfigError(f"--out {out}: holds {held!r}; give {source!r} a folder of its own")
 
 
-def _replace(path: Path, write: Callable[[Path], None]) -> None:
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
     """Writes under a temporary name, on disk, then renames."""
     temporary = path.with_name(path.name + ".tmp")
     write(temporary)
@@ -45,13 +46,10 @@ def _replace(path: Path, write: Callable[[Path], None]) -> None:
     os.replace(temporary, path)
 
 
-def _write_lines(rows: Sequence[dict[str, Any]]) -> Callable[[Path], None]:
-    def write(path: Path) -> None:
-        with path.open("w", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-    return write
+def _write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def write_folder(
@@ -70,12 +68,9 @@ def write_folder(
     outputs = []
     for part, records in parts.items():
         path = out / f"{part}.{form}"
-        if form == "parquet":
-            _replace(path, lambda to, records=records: tables.write_records(to, records))  # type: ignore[misc]
-        else:
-            _replace(path, _write_lines(records))
+        _replace(path, partial(tables.write_records if form == "parquet" else _write_lines, rows=records))
         outputs.append({"file": path.name, "records": len(records), "sha256": sha256_of(path)})
-    _replace(out / "dropped.jsonl", _write_lines(dropped))
+    _replace(out / "dropped.jsonl", partial(_write_lines, rows=dropped))
     manifest = {**manifest, "outputs": outputs}
-    _replace(out / MANIFEST, lambda to: to.write_text(json.dumps(manifest, indent=1) + "\n") and None)
+    _replace(out / MANIFEST, lambda to: to.write_text(json.dumps(manifest, indent=1) + "\n"))
     return manifest

@@ -6,10 +6,10 @@ import hashlib
 import io
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from nemo_prorl.data import tables
 from nemo_prorl.errors import ConfigError, DataError
@@ -128,7 +128,7 @@ def _whole(file: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(f"{file}: not JSON: {error}") from None
 
 
-def _lines(file: Path, raw: IO[bytes]) -> Iterator[tuple[int, Any]]:
+def _lines(file: Path, raw: Iterable[bytes]) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(raw, 1):
         if not line.strip():
             continue

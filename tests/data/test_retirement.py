@@ -69,7 +69,7 @@ def test_a_resume_continues_exactly(stop: int) -> None:
     second.load_state_dict(state)
     assert head + steps(second, 40 - stop, rng) == expected
     assert second.state_dict() == whole.state_dict()
-    assert whole.retired > 10
+    assert whole.retired
 
 
 def test_the_others_keep_coming_once_an_epoch() -> None:

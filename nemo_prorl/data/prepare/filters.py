@@ -51,7 +51,7 @@ class Contamination:
 
     def add(self, path: Path) -> None:
         """Raises DataError naming file and line where a row has no text, ConfigError where there is no such file."""
-        for file in data_files(path):
+        for file in data_files(path, option="--against"):
             texts = [(row.where, _text_of(row)) for row in read_rows(file, {})]
             held: Counter[str] = Counter()
             for _, text in texts:

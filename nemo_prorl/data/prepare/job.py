@@ -17,7 +17,7 @@ from nemo_prorl.data.prepare.judge import JudgeOptions, verdicts
 from nemo_prorl.data.prepare.rows import data_files, read_rows, sha256_of
 from nemo_prorl.data.prepare.sources import Source
 from nemo_prorl.data.records import validate_record
-from nemo_prorl.errors import ConfigError
+from nemo_prorl.errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
 
@@ -301,8 +301,12 @@ class Preparation:
         return {part: records for part, records in parts.items() if records}
 
     def write(self, command: Sequence[str]) -> dict[str, Any]:
-        opts, parts = self.options, self.parts()
+        opts = self.options
         reasons = Counter(drop["reason"] for drop in self.dropped)
+        if not self.items:
+            why = ", ".join(f"{number} {reason}" for reason, number in reasons.most_common()) or "it holds none"
+            raise DataError(f"{opts.origin or opts.source.name}: no record is left of {self.read} rows: {why}")
+        parts = self.parts()
         manifest = {
             "format": 1,
             "source": opts.source.name,

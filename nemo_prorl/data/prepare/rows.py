@@ -62,7 +62,7 @@ class Row:
         return DataError(f"{self.where}: field {field!r} is {shown}; it must be {right}")
 
 
-def data_files(path: Path, patterns: Sequence[str] = ()) -> list[Path]:
+def data_files(path: Path, patterns: Sequence[str] = (), option: str = "--from") -> list[Path]:
     """The data files that `path` names: itself, or those in a folder, in order of their names.
 
     `patterns`: of a folder only the files that one of these matches.  Raises ConfigError where there is none.
@@ -70,15 +70,15 @@ def data_files(path: Path, patterns: Sequence[str] = ()) -> list[Path]:
     known = ", ".join(SUFFIXES)
     if path.is_file():
         if not path.name.endswith(SUFFIXES):
-            raise ConfigError(f"--from {path}: no data file that can be read; known are {known}")
+            raise ConfigError(f"{option} {path}: no data file that can be read; known are {known}")
         return [path]
     if not path.is_dir():
-        raise ConfigError(f"--from {path}: no such file or folder; give one that holds {known}, or 'hub'")
+        raise ConfigError(f"{option} {path}: no such file or folder; give one that holds {known}")
     wanted = patterns or ("*",)
     found = {file for pattern in wanted for file in path.rglob(pattern) if file.name.endswith(SUFFIXES)}
     if not found:
         which = f"{' or '.join(patterns)}, being " if patterns else ""
-        raise ConfigError(f"--from {path}: the folder holds no {which}{known} file")
+        raise ConfigError(f"{option} {path}: the folder holds no {which}{known} file")
     return sorted(found)
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from nemo_prorl import cli
+from nemo_prorl import cli, settings
 from nemo_prorl.data.records import read_records
 
 Rows = list[dict[str, Any]]
@@ -52,3 +53,12 @@ def dropped(out: Path) -> dict[int, str]:
     """Reason by line."""
     lines = [json.loads(line) for line in (out / "dropped.jsonl").read_text().splitlines()]
     return {line["line"]: line["reason"] for line in lines}
+
+
+def touch_prepared(folder: Path) -> None:
+    """Names only: the files of `data=prorl`, for checks of a configuration."""
+    shipped = yaml.safe_load((settings.conf_folder() / "data" / "prorl.yaml").read_text())
+    for source in [*shipped["train"], *shipped["validation"]]:
+        path = Path(source["path"].replace("${data.folder}", str(folder)))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()

@@ -371,6 +371,9 @@ def _data(cfg: DictConfig) -> None:
         raise ConfigError(
             "data.train=[]: nothing to train on; choose data=... or list sources with name and path or generator"
         )
+    most, context = cfg.data.max_prompt_tokens, cfg.trainer.grpo.context_tokens
+    if most is not None and most >= context:
+        raise _wrong("data.max_prompt_tokens", most, f"must leave room for a response in context_tokens={context}")
     for part in ("train", "validation"):
         names: set[str] = set()
         for index, source in enumerate(cfg.data[part]):

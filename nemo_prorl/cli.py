@@ -104,10 +104,12 @@ def _parser() -> argparse.ArgumentParser:
     rewards_cli.add_parser(commands)
     commands.choices["rewards"].set_defaults(run_command=rewards_cli.run)
 
+    from nemo_prorl.data.prepare import cli as data_cli
     from nemo_prorl.launcher import chain, doctor
     from nemo_prorl.recipe import control, replay
     from nemo_prorl.rewards import reverify
 
+    data_cli.add_parser(commands)
     chain.add_parser(commands)
     control.add_parser(commands)
     replay.add_parser(commands)

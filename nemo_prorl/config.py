@@ -223,6 +223,9 @@ class DataConfig:
     train: list[DataSource] = field(default_factory=list)
     validation: list[DataSource] = field(default_factory=list)
     tasks: list[str] | None = None  # training takes records of these tasks only; null: of all
+    retire_after: int | None = None  # a prompt solved by all responses, so many draws in a row, is drawn no more
+    max_prompt_tokens: int | None = None  # longer training prompts are left out; null: an error where none fits
+    folder: str = "prepared"  # of data=prorl: a folder for each source, as `prorl data prepare` writes them
 
 
 @dataclass

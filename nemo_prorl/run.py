@@ -21,7 +21,7 @@ from nemo_prorl.algorithms.entropy import AdaptiveEntropy
 from nemo_prorl.algorithms.losses import LossConfig
 from nemo_prorl.algorithms.reset import best_step, learning_rate
 from nemo_prorl.config import Config
-from nemo_prorl.data.blend import Blend, load_sources
+from nemo_prorl.data.blend import Blend, LoadedSource, load_sources, without_long
 from nemo_prorl.data.generators import warmup_target
 from nemo_prorl.data.render import PromptRenderer
 from nemo_prorl.errors import ProrlError, RolloutAbandoned, StoppedCleanly, disk_full
@@ -91,14 +91,21 @@ class Run:
         self.policy, self.loggers = built.actor, built.trainer.loggers
         self.checkpoints = Checkpoints(self)
         self.renderer = PromptRenderer(folder, grpo.context_tokens, grpo.max_response_tokens)
-        train_sources, self.validation_sources = load_sources(cfg.data)
-        self.prompts = PromptStream(Blend(train_sources, cfg.seed), self.renderer)
+        train_sources, self.validation_sources = self._sources()
+        self.prompts = PromptStream(Blend(train_sources, cfg.seed, cfg.data.retire_after), self.renderer)
         self.heldout = [
             (source.name, [Visit(record, self.renderer.prompt_ids(record), 0) for record in records])
             for source, records in self.validation_sources
         ]
         if not base.exists() and not complete(self.dir / "checkpoints"):
-            self._make_base(base, Blend(load_sources(cfg.data, every_task=True)[0], cfg.seed + 1))
+            self._make_base(base, Blend(self._sources(every_task=True)[0], cfg.seed + 1))
+
+    def _sources(self, every_task: bool = False) -> tuple[list[LoadedSource], list[LoadedSource]]:
+        """Training and validation; of training prompts those that are not too long."""
+        train, validation = load_sources(self.cfg.data, every_task)
+        if (most := self.cfg.data.max_prompt_tokens) is not None:
+            train = without_long(train, self.renderer.length, most)
+        return train, validation
 
     def connect(self) -> None:
         """Services and records; continues the newest checkpoint where there is one."""
@@ -198,6 +205,8 @@ class Run:
 
         batch = self.on_rank_0(collect)
         report_rollout(metrics, batch)
+        if self.cfg.data.retire_after is not None:
+            self._retire(metrics, batch)
         self.tokens += batch.generated_tokens
         self.rewards_s["wait"] += batch.reward_wait_s
         self.rewards_s["open"] += batch.reward_open_s
@@ -205,6 +214,14 @@ class Run:
             texts = [[self.renderer.decode(r.token_ids) for r in group.responses] for group in batch.groups]
             write_rollouts(self.dir, step, batch.groups, texts, self.cfg.trainer.grpo.save_rollout_groups)
         return batch.groups
+
+    def _retire(self, metrics: Metrics, batch: CollectedBatch) -> None:
+        """Every rank keeps the count, so that all know it; rank 0 draws by it."""
+        before = self.prompts.retired
+        retired = self.prompts.observe(batch.outcomes)
+        metrics.put("data/retired", retired)
+        if retired < before:
+            self.alarm(metrics.step, "every training prompt was solved often enough to retire: all come back")
 
     def validation_due(self, step: int) -> bool:
         grpo = self.cfg.trainer.grpo

@@ -87,6 +87,8 @@ AT_LEAST: dict[str, float] = {
     "trainer.resets.rules.length_factor": 1,
     "trainer.resets.rules.entropy_share": 0,
     "chain.long_context_tokens": 2,
+    "data.retire_after": 1,
+    "data.max_prompt_tokens": 1,
     "trainer.warmup.steps": 0,
     "trainer.warmup.batch_size": 1,
     "trainer.warmup.lr": 0,
@@ -369,6 +371,9 @@ def _data(cfg: DictConfig) -> None:
         raise ConfigError(
             "data.train=[]: nothing to train on; choose data=... or list sources with name and path or generator"
         )
+    most, context = cfg.data.max_prompt_tokens, cfg.trainer.grpo.context_tokens
+    if most is not None and most >= context:
+        raise _wrong("data.max_prompt_tokens", most, f"must leave room for a response in context_tokens={context}")
     for part in ("train", "validation"):
         names: set[str] = set()
         for index, source in enumerate(cfg.data[part]):

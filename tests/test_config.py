@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_prorl import settings
 from nemo_prorl.config import Config
 from nemo_prorl.errors import ConfigError
+from tests.data.preparing import touch_prepared
 
 OPTIONS = settings.group_options()
 QWEN: dict[str, Any] = {"num_hidden_layers": 28, "hidden_size": 1536, "intermediate_size": 8960, "vocab_size": 151936}
@@ -47,6 +48,7 @@ def test_every_cluster_loads_with_every_stage(cluster: str, stage: str, model_fo
 
 @pytest.mark.parametrize(("group", "option"), [(g, o) for g in ("algorithm", "data") for o in OPTIONS[g]])
 def test_every_algorithm_and_data_loads(group: str, option: str) -> None:
+    touch_prepared(Path("prepared"))
     settings.load([f"{group}={option}"])
 
 
@@ -203,6 +205,8 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["cluster=h100_4x8"], ["pretrained_checkpoint.restore_from_path must be given"]),
     (["data.train=[]"], ["data.train=[]", "nothing to train on"]),
     (["data.train=[{name: x, path: gone.jsonl}]"], ["data.train.0.path=gone.jsonl", "no such file"]),
+    (["data.max_prompt_tokens=64"], ["data.max_prompt_tokens=64", "leave room for a response in context_tokens=64"]),
+    (["data.retire_after=0"], ["data.retire_after=0", "at least 1"]),
     (["data.train=[{name: x}]"], ["data.train.0 (x)", "path and generator are both null"]),
     (["data.train=[{name: x, generator: arithmetic}]"], ["data.train.0.size", "number of records"]),
     (["data.train=[{name: x, pth: a}]"], ["data.train: unknown key pth. Did you mean path?"]),

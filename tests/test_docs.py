@@ -22,6 +22,7 @@ from nemo_prorl.launcher import chain, slurm
 from nemo_prorl.rewards.interface import RewardRequest, judge
 from nemo_prorl.rewards.new import new_plugin
 from nemo_prorl.rewards.sandbox.proof import open_sandbox
+from tests.data.preparing import touch_prepared
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -168,6 +169,7 @@ def test_prorl_commands_are_ones(words: list[str], tmp_path: Path, monkeypatch: 
     arguments = cli._parse(words[1:])
     monkeypatch.chdir(tmp_path)
     new_plugin("word_count", Path("word_count"))  # the data of docs/plugins.md
+    touch_prepared(Path("prepared"))
     if hasattr(arguments, "overrides"):
         model = model_folder(tmp_path / "model")
         jobs = arguments.run_command is chain.run and not arguments.here
@@ -208,6 +210,7 @@ def test_inline_commands_exist() -> None:
         "reverify",
         "replay",
         "doctor",
+        "data",
     }
     parser_commands |= {"import-hf", "export-hf"}
     found = [code for page in PAGES for code in inline_code(page) if code.startswith(("make ", "prorl "))]

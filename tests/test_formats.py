@@ -133,7 +133,7 @@ def against(name: str, value: Any) -> list[str]:
 def test_every_format_has_a_schema_that_says_what_it_is() -> None:
     wanted = (
         "prompt-record reward-request verdict metrics journal-event summary endpoint state control-request hook-event"
-        " chain launch"
+        " chain launch data-manifest"
     )
     assert set(SCHEMAS) == set(wanted.split())
     for name, path in SCHEMAS.items():
@@ -427,8 +427,9 @@ def test_state_fits() -> None:
     from nemo_prorl.recipe.records import code_sha256
     from nemo_prorl.recipe.resets import Resets
 
-    blend = Blend([(DataSource(name="sums"), [RECORD])], seed=1)
+    blend = Blend([(DataSource(name="sums"), [RECORD, {**RECORD, "id": "a-2"}])], seed=1, retire_after=1)
     blend.next()
+    blend.observe([("a-1", "solved")])
     resets, rates = Resets(ResetsConfig()), KeepRates()
     resets.record(2, "at_steps", SHA)
     rates.update("math", True)

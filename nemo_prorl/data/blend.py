@@ -3,7 +3,8 @@
 The order is a pure function of (seed, sources, weights, number of prompts drawn): each epoch of a source is a
 fresh shuffle that depends on the seed, the source's name and the epoch only, and the next source is the one
 furthest behind its share.  So a state is a few counters, and a resumed blend goes on as if never stopped; the blend
-of a later stage goes on in the orders of the one before.
+of a later stage goes on in the orders of the one before.  Prompts that were solved often enough may be retired: then
+the order also depends on the outcomes that `observe` was told, in their order, and on nothing else.
 """
 
 import hashlib
@@ -11,7 +12,7 @@ import json
 import logging
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nemo_prorl.config import DataConfig, DataSource
@@ -26,52 +27,124 @@ LoadedSource = tuple[DataSource, list[Record]]
 class Blend:
     """Draws records from sources in proportion to their weights, each once an epoch of its source.
 
+    `retire_after`: a record solved so many draws in a row is not drawn again (None: none is).  A source without any
+    record left leaves its share to the others; when no source has one, all come back.
     Raises DataError for an empty source or a repeated id, ConfigError for a repeated name or a weight that is not
     positive, each naming the source.
     """
 
-    def __init__(self, sources: Sequence[LoadedSource], seed: int) -> None:
+    def __init__(self, sources: Sequence[LoadedSource], seed: int, retire_after: int | None = None) -> None:
         _check(sources)
         self._sources = list(sources)
         self._seed = seed
+        self._retire_after = retire_after
         self._drawn = [0] * len(sources)
+        self._skipped = [0] * len(sources)  # positions of retired records that were passed over
+        self._retired: list[dict[str, None]] = [{} for _ in sources]  # ids in the order of their retirement
+        self._solved: list[dict[str, int]] = [{} for _ in sources]  # id -> solved draws in a row, so far
+        self._source_of = {record["id"]: at for at, (_, records) in enumerate(sources) for record in records}
         self._carried = [0] * len(sources)  # of these, drawn by stages before; shares count what came after
+        self._hashes = [ids_hash(records) for _, records in sources]
         self._orders: dict[int, tuple[int, list[int]]] = {}  # source -> (epoch, its order); derived, never saved
-        total = sum(source.weight for source, _ in sources)
-        self._shares = [source.weight / total for source, _ in sources]
+        self._shares = self._shares_now()
 
     def next(self) -> tuple[Record, int]:
         """The next record and its visit: 0 in the first epoch of its source, 1 in the second, and so on."""
         index = self._furthest_behind()
-        records = self._sources[index][1]
-        epoch, position = divmod(self._drawn[index], len(records))
-        record = records[self._order(index, epoch)[position]]
-        self._drawn[index] += 1
-        return record, epoch
+        records, retired = self._sources[index][1], self._retired[index]
+        while True:
+            epoch, position = divmod(self._drawn[index] + self._skipped[index], len(records))
+            record = records[self._order(index, epoch)[position]]
+            if record["id"] not in retired:
+                self._drawn[index] += 1
+                return record, epoch
+            self._skipped[index] += 1
 
-    def position(self) -> list[int]:
-        """How many records each source has given, for `return_to`."""
-        return list(self._drawn)
+    def position(self) -> list[tuple[int, int]]:
+        """How many records each source has given and passed over, for `return_to`."""
+        return list(zip(self._drawn, self._skipped, strict=True))
 
-    def return_to(self, position: list[int]) -> None:
+    def return_to(self, position: list[tuple[int, int]]) -> None:
         """What was drawn since `position` counts as not drawn."""
-        self._drawn = list(position)
+        self._drawn = [drawn for drawn, _ in position]
+        self._skipped = [skipped for _, skipped in position]
+
+    @property
+    def retired(self) -> int:
+        """How many records are retired now."""
+        return sum(map(len, self._retired))
+
+    def observe(self, outcomes: Sequence[tuple[str, str]]) -> int:
+        """Takes (record id, outcome) of decided groups, in order; how many records are retired now.
+
+        Outcome `solved` counts, `unjudged` says nothing, any other begins the count anew.
+        """
+        if self._retire_after is None:
+            return 0
+        for identity, outcome in outcomes:
+            at = self._source_of[identity]
+            if outcome == "unjudged" or identity in self._retired[at]:  # drawn again before it was decided
+                continue
+            before = self._solved[at].pop(identity, 0)
+            solved = before + 1 if outcome == "solved" else 0
+            if solved >= self._retire_after:
+                self._retire(at, identity)
+            elif solved:
+                self._solved[at][identity] = solved
+        return self.retired
+
+    def _retire(self, at: int, identity: str) -> None:
+        self._retired[at][identity] = None
+        if len(self._retired[at]) < len(self._sources[at][1]):
+            return
+        if self.retired == len(self._source_of):
+            _log.warning("data blend: all %d training prompts are retired: they come back", self.retired)
+            for retired in self._retired:
+                retired.clear()
+        else:
+            _log.info("data source '%s': all its records are retired", self._sources[at][0].name)
+        self._rebase()
+
+    def _rebase(self) -> None:
+        """Shares are those of the sources that have records, and count from here."""
+        self._carried = list(self._drawn)
+        self._shares = self._shares_now()
+
+    def _shares_now(self) -> list[float]:
+        weights = [
+            source.weight if len(retired) < len(records) else 0.0
+            for (source, records), retired in zip(self._sources, self._retired, strict=True)
+        ]
+        return [weight / sum(weights) for weight in weights]
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able: the seed, and for each source its draws (and how many were carried over) and its records' hash."""
+        """JSON-able: the seed, and for each source its draws (and how many were carried over) and its records' hash;
+        where records may retire, which are, and the counts of the others."""
         return {
             "seed": self._seed,
             "sources": {
                 source.name: {
-                    "drawn": drawn,
-                    "carried": carried,
+                    "drawn": self._drawn[at],
+                    "carried": self._carried[at],
                     "weight": source.weight,
                     "records": len(records),
-                    "hash": ids_hash(records),
+                    "hash": self._hashes[at],
+                    **self._retirement(at),
                 }
-                for (source, records), drawn, carried in zip(self._sources, self._drawn, self._carried, strict=True)
+                for at, (source, records) in enumerate(self._sources)
             },
         }
+
+    def _retirement(self, at: int) -> dict[str, Any]:
+        if self._retire_after is None:
+            return {}
+        return {"skipped": self._skipped[at], "retired": list(self._retired[at]), "solved": dict(self._solved[at])}
+
+    def _set_retirement(self, at: int, saved: dict[str, Any]) -> None:
+        """What a state says of a source; states of runs without retirement say nothing."""
+        self._skipped[at] = saved.get("skipped", 0)
+        self._retired[at] = dict.fromkeys(saved.get("retired", ()))
+        self._solved[at] = dict(saved.get("solved", {}))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where `state` was taken.  Raises CheckpointError when seed, sources or records changed."""
@@ -92,6 +165,9 @@ class Blend:
                     )
         self._drawn = [saved["drawn"] for saved in state["sources"].values()]
         self._carried = [saved.get("carried", 0) for saved in state["sources"].values()]  # older states lack it
+        for at, saved in enumerate(state["sources"].values()):
+            self._set_retirement(at, saved)
+        self._shares = self._shares_now()
 
     def carry(self, state: dict[str, Any]) -> None:
         """Begins a stage where the stage before it, whose blend had this `state`, stopped.
@@ -105,13 +181,19 @@ class Blend:
             _log.info("data blend: the stage before had seed %s, this has %s: begins anew", state["seed"], self._seed)
         for index, (name, own) in enumerate(now.items()):
             drawn = 0
+            self._set_retirement(index, {})
             if same_seed and name in state["sources"]:
                 saved = state["sources"][name]
                 if (saved["records"], saved["hash"]) == (own["records"], own["hash"]):
                     drawn = saved["drawn"]
+                    self._set_retirement(index, saved)
                 else:
                     _log.info("data source '%s': not the records of the stage before: begins anew", name)
             self._drawn[index] = self._carried[index] = drawn
+        if self._retire_after is None or self.retired == len(self._source_of):
+            for retired in self._retired:  # nobody retires in this stage, or nobody is left
+                retired.clear()
+        self._shares = self._shares_now()
 
     def _furthest_behind(self) -> int:
         """The source whose draws lag most behind its share of one draw more; the first of equals.
@@ -122,7 +204,8 @@ class Blend:
         counted = [drawn - carried for drawn, carried in zip(self._drawn, self._carried, strict=True)]
         total = sum(counted) + 1
         behind = [share * total - drawn for share, drawn in zip(self._shares, counted, strict=True)]
-        return max(range(len(behind)), key=lambda index: (behind[index], -index))
+        active = [index for index, share in enumerate(self._shares) if share]
+        return max(active, key=lambda index: (behind[index], -index))
 
     def _order(self, index: int, epoch: int) -> list[int]:
         """The shuffled positions of one epoch of a source."""
@@ -172,6 +255,23 @@ def _of_tasks(train: list[LoadedSource], tasks: list[str]) -> list[LoadedSource]
         raise ConfigError(f"{what}; name some of these, or null for all")
     if missing := [task for task in tasks if task not in held]:
         _log.warning("%s; nothing is trained on of %s", what, ", ".join(missing))
+    return kept
+
+
+def without_long(sources: list[LoadedSource], length: Callable[[Record], int], most: int) -> list[LoadedSource]:
+    """The records whose prompts have at most `most` tokens, by `length`; how many are left out is logged.
+
+    Raises DataError for a source without any other.
+    """
+    kept: list[LoadedSource] = []
+    for source, records in sources:
+        short = [record for record in records if length(record) <= most]
+        told = f"data source '{source.name}': {len(records) - len(short)} of {len(records)} prompts have more than"
+        if not short:
+            raise DataError(f"{told} data.max_prompt_tokens={most}; none is left")
+        if len(short) < len(records):
+            _log.warning("%s %d tokens and are left out", told, most)
+        kept.append((source, short))
     return kept
 
 

@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import fields
+from fractions import Fraction
 
 from nemo_prorl.config import DataSource
 from nemo_prorl.data.problems import Draw, Record, plain_options
@@ -93,6 +94,13 @@ def warmup_target(record: Record) -> str:
     return form.format(answer)
 
 
+def _fraction_text(value: object) -> str:
+    """A fraction as `3/4`: gsm_symbolic keeps its variables as such; its scorer does not look at them."""
+    if isinstance(value, Fraction):
+        return str(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
 def _drawer(source: DataSource) -> Draw:
     """draw(number) -> {"task", "prompt", "truth"}, a pure function of the number."""
     name = source.generator or ""
@@ -130,7 +138,7 @@ def _reasoning_gym(source: DataSource, dataset: str) -> Draw:
 
     def draw(number: int) -> Record:
         try:
-            entry = json.loads(json.dumps(items[number]))
+            entry = json.loads(json.dumps(items[number], default=_fraction_text))
         except TypeError as error:
             raise ConfigError(f"data source '{source.name}': an entry of {dataset} is no JSON: {error}") from error
         prompt = f"{entry['question'].strip()}\n{PUZZLE_INSTRUCTION}"

@@ -1,11 +1,11 @@
-"""Prompt records: one JSON object a line, checked when read.  Standard library only.
+"""Prompt records: one JSON object a line (or a row of a Parquet file), checked when read.  Standard library only.
 
 `{"id", "task", "prompt", "truth", "source", "meta"}`; `source` and `meta` may be absent.  The shape of `truth` is
 the task's (see `TRUTH_CHECKS`); for tasks of other plugins it must be an object, and their plugin checks the rest.
 """
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -183,26 +183,37 @@ def _parse(raw: bytes, where: str) -> Any:
         raise DataError(f"{where}: not JSON: {error}; each line must be one JSON object") from None
 
 
-def read_records(path: str | Path, tasks: Collection[str] | None = None) -> list[dict[str, Any]]:
-    """All records of a JSON Lines file, in order; lines of white space are skipped.
+def _objects(path: str | Path) -> Iterator[tuple[str, int, Any]]:
+    """(where, line or row, object) of each record in a file, which nobody has checked yet."""
+    if Path(path).suffix == ".parquet":
+        from nemo_prorl.data import tables  # pyarrow is not for everybody who reads records
 
-    Raises DataError that names file, line and field: unreadable or empty file, bad JSON, a bad field, an id used twice.
+        for number, row in tables.read_rows(path):
+            yield f"{path}:{number}", number, tables.record_of(row, f"{path}:{number}")
+        return
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, 1):
+            if raw.strip():
+                yield f"{path}:{number}", number, _parse(raw, f"{path}:{number}")
+
+
+def read_records(path: str | Path, tasks: Collection[str] | None = None) -> list[dict[str, Any]]:
+    """All records of a JSON Lines file, in order; lines of white space are skipped.  `.parquet`: of its rows.
+
+    Raises DataError that names file, line (or row) and field: unreadable or empty file, bad JSON, a bad field, an id
+    used twice.
     """
     records: list[dict[str, Any]] = []
     line_of: dict[str, int] = {}
     try:
-        with open(path, "rb") as file:
-            for number, raw in enumerate(file, 1):
-                if not raw.strip():
-                    continue
-                where = f"{path}:{number}"
-                record = validate_record(_parse(raw, where), where, tasks)
-                first = line_of.setdefault(record["id"], number)
-                if first != number:
-                    raise DataError(f"{where}: field 'id' is {record['id']!r}, as in line {first}; ids must differ")
-                records.append(record)
+        for where, number, found in _objects(path):
+            record = validate_record(found, where, tasks)
+            first = line_of.setdefault(record["id"], number)
+            if first != number:
+                raise DataError(f"{where}: field 'id' is {record['id']!r}, as in line {first}; ids must differ")
+            records.append(record)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     if not records:
         raise DataError(f"{path}: holds no record; each line must be a prompt record, one JSON object")
     return records

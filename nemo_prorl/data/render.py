@@ -50,6 +50,19 @@ class PromptRenderer:
         Raises DataError, naming the record, for a prompt that leaves no room for a response, is empty, or needs
         a chat template that the tokenizer lacks.
         """
+        ids = self._rendered(record)
+        if len(ids) >= self.context_tokens:
+            raise DataError(
+                f"record '{record['id']}': its prompt has {len(ids)} tokens, and the context of "
+                f"{self.context_tokens} (trainer.grpo.context_tokens) leaves no room for a response"
+            )
+        return ids
+
+    def length(self, record: dict[str, Any]) -> int:
+        """Tokens of a record's prompt, whatever the context.  Raises DataError as `prompt_ids` does for the others."""
+        return len(self._rendered(record))
+
+    def _rendered(self, record: dict[str, Any]) -> list[int]:
         prompt = record["prompt"]
         if isinstance(prompt, str):
             ids = self.encode(prompt)
@@ -62,11 +75,6 @@ class PromptRenderer:
             ids = list(self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True))
         if not ids:
             raise DataError(f"record '{record['id']}': its prompt is empty")
-        if len(ids) >= self.context_tokens:
-            raise DataError(
-                f"record '{record['id']}': its prompt has {len(ids)} tokens, and the context of "
-                f"{self.context_tokens} (trainer.grpo.context_tokens) leaves no room for a response"
-            )
         return ids
 
     def response_room(self, prompt_ids: Sequence[int]) -> int:

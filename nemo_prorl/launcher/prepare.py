@@ -21,7 +21,7 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
 
     Returns the tasks of the data.  Raises ConfigError, UnfitMachine or DataError.
     """
-    from nemo_prorl.data.blend import load_sources
+    from nemo_prorl.data.blend import load_sources, without_long
     from nemo_prorl.data.render import PromptRenderer
     from nemo_prorl.recipe.base_model import make_initial_model
     from nemo_prorl.recipe.retention import check_continuable, clean, complete
@@ -31,7 +31,8 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     from nemo_prorl.settings_checks import check_shape
 
     check_node(cfg)
-    sources = [pair for part in load_sources(cfg.data) for pair in part]
+    train, validation = load_sources(cfg.data)
+    sources = [*train, *validation]
     tasks = sorted({record["task"] for _, records in sources for record in records})
     known = discover()
     plugins = {task: known.plugin_of_task(task) for task in tasks}
@@ -46,6 +47,8 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     folder = make_initial_model(cfg, run_dir, start)
     check_shape(cfg.model, json.loads((folder / "config.json").read_text()), str(folder))
     renderer = PromptRenderer(folder, cfg.trainer.grpo.context_tokens, cfg.trainer.grpo.max_response_tokens)
+    if (most := cfg.data.max_prompt_tokens) is not None:
+        sources = [*without_long(train, renderer.length, most), *validation]
     for _, records in sources:
         for record in records:
             renderer.prompt_ids(record)

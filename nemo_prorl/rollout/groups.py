@@ -191,6 +191,7 @@ class CollectedBatch:
     needed: int
     groups: list[Group] = field(default_factory=list)
     tasks: dict[str, TaskTally] = field(default_factory=dict)
+    outcomes: list[tuple[str, str]] = field(default_factory=list)  # prompt id, outcome; in the order of decisions
     drawn: int = 0  # prompts drawn in this step
     carried: int = 0  # groups taken over from the step before
     stale: int = 0  # groups of earlier steps that were too old
@@ -410,6 +411,7 @@ class Rollouts:
         joins = sampler.decide(bool(carries_signal(rewards_GN, valid_GN, tolerance)[0]))
         kept = joins and sum(group.valid) >= min(2, len(group.valid))
         batch.tasks.setdefault(group.task, TaskTally()).add(group, kept, tolerance)
+        batch.outcomes.append((group.prompt_id, group.outcome(tolerance)))
         if kept:
             batch.groups.append(group)
 

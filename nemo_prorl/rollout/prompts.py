@@ -1,5 +1,6 @@
 """The stream of prompts that a rollout draws from: the data blend, rendered to token ids."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +27,21 @@ class PromptStream:
         record, visit = self._blend.next()
         return Visit(record, self._renderer.prompt_ids(record), visit)
 
-    def position(self) -> list[int]:
+    def position(self) -> list[tuple[int, int]]:
         """Where the stream stands, for `return_to`."""
         return self._blend.position()
 
-    def return_to(self, position: list[int]) -> None:
+    def return_to(self, position: list[tuple[int, int]]) -> None:
         """What was drawn since counts as not drawn."""
         self._blend.return_to(position)
+
+    @property
+    def retired(self) -> int:
+        return self._blend.retired
+
+    def observe(self, outcomes: Sequence[tuple[str, str]]) -> int:
+        """Takes what became of the groups of a step; how many prompts are retired now (`data.retire_after`)."""
+        return self._blend.observe(outcomes)
 
     def carry(self, state: dict[str, Any]) -> None:
         """Goes on in the data where the stage before, whose state this is, stood."""

@@ -72,8 +72,10 @@ def test_what_is_drawn_and_kept_does_not_depend_on_speed() -> None:
     assert any(tally.kept < tally.decided for batch in batches for tally in batch.tasks.values())  # some are dropped
     assert any(batch.carried for batch in batches)
     assert all(batch.full for batch in batches)
+    assert all(len(b.outcomes) == sum(tally.decided for tally in b.tasks.values()) for b in batches)
     for other_batches, other_state, other_drawn in others:
         assert [summary(b) for b in other_batches] == [summary(b) for b in batches]
+        assert [b.outcomes for b in other_batches] == [b.outcomes for b in batches]
         assert (other_state, other_drawn) == (state, drawn)
 
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 from omegaconf import DictConfig
 
 from nemo_prorl.config import Config
+from nemo_prorl.data import tables
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask
 from nemo_prorl.recipe.base_model import initial_model
@@ -135,6 +136,10 @@ def source_with_messages(cfg: DictConfig) -> str | None:
     """Name of the first source, of those with a file, that has a prompt which is a message list."""
     for source in (*cfg.data.train, *cfg.data.validation):
         if source.path is None:
+            continue
+        if tables.is_parquet(source.path):
+            if tables.has_messages(source.path):
+                return str(source.name)
             continue
         with Path(source.path).open(errors="replace") as lines:
             if any(_has_messages(line) for line in lines):

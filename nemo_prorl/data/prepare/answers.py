@@ -1,0 +1,173 @@
+"""Problems with a final answer: mathematics, science, multiple choice, and SCP-116K's pairs of solutions."""
+
+import math
+import random
+import re
+import string
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nemo_prorl.data.prepare.drafts import Draft, Drop
+from nemo_prorl.data.prepare.rows import Row
+
+BOXED = "Think step by step, and put the final answer in \\boxed{}."
+CHOICE = "Think step by step, and put the letter of the right option in \\boxed{}."
+
+_PROBLEM = ("problem", "question", "prompt", "Question")
+_ID = ("id", "task_id", "key", "uuid", "hash_id", "Record ID")
+_OPTIONS = string.ascii_uppercase
+
+
+def own_id(row: Row) -> str:
+    value = row.first(*_ID)
+    return "" if value is None else str(value)
+
+
+def _answer_text(row: Row, value: Any) -> str:
+    """A number, truth value or list as people write it; `142.0` is 142."""
+    if isinstance(value, bool):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise row.wrong("answer", value, "a finite number, or a string")
+    if isinstance(value, (int, float)):
+        return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else repr(value)
+    if not isinstance(value, str):
+        raise row.wrong("answer", value, "a string or a number")
+    return value.strip()
+
+
+def _boxes(text: str) -> bool:
+    """Whether a box can hold it: its braces must balance."""
+    depth = 0
+    for brace in re.findall(r"(?<!\\)[{}]", text):
+        depth += 1 if brace == "{" else -1
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def _final(row: Row, task: str, truth: dict[str, Any], answer: str, question: str) -> Draft | Drop:
+    if not question.strip():
+        return Drop("no problem", "the text is empty")
+    if not answer:
+        return Drop("no answer", "the source gives none")
+    if not _boxes(answer):
+        return Drop("broken answer", f"its braces do not balance: {answer[:80]}")
+    return Draft(task, question.strip(), truth, BOXED, f"\\boxed{{{answer}}}", own_id(row))
+
+
+def _tolerance(row: Row, answer: str) -> float | None:
+    """OlympiadBench's `error` is absolute, a record's `tolerance` relative; None where a row has no such number."""
+    try:
+        error, value = float(row.first("error")), float(answer.strip("$ "))
+    except (TypeError, ValueError):
+        return None
+    return abs(error / value) if value else None
+
+
+def final_answer(task: str) -> Callable[[Row], Draft | Drop]:
+    """Rows of `problem` and `answer` (a text, a number, or a list whose one element it is), with `unit` and `error`.
+
+    A list is one answer with several parts where `answer_type` says list (`[4, 2]`); else any of it is accepted.
+    """
+
+    def convert(row: Row) -> Draft | Drop:
+        value = row.needed("answer", "expected_answer", "final_answer")
+        if isinstance(value, list) and not str(row.first("answer_type") or "").startswith("list"):
+            accepted = [text for item in value if (text := _answer_text(row, item))]
+        elif isinstance(value, list):
+            accepted = [f"[{', '.join(_answer_text(row, item) for item in value)}]"]
+        else:
+            accepted = [] if value is None else [_answer_text(row, value)]
+        answer = accepted[0] if accepted else ""
+        truth: dict[str, Any] = {"answer": accepted if len(accepted) > 1 else answer}
+        if (tolerance := _tolerance(row, answer)) is not None:
+            truth["tolerance"] = tolerance
+        if isinstance(unit := row.first("unit"), str) and unit.strip():
+            truth["unit"] = unit.strip()
+        return _final(row, task, truth, answer, row.text(*_PROBLEM))
+
+    return convert
+
+
+def choice(row: Row) -> Draft | Drop:
+    """Rows of `question`, `options` (texts, or objects of letter and text) and `answer`, a letter or an index."""
+    options, answer = _options(row), row.needed("answer", "expected_answer")
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(options):
+        answer = _OPTIONS[answer]
+    return _choice(row, row.text("question", "problem"), options, answer)
+
+
+def _options(row: Row) -> list[str]:
+    value = row.needed("options", "choices")
+    texts = [text for item in value for text in (item.values() if isinstance(item, dict) else [item])]
+    if not 2 <= len(texts) <= len(_OPTIONS) or not all(isinstance(text, str) for text in texts):
+        raise row.wrong("options", value, f"a list of 2 to {len(_OPTIONS)} texts")
+    return texts
+
+
+def _choice(row: Row, question: str, options: Sequence[str], answer: Any) -> Draft | Drop:
+    letters = _OPTIONS[: len(options)]
+    if not isinstance(answer, str) or answer.strip() not in set(letters):
+        raise row.wrong("answer", answer, f"one letter of {letters[0]} to {letters[-1]}, or its index")
+    if not question.strip():
+        return Drop("no problem", "the text is empty")
+    listed = "\n".join(f"{letter}. {text}" for letter, text in zip(letters, options, strict=True))
+    truth = {"answer": answer.strip(), "options": list(options)}
+    return Draft("stem", f"{question.strip()}\n\n{listed}", truth, CHOICE, f"\\boxed{{{answer.strip()}}}", own_id(row))
+
+
+def gpqa(row: Row) -> Draft | Drop:
+    """GPQA's columns; the options stand in an order that depends on the question only."""
+    question = row.text("Question")
+    names = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+    texts = [row.text(name).strip() for name in names]
+    order = list(range(len(texts)))
+    random.Random(question).shuffle(order)
+    return _choice(row, question, [texts[at] for at in order], _OPTIONS[order.index(0)])
+
+
+def last_box(text: str) -> str | None:
+    r"""What stands in the last complete `\boxed{...}`; None without one."""
+    for start in reversed([match.end() for match in re.finditer(r"\\boxed\s*\{", text)]):
+        depth = 1
+        for match in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):
+            depth += {"{": 1, "}": -1}.get(match[0], 0)
+            if depth == 0:
+                return text[start : start + match.start()].strip()
+    return None
+
+
+def scp(row: Row) -> Draft | Drop:
+    """SCP-116K: `problem`, the source's `solution` and R1's `response`.
+
+    The truth is what R1 boxed, in short form where the source's solution is prose; it stands only where somebody found
+    that the two agree.  A solution of one short line is an answer itself, and accepted too.
+    """
+    question = row.text("problem", "question")
+    solution = row.text("solution", "matched_solution", "extract_solution").strip()
+    response = row.text("response", "r1_response", "r1_solution").rpartition("</think>")[2]
+    if not question.strip():
+        return Drop("no problem", "the text is empty")
+    if not solution:
+        return Drop("no solution", "the source's solution was not found")
+    answer = last_box(response)
+    if not answer:
+        return Drop("no answer", "R1's response has nothing in \\boxed{}")
+    own = last_box(solution) or (solution if "\n" not in solution and len(solution) <= 60 else None)
+    accepted = list(dict.fromkeys([text for text in (own, answer) if text]))
+    drafted = _final(row, "stem", {"answer": accepted if len(accepted) > 1 else answer}, answer, question)
+    if isinstance(drafted, Drop):
+        return drafted
+    domain = row.first("domain")
+    return Draft(
+        drafted.task,
+        drafted.question,
+        drafted.truth,
+        drafted.form,
+        drafted.gold,
+        drafted.theirs,
+        {"domain": domain} if isinstance(domain, str) else {},
+        reference=solution,
+        candidate=answer,
+    )

@@ -1,0 +1,89 @@
+"""Prepared records against the plugins that will judge them: their truths, and their own right answers."""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from nemo_prorl.errors import RewardFailure
+
+_log = logging.getLogger(__name__)
+
+_IN_FLIGHT = 64  # requests ahead of each worker
+_TELL_EVERY_S = 30.0
+
+
+class Truths:
+    """Says why a record's truth cannot be judged; None where it can.  Raises ConfigError for a task without plugin."""
+
+    def __init__(self, task: str) -> None:
+        from nemo_prorl.rewards.discovery import discover, make_plugin
+
+        self._plugin = make_plugin(discover().plugin_of_task(task))
+
+    def fault(self, truth: dict[str, Any]) -> str | None:
+        try:
+            self._plugin.validate_truth(truth)
+        except ValueError as error:
+            return str(error)
+        return None
+
+
+def spread(count: int, wanted: int | None) -> list[int]:
+    """`wanted` positions of `count`, evenly spread and the same each time; None: all."""
+    if wanted is None or wanted >= count:
+        return list(range(count))
+    return sorted({index * count // wanted for index in range(wanted)})
+
+
+def failures(
+    records: Sequence[dict[str, Any]], golds: Sequence[str], workers: int, unsafe_no_sandbox: bool
+) -> dict[int, str]:
+    """Position -> why its gold answer scores less than 1, judged by the real reward service.
+
+    Raises UnfitMachine where no sandbox holds for programs, RewardFailure where the service cannot judge.
+    """
+    if not records:
+        return {}
+    return asyncio.run(_judge(records, golds, workers, unsafe_no_sandbox))
+
+
+async def _judge(
+    records: Sequence[dict[str, Any]], golds: Sequence[str], workers: int, unsafe_no_sandbox: bool
+) -> dict[int, str]:
+    from nemo_prorl.rewards.discovery import discover
+    from nemo_prorl.rewards.interface import RewardRequest
+    from nemo_prorl.rewards.service import RewardService, plan_pools
+
+    registry, tasks = discover(), sorted({record["task"] for record in records})
+    service = RewardService(plan_pools(registry, tasks, workers, unsafe_no_sandbox=unsafe_no_sandbox), registry)
+    failed: dict[int, str] = {}
+    waiting: deque[tuple[int, asyncio.Future[dict[str, Any]]]] = deque()
+    told = time.monotonic()
+
+    async def settle() -> None:
+        nonlocal told
+        at, future = waiting.popleft()
+        verdict = await future
+        if verdict["failure"] == "infrastructure":
+            raise RewardFailure(f"the gold answer of {records[at]['id']} cannot be judged: {verdict['detail']}")
+        if verdict["score"] < 1.0:
+            failed[at] = f"score {verdict['score']:g}: {verdict['detail']}"
+        if time.monotonic() - told >= _TELL_EVERY_S:
+            told = time.monotonic()
+            _log.info("gold answers: %d of %d judged", at + 1, len(records))
+
+    await service.start()
+    try:
+        for at, (record, gold) in enumerate(zip(records, golds, strict=True)):
+            request = RewardRequest.from_json({**record, "response": gold, "finished": True})
+            waiting.append((at, service.submit(request)))
+            if len(waiting) >= workers * _IN_FLIGHT:
+                await settle()
+        while waiting:
+            await settle()
+    finally:
+        await service.close()
+    return failed

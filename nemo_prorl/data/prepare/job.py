@@ -1,0 +1,368 @@
+"""One preparation from the source's rows to the written folder."""
+
+import logging
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from nemo_prorl import __version__
+from nemo_prorl.data.prepare import answers, filters, gold, hub, output, puzzles
+from nemo_prorl.data.prepare.drafts import Draft, Drop
+from nemo_prorl.data.prepare.judge import JudgeOptions, verdicts
+from nemo_prorl.data.prepare.rows import data_files, read_rows, sha256_of
+from nemo_prorl.data.prepare.sources import Source
+from nemo_prorl.data.records import validate_record
+from nemo_prorl.errors import ConfigError, DataError
+
+_log = logging.getLogger(__name__)
+
+HUB = "hub"
+ALL = -1
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says.  `origin`: a path, `hub`, or None where the source is made here.
+
+    `size`, `check`: None means all; `holdout`: None means what the source is for, `ALL` all.
+    `agreement`: judge | grader | none.
+    """
+
+    source: Source
+    origin: str | None
+    out: Path
+    name: str
+    size: int | None = None
+    holdout: int | None = None
+    limit: int | None = None
+    seed: int = 0
+    messages: bool = True
+    form: str = "jsonl"
+    columns: dict[str, str] = field(default_factory=dict)
+    licence: str = ""
+    revision: str | None = None
+    tokenizer: Path | None = None
+    max_prompt_tokens: int | None = None
+    against: tuple[Path, ...] = ()
+    ngram: int = 13
+    check: int | None = 200
+    workers: int = 1
+    unsafe_no_sandbox: bool = False
+    agreement: str = "judge"
+    judge: JudgeOptions | None = None
+
+
+@dataclass(frozen=True)
+class Item:
+    """A draft on its way, with its place in the source; `part` where the source itself says which."""
+
+    file: str
+    line: int
+    draft: Draft
+    record: dict[str, Any]
+    part: str | None = None
+
+
+class Preparation:
+    """What is kept, what is dropped and why, and what the manifest will say."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.read = 0
+        self.items: list[Item] = []
+        self.dropped: list[dict[str, Any]] = []
+        self.manifest: dict[str, Any] = {}
+        self.checks: dict[str, Any] = {}
+
+    # --- reading ---------------------------------------------------------------------------------------------------
+
+    def read_source(self) -> None:
+        """All rows as drafts with records.  Raises DataError naming file, line and field of a row that is none."""
+        opts, source = self.options, self.options.source
+        list_of_tasks = opts.origin is not None and opts.origin.endswith((".yaml", ".yml"))
+        if source.size is not None and (opts.origin is None or list_of_tasks):
+            self._make(Path(opts.origin) if opts.origin is not None else puzzles.TASKS_FILE)
+            return
+        if opts.origin is None:
+            raise ConfigError(f"--from is missing: name the file or folder of {source.name}, or 'hub'")
+        patterns: Sequence[str] = ()
+        self.manifest["from"] = opts.origin
+        if opts.origin == HUB:
+            if not source.repo:
+                raise ConfigError(f"--from hub: {source.name} is not on the hub; name a file or a folder")
+            folder, commit = hub.download(source.repo, source.files, opts.revision)
+            self.manifest |= {"repo": source.repo, "commit": commit}
+            patterns = source.files
+        else:
+            folder = Path(opts.origin)
+        inputs = []
+        for file in data_files(folder, patterns):
+            before = self.read
+            self._read_file(file)
+            inputs.append(
+                {
+                    "file": file.name if file == folder else str(file.relative_to(folder)),
+                    "sha256": sha256_of(file),
+                    "rows": self.read - before,
+                }
+            )
+        self.manifest["inputs"] = inputs
+
+    def _read_file(self, file: Path) -> None:
+        opts = self.options
+        for row in read_rows(file, opts.columns):
+            if opts.limit is not None and self.read >= opts.limit:
+                return
+            self._take(str(file), row.line, opts.source.convert(row), f"{opts.name}-{self.read}", None)
+
+    def _make(self, tasks_file: Path) -> None:
+        opts = self.options
+        tasks = puzzles.read_tasks(tasks_file)
+        size = (opts.source.size or 0) if opts.size is None else opts.size
+        holdout = opts.source.holdout if opts.holdout is None else opts.holdout
+        if holdout == ALL:
+            raise ConfigError("--holdout all: of puzzles that are made here, say how many, and --size 0")
+        train, held = puzzles.make(tasks, size, holdout, opts.seed)
+        for part, drafts in (("train", train), ("validation", held)):
+            prefix = opts.name if part == "train" else f"{opts.name}-heldout"
+            for number, drafted in enumerate(drafts, 1):
+                theirs = drafted.theirs if isinstance(drafted, Draft) else str(number)
+                self._take(f"{part} of {tasks_file.name}", number, drafted, f"{prefix}-{theirs}", part)
+        self.manifest["from"] = f"reasoning_gym {_version('reasoning_gym')}"
+        self.manifest["inputs"] = [
+            {"file": tasks_file.name, "sha256": sha256_of(tasks_file), "rows": len(train) + len(held)}
+        ]
+
+    def _take(self, file: str, line: int, drafted: Draft | Drop, identity: str, part: str | None) -> None:
+        self.read += 1
+        if isinstance(drafted, Drop):
+            self._drop(file, line, drafted)
+            return
+        text = drafted.prompt_text
+        meta = dict(drafted.meta) | ({"row": drafted.theirs} if drafted.theirs else {})
+        record = {
+            "id": identity,
+            "task": drafted.task,
+            "prompt": [{"role": "user", "content": text}] if self.options.messages else text,
+            "truth": drafted.truth,
+            "source": self.options.source.name,
+            "meta": meta,
+        }
+        validate_record(record, f"{file}:{line}")
+        self.items.append(Item(file, line, drafted, record, part))
+
+    # --- leaving out -----------------------------------------------------------------------------------------------
+
+    def _drop(self, file: str, line: int, why: Drop) -> None:
+        self.dropped.append({"file": file, "line": line, "reason": why.reason, "detail": why.detail})
+
+    def _sift(self, why: Iterator[Drop | None]) -> None:
+        """Keeps the items for which nothing is said against."""
+        kept = []
+        for item, against in zip(self.items, why, strict=True):
+            if against is None:
+                kept.append(item)
+            else:
+                self._drop(item.file, item.line, against)
+        self.items = kept
+
+    def leave_out_what_cannot_be_judged(self) -> None:
+        truths = gold.Truths(self.options.source.task)
+        self._sift(
+            Drop("refused by the plugin", fault) if (fault := truths.fault(item.draft.truth)) else None
+            for item in self.items
+        )
+
+    def leave_out_duplicates(self) -> None:
+        """Of problems that read the same the first stays; a held-out one before a training one."""
+        first: dict[str, Item] = {}
+        for item in sorted(self.items, key=lambda item: item.part != "validation"):
+            first.setdefault(" ".join(item.draft.question.split()), item)
+
+        def why(item: Item) -> Drop | None:
+            other = first[" ".join(item.draft.question.split())]
+            return None if other is item else Drop("duplicate", f"of {other.file}:{other.line}")
+
+        self._sift(why(item) for item in self.items)
+
+    def leave_out_contaminated(self) -> None:
+        if not self.options.against:
+            return
+        sets = filters.Contamination(self.options.ngram)
+        for path in self.options.against:
+            sets.add(path)
+        found = [sets.find(item.draft.question) for item in self.items]
+        self._sift(None if one is None else Drop("contaminated", f"{one.where}: {one.words}") for one in found)
+        self.checks["contamination"] = {
+            "ngram": sets.ngram,
+            "template_ngrams": sets.template,
+            "against": [
+                {
+                    "file": file.name,
+                    "sha256": sha256_of(file),
+                    "rows": rows,
+                    "dropped": sum(one is not None and one.where.startswith(f"{file}:") for one in found),
+                }
+                for file, rows in sets.files
+            ],
+        }
+
+    def leave_out_long(self) -> None:
+        most, folder = self.options.max_prompt_tokens, self.options.tokenizer
+        if most is None or folder is None:
+            return
+        counted = filters.token_lengths([item.record for item in self.items], folder)
+        self._sift(Drop("too long", f"{count} tokens") if count > most else None for count in counted)
+        longest = max((count for count in counted if count <= most), default=0)
+        self.checks["length"] = {
+            "max_prompt_tokens": most,
+            "longest_kept": longest,
+            "tokenizer_sha256": sha256_of(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else None,
+        }
+
+    def leave_out_disagreeing(self) -> None:
+        opts = self.options
+        if not opts.source.judged or opts.agreement == "none":
+            return
+        if opts.agreement == "grader":
+            self._agree_by_grader()
+            return
+        assert opts.judge is not None
+        found, asked = verdicts([item.draft for item in self.items], opts.judge, opts.out / output.CACHE)
+        words = {"disagree": "the solutions disagree", "unclear": "no verdict of the judge"}
+        self._sift(None if word == "agree" else Drop(words[word]) for word in found)
+        self.checks["agreement"] = {"by": "judge", "model": opts.judge.model, "counts": dict(Counter(found))}
+        _log.info("the judge was asked %d times", asked)
+
+    def _agree_by_grader(self) -> None:
+        """The plugin's own opinion: does R1's boxed answer equal the one that the source's solution boxes?"""
+        boxes = [answers.last_box(item.draft.reference) for item in self.items]
+        asked = [at for at, box in enumerate(boxes) if box]
+        records = [{**self.items[at].record, "truth": {"answer": boxes[at]}} for at in asked]
+        golds = [f"\\boxed{{{self.items[at].draft.candidate}}}" for at in asked]
+        wrong = gold.failures(records, golds, self.options.workers, self.options.unsafe_no_sandbox)
+        disagree = {asked[at]: why for at, why in wrong.items()}
+
+        def why(at: int) -> Drop | None:
+            if not boxes[at]:
+                return Drop("nothing to compare", "the source's solution boxes no answer; a judge could read it")
+            return Drop("the solutions disagree", disagree[at]) if at in disagree else None
+
+        self._sift(why(at) for at in range(len(self.items)))
+        counts = {"agree": len(asked) - len(disagree), "disagree": len(disagree), "unclear": len(boxes) - len(asked)}
+        self.checks["agreement"] = {"by": "grader", "counts": counts}
+
+    def leave_out_beyond_size(self) -> None:
+        """A random choice by the seed, in the source's order."""
+        size = self.options.size
+        if size is None or size >= len(self.items) or any(item.part for item in self.items):
+            return
+        chosen = set(random.Random(f"{self.options.seed}/size").sample(range(len(self.items)), size))
+        self._sift(None if at in chosen else Drop("beyond --size") for at in range(len(self.items)))
+
+    def leave_out_wrong_golds(self) -> None:
+        """Right answers of the source that its plugin does not accept; of as many records as --check says."""
+        opts = self.options
+        have = [at for at, item in enumerate(self.items) if item.draft.gold is not None]
+        chosen = [have[at] for at in gold.spread(len(have), opts.check)]
+        records = [self.items[at].record for at in chosen]
+        golds = [str(self.items[at].draft.gold) for at in chosen]
+        found = gold.failures(records, golds, opts.workers, opts.unsafe_no_sandbox)
+        wrong = {chosen[at]: why for at, why in found.items()}
+        self.checks["gold"] = {
+            "checked": len(chosen),
+            "failed": len(wrong),
+            "without": len(self.items) - len(have),
+        }
+        self._sift(
+            Drop("gold answer not accepted", wrong[at]) if at in wrong else None for at in range(len(self.items))
+        )
+        if wrong and len(chosen) < len(have):
+            _log.warning("%d of %d gold answers failed: --check all finds the others", len(wrong), len(chosen))
+
+    # --- writing ---------------------------------------------------------------------------------------------------
+
+    def parts(self) -> dict[str, list[dict[str, Any]]]:
+        """The records of train and validation; a part without any is absent."""
+        opts, held = self.options, set()
+        if all(item.part is None for item in self.items):
+            wanted = len(self.items) if opts.holdout == ALL else opts.holdout or 0
+            if wanted > len(self.items):
+                raise ConfigError(f"--holdout {wanted}: only {len(self.items)} records are left")
+            held = set(random.Random(f"{opts.seed}/holdout").sample(range(len(self.items)), wanted))
+        parts: dict[str, list[dict[str, Any]]] = {"train": [], "validation": []}
+        for at, item in enumerate(self.items):
+            parts[item.part or ("validation" if at in held else "train")].append(item.record)
+        return {part: records for part, records in parts.items() if records}
+
+    def write(self, command: Sequence[str]) -> dict[str, Any]:
+        opts = self.options
+        reasons = Counter(drop["reason"] for drop in self.dropped)
+        if not self.items:
+            why = ", ".join(f"{number} {reason}" for reason, number in reasons.most_common()) or "it holds none"
+            raise DataError(f"{opts.origin or opts.source.name}: no record is left of {self.read} rows: {why}")
+        parts = self.parts()
+        manifest = {
+            "format": 1,
+            "source": opts.source.name,
+            "task": opts.source.task,
+            "licence": opts.licence or opts.source.licence,
+            "command": list(command),
+            "version": __version__,
+            **self.manifest,
+            "counts": {
+                "read": self.read,
+                "kept": len(self.items),
+                "dropped": dict(sorted(reasons.items())),
+                **{part: len(records) for part, records in parts.items()},
+            },
+            "checks": self.checks,
+        }
+        return output.write_folder(opts.out, parts, self.dropped, opts.form, manifest)
+
+
+def prepare(options: Options, command: Sequence[str]) -> dict[str, Any]:
+    """Runs all of it and returns the manifest.  Cheap filters come first, those that ask others last."""
+    output.check_folder(options.out, options.source.name)
+    job = Preparation(options)
+    job.read_source()
+    _log.info("%d rows read, %d of them problems", job.read, len(job.items))
+    job.leave_out_what_cannot_be_judged()
+    job.leave_out_duplicates()
+    job.leave_out_contaminated()
+    job.leave_out_long()
+    job.leave_out_disagreeing()
+    job.leave_out_beyond_size()
+    job.leave_out_wrong_golds()
+    return job.write(command)
+
+
+def summary(options: Options, manifest: dict[str, Any]) -> str:
+    """What the command prints: counts, files, and how a run takes them."""
+    counts = manifest["counts"]
+    lines = [f"{options.name}: {counts['read']} read, {counts['kept']} kept"]
+    lines += [f"  dropped {number:>7}  {reason}" for reason, number in counts["dropped"].items()]
+    checked = manifest["checks"]["gold"]
+    lines.append(f"  gold answers: {checked['checked']} judged, {checked['failed']} not accepted")
+    for written in manifest["outputs"]:
+        path = options.out / written["file"]
+        part = "train" if path.stem == "train" else "validation"
+        lines.append(f"{path}: {written['records']} records; data.{part}=[{{name: {options.name}, path: {path}}}]")
+    return "\n".join(lines) + "\n"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def own_command() -> list[str]:
+    """The command line as it was given."""
+    return ["prorl", *sys.argv[1:]]

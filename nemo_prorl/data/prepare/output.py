@@ -1,0 +1,76 @@
+"""Writes a prepared folder so that a file under its final name is always whole, and the manifest comes last."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from nemo_prorl.data import tables
+from nemo_prorl.data.prepare.rows import sha256_of
+from nemo_prorl.errors import ConfigError
+
+MANIFEST = "manifest.json"
+CACHE = "judge-cache.jsonl"
+PARTS = ("train", "validation")
+
+
+def check_folder(out: Path, source: str) -> None:
+    """Raises ConfigError where the folder holds something else than an earlier preparation of this source."""
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out}: is a file; give a folder")
+    if not out.is_dir():
+        return
+    manifest = out / MANIFEST
+    ours = {MANIFEST, CACHE, "dropped.jsonl", *(f"{part}.{form}" for part in PARTS for form in ("jsonl", "parquet"))}
+    foreign = [path.name for path in out.iterdir() if path.name.removesuffix(".tmp") not in ours]
+    if foreign:
+        raise ConfigError(f"--out {out}: holds other files ({sorted(foreign)[0]}); give a new folder, or an empty one")
+    if not manifest.is_file():
+        return
+    try:
+        held = json.loads(manifest.read_text())["source"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"--out {out}: its {MANIFEST} is none of ours ({error}); give another folder") from error
+    if held != source:
+        raise ConfigError(f"--out {out}: holds {held!r}; give {source!r} a folder of its own")
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Writes under a temporary name, on disk, then renames."""
+    temporary = path.with_name(path.name + ".tmp")
+    write(temporary)
+    with temporary.open("rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def write_folder(
+    out: Path,
+    parts: dict[str, list[dict[str, Any]]],
+    dropped: Sequence[dict[str, Any]],
+    form: str,
+    manifest: dict[str, Any],
+) -> dict[str, Any]:
+    """Replaces what an earlier preparation left; the manifest, with the files' hashes in `outputs`."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / MANIFEST).unlink(missing_ok=True)  # without it the folder is not complete
+    for part in PARTS:
+        for old in ("jsonl", "parquet"):
+            (out / f"{part}.{old}").unlink(missing_ok=True)
+    outputs = []
+    for part, records in parts.items():
+        path = out / f"{part}.{form}"
+        _replace(path, partial(tables.write_records if form == "parquet" else _write_lines, rows=records))
+        outputs.append({"file": path.name, "records": len(records), "sha256": sha256_of(path)})
+    _replace(out / "dropped.jsonl", partial(_write_lines, rows=dropped))
+    manifest = {**manifest, "outputs": outputs}
+    _replace(out / MANIFEST, lambda to: to.write_text(json.dumps(manifest, indent=1) + "\n"))
+    return manifest

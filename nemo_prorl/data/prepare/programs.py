@@ -1,0 +1,139 @@
+"""Programming problems: tests by standard input, calls of a function, and asserts."""
+
+import json
+import re
+from typing import Any
+
+from nemo_prorl.data.prepare.answers import own_id
+from nemo_prorl.data.prepare.drafts import Draft, Drop
+from nemo_prorl.data.prepare.rows import Row
+
+PROGRAM = (
+    "Write a Python program that reads standard input and writes standard output. "
+    "Put the final program between triple backticks, after ```python."
+)
+FUNCTION = "Write it in Python, and put the final code between triple backticks, after ```python."
+
+# What Eurus-2-RL asks for at the end of its own prompts, and where its problems begin in them.
+_EURUS_END = re.compile(r"\s*Write Python code to solve the problem\. Present the code in\s*```python.*?```.*\Z", re.S)
+
+
+def _fenced(code: str) -> str:
+    return f"```python\n{code}\n```"
+
+
+def _named(name: str) -> str:
+    return f"The code must define `{name}`. {FUNCTION}"
+
+
+def _tests(row: Row, field: str, value: Any) -> dict[str, Any] | Drop:
+    """The truth of `{"inputs", "outputs"}`, with `fn_name` where a function is called (as APPS has them)."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise row.wrong(field, value, 'JSON: {"inputs": [...], "outputs": [...]}') from None
+    if not isinstance(value, dict) or not all(isinstance(value.get(key), list) for key in ("inputs", "outputs")):
+        raise row.wrong(field, value, '{"inputs": [...], "outputs": [...]}')
+    inputs, outputs, name = value["inputs"], value["outputs"], value.get("fn_name")
+    if len(inputs) != len(outputs):
+        return Drop("broken tests", f"{len(inputs)} inputs and {len(outputs)} outputs")
+    if not inputs:
+        return Drop("no tests", "the source gives none")
+    if name is None:
+        tests = [{"input": one, "output": other} for one, other in zip(inputs, outputs, strict=True)]
+        if not all(_plain(test[key]) for test in tests for key in test):
+            return Drop("broken tests", "an input or output is no text")
+        return {"tests": tests}
+    if not isinstance(name, str) or not name.isidentifier():
+        return Drop("broken tests", f"fn_name is {name!r}")
+    if not all(isinstance(args, list) for args in inputs):
+        return Drop("broken tests", "the arguments of a call are no list")
+    results = [out[0] if isinstance(out, list) and len(out) == 1 else out for out in outputs]
+    return {
+        "fn_name": name,
+        "tests": [{"args": args, "expected": out} for args, out in zip(inputs, results, strict=True)],
+    }
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(line, str) for line in value))
+
+
+def _draft(row: Row, question: str, truth: dict[str, Any] | Drop, gold: str | None = None) -> Draft | Drop:
+    if isinstance(truth, Drop):
+        return truth
+    if not question.strip():
+        return Drop("no problem", "the text is empty")
+    form = _named(truth["fn_name"]) if "fn_name" in truth else PROGRAM if "tests" in truth else FUNCTION
+    return Draft("code", question.strip(), truth, form, None if gold is None else _fenced(gold), own_id(row))
+
+
+def eurus(row: Row) -> Draft | Drop:
+    """Eurus-2-RL: the user's message of `prompt`, tests in `reward_model.ground_truth`; its mathematics is left out.
+
+    Its system message and the last lines of its user messages describe an answer format of its own: they go.
+    """
+    if (ability := row.text("ability")) != "code":
+        return Drop("no code", f"ability is {ability!r}")
+    prompt, reward = row.needed("prompt"), row.needed("reward_model")
+    if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
+        raise row.wrong("prompt", prompt, "a list of messages")
+    said = [message.get("content") for message in prompt if message.get("role") == "user"]
+    if not said or not isinstance(said[-1], str):
+        raise row.wrong("prompt", prompt, "a list of messages, the last of them the user's")
+    if not isinstance(reward, dict) or "ground_truth" not in reward:
+        raise row.wrong("reward_model", reward, 'an object with "ground_truth"')
+    truth = _tests(row, "reward_model.ground_truth", reward["ground_truth"])
+    drafted = _draft(row, _EURUS_END.sub("", said[-1]), truth)
+    if isinstance(drafted, Draft) and isinstance(origin := row.first("data_source"), str):
+        drafted.meta["origin"] = origin
+    return drafted
+
+
+def tested(row: Row) -> Draft | Drop:
+    """Rows of `problem` and `tests`: records' own form, a list of inputs with outputs or of args with expected values;
+    or `input_output`, as APPS has it, with `human_solutions` where there are any."""
+    question = row.text("problem", "question")
+    if "tests" in row.values:
+        tests = row.needed("tests")
+        if not isinstance(tests, list):
+            raise row.wrong("tests", tests, 'a list of {"input", "output"}')
+        if not tests:
+            return Drop("no tests", "the source gives none")
+        name = row.first("fn_name")
+        return _draft(row, question, {"tests": tests} if name is None else {"fn_name": name, "tests": tests})
+    solutions = row.first("human_solutions") or []
+    truth = _tests(row, "input_output", row.needed("input_output"))
+    return _draft(row, question, truth, solutions[0] if solutions else None)
+
+
+def humaneval(row: Row) -> Draft | Drop:
+    """HumanEval: a function to complete, and a `check` that asserts."""
+    prompt, name = row.text("prompt"), row.text("entry_point")
+    truth = {"asserts": [f"{row.text('test')}\ncheck({name})"]}
+    question = f"Complete this Python function:\n\n{_fenced(prompt.rstrip())}"
+    return _draft(row, question, truth, prompt + row.text("canonical_solution"))
+
+
+def mbpp(row: Row) -> Draft | Drop:
+    """MBPP: a sentence, and asserts of which the first shows the function's name and arguments."""
+    asserts = row.needed("test_list")
+    if not isinstance(asserts, list) or not all(isinstance(text, str) for text in asserts):
+        raise row.wrong("test_list", asserts, "a list of assert statements")
+    if not asserts:
+        return Drop("no tests", "the source gives none")
+    setup = row.text("test_setup_code") if "test_setup_code" in row.values else ""
+    truth: dict[str, Any] = {"asserts": asserts} | ({"setup": setup} if setup else {})
+    question = f"{row.text('text', 'prompt').strip()}\nIt must pass, for example:\n\n{_fenced(asserts[0])}"
+    return _draft(row, question, truth, row.text("code"))
+
+
+# What the set's prompts begin with: a form of its own.
+_LEETCODE_START = re.compile(r"\APlease solve the programming task below using [^\n]*\n+")
+
+
+def leetcode(row: Row) -> Draft | Drop:
+    """LeetCode's problems as rLLM has them: a class to complete, and a `check` that asserts."""
+    question = _LEETCODE_START.sub("", row.text("problem"))
+    return _draft(row, question, {"asserts": [row.text("test")]}, row.first("solution"))

@@ -1,0 +1,108 @@
+"""reasoning-gym: entries made on the spot by the installed package, or read from a file of them."""
+
+import contextlib
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_prorl.config import DataSource
+from nemo_prorl.data.generators import generate
+from nemo_prorl.data.prepare.drafts import Draft, Drop
+from nemo_prorl.data.prepare.rows import Row
+from nemo_prorl.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+TAGGED = "Put the final answer between <answer> and </answer>."
+TASKS_FILE = Path(__file__).with_name("reasoning_gym.yaml")
+HELD_OUT_SEED = 20_000_000  # a data set draws item i from its seed + i, so the two never meet
+
+# Entries without an answer of their own carry one in their metadata.
+_ANSWER_IN_METADATA = {
+    "graph_color": "possible_answer",
+    "propositional_logic": "example_answer",
+    "rubiks_cube": "example_correct_answer",
+}
+
+
+def _draft(dataset: str, entry: dict[str, Any], theirs: str) -> Draft | Drop:
+    question, answer = entry["question"], entry["answer"]
+    if answer is None and dataset in _ANSWER_IN_METADATA:
+        answer = entry["metadata"].get(_ANSWER_IN_METADATA[dataset])
+    if not isinstance(question, str) or not question.strip():
+        return Drop("no problem", "the text is empty")
+    text = answer if isinstance(answer, str) or answer is None else json.dumps(answer)
+    gold = None if text is None else f"<answer>{text}</answer>"
+    truth = {"dataset": dataset, "entry": entry}
+    return Draft("puzzles", question.strip(), truth, TAGGED, gold, theirs, {"dataset": dataset})
+
+
+def entry(row: Row) -> Draft | Drop:
+    """An entry of reasoning-gym: `question`, `answer`, `metadata`, and `dataset`, or its name in the metadata."""
+    question, answer = row.text("question"), row.needed("answer")
+    metadata = row.needed("metadata")
+    if isinstance(metadata, str):
+        try:
+            metadata = json.loads(metadata)
+        except ValueError:
+            raise row.wrong("metadata", metadata, "an object, or one as JSON") from None
+    if not isinstance(metadata, dict):
+        raise row.wrong("metadata", metadata, "an object")
+    dataset = row.first("dataset") or metadata.get("source_dataset")
+    if not isinstance(dataset, str):
+        raise row.wrong("dataset", dataset, "the name of a reasoning-gym data set")
+    return _draft(dataset, {"question": question, "answer": answer, "metadata": metadata}, "")
+
+
+def read_tasks(path: Path) -> dict[str, dict[str, Any]]:
+    """Name -> options of each task in a yaml file, as the shipped one.  Raises ConfigError naming file and key."""
+    try:
+        value = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"--from {path}: no readable list of tasks: {error}") from error
+    tasks = value.get("tasks") if isinstance(value, dict) else None
+    if not isinstance(tasks, dict) or not tasks:
+        raise ConfigError(f"--from {path}: key 'tasks' must be a map of reasoning-gym's task names to their options")
+    for name, options in tasks.items():
+        if options is not None and not isinstance(options, dict):
+            raise ConfigError(f"--from {path}: tasks.{name} is {options!r}; it must be a map of options, or nothing")
+    return {str(name): dict(options or {}) for name, options in tasks.items()}
+
+
+def shares(total: int, count: int) -> list[int]:
+    """`total` over `count` tasks, as evenly as whole numbers can be; the first get one more."""
+    each, more = divmod(total, count)
+    return [each + (index < more) for index in range(count)]
+
+
+def make(
+    tasks: dict[str, dict[str, Any]], size: int, holdout: int, seed: int
+) -> tuple[list[Draft | Drop], list[Draft | Drop]]:
+    """(training, validation) drafts: `size` and `holdout` problems over the tasks, all different, and fixed by `seed`.
+
+    Raises ConfigError naming the task whose options do not give enough different problems.
+    """
+    train: list[Draft | Drop] = []
+    held: list[Draft | Drop] = []
+    for number, (name, wanted, kept) in enumerate(
+        zip(tasks, shares(size, len(tasks)), shares(holdout, len(tasks)), strict=True), 1
+    ):
+        with contextlib.redirect_stdout(sys.stderr):  # some data sets print
+            mine = _made(name, tasks[name], kept, seed + HELD_OUT_SEED, frozenset())
+            seen = frozenset(record["prompt"] for record in mine)
+            others = _made(name, tasks[name], wanted, seed, seen)
+        held += [_draft(name, record["truth"]["entry"], record["id"]) for record in mine]
+        train += [_draft(name, record["truth"]["entry"], record["id"]) for record in others]
+        _log.info("%d of %d tasks: %s, %d and %d problems", number, len(tasks), name, wanted, kept)
+    return train, held
+
+
+def _made(name: str, options: dict[str, Any], size: int, seed: int, held_out: frozenset[str]) -> list[dict[str, Any]]:
+    if size == 0:
+        return []
+    source = DataSource(name=name, generator=f"reasoning_gym:{name}", size=size, seed=seed, options=options)
+    return generate(source, held_out)

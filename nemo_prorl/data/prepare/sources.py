@@ -1,0 +1,119 @@
+"""The data sets that `prorl data prepare` knows: what a row becomes, where they lie, and their licences."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nemo_prorl.data.prepare import answers, instructions, programs, puzzles
+from nemo_prorl.data.prepare.drafts import Draft, Drop
+from nemo_prorl.data.prepare.rows import Row
+from nemo_prorl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Source:
+    """`licence`: as the publisher states it, of its own text; that of single problems may differ.
+
+    `repo`, `files`: on the Hugging Face hub, empty where a file must be given.  `size`, `holdout`: the paper's numbers,
+    where they are made here and not read.
+    """
+
+    name: str
+    task: str
+    what: str
+    licence: str
+    convert: Callable[[Row], Draft | Drop]
+    repo: str = ""
+    files: tuple[str, ...] = ()
+    judged: bool = False  # has two solutions, which must agree
+    size: int | None = None
+    holdout: int = 0
+
+
+_MATH = answers.final_answer("math")
+_UNKNOWN = "that of the file"
+
+SOURCES = {
+    source.name: source
+    for source in (
+        Source(
+            "deepscaler",
+            "math",
+            "DeepScaleR: 40k competition problems with answers",
+            "MIT (data card); problems belong to their contests",
+            _MATH,
+            "agentica-org/DeepScaleR-Preview-Dataset",
+            ("*.json", "*.jsonl", "*.parquet"),
+        ),
+        Source(
+            "eurus2-rl",
+            "code",
+            "Eurus-2-RL: the programming problems of it",
+            "MIT (data card); problems belong to their contests",
+            programs.eurus,
+            "PRIME-RL/Eurus-2-RL-Data",
+            ("train*.parquet", "**/train*.parquet"),
+        ),
+        Source(
+            "scp-116k",
+            "stem",
+            "SCP-116K: science, kept where R1's answer agrees with the source's",
+            "CC BY-NC-SA 4.0 (data card)",
+            answers.scp,
+            "EricLu/SCP-116K",
+            ("*.jsonl", "*.parquet"),
+            judged=True,
+        ),
+        Source(
+            "reasoning-gym",
+            "puzzles",
+            "reasoning-gym: 37,000 and 9,600 puzzles of 96 tasks, made by the package; or its entries in a file",
+            "Apache-2.0 (package reasoning-gym)",
+            puzzles.entry,
+            size=37_000,
+            holdout=9_600,
+        ),
+        Source(
+            "ifeval",
+            "instructions",
+            "IFEval's 541 prompts, or others in its form",
+            "Apache-2.0 (data card)",
+            instructions.ifeval,
+            "google/IFEval",
+            ("*.jsonl", "*.parquet"),
+        ),
+        Source(
+            "nemotron-if",
+            "instructions",
+            "the IFEval-like prompts of Llama-Nemotron's RL data",
+            "CC BY 4.0 (data card)",
+            instructions.ifeval,
+            "nvidia/Llama-Nemotron-Post-Training-Dataset",
+            ("RL/instruction_following/*.jsonl",),
+        ),
+        Source("math", "math", "a file of `problem` and `answer`", _UNKNOWN, _MATH),
+        Source(
+            "stem", "stem", "a file of `question` and `answer`, with `unit`", _UNKNOWN, answers.final_answer("stem")
+        ),
+        Source("choice", "stem", "a file of `question`, `options` and `answer`, a letter", _UNKNOWN, answers.choice),
+        Source(
+            "gpqa",
+            "stem",
+            "GPQA-diamond",
+            "CC BY 4.0 (data card); not to be published in plain text",
+            answers.gpqa,
+            "Idavidrein/gpqa",
+            ("gpqa_diamond.csv",),
+        ),
+        Source("code", "code", "a file of `problem` and `tests`, or APPS' `input_output`", _UNKNOWN, programs.tested),
+        Source("humaneval", "code", "HumanEval", "MIT (repository openai/human-eval)", programs.humaneval),
+        Source("mbpp", "code", "MBPP", "CC BY 4.0 (data card)", programs.mbpp),
+        Source("leetcode", "code", "LeetCode's problems as rLLM has them", "problems (c) LeetCode", programs.leetcode),
+    )
+}
+
+
+def source_of(name: str) -> Source:
+    """Raises ConfigError with the known names."""
+    if name not in SOURCES:
+        raise ConfigError(f"unknown data source {name!r}; known: {', '.join(SOURCES)}")
+    return SOURCES[name]

@@ -1,0 +1,75 @@
+"""Prompt records in Parquet files, beside JSON Lines.
+
+Columns: `id`, `task`, `source` (text), `prompt` (text, or a list of messages), `truth` and `meta` (JSON as text, since
+their fields differ by task; structs are read too).
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_prorl.errors import DataError
+
+_BATCH_ROWS = 1024
+
+
+def is_parquet(path: str | Path) -> bool:
+    return Path(path).suffix == ".parquet"
+
+
+def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each row with its number, from 1; columns that are null are absent.  Raises DataError that names the file."""
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, {key: value for key, value in row.items() if value is not None}
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path}: no readable Parquet file: {str(error).splitlines()[0]}") from error
+
+
+def has_messages(path: str | Path) -> bool:
+    """Whether the prompts of a file are message lists; a file that cannot be read has none."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        schema = pyarrow.parquet.read_schema(path)
+        return "prompt" in schema.names and bool(pyarrow.types.is_list(schema.field("prompt").type))
+    except (pyarrow.ArrowException, OSError):
+        return False
+
+
+def record_of(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """A row as a prompt record: `truth` and `meta` as objects.  Raises DataError naming `where` and the column."""
+    record = dict(row)
+    for column in ("truth", "meta"):
+        value = row.get(column)
+        if isinstance(value, str):
+            try:
+                record[column] = json.loads(value)
+            except ValueError as error:
+                raise DataError(f"{where}: field {column!r} is not JSON: {error}; it must be an object") from None
+        elif isinstance(value, dict):  # a struct has the fields of all rows, null where a row has none
+            record[column] = {key: item for key, item in value.items() if item is not None}
+    return record
+
+
+def write_records(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Prompt records as a Parquet file.  All prompts must be text, or all message lists."""
+    import pyarrow
+    import pyarrow.parquet
+
+    message = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string())])
+    texts = all(isinstance(row["prompt"], str) for row in rows)
+    kinds = {"prompt": pyarrow.string() if texts else pyarrow.list_(message)}
+    columns = ("id", "task", "prompt", "truth", "source", "meta")
+    schema = pyarrow.schema([(name, kinds.get(name, pyarrow.string())) for name in columns])
+    plain = [{**row, "truth": json.dumps(row["truth"]), "meta": json.dumps(row.get("meta", {}))} for row in rows]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(plain, schema=schema), path)

@@ -1,0 +1,636 @@
+"""`prorl data prepare` on data made by hand: what rows become, what is left out and counted, what is written."""
+
+import csv
+import gzip
+import hashlib
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_prorl import settings
+from nemo_prorl.config import DataConfig, DataSource
+from nemo_prorl.data import tables
+from nemo_prorl.data.blend import Blend, load_sources
+from nemo_prorl.data.laptop_model import build_tokenizer
+from nemo_prorl.data.prepare import answers, instructions, output, programs, puzzles, sources
+from nemo_prorl.data.prepare.drafts import Draft, Drop
+from nemo_prorl.data.prepare.filters import Contamination
+from nemo_prorl.data.prepare.gold import spread
+from nemo_prorl.data.prepare.rows import Row
+from nemo_prorl.data.records import read_records
+from nemo_prorl.errors import ConfigError, DataError
+from tests.data.preparing import SUMS, TEST, dropped, manifest, prepare, records, refused, write
+from tests.test_formats import against
+
+
+def row(**values: Any) -> Row:
+    return Row("f.jsonl", 7, values)
+
+
+def draft(made: Draft | Drop) -> Draft:
+    assert isinstance(made, Draft), made
+    return made
+
+
+# --- what a row becomes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "truth", "gold"),
+    [
+        ({"answer": " 7 "}, {"answer": "7"}, "\\boxed{7}"),
+        ({"answer": 142.0}, {"answer": "142"}, "\\boxed{142}"),
+        ({"answer": 0.25}, {"answer": "0.25"}, "\\boxed{0.25}"),
+        ({"answer": True}, {"answer": "True"}, "\\boxed{True}"),
+        ({"answer": ["3"]}, {"answer": "3"}, "\\boxed{3}"),
+        ({"answer": ["3", "three"]}, {"answer": ["3", "three"]}, "\\boxed{3}"),
+        ({"answer": [4, 2], "answer_type": "list of integer"}, {"answer": "[4, 2]"}, "\\boxed{[4, 2]}"),
+        ({"answer": "4", "unit": " m ", "error": None}, {"answer": "4", "unit": "m"}, "\\boxed{4}"),
+        ({"answer": "$4.0$", "error": "1e-1"}, {"answer": "$4.0$", "tolerance": 0.025}, "\\boxed{$4.0$}"),
+    ],
+)
+def test_final_answers(values: dict[str, Any], truth: dict[str, Any], gold: str) -> None:
+    made = draft(answers.final_answer("math")(row(problem=" How many? ", **values)))
+    assert (made.truth, made.gold) == (truth, gold)
+    assert made.prompt_text == f"How many?\n\n{answers.BOXED}"
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"answer": None}, "no answer"),
+        ({"answer": "  "}, "no answer"),
+        ({"answer": []}, "no answer"),
+        ({"answer": "\\frac{1}{2"}, "broken answer"),
+        ({"answer": "}{"}, "broken answer"),
+        ({"answer": "1", "problem": " "}, "no problem"),
+    ],
+)
+def test_answers_that_nobody_can_be_right_with_are_dropped(values: dict[str, Any], reason: str) -> None:
+    made = answers.final_answer("math")(row(**{"problem": "?", **values}))
+    assert isinstance(made, Drop)
+    assert made.reason == reason
+
+
+def test_braces_that_are_set_do_not_count_as_open() -> None:
+    assert draft(answers.final_answer("math")(row(problem="?", answer="\\{1, 2\\}"))).gold == "\\boxed{\\{1, 2\\}}"
+
+
+def test_choices_are_listed_under_letters() -> None:
+    made = draft(answers.choice(row(question="Which?", options=["iron", "gold"], answer=1)))
+    assert made.prompt_text == f"Which?\n\nA. iron\nB. gold\n\n{answers.CHOICE}"
+    assert made.truth == {"answer": "B", "options": ["iron", "gold"]}
+    of_gym = draft(answers.choice(row(question="Which?", options=[{"A": "iron"}, {"B": "gold"}], expected_answer="A")))
+    assert of_gym.truth["options"] == ["iron", "gold"]
+    with pytest.raises(DataError, match=r'f.jsonl:7: field .answer. is "C"; it must be one letter of A to B'):
+        answers.choice(row(question="Which?", options=["iron", "gold"], answer="C"))
+
+
+def test_gpqa_shuffles_by_its_question_only() -> None:
+    texts = {"Correct Answer": "right", **{f"Incorrect Answer {n}": f"wrong {n}" for n in (1, 2, 3)}}
+    places = set()
+    for n in range(20):
+        made = draft(answers.gpqa(row(Question=f"Question {n}?", **texts)))
+        assert made == answers.gpqa(row(Question=f"Question {n}?", **texts))
+        assert made.truth["options"]["ABCD".index(made.truth["answer"])] == "right"
+        places.add(made.truth["answer"])
+    assert places == set("ABCD")
+
+
+def test_scp_takes_what_r1_boxed_and_short_solutions_too() -> None:
+    pair = {
+        "problem": "How fast?",
+        "solution": "Energy is kept, so v = 3 m/s.\nAs was to be shown.",
+        "domain": "physics",
+    }
+    thought = "<think>\\boxed{2}</think>By energy: \\boxed{3\\,\\text{m/s}}"
+    made = draft(answers.scp(row(**pair, r1_response=thought)))
+    assert made.truth == {"answer": "3\\,\\text{m/s}"}
+    assert (made.reference, made.candidate) == (pair["solution"], "3\\,\\text{m/s}")
+    assert made.meta == {"domain": "physics"}
+    short = draft(answers.scp(row(**{**pair, "solution": "3.0 m/s"}, r1_response=thought)))
+    assert short.truth == {"answer": ["3.0 m/s", "3\\,\\text{m/s}"]}
+    boxed = draft(answers.scp(row(**{**pair, "solution": "So it is\n\\boxed{\\{3\\}}."}, r1_response=thought)))
+    assert boxed.truth["answer"][0] == "\\{3\\}"
+    for values, reason in (
+        ({**pair, "solution": ""}, "no solution"),
+        ({**pair, "solution": None}, "no solution"),
+        ({**pair, "problem": " "}, "no problem"),
+    ):
+        assert getattr(answers.scp(row(**values, r1_response=thought)), "reason", "") == reason
+    assert getattr(answers.scp(row(**pair, r1_response="3 m/s")), "reason", "") == "no answer"
+
+
+EURUS_END = "\n\nWrite Python code to solve the problem. Present the code in \n```python\nYour code\n```\nat the end."
+
+
+def eurus(truth: Any, **more: Any) -> Draft | Drop:
+    said = [{"role": "system", "content": "Act."}, {"role": "user", "content": f"Add two numbers.{EURUS_END}"}]
+    values = {"ability": "code", "data_source": "taco", "prompt": said, "reward_model": {"ground_truth": truth}, **more}
+    return programs.eurus(row(**values))
+
+
+def test_eurus_keeps_the_problem_and_asks_in_one_form() -> None:
+    made = draft(eurus(json.dumps(TEST)))
+    assert made.prompt_text == f"Add two numbers.\n\n{programs.PROGRAM}"
+    assert made.truth == {"tests": [{"input": "1 2\n", "output": "3\n"}]}
+    assert made.meta == {"origin": "taco"}
+    called = draft(eurus({"fn_name": "add", "inputs": [[1, 2], [[1], 2]], "outputs": [3, [[3]]]}))
+    assert called.truth["tests"] == [{"args": [1, 2], "expected": 3}, {"args": [[1], 2], "expected": [3]}]
+    assert "define `add`" in called.prompt_text
+
+
+@pytest.mark.parametrize(
+    ("truth", "reason"),
+    [
+        ({"inputs": [], "outputs": []}, "no tests"),
+        ({"inputs": ["1"], "outputs": []}, "broken tests"),
+        ({"inputs": [1], "outputs": ["1"]}, "broken tests"),
+        ({"fn_name": "a b", "inputs": [[1]], "outputs": [1]}, "broken tests"),
+        ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "broken tests"),
+    ],
+)
+def test_tests_that_cannot_be_run_are_dropped(truth: dict[str, Any], reason: str) -> None:
+    assert getattr(eurus(truth), "reason", "") == reason
+
+
+def test_eurus_mathematics_is_left_out_and_nonsense_is_named() -> None:
+    assert getattr(eurus("5", ability="math"), "reason", "") == "no code"
+    with pytest.raises(DataError, match=r"f.jsonl:7: field 'reward_model.ground_truth' is \"x\"; it must be JSON"):
+        eurus("x")
+    with pytest.raises(DataError, match=r"f.jsonl:7: field 'prompt' is \"x\"; it must be a list of messages"):
+        eurus(TEST, prompt="x")
+
+
+def test_functions_with_asserts() -> None:
+    made = draft(
+        programs.humaneval(
+            row(
+                task_id="H/0",
+                prompt="def one():\n",
+                entry_point="one",
+                canonical_solution="    return 1\n",
+                test="def check(f):\n    assert f() == 1\n",
+            )
+        )
+    )
+    assert made.truth["asserts"][0].endswith("\ncheck(one)")
+    assert made.gold == "```python\ndef one():\n    return 1\n\n```"
+    made = draft(
+        programs.mbpp(row(text="Say one.", code="def one(): return 1", test_list=["assert one() == 1"], task_id=3))
+    )
+    assert made.truth == {"asserts": ["assert one() == 1"]}
+    assert made.theirs == "3"
+    assert "assert one() == 1" in made.prompt_text
+
+
+def test_instructions_of_both_forms() -> None:
+    names = ["punctuation:no_comma", "length_constraints:number_words"]
+    kwargs = [{"relation": None}, {"relation": "at least", "num_words": 3}]
+    truth = {"instruction_id_list": names, "kwargs": [{}, {"relation": "at least", "num_words": 3}]}
+    made = draft(instructions.ifeval(row(key=1, prompt="Write.", instruction_id_list=names, kwargs=kwargs)))
+    assert (made.truth, made.prompt_text, made.gold) == (truth, "Write.", None)
+    said = [{"role": "user", "content": "Write."}]
+    args = {"instruction_id_list": names, "instruction_kwargs": kwargs}
+    for given in (args, json.dumps(args)):
+        assert draft(instructions.ifeval(row(input=said, args=given))).truth == truth
+
+
+def test_puzzles_of_a_file() -> None:
+    made = draft(puzzles.entry(row(question="2 + 3 =", answer="5", metadata={"source_dataset": "chain_sum"})))
+    assert made.truth["dataset"] == "chain_sum"
+    assert made.gold == "<answer>5</answer>"
+    packed = draft(
+        puzzles.entry(row(question="?", answer=None, dataset="graph_color", metadata='{"possible_answer": {"0": 1}}'))
+    )
+    assert packed.gold == '<answer>{"0": 1}</answer>'
+    with pytest.raises(DataError, match="field 'dataset' is null; it must be the name"):
+        puzzles.entry(row(question="?", answer="5", metadata={}))
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json", "jsonl.gz", "csv", "parquet"])
+def test_every_form_of_file_reads_the_same(tmp_path: Path, form: str) -> None:
+    file = tmp_path / f"sums.{form}"
+    text = "".join(json.dumps(one) + "\n" for one in SUMS)
+    if form == "json":
+        file.write_text(json.dumps(SUMS, indent=1))
+    elif form == "jsonl.gz":
+        file.write_bytes(gzip.compress(text.encode()))
+    elif form == "csv":
+        with file.open("w", newline="") as out:
+            table = csv.DictWriter(out, list(SUMS[0]))
+            table.writeheader()
+            table.writerows(SUMS)
+    elif form == "parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(SUMS), file)
+    else:
+        file.write_text(text)
+    assert prepare("deepscaler", "--from", file, "--out", tmp_path / "out", "--check", 0) == 0
+    made = records(tmp_path / "out")
+    assert [one["id"] for one in made] == [f"deepscaler-{n}" for n in range(8)]
+    assert [one["meta"] for one in made] == [{"row": f"s{n}"} for n in range(8)]
+    assert [one["truth"]["answer"] for one in made] == [str(2 * n) for n in range(8)]
+
+
+def test_a_folder_is_read_as_one_source(tmp_path: Path) -> None:
+    (tmp_path / "in" / "b").mkdir(parents=True)
+    write(tmp_path / "in" / "b" / "2.jsonl", SUMS[3:])
+    write(tmp_path / "in" / "1.jsonl", SUMS[:3])
+    (tmp_path / "in" / "README.md").write_text("not data")
+    assert prepare("math", "--from", tmp_path / "in", "--out", tmp_path / "out", "--check", 0) == 0
+    told = manifest(tmp_path / "out")
+    assert [(one["file"], one["rows"]) for one in told["inputs"]] == [("1.jsonl", 3), ("b/2.jsonl", 5)]
+    assert len({one["id"] for one in records(tmp_path / "out")}) == 8
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (
+            '{"problem": "?", "answer": "1"}\n{"problem": "?"}\n',
+            ":2: field 'answer' (or expected_answer, final_answer)",
+        ),
+        ('{"problem": 3, "answer": "1"}\n', ":1: field 'problem' is 3; it must be a string"),
+        ('{"problem": "?", "answer": {"a": 1}}\n', ":1: field 'answer' is {\"a\": 1}; it must be a string or a number"),
+        ('{"problem": "?", "answer": "1"}\n{"problem"\n', ":2: not JSON"),
+        ("\n[1]\n", ":2: a row must be an object, not list"),
+        ("", "no record is left"),
+    ],
+)
+def test_a_bad_row_is_named_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, content: str, says: str
+) -> None:
+    file, out = tmp_path / "f.jsonl", tmp_path / "out"
+    file.write_text(content)
+    told = refused(capsys, caplog, 4, "math", "--from", file, "--out", out)
+    assert f"{file}{says}" in told or says in told
+    assert not out.exists()
+
+
+def test_a_column_of_another_name_can_be_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    file, out = write(tmp_path / "f.jsonl", [{"ask": "1 + 1?", "solution": "2"}]), tmp_path / "out"
+    told = refused(capsys, caplog, 4, "math", "--from", file, "--out", out)
+    assert "--field answer=COLUMN" in told
+    assert "the row has: ask, solution" in told
+    words = ("--field", "problem=ask", "--field", "answer=solution", "--check", 0)
+    assert prepare("math", "--from", file, "--out", out, *words) == 0
+    assert records(out)[0]["truth"] == {"answer": "2"}
+    told = refused(capsys, caplog, 4, "math", "--from", file, "--out", out, "--field", "problem=question")
+    assert "field 'question' is missing" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nope", "--from", "f.jsonl"], "unknown data source 'nope'; known: deepscaler, eurus2-rl"),
+        (["math"], "--from is missing"),
+        (["math", "--from", "absent"], "--from absent: no such file or folder"),
+        (["math", "--from", "hub"], "--from hub: math is not on the hub"),
+        (["math", "--from", "f.txt"], "no data file that can be read; known are .jsonl"),
+        (["math", "--from", "f.jsonl", "--size", "x"], "'x' is no whole number"),
+        (["math", "--from", "f.jsonl", "--holdout", "9"], "--holdout 9: only 8 records are left"),
+        (["math", "--from", "f.jsonl", "--tokenizer", "t"], "--tokenizer and --max-prompt-tokens belong together"),
+        (["math", "--from", "f.jsonl", "--field", "x"], "--field x: must be NAME=COLUMN"),
+        (["math", "--from", "f.jsonl", "--ngram", "0"], "--ngram 0: must be at least 1"),
+        (["math", "--from", "f.jsonl", "--against", "absent"], "--against absent: no such file or folder"),
+        (["scp-116k", "--from", "f.jsonl"], "name a judge with --judge-url and --judge-model, or say --agreement"),
+        (
+            ["scp-116k", "--from", "f.jsonl", "--judge-url", "x", "--judge-model", "m"],
+            "--judge-url x: must be the base",
+        ),
+        (["reasoning-gym", "--from", "bad.yaml"], "key 'tasks' must be a map"),
+        (["reasoning-gym", "--size", "3", "--holdout", "all"], "--holdout all: of puzzles that are made here"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_use_is_refused_and_writes_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    words: list[str],
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "f.jsonl", SUMS)
+    (tmp_path / "f.txt").touch()
+    (tmp_path / "bad.yaml").write_text("chain_sum:")
+    assert says in refused(capsys, caplog, 2, *words, "--out", "out", "--check", 0)
+    assert not (tmp_path / "out").exists()
+
+
+# --- what is left out ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_left_out_is_counted_and_listed(tmp_path: Path) -> None:
+    bad = [{"problem": "Empty?", "answer": ""}, {**SUMS[2], "problem": "  What is 2  plus 2? "}]
+    file = write(tmp_path / "f.jsonl", [*SUMS, *bad])
+    words = ("--check", 0, "--size", 5, "--holdout", 2)
+    assert prepare("math", "--from", file, "--out", tmp_path / "out", *words) == 0
+    told = manifest(tmp_path / "out")
+    assert told["counts"] == {
+        **{"read": 10, "kept": 5, "train": 3, "validation": 2},
+        "dropped": {"beyond --size": 3, "duplicate": 1, "no answer": 1},
+    }
+    why = dropped(tmp_path / "out")
+    assert (why[9], why[10]) == ("no answer", "duplicate")
+    assert sorted(why.values()).count("beyond --size") == 3
+    numbers = [int(one["id"].removeprefix("math-")) for one in records(tmp_path / "out")]
+    assert numbers == sorted(numbers)  # in the source's order
+
+
+def test_the_same_command_gives_the_same_bytes(tmp_path: Path) -> None:
+    file, made = write(tmp_path / "f.jsonl", SUMS), []
+    for seed in (1, 1, 2):
+        out = tmp_path / "out"
+        words = ("--check", 0, "--size", 5, "--holdout", 2, "--seed", seed)
+        assert prepare("math", "--from", file, "--out", out, *words) == 0
+        made.append([(out / name).read_bytes() for name in ("train.jsonl", "validation.jsonl", "manifest.json")])
+    assert made[0] == made[1]
+    assert made[0][0] != made[2][0]
+
+
+def test_a_truth_that_the_plugin_refuses_is_dropped(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "Write.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
+        {"prompt": "Sing.", "instruction_id_list": ["music:in_tune"], "kwargs": [{}]},
+    ]
+    file = write(tmp_path / "f.jsonl", rows)
+    assert prepare("ifeval", "--from", file, "--out", tmp_path / "out") == 0
+    assert dropped(tmp_path / "out") == {2: "refused by the plugin"}
+    assert "music:in_tune" in (tmp_path / "out" / "dropped.jsonl").read_text()
+
+
+def test_golds_are_judged_by_the_real_service(tmp_path: Path) -> None:
+    """A row whose own answer no grader accepts goes; a check of some only finds those."""
+    wrong = [{"problem": "Find x.", "answer": "5 or \\boxed{7}"}]
+    file = write(tmp_path / "f.jsonl", [*SUMS, *wrong])
+    assert prepare("math", "--from", file, "--out", tmp_path / "out", "--check", "all") == 0
+    told = manifest(tmp_path / "out")
+    assert told["checks"]["gold"] == {"checked": 9, "failed": 1, "without": 0}
+    assert dropped(tmp_path / "out") == {9: "gold answer not accepted"}
+    assert [spread(10, 3), spread(3, 10), spread(5, 0), spread(2, None)] == [[0, 3, 6], [0, 1, 2], [], [0, 1]]
+
+
+STORY = "Anna has seven red apples and gives three of them to her brother Ben on a rainy day in May"
+
+
+def test_parts_of_evaluation_sets_are_found_by_their_words(tmp_path: Path) -> None:
+    held = write(
+        tmp_path / "held.jsonl",
+        [
+            {"question": f"{STORY}. How many has she?"},
+            {"prompt": [{"role": "user", "content": f"1+1?\n\n{answers.BOXED}"}]},
+        ],
+    )
+    rows = [
+        {"problem": f"Listen: {STORY.upper()}! How many are left?", "answer": "4"},
+        {"problem": "Anna has seven red apples and gives three of them to a friend. How many?", "answer": "4"},
+        {"problem": "1+1?", "answer": "2"},
+        {"problem": "1-1?", "answer": "0"},
+    ]
+    file = write(tmp_path / "f.jsonl", rows)
+    out = tmp_path / "out"
+    assert prepare("math", "--from", file, "--out", out, "--against", held, "--check", 0) == 0
+    assert dropped(out) == {1: "contaminated", 3: "contaminated"}
+    assert f"{held}:1: anna has seven red" in (out / "dropped.jsonl").read_text()
+    told = manifest(out)["checks"]["contamination"]
+    assert told["against"][0]["dropped"] == 2
+    assert told["against"][0]["sha256"] == hashlib.sha256(held.read_bytes()).hexdigest()
+    assert prepare("math", "--from", file, "--out", out, "--against", held, "--check", 0, "--ngram", 8) == 0
+    assert dropped(out) == {1: "contaminated", 2: "contaminated", 3: "contaminated"}
+
+
+def test_the_wording_of_a_whole_evaluation_set_is_no_contamination(tmp_path: Path) -> None:
+    """What many of its problems say is its form; what one says is a problem."""
+    form = "Please solve this task in one self contained piece of code and say nothing else at all"
+    held = write(tmp_path / "held.jsonl", [{"problem": f"{form}. Number {n} is the {n} th."} for n in range(6)])
+    sets = Contamination(8)
+    sets.add(held)
+    assert sets.find(f"{form}, and then add two numbers") is None
+    assert sets.template > 0
+    found = sets.find("so nothing else at all number 3 is the 3 th")
+    assert found is not None
+    assert found.where == f"{held}:4"
+
+
+def test_long_prompts_are_dropped_by_the_models_own_tokenizer(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    build_tokenizer([one["problem"] for one in SUMS]).save_pretrained(folder)
+    rows = [*SUMS, {"problem": "What is 1 plus " + "1 plus " * 60 + "1?", "answer": "62"}]
+    file, out = write(tmp_path / "f.jsonl", rows), tmp_path / "out"
+    words = ("--tokenizer", folder, "--max-prompt-tokens", 100, "--check", 0)
+    assert prepare("math", "--from", file, "--out", out, *words) == 0
+    assert dropped(out) == {9: "too long"}
+    told = manifest(out)["checks"]["length"]
+    assert 10 < told["longest_kept"] <= 100
+    assert told["tokenizer_sha256"] == hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+
+
+# --- what is written -------------------------------------------------------------------------------------------------
+
+
+def test_the_manifest_says_what_was_done(tmp_path: Path) -> None:
+    file, out = write(tmp_path / "f.jsonl", SUMS), tmp_path / "out"
+    assert prepare("math", "--from", file, "--out", out, "--licence", "CC0", "--holdout", "all", "--check", 0) == 0
+    told = manifest(out)
+    assert against("data-manifest", told) == []
+    assert against("data-manifest", {**told, "counts": {}})
+    assert (told["licence"], told["source"], told["task"]) == ("CC0", "math", "math")
+    assert told["inputs"] == [{"file": "f.jsonl", "sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "rows": 8}]
+    [written] = told["outputs"]
+    assert written == {
+        "file": "validation.jsonl",
+        "records": 8,
+        "sha256": hashlib.sha256((out / "validation.jsonl").read_bytes()).hexdigest(),
+    }
+    assert not (out / "train.jsonl").exists()
+    assert {source.licence for source in sources.SOURCES.values()} >= {
+        "MIT (data card); problems belong to their contests"
+    }
+
+
+def test_parquet_holds_the_same_records(tmp_path: Path) -> None:
+    file = write(tmp_path / "f.jsonl", SUMS)
+    for form in ("jsonl", "parquet"):
+        assert prepare("math", "--from", file, "--out", tmp_path / form, "--format", form, "--check", 0) == 0
+    lines, rows = read_records(tmp_path / "jsonl" / "train.jsonl"), read_records(tmp_path / "parquet" / "train.parquet")
+    assert lines == rows
+    assert tables.has_messages(tmp_path / "parquet" / "train.parquet")
+    assert prepare("math", "--from", file, "--out", tmp_path / "parquet", "--prompt", "text", "--check", 0) == 0
+    assert not (tmp_path / "parquet" / "train.parquet").exists()  # the form before is no part of the folder now
+    texts = [{**one, "prompt": one["prompt"][0]["content"]} for one in lines]
+    assert records(tmp_path / "parquet") == texts
+    tables.write_records(tmp_path / "t.parquet", texts)
+    assert read_records(tmp_path / "t.parquet") == texts
+    assert not tables.has_messages(tmp_path / "t.parquet")
+    assert not tables.has_messages(file)
+
+
+def test_a_bad_parquet_file_is_named_with_its_row(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    good = {"id": "a", "task": "math", "prompt": "1 + 1?", "truth": '{"answer": "2"}'}
+    path = tmp_path / "f.parquet"
+    for change, says in (
+        ({"truth": "{"}, "f.parquet:2: field 'truth' is not JSON"),
+        ({"truth": '{"answer": ""}'}, "f.parquet:2: field 'truth.answer' is \"\""),
+        ({"id": "a"}, "f.parquet:2: field 'id' is 'a', as in line 1"),
+        ({"task": None}, "f.parquet:2: field 'task' is missing"),
+    ):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([good, {**good, "id": "b", **change}]), path)
+        with pytest.raises(DataError) as caught:
+            read_records(path)
+        assert says in str(caught.value)
+    structs = [
+        {**good, "truth": {"answer": "2", "unit": None}},
+        {**good, "id": "b", "truth": {"answer": "2", "unit": "m"}},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(structs), path)
+    assert [one["truth"] for one in read_records(path)] == [{"answer": "2"}, {"answer": "2", "unit": "m"}]
+    path.write_bytes(b"PAR1 nonsense")
+    with pytest.raises(DataError, match=r"f.parquet: no readable Parquet file"):
+        read_records(path)
+
+
+def test_a_folder_of_something_else_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    file, out = write(tmp_path / "f.jsonl", SUMS), tmp_path / "out"
+    assert prepare("math", "--from", file, "--out", out, "--check", 0) == 0
+    told = refused(capsys, caplog, 2, "stem", "--from", file, "--out", out, "--check", 0)
+    assert "holds 'math'; give 'stem' a folder of its own" in told
+    (out / "thesis.tex").touch()
+    assert "holds other files (thesis.tex)" in refused(capsys, caplog, 2, "math", "--from", file, "--out", out)
+    assert "is a file" in refused(capsys, caplog, 2, "math", "--from", file, "--out", file)
+
+
+@pytest.mark.parametrize("at", range(1, 4))
+def test_a_kill_while_writing_leaves_no_half_file(tmp_path: Path, at: int) -> None:
+    """Killed before the n-th rename: every file under its final name is whole, and without a manifest."""
+    file, out = write(tmp_path / "f.jsonl", SUMS), tmp_path / "out"
+    words = ["math", "--from", str(file), "--out", str(out), "--holdout", "3", "--check", "0"]
+    assert prepare(*words) == 0
+    whole = {path.name: path.read_bytes() for path in out.iterdir()}
+    killer = f"""
+import os, signal, sys
+from nemo_prorl import cli
+real, left = os.replace, [{at}]
+def replace(*names):
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(*names)
+os.replace = replace
+cli.main(["data", "prepare", *sys.argv[1:]])
+"""
+    told = subprocess.run([sys.executable, "-c", killer, *words], capture_output=True, timeout=120, check=False)
+    assert told.returncode == -9
+    left = {path.name: path.read_bytes() for path in out.iterdir() if not path.name.endswith(".tmp")}
+    assert output.MANIFEST not in left
+    assert {name for name in left if name != "dropped.jsonl"} == set(["train.jsonl", "validation.jsonl"][: at - 1])
+    assert all(left[name] == whole[name] for name in left)
+    assert prepare(*words) == 0
+    again = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert {name: data for name, data in again.items() if name != output.MANIFEST} == {
+        name: data for name, data in whole.items() if name != output.MANIFEST
+    }
+
+
+# --- puzzles that are made -------------------------------------------------------------------------------------------
+
+
+def test_the_shipped_list_of_puzzles_is_the_papers_number_of_tasks() -> None:
+    tasks = puzzles.read_tasks(puzzles.TASKS_FILE)
+    assert len(tasks) == 96
+    assert not set(tasks) & {"composite", "acre", "boxnet", "game_of_life_halting"}
+    gym = sources.source_of("reasoning-gym")
+    assert gym.size is not None
+    assert sum(puzzles.shares(gym.size, 96)) == 37_000
+    assert set(puzzles.shares(gym.size, 96)) == {385, 386}
+    assert set(puzzles.shares(gym.holdout, 96)) == {100}
+
+
+def test_puzzles_are_fixed_by_the_seed_and_held_out_ones_are_others(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.yaml"
+    tasks.write_text("tasks:\n  chain_sum:\n  gcd: {max_value: 30}\n  gsm_symbolic:\n")
+    made = {}
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        words = ("--from", tasks, "--size", 7, "--holdout", 6, "--seed", seed, "--check", 0)
+        assert prepare("reasoning-gym", *words, "--out", tmp_path / name) == 0
+        made[name] = [(tmp_path / name / f"{part}.jsonl").read_bytes() for part in ("train", "validation")]
+    assert made["a"] == made["b"]
+    assert made["a"][0] != made["c"][0]
+    train, held = records(tmp_path / "a"), records(tmp_path / "a", "validation")
+    assert Counter(one["truth"]["dataset"] for one in train) == {"chain_sum": 3, "gcd": 2, "gsm_symbolic": 2}
+    assert Counter(one["truth"]["dataset"] for one in held) == {"chain_sum": 2, "gcd": 2, "gsm_symbolic": 2}
+    assert not {str(one["prompt"]) for one in train} & {str(one["prompt"]) for one in held}
+    assert manifest(tmp_path / "a")["from"].startswith("reasoning_gym 0.")
+
+
+def test_a_task_with_too_few_puzzles_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="data source 'gcd': .* gave only .* widen the options"):
+        puzzles.make({"gcd": {"min_value": 2, "max_value": 4, "max_numbers": 2}}, 100, 0, 0)
+    with pytest.raises(ConfigError, match="reasoning-gym has no dataset 'chain_sums'; close names: chain_sum"):
+        puzzles.make({"chain_sums": {}}, 1, 0, 0)
+
+
+# --- into a run ------------------------------------------------------------------------------------------------------
+
+
+def test_a_prepared_folder_is_what_a_run_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The override that the command prints, through the real loader, to the records of a blend."""
+    file, out = write(tmp_path / "f.jsonl", SUMS), tmp_path / "out"
+    assert prepare("math", "--from", file, "--out", out, "--holdout", 3, "--check", 0) == 0
+    printed = [line.split("; ")[1] for line in capsys.readouterr().out.splitlines() if "; data." in line]
+    assert [text.split("=")[0] for text in printed] == ["data.train", "data.validation"]
+    cfg = settings.load(printed)
+    train, held = load_sources(cfg.data)
+    assert ([len(found) for _, found in train], [len(found) for _, found in held]) == ([5], [3])
+    assert train[0][1] == records(out)
+
+
+def test_a_prepared_blend_gives_each_record_once_an_epoch_however_often_it_is_stopped(tmp_path: Path) -> None:
+    for name, rows in (("a", SUMS), ("b", [{"problem": f"{n} less 1?", "answer": str(n - 1)} for n in range(13)])):
+        words = ("--name", name, "--check", 0, "--format", "parquet" if name == "b" else "jsonl")
+        assert prepare("math", "--from", write(tmp_path / f"{name}.jsonl", rows), "--out", tmp_path / name, *words) == 0
+    data = DataConfig(
+        train=[
+            DataSource(name="a", path=str(tmp_path / "a" / "train.jsonl"), weight=2.0),
+            DataSource(name="b", path=str(tmp_path / "b" / "train.parquet")),
+        ]
+    )
+    rng, drawn, state = random.Random(3), [], None
+    while len(drawn) < 200:
+        blend = Blend(load_sources(data)[0], seed=5)  # as a process that starts anew
+        if state is not None:
+            blend.load_state_dict(json.loads(state))
+        for _ in range(rng.randint(0, 30)):
+            record, visit = blend.next()
+            drawn.append((record["id"], visit))
+        state = json.dumps(blend.state_dict())
+        for _ in range(rng.randint(0, 9)):
+            blend.next()  # and was killed after its checkpoint
+    whole = Blend(load_sources(data)[0], seed=5)
+    assert drawn == [(record["id"], visit) for record, visit in (whole.next() for _ in range(len(drawn)))]
+    for name, size in (("a", 8), ("b", 13)):
+        mine = [(one, visit) for one, visit in drawn if one.startswith(name)]
+        assert [visit for _, visit in mine] == [at // size for at in range(len(mine))]
+        for start in range(0, len(mine) - size + 1, size):
+            assert {one for one, _ in mine[start : start + size]} == {f"{name}-{n}" for n in range(size)}
+        assert mine != sorted(mine)

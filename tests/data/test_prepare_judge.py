@@ -1,0 +1,241 @@
+"""SCP-116K's agreement filter, against a real HTTP server that speaks the protocol of chat completions."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_prorl.data.prepare.judge import verdict_in
+from tests.data.preparing import Rows, dropped, manifest, prepare, records, refused, write
+from tests.test_formats import against
+
+MODEL = "judge-1"
+
+
+def pairs(count: int) -> Rows:
+    """Every third of R1's answers is another than the source's."""
+    return [
+        {
+            "problem": f"What is the mass of {n} bricks of 2 kg?",
+            "solution": f"One has 2 kg.\nTogether they have {2 * n} kg.",
+            "r1_response": f"<think>{n}</think>It is \\boxed{{{2 * n + (n % 3 == 0)}\\,\\text{{kg}}}}.",
+            "domain": "physics",
+        }
+        for n in range(1, count + 1)
+    ]
+
+
+class Judge(ThreadingHTTPServer):
+    """Compares the two numbers of what it is asked; `faults` come first, `slow_s` before each answer."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.asked: Counter[str] = Counter()
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.faults: list[int] = []
+        self.slow_s = 0.0
+        self.busy = self.busiest = 0
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Judge
+
+    def do_POST(self) -> None:
+        server = self.server
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with server.lock:
+            server.busy += 1
+            server.busiest = max(server.busiest, server.busy)
+            fault = server.faults.pop(0) if server.faults else 0
+        time.sleep(server.slow_s)
+        try:
+            if self.path != "/v1/chat/completions" or body["model"] != MODEL:
+                fault = 404
+            if fault:
+                self._answer(fault, b"nonsense" if fault == 200 else b'{"error": "no"}')
+                return
+            asked = body["messages"][0]["content"]
+            with server.lock:
+                server.asked[asked] += 1
+                server.bodies.append(body)
+                server.keys.append(self.headers["Authorization"])
+            one = asked.split("Together they have ")[1].split(" ")[0]
+            other = asked.split("Second answer:\n")[1].split("\\")[0]
+            said = f"<think>DISAGREE? no</think>Both say so.\n{'AGREE' if one == other else 'DISAGREE'}"
+            if one == "10":
+                said = "Who knows."
+            self._answer(200, json.dumps({"choices": [{"message": {"content": said}}]}).encode())
+        finally:
+            with server.lock:
+                server.busy -= 1
+
+    def _answer(self, status: int, body: bytes) -> None:
+        try:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+        except OSError:
+            pass  # who asked was killed
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def judge() -> Iterator[Judge]:
+    server = Judge()
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def words(folder: Path, judge: Judge, count: int) -> list[str]:
+    file = write(folder / "scp.jsonl", pairs(count))
+    given = ["scp-116k", "--from", str(file), "--out", str(folder / "out"), "--check", "0"]
+    return [*given, "--judge-url", judge.url, "--judge-model", MODEL, "--judge-workers", "4"]
+
+
+def test_what_agrees_is_kept_and_the_judge_is_asked_once(
+    tmp_path: Path, judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRORL_JUDGE_KEY", "secret")
+    given = words(tmp_path, judge, 12)
+    assert prepare(*given) == 0
+    told = manifest(tmp_path / "out")
+    assert against("data-manifest", told) == []
+    assert told["checks"]["agreement"] == {
+        **{"by": "judge", "model": MODEL},
+        "counts": {"agree": 7, "disagree": 4, "unclear": 1},
+    }
+    assert dropped(tmp_path / "out") == dict.fromkeys((3, 6, 9, 12), "the solutions disagree") | {
+        5: "no verdict of the judge"
+    }
+    kept = records(tmp_path / "out")
+    assert kept[0]["truth"] == {"answer": "2\\,\\text{kg}"}
+    assert kept[0]["meta"] == {"domain": "physics"}
+    assert set(judge.keys) == {"Bearer secret"}
+    assert {body["temperature"] for body in judge.bodies} == {0.0}
+    assert 1 < judge.busiest <= 4 or len(judge.bodies) == 12
+    assert "secret" not in (tmp_path / "out" / "manifest.json").read_text()
+    first = (tmp_path / "out" / "train.jsonl").read_bytes()
+    assert prepare(*given) == 0  # from the cache
+    assert len(judge.bodies) == 12
+    assert (tmp_path / "out" / "train.jsonl").read_bytes() == first
+    assert prepare(*words(tmp_path, judge, 14)) == 0  # two more rows
+    assert len(judge.bodies) == 14
+
+
+def test_killed_and_started_again_it_asks_only_for_what_is_missing(tmp_path: Path, judge: Judge) -> None:
+    given, count = words(tmp_path, judge, 60), 60
+    cache = tmp_path / "out" / "judge-cache.jsonl"
+    judge.slow_s = 0.05
+    command = [sys.executable, "-m", "nemo_prorl.cli", "data", "prepare", *given]
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.getcwd()}, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    while not (cache.exists() and cache.read_bytes().count(b"\n") >= 10):
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    assert not (tmp_path / "out" / "train.jsonl").exists()
+    known = cache.read_bytes().count(b"\n")
+    assert known < count
+    with cache.open("ab") as file:
+        file.write(b'{"key": "cut o')  # as a kill in the middle of a write leaves it
+    judge.slow_s = 0.0
+    while judge.busy:
+        time.sleep(0.01)
+    judge.asked.clear()
+    assert prepare(*given) == 0
+    assert sum(judge.asked.values()) == len(judge.asked) == count - known
+    assert manifest(tmp_path / "out")["checks"]["agreement"]["counts"] == {"agree": 39, "disagree": 20, "unclear": 1}
+    assert cache.read_bytes().count(b"\n") == count
+
+
+def test_a_busy_judge_is_asked_again(tmp_path: Path, judge: Judge) -> None:
+    judge.faults = [429, 503, 500, 200]
+    assert prepare(*words(tmp_path, judge, 4)) == 0
+    assert manifest(tmp_path / "out")["checks"]["agreement"]["counts"] == {"agree": 3, "disagree": 1}
+
+
+def test_a_judge_that_refuses_or_is_gone_ends_it_with_what_is_known_kept(
+    tmp_path: Path, judge: Judge, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    given = words(tmp_path, judge, 4)
+    judge.faults = [0, 401, 401, 401, 401]
+    told = refused(capsys, caplog, 2, *given, "--judge-workers", 1)
+    assert 'it refuses \'judge-1\' with status 401: {"error": "no"}; check address and model' in told
+    assert "PRORL_JUDGE_KEY" in told
+    judge.faults = []
+    assert prepare(*given) == 0
+    assert len(judge.bodies) == 4  # the one before the refusal counts
+    given[given.index(judge.url)] = "http://127.0.0.1:9/v1"
+    (tmp_path / "out" / "judge-cache.jsonl").unlink()
+    told = refused(capsys, caplog, 1, *given, "--judge-deadline-s", 0.3)
+    assert "gave no verdict in 0.3 s (--judge-deadline-s), last: " in told
+    assert "the same command goes on" in told
+
+
+def test_another_model_is_asked_anew_and_a_broken_cache_is_named(
+    tmp_path: Path, judge: Judge, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    given = words(tmp_path, judge, 3)
+    assert prepare(*given) == 0
+    other = [*given, "--judge-model", "judge-2"]
+    assert "with status 404" in refused(capsys, caplog, 2, *other)
+    cache = tmp_path / "out" / "judge-cache.jsonl"
+    cache.write_text(cache.read_text() + '{"key": "a", "verdict": "maybe"}\n')
+    assert f"{cache}:4: field 'verdict' is 'maybe'; right: agree" in refused(capsys, caplog, 4, *given)
+
+
+def test_the_grader_compares_boxed_answers_without_a_judge(tmp_path: Path) -> None:
+    rows = pairs(4)
+    rows[0]["solution"] += "\nSo \\boxed{2000\\,\\text{g}}."
+    rows[2]["solution"] += "\nSo \\boxed{6\\,\\text{kg}}."
+    file = write(tmp_path / "scp.jsonl", rows)
+    given = ("--agreement", "grader", "--check", 0)
+    assert prepare("scp-116k", "--from", file, "--out", tmp_path / "out", *given) == 0
+    assert dropped(tmp_path / "out") == {2: "nothing to compare", 3: "the solutions disagree", 4: "nothing to compare"}
+    counts = manifest(tmp_path / "out")["checks"]["agreement"]["counts"]
+    assert counts == {"agree": 1, "disagree": 1, "unclear": 2}
+    assert prepare("scp-116k", "--from", file, "--out", tmp_path / "all", "--agreement", "none", "--check", 0) == 0
+    assert manifest(tmp_path / "all")["counts"]["kept"] == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ("AGREE", "agree"),
+        ("I first thought DISAGREE.\nAGREE", "agree"),
+        ("<think>AGREE</think>DISAGREE", "disagree"),
+        ("<think>AGREE</think>", "unclear"),
+        ("They agree.", "unclear"),
+        ("DISAGREEMENT", "unclear"),
+        ("", "unclear"),
+    ],
+)
+def test_the_last_word_counts(text: str, verdict: str) -> None:
+    assert verdict_in(text) == verdict

@@ -65,19 +65,16 @@ def evaluate(options: Options) -> dict[str, Any]:
     from nemo_prorl.launcher.job import locked
 
     address = models.is_address(options.model)
-    if not address:
-        models.find(Path(options.model), options.checkpoint)
+    named = models.behind_address(options.model, options.model_name) if address else None
+    kind, folder = ("endpoint", None) if address else models.find(Path(options.model), options.checkpoint)
     check_files(options.benchmarks, options.data)
-    cfg = _configuration(options, address)
+    cfg = _configuration(options, folder if kind == "hf" else None)
     records = {one.name: load_records(one, options.data, options.limit) for one in options.benchmarks}
     _check_rewards(cfg, [record for some in records.values() for record in some])
     with locked(options.out):
-        if address:
-            model = models.behind_address(options.model, options.model_name)
-        else:
-            model = models.open_model(Path(options.model), options.out, options.checkpoint)
+        model = named or models.open_model(Path(options.model), options.out, options.checkpoint)
         benchmarks = [_fitting(one, model) for one in options.benchmarks]
-        cfg = _fitted(cfg, model, benchmarks)
+        cfg = _fitted(_configuration(options, model.folder), model, benchmarks)
         manifest = manifest_of(cfg, model, benchmarks, records, options.seed, options.data, options.limit)
         if options.expected is not None:
             check_expected(manifest, options.expected)
@@ -95,12 +92,15 @@ def evaluate(options: Options) -> dict[str, Any]:
         return found
 
 
-def _configuration(options: Options, address: bool) -> DictConfig:
-    """Engines, reward server and deadlines as a run has them, on this machine alone."""
-    given = [] if address else [f"pretrained_checkpoint.restore_from_path={_quoted(Path(options.model).resolve())}"]
+def _configuration(options: Options, folder: Path | None) -> DictConfig:
+    """Engines, reward server and deadlines as a run has them, on this machine alone.
+
+    `folder`: the model's Hugging Face folder; None: it is behind an address, or not exported yet.
+    """
+    model = "null" if folder is None else _quoted(folder.resolve())
     named = any(word.startswith("cluster=") for word in options.overrides)
-    base = [*([] if named else ["cluster=laptop"]), *given, *options.overrides]
-    cfg = settings.load([*base, "pretrained_checkpoint.restore_from_path=null"] if address else base)
+    base = [*([] if named else ["cluster=laptop"]), f"pretrained_checkpoint.restore_from_path={model}"]
+    cfg = settings.load([*base, *options.overrides])
     engines = options.engines or max(1, cfg.rollout.engines // cfg.trainer.num_nodes)
     cfg.trainer.num_nodes, cfg.rollout.engines = 1, engines
     return cfg
@@ -147,7 +147,6 @@ def _fitted(cfg: DictConfig, model: Model, benchmarks: Sequence[Benchmark]) -> D
         return cfg
     check_node(cfg)
     context = max(one.sampling.context for one in benchmarks)
-    cfg.pretrained_checkpoint.restore_from_path = str(model.folder.resolve())
     cfg.trainer.grpo.context_tokens = context
     needed = models.cache_bytes(model.folder, context, _WIDTH[cfg.rollout.dtype])
     given = cfg.rollout.kv_cache_mb
@@ -259,6 +258,8 @@ def _write_results(
     }
     rate = tokens / seconds if seconds else None
     clock = {"seconds": seconds, "generated_tokens": tokens, "tokens_per_s": rate}
+    if not seconds and (out / "results.json").exists():  # nothing was to do
+        clock = json.loads((out / "results.json").read_text())["time"]
     told = results(manifest["model"], manifest["seed"], [one.benchmark for one in asked], found, clock)
     write_json(out / "results.json", told)
     return told

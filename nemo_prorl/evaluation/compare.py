@@ -179,7 +179,7 @@ def _difference(name: str, pair: Paired, base: Mapping[str, Any], other: Mapping
         **told,
         "solved": pair.solved,
         "base_k": base_k(base["pass@k"], other["pass@1"]["mean"]),
-        "reading": reading(told["pass@k"]),
+        "reading": reading(told["pass@k"], told["reward"]),
     }
 
 
@@ -194,12 +194,8 @@ def base_k(curve: Mapping[str, Mapping[str, float]], target: float) -> int | Non
     return next((int(k) for k in sorted(curve, key=int) if curve[k]["mean"] >= target), None)
 
 
-def reading(curve: Mapping[str, Mapping[str, float]]) -> str:
-    """What the intervals say: new solutions, sharpened, narrowed, worse, or no difference.
-
-    `new solutions`: better at the largest k.  `sharpened`: better at k = 1 and no different at the largest.
-    `narrowed`: better at k = 1, worse at the largest.  `worse`: worse at one of the two, better at neither.
-    """
+def reading(curve: Mapping[str, Mapping[str, float]], reward: Mapping[str, float]) -> str:
+    """What the intervals say, in the words that docs/formats.md explains."""
     one, most = curve["1"], curve[max(curve, key=int)]
     better, more = one["low"] > 0, most["low"] > 0
     worse, less = one["high"] < 0, most["high"] < 0
@@ -207,7 +203,9 @@ def reading(curve: Mapping[str, Mapping[str, float]]) -> str:
         return "new solutions"
     if better:
         return "narrowed" if less else "sharpened"
-    return "worse" if worse or less else "no difference"
+    if worse or less:
+        return "worse"
+    return "closer" if reward["low"] > 0 else "no difference"
 
 
 def _groups(
@@ -230,7 +228,7 @@ def _groups(
             mean_K = np.mean([pair.mean_K[:width] for pair in pairs], axis=0)
             drawn_RK = np.mean([pair.drawn_RK[:, :width] for pair in pairs], axis=0)
             found = _intervals_json(intervals(mean_K, drawn_RK, LEVEL), ks)
-            differences.append({"model": model.name, **found, "reading": reading(found["pass@k"])})
+            differences.append({"model": model.name, **found, "reading": reading(found["pass@k"], found["reward"])})
         told[group] = {"benchmarks": names, "differences": differences}
     return told
 

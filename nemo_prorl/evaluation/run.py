@@ -22,7 +22,7 @@ from nemo_prorl.evaluation.models import Model
 from nemo_prorl.evaluation.store import Store
 
 if TYPE_CHECKING:
-    from nemo_prorl.evaluation.sources import Source
+    from nemo_prorl.evaluation.sources import LocalEngines, Source
 
 _log = logging.getLogger(__name__)
 
@@ -68,13 +68,13 @@ def evaluate(options: Options) -> dict[str, Any]:
     named = models.behind_address(options.model, options.model_name) if address else None
     kind, folder = ("endpoint", None) if address else models.find(Path(options.model), options.checkpoint)
     check_files(options.benchmarks, options.data)
-    cfg = _configuration(options, folder if kind == "hf" else None)
+    cfg = configuration(options, folder if kind == "hf" else None)
     records = {one.name: load_records(one, options.data, options.limit) for one in options.benchmarks}
     _check_rewards(cfg, [record for some in records.values() for record in some])
     with locked(options.out):
         model = named or models.open_model(Path(options.model), options.out, options.checkpoint)
         benchmarks = [_fitting(one, model) for one in options.benchmarks]
-        cfg = _fitted(_configuration(options, model.folder), model, benchmarks)
+        cfg = _fitted(configuration(options, model.folder), model, benchmarks)
         manifest = manifest_of(cfg, model, benchmarks, records, options.seed, options.data, options.limit)
         if options.expected is not None:
             check_expected(manifest, options.expected)
@@ -92,7 +92,7 @@ def evaluate(options: Options) -> dict[str, Any]:
         return found
 
 
-def _configuration(options: Options, folder: Path | None) -> DictConfig:
+def configuration(options: Options, folder: Path | None) -> DictConfig:
     """Engines, reward server and deadlines as a run has them, on this machine alone.
 
     `folder`: the model's Hugging Face folder; None: it is behind an address, or not exported yet.
@@ -208,18 +208,26 @@ async def _work(options: Options, cfg: DictConfig, model: Model, asked: Sequence
 
 
 def _source(options: Options, cfg: DictConfig, model: Model) -> "Source":
-    from nemo_prorl.evaluation.sources import Endpoint, LocalEngines
+    from nemo_prorl.evaluation.sources import Endpoint
 
-    seconds = cfg.trainer.deadlines.rollout_s
-    if model.folder is None:
-        token = os.environ.get(options.token_env)
-        return Endpoint(model.source, model.name, model.sha256, token, options.at_a_time, seconds)
+    if model.folder is not None:
+        return local_engines(cfg, model)
+    token, seconds = os.environ.get(options.token_env), cfg.trainer.deadlines.rollout_s
+    return Endpoint(model.source, model.name, model.sha256, token, options.at_a_time, seconds)
+
+
+def local_engines(cfg: DictConfig, model: Model) -> "LocalEngines":
+    """This machine's engines as a source of responses, not yet connected."""
     from nemo_prorl.data.render import PromptRenderer
+    from nemo_prorl.evaluation.sources import LocalEngines
 
+    assert model.folder is not None
     renderer = PromptRenderer(model.folder, 1 << 30)  # each benchmark has its own context, checked there
     stop = models.stop_tokens(model.folder) | {renderer.eos_id}
     busy = 2 * cfg.rollout.max_num_seqs  # as many wait as are worked on
-    return LocalEngines(model.sha256, renderer, sorted(stop), busy, cfg.rollout.engines, seconds)
+    return LocalEngines(
+        model.sha256, renderer, sorted(stop), busy, cfg.rollout.engines, cfg.trainer.deadlines.rollout_s
+    )
 
 
 async def _stoppable(work: Coroutine[Any, Any, None]) -> None:

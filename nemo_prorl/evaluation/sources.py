@@ -83,19 +83,21 @@ class LocalEngines:
             self._ids[key] = self._renderer.prompt_ids(record)
         return self._ids[key]
 
-    def _params(self, record: Mapping[str, Any], sampling: Sampling) -> SamplingParams:
-        room = sampling.context - len(self._prompt(record))
+    def request(self, record: Mapping[str, Any], sampling: Sampling) -> tuple[list[int], SamplingParams]:
+        """What an engine is asked; raises DataError for a prompt that leaves no room in the context."""
+        ids = self._prompt(record)
+        room = sampling.context - len(ids)
         if room < 1:
             raise DataError(
-                f"record {record['id']!r}: its prompt has {len(self._prompt(record))} tokens, and the context of"
-                f" {sampling.context} leaves no room for a response; --context N"
+                f"record {record['id']!r}: its prompt has {len(ids)} tokens, and the context of {sampling.context}"
+                " leaves no room for a response; --context N"
             )
         most = room if sampling.max_response is None else min(room, sampling.max_response)
-        return SamplingParams(sampling.temperature, sampling.top_p, most, self._stop)
+        return ids, SamplingParams(sampling.temperature, sampling.top_p, most, self._stop)
 
     def identity(self, record: Mapping[str, Any], sampling: Sampling) -> str:
-        params = self._params(record, sampling)
-        return _hash(self._model, self._prompt(record), params.temperature, params.top_p, params.max_tokens, self._stop)
+        ids, params = self.request(record, sampling)
+        return _hash(self._model, ids, params.temperature, params.top_p, params.max_tokens, self._stop)
 
     async def generate(
         self, record: Mapping[str, Any], sampling: Sampling, seeds: Sequence[int], on_reply: OnReply
@@ -107,7 +109,8 @@ class LocalEngines:
             on_reply(response.index, Reply(text, response.finished, len(response.token_ids)))
 
         deadline = Deadline(self._seconds, f"the responses to {record['id']!r} (trainer.deadlines.rollout_s)")
-        await self._pool.generate(self._prompt(record), seeds, self._params(record, sampling), deadline, ended)
+        ids, params = self.request(record, sampling)
+        await self._pool.generate(ids, seeds, params, deadline, ended)
 
     async def close(self) -> None:
         if self._pool is not None:

@@ -139,6 +139,7 @@ def test_new_solutions_are_told_from_old_ones_found_more_surely(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("one", "most", "told"),
     [
+        ((-0.2, 0.1), (-0.1, 0.2), "closer"),
         ((0.1, 0.3), (0.1, 0.2), "new solutions"),
         ((-0.1, 0.1), (0.1, 0.2), "new solutions"),
         ((0.1, 0.3), (-0.1, 0.1), "sharpened"),
@@ -150,7 +151,8 @@ def test_new_solutions_are_told_from_old_ones_found_more_surely(tmp_path: Path) 
 )
 def test_readings(one: tuple[float, float], most: tuple[float, float], told: str) -> None:
     curve = {k: {"difference": sum(v) / 2, "low": v[0], "high": v[1]} for k, v in (("1", one), ("16", most))}
-    assert compare.reading(curve) == told
+    reward = {"difference": 0.1, "low": 0.05 if told == "closer" else -0.05, "high": 0.2}
+    assert compare.reading(curve, reward) == told
 
 
 def test_only_the_same_prompts_are_compared(tmp_path: Path) -> None:

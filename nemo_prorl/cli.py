@@ -105,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.choices["rewards"].set_defaults(run_command=rewards_cli.run)
 
     from nemo_prorl.data.prepare import cli as data_cli
+    from nemo_prorl.evaluation import cli as evaluation_cli
     from nemo_prorl.launcher import chain, doctor
     from nemo_prorl.recipe import control, replay
     from nemo_prorl.rewards import reverify
@@ -115,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_parser(commands)
     reverify.add_parser(commands)
     doctor.add_parser(commands)
+    evaluation_cli.add_parser(commands)
     return parser
 
 

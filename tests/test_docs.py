@@ -175,6 +175,8 @@ def test_prorl_commands_are_ones(words: list[str], tmp_path: Path, monkeypatch: 
         jobs = arguments.run_command is chain.run and not arguments.here
         named = any(text.startswith("cluster=") for text in arguments.overrides)
         overrides = [f"cluster={slurm.CLUSTER}"] if jobs and not named else []
+        if words[1] == "evaluate":  # names its model itself
+            overrides.append("pretrained_checkpoint.restore_from_path=null")
         settings.load([*overrides, *(text.replace("=MODEL", f"={model}") for text in arguments.overrides)])
 
 
@@ -211,6 +213,7 @@ def test_inline_commands_exist() -> None:
         "replay",
         "doctor",
         "data",
+        "evaluate",
     }
     parser_commands |= {"import-hf", "export-hf"}
     found = [code for page in PAGES for code in inline_code(page) if code.startswith(("make ", "prorl "))]

@@ -118,9 +118,7 @@ class Node:
         store = WeightStore(weights_folder(self.dir, self.place.node if self.place.nodes > 1 else None))
         if stale := store.remove_stale():
             _log.info("removed %d stale weight files of an earlier process from %s", len(stale), store.folder)
-        each = self.cfg.rollout.engines // self.place.nodes
-        services = [self._rewards(), *(self._engine(k, store.folder) for k in range(each))]
-        services = [] if only == "warmup" else services
+        services = [] if only == "warmup" else self.services(store.folder)
         ranks = self._ranks([only] if only else [])
         health = Health(services, self.endpoints / "token", self.cfg.trainer.deadlines)
         with self._forwarding_signals(ranks):
@@ -135,6 +133,14 @@ class Node:
                 if self.progress is not None:
                     self.progress.close()
                 store.remove()
+
+    def services(self, weights: Path, engines: int | None = None, alone: bool = False) -> list[Child]:
+        """The node's reward server and its engines, to be started.  `weights`: the folder that engines may load from.
+
+        `engines`: how many, where not the node's share of them.  `alone`: no trainer shares the devices with them.
+        """
+        each = self.cfg.rollout.engines // self.place.nodes if engines is None else engines
+        return [self._rewards(), *(self._engine(k, weights, alone) for k in range(each))]
 
     def _watch(self, services: Sequence[Child], ranks: Sequence[Child], health: Health) -> int:
         def signal_ranks(number: int) -> None:
@@ -246,7 +252,7 @@ class Node:
         command += ["--unsafe-no-sandbox"] if cfg.rewards.unsafe_no_sandbox else []
         return self._child(name, command, {"OMP_NUM_THREADS": "1"}, cfg.rollout.max_restarts, True)
 
-    def _engine(self, local: int, weights: Path) -> Child:
+    def _engine(self, local: int, weights: Path, alone: bool) -> Child:
         """The node's engine `local`, 0-based; in its name it counts through all nodes."""
         from nemo_prorl.recipe.base_model import initial_model
 
@@ -267,7 +273,7 @@ class Node:
             "max-model-len": cfg.trainer.grpo.context_tokens,
             "max-num-seqs": rollout.max_num_seqs,
             "max-batched-tokens": rollout.max_batched_tokens,
-            "kv-mb": rollout.kv_cache_mb or self._kv_mb(),
+            "kv-mb": rollout.kv_cache_mb or (None if alone else self._kv_mb()),
         }
         command = [str(Path(rollout.python).absolute()), str(PACKAGE / "rollout" / "server.py")]
         command += [word for key, value in options.items() if value is not None for word in (f"--{key}", str(value))]

@@ -5,11 +5,10 @@ A log-probability at position t is that of the token at t given what is before i
 """
 
 import functools
-import hashlib
 import logging
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -33,7 +32,7 @@ from nemo_prorl.algorithms.diagnostics import merge, reduction
 from nemo_prorl.algorithms.logprobs import chunked_logprobs
 from nemo_prorl.batch import Batch
 from nemo_prorl.errors import NonFiniteUpdate
-from nemo_prorl.policy.weights import HFFolder, Shape, rule_of
+from nemo_prorl.policy.weights import HFFolder, Shape, rule_of, sha256_of
 
 _log = logging.getLogger(__name__)
 
@@ -403,16 +402,6 @@ class Actor:
             with self.reference_weights():
                 self._reference_sha256 = self.weights_sha256()
         return self._reference_sha256
-
-
-def sha256_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """sha256 over named tensors as float32, in name order."""
-    digests = {}
-    for name, tensor in tensors:
-        digest = hashlib.sha256(name.encode())
-        digest.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy())
-        digests[name] = digest.digest()
-    return hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()
 
 
 def merge_sums(parts: list[dict[str, float]]) -> dict[str, float]:

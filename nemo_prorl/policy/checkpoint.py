@@ -39,7 +39,8 @@ from torch.distributed.checkpoint import save as torch_distributed_save
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import CheckpointError
-from nemo_prorl.policy.actor import Actor, sha256_of
+from nemo_prorl.policy.actor import Actor
+from nemo_prorl.policy.weights import sha256_of
 from nemo_prorl.recipe.killpoints import killpoint
 from nemo_prorl.recipe.retention import FORMAT, TEMPORARY, check_format, put_in_place
 

@@ -5,11 +5,12 @@ they are joined, and along what they are cut over tensor ranks.  `to_local` and 
 the bit.
 """
 
+import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,16 @@ class HFFolder:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name in sorted(self._file_of):
             yield name, self.tensor(name)
+
+
+def sha256_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """sha256 over named tensors as float32, in name order."""
+    digests = {}
+    for name, tensor in tensors:
+        digest = hashlib.sha256(name.encode())
+        digest.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy())
+        digests[name] = digest.digest()
+    return hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()
 
 
 def dtype_of(hf: dict[str, Any]) -> torch.dtype:

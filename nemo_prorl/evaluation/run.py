@@ -1,0 +1,289 @@
+"""One evaluation from its options to results.json: checks first, then engines and reward server, then the samples."""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+from nemo_prorl import settings
+from nemo_prorl.deadlines import Deadline
+from nemo_prorl.errors import ConfigError, DataError, StoppedCleanly
+from nemo_prorl.evaluation import models
+from nemo_prorl.evaluation.catalogue import Benchmark, check_files, load_records
+from nemo_prorl.evaluation.manifest import check_expected, joined, manifest_of
+from nemo_prorl.evaluation.models import Model
+from nemo_prorl.evaluation.store import Store
+
+if TYPE_CHECKING:
+    from nemo_prorl.evaluation.sources import LocalEngines, Source
+
+_log = logging.getLogger(__name__)
+
+_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `prorl evaluate` was asked."""
+
+    model: str
+    benchmarks: tuple[Benchmark, ...]
+    out: Path
+    seed: int = 1
+    data: Path | None = None
+    limit: int | None = None
+    engines: int | None = None
+    checkpoint: str = "newest"
+    model_name: str | None = None  # of an endpoint
+    token_env: str = "OPENAI_API_KEY"
+    at_a_time: int = 32  # requests to an endpoint
+    overrides: tuple[str, ...] = ()
+    expected: Mapping[str, Any] | None = None  # a manifest that must be met
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A benchmark with its records and the folder's lines of it."""
+
+    benchmark: Benchmark
+    records: list[dict[str, Any]]
+    store: Store
+
+
+def evaluate(options: Options) -> dict[str, Any]:
+    """Makes or completes the evaluation in `options.out`; its results.json, as an object.
+
+    Raises ConfigError, DataError and UnfitMachine before anything starts; StoppedCleanly where it was asked to stop.
+    """
+    from nemo_prorl.launcher.job import locked
+
+    address = models.is_address(options.model)
+    named = models.behind_address(options.model, options.model_name) if address else None
+    kind, folder = ("endpoint", None) if address else models.find(Path(options.model), options.checkpoint)
+    check_files(options.benchmarks, options.data)
+    cfg = configuration(options, folder if kind == "hf" else None)
+    records = {one.name: load_records(one, options.data, options.limit) for one in options.benchmarks}
+    _check_rewards(cfg, [record for some in records.values() for record in some])
+    with locked(options.out):
+        model = named or models.open_model(Path(options.model), options.out, options.checkpoint)
+        benchmarks = [_fitting(one, model) for one in options.benchmarks]
+        cfg = _fitted(configuration(options, model.folder), model, benchmarks)
+        manifest = manifest_of(cfg, model, benchmarks, records, options.seed, options.data, options.limit)
+        if options.expected is not None:
+            check_expected(manifest, options.expected)
+        benchmarks, manifest = joined(options.out, manifest, benchmarks)
+        asked = [_asked(options.out, one, records.get(one.name)) for one in benchmarks]
+        write_json(options.out / "manifest.json", manifest)
+        try:
+            seconds, tokens = asyncio.run(_work(options, cfg, model, asked))
+        finally:
+            for one in asked:
+                one.store.close()
+        found = _write_results(options.out, manifest, asked, seconds, tokens)
+        if found["complete"]:
+            models.forget_export(options.out)
+        return found
+
+
+def configuration(options: Options, folder: Path | None) -> DictConfig:
+    """Engines, reward server and deadlines as a run has them, on this machine alone.
+
+    `folder`: the model's Hugging Face folder; None: it is behind an address, or not exported yet.
+    """
+    model = "null" if folder is None else _quoted(folder.resolve())
+    named = any(word.startswith("cluster=") for word in options.overrides)
+    base = [*([] if named else ["cluster=laptop"]), f"pretrained_checkpoint.restore_from_path={model}"]
+    cfg = settings.load([*base, *options.overrides])
+    engines = options.engines or max(1, cfg.rollout.engines // cfg.trainer.num_nodes)
+    cfg.trainer.num_nodes, cfg.rollout.engines = 1, engines
+    return cfg
+
+
+def _quoted(path: Path) -> str:
+    return "'" + str(path).replace("'", "\\'") + "'"
+
+
+def _check_rewards(cfg: DictConfig, records: Sequence[Mapping[str, Any]]) -> None:
+    """Asks each record's plugin whether it can judge by its truth, and tries the sandbox where one is needed."""
+    from nemo_prorl.launcher.prepare import plain
+    from nemo_prorl.rewards.discovery import discover, make_plugin
+    from nemo_prorl.rewards.service import check_sandbox
+
+    known, configured = discover(), plain(cfg.rewards.plugins)
+    classes = {task: known.plugin_of_task(task) for task in sorted({record["task"] for record in records})}
+    plugins = {task: make_plugin(one, configured.get(one.name)) for task, one in classes.items()}
+    for record in records:
+        try:
+            plugins[record["task"]].validate_truth(record["truth"])
+        except ValueError as error:
+            raise DataError(f"record {record['id']!r} of task {record['task']!r}: {error}") from error
+    if any(one.needs_sandbox for one in classes.values()):
+        check_sandbox(cfg.rewards.unsafe_no_sandbox)
+
+
+def _fitting(benchmark: Benchmark, model: Model) -> Benchmark:
+    """With a context that the model has."""
+    longest = None if model.folder is None else models.longest_context(model.folder)
+    asked = benchmark.sampling
+    if longest is None or asked.context <= longest:
+        return benchmark
+    _log.warning("%s: context %d instead of %d: the model has no more", benchmark.name, longest, asked.context)
+    most = None if asked.max_response is None else min(asked.max_response, longest - 1)
+    return replace(benchmark, sampling=replace(asked, context=longest, max_response=most))
+
+
+def _fitted(cfg: DictConfig, model: Model, benchmarks: Sequence[Benchmark]) -> DictConfig:
+    """The configuration for this model's folder and the longest context; raises ConfigError where no cache fits it."""
+    from nemo_prorl.launcher.prepare import check_node
+
+    if model.folder is None:
+        return cfg
+    check_node(cfg)
+    context = max(one.sampling.context for one in benchmarks)
+    cfg.trainer.grpo.context_tokens = context
+    needed = models.cache_bytes(model.folder, context, _WIDTH[cfg.rollout.dtype])
+    given = cfg.rollout.kv_cache_mb
+    if needed is not None and given is not None and needed > given << 20:
+        raise ConfigError(
+            f"rollout.kv_cache_mb={given}: one response that fills the context of {context} tokens needs"
+            f" {-(-needed >> 20)} MiB; give rollout.kv_cache_mb=N or --context N"
+        )
+    return cfg
+
+
+def _asked(out: Path, benchmark: Benchmark, records: list[dict[str, Any]] | None) -> Asked:
+    store = Store(out, benchmark.name)
+    if records is None:
+        return Asked(benchmark, store.records(), store)
+    store.write_records(records)
+    return Asked(benchmark, records, store)
+
+
+# --- the work --------------------------------------------------------------------------------------------------------
+
+
+async def _work(options: Options, cfg: DictConfig, model: Model, asked: Sequence[Asked]) -> tuple[float, int]:
+    """Draws and judges what is missing; (seconds, tokens) of it."""
+    from nemo_prorl.evaluation.sampling import Work, plan
+    from nemo_prorl.evaluation.services import Services
+    from nemo_prorl.evaluation.sources import LocalEngines
+    from nemo_prorl.rewards.client import RewardClient
+    from nemo_prorl.rollout.client import read_token
+
+    source = _source(options, cfg, model)
+    try:
+        todo = plan([(one.benchmark, one.store, one.records) for one in asked], source, options.seed)
+        _log.info("%d responses are there, %d to draw, %d to judge", todo.there, todo.to_draw, len(todo.unjudged))
+        if not todo.to_draw and not todo.unjudged:
+            return 0.0, 0
+        tasks = sorted({record["task"] for one in asked for record in one.records})
+        engines = cfg.rollout.engines if model.folder is not None and todo.to_draw else 0
+        async with Services(cfg, options.out, tasks, engines) as services:
+            if isinstance(source, LocalEngines):
+                source.connect(services.endpoints, read_token(services.token_file), engines)
+            async with RewardClient(services.endpoints, services.token_file) as rewards:
+
+                async def judge(request: dict[str, Any]) -> dict[str, Any]:
+                    seconds = cfg.trainer.deadlines.reward_s
+                    deadline = Deadline(seconds, f"the verdict on {request['id']!r} (trainer.deadlines.reward_s)")
+                    return await rewards.score(request, deadline)
+
+                work = Work(source, judge)
+
+                async def do() -> None:
+                    await services.ready()
+                    await work.do(todo)
+
+                await _stoppable(services.watching(do()))
+                return work.seconds, work.tokens
+    finally:
+        await source.close()
+
+
+def _source(options: Options, cfg: DictConfig, model: Model) -> "Source":
+    from nemo_prorl.evaluation.sources import Endpoint
+
+    if model.folder is not None:
+        return local_engines(cfg, model)
+    token, seconds = os.environ.get(options.token_env), cfg.trainer.deadlines.rollout_s
+    return Endpoint(model.source, model.name, model.sha256, token, options.at_a_time, seconds)
+
+
+def local_engines(cfg: DictConfig, model: Model) -> "LocalEngines":
+    """This machine's engines as a source of responses, not yet connected."""
+    from nemo_prorl.data.render import PromptRenderer
+    from nemo_prorl.evaluation.sources import LocalEngines
+
+    assert model.folder is not None
+    renderer = PromptRenderer(model.folder, 1 << 30)  # each benchmark has its own context, checked there
+    stop = models.stop_tokens(model.folder) | {renderer.eos_id}
+    busy = 2 * cfg.rollout.max_num_seqs  # as many wait as are worked on
+    return LocalEngines(
+        model.sha256, renderer, sorted(stop), busy, cfg.rollout.engines, cfg.trainer.deadlines.rollout_s
+    )
+
+
+async def _stoppable(work: Coroutine[Any, Any, None]) -> None:
+    """Does the work; a signal to end gives up what is under way and raises StoppedCleanly."""
+    task, loop, told = asyncio.ensure_future(work), asyncio.get_running_loop(), list[str]()
+
+    def stop(number: signal.Signals) -> None:
+        told.append(number.name)
+        task.cancel()
+
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    for number in signals:
+        loop.add_signal_handler(number, stop, number)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not told:
+            raise
+        raise StoppedCleanly(f"stopped by {told[0]}; what was drawn is kept, the same command goes on") from None
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+# --- the numbers -----------------------------------------------------------------------------------------------------
+
+
+def _write_results(
+    out: Path, manifest: Mapping[str, Any], asked: Sequence[Asked], seconds: float, tokens: int
+) -> dict[str, Any]:
+    from nemo_prorl.evaluation.results import results, scored
+
+    found = {
+        one.benchmark.name: scored(one.records, one.store.lines, one.store.verdicts, one.benchmark.sampling.samples)
+        for one in asked
+    }
+    rate = tokens / seconds if seconds else None
+    clock = {"seconds": seconds, "generated_tokens": tokens, "tokens_per_s": rate}
+    if not seconds and (out / "results.json").exists():  # nothing was to do
+        clock = json.loads((out / "results.json").read_text())["time"]
+    told = results(manifest["model"], manifest["seed"], [one.benchmark for one in asked], found, clock)
+    write_json(out / "results.json", told)
+    return told
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """As a whole, under its name only when complete."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def differences(one: Any, other: Any, at: str = "") -> list[str]:
+    """Where two results.json differ in their numbers: not in the clock's, nor in where the model lay."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        skipped = ("time", "model") if not at else ()
+        keys = [key for key in (*one, *(key for key in other if key not in one)) if key not in skipped]
+        return [text for key in keys for text in differences(one.get(key), other.get(key), f"{at}/{key}")]
+    return [] if one == other else [f"{at.removeprefix('/')}: {one} there, {other} here"]

@@ -1,0 +1,178 @@
+"""The work of an evaluation: what is still to draw and to judge, and doing it, each response stored as it comes.
+
+A response is drawn once for equal (model, prompt, sampling, seed), also where two benchmarks share a prompt, and judged
+once for equal (prompt record, text).
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_prorl.evaluation.catalogue import Benchmark, Sampling
+from nemo_prorl.evaluation.sources import Reply, Source
+from nemo_prorl.evaluation.store import Store
+from nemo_prorl.rollout.client import response_seed
+
+_log = logging.getLogger(__name__)
+
+_TELL_EVERY_S = 10.0
+
+Judge = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]  # reward request -> verdict; never raises
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a response belongs."""
+
+    store: Store
+    record: dict[str, Any]
+    sample: int
+
+
+@dataclass
+class Draw:
+    """Responses to draw for one prompt: seeds, and for each all places that wait for it."""
+
+    record: dict[str, Any]
+    sampling: Sampling
+    identity: str
+    seeds: list[int] = field(default_factory=list)
+    places: list[list[Place]] = field(default_factory=list)
+
+
+@dataclass
+class Plan:
+    """What an evaluation still has to do."""
+
+    draws: list[Draw]
+    unjudged: list[Place]
+    there: int  # responses that were there, or came from an equal one
+
+    @property
+    def to_draw(self) -> int:
+        return sum(len(draw.seeds) for draw in self.draws)
+
+
+def seed_of(run_seed: int, record: Mapping[str, Any], sample: int) -> int:
+    """Of one response: by prompt and number, so the same in every benchmark, for every model, in every order."""
+    return response_seed(run_seed, str(record["prompt"]), 0, sample)
+
+
+def plan(
+    benchmarks: Sequence[tuple[Benchmark, Store, Sequence[dict[str, Any]]]], source: Source, run_seed: int
+) -> Plan:
+    """Compares what is asked for with what is stored; copies what an equal piece of work has made already."""
+    made = {(line["work"], line["seed"]): line for _, store, _ in benchmarks for line in store.lines.values()}
+    draws: dict[str, Draw] = {}
+    waiting: dict[tuple[str, int], list[Place]] = {}
+    found = Plan([], [], 0)
+    for benchmark, store, records in benchmarks:
+        for record in records:
+            identity = source.identity(record, benchmark.sampling)
+            for sample in range(benchmark.sampling.samples):
+                key, place = (record["id"], sample), Place(store, record, sample)
+                work = identity, seed_of(run_seed, record, sample)
+                line = store.lines.get(key)
+                if line is None and work in made:
+                    store.add({**made[work], "id": record["id"], "sample": sample})
+                if line is not None or work in made:
+                    found.there += 1
+                    if (store.verdicts.get(key) or {"score": None})["score"] is None:
+                        found.unjudged.append(place)
+                elif work in waiting:
+                    waiting[work].append(place)
+                else:
+                    waiting[work] = [place]
+                    draw = draws.setdefault(identity, Draw(record, benchmark.sampling, identity))
+                    draw.seeds.append(work[1])
+                    draw.places.append(waiting[work])
+    found.draws = list(draws.values())
+    return found
+
+
+class Work:
+    """Does a plan.  Everything is stored the moment it is known, so a kill loses what was under way and no more."""
+
+    def __init__(self, source: Source, judge: Judge) -> None:
+        self._source, self._judge = source, judge
+        self._judging: set[asyncio.Task[None]] = set()
+        self._verdicts: dict[tuple[int, str, str, bool], asyncio.Future[dict[str, Any]]] = {}
+        self.drawn = self.tokens = self.judged = 0
+        self.seconds = 0.0
+        self._failed: BaseException | None = None
+
+    async def do(self, todo: Plan) -> None:
+        """Raises what the source raises; what came before is stored."""
+        began = time.monotonic()
+        telling = asyncio.ensure_future(self._tell(todo, began))
+        most = max((len(draw.seeds) for draw in todo.draws), default=1)
+        room = asyncio.Semaphore(max(2, -(-self._source.at_a_time // most)))
+        drawing = [asyncio.ensure_future(self._draw(draw, room)) for draw in todo.draws]
+        try:
+            for place in todo.unjudged:
+                self._start_judging(place)
+            await asyncio.gather(*drawing)
+            while self._judging:
+                await asyncio.wait(self._judging)
+            self._raise_failed()
+        finally:
+            telling.cancel()
+            under_way: list[asyncio.Future[Any]] = [*drawing, *self._judging, *self._verdicts.values()]
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
+            self.seconds = time.monotonic() - began
+
+    async def _draw(self, draw: Draw, room: asyncio.Semaphore) -> None:
+        def arrived(index: int, reply: Reply) -> None:
+            self.drawn += 1
+            self.tokens += reply.tokens or 0
+            line = {"seed": draw.seeds[index], "work": draw.identity, "response": reply.text}
+            line |= {"finished": reply.finished, "tokens": reply.tokens}
+            for place in draw.places[index]:
+                place.store.add({"id": place.record["id"], "sample": place.sample, **line})
+                self._start_judging(place)
+
+        async with room:
+            self._raise_failed()
+            await self._source.generate(draw.record, draw.sampling, draw.seeds, arrived)
+
+    def _raise_failed(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+
+    def _start_judging(self, place: Place) -> None:
+        task = asyncio.ensure_future(self._judge_one(place))
+        self._judging.add(task)
+        task.add_done_callback(self._judged_one)
+
+    def _judged_one(self, task: "asyncio.Task[None]") -> None:
+        self._judging.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and self._failed is None:
+            self._failed = error  # such as a full disk
+
+    async def _judge_one(self, place: Place) -> None:
+        """Stores the verdict; an equal response to the same record takes over what the first one got."""
+        line = place.store.lines[place.record["id"], place.sample]
+        key = (id(place.store), place.record["id"], line["response"], line["finished"])
+        if key not in self._verdicts:
+            self._verdicts[key] = asyncio.ensure_future(self._ask(place.record, line))
+        verdict = await asyncio.shield(self._verdicts[key])
+        place.store.judge(place.sample, verdict)
+        self.judged += 1
+
+    async def _ask(self, record: dict[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
+        return await self._judge({**record, "response": line["response"], "finished": line["finished"]})
+
+    async def _tell(self, todo: Plan, began: float) -> None:
+        while True:
+            await asyncio.sleep(_TELL_EVERY_S)
+            seconds = time.monotonic() - began
+            left = (todo.to_draw - self.drawn) * seconds / max(1, self.drawn)
+            _log.info(
+                "%d of %d responses, %d judged, %.0f tokens/s, about %.0f s left",
+                *(self.drawn, todo.to_draw, self.judged, self.tokens / seconds, left),
+            )

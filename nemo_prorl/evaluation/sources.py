@@ -1,0 +1,229 @@
+"""Where responses come from: this machine's engines, or an OpenAI-compatible address.
+
+Both have a deadline for each prompt, try again what the network or a dead server took, and raise where it will not
+pass: a response that did not come is no response, and never a wrong one.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import aiohttp
+
+from nemo_prorl.deadlines import Deadline
+from nemo_prorl.errors import ConfigError, DataError, DeadlineExceeded, EngineFailure, EngineRefused
+from nemo_prorl.evaluation.catalogue import Sampling
+from nemo_prorl.rollout.client import EnginePool, Response, SamplingParams
+
+_log = logging.getLogger(__name__)
+
+_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 30.0
+_HOPELESS = (400, 401, 403, 404, 405, 413, 422)  # asking again cannot help
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One response; `tokens` None: the endpoint did not say."""
+
+    text: str
+    finished: bool
+    tokens: int | None
+
+
+OnReply = Callable[[int, Reply], None]
+
+
+class Source(Protocol):
+    """Draws responses."""
+
+    at_a_time: int  # responses asked for at a time that keep it busy
+
+    def identity(self, record: Mapping[str, Any], sampling: Sampling) -> str:
+        """A hash of model, prompt and sampling: equal ones have equal distributions of responses."""
+
+    async def generate(
+        self, record: Mapping[str, Any], sampling: Sampling, seeds: Sequence[int], on_reply: OnReply
+    ) -> None:
+        """Calls `on_reply` with the index of each seed, the moment its response ends."""
+
+    async def close(self) -> None: ...
+
+
+def _hash(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+class LocalEngines:
+    """The engines of this machine: tokens in, tokens out, to the least loaded."""
+
+    def __init__(
+        self, model: str, renderer: Any, stop: Sequence[int], at_each: int, engines: int, seconds: float
+    ) -> None:
+        """`model`: its hash.  `renderer`: a data.render.PromptRenderer.  `at_each`: responses at a time that keep one
+        engine busy.  `seconds`: for all responses to a prompt.
+        """
+        self.at_a_time = at_each * engines
+        self._model, self._renderer, self._stop = model, renderer, tuple(sorted(stop))
+        self._at_each, self._seconds = at_each, seconds
+        self._pool: EnginePool | None = None
+        self._ids: dict[str, list[int]] = {}
+
+    def connect(self, endpoints: Path, token: str, engines: int) -> None:
+        """To the engines that announce themselves in a folder; before the first `generate`."""
+        self._pool = EnginePool(endpoints, token, engines, self._at_each)
+
+    def _prompt(self, record: Mapping[str, Any]) -> list[int]:
+        key = json.dumps(record["prompt"])
+        if key not in self._ids:
+            self._ids[key] = self._renderer.prompt_ids(record)
+        return self._ids[key]
+
+    def request(self, record: Mapping[str, Any], sampling: Sampling) -> tuple[list[int], SamplingParams]:
+        """What an engine is asked; raises DataError for a prompt that leaves no room in the context."""
+        ids = self._prompt(record)
+        room = sampling.context - len(ids)
+        if room < 1:
+            raise DataError(
+                f"record {record['id']!r}: its prompt has {len(ids)} tokens, and the context of {sampling.context}"
+                " leaves no room for a response; --context N"
+            )
+        most = room if sampling.max_response is None else min(room, sampling.max_response)
+        return ids, SamplingParams(sampling.temperature, sampling.top_p, most, self._stop)
+
+    def identity(self, record: Mapping[str, Any], sampling: Sampling) -> str:
+        ids, params = self.request(record, sampling)
+        return _hash(self._model, ids, params.temperature, params.top_p, params.max_tokens, self._stop)
+
+    async def generate(
+        self, record: Mapping[str, Any], sampling: Sampling, seeds: Sequence[int], on_reply: OnReply
+    ) -> None:
+        assert self._pool is not None, "connect first"
+
+        def ended(response: Response) -> None:
+            text = self._renderer.decode(response.token_ids)
+            on_reply(response.index, Reply(text, response.finished, len(response.token_ids)))
+
+        deadline = Deadline(self._seconds, f"the responses to {record['id']!r} (trainer.deadlines.rollout_s)")
+        ids, params = self.request(record, sampling)
+        await self._pool.generate(ids, seeds, params, deadline, ended)
+
+    async def close(self) -> None:
+        if self._pool is not None:
+            await self._pool.close()
+
+
+class Endpoint:
+    """A model behind an OpenAI-compatible address: messages to /chat/completions, text to /completions."""
+
+    def __init__(self, url: str, name: str, model: str, token: str | None, at_a_time: int, seconds: float) -> None:
+        """`name`: what the server calls it.  `model`: its hash.  `seconds`: for one response, all tries together."""
+        self.at_a_time = at_a_time
+        self._url, self._name, self._model, self._seconds = url, name, model, seconds
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._http: aiohttp.ClientSession | None = None
+        self._room = asyncio.Semaphore(at_a_time)
+
+    def identity(self, record: Mapping[str, Any], sampling: Sampling) -> str:
+        self._body(record, sampling, 0)
+        room = (sampling.context, sampling.max_response)
+        return _hash(self._model, record["prompt"], sampling.temperature, sampling.top_p, room)
+
+    def _body(self, record: Mapping[str, Any], sampling: Sampling, seed: int) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self._name, "temperature": sampling.temperature, "top_p": sampling.top_p}
+        body |= {"seed": seed, "n": 1}
+        prompt = record["prompt"]
+        if not isinstance(prompt, str):
+            most = {} if sampling.max_response is None else {"max_tokens": sampling.max_response}
+            return {**body, "messages": prompt, **most}  # without: as many as the server's context allows
+        # Servers make 16 tokens of text where nothing is said.  A token has a byte at least.
+        room = sampling.max_response or sampling.context - len(prompt.encode())
+        if room < 1:
+            raise DataError(
+                f"record {record['id']!r}: its prompt of {len(prompt.encode())} bytes may fill the context of"
+                f" {sampling.context} tokens; give --context N or --max-response N"
+            )
+        return {**body, "prompt": prompt, "max_tokens": room}
+
+    async def generate(
+        self, record: Mapping[str, Any], sampling: Sampling, seeds: Sequence[int], on_reply: OnReply
+    ) -> None:
+        async def one(index: int, seed: int) -> None:
+            async with self._room:
+                on_reply(index, await self._reply(record, self._body(record, sampling, seed)))
+
+        tasks = [asyncio.ensure_future(one(index, seed)) for index, seed in enumerate(seeds)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _reply(self, record: Mapping[str, Any], body: dict[str, Any]) -> Reply:
+        """Tries again, later each time, until the deadline; raises DeadlineExceeded, EngineRefused or ConfigError."""
+        deadline = Deadline(self._seconds, f"{self._url} to answer {record['id']!r} (trainer.deadlines.rollout_s)")
+        backoff = _FIRST_BACKOFF_S
+        while True:
+            try:
+                return await self._once(body, deadline)
+            except EngineFailure as error:
+                if deadline.remaining <= backoff:
+                    raise DeadlineExceeded(f"{deadline.error()}; last: {error}") from None
+                _log.debug("%s; trying again", error)
+                await asyncio.sleep(backoff)
+                backoff = min(2 * backoff, _LONGEST_BACKOFF_S)
+
+    async def _once(self, body: dict[str, Any], deadline: Deadline) -> Reply:
+        if self._http is None:
+            self._http = aiohttp.ClientSession(trust_env=True)
+        chat = "messages" in body
+        url = self._url + ("/chat/completions" if chat else "/completions")
+        timeout = aiohttp.ClientTimeout(total=max(1.0, deadline.remaining), sock_connect=30)
+        try:
+            async with self._http.post(url, json=body, headers=self._headers, timeout=timeout) as answer:
+                if answer.status != 200:
+                    self._refused(url, answer.status, (await answer.text())[:300])
+                value = await answer.json(content_type=None)
+        except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError) as error:
+            if isinstance(error, EngineFailure | EngineRefused | ConfigError):
+                raise
+            raise EngineFailure(f"{url}: {type(error).__name__}: {error}") from error
+        try:
+            return _reply_of(value, chat)
+        except (KeyError, IndexError, TypeError) as error:
+            raise EngineRefused(
+                f"{url}: its answer is not of the OpenAI form ({error!r}): {str(value)[:200]}"
+            ) from error
+
+    def _refused(self, url: str, status: int, text: str) -> None:
+        told = f"{url}: HTTP {status}: {text}"
+        if status in (401, 403):
+            raise ConfigError(f"{told}\nThe token must stand in the environment variable that --token-env names")
+        if status == 404:
+            raise ConfigError(f"{told}\nMODEL must be the address up to /v1, --model a name that GET /v1/models lists")
+        raise (EngineRefused if status in _HOPELESS else EngineFailure)(told)
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+
+def _reply_of(value: Any, chat: bool) -> Reply:
+    choice = value["choices"][0]
+    if chat:
+        message = choice["message"]
+        text = message.get("content") or ""
+        thinking = message.get("reasoning_content") or message.get("reasoning")
+        if thinking:  # a server that parses it out; judged is what follows
+            text = f"<think>{thinking}</think>{text}"
+    else:
+        text = choice["text"]
+    if not isinstance(text, str):
+        raise TypeError(f"text is {type(text).__name__}")
+    reason = choice["finish_reason"]
+    tokens = (value.get("usage") or {}).get("completion_tokens")
+    return Reply(text, reason == "stop", int(tokens) if isinstance(tokens, int) else None)

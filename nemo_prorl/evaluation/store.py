@@ -1,0 +1,94 @@
+"""What an evaluation keeps in its folder: prompts, responses, verdicts; one JSON object a line, appended as they come.
+
+A process killed at any moment leaves whole lines and at most one torn one at the end, which is cut off.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from nemo_prorl.errors import DataError
+
+_log = logging.getLogger(__name__)
+
+Key = tuple[str, int]  # (prompt id, sample)
+
+
+class Store:
+    """One benchmark's lines in an evaluation's folder."""
+
+    def __init__(self, folder: Path, benchmark: str, writable: bool = True) -> None:
+        self._prompts = folder / "prompts" / f"{benchmark}.jsonl"
+        self._samples = folder / "samples" / f"{benchmark}.jsonl"
+        self._verdicts = folder / "verdicts" / f"{benchmark}.jsonl"
+        self._files: dict[Path, TextIO] = {}
+        self.writable = writable
+        self.lines: dict[Key, dict[str, Any]] = {_key(line): line for line in self._read(self._samples)}
+        self.verdicts: dict[Key, dict[str, Any]] = {_key(line): line for line in self._read(self._verdicts)}
+
+    def records(self) -> list[dict[str, Any]]:
+        """The prompt records that the samples answer."""
+        from nemo_prorl.data.records import read_records
+
+        return read_records(self._prompts)
+
+    def write_records(self, records: Sequence[dict[str, Any]]) -> None:
+        """As a whole, under its name only when complete."""
+        self._prompts.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._prompts.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in records))
+        os.replace(temporary, self._prompts)
+
+    def add(self, line: dict[str, Any]) -> None:
+        """A response; `id` and `sample` name it."""
+        self._append(self._samples, line)
+        self.lines[_key(line)] = line
+
+    def judge(self, sample: int, verdict: dict[str, Any]) -> None:
+        """The verdict on a response; a later one takes the place of an earlier."""
+        line = {**verdict, "sample": sample}
+        self._append(self._verdicts, line)
+        self.verdicts[_key(line)] = line
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        self._files.clear()
+
+    def _append(self, path: Path, line: dict[str, Any]) -> None:
+        assert self.writable
+        if path not in self._files:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._files[path] = path.open("a", encoding="utf-8")
+        file = self._files[path]
+        file.write(json.dumps(line) + "\n")
+        file.flush()  # a killed process loses nothing that it wrote; only a machine that fails could
+
+    def _read(self, path: Path) -> list[dict[str, Any]]:
+        if not path.exists():
+            return []
+        data = path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if len(whole) < len(data) and self.writable:
+            _log.info("%s: cut off a line that a killed process left unfinished", path)
+            os.truncate(path, len(whole))
+        lines = []
+        for number, text in enumerate(whole.split(b"\n")[:-1], 1):
+            try:
+                line = json.loads(text)
+                _key(line)
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(
+                    f"{path}:{number}: no line of an evaluation ({error}); remove it to make it anew"
+                ) from None
+            lines.append(line)
+        return lines
+
+
+def _key(line: dict[str, Any]) -> Key:
+    return str(line["id"]), int(line["sample"])

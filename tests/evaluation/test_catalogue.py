@@ -1,0 +1,114 @@
+"""The benchmark files, and what is said of wrong ones."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nemo_prorl.data.blend import load_sources
+from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.evaluation.catalogue import (
+    Sampling,
+    catalogue,
+    check_files,
+    choose,
+    load_records,
+    part_of,
+    read,
+    records_sha256,
+    table,
+)
+from nemo_prorl.rewards.discovery import discover
+from nemo_prorl.settings import load
+
+ALL = catalogue()
+
+
+def test_the_papers_protocol() -> None:
+    paper = [one for one in ALL.values() if "paper" in one.sets]
+    assert all(one.sampling == Sampling(16, 0.6, 0.95, 32768, None) for one in paper)
+    assert {one.domain for one in paper} == {"math", "code", "stem", "puzzles", "instructions"}
+    for one in paper:
+        assert one.metric == ("pass@1" if one.domain in ("math", "code", "stem") else "reward"), one.name
+    outside = {one.name for one in ALL.values() if one.out_of_distribution}
+    assert outside == {"acre", "boxnet", "game_of_life_halting"}
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_each_has_a_plugin_a_licence_and_a_place_in_the_docs(name: str) -> None:
+    one = ALL[name]
+    assert one.task in discover().tasks()
+    assert one.licence
+    assert one.source
+    assert f"`{name}`" in (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
+
+
+@pytest.mark.parametrize("name", sorted(name for name, one in ALL.items() if one.generate))
+def test_what_is_made_on_the_spot_is_always_the_same(name: str) -> None:
+    records = load_records(ALL[name], None, limit=20)
+    assert len(records) == 20
+    assert records_sha256(records) == records_sha256(load_records(ALL[name], None)[:20])
+    assert {record["task"] for record in records} == {ALL[name].task}
+    assert {part_of(record) for record in records} == {name.removeprefix("laptop_")} or ALL[name].task == "math"
+
+
+def test_the_laptops_problems_are_those_that_its_training_holds_out() -> None:
+    train, held_out = load_sources(load(["cluster=laptop"]).data)
+    seen = {record["prompt"] for _, records in train for record in records}
+    for source, records in held_out:
+        mine = {record["prompt"] for record in load_records(ALL[f"laptop_{source.name}"], None)}
+        assert mine == {record["prompt"] for record in records}
+        assert not mine & seen
+
+
+def test_names_and_sets_choose() -> None:
+    assert [one.name for one in choose("gsm8k, acre,gsm8k")] == ["gsm8k", "acre"]
+    assert len(choose("laptop")) == 5
+    with pytest.raises(ConfigError, match=r"aime42: no such benchmark.*Did you mean aime2.*known|Known are acre"):
+        choose("aime42")
+    with pytest.raises(ConfigError, match="name one at least"):
+        choose(",")
+    assert len(table(ALL.values()).splitlines()) == len(ALL) + 1
+
+
+def test_missing_files_are_told_all_together(tmp_path: Path) -> None:
+    (tmp_path / "gsm8k.jsonl").touch()
+    check_files(choose("gsm8k,acre"), tmp_path)
+    with pytest.raises(DataError, match=r"2 of the benchmarks.*\n  aime24: aime24.jsonl.*\n  apps: apps.jsonl"):
+        check_files(choose("gsm8k,aime24,apps,acre"), tmp_path)
+    with pytest.raises(DataError, match="--data DIR is not given"):
+        check_files(choose("gsm8k"), None)
+
+
+def test_a_record_of_another_task_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "gsm8k.jsonl").write_text('{"id": "a", "task": "stem", "prompt": "?", "truth": {"answer": "1"}}\n')
+    with pytest.raises(DataError, match=r"gsm8k.jsonl:1: field 'task' is \"stem\""):
+        load_records(ALL["gsm8k"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"domain": "maths"}, "domain is 'maths'; it must be one of math"),
+        ({"metric": "bleu"}, "metric is 'bleu'"),
+        ({"colour": 1}, "unknown key 'colour'"),
+        ({"prompts": None}, "needs either 'prompts'"),
+        ({"generate": {"generator": "arithmetic"}}, "needs either 'prompts'"),
+        ({"sampling": {"temperature": -1}}, "temperature is -1"),
+        ({"sampling": {"tokens": 5}}, "tokens"),
+        ({"sampling": {"max_response": 9, "context": 9}}, "max_response is 9; it must be from 1 to 8"),
+        ({"licence": ...}, "licence is missing"),
+    ],
+    ids=str,
+)
+def test_a_wrong_file_is_told_by_key(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+    good = yaml.safe_load((Path(read.__code__.co_filename).parent / "benchmarks" / "gsm8k.yaml").read_text())
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(good))
+    assert read(file).name == "mine"
+    file.write_text(yaml.safe_dump({k: v for k, v in {**good, **change}.items() if v is not ...}))
+    with pytest.raises(ConfigError, match=re.escape(told)) as caught:
+        read(file)
+    assert str(file) in str(caught.value)

@@ -1,0 +1,178 @@
+"""results.json and comparison.json from stored samples whose numbers are known."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.evaluation import compare
+from nemo_prorl.evaluation.catalogue import catalogue, records_sha256, sampling_json
+from nemo_prorl.evaluation.results import results, scored, table
+from nemo_prorl.evaluation.run import differences
+from nemo_prorl.evaluation.store import Store
+from tests.test_formats import against
+
+SHA = "0123456789abcdef" * 4
+MODEL = {"name": "m", "kind": "hf", "sha256": SHA, "folder": "/m", "weights_sha256": SHA}
+
+Scores = Sequence[Sequence[float | None]]  # of a prompt's samples; None: no verdict
+
+
+def record(number: int, dataset: str = "gcd") -> dict[str, Any]:
+    truth = {"dataset": dataset, "entry": {"question": "?", "answer": "1", "metadata": {}}}
+    return {"id": f"p{number}", "task": "puzzles", "prompt": f"? {number}", "truth": truth, "source": "", "meta": {}}
+
+
+def write(folder: Path, benchmark: str, scores: Scores, datasets: Sequence[str] = ()) -> dict[str, Any]:
+    """An evaluation's files; its results.json."""
+    one = catalogue()[benchmark].changed({"samples": max(map(len, scores))})
+    records = [record(i, datasets[i] if datasets else "gcd") for i in range(len(scores))]
+    store = Store(folder, benchmark)
+    store.write_records(records)
+    for i, row in enumerate(scores):
+        for k, score in enumerate(row):
+            line = {"id": f"p{i}", "sample": k, "seed": k, "work": "0" * 32, "response": str(score)}
+            store.add({**line, "finished": k > 0, "tokens": 10 * (k + 1)})
+            failure = "infrastructure" if score is None else None
+            correct = None if score is None else score == 1.0
+            verdict: dict[str, Any] = {
+                "id": f"p{i}",
+                "score": score,
+                "correct": correct,
+                "parts": {},
+                "detail": "",
+                "failure": failure,
+            }
+            store.judge(k, verdict)
+    store.close()
+    path = folder / "manifest.json"
+    entries = json.loads(path.read_text())["benchmarks"] if path.exists() else {}
+    about = {"title": one.title, "domain": one.domain, "metric": one.metric}
+    entries[benchmark] = {
+        **about,
+        "out_of_distribution": one.out_of_distribution,
+        "file_sha256": one.sha256,
+        "prompts_sha256": records_sha256(records),
+        "prompts": len(records),
+        "sampling": sampling_json(one.sampling),
+    }
+    common = {"seed": 1, "data": None, "limit": None, "engine": None, "rewards": {}, "versions": {"python": "3.11"}}
+    manifest = {"format": 1, "model": MODEL, "benchmarks": entries, **common}
+    assert against("evaluation-manifest", manifest) == []
+    path.write_text(json.dumps(manifest))
+    found = {benchmark: scored(records, store.lines, store.verdicts, one.sampling.samples)}
+    clock = {"seconds": 2.0, "generated_tokens": 40, "tokens_per_s": 20.0}
+    result = results(MODEL, 1, [one], found, clock)
+    assert against("evaluation-results", result) == []
+    assert all(against("evaluation-sample", line) == [] for line in store.lines.values())
+    return result
+
+
+def test_the_numbers(tmp_path: Path) -> None:
+    result = write(tmp_path, "laptop_gcd", [[1.0, 0.5, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]])
+    entry = result["benchmarks"]["laptop_gcd"]
+    assert entry["pass@1"]["mean"] == pytest.approx(0.375)
+    assert entry["reward"]["mean"] == pytest.approx((0.375 + 0.5) / 2)
+    assert entry["pass@k"]["2"]["mean"] == pytest.approx((1 / 2 + 5 / 6) / 2)
+    assert set(entry["pass@k"]) == {"1", "2", "4"}
+    assert entry["tokens"] == {"mean": 25.0, "se": 0.0}
+    assert entry["truncated"] == 0.25
+    assert result["complete"]
+    assert result["domains"]["puzzles"]["headline"] == entry["reward"]
+    assert result["out_of_distribution"] is None
+    assert "laptop_gcd" in table(result)
+
+
+def test_what_was_not_judged_is_no_zero(tmp_path: Path) -> None:
+    result = write(tmp_path, "laptop_gcd", [[1.0, None], [1.0, 1.0], [None, None]])
+    entry = result["benchmarks"]["laptop_gcd"]
+    assert entry["pass@1"]["mean"] == 1.0
+    assert entry["unjudged"] == 3
+    assert not result["complete"]
+    nothing = write(tmp_path / "none", "laptop_gcd", [[None, None]])
+    assert nothing["benchmarks"]["laptop_gcd"]["pass@1"] is None
+    assert nothing["domains"]["puzzles"]["pass@1"] is None
+
+
+def test_parts_and_what_was_kept_out_of_training_stand_apart(tmp_path: Path) -> None:
+    result = write(tmp_path, "acre", [[1.0, 1.0], [0.0, 0.0]], ["acre", "boxnet"])
+    assert result["domains"] == {}
+    assert result["out_of_distribution"]["benchmarks"] == ["acre"]
+    parts = result["benchmarks"]["acre"]["parts"]
+    assert [parts[name]["pass@1"]["mean"] for name in ("acre", "boxnet")] == [1.0, 0.0]
+    assert parts["acre"]["pass@1"]["se"] is None
+
+
+def test_numbers_are_told_apart_from_the_clock(tmp_path: Path) -> None:
+    one = write(tmp_path / "a", "laptop_gcd", [[1.0, 0.0]])
+    other = write(tmp_path / "b", "laptop_gcd", [[1.0, 1.0]])
+    assert differences(one, {**one, "time": None, "model": None}) == []
+    assert "benchmarks/laptop_gcd/pass@1/mean: 0.5 there, 1.0 here" in differences(one, other)
+
+
+def test_new_solutions_are_told_from_old_ones_found_more_surely(tmp_path: Path) -> None:
+    base = [[1.0] + [0.0] * 7] * 20 + [[0.0] * 8] * 20
+    sharper = [[1.0] * 6 + [0.0] * 2] * 20 + [[0.0] * 8] * 20
+    wider = [[1.0] + [0.0] * 7] * 40
+    for name, scores in (("base", base), ("sharper", sharper), ("wider", wider)):
+        write(tmp_path / name, "laptop_gcd", scores)
+    models = compare.read([tmp_path / name for name in ("base", "sharper", "wider")])
+    found = compare.compare(models)
+    assert against("evaluation-comparison", found) == []
+    sharp, wide = found["benchmarks"]["laptop_gcd"]["differences"]
+    assert (sharp["model"], sharp["reading"]) == ("sharper", "sharpened")
+    assert sharp["pass@1"]["difference"] == pytest.approx(0.3125)
+    assert sharp["pass@1"]["low"] > 0.15
+    assert sharp["pass@k"]["8"] == {"difference": 0.0, "low": 0.0, "high": 0.0}
+    assert sharp["solved"] == {"both": 20, "gained": 0, "lost": 0, "neither": 20}
+    assert sharp["base_k"] == 8
+    assert wide["reading"] == "new solutions"
+    assert wide["solved"] == {"both": 20, "gained": 20, "lost": 0, "neither": 0}
+    assert found["domains"]["puzzles"]["differences"][0]["pass@1"]["difference"] == pytest.approx(0.3125)
+    assert compare.compare(models) == found
+    assert "sharpened" in compare.table(found)
+
+
+@pytest.mark.parametrize(
+    ("one", "most", "told"),
+    [
+        ((-0.2, 0.1), (-0.1, 0.2), "closer"),
+        ((0.1, 0.3), (0.1, 0.2), "new solutions"),
+        ((-0.1, 0.1), (0.1, 0.2), "new solutions"),
+        ((0.1, 0.3), (-0.1, 0.1), "sharpened"),
+        ((0.1, 0.3), (-0.2, -0.1), "narrowed"),
+        ((-0.1, 0.1), (-0.2, -0.1), "worse"),
+        ((-0.2, -0.1), (-0.1, 0.1), "worse"),
+        ((-0.1, 0.1), (-0.1, 0.1), "no difference"),
+    ],
+)
+def test_readings(one: tuple[float, float], most: tuple[float, float], told: str) -> None:
+    curve = {k: {"difference": sum(v) / 2, "low": v[0], "high": v[1]} for k, v in (("1", one), ("16", most))}
+    reward = {"difference": 0.1, "low": 0.05 if told == "closer" else -0.05, "high": 0.2}
+    assert compare.reading(curve, reward) == told
+
+
+def test_only_the_same_prompts_are_compared(tmp_path: Path) -> None:
+    write(tmp_path / "a", "laptop_gcd", [[1.0], [0.0]])
+    write(tmp_path / "b", "laptop_gcd", [[1.0], [0.0], [0.0]])
+    with pytest.raises(DataError, match="its prompts of laptop_gcd are not those of"):
+        compare.compare(compare.read([tmp_path / "a", tmp_path / "b"]))
+    write(tmp_path / "c", "acre", [[1.0], [0.0]])
+    with pytest.raises(ConfigError, match="no benchmark in common"):
+        compare.compare(compare.read([tmp_path / "a", tmp_path / "c"]))
+    with pytest.raises(ConfigError, match="two folders"):
+        compare.read([tmp_path / "a"])
+    with pytest.raises(ConfigError, match="holds no evaluation"):
+        compare.read([tmp_path / "a", tmp_path / "nowhere"])
+
+
+def test_prompts_that_one_model_has_no_verdict_on_are_left_out_of_the_pairs(tmp_path: Path) -> None:
+    write(tmp_path / "a", "laptop_gcd", [[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]])
+    write(tmp_path / "b", "laptop_gcd", [[None, None], [1.0, 1.0], [1.0, 1.0]])
+    found = compare.compare(compare.read([tmp_path / "a", tmp_path / "b"]))
+    [one] = found["benchmarks"]["laptop_gcd"]["differences"]
+    assert one["prompts"] == 2
+    assert one["pass@1"]["difference"] == 0.5

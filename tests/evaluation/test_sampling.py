@@ -1,0 +1,233 @@
+"""What is drawn, what is not drawn again, and how failures of the infrastructure end."""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_prorl.errors import ConfigError, DataError, DeadlineExceeded, EngineRefused
+from nemo_prorl.evaluation.catalogue import Benchmark, Sampling, catalogue, load_records
+from nemo_prorl.evaluation.sampling import Work, plan, seed_of
+from nemo_prorl.evaluation.sources import Endpoint, OnReply, Reply
+from nemo_prorl.evaluation.store import Store
+from nemo_prorl.rewards.interface import failed_verdict
+from tests.evaluation.openai_server import Answers, serve
+
+GCD = catalogue()["laptop_gcd"].changed({"samples": 4})
+RECORDS = load_records(GCD, None, 6)
+
+
+class Drawn:
+    """A source whose responses follow from the seed; breaks off after so many."""
+
+    def __init__(self, most: int = 10**9) -> None:
+        self.at_a_time, self.most = 8, most
+        self.seeds: list[int] = []
+
+    def identity(self, record: Mapping[str, Any], sampling: Sampling) -> str:
+        return f"{record['prompt']}/{sampling.temperature}"
+
+    async def generate(
+        self, record: Mapping[str, Any], sampling: Sampling, seeds: Sequence[int], on_reply: OnReply
+    ) -> None:
+        for index, seed in enumerate(seeds):
+            await asyncio.sleep(0)
+            if len(self.seeds) == self.most:
+                raise ConnectionError("the engine is gone")
+            self.seeds.append(seed)
+            on_reply(index, Reply(f"answer {seed % 3}", True, 2))
+
+    async def close(self) -> None:
+        pass
+
+
+class Judged:
+    """Verdicts by the response; `broken` ones are the infrastructure's."""
+
+    def __init__(self, broken: int = 0) -> None:
+        self.broken, self.requests = broken, list[dict[str, Any]]()
+
+    async def __call__(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.requests.append(request)
+        await asyncio.sleep(0)
+        if len(self.requests) <= self.broken:
+            return failed_verdict(request["id"], "infrastructure", "the server is gone")
+        right = request["response"] == "answer 1"
+        return {
+            "id": request["id"],
+            "score": float(right),
+            "correct": right,
+            "parts": {},
+            "detail": "",
+            "failure": None,
+        }
+
+
+def evaluate(folder: Path, source: Any, judge: Judged, benchmark: Benchmark = GCD, seed: int = 1) -> tuple[Store, Work]:
+    store = Store(folder, benchmark.name)
+    work = Work(source, judge)
+    try:
+        asyncio.run(_do(work, [(benchmark, store, RECORDS)], source, seed))
+    finally:
+        store.close()
+    return store, work
+
+
+async def _do(work: Work, what: Any, source: Any, seed: int) -> None:
+    await work.do(plan(what, source, seed))
+
+
+def kept(folder: Path) -> dict[str, dict[Any, Any]]:
+    store = Store(folder, GCD.name, writable=False)
+    return {"lines": store.lines, "verdicts": store.verdicts}
+
+
+def test_broken_off_and_gone_on_it_is_the_same_and_draws_nothing_twice(tmp_path: Path) -> None:
+    whole = Drawn()
+    evaluate(tmp_path / "whole", whole, Judged())
+    first, second = Drawn(most=9), Drawn()
+    with pytest.raises(ConnectionError):
+        evaluate(tmp_path / "broken", first, Judged())
+    assert len(kept(tmp_path / "broken")["lines"]) == 9
+    evaluate(tmp_path / "broken", second, Judged())
+    assert not set(first.seeds) & set(second.seeds)
+    assert sorted(first.seeds + second.seeds) == sorted(whole.seeds)
+    assert len(whole.seeds) == 24
+    assert kept(tmp_path / "broken") == kept(tmp_path / "whole")
+    third = Drawn()
+    judge = Judged()
+    evaluate(tmp_path / "broken", third, judge)
+    assert third.seeds == []
+    assert judge.requests == []
+
+
+def test_a_torn_line_is_cut_off_and_drawn_again(tmp_path: Path) -> None:
+    evaluate(tmp_path, Drawn(), Judged())
+    before = kept(tmp_path)
+    file = tmp_path / "samples" / "laptop_gcd.jsonl"
+    file.write_bytes(file.read_bytes()[:-7])
+    source = Drawn()
+    evaluate(tmp_path, source, Judged())
+    assert len(source.seeds) == 1
+    assert kept(tmp_path) == before
+
+
+def test_a_line_that_is_none_is_told(tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "laptop_gcd.jsonl").write_text('{"id": "a", "sample": 0}\nnonsense\n')
+    with pytest.raises(DataError, match=r"samples/laptop_gcd.jsonl:2: "):
+        Store(tmp_path, "laptop_gcd")
+
+
+def test_more_samples_add_to_those_that_are_there(tmp_path: Path) -> None:
+    evaluate(tmp_path, Drawn(), Judged())
+    source = Drawn()
+    store, _ = evaluate(tmp_path, source, Judged(), GCD.changed({"samples": 6}))
+    assert len(source.seeds) == 2 * len(RECORDS)
+    assert {sample for _, sample in store.lines} == set(range(6))
+
+
+def test_equal_work_is_done_once(tmp_path: Path) -> None:
+    """Two benchmarks share their prompts: one draws, both are judged; equal responses are judged once."""
+    twin = catalogue()["laptop_chain_sum"].changed({"samples": 4})
+    source, judge = Drawn(), Judged()
+    stores = [Store(tmp_path, one.name) for one in (GCD, twin)]
+    work = Work(source, judge)
+    asyncio.run(_do(work, [(GCD, stores[0], RECORDS), (twin, stores[1], RECORDS[:3])], source, 1))
+    assert len(source.seeds) == 24
+    assert [len(store.lines) for store in stores] == [24, 12]
+    assert all(stores[1].lines[key] == stores[0].lines[key] for key in stores[1].lines)
+    texts = {(i, key[0], line["response"]) for i, store in enumerate(stores) for key, line in store.lines.items()}
+    assert len(judge.requests) == len(texts) < 36
+    later = Drawn()
+    third = Store(tmp_path, "laptop_aiw")
+    found = plan([(GCD, stores[0], RECORDS), (twin, third, RECORDS)], later, 1)
+    assert (found.to_draw, found.there, len(found.unjudged)) == (0, 48, 24)
+
+
+def test_what_the_reward_service_fails_to_judge_is_no_zero_and_judged_again(tmp_path: Path) -> None:
+    store, _ = evaluate(tmp_path, Drawn(), Judged(broken=3))
+    lacking = [key for key, verdict in store.verdicts.items() if verdict["score"] is None]
+    assert len(lacking) >= 3
+    source, judge = Drawn(), Judged()
+    store, _ = evaluate(tmp_path, source, judge)
+    assert source.seeds == []
+    assert {request["id"] for request in judge.requests} == {key[0] for key in lacking}
+    assert all(verdict["score"] is not None for verdict in store.verdicts.values())
+
+
+def test_seeds_differ_by_prompt_sample_and_run() -> None:
+    seeds = {seed_of(run, record, k) for run in (1, 2) for record in RECORDS for k in range(4)}
+    assert len(seeds) == 2 * 6 * 4
+
+
+# --- an address ------------------------------------------------------------------------------------------------------
+
+
+def ask(answers: Answers, record: dict[str, Any], seeds: Sequence[int] = (0, 1, 2), **more: Any) -> dict[int, Reply]:
+    options = {"name": "tiny", "token": None, "seconds": 20.0, **more}
+
+    async def go() -> dict[int, Reply]:
+        runner, url = await serve(answers)
+        source = Endpoint(url, options["name"], "0" * 64, options["token"], 4, options["seconds"])
+        found: dict[int, Reply] = {}
+        try:
+            await source.generate(record, Sampling(max_response=16), seeds, found.__setitem__)
+        finally:
+            await source.close()
+            await runner.cleanup()
+        return found
+
+    return asyncio.run(go())
+
+
+MESSAGES = {**RECORDS[0], "prompt": [{"role": "user", "content": "hi"}]}
+
+
+def test_an_address_is_asked_in_its_two_forms() -> None:
+    answers = Answers()
+    found = ask(answers, RECORDS[0])
+    assert {i: reply.text for i, reply in found.items()} == {i: f"<answer>{i}</answer>" for i in range(3)}
+    assert [found[i].finished for i in range(3)] == [False, True, True]
+    assert found[0].tokens == 5
+    assert answers.bodies[0]["prompt"] == RECORDS[0]["prompt"]
+    wanted = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 16, "n": 1, "model": "tiny"}
+    assert wanted.items() <= answers.bodies[0].items()
+    assert ask(answers, MESSAGES)[1].text == "<think>hm</think><answer>1</answer>"
+    assert answers.bodies[-1]["messages"] == MESSAGES["prompt"]
+
+
+def test_what_passes_is_tried_again() -> None:
+    answers = Answers(failures=(503, "cut", 429))
+    assert len(ask(answers, RECORDS[0], [7])) == 1
+    assert sum(answers.tries.values()) == 4
+
+
+def test_what_does_not_pass_ends_at_the_deadline_and_is_no_response() -> None:
+    with pytest.raises(DeadlineExceeded, match=r"waited 1.5 s for http.*HTTP 503: not now"):
+        ask(Answers(failures=(503,) * 99), RECORDS[0], [7], seconds=1.5)
+
+
+def test_a_request_that_is_wrong_is_not_tried_again() -> None:
+    answers = Answers(failures=(400,))
+    with pytest.raises(EngineRefused, match="HTTP 400: not now"):
+        ask(answers, RECORDS[0], [7])
+    assert sum(answers.tries.values()) == 1
+
+
+def test_a_wrong_token_or_name_is_wrong_use() -> None:
+    with pytest.raises(ConfigError, match="--token-env"):
+        ask(Answers(token="good"), RECORDS[0], [7], token="bad")
+    assert len(ask(Answers(token="good"), RECORDS[0], [7], token="good")) == 1
+    with pytest.raises(ConfigError, match="no model other"):
+        ask(Answers(), RECORDS[0], [7], name="other")
+
+
+def test_a_text_prompt_that_may_fill_the_context_is_refused() -> None:
+    source = Endpoint("http://x/v1", "tiny", "0" * 64, None, 1, 1.0)
+    with pytest.raises(DataError, match=rf"{RECORDS[0]['id']}.*--context N or --max-response"):
+        source.identity(RECORDS[0], Sampling(context=20))
+    assert json.dumps(source.identity(MESSAGES, Sampling(context=20)))

@@ -106,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
 
     from nemo_prorl.launcher import chain, doctor
     from nemo_prorl.recipe import control, replay
+    from nemo_prorl.report import cli as report_cli
     from nemo_prorl.rewards import reverify
 
     chain.add_parser(commands)
@@ -113,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_parser(commands)
     reverify.add_parser(commands)
     doctor.add_parser(commands)
+    report_cli.add_parser(commands)
     return parser
 
 

@@ -99,6 +99,7 @@ def read_curves(folders: list[Path]) -> list[Curve]:
     curves, names = [], _short_names(folders)
     for folder, name in zip(folders, names, strict=True):
         found, is_chain = run_folders(folder)
+        name = "".join(letter if letter.isprintable() else "?" for letter in name)
         curves.append(Curve(name, folder, tuple(read_run(path) for path in found), is_chain))
     return curves
 

@@ -89,7 +89,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_report()
 
     def _refuse(self) -> None:
-        self.close_connection = True  # a body that nobody reads may follow
         self._answer(HTTPStatus.METHOD_NOT_ALLOWED, b"GET only\n", {"Allow": "GET"})
 
     do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = _refuse
@@ -114,7 +113,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.OK, body, {"Content-Type": "application/json", "ETag": tag})
 
     def _answer(self, status: HTTPStatus, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.close_connection = True  # no thread waits for a reader, no body that nobody reads follows
         self.send_response(status)
+        self.send_header("Connection", "close")
         for name, value in ({"Content-Type": "text/plain; charset=utf-8"} | _HEADERS | (headers or {})).items():
             self.send_header(name, value)
         if status != HTTPStatus.NOT_MODIFIED:

@@ -38,6 +38,11 @@ function visible(text) {
   return nodes;
 }
 
+/** The same as one text, for where there can be no nodes. */
+function legible(text) {
+  return text.replace(HIDDEN, (character) => `[U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}]`);
+}
+
 /** A number for people: 0.00123, 12.3, 4,560, 1.2e-7. */
 function pretty(value, digits = 4) {
   if (value === null || value === undefined) return "–";
@@ -76,7 +81,7 @@ function table(caption, heads, rows, tall = false) {
   const body = rows.map((row) => el("tr", {}, row.map((value) => cell(value, "td"))));
   const head = el("thead", {}, el("tr", {}, heads.map((value) => cell(value, "th"))));
   const grid = el("table", {}, el("caption", {}, visible(caption)), head, el("tbody", {}, body));
-  return el("div", { class: tall ? "scroll tall" : "scroll", tabindex: 0, role: "region", "aria-label": caption }, grid);
+  return el("div", { class: tall ? "scroll tall" : "scroll", tabindex: 0, role: "region", "aria-label": legible(caption) }, grid);
 }
 
 const numeric = (text) => ({ text, number: true });
@@ -86,7 +91,7 @@ function options(select, entries) {
   const wanted = JSON.stringify(entries);
   if (select.dataset.entries === wanted) return;
   const chosen = select.value;
-  select.replaceChildren(...entries.map(([value, text]) => el("option", { value }, text)));
+  select.replaceChildren(...entries.map(([value, text]) => el("option", { value }, legible(text))));
   if (entries.some(([value]) => String(value) === chosen)) select.value = chosen;
   select.dataset.entries = wanted;
 }

@@ -204,7 +204,7 @@ class Chart {
       group.append(svg("line", { class: mark.kind, x1: x, x2: x, y1: EDGE.top, y2: frame.bottom }));
       if (mark.kind === "reset") group.append(svg("path", { class: "flag", d: `M${x - 4} ${EDGE.top - 1}h8l-4 7z` }));
       else if (x >= free) {
-        const words = mark.text.slice(0, 14);
+        const words = legible(mark.text).slice(0, 14);
         group.append(svg("text", { x: x + 2, y: EDGE.top - 6 }, words));
         free = x + 8 + 6.6 * words.length;
       }
@@ -280,7 +280,7 @@ class Chart {
       if (next === undefined) return;
       event.preventDefault();
       this.point(xs[Math.min(xs.length - 1, Math.max(0, next))]);
-      const told = this.shown.map((series) => `${series.name} ${pretty(this.near(series)?.value)}`).join(", ");
+      const told = this.shown.map((series) => `${legible(series.name)} ${pretty(this.near(series)?.value)}`).join(", ");
       this.spoken.textContent = `${this.at.textContent}: ${told}`;
     });
   }
@@ -330,7 +330,7 @@ class Chart {
     const notes = [];
     if (series.some((one) => one.lo) && this.data.band) notes.push(this.data.band);
     if (this.smoothing > 1) notes.push(`Lines: running mean of ${this.smoothing} points${series.some((one) => one.lo) ? "" : "; faint: each point"}.`);
-    if (lost.length) notes.push(lost.map((one) => `${one.name}: ${one.stats.lost} ${one.stats.lost === 1 ? "step" : "steps"} without a finite number`).join("; "));
+    if (lost.length) notes.push(lost.map((one) => `${legible(one.name)}: ${one.stats.lost} ${one.stats.lost === 1 ? "step" : "steps"} without a finite number`).join("; "));
     const left = Math.max(0, ...series.map((one) => one.left_out || 0));
     if (left) notes.push(`${left} points are left out of the picture.`);
     this.note.textContent = notes.join(" ");
@@ -347,7 +347,7 @@ class Chart {
       const points = series.m.map((value, k) => [series.x[k], value]).filter((point) => point[1] !== null);
       const values = points.map((point) => point[1]);
       const [first, last] = [points[0], points[points.length - 1]];
-      return `${series.name} from ${pretty(first[1])} at ${this.label(first[0])} to ${pretty(last[1])} at ${this.label(last[0])}, between ${pretty(Math.min(...values))} and ${pretty(Math.max(...values))}`;
+      return `${legible(series.name)} from ${pretty(first[1])} at ${this.label(first[0])} to ${pretty(last[1])} at ${this.label(last[0])}, between ${pretty(Math.min(...values))} and ${pretty(Math.max(...values))}`;
     });
     const resets = this.data.marks.filter((mark) => mark.kind === "reset").length;
     return `${this.spec.title}${this.spec.unit ? ` in ${this.spec.unit}` : ""} by ${this.data.xName || "step"}. ${parts.join("; ")}.${resets ? ` ${resets} hard ${resets === 1 ? "reset" : "resets"} marked.` : ""} Arrow keys read values.`;

@@ -7,8 +7,8 @@ from typing import Any
 from nemo_prorl.report import evaluation, samples, series, tables
 from nemo_prorl.report.read import Curve, read_curves
 
-POINTS = 320  # of a curve on the page; with many runs fewer, so that the file stays small
-_ALL_POINTS = 1280
+POINTS = 256  # of a curve on the page; with many runs fewer, so that the file stays small
+_ALL_POINTS = 1024
 
 
 def page_data(folders: list[Path], evaluations: list[Path], limit: int) -> dict[str, Any]:

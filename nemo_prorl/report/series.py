@@ -4,8 +4,9 @@ A long run has more steps than a screen has pixels.  Steps are put together in b
 stages; a bucket keeps its mean, its minimum and its maximum, so that no spike is lost, and the page says so.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from nemo_prorl.report.read import Curve, number
@@ -45,12 +46,12 @@ def grid_of(curve: Curve, points: int) -> Grid:
 
 
 def keys_of(curve: Curve) -> list[str]:
-    """All metrics that are a number, or null, in some step."""
-    found: dict[str, None] = {}
+    """All metrics that stand in some step."""
+    found: set[str] = set()
     for run in curve.runs:
         for line in run.metrics:
-            found.update(dict.fromkeys(line))
-    return sorted(key for key in found if key not in ("step", "stage"))
+            found |= line.keys()
+    return sorted(found - {"step", "stage"})
 
 
 def metric(curve: Curve, key: str, grid: Grid) -> dict[str, Any] | None:
@@ -59,19 +60,18 @@ def metric(curve: Curve, key: str, grid: Grid) -> dict[str, Any] | None:
     `m`: means of the grid's buckets, null where a bucket has none; `lo`, `hi`: their range, where buckets are of
     several steps.  A metric of few steps, such as a validation, has its own exact steps `x` instead of the grid's.
     """
-    values = [[number(line.get(key)) for line in run.metrics] for run in curve.runs]
-    flat = [value for stage in values for value in stage if value is not None]
-    lost = sum(key in line and number(line[key]) is None for run in curve.runs for line in run.metrics)
-    if not flat:
+    values = [_column(run.metrics, key) for run in curve.runs]
+    points = [
+        (offset + line["step"], value)
+        for run, offset, column in zip(curve.runs, curve.offsets, values, strict=True)
+        for line, value in zip(run.metrics, column, strict=True)
+        if value is not None
+    ]
+    lost = sum(key in line for run in curve.runs for line in run.metrics) - len(points)
+    if not points:
         return {"m": [], "x": [], "stats": {"count": 0, "lost": lost}} if lost else None
-    stats = _stats(curve, values) | {"lost": lost}
-    if len(flat) <= len(grid.buckets) // 2 or (grid.size > 1 and len(flat) <= len(grid.buckets)):
-        points = [
-            (offset + line["step"], value)
-            for run, offset, stage in zip(curve.runs, curve.offsets, values, strict=True)
-            for line, value in zip(run.metrics, stage, strict=True)
-            if value is not None
-        ]
+    stats = _stats(points) | {"lost": lost}
+    if len(points) <= len(grid.buckets) // 2 or (grid.size > 1 and len(points) <= len(grid.buckets)):
         return {"x": [x for x, _ in points], "m": rounded(y for _, y in points), "stats": stats}
     cells = [[v for v in values[stage][begin:end] if v is not None] for stage, begin, end in grid.buckets]
     series: dict[str, Any] = {"m": rounded(sum(c) / len(c) if c else None for c in cells), "stats": stats}
@@ -81,19 +81,24 @@ def metric(curve: Curve, key: str, grid: Grid) -> dict[str, Any] | None:
     return series
 
 
-def _stats(curve: Curve, values: Sequence[Sequence[float | None]]) -> dict[str, Any]:
+def _column(lines: list[dict[str, Any]], key: str) -> list[float | None]:
+    """A metric's finite numbers, None elsewhere; a long run has half a million of them."""
+    found = []
+    for line in lines:
+        value = line.get(key)
+        found.append(value if value.__class__ is float and isfinite(value) else number(value))
+    return found
+
+
+def _stats(points: list[tuple[int, float]]) -> dict[str, Any]:
     """Of all steps: first, last, least, most (with its step), mean and count."""
-    points = [
-        (offset + line["step"], value)
-        for run, offset, stage in zip(curve.runs, curve.offsets, values, strict=True)
-        for line, value in zip(run.metrics, stage, strict=True)
-        if value is not None
-    ]
-    low, high = min(points, key=lambda p: p[1]), max(points, key=lambda p: p[1])
-    mean = sum(value for _, value in points) / len(points)
-    named = {"first": points[0][1], "last": points[-1][1], "min": low[1], "max": high[1], "mean": mean}
-    steps = {"first_step": points[0][0], "last_step": points[-1][0], "min_step": low[0], "max_step": high[0]}
-    return {key: rounded([value])[0] for key, value in named.items()} | steps | {"count": len(points)}
+    numbers = [value for _, value in points]
+    low, high = min(numbers), max(numbers)
+    mean = sum(numbers) / len(numbers)
+    named = {"first": numbers[0], "last": numbers[-1], "min": low, "max": high, "mean": mean}
+    at = {"min_step": points[numbers.index(low)][0], "max_step": points[numbers.index(high)][0]}
+    at |= {"first_step": points[0][0], "last_step": points[-1][0]}
+    return {key: rounded([value])[0] for key, value in named.items()} | at | {"count": len(points)}
 
 
 def rounded(values: Iterable[float | None]) -> list[float | None]:
@@ -108,11 +113,12 @@ def validations(curve: Curve, points: int) -> dict[str, dict[str, Any]]:
     threw away is not in it.  Beyond `points` every so many are left out; `left_out` says how many.
     """
     found: dict[str, dict[float, tuple[float, float | None]]] = {}
+    keys = [key for key in keys_of(curve) if key.startswith("validation/")]
     for run, offset in zip(curve.runs, curve.offsets, strict=True):
         own: dict[str, dict[int, tuple[float, float | None]]] = {}
-        for line in run.metrics:
-            for key, value in line.items():
-                if key.startswith("validation/") and (mean := number(value)) is not None:
+        for key in keys:
+            for line in run.metrics:
+                if (mean := number(line.get(key))) is not None:
                     own.setdefault(key.removeprefix("validation/"), {})[line["step"]] = (mean, None)
         for step, name, mean, error in _judged(run.events):
             own.setdefault(name, {})[step] = (mean, error)

@@ -27,7 +27,8 @@ from nemo_prorl.report.read import run_folders
 _log = logging.getLogger(__name__)
 
 _DATA = "/data.json"
-_LEAST_S = 1.0  # between two readings of the run directories
+_LEAST_S = 1.0  # between two readings of the run directories,
+_PAUSE = 4  # and so many times as long as the last one took: it must not take a core from the run
 _CLIENT_S = 20.0  # a request that takes longer to come or to be sent is dropped
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -45,18 +46,20 @@ class Source:
         self._runs, self._evaluations, self._samples = runs, evaluations, samples
         self._lock = threading.Lock()
         self._state: object = None
-        self._read_at = -float("inf")
+        self._next_at = -float("inf")
         self._data: dict[str, Any] = {}
         self._body, self._tag = b"", ""
 
     def data(self) -> tuple[dict[str, Any], bytes, str]:
         """The value, as JSON, and its ETag; raises ProrlError where a run or an evaluation went away."""
         with self._lock:
-            if time.monotonic() - self._read_at >= _LEAST_S and (state := tuple(self._files())) != self._state:
+            if time.monotonic() >= self._next_at and (state := tuple(self._files())) != self._state:
+                begun = time.monotonic()
                 data = page_data(self._runs, self._evaluations, self._samples) | {"live": _DATA}
                 self._data, self._body = data, json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
                 self._tag = f'"{hashlib.sha256(self._body).hexdigest()[:32]}"'
-                self._state, self._read_at = state, time.monotonic()
+                now = time.monotonic()
+                self._state, self._next_at = state, now + _LEAST_S + _PAUSE * (now - begun)
             return self._data, self._body, self._tag
 
     def _files(self) -> Iterator[tuple[str, int, int]]:

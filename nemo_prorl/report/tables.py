@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from nemo_prorl.report.read import Curve, Run, number
-from nemo_prorl.report.series import rounded
+from nemo_prorl.report.series import keys_of, rounded
 
 _EVENTS = 1000  # on the page; the newest, and of the alarms and resets as many as fit first
 _TEXT = 1000
@@ -93,17 +93,17 @@ def differences(curves: list[Curve]) -> list[dict[str, Any]]:
     """Settings in which the first runs of the curves differ: `key`, and a value for each curve."""
     flat = [_flat(curve.runs[0].config) for curve in curves]
     keys = [key for key in sorted({key for one in flat for key in one}) if len({one.get(key) for one in flat}) > 1]
+    keys.sort(key=lambda key: any(key not in one for one in flat))  # what an older version did not have comes last
     return [{"key": key, "values": [_short(one.get(key)) for one in flat]} for key in keys[:200]]
 
 
 def phases(curve: Curve) -> dict[str, Any]:
     """Seconds of all steps by phase; checkpoints, which are in no step, from the summaries."""
     seconds: dict[str, float] = {}
+    keys = [key for key in keys_of(curve) if key.startswith("time/") and key.count("/") == 1 and key != "time/step"]
     for run in curve.runs:
-        for line in run.metrics:
-            for key, value in line.items():
-                if key.startswith("time/") and key.count("/") == 1 and key != "time/step":
-                    seconds[key] = seconds.get(key, 0.0) + (number(value) or 0.0)
+        for key in keys:
+            seconds[key] = seconds.get(key, 0.0) + sum(number(line.get(key)) or 0.0 for line in run.metrics)
         time = run.summary.get("time")
         phase = time.get("phase_s") if isinstance(time, dict) else None
         if isinstance(phase, dict) and (checkpoint := number(phase.get("checkpoint"))):
@@ -159,7 +159,7 @@ def _launch(run: Run, launch: dict[str, Any]) -> dict[str, Any]:
         what = f"job {launch.get('job')}, attempt {launch.get('attempt')}"
         what += f", on {', '.join(map(str, nodes))}" if isinstance(nodes, list) else ""
     else:
-        what = f"{launch.get('what')}; code {launch.get('code')}, next: {launch.get('next')}"
+        what = f"{launch.get('what') or 'ended'}; code {launch.get('code')}, next: {launch.get('next')}"
     failed = launch["event"] == "end" and launch.get("code") not in (0, 75)
     kind = "failure" if failed else f"launch {launch['event']}"
     common = {"stage": run.name, "step": None, "own_step": None, "time": number(launch.get("time"))}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
+import psutil
 
 T = TypeVar("T")
 
@@ -70,7 +71,9 @@ class Page:
     call: Callable[..., Awaitable[dict[str, Any]]]
     errors: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
-    load_s: float = 0.0  # from navigation to the page's own word that it is drawn, and painted
+    first_s: float = 0.0  # from navigation until what is in view is drawn, as the page says
+    load_s: float = 0.0  # until all is drawn, and painted
+    cpu_s: float = 0.0  # of all processes of the browser until then
 
     async def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression; a promise is waited for.  Raises RuntimeError with its error."""
@@ -108,8 +111,16 @@ class Page:
 class Browser:
     """A running Chromium with a profile of its own.  Made by `browser`."""
 
-    def __init__(self, port: int) -> None:
-        self._port = port
+    def __init__(self, port: int, pid: int) -> None:
+        self._port, self._pid = port, pid
+
+    def cpu_s(self) -> float:
+        """CPU seconds of all its processes so far."""
+        total = 0.0
+        for process in [root := psutil.Process(self._pid), *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                total += sum(process.cpu_times()[:2])
+        return total
 
     def visit(
         self, url: str, look: Callable[[Page], Awaitable[T]], width: int = 1280, height: int = 900, dark: bool = False
@@ -126,7 +137,9 @@ class Browser:
                 page, reader = await _attached(socket)
                 try:
                     await _prepare(page, width, height, dark)
+                    before = self.cpu_s()
                     await _open(page, url)
+                    page.cpu_s = self.cpu_s() - before
                     return await look(page)
                 finally:
                     reader.cancel()
@@ -187,7 +200,9 @@ async def _prepare(page: Page, width: int, height: int, dark: bool) -> None:
 async def _open(page: Page, url: str) -> None:
     begun = time.monotonic()
     await page.call("Page.navigate", url=url)
-    await page.until("document.documentElement?.dataset.ready === 'yes'", CALL_S)
+    await page.until("document.documentElement?.dataset.ready", CALL_S)
+    page.first_s = time.monotonic() - begun
+    await page.until("document.documentElement.dataset.ready === 'yes'", CALL_S)
     await page.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")  # painted
     page.load_s = time.monotonic() - begun
 
@@ -201,7 +216,7 @@ def browser() -> Iterator[Browser]:
     log = (profile / "stderr").open("wb")
     process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
-        yield Browser(_port(process, profile))
+        yield Browser(_port(process, profile), process.pid)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # its children are of its session

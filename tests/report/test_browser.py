@@ -241,6 +241,7 @@ def test_a_live_page_follows_the_run_and_stays_where_the_reader_is(
     chromium: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve, "_LEAST_S", 0.0)
+    monkeypatch.setattr(serve, "_PAUSE", 0)
     folder = make_run(tmp_path / "run", 12)
     (folder / "summary.json").unlink()
 
@@ -296,8 +297,29 @@ def evaluation(folder: Path, mean: float) -> Path:
     return folder
 
 
+def comparison() -> dict[str, Any]:
+    """comparison.json of the two."""
+    gain = {"difference": 0.2, "low": 0.1, "high": 0.3}
+    told = {"model": "final", "prompts": 50, "pass@1": gain, "reward": gain, "pass@k": {"1": gain, "8": gain}}
+    told |= {"solved": {"both": 5, "gained": 10, "lost": 1, "neither": 34}, "base_k": 4, "reading": "new solutions"}
+    models = {
+        name: {"pass@k": {str(k): {"mean": mean * k**0.5, "se": 0.01} for k in (1, 2, 4, 8)}}
+        for name, mean in (("base", 0.1), ("final", 0.3))
+    }
+    entry = {"title": "Sums", "out_of_distribution": False, "models": models, "differences": [told], "parts": {}}
+    whole = {"format": 1, "base": "base", "models": [], "bootstrap": {"level": 0.95}, "skipped": ["other"]}
+    return whole | {
+        "benchmarks": {"sums": entry},
+        "domains": {"math": {"differences": [told]}},
+        "out_of_distribution": None,
+    }
+
+
 def test_evaluations_are_tables_and_curves(chromium: Browser, tmp_path: Path) -> None:
     given = tuple(evaluation(tmp_path / name, mean) for name, mean in (("base", 0.1), ("final", 0.3)))
+    compared = tmp_path / "compared"
+    compared.mkdir()
+    (compared / "comparison.json").write_text(json.dumps(comparison()))
 
     async def look(page: Page) -> None:
         await page.until("document.querySelectorAll('#evaluation svg[role=img] .curve').length === 2")
@@ -305,6 +327,9 @@ def test_evaluations_are_tables_and_curves(chromium: Browser, tmp_path: Path) ->
         assert "30.0 ± 2.0" in shown
         assert "Not complete" in shown
         assert HOSTILE[0] in shown
+        assert "compared: against base" in shown
+        assert "+20.0 [+10.0, +30.0]" in shown
+        assert "new solutions" in shown
         await quiet(page)
 
-    chromium.visit(write(make_run(tmp_path / "run"), evaluations=given), look)
+    chromium.visit(write(make_run(tmp_path / "run"), evaluations=(*given, compared)), look)

@@ -130,9 +130,9 @@ def test_buckets_keep_every_spike_and_never_cross_a_stage(tmp_path: Path) -> Non
     grid = series.grid_of(curve, 100)
     assert grid.size == 16
     assert len(grid.buckets) <= 102
-    steps = grid.steps(curve)
-    assert steps["x1"][62] == 1002
-    assert steps["x0"][63] == 1003
+    drawn = grid.steps(curve)
+    assert drawn["x1"][62] == 1002
+    assert drawn["x0"][63] == 1003
     found = series.metric(curve, "grad", grid)
     assert found is not None
     assert max(found["hi"][:63]) == 500.0

@@ -102,6 +102,7 @@ def test_only_get_is_answered(server: Server, method: str) -> None:
 
 def test_data_is_that_of_now_and_sent_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "_LEAST_S", 0.0)
+    monkeypatch.setattr(serve, "_PAUSE", 0)
     folder = make_run(tmp_path / "run", 3)
     with served(folder) as server:
         _, _, headers = ask(server, "/data.json")

@@ -16,11 +16,12 @@ function ticks(low, high, count, whole = false) {
   return [found, step];
 }
 
-function tickText(value, step) {
+/** largest: of the axis, so that all its ticks are written alike. */
+function tickText(value, step, largest) {
   if (value === 0) return "0";
   const size = Math.abs(value);
-  if (size >= 1e6 || size < 1e-4) return value.toExponential(step / size < 0.1 ? 1 : 0).replace("e+", "e");
-  if (size >= 1e4) return `${Number((value / 1000).toFixed(1)).toLocaleString("en")}k`;
+  if (largest >= 1e6 || largest < 2e-3) return value.toExponential(Math.max(0, Math.ceil(Math.log10(size / step) - 1e-9))).replace("e+", "e").replace(/\.0+e/, "e");
+  if (largest >= 2e4) return `${Number((value / 1000).toFixed(2)).toLocaleString("en")}k`;
   return value.toFixed(Math.min(6, Math.max(0, Math.ceil(-Math.log10(step) - 1e-9))));
 }
 
@@ -70,7 +71,20 @@ class Chart {
   update(data) {
     this.data = data;
     this.buildLegend();
-    this.draw();
+    Chart.waiting.add(this);
+  }
+
+  /** Draws what waits for it, in the page's order, for so many milliseconds; true when all is drawn. */
+  static drawSome(milliseconds) {
+    for (const chart of Chart.waiting) chart.room = chart.box.clientWidth; // all are measured before any is changed
+    const end = performance.now() + milliseconds;
+    for (const chart of Chart.all) {
+      if (!Chart.waiting.has(chart)) continue;
+      if (performance.now() > end) return false;
+      Chart.waiting.delete(chart);
+      chart.draw();
+    }
+    return true;
   }
 
   get shown() {
@@ -119,7 +133,7 @@ class Chart {
       this.logButton.hidden = !this.logarithmic;
       return;
     }
-    this.width = Math.max(260, Math.round(this.box.clientWidth) || 400);
+    this.width = Math.max(260, Math.round(this.room || this.box.clientWidth) || 400);
     const frame = this.frame(shown);
     const picture = svg("svg", { viewBox: `0 0 ${this.width} ${HEIGHT}`, role: "img", tabindex: 0, "aria-label": this.words(shown) });
     picture.append(this.axes(frame), this.drawMarks(frame));
@@ -182,13 +196,13 @@ class Chart {
     for (const level of levels) {
       const value = frame.logarithmic ? 10 ** level : level;
       const y = frame.y(value);
-      const words = frame.logarithmic ? pretty(value, 2).replace("e+", "e") : tickText(value, step);
+      const words = frame.logarithmic ? pretty(value, 2).replace("e+", "e") : tickText(value, step, Math.max(...levels.map(Math.abs)));
       group.append(svg("line", { class: "gridline", x1: EDGE.left, x2: frame.right, y1: y, y2: y }), text(EDGE.left - 6, y + 4, words, "end"));
     }
     const [steps, every] = ticks(frame.x0, frame.x1, this.width / 75, true);
     for (const step of steps) {
       const x = frame.x(step);
-      group.append(svg("line", { class: "axis", x1: x, x2: x, y1: frame.bottom, y2: frame.bottom + 4 }), text(x, frame.bottom + 16, this.data.steps ? this.data.steps(step) : tickText(step, every), "middle"));
+      group.append(svg("line", { class: "axis", x1: x, x2: x, y1: frame.bottom, y2: frame.bottom + 4 }), text(x, frame.bottom + 16, this.data.steps ? this.data.steps(step) : tickText(step, every, frame.x1), "middle"));
     }
     group.append(svg("line", { class: "axis", x1: EDGE.left, x2: frame.right, y1: frame.bottom, y2: frame.bottom }));
     group.append(text((EDGE.left + frame.right) / 2, HEIGHT - 4, this.data.xName || "step", "middle"));
@@ -199,16 +213,20 @@ class Chart {
     const group = svg("g", { "aria-hidden": "true" });
     let free = -Infinity;
     const { marks } = this.data;
+    const lines = { stage: "", reset: "" };
+    let flags = "";
     for (const mark of marks) {
-      const x = frame.x(mark.x);
-      group.append(svg("line", { class: mark.kind, x1: x, x2: x, y1: EDGE.top, y2: frame.bottom }));
-      if (mark.kind === "reset") group.append(svg("path", { class: "flag", d: `M${x - 4} ${EDGE.top - 1}h8l-4 7z` }));
+      const x = Number(frame.x(mark.x).toFixed(1));
+      lines[mark.kind] += `M${x} ${EDGE.top}V${frame.bottom}`;
+      if (mark.kind === "reset") flags += `M${x - 4} ${EDGE.top - 1}h8l-4 7z`;
       else if (x >= free) {
         const words = legible(mark.text).slice(0, 14);
         group.append(svg("text", { x: x + 2, y: EDGE.top - 6 }, words));
         free = x + 8 + 6.6 * words.length;
       }
     }
+    for (const [kind, path] of Object.entries(lines)) if (path) group.append(svg("path", { class: kind, d: path }));
+    if (flags) group.append(svg("path", { class: "flag", d: flags }));
     return group;
   }
 
@@ -364,4 +382,5 @@ class Chart {
   }
 }
 Chart.all = [];
+Chart.waiting = new Set();
 Chart.smooth = "auto";

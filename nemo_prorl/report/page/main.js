@@ -7,7 +7,7 @@ class Report {
   constructor() {
     this.main = document.getElementById("main");
     this.run = document.getElementById("run");
-    this.run.addEventListener("change", () => this.show());
+    this.run.addEventListener("change", () => { this.show(); drawAll(); });
     const smooth = document.getElementById("smooth");
     options(smooth, [["auto", "crowded ones smoothed"], ["1", "as measured"], ["5", "mean of 5 points"], ["15", "mean of 15 points"]]);
     smooth.addEventListener("change", () => {
@@ -69,7 +69,7 @@ class Report {
   }
 
   buildAnyMetric() {
-    this.metric = el("select", { onchange: () => this.showMetric() });
+    this.metric = el("select", { onchange: () => { this.showMetric(); drawAll(); } });
     this.metricChart = new Chart({ id: "any", title: "Chosen metric", unit: "as in docs/formats.md", free: true });
     this.metricTable = el("details", {}, el("summary", {}, "Every metric: first, last, least, greatest"));
     this.metricTable.addEventListener("toggle", () => this.fillMetrics());
@@ -94,6 +94,7 @@ class Report {
     this.showComparison();
     this.showEvaluations();
     this.show();
+    drawAll();
     if (this.updatedBefore) window.scrollTo(x, y);
     this.updatedBefore = true;
   }
@@ -127,7 +128,7 @@ class Report {
   showFacts() {
     const many = this.data.curves.length > 1;
     const rows = this.data.curves.flatMap((curve) => curve.stages.map((stage) => [...(many ? [curve.name] : []), ...factsOf(stage)]));
-    const heads = [...(many ? ["run"] : []), "stage", "steps", "state", "held-out mean, before → after", numeric("prompts"), numeric("tokens generated"), numeric("time of steps"), "began", "from", "changes against the stage before"];
+    const heads = [...(many ? ["run"] : []), "stage", "steps", "state", "held-out mean, before → after", numeric("prompts"), numeric("tokens"), numeric("time of steps"), "began (UTC)", "from", "changes against the stage before"];
     const problems = this.data.curves.flatMap((curve) => curve.stages.flatMap((stage) => stage.problems.map((text) => `${many ? `${curve.name}, ` : ""}${stage.name}: ${text}`)));
     const nodes = [table("Run directories", heads, rows)];
     if (this.data.curves.every((curve) => curve.steps === 0)) nodes.push(el("p", {}, "No step is done yet."));
@@ -149,8 +150,15 @@ class Report {
     });
     const heads = ["run", ...["steps", "held-out mean", "raw reward", "entropy", "KL", "length", "keep rate", "time of steps"].map(numeric)];
     const nodes = [table("Last values", heads, rows)];
-    nodes.push(differences.length ? table("Settings that differ (of a chain: its first stage)", ["setting", ...curves.map((curve) => curve.name)], differences.map((row) => [{ text: row.key, head: true }, ...row.values])) : el("p", { class: "note" }, "The runs' settings do not differ, as far as their config.yaml tell."));
+    nodes.push(differences.length ? this.differing(curves, differences) : el("p", { class: "note" }, "The runs' settings do not differ, as far as their config.yaml tell."));
     this.comparison.replaceChildren(...nodes);
+  }
+
+  differing(curves, differences) {
+    const open = this.comparison.querySelector("details")?.open ?? differences.length <= 12;
+    const rows = differences.map((row) => [{ text: row.key, head: true }, ...row.values.map((text) => ({ text, wrap: text.length > 30 }))]);
+    return el("details", { open }, el("summary", {}, `${differences.length} settings differ (of a chain: of its first stage)`),
+      table("Settings that differ; absent: the run's version did not have it", ["setting", ...curves.map((curve) => curve.name)], rows));
   }
 
   showPhases() {
@@ -206,7 +214,7 @@ function factsOf(stage) {
   const state = stage.finished ? "finished" : stage.stopped ? "stopped" : stage.step ? "not finished" : "no step yet";
   const changes = Object.entries(stage.changes).map(([key, change]) => `${key}: ${change}`).join("\n");
   return [{ text: stage.name, head: true }, stage.max_steps ? `${stage.step} of ${stage.max_steps}` : stage.step, stage.starts > 1 ? `${state}, ${stage.starts} starts` : state, heldout, numeric(prompts ?? "–"),
-    numeric(stage.tokens ? stage.tokens.toLocaleString("en") : "–"), numeric(duration(stage.seconds)), clock(stage.began), stage.from || "–", { text: changes || "–", wrap: Boolean(changes) }];
+    numeric(stage.tokens ? stage.tokens.toLocaleString("en") : "–"), numeric(duration(stage.seconds)), clock(stage.began).replace(/:\d\d UTC/, ""), stage.from || "–", { text: changes || "–", wrap: Boolean(changes) }];
 }
 
 // --- new data ---------------------------------------------------------------------------------------------------------
@@ -253,15 +261,23 @@ class Live {
   }
 }
 
+/** Draws charts in pieces, so that the page answers meanwhile; marks when the first and when all are there. */
+function drawAll() {
+  const done = Chart.drawSome(document.documentElement.dataset.ready ? 20 : 60);
+  document.documentElement.dataset.ready = done ? "yes" : "first";
+  if (!done) setTimeout(drawAll);
+}
+
 const report = new Report();
 const first = JSON.parse(document.getElementById("data").textContent);
 report.update(first);
+window.addEventListener("beforeprint", () => Chart.drawSome(Infinity));
 if (first.live) new Live(report, first.live);
 
 let widthBefore = window.innerWidth;
 window.addEventListener("resize", () => {
   if (window.innerWidth === widthBefore) return;
   widthBefore = window.innerWidth;
-  for (const chart of Chart.all) chart.draw();
+  for (const chart of Chart.all) Chart.waiting.add(chart);
+  drawAll();
 });
-document.documentElement.dataset.ready = "yes";

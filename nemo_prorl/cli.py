@@ -108,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     from nemo_prorl.evaluation import cli as evaluation_cli
     from nemo_prorl.launcher import chain, doctor
     from nemo_prorl.recipe import control, replay
+    from nemo_prorl.report import cli as report_cli
     from nemo_prorl.rewards import reverify
 
     data_cli.add_parser(commands)
@@ -117,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     reverify.add_parser(commands)
     doctor.add_parser(commands)
     evaluation_cli.add_parser(commands)
+    report_cli.add_parser(commands)
     return parser
 
 

@@ -1,0 +1,103 @@
+"""How long the report of a 5,000-step run takes to write and to open in headless Chromium, and how large its file is.
+
+.venv/train/bin/python benchmarks/report.py RUN          RUN: a run directory or a chain's folder, of any length
+
+The long run is made of RUN's own metrics: its steps one after the other, again and again, numbered anew, each number
+changed by up to 1 %, and with its journal. Its sample browser shows RUN's own responses. Load time is from navigation
+until what is in view is drawn, and until all is drawn and painted; every load has a new page in the same browser.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from machine import describe
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from nemo_prorl.report import cli, read
+from tests.report.browser import Browser, Page, browser
+
+LOADS = 7
+
+
+def long_run(run: Path, folder: Path, steps: int) -> int:
+    """Writes a run directory of so many steps; returns how many metrics a step has at most."""
+    [curve] = read.read_curves([run])
+    lines = [line for stage in curve.runs for line in stage.metrics]
+    draw = random.Random(1)
+    folder.mkdir()
+    shutil.copy(curve.runs[-1].folder / "config.yaml", folder)
+    shutil.copytree(curve.runs[-1].folder / "rollouts", folder / "rollouts")
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            line = {key: changed(value, draw) for key, value in lines[(step - 1) % len(lines)].items()}
+            file.write(json.dumps(line | {"step": step}) + "\n")
+    with (folder / "journal.jsonl").open("w") as file:
+        for again in range(0, steps, len(lines)):
+            for stage, offset in zip(curve.runs, curve.offsets, strict=True):
+                for event in stage.events:
+                    step = again + offset + event["step"]
+                    if step <= steps and event["event"] != "resume":
+                        file.write(json.dumps(event | {"step": step}) + "\n")
+    return max(len(line) - 2 for line in lines)
+
+
+def changed(value: Any, draw: random.Random) -> Any:
+    return value * draw.uniform(0.99, 1.01) if isinstance(value, float) else value
+
+
+def loads(chromium: Browser, address: str, width: int) -> list[tuple[float, float, float]]:
+    """(in view, all drawn, CPU) seconds of each load; raises AssertionError if the page said or asked for anything."""
+
+    async def look(page: Page) -> tuple[float, float, float]:
+        assert page.errors == [], page.errors
+        assert len(page.requests) == 1, page.requests
+        return page.first_s, page.load_s, page.cpu_s
+
+    return [chromium.visit(address, look, width) for _ in range(LOADS)]
+
+
+def spread(seconds: Sequence[float]) -> str:
+    return f"{statistics.median(seconds):.2f} ({min(seconds):.2f}-{max(seconds):.2f})".rjust(18)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--steps", type=int, default=5000)
+    args = parser.parse_args()
+    lines = [describe()]
+    with tempfile.TemporaryDirectory(prefix="prorl-report-") as name:
+        folder = Path(name)
+        number = long_run(args.run, folder / "long", args.steps)
+        lines.append(f"{args.steps} steps of up to {number} metrics, each of {LOADS} loads in a new page\n")
+        lines.append(f"{'':28s} {'file':>8s} {'written, CPU':>14s} {'in view':>18s} {'all drawn':>18s} {'CPU':>18s}")
+        with browser() as chromium:
+            for what, run, width in (
+                (f"the run of {args.steps} steps", folder / "long", 1280),
+                ("the same, at 360 px", folder / "long", 360),
+                ("RUN itself", args.run, 1280),
+            ):
+                begun = time.process_time()
+                out = cli.write([run], [], cli.SAMPLES, folder / "report.html")
+                seconds = time.process_time() - begun
+                found = loads(chromium, out.as_uri(), width)
+                size = f"{out.stat().st_size / 1e6:.2f} MB"
+                cells = [spread(column) for column in zip(*found, strict=True)]
+                lines.append(f"{what:28s} {size:>8s} {seconds:12.2f} s {' '.join(cells)}")
+    lines.append("\nSeconds: median (least to most). CPU: of all of Chromium's processes until all is drawn.")
+    lines.append("No console message and no request but the file in any load.")
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""`prorl report RUN...`: writes the report, or serves it while a run goes on."""
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from nemo_prorl.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+SAMPLES = 400
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `report` to the main command line."""
+    text = "one HTML file that shows a run, a chain of stages, or several beside each other; needs no network"
+    parser = commands.add_parser("report", help=text, description=text)
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run directory, or a chain's folder")
+    where = "the file to write (report.html in the run directory; of several runs, in this folder)"
+    parser.add_argument("--out", metavar="FILE", type=Path, help=where)
+    parser.add_argument("--evaluation", metavar="DIR", nargs="+", type=Path, default=[], help="of prorl evaluate")
+    many = f"responses in the sample browser ({SAMPLES}; -1: all that fit)"
+    parser.add_argument("--samples", metavar="N", type=int, default=SAMPLES, help=many)
+    parser.add_argument(
+        "--serve", action="store_true", help="serve it on this machine instead, fresh while a run goes on"
+    )
+    parser.add_argument("--port", metavar="P", type=int, help="of --serve (8642; 0: any that is free)")
+    parser.set_defaults(run_command=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the file's path, or the address.  Raises ConfigError before anything is written or served."""
+    if args.samples < -1:
+        raise ConfigError(f"--samples {args.samples}: must be -1 (all), 0 (none) or more")
+    if args.serve:
+        if args.out is not None:
+            raise ConfigError("--out and --serve: one writes a file, the other serves the page; give one of them")
+        from nemo_prorl.report.serve import serve
+
+        return serve(args.runs, args.evaluation, args.samples, 8642 if args.port is None else args.port)
+    if args.port is not None:
+        raise ConfigError(f"--port {args.port}: only with --serve")
+    out = write(args.runs, args.evaluation, args.samples, args.out)
+    sys.stdout.write(f"{out}\n")
+    return 0
+
+
+def write(runs: list[Path], evaluations: list[Path], samples: int, out: Path | None) -> Path:
+    """Writes the page as a whole file, and returns its path."""
+    from nemo_prorl.report.data import page_data
+    from nemo_prorl.report.page import page
+
+    data = page_data(runs, evaluations, samples)
+    if out is None:
+        out = (runs[0] if len(runs) == 1 else Path()) / "report.html"
+    if out.is_dir():
+        raise ConfigError(f"--out {out}: is a folder; name the file to write, such as {out / 'report.html'}")
+    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(page(data, title_of(data)), encoding="utf-8")
+        os.replace(temporary, out)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError):
+            raise ConfigError(
+                f"--out {out}: cannot be written: {error.strerror}; give a path in a folder of yours"
+            ) from error
+        raise
+    size = out.stat().st_size
+    _log.info("%s: %.1f MB", out, size / 1e6)
+    return out
+
+
+def title_of(data: dict[str, Any]) -> str:
+    """The page's title: what it shows."""
+    names = [curve["name"] for curve in data["curves"]]
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"ProRL report: {shown}"

@@ -1,0 +1,49 @@
+"""Everything that the page shows, as one JSON value.  The page itself holds no number that is not in it."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from nemo_prorl.report import evaluation, samples, series, tables
+from nemo_prorl.report.read import Curve, read_curves
+
+POINTS = 256  # of a curve on the page; with many runs fewer, so that the file stays small
+_ALL_POINTS = 1024
+
+
+def page_data(folders: list[Path], evaluations: list[Path], limit: int) -> dict[str, Any]:
+    """Reads run directories and evaluations; raises ConfigError where one is none.
+
+    limit: responses in the sample browser, shared by the runs; -1 is all, as far as a page can hold them.
+    """
+    curves = read_curves(folders)
+    tables_of_evaluation = [evaluation.read(folder) for folder in evaluations]
+    points = max(80, min(POINTS, _ALL_POINTS // len(curves)))
+    share = limit if limit <= 0 else max(1, limit // len(curves))
+    return {
+        "format": 1,
+        "made": time.time(),
+        "curves": [_curve(curve, points, share) for curve in curves],
+        "differences": tables.differences(curves) if len(curves) > 1 else [],
+        "evaluations": tables_of_evaluation,
+    }
+
+
+def _curve(curve: Curve, points: int, limit: int) -> dict[str, Any]:
+    grid = series.grid_of(curve, points)
+    found = {key: series.metric(curve, key, grid) for key in series.keys_of(curve)}
+    shown = samples.samples(curve, limit)  # before the tables: what it cannot read is told there
+    return {
+        "name": curve.name,
+        "chain": curve.is_chain,
+        "steps": sum(run.last_step for run in curve.runs),
+        "bucket": grid.size,
+        **grid.steps(curve),
+        "metrics": {key: value for key, value in found.items() if value is not None},
+        "validations": series.validations(curve, points),
+        "marks": series.marks(curve),
+        "stages": tables.stage_rows(curve),
+        "phases": tables.phases(curve),
+        "events": tables.events(curve),
+        "samples": shown,
+    }

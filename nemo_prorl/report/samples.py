@@ -1,0 +1,174 @@
+"""Which stored responses the page shows: spread over steps and tasks, the best and the worst of a group among them."""
+
+import functools
+import json
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from nemo_prorl.report.read import Curve, Run, number
+
+PER_GROUP = 4
+_FILE_BYTES = 64 * 2**20  # of a step's file at most
+_TEXT = 6000  # characters of a prompt or response; the middle of a longer one is left out
+_TRUTH = 1000
+_PAGE_TEXT = 3_000_000  # characters of all responses and prompts of a page
+
+
+def samples(curve: Curve, limit: int) -> dict[str, Any]:
+    """`groups` (prompt, truth, scores of all its responses) and `items` (responses), at most `limit` of them.
+
+    `limit` -1 is all, as far as a page can hold them.  `stored` and `read` are numbers of steps, `left_out` responses
+    of the steps that were read.
+    """
+    steps = [(stage, step) for stage, run in enumerate(curve.runs) for step in run.rollouts]
+    chosen = steps if limit < 0 else _spread(steps, max(1, limit // (2 * PER_GROUP)) if limit else 0)
+    per_step = None if limit < 0 else max(1, limit // max(1, len(chosen)))
+    groups: list[dict[str, Any]] = []
+    items: list[dict[str, Any]] = []
+    seen, room = 0, _PAGE_TEXT
+    for stage, step in chosen:
+        run, offset = curve.runs[stage], curve.offsets[stage]
+        found, number_of_responses = _of_step(run, step, per_step)
+        seen += number_of_responses
+        for group in found:
+            size = sum(len(item["response"]) for item in group["items"]) + len(group["prompt"]) + len(group["truth"])
+            if size > room:
+                continue
+            room -= size
+            items += [{"g": len(groups), **shaping(run, item)} for item in group["items"]]
+            shown = {key: value for key, value in group.items() if key != "items"}
+            groups.append({"stage": run.name, "own_step": step, "step": offset + step, **shown})
+    left_out = seen - len(items)
+    return {"groups": groups, "items": items, "stored": len(steps), "read": len(chosen), "left_out": left_out}
+
+
+def _spread(steps: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
+    """`count` of them at equal distances, the first and the last always."""
+    if len(steps) <= count:
+        return steps
+    if count <= 1:
+        return steps[-1:] if count else []
+    return [steps[round(index * (len(steps) - 1) / (count - 1))] for index in range(count)]
+
+
+def _of_step(run: Run, step: int, limit: int | None) -> tuple[list[dict[str, Any]], int]:
+    path = run.rollouts[step]
+    try:
+        state = path.stat()
+        return _read(path, state.st_mtime_ns, state.st_size, limit)
+    except OSError as error:
+        run.problems.append(f"rollouts/{path.name}: cannot be read: {error.strerror}")
+        return [], 0
+
+
+@functools.lru_cache(maxsize=256)  # a live report asks for the same files again and again
+def _read(path: Path, _changed: int, _size: int, limit: int | None) -> tuple[list[dict[str, Any]], int]:
+    """Groups of a step's file with the responses to show, and how many responses it holds."""
+    stored = [_group(list(lines)) for _, lines in groupby(_requests(path), key=lambda line: str(line.get("id")))]
+    count = sum(group["n"] for group in stored)
+    by_task = {task: [g for g in stored if g["task"] == task] for task in dict.fromkeys(g["task"] for g in stored)}
+    kept: list[dict[str, Any]] = []
+    room = count if limit is None else limit
+    while room > 0 and any(by_task.values()):
+        for waiting in by_task.values():  # a group of each task in turn
+            if waiting and room > 0:
+                group = waiting.pop(0)
+                if limit is not None:
+                    group["items"] = _telling(group["items"], min(PER_GROUP, room))
+                room -= len(group["items"])
+                kept.append(group)
+    return kept, count
+
+
+def _requests(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open("rb") as file:
+        data = file.read(_FILE_BYTES)
+    for text in data.split(b"\n"):
+        try:
+            line = json.loads(text.decode(errors="replace"))
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(line, dict) and isinstance(line.get("response"), str):
+            yield line
+
+
+def _group(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    items = [_item(line) for line in lines]
+    scores = [item["score"] for item in items if item["score"] is not None]
+    first = lines[0]
+    truth = first.get("truth")
+    return {
+        "id": cut(str(first.get("id", "?")), 200),
+        "task": cut(str(first.get("task", "?")), 100),
+        "source": cut(str(first.get("source") or ""), 100),
+        "prompt": cut(_prompt(first.get("prompt")), _TEXT),
+        "truth": "" if truth is None else cut(json.dumps(truth, ensure_ascii=False), _TRUTH),
+        "n": len(lines),
+        "mean": sum(scores) / len(scores) if scores else None,
+        "items": items,
+    }
+
+
+def _prompt(prompt: Any) -> str:
+    """A prompt as text; of a list of messages each with its role."""
+    if isinstance(prompt, list):
+        messages = [m for m in prompt if isinstance(m, dict)]
+        return "\n\n".join(f"[{m.get('role', '?')}]\n{m.get('content', '')}" for m in messages)
+    return prompt if isinstance(prompt, str) else ""
+
+
+def _item(line: dict[str, Any]) -> dict[str, Any]:
+    verdict = line.get("verdict")
+    verdict = verdict if isinstance(verdict, dict) else {}
+    parts = verdict.get("parts")
+    correct = verdict.get("correct")
+    return {
+        "response": cut(line["response"], _TEXT),
+        "characters": len(line["response"]),
+        "finished": line["finished"] if isinstance(line.get("finished"), bool) else None,
+        "score": number(verdict.get("score")),
+        "correct": correct if isinstance(correct, bool) else None,
+        "failure": str(verdict["failure"])[:100] if verdict.get("failure") else None,
+        "detail": str(verdict.get("detail") or "")[:500],
+        "parts": cut(json.dumps(parts, ensure_ascii=False), _TRUTH) if parts else "",
+        "version": number(line.get("version")),
+    }
+
+
+def _telling(items: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """The best, the worst, one that was cut off, one without a verdict, then the others; in the file's order."""
+    judged = [index for index, item in enumerate(items) if item["score"] is not None]
+    wanted = (
+        [max(judged, key=lambda i: items[i]["score"]), min(judged, key=lambda i: items[i]["score"])] if judged else []
+    )
+    wanted += [index for index, item in enumerate(items) if item["finished"] is False][:1]
+    wanted += [index for index, item in enumerate(items) if item["score"] is None][:1]
+    chosen = list(dict.fromkeys([*wanted, *range(len(items))]))[:count]
+    return [items[index] for index in sorted(chosen)]
+
+
+def shaping(run: Run, item: dict[str, Any]) -> dict[str, Any]:
+    """The response with `shaped`, the reward that training saw, and `shaping`, why it differs from the score.
+
+    Only what the file and the configuration tell: shapings by length need token counts, which are not stored.
+    """
+    settings = run.setting("trainer.grpo.shaping") or {}
+    by_length = [name for name, on in (("overlong", "overlong_tokens"), ("cosine", "cosine")) if settings.get(on)]
+    penalty = number(run.setting("trainer.grpo.unfinished_penalty"))
+    if item["score"] is None or penalty is None:
+        return {**item, "shaped": None, "shaping": "no verdict" if item["score"] is None else "settings unknown"}
+    if by_length:
+        return {**item, "shaped": None, "shaping": f"{' and '.join(by_length)}: by token length, which is not stored"}
+    if penalty and item["finished"] is False:
+        return {**item, "shaped": item["score"] - penalty, "shaping": f"unfinished: -{penalty:g}"}
+    return {**item, "shaped": item["score"], "shaping": "none"}
+
+
+def cut(text: str, length: int) -> str:
+    """A long text without its middle, which says how much is missing."""
+    if len(text) <= length:
+        return text
+    half = length // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters left out ...]\n{text[-half:]}"

@@ -1,0 +1,176 @@
+"""From metrics lines to what a page draws: at most so many points a curve, and then the range that each stands for.
+
+A long run has more steps than a screen has pixels.  Steps are put together in buckets of equal size, never across
+stages; a bucket keeps its mean, its minimum and its maximum, so that no spike is lost, and the page says so.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from nemo_prorl.report.read import Curve, number
+
+Series = dict[str, list[float | None]]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Buckets of steps that all metrics of a curve share: (stage, first row, behind the last row)."""
+
+    buckets: tuple[tuple[int, int, int], ...]
+    size: int  # steps in a bucket, at most
+
+    def steps(self, curve: Curve) -> dict[str, list[float]]:
+        """`x`: the middle of each bucket, counted over all stages; `x0`, `x1`: its first and last step."""
+        first, last = [], []
+        for stage, begin, end in self.buckets:
+            rows, offset = curve.runs[stage].metrics, curve.offsets[stage]
+            first.append(offset + rows[begin]["step"])
+            last.append(offset + rows[end - 1]["step"])
+        if self.size == 1:
+            return {"x": first}
+        return {"x": [(a + b) / 2 for a, b in zip(first, last, strict=True)], "x0": first, "x1": last}
+
+
+def grid_of(curve: Curve, points: int) -> Grid:
+    """About `points` buckets, each of steps of one stage."""
+    total = sum(len(run.metrics) for run in curve.runs)
+    size = max(1, -(-total // points))
+    buckets = [
+        (stage, begin, min(begin + size, len(run.metrics)))
+        for stage, run in enumerate(curve.runs)
+        for begin in range(0, len(run.metrics), size)
+    ]
+    return Grid(tuple(buckets), size)
+
+
+def keys_of(curve: Curve) -> list[str]:
+    """All metrics that stand in some step."""
+    found: set[str] = set()
+    for run in curve.runs:
+        for line in run.metrics:
+            found |= line.keys()
+    return sorted(found - {"step", "stage"})
+
+
+def metric(curve: Curve, key: str, grid: Grid) -> dict[str, Any] | None:
+    """A metric's points and what they come to, exactly, over all steps; None where no step has a number.
+
+    `m`: means of the grid's buckets, null where a bucket has none; `lo`, `hi`: their range, where buckets are of
+    several steps.  A metric of few steps, such as a validation, has its own exact steps `x` instead of the grid's.
+    """
+    values = [_column(run.metrics, key) for run in curve.runs]
+    points = [
+        (offset + line["step"], value)
+        for run, offset, column in zip(curve.runs, curve.offsets, values, strict=True)
+        for line, value in zip(run.metrics, column, strict=True)
+        if value is not None
+    ]
+    lost = sum(key in line for run in curve.runs for line in run.metrics) - len(points)
+    if not points:
+        return {"m": [], "x": [], "stats": {"count": 0, "lost": lost}} if lost else None
+    stats = _stats(points) | {"lost": lost}
+    if len(points) <= len(grid.buckets) // 2 or (grid.size > 1 and len(points) <= len(grid.buckets)):
+        return {"x": [x for x, _ in points], "m": rounded(y for _, y in points), "stats": stats}
+    cells = [[v for v in values[stage][begin:end] if v is not None] for stage, begin, end in grid.buckets]
+    series: dict[str, Any] = {"m": rounded(sum(c) / len(c) if c else None for c in cells), "stats": stats}
+    if grid.size > 1:
+        series["lo"] = rounded(min(c, default=None) for c in cells)
+        series["hi"] = rounded(max(c, default=None) for c in cells)
+    return series
+
+
+def _column(lines: list[dict[str, Any]], key: str) -> list[float | None]:
+    """A metric's finite numbers, None elsewhere; a long run has half a million of them."""
+    found = []
+    for line in lines:
+        value = line.get(key)
+        found.append(value if value.__class__ is float and isfinite(value) else number(value))
+    return found
+
+
+def _stats(points: list[tuple[int, float]]) -> dict[str, Any]:
+    """Of all steps: first, last, least, most (with its step), mean and count."""
+    numbers = [value for _, value in points]
+    low, high = min(numbers), max(numbers)
+    mean = sum(numbers) / len(numbers)
+    named = {"first": numbers[0], "last": numbers[-1], "min": low, "max": high, "mean": mean}
+    at = {"min_step": points[numbers.index(low)][0], "max_step": points[numbers.index(high)][0]}
+    at |= {"first_step": points[0][0], "last_step": points[-1][0]}
+    return {key: rounded([value])[0] for key, value in named.items()} | at | {"count": len(points)}
+
+
+def rounded(values: Iterable[float | None]) -> list[float | None]:
+    """To five digits: more than any screen shows."""
+    return [None if value is None else float(f"{value:.5g}") for value in values]
+
+
+def validations(curve: Curve, points: int) -> dict[str, dict[str, Any]]:
+    """Validation by name: steps `x`, means `m` and, where the journal tells standard errors, `lo` and `hi` one apart.
+
+    From the journal, which has the one before the first step, too; from the metrics where it has none.  What a resume
+    threw away is not in it.  Beyond `points` every so many are left out; `left_out` says how many.
+    """
+    found: dict[str, dict[float, tuple[float, float | None]]] = {}
+    keys = [key for key in keys_of(curve) if key.startswith("validation/")]
+    for run, offset in zip(curve.runs, curve.offsets, strict=True):
+        own: dict[str, dict[int, tuple[float, float | None]]] = {}
+        for key in keys:
+            for line in run.metrics:
+                if (mean := number(line.get(key))) is not None:
+                    own.setdefault(key.removeprefix("validation/"), {})[line["step"]] = (mean, None)
+        for step, name, mean, error in _judged(run.events):
+            own.setdefault(name, {})[step] = (mean, error)
+        for name, by_step in own.items():
+            found.setdefault(name, {}).update({offset + step: point for step, point in by_step.items()})
+    return {name: _validation(sorted(by_step.items()), points) for name, by_step in sorted(found.items())}
+
+
+def _judged(events: list[dict[str, Any]]) -> list[tuple[int, str, float, float | None]]:
+    """(step, name, mean, standard error) of each validation that still counts."""
+    found: list[tuple[int, str, float, float | None]] = []
+    for event in events:
+        step = event.get("step")
+        if not isinstance(step, int):
+            continue
+        if event["event"] == "resume":
+            found = [point for point in found if point[0] <= step]
+        elif event["event"] == "validation":
+            tasks = event.get("tasks")
+            scores = {**(tasks if isinstance(tasks, dict) else {}), "all": event.get("all")}
+            for name, score in scores.items():
+                if isinstance(score, dict) and (mean := number(score.get("mean"))) is not None:
+                    found.append((step, name, mean, number(score.get("se"))))
+    return found
+
+
+def _validation(judged: list[tuple[float, tuple[float, float | None]]], points: int) -> dict[str, Any]:
+    every = max(1, -(-len(judged) // points))
+    kept = [point for index, point in enumerate(reversed(judged)) if index % every == 0][::-1]  # the last one always
+    series: dict[str, Any] = {"x": [x for x, _ in kept], "m": rounded(m for _, (m, _) in kept)}
+    if any(error is not None for _, (_, error) in kept):
+        series["lo"] = rounded(m - e if e is not None else None for _, (m, e) in kept)
+        series["hi"] = rounded(m + e if e is not None else None for _, (m, e) in kept)
+    if every > 1:
+        series["left_out"] = len(judged) - len(kept)
+    return series
+
+
+def marks(curve: Curve) -> list[dict[str, Any]]:
+    """Where stages begin and hard resets were committed, between two steps: `x`, `kind`, `text`."""
+    found = []
+    for run, offset in zip(curve.runs, curve.offsets, strict=True):
+        if curve.is_chain:
+            found.append({"x": offset + 0.5, "kind": "stage", "text": run.name})
+        resets: dict[int, str] = {}
+        for event in run.events:
+            step = event.get("step")
+            if not isinstance(step, int):
+                continue
+            if event["event"] == "resume":
+                resets = {at: why for at, why in resets.items() if at <= step}
+            elif event["event"] == "reset_commit":
+                resets[step] = str(event.get("reason", ""))[:200]
+        found += [{"x": offset + at + 0.5, "kind": "reset", "text": why} for at, why in sorted(resets.items())]
+    return found

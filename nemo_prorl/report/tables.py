@@ -1,0 +1,166 @@
+"""The report's tables: what each run is, what happened to it, where its time went, what differs from another."""
+
+import json
+import re
+from typing import Any
+
+from nemo_prorl.report.read import Curve, Run, number
+from nemo_prorl.report.series import keys_of, rounded
+
+_EVENTS = 1000  # on the page; the newest, and of the alarms and resets as many as fit first
+_TEXT = 1000
+# What names places and people, not the run; data is compared as a whole.
+_PLACES = ("run_dir", "stage", "on_event", "exp_manager", "chain", "pretrained_checkpoint", "rollout.python")
+
+
+def stage_rows(curve: Curve) -> list[dict[str, Any]]:
+    """What each run directory of a curve is and came to."""
+    return [
+        _row(run, offset, _changes(curve.runs[k - 1], run) if k else {})
+        for k, (run, offset) in enumerate(zip(curve.runs, curve.offsets, strict=True))
+    ]
+
+
+def _row(run: Run, offset: int, changes: dict[str, str]) -> dict[str, Any]:
+    heldout = run.summary.get("heldout")
+    heldout = heldout if isinstance(heldout, dict) else {}
+    starts = [event for event in run.events if event["event"] in ("start", "resume")]
+    origin = next((str(e["start_from"]) for e in starts if e.get("start_from")), None)
+    times = [t for event in run.events if (t := number(event.get("time"))) is not None]
+    time = run.summary.get("time")
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "offset": offset,
+        "step": run.last_step,
+        "max_steps": number(run.setting("trainer.grpo.max_steps")),
+        "finished": run.summary.get("finished") is True,
+        "stopped": bool(run.events) and run.events[-1]["event"] == "stop",
+        "seed": number(run.setting("seed")),
+        "starts": len(starts),
+        "from": _origin(origin) if origin else None,
+        "began": min(times, default=None),
+        "last": max(times, default=None),
+        "seconds": sum(number(line.get("time/step")) or 0.0 for line in run.metrics),
+        "tokens": sum(number(line.get("rollout/generated_tokens")) or 0.0 for line in run.metrics),
+        "tokens_per_s": number(time.get("tokens_per_s")) if isinstance(time, dict) else None,
+        "heldout": {key: number(heldout.get(key)) for key in ("before", "after", "before_se", "after_se", "prompts")},
+        "changes": changes,
+        "problems": run.problems,
+    }
+
+
+def _origin(checkpoint: str) -> str:
+    """`run1, step 20` of .../run1/checkpoints/step-000020; other places by their end."""
+    if match := re.fullmatch(r"(?:.*/)?([^/]+)/checkpoints/step-(\d{1,15})/?", checkpoint):
+        return f"{match[1]}, step {int(match[2])}"
+    return "/".join(checkpoint.split("/")[-3:])
+
+
+def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted keys with their values as text; lists as a whole, without what names places."""
+    found: dict[str, str] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if name in _PLACES:
+            continue
+        if isinstance(value, dict):
+            found.update(_flat(value, f"{name}."))
+        elif name in ("data.train", "data.validation") and isinstance(value, list):
+            sources = [str(source.get("name")) for source in value if isinstance(source, dict)]
+            found[name] = f"{', '.join(sources)}" if sources else "nothing"
+        else:
+            found[name] = value if isinstance(value, str) else json.dumps(value, default=str)
+    return found
+
+
+def _changes(before: Run, after: Run) -> dict[str, str]:
+    """Settings of `after` that are not those of `before`."""
+    if not before.config or not after.config:
+        return {}
+    old, new = _flat(before.config), _flat(after.config)
+    keys = [key for key in new if old.get(key) != new[key]]
+    return {key: f"{_short(old.get(key))} → {_short(new[key])}" for key in keys[:40]}
+
+
+def _short(text: str | None) -> str:
+    if text is None:
+        return "absent"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def differences(curves: list[Curve]) -> list[dict[str, Any]]:
+    """Settings in which the first runs of the curves differ: `key`, and a value for each curve."""
+    flat = [_flat(curve.runs[0].config) for curve in curves]
+    keys = [key for key in sorted({key for one in flat for key in one}) if len({one.get(key) for one in flat}) > 1]
+    keys.sort(key=lambda key: any(key not in one for one in flat))  # what an older version did not have comes last
+    return [{"key": key, "values": [_short(one.get(key)) for one in flat]} for key in keys[:200]]
+
+
+def phases(curve: Curve) -> dict[str, Any]:
+    """Seconds of all steps by phase; checkpoints, which are in no step, from the summaries."""
+    seconds: dict[str, float] = {}
+    keys = [key for key in keys_of(curve) if key.startswith("time/") and key.count("/") == 1 and key != "time/step"]
+    for run in curve.runs:
+        for key in keys:
+            seconds[key] = seconds.get(key, 0.0) + sum(number(line.get(key)) or 0.0 for line in run.metrics)
+        time = run.summary.get("time")
+        phase = time.get("phase_s") if isinstance(time, dict) else None
+        if isinstance(phase, dict) and (checkpoint := number(phase.get("checkpoint"))):
+            seconds["checkpoint"] = seconds.get("checkpoint", 0.0) + checkpoint
+    ordered = sorted(seconds.items(), key=lambda item: -item[1])
+    return {"names": [name.removeprefix("time/") for name, _ in ordered], "seconds": rounded(s for _, s in ordered)}
+
+
+def events(curve: Curve) -> dict[str, Any]:
+    """Journal and launches in order of time; `left_out` says how many the page has no room for."""
+    rows = []
+    for run, offset in zip(curve.runs, curve.offsets, strict=True):
+        rows += [_event(run, offset, event) for event in run.events]
+        rows += [_launch(run, launch) for launch in run.launches if launch.get("event") in ("begin", "end")]
+    rows.sort(key=lambda row: row["time"] or 0.0)  # stable: what has no time comes first
+    telling = [row for row in rows if row["event"] in ("alarm", "reset_commit", "failure")][-_EVENTS // 2 :]
+    wanted = {id(row) for row in telling}
+    others = [row for row in rows if id(row) not in wanted]
+    wanted |= {id(row) for row in others[-(_EVENTS - len(telling)) :]}
+    kept = [row for row in rows if id(row) in wanted]
+    return {"rows": kept, "left_out": len(rows) - len(kept), "alarms": sum(r["event"] == "alarm" for r in rows)}
+
+
+def _event(run: Run, offset: int, event: dict[str, Any]) -> dict[str, Any]:
+    step = event.get("step")
+    known = {"event", "step", "time"}
+    if event["event"] == "validation":
+        whole = event.get("all")
+        mean = number(whole.get("mean")) if isinstance(whole, dict) else None
+        error = number(whole.get("se")) if isinstance(whole, dict) else None
+        what = f"held-out mean {mean:.4f}" if mean is not None else "no mean"
+        what += f" ± {error:.4f}" if error is not None else ""
+    else:
+        rest = {key: value for key, value in event.items() if key not in known and not key.endswith("sha256")}
+        what = "; ".join(f"{key}: {v if isinstance(v, str) else json.dumps(v)}" for key, v in rest.items())
+        if set(rest) <= {"what", "reason"}:
+            what = "; ".join(map(str, rest.values()))
+    own = step if isinstance(step, int) and not isinstance(step, bool) else None
+    return {
+        "stage": run.name,
+        "step": None if own is None else offset + own,
+        "own_step": own,
+        "time": number(event.get("time")),
+        "event": event["event"][:40],
+        "what": what[:_TEXT],
+    }
+
+
+def _launch(run: Run, launch: dict[str, Any]) -> dict[str, Any]:
+    """A start of the run by a Slurm job, or its end."""
+    if launch["event"] == "begin":
+        nodes = launch.get("nodes")
+        what = f"job {launch.get('job')}, attempt {launch.get('attempt')}"
+        what += f", on {', '.join(map(str, nodes))}" if isinstance(nodes, list) else ""
+    else:
+        what = f"{launch.get('what') or 'ended'}; code {launch.get('code')}, next: {launch.get('next')}"
+    failed = launch["event"] == "end" and launch.get("code") not in (0, 75)
+    kind = "failure" if failed else f"launch {launch['event']}"
+    common = {"stage": run.name, "step": None, "own_step": None, "time": number(launch.get("time"))}
+    return {**common, "event": kind, "what": what[:_TEXT]}

@@ -1,0 +1,105 @@
+"""Run directories as a run leaves them, made quickly and as odd as a test wants."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+TASKS = ("code", "math")
+HOSTILE = (
+    "</script><script>window.broken = 1</script>",
+    "<!--<script>",
+    '<img src=x onerror="window.broken = 2">',
+    "]]>\u2028\u2029\u0000\u001b[31m\u202eevil\u2066\ud800\ufeff",
+    "\"'`${window.broken = 3}{{data}}&lt;b&gt;",
+)
+
+
+def metrics_line(step: int, **changed: Any) -> dict[str, Any]:
+    """A step with the keys that the report's panels look at."""
+    wave = math.sin(step / 7)
+    line: dict[str, Any] = {"step": step, "stage": "none", "kl": 0.001 * (step - 1), "entropy": 2.0 - 0.01 * step}
+    for task in (*TASKS, "all"):
+        line |= {f"reward/{task}": 0.4 + 0.1 * wave, f"keep_rate/{task}": 0.6, f"solved/{task}": 0.1}
+        line |= {f"unsolved/{task}": 0.3, f"tied/{task}": 0.0}
+    line |= {"reward/shaped": 0.5, "rollout/response_tokens": 100.0 + step, "rollout/truncated": 0.01}
+    line |= {"rollout/generated_tokens": 5000.0, "policy/grad_norm": 1.0, "policy/max_grad_norm": 2.0 + wave}
+    line |= {"engine_gap/mean_abs": 1e-3, "time/rollout": 3.0, "time/updates": 1.0, "time/step": 4.0}
+    if step % 5 == 0:
+        line |= {"validation/all": 0.3, "time/validate": 2.0}
+    return line | changed
+
+
+def write_lines(path: Path, lines: Sequence[Any]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def make_run(folder: Path, steps: int = 12, config: dict[str, Any] | None = None, **changed: Any) -> Path:
+    """A run of so many steps with a hard reset after step 6, an alarm and stored responses; `changed` in every line."""
+    folder.mkdir(parents=True)
+    grpo = {"max_steps": steps, "unfinished_penalty": 0.5, "shaping": {"overlong_tokens": 0, "cosine": False}}
+    whole: dict[str, Any] = {"run_dir": str(folder), "stage": "none", "seed": 1, "trainer": {"grpo": grpo}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(whole | (config or {})))
+    write_lines(folder / "metrics.jsonl", [metrics_line(step, **changed) for step in range(1, steps + 1)])
+    write_lines(folder / "journal.jsonl", journal(steps))
+    (folder / "summary.json").write_text(json.dumps({"finished": True, "step": steps, "time": {"tokens_per_s": 10.0}}))
+    (folder / "rollouts").mkdir()
+    for step in range(1, min(steps, 12) + 1):
+        write_lines(folder / "rollouts" / f"step-{step}.jsonl", rollouts(step))
+    return folder
+
+
+def journal(steps: int) -> list[dict[str, Any]]:
+    mean = {"mean": 0.25, "se": 0.02, "prompts": 64}
+    events: list[dict[str, Any]] = [
+        {"event": "start", "step": 0, "stage": "none", "version": "0.1.0"},
+        {"event": "validation", "step": 0, "all": mean, "tasks": {"sums": mean, "words": mean}},
+    ]
+    if steps >= 6:
+        events += [
+            {"event": "reset_intent", "step": 6, "reason": "at_steps"},
+            {"event": "reset_commit", "step": 6, "reason": "at_steps", "reference_sha256": "0" * 64},
+            {"event": "alarm", "step": 6, "what": "engine gap 0.2 is beyond 0.05"},
+        ]
+    return [event | {"time": 1.75e9 + number} for number, event in enumerate(events)]
+
+
+def rollouts(step: int, responses: int = 4) -> list[dict[str, Any]]:
+    """A group of each task; the last response was cut off, the first is right."""
+    lines = []
+    for task in TASKS:
+        for number in range(responses):
+            score = 1.0 if number == 0 else 0.25 * (number % 2)
+            lines.append(
+                {
+                    "id": f"{task}-{step}",
+                    "task": task,
+                    "prompt": f"{task} prompt of step {step}",
+                    "truth": {"answer": "7"},
+                    "response": f"response {number} of step {step}",
+                    "finished": number < responses - 1,
+                    "verdict": {"score": score, "correct": score == 1.0, "parts": {}, "detail": "ok", "failure": None},
+                    "version": step - 1,
+                }
+            )
+    return lines
+
+
+def make_hostile(folder: Path) -> Path:
+    """A run in which every text that a page shows tries to break out of it."""
+    text = "".join(HOSTILE)
+    make_run(folder, 7, {"stage": text, "note": text}, **{f"reward/{HOSTILE[0]}": 0.5, HOSTILE[2]: 1.0})
+    with (folder / "journal.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "alarm", "step": 7, "time": 1.75e9, "what": text}) + "\n")
+        file.write(json.dumps({"event": HOSTILE[0], "step": 7, "time": 1.75e9, text: text}) + "\n")
+        file.write(f"not JSON {HOSTILE[0]}\n{{}}\n")
+    lines = rollouts(7)
+    for line in lines:
+        verdict = line["verdict"] | {"detail": text, "failure": None, "parts": {text: 1.0}}
+        line |= {"id": text, "task": HOSTILE[0], "prompt": text, "response": text, "truth": {text: text}}
+        line |= {"source": text, "verdict": verdict}
+    write_lines(folder / "rollouts" / "step-7.jsonl", lines)
+    return folder

@@ -205,7 +205,7 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["cluster=h100_4x8"], ["pretrained_checkpoint.restore_from_path must be given"]),
     (["data.train=[]"], ["data.train=[]", "nothing to train on"]),
     (["data.train=[{name: x, path: gone.jsonl}]"], ["data.train.0.path=gone.jsonl", "no such file"]),
-    (["data.max_prompt_tokens=64"], ["data.max_prompt_tokens=64", "leave room for a response in context_tokens=64"]),
+    (["trainer.grpo.context_tokens=64", "data.max_prompt_tokens=64"], ["data.max_prompt_tokens=64", "leave room"]),
     (["data.retire_after=0"], ["data.retire_after=0", "at least 1"]),
     (["data.train=[{name: x}]"], ["data.train.0 (x)", "path and generator are both null"]),
     (["data.train=[{name: x, generator: arithmetic}]"], ["data.train.0.size", "number of records"]),

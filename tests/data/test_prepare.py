@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import json
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -202,6 +203,14 @@ def test_instructions_of_both_forms() -> None:
         assert draft(instructions.ifeval(row(input=said, args=given))).truth == truth
 
 
+def test_instructions_of_a_talk_are_left_out() -> None:
+    said = [{"role": "user", "content": "Write."}] * 2
+    made = instructions.ifeval(row(input=said, args={"instruction_id_list": ["a:b"], "instruction_kwargs": [{}]}))
+    assert getattr(made, "reason", "") == "several messages"
+    with pytest.raises(DataError, match="field 'prompt' is 3; it must be a string, or a list of one message"):
+        instructions.ifeval(row(prompt=3))
+
+
 def test_puzzles_of_a_file() -> None:
     made = draft(puzzles.entry(row(question="2 + 3 =", answer="5", metadata={"source_dataset": "chain_sum"})))
     assert made.truth["dataset"] == "chain_sum"
@@ -306,6 +315,7 @@ def test_a_column_of_another_name_can_be_named(
         (["math", "--from", "f.jsonl", "--tokenizer", "t"], "--tokenizer and --max-prompt-tokens belong together"),
         (["math", "--from", "f.jsonl", "--field", "x"], "--field x: must be NAME=COLUMN"),
         (["math", "--from", "f.jsonl", "--ngram", "0"], "--ngram 0: must be at least 1"),
+        (["math", "--from", "f.jsonl", "--overlap", "2"], "--overlap 2: must be from 0"),
         (["math", "--from", "f.jsonl", "--against", "absent"], "--against absent: no such file or folder"),
         (["scp-116k", "--from", "f.jsonl"], "name a judge with --judge-url and --judge-model, or say --agreement"),
         (
@@ -407,19 +417,21 @@ def test_parts_of_evaluation_sets_are_found_by_their_words(tmp_path: Path) -> No
     out = tmp_path / "out"
     assert prepare("math", "--from", file, "--out", out, "--against", held, "--check", 0) == 0
     assert dropped(out) == {1: "contaminated", 3: "contaminated"}
-    assert f"{held}:1: anna has seven red" in (out / "dropped.jsonl").read_text()
+    assert re.search(rf"{held}:1: [89]\d% in common: ", (out / "dropped.jsonl").read_text())
     told = manifest(out)["checks"]["contamination"]
     assert told["against"][0]["dropped"] == 2
     assert told["against"][0]["sha256"] == hashlib.sha256(held.read_bytes()).hexdigest()
-    assert prepare("math", "--from", file, "--out", out, "--against", held, "--check", 0, "--ngram", 8) == 0
-    assert dropped(out) == {1: "contaminated", 2: "contaminated", 3: "contaminated"}
+    for words, found in (((), {1, 3}), (("--ngram", 8), {1, 2, 3}), (("--ngram", 8, "--overlap", 1), {3})):
+        assert prepare("math", "--from", file, "--out", out, "--against", held, "--check", 0, *words) == 0
+        assert set(dropped(out)) == found
+    assert manifest(out)["checks"]["contamination"]["ngram_only"] == 2
 
 
 def test_the_wording_of_a_whole_evaluation_set_is_no_contamination(tmp_path: Path) -> None:
     """What many of its problems say is its form; what one says is a problem."""
     form = "Please solve this task in one self contained piece of code and say nothing else at all"
     held = write(tmp_path / "held.jsonl", [{"problem": f"{form}. Number {n} is the {n} th."} for n in range(6)])
-    sets = Contamination(8)
+    sets = Contamination(8, 0.0)
     sets.add(held)
     assert sets.find(f"{form}, and then add two numbers") is None
     assert sets.template > 0
@@ -570,11 +582,11 @@ def test_puzzles_are_fixed_by_the_seed_and_held_out_ones_are_others(tmp_path: Pa
     tasks = tmp_path / "tasks.yaml"
     tasks.write_text("tasks:\n  chain_sum:\n  gcd: {max_value: 30}\n  gsm_symbolic:\n")
     made = {}
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        words = ("--from", tasks, "--size", 7, "--holdout", 6, "--seed", seed, "--check", 0)
+    for name, seed, workers in (("a", 0, 1), ("b", 0, 2), ("c", 1, 1)):
+        words = ("--from", tasks, "--size", 7, "--holdout", 6, "--seed", seed, "--check", 0, "--workers", workers)
         assert prepare("reasoning-gym", *words, "--out", tmp_path / name) == 0
         made[name] = [(tmp_path / name / f"{part}.jsonl").read_bytes() for part in ("train", "validation")]
-    assert made["a"] == made["b"]
+    assert made["a"] == made["b"]  # in two processes too
     assert made["a"][0] != made["c"][0]
     train, held = records(tmp_path / "a"), records(tmp_path / "a", "validation")
     assert Counter(one["truth"]["dataset"] for one in train) == {"chain_sum": 3, "gcd": 2, "gsm_symbolic": 2}
@@ -615,7 +627,8 @@ def test_a_prepared_blend_gives_each_record_once_an_epoch_however_often_it_is_st
             DataSource(name="b", path=str(tmp_path / "b" / "train.parquet")),
         ]
     )
-    rng, drawn, state = random.Random(3), [], None
+    drawn: list[tuple[str, int]] = []
+    rng, state = random.Random(3), None
     while len(drawn) < 200:
         blend = Blend(load_sources(data)[0], seed=5)  # as a process that starts anew
         if state is not None:

@@ -40,11 +40,16 @@ def add_parser(commands: Any) -> None:
     one.add_argument(
         "--against", action="append", default=[], type=Path, metavar="FILE", help="an evaluation set to keep clear of"
     )
-    one.add_argument("--ngram", type=_count, default=13, metavar="N", help="words in common that count (default 13)")
+    one.add_argument("--ngram", type=_count, default=13, metavar="N", help="words in a row in common (default 13)")
+    one.add_argument(
+        "--overlap", type=float, default=0.6, metavar="X", help="and this share of the shorter text (default 0.6)"
+    )
     one.add_argument(
         "--check", type=_all_or_count, default=200, metavar="N|all", help="so many gold answers judged (default 200)"
     )
-    one.add_argument("--workers", type=_count, default=1, help="processes that judge them (default 1)")
+    one.add_argument(
+        "--workers", type=_count, default=1, help="processes that judge them, and that make puzzles (default 1)"
+    )
     one.add_argument("--unsafe-no-sandbox", action="store_true", help="judge programs where no sandbox holds")
     _add_judge(one.add_argument_group("do two solutions agree (scp-116k)"))
 
@@ -96,6 +101,8 @@ def _options(arguments: argparse.Namespace) -> Any:
     for option in ("ngram", "workers", "judge_workers"):
         if getattr(arguments, option) < 1:
             raise ConfigError(f"--{option.replace('_', '-')} {getattr(arguments, option)}: must be at least 1")
+    if not 0 <= arguments.overlap <= 1:
+        raise ConfigError(f"--overlap {arguments.overlap:g}: must be from 0 (any words in a row count) to 1")
     return Options(
         source=source,
         origin=arguments.origin,
@@ -114,6 +121,7 @@ def _options(arguments: argparse.Namespace) -> Any:
         max_prompt_tokens=arguments.max_prompt_tokens,
         against=tuple(arguments.against),
         ngram=arguments.ngram,
+        overlap=arguments.overlap,
         check=arguments.check,
         workers=arguments.workers,
         unsafe_no_sandbox=arguments.unsafe_no_sandbox,

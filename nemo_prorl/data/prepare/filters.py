@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -29,48 +30,58 @@ def _plain(text: str) -> str:
 
 @dataclass(frozen=True)
 class Overlap:
-    """A record's text in an evaluation set: `where` (file and line), and the words that both have."""
+    """A record's text in an evaluation set: `where` (file and line), words that both have, and the share in common."""
 
     where: str
     words: str
+    share: float
 
 
 class Contamination:
     """The word n-grams of evaluation sets.
 
-    A text overlaps where it shares n words in a row with a problem of theirs, or is one as a whole (which is all that
-    counts where a problem has fewer than n words).  n-grams that many problems of one file have are its wording, not
-    a problem: they do not count (`template`: how many those are).
+    A text overlaps where it is a problem of theirs as a whole, or where it shares n words in a row with one and so much
+    of the shorter of the two, in order, as `share` says: the first finds candidates, the second tells them from turns
+    of phrase ("where m and n are relatively prime positive integers").  n-grams that many problems of one file have are
+    its wording, and find nothing (`template`: how many those are).
     """
 
-    def __init__(self, ngram: int) -> None:
-        self.ngram, self.template = ngram, 0
+    def __init__(self, ngram: int, share: float) -> None:
+        self.ngram, self.share, self.template = ngram, share, 0
         self.files: list[tuple[Path, int]] = []
+        self.doubts = 0  # texts with n words in common, and too little else
         self._grams: dict[str, str] = {}
         self._whole: dict[str, str] = {}
+        self._words: dict[str, list[str]] = {}
 
     def add(self, path: Path) -> None:
         """Raises DataError naming file and line where a row has no text, ConfigError where there is no such file."""
         for file in data_files(path, option="--against"):
             texts = [(row.where, _text_of(row)) for row in read_rows(file, {})]
             held: Counter[str] = Counter()
-            for _, text in texts:
-                held.update(set(self._of(words_of(text))))
+            for where, text in texts:
+                self._words[where] = words_of(text)
+                held.update(set(self._of(self._words[where])))
             usual = max(3, int(_TEMPLATE_SHARE * len(texts)))
             self.template += sum(count > usual for count in held.values())
             for where, text in texts:
                 self._whole.setdefault(_plain(text), where)
-                for gram in self._of(words_of(text)):
+                for gram in self._of(self._words[where]):
                     if held[gram] <= usual:
                         self._grams.setdefault(gram, where)
             self.files.append((file, len(texts)))
 
     def find(self, text: str) -> Overlap | None:
         if (whole := _plain(text)) in self._whole:
-            return Overlap(self._whole[whole], whole[:200])
-        for gram in self._of(words_of(text)):
-            if gram in self._grams:
-                return Overlap(self._grams[gram], gram)
+            return Overlap(self._whole[whole], whole[:200], 1.0)
+        words = words_of(text)
+        candidates = {self._grams[gram]: gram for gram in self._of(words) if gram in self._grams}
+        for where, gram in candidates.items():
+            common = SequenceMatcher(None, words, self._words[where], autojunk=False).get_matching_blocks()
+            share = sum(block.size for block in common) / min(len(words), len(self._words[where]))
+            if share >= self.share:
+                return Overlap(where, gram, share)
+        self.doubts += bool(candidates)
         return None
 
     def _of(self, words: Sequence[str]) -> Iterator[str]:

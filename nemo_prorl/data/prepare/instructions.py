@@ -12,8 +12,9 @@ def ifeval(row: Row) -> Draft | Drop:
     """IFEval's columns; or Llama-Nemotron's, whose `input` is a list of messages and `args` holds the two lists."""
     prompt = row.needed("prompt", "input")
     if isinstance(prompt, list):
-        said = [message.get("content") for message in prompt if isinstance(message, dict)]
-        prompt = said[0] if len(said) == 1 else None
+        if len(prompt) > 1:
+            return Drop("several messages", f"{len(prompt)}; the instructions may belong to any of them")
+        prompt = prompt[0].get("content") if prompt and isinstance(prompt[0], dict) else None
     if not isinstance(prompt, str):
         raise row.wrong("prompt", row.first("prompt", "input"), "a string, or a list of one message")
     values = row.values

@@ -50,6 +50,7 @@ class Options:
     max_prompt_tokens: int | None = None
     against: tuple[Path, ...] = ()
     ngram: int = 13
+    overlap: float = 0.6
     check: int | None = 200
     workers: int = 1
     unsafe_no_sandbox: bool = False
@@ -127,7 +128,7 @@ class Preparation:
         holdout = opts.source.holdout if opts.holdout is None else opts.holdout
         if holdout == ALL:
             raise ConfigError("--holdout all: of puzzles that are made here, say how many, and --size 0")
-        train, held = puzzles.make(tasks, size, holdout, opts.seed)
+        train, held = puzzles.make(tasks, size, holdout, opts.seed, opts.workers)
         for part, drafts in (("train", train), ("validation", held)):
             prefix = opts.name if part == "train" else f"{opts.name}-heldout"
             for number, drafted in enumerate(drafts, 1):
@@ -193,13 +194,18 @@ class Preparation:
     def leave_out_contaminated(self) -> None:
         if not self.options.against:
             return
-        sets = filters.Contamination(self.options.ngram)
+        sets = filters.Contamination(self.options.ngram, self.options.overlap)
         for path in self.options.against:
             sets.add(path)
         found = [sets.find(item.draft.question) for item in self.items]
-        self._sift(None if one is None else Drop("contaminated", f"{one.where}: {one.words}") for one in found)
+        self._sift(
+            None if one is None else Drop("contaminated", f"{one.where}: {one.share:.0%} in common: {one.words}")
+            for one in found
+        )
         self.checks["contamination"] = {
             "ngram": sets.ngram,
+            "overlap": sets.share,
+            "ngram_only": sets.doubts,
             "template_ngrams": sets.template,
             "against": [
                 {

@@ -1,9 +1,11 @@
 """reasoning-gym: entries made on the spot by the installed package, or read from a file of them."""
 
-import contextlib
 import json
 import logging
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext, redirect_stdout
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -80,28 +82,37 @@ def shares(total: int, count: int) -> list[int]:
 
 
 def make(
-    tasks: dict[str, dict[str, Any]], size: int, holdout: int, seed: int
+    tasks: dict[str, dict[str, Any]], size: int, holdout: int, seed: int, workers: int = 1
 ) -> tuple[list[Draft | Drop], list[Draft | Drop]]:
     """(training, validation) drafts: `size` and `holdout` problems over the tasks, all different, and fixed by `seed`.
 
+    `workers`: processes that share the tasks out; how many changes nothing in the result.
     Raises ConfigError naming the task whose options do not give enough different problems.
     """
     train: list[Draft | Drop] = []
     held: list[Draft | Drop] = []
-    for number, (name, wanted, kept) in enumerate(
-        zip(tasks, shares(size, len(tasks)), shares(holdout, len(tasks)), strict=True), 1
-    ):
-        with contextlib.redirect_stdout(sys.stderr):  # some data sets print
-            mine = _made(name, tasks[name], kept, seed + HELD_OUT_SEED, frozenset())
-            seen = frozenset(record["prompt"] for record in mine)
-            others = _made(name, tasks[name], wanted, seed, seen)
-        held += [_draft(name, record["truth"]["entry"], record["id"]) for record in mine]
-        train += [_draft(name, record["truth"]["entry"], record["id"]) for record in others]
-        _log.info("%d of %d tasks: %s, %d and %d problems", number, len(tasks), name, wanted, kept)
+    wanted, kept = shares(size, len(tasks)), shares(holdout, len(tasks))
+    orders = (list(tasks), list(tasks.values()), wanted, kept, [seed] * len(tasks))
+    with ProcessPoolExecutor(workers, get_context("spawn")) if workers > 1 else nullcontext() as pool:
+        made = map(_of_task, *orders) if pool is None else pool.map(_of_task, *orders)
+        for number, (name, (others, mine)) in enumerate(zip(tasks, made, strict=True), 1):
+            train += [_draft(name, record["truth"]["entry"], record["id"]) for record in others]
+            held += [_draft(name, record["truth"]["entry"], record["id"]) for record in mine]
+            _log.info("%d of %d tasks: %s, %d and %d problems", number, len(tasks), name, len(others), len(mine))
     return train, held
 
 
-def _made(name: str, options: dict[str, Any], size: int, seed: int, held_out: frozenset[str]) -> list[dict[str, Any]]:
+_Records = list[dict[str, Any]]
+
+
+def _of_task(name: str, options: dict[str, Any], size: int, holdout: int, seed: int) -> tuple[_Records, _Records]:
+    """(training, held-out) records of one task."""
+    with redirect_stdout(sys.stderr):  # some data sets print
+        held = _made(name, options, holdout, seed + HELD_OUT_SEED, frozenset())
+        return _made(name, options, size, seed, frozenset(record["prompt"] for record in held)), held
+
+
+def _made(name: str, options: dict[str, Any], size: int, seed: int, held_out: frozenset[str]) -> _Records:
     if size == 0:
         return []
     source = DataSource(name=name, generator=f"reasoning_gym:{name}", size=size, seed=seed, options=options)

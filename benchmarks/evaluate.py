@@ -30,7 +30,6 @@ from nemo_prorl.evaluation.sampling import Work, plan
 from nemo_prorl.evaluation.services import Services
 from nemo_prorl.evaluation.sources import LocalEngines
 from nemo_prorl.evaluation.store import Store
-from nemo_prorl.rewards.client import RewardClient
 from nemo_prorl.rollout.client import read_token
 
 WAYS = {"prorl evaluate": "", "vLLM offline": "none", "vLLM offline, seeds": "seed"}
@@ -52,7 +51,7 @@ class Ours:
     async def once(self, services: Services, number: int) -> tuple[float, int]:
         """(seconds, tokens) of everything, with other seeds each time."""
         stores = {one.name: Store(self.folder / f"run-{number}", one.name) for one in self.benchmarks}
-        async with RewardClient(services.endpoints, services.token_file) as rewards:
+        async with services.reward_client() as rewards:
 
             async def judge(request: dict[str, Any]) -> dict[str, Any]:
                 return await rewards.score(request, Deadline(600.0, "a verdict"))

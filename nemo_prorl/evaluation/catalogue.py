@@ -53,7 +53,7 @@ class Benchmark:
     sets: tuple[str, ...]
     source: str
     licence: str
-    prompts: str | None = None  # file name in --data
+    prompts: str | None = None  # NAME of the file or folder in --data, see `file_of`
     prepare: str = ""  # how to get that file
     generate: Mapping[str, Any] | None = None  # generator, size, seed, options, as a data source of a run
     out_of_distribution: bool = False
@@ -95,7 +95,7 @@ def read(path: Path) -> Benchmark:
         if obj[key] not in choices:
             raise ConfigError(f"{path}: {key} is {obj[key]!r}; it must be one of {', '.join(choices)}")
     if (obj.get("prompts") is None) == (obj.get("generate") is None):
-        raise ConfigError(f"{path}: needs either 'prompts', a file name, or 'generate'")
+        raise ConfigError(f"{path}: needs either 'prompts', a name in --data, or 'generate'")
     try:
         sampling = Sampling(**obj.pop("sampling", {}))
     except TypeError as error:
@@ -126,21 +126,21 @@ def choose(text: str) -> list[Benchmark]:
 
 def check_files(chosen: Iterable[Benchmark], data: Path | None) -> None:
     """Raises DataError that names every file which is missing and how to get it."""
-    lacking = [
-        one for one in chosen if one.prompts is not None and not (data is not None and _file(one, data).is_file())
-    ]
+    lacking = [one for one in chosen if one.prompts is not None and (data is None or file_of(one, data) is None)]
     if not lacking:
         return
-    lines = [f"  {one.name}: {one.prompts} ({one.prepare or one.source})" for one in lacking]
-    where = "--data DIR is not given" if data is None else f"{data} (--data) lacks them"
+    lines = [f"  {one.name}: {one.prompts}.jsonl or {one.prompts}/validation.jsonl ({one.prepare})" for one in lacking]
+    where = "--data DIR is not given" if data is None else f"{data} (--data) lacks it"
     raise DataError(
         f"{len(lacking)} of the benchmarks need a file of prompt records, and {where}:\n" + "\n".join(lines)
     )
 
 
-def _file(benchmark: Benchmark, data: Path) -> Path:
-    assert benchmark.prompts is not None
-    return data / benchmark.prompts
+def file_of(benchmark: Benchmark, data: Path) -> Path | None:
+    """Its records in --data: NAME.jsonl, or what `prorl data prepare` held out in NAME/; None where neither is."""
+    name = benchmark.prompts
+    forms = [f"{stem}.{form}" for stem in (name, f"{name}/validation") for form in ("jsonl", "parquet")]
+    return next((data / form for form in forms if (data / form).is_file()), None)
 
 
 def load_records(benchmark: Benchmark, data: Path | None, limit: int | None = None) -> list[dict[str, Any]]:
@@ -148,8 +148,11 @@ def load_records(benchmark: Benchmark, data: Path | None, limit: int | None = No
     if benchmark.prompts is not None:
         from nemo_prorl.data.records import read_records
 
+        check_files([benchmark], data)
         assert data is not None
-        records = read_records(_file(benchmark, data), {benchmark.task})
+        file = file_of(benchmark, data)
+        assert file is not None
+        records = read_records(file, {benchmark.task})
     else:
         from nemo_prorl.config import DataSource
         from nemo_prorl.data.generators import generate

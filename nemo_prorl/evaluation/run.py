@@ -174,7 +174,6 @@ async def _work(options: Options, cfg: DictConfig, model: Model, asked: Sequence
     from nemo_prorl.evaluation.sampling import Work, plan
     from nemo_prorl.evaluation.services import Services
     from nemo_prorl.evaluation.sources import LocalEngines
-    from nemo_prorl.rewards.client import RewardClient
     from nemo_prorl.rollout.client import read_token
 
     source = _source(options, cfg, model)
@@ -188,7 +187,7 @@ async def _work(options: Options, cfg: DictConfig, model: Model, asked: Sequence
         async with Services(cfg, options.out, tasks, engines) as services:
             if isinstance(source, LocalEngines):
                 source.connect(services.endpoints, read_token(services.token_file), engines)
-            async with RewardClient(services.endpoints, services.token_file) as rewards:
+            async with services.reward_client() as rewards:
 
                 async def judge(request: dict[str, Any]) -> dict[str, Any]:
                     seconds = cfg.trainer.deadlines.reward_s

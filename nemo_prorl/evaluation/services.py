@@ -13,6 +13,7 @@ from nemo_prorl.launcher.health import Health
 from nemo_prorl.launcher.job import clear_endpoints
 from nemo_prorl.launcher.processes import Child, MergedLog, stop_all
 from nemo_prorl.launcher.supervisor import Node
+from nemo_prorl.rewards.client import ClientOptions, RewardClient
 
 T = TypeVar("T")
 
@@ -43,6 +44,10 @@ class Services:
     async def __aexit__(self, *_: object) -> None:
         self._health.close()
         stop_all(self.children, 5.0, quiet=True)
+
+    def reward_client(self) -> RewardClient:
+        """In bundles larger than a run's: nobody waits for a single verdict here."""
+        return RewardClient(self.endpoints, self.token_file, ClientOptions(batch_size=256, batch_wait_s=0.05))
 
     async def watching(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, with the services kept up.  Raises ProcessFailed where one cannot be."""

@@ -93,7 +93,7 @@ class LocalEngines:
                 " leaves no room for a response; --context N"
             )
         most = room if sampling.max_response is None else min(room, sampling.max_response)
-        return ids, SamplingParams(sampling.temperature, sampling.top_p, most, self._stop)
+        return ids, SamplingParams(sampling.temperature, sampling.top_p, most, self._stop, logprobs=False)
 
     def identity(self, record: Mapping[str, Any], sampling: Sampling) -> str:
         ids, params = self.request(record, sampling)

@@ -33,12 +33,16 @@ _LINE_BYTES = 1 << 24  # the longest response line
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How responses are drawn.  `stop_token_ids` None: those of the model's config.json."""
+    """How responses are drawn.
+
+    `stop_token_ids` None: those of the model's config.json.  `logprobs` False: a response comes without them.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     max_tokens: int = 16
     stop_token_ids: tuple[int, ...] | None = None
+    logprobs: bool = True
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ class EngineClient:
                         raise EngineFailure(f"{self.url}: {value['error']}")
                     if done := "done" in value:
                         break
-                    yield self._checked(value, len(seeds))
+                    yield self._checked(value, len(seeds), sampling.logprobs)
         except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError, TypeError) as error:
             if isinstance(error, EngineFailure | EngineRefused):
                 raise
@@ -119,9 +123,9 @@ class EngineClient:
         if not done:
             raise EngineFailure(f"{self.url}: the stream was cut")
 
-    def _checked(self, value: dict[str, Any], count: int) -> Response:
+    def _checked(self, value: dict[str, Any], count: int, logprobs: bool) -> Response:
         response = Response(**value)
-        if not 0 <= response.index < count or len(response.token_ids) != len(response.logprobs):
+        if not 0 <= response.index < count or len(response.logprobs) != logprobs * len(response.token_ids):
             raise EngineFailure(f"{self.url}: a response that makes no sense, index {response.index} of {count}")
         if not all(map(math.isfinite, response.logprobs)):
             raise EngineRefused(

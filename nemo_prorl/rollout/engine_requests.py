@@ -36,6 +36,7 @@ class GenerateRequest:
     max_tokens: int
     stop_token_ids: list[int]
     weight_version: int | None
+    logprobs: bool
 
 
 def seed_of(seed: int, index: int) -> int:
@@ -70,6 +71,7 @@ def parse_generate(body: Any, limits: Limits) -> GenerateRequest:
         "max_tokens": 16,
         "stop_token_ids": list(limits.stop_token_ids),
         "weight_version": None,
+        "logprobs": True,
     }
     values = {**defaults, **json_object(body, set(defaults))}
     _check_tokens(values, limits)
@@ -82,6 +84,7 @@ def parse_generate(body: Any, limits: Limits) -> GenerateRequest:
         max_tokens=values["max_tokens"],
         stop_token_ids=values["stop_token_ids"],
         weight_version=values["weight_version"],
+        logprobs=values["logprobs"],
     )
 
 
@@ -109,6 +112,7 @@ def _check_numbers(values: dict[str, Any]) -> None:
         ("top_p", is_number(values["top_p"], 1e-6, 1, int, float), "in (0, 1]"),
         ("n", is_number(values["n"], 1, MAX_RESPONSES, int), f"an integer in 1..{MAX_RESPONSES}"),
         ("seed", values["seed"] is None or _is_seed(values["seed"]), f"an integer in 0..{MAX_SEED}"),
+        ("logprobs", isinstance(values["logprobs"], bool), "true or false"),
         ("weight_version", version is None or is_number(version, -1, 2**62, int), "an integer, -1 or more"),
     )
     for name, good, wanted in checks:

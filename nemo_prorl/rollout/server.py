@@ -10,7 +10,8 @@ POST /generate {"prompt": [ids], "seeds": [7, 8], "temperature": 1.2, "top_p": 1
     "weight_version"}; then {"done": n}.  Log-probabilities are of the distribution sampled from:
     log_softmax(logits / temperature), cut by top_p if that is below 1.  The stop token is part of token_ids.  Empty
     lines say that the server lives.  A stream without {"done"} was cut; {"error"} says why, if it could.
-    `weight_version` is optional: 409 if the engine holds another one.  `seed` and `n` may stand for `seeds`.
+    `logprobs` false leaves them out.  `weight_version` is optional: 409 if the engine holds another one.  `seed` and
+    `n` may stand for `seeds`.
 POST /weights {"path": FILE, "version": 3, "wait_s": 60}
     Loads HF-named safetensors into the live engine once no response is in flight, and drops the prefix cache.
     400: the file does not fit or lies elsewhere, the engine keeps its weights.  409: busy for longer than wait_s.
@@ -122,8 +123,8 @@ class Server:
             seed=seed,
             stop_token_ids=request.stop_token_ids,
             ignore_eos=True,  # config.json's: the request says what stops
-            logprobs=0,
-            flat_logprobs=True,
+            logprobs=0 if request.logprobs else None,
+            flat_logprobs=request.logprobs,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -134,11 +135,11 @@ class Server:
         if final is None or final.outputs[0].finish_reason not in ("stop", "length"):
             raise RuntimeError(f"response {index} was aborted")
         output = final.outputs[0]
-        flat = output.logprobs  # the sampled token comes first at each position
+        flat = output.logprobs if request.logprobs else None  # the sampled token comes first at each position
         return {
             "index": index,
             "token_ids": list(output.token_ids),
-            "logprobs": [flat.logprobs[start] for start in flat.start_indices],
+            "logprobs": [] if flat is None else [flat.logprobs[start] for start in flat.start_indices],
             "finish_reason": output.finish_reason,
             "weight_version": int(output.weight_versions[-1].version),
         }

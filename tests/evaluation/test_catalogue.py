@@ -76,7 +76,12 @@ def test_names_and_sets_choose() -> None:
 def test_missing_files_are_told_all_together(tmp_path: Path) -> None:
     (tmp_path / "gsm8k.jsonl").touch()
     check_files(choose("gsm8k,acre"), tmp_path)
-    with pytest.raises(DataError, match=r"2 of the benchmarks.*\n  aime24: aime24.jsonl.*\n  apps: apps.jsonl"):
+    (tmp_path / "minerva").mkdir()
+    (tmp_path / "minerva" / "validation.jsonl").touch()
+    check_files(choose("minerva"), tmp_path)
+    with pytest.raises(
+        DataError, match=r"2 of the benchmarks.*\n  aime24: aime24.jsonl.*\n  apps: apps.jsonl or apps/val"
+    ):
         check_files(choose("gsm8k,aime24,apps,acre"), tmp_path)
     with pytest.raises(DataError, match="--data DIR is not given"):
         check_files(choose("gsm8k"), None)

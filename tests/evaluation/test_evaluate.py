@@ -18,19 +18,33 @@ ROOT = Path(__file__).resolve().parents[2]
 VLLM = pytest.mark.skipif(not (ROOT / ".venv" / "rollout").is_dir(), reason="no rollout environment: make setup")
 
 
+STARTED: "list[subprocess.Popen[str]]" = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    """Ends what a failed test left; the services of an evaluation end with it."""
+    yield
+    for process in STARTED:
+        process.kill()
+        process.wait()
+    STARTED.clear()
+
+
 def prorl(*words: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "nemo_prorl.cli", "evaluate", *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=pipe, stderr=pipe)
+    STARTED.append(subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=pipe, stderr=pipe))
+    return STARTED[-1]
 
 
-def ended(process: "subprocess.Popen[str]", seconds: float = 240) -> tuple[int, str, str]:
+def ended(process: "subprocess.Popen[str]", seconds: float = 400) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=seconds)
     return process.returncode, out, err
 
 
-def kill_after(process: "subprocess.Popen[str]", samples: Path, lines: int, seconds: float = 120) -> None:
+def kill_after(process: "subprocess.Popen[str]", samples: Path, lines: int, seconds: float = 300) -> None:
     """SIGKILL once so many responses are stored."""
 
     def enough() -> bool:
@@ -136,6 +150,7 @@ def laptop_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @VLLM
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_with_real_engines_killed_resumed_and_done_again_by_its_manifest(laptop_model: Path, tmp_path: Path) -> None:
     options = [str(laptop_model), "--benchmarks", "laptop_gcd,laptop_arithmetic", "--limit", "30", "--samples", "8"]
     options += ["--max-response", "40", "--context", "128"]
@@ -170,13 +185,14 @@ def test_with_real_engines_killed_resumed_and_done_again_by_its_manifest(laptop_
 @VLLM
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_asked_to_stop_it_keeps_what_it_has(laptop_model: Path, tmp_path: Path) -> None:
     process = prorl(
         *(str(laptop_model), "--benchmarks", "laptop_gcd", "--samples", "64", "--out", str(tmp_path)),
         *("--max-response", "60", "rollout.max_num_seqs=4"),
     )
     samples = tmp_path / "samples" / "laptop_gcd.jsonl"
-    Deadline(120, "responses").wait_until(lambda: samples.exists() and samples.read_bytes().count(b"\n") > 8)
+    Deadline(300, "responses").wait_until(lambda: samples.exists() and samples.read_bytes().count(b"\n") > 8)
     process.send_signal(signal.SIGTERM)
     code, _, err = ended(process)
     assert code == 75

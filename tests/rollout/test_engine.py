@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,13 @@ def assert_update_equals(engine: EngineProcess, fresh: EngineProcess, models: di
     fresh.wait_ready()
     assert same(new, ask_all(fresh, GREEDY))
     assert same(drawn, ask_all(fresh, sampled, (5, 6)))
+
+
+def test_without_log_probabilities_the_tokens_are_the_same(engine: EngineProcess) -> None:
+    sampled = SamplingParams(temperature=1.2, max_tokens=32, stop_token_ids=())
+    told, untold = ask_all(engine, sampled, (5, 6)), ask_all(engine, replace(sampled, logprobs=False), (5, 6))
+    assert [response.token_ids for response in untold] == [response.token_ids for response in told]
+    assert [response.logprobs for response in untold] == [[]] * len(told)
 
 
 def test_greedy_output_after_an_update_is_that_of_a_fresh_engine(

@@ -43,7 +43,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "seeds beside n": ({"seeds": [1], "n": 2}, "either seeds"),
     "seeds beside seed": ({"seeds": [1], "seed": 2}, "either seeds"),
     "version a string": ({"weight_version": "3"}, "weight_version"),
-    "unknown field": ({"temprature": 1.0}, "unknown field 'temprature'; known: max_tokens"),
+    "logprobs a number": ({"logprobs": 0}, "logprobs must be true or false"),
+    "unknown field": ({"temprature": 1.0}, "unknown field 'temprature'; known: logprobs, max_tokens"),
 }
 
 

@@ -208,6 +208,7 @@ def test_inline_commands_exist() -> None:
         "reverify",
         "replay",
         "doctor",
+        "report",
     }
     parser_commands |= {"import-hf", "export-hf"}
     found = [code for page in PAGES for code in inline_code(page) if code.startswith(("make ", "prorl "))]

@@ -214,6 +214,7 @@ def test_inline_commands_exist() -> None:
         "doctor",
         "data",
         "evaluate",
+        "report",
     }
     parser_commands |= {"import-hf", "export-hf"}
     found = [code for page in PAGES for code in inline_code(page) if code.startswith(("make ", "prorl "))]

@@ -142,7 +142,14 @@ def test_plugins_import_the_interface_only() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["train", "--help"], ["train", "trainer.grpo.nope=1"], ["train", "--dry-run"], ["plan"]],
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["train", "trainer.grpo.nope=1"],
+        ["train", "--dry-run"],
+        ["plan"],
+        ["report", "nowhere"],
+    ],
     ids=" ".join,
 )
 def test_a_start_of_prorl_loads_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:

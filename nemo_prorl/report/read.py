@@ -5,6 +5,7 @@ Only what is no run at all raises.  Everything here may come from a run that was
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -106,7 +107,7 @@ def read_curves(folders: list[Path]) -> list[Curve]:
 
 def _short_names(folders: list[Path]) -> list[str]:
     """The last part of each path; as many more as it takes to tell them apart."""
-    parts = [folder.resolve().parts for folder in folders]
+    parts = [Path(os.path.abspath(folder)).parts for folder in folders]  # by the name that was given, links too
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts]
         if len(set(names)) == len(names):

@@ -193,6 +193,7 @@ async def _prepare(page: Page, width: int, height: int, dark: bool) -> None:
         deviceScaleFactor=2 if width < 600 else 1,
         mobile=width < 600,
     )
+    await page.call("Emulation.setScrollbarsHidden", hidden=True)
     features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
     await page.call("Emulation.setEmulatedMedia", features=features)
 

@@ -155,6 +155,7 @@ class Chart {
     let x0 = Math.min(...xs), x1 = Math.max(...xs);
     for (const mark of marks) { x0 = Math.min(x0, mark.x); x1 = Math.max(x1, mark.x); }
     if (x1 - x0 < 1) { x0 -= 0.5; x1 += 0.5; }
+    if (this.spec.area && x1 - x0 >= 1) { x0 -= 0.5; x1 += 0.5; } // a step is as wide as its bar
     const stacked = this.spec.area ? this.stack(shown) : null;
     const ys = (stacked ? stacked.flatMap((layer) => layer.top) : shown.flatMap((s) => [...s.m, ...(s.lo || []), ...(s.hi || [])])).filter((y) => y !== null);
     const positive = ys.filter((y) => y > 0);

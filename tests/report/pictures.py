@@ -1,0 +1,62 @@
+"""Makes the pictures of docs/report.md: `python -m tests.report.pictures CHAIN RUN...` into docs/images.
+
+CHAIN fills the pictures of one run, the RUNs after it are compared.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+
+from nemo_prorl.report import cli
+from tests.report.browser import Browser, Page, browser
+
+IMAGES = Path(__file__).resolve().parent.parent.parent / "docs" / "images"
+
+
+def pictures(chromium: Browser, chain: str, many: str, folder: Path) -> None:
+    """Screenshots of both pages, at a desk and on a phone."""
+
+    async def desk(page: Page) -> None:
+        await page.screenshot(folder / "report-overview.png")
+        await page.evaluate("document.querySelector('#time').scrollIntoView({ behavior: 'instant' })")
+        await page.screenshot(folder / "report-time.png")
+
+    async def dark(page: Page) -> None:
+        await page.evaluate("document.querySelectorAll('.sample')[3].open = true")
+        await page.evaluate("document.querySelector('#samples').scrollIntoView({ behavior: 'instant' })")
+        await page.until("document.querySelectorAll('.sample pre').length > 0")
+        await page.screenshot(folder / "report-samples.png")
+
+    async def compare(page: Page) -> None:
+        await page.evaluate("document.querySelector('#comparison').scrollIntoView({ behavior: 'instant' })")
+        await page.screenshot(folder / "report-comparison.png")
+
+    async def phone(page: Page) -> None:
+        for number, place in enumerate(("header", "#chart-validation", "#chart-reward")):
+            await page.evaluate(f"document.querySelector('{place}').scrollIntoView({{ behavior: 'instant' }})")
+            await page.screenshot(folder / f"phone-{number}.png")
+
+    chromium.visit(chain, desk, 1240, 1040)
+    chromium.visit(chain, dark, 1000, 860, dark=True)
+    chromium.visit(many, compare, 1240, 800)
+    chromium.visit(chain, phone, 360, 720)
+    views = [Image.open(path).convert("RGB") for path in sorted(folder.glob("phone-*.png"))]
+    side = Image.new("RGB", (sum(view.width + 24 for view in views) - 24, views[0].height), "#888888")
+    for number, view in enumerate(views):
+        side.paste(view, (number * (view.width + 24), 0))
+    side.resize((side.width * 2 // 3, side.height * 2 // 3), Image.Resampling.LANCZOS).save(folder / "report-phone.png")
+
+
+def main(chain: Path, runs: list[Path]) -> None:
+    with tempfile.TemporaryDirectory() as name, browser() as chromium:
+        folder = Path(name)
+        pages = [cli.write(which, [], 400, folder / f"{k}.html").as_uri() for k, which in enumerate(([chain], runs))]
+        pictures(chromium, pages[0], pages[1], folder)
+        for path in folder.glob("report-*.png"):
+            Image.open(path).convert("RGB").quantize(256, kmeans=1).save(IMAGES / path.name, optimize=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [Path(text) for text in sys.argv[2:]])

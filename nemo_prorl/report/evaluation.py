@@ -114,7 +114,7 @@ def _differences(title: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     for one in found if isinstance(found, list) else []:
         if not isinstance(one, dict):
             continue
-        ks = sorted((k for k, _ in _objects(one.get("pass@k")) if k.isdigit()), key=int)
+        ks = sorted((k for k, _ in _objects(one.get("pass@k")) if k.isascii() and k.isdecimal()), key=int)
         solved = one.get("solved")
         rows.append(
             {
@@ -144,7 +144,7 @@ def _interval(value: Any) -> dict[str, float | None] | None:
 
 def _passes(entry: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
     """pass@k by k."""
-    return {k: m for k, of in _objects(entry.get("pass@k")) if k.isdigit() and (m := _mean(of))}
+    return {k: m for k, of in _objects(entry.get("pass@k")) if k.isascii() and k.isdecimal() and (m := _mean(of))}
 
 
 def _mean(value: Any) -> dict[str, float | None] | None:

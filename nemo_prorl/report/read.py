@@ -181,8 +181,7 @@ def _steps(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     odd = 0
     for line in _lines(path, problems):
-        step = line.get("step")
-        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**53:
+        if (step := step_of(line)) is None:
             odd += 1
             continue
         while lines and lines[-1]["step"] >= step:
@@ -214,6 +213,12 @@ def _rollouts(folder: Path) -> dict[int, Path]:
     except OSError:
         return {}
     return dict(sorted(found.items()))
+
+
+def step_of(line: dict[str, Any]) -> int | None:
+    """The step of a metrics line or an event; None where it is none."""
+    step = line.get("step")
+    return step if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53 else None
 
 
 def number(value: Any) -> float | None:

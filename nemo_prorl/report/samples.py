@@ -106,7 +106,7 @@ def _group(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "prompt": cut(_prompt(first.get("prompt")), _TEXT),
         "truth": "" if truth is None else cut(json.dumps(truth, ensure_ascii=False), _TRUTH),
         "n": len(lines),
-        "mean": sum(scores) / len(scores) if scores else None,
+        "mean": number(sum(scores) / len(scores)) if scores else None,
         "items": items,
     }
 
@@ -132,7 +132,7 @@ def _item(line: dict[str, Any]) -> dict[str, Any]:
         "correct": correct if isinstance(correct, bool) else None,
         "failure": str(verdict["failure"])[:100] if verdict.get("failure") else None,
         "detail": str(verdict.get("detail") or "")[:500],
-        "parts": cut(json.dumps(parts, ensure_ascii=False), _TRUTH) if parts else "",
+        "parts": cut(json.dumps(parts, ensure_ascii=False), _TRUTH) if isinstance(parts, dict) and parts else "",
         "version": number(line.get("version")),
     }
 
@@ -154,7 +154,8 @@ def shaping(run: Run, item: dict[str, Any]) -> dict[str, Any]:
 
     Only what the file and the configuration tell: shapings by length need token counts, which are not stored.
     """
-    settings = run.setting("trainer.grpo.shaping") or {}
+    settings = run.setting("trainer.grpo.shaping")
+    settings = settings if isinstance(settings, dict) else {}
     by_length = [name for name, on in (("overlong", "overlong_tokens"), ("cosine", "cosine")) if settings.get(on)]
     penalty = number(run.setting("trainer.grpo.unfinished_penalty"))
     if item["score"] is None or penalty is None:
@@ -162,7 +163,7 @@ def shaping(run: Run, item: dict[str, Any]) -> dict[str, Any]:
     if by_length:
         return {**item, "shaped": None, "shaping": f"{' and '.join(by_length)}: by token length, which is not stored"}
     if penalty and item["finished"] is False:
-        return {**item, "shaped": item["score"] - penalty, "shaping": f"unfinished: -{penalty:g}"}
+        return {**item, "shaped": number(item["score"] - penalty), "shaping": f"unfinished: -{penalty:g}"}
     return {**item, "shaped": item["score"], "shaping": "none"}
 
 

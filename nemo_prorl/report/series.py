@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from nemo_prorl.report.read import Curve, number
+from nemo_prorl.report.read import Curve, number, step_of
 
 Series = dict[str, list[float | None]]
 
@@ -102,8 +102,8 @@ def _stats(points: list[tuple[int, float]]) -> dict[str, Any]:
 
 
 def rounded(values: Iterable[float | None]) -> list[float | None]:
-    """To five digits: more than any screen shows."""
-    return [None if value is None else float(f"{value:.5g}") for value in values]
+    """To five digits, more than any screen shows; what overflowed on the way is None."""
+    return [None if value is None else number(float(f"{value:.5g}")) for value in values]
 
 
 def validations(curve: Curve, points: int) -> dict[str, dict[str, Any]]:
@@ -131,8 +131,7 @@ def _judged(events: list[dict[str, Any]]) -> list[tuple[int, str, float, float |
     """(step, name, mean, standard error) of each validation that still counts."""
     found: list[tuple[int, str, float, float | None]] = []
     for event in events:
-        step = event.get("step")
-        if not isinstance(step, int):
+        if (step := step_of(event)) is None:
             continue
         if event["event"] == "resume":
             found = [point for point in found if point[0] <= step]
@@ -165,8 +164,7 @@ def marks(curve: Curve) -> list[dict[str, Any]]:
             found.append({"x": offset + 0.5, "kind": "stage", "text": run.name})
         resets: dict[int, str] = {}
         for event in run.events:
-            step = event.get("step")
-            if not isinstance(step, int):
+            if (step := step_of(event)) is None:
                 continue
             if event["event"] == "resume":
                 resets = {at: why for at, why in resets.items() if at <= step}

@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from nemo_prorl.report.read import Curve, Run, number
+from nemo_prorl.report.read import Curve, Run, number, step_of
 from nemo_prorl.report.series import keys_of, rounded
 
 _EVENTS = 1000  # on the page; the newest, and of the alarms and resets as many as fit first
@@ -41,13 +41,18 @@ def _row(run: Run, offset: int, changes: dict[str, str]) -> dict[str, Any]:
         "from": _origin(origin) if origin else None,
         "began": min(times, default=None),
         "last": max(times, default=None),
-        "seconds": sum(number(line.get("time/step")) or 0.0 for line in run.metrics),
-        "tokens": sum(number(line.get("rollout/generated_tokens")) or 0.0 for line in run.metrics),
+        "seconds": _sum(run, "time/step"),
+        "tokens": _sum(run, "rollout/generated_tokens"),
         "tokens_per_s": number(time.get("tokens_per_s")) if isinstance(time, dict) else None,
         "heldout": {key: number(heldout.get(key)) for key in ("before", "after", "before_se", "after_se", "prompts")},
         "changes": changes,
         "problems": run.problems,
     }
+
+
+def _sum(run: Run, key: str) -> float:
+    """Over all steps; 0 for what is no finite number."""
+    return number(sum(number(line.get(key)) or 0.0 for line in run.metrics)) or 0.0
 
 
 def _origin(checkpoint: str) -> str:
@@ -103,13 +108,14 @@ def phases(curve: Curve) -> dict[str, Any]:
     keys = [key for key in keys_of(curve) if key.startswith("time/") and key.count("/") == 1 and key != "time/step"]
     for run in curve.runs:
         for key in keys:
-            seconds[key] = seconds.get(key, 0.0) + sum(number(line.get(key)) or 0.0 for line in run.metrics)
+            seconds[key] = seconds.get(key, 0.0) + _sum(run, key)
         time = run.summary.get("time")
         phase = time.get("phase_s") if isinstance(time, dict) else None
         if isinstance(phase, dict) and (checkpoint := number(phase.get("checkpoint"))):
             seconds["checkpoint"] = seconds.get("checkpoint", 0.0) + checkpoint
     ordered = sorted(seconds.items(), key=lambda item: -item[1])
-    return {"names": [name.removeprefix("time/") for name, _ in ordered], "seconds": rounded(s for _, s in ordered)}
+    finite = [(name.removeprefix("time/"), s) for name, s in ordered if number(s) is not None]
+    return {"names": [name for name, _ in finite], "seconds": rounded(s for _, s in finite)}
 
 
 def events(curve: Curve) -> dict[str, Any]:
@@ -128,7 +134,7 @@ def events(curve: Curve) -> dict[str, Any]:
 
 
 def _event(run: Run, offset: int, event: dict[str, Any]) -> dict[str, Any]:
-    step = event.get("step")
+    own = step_of(event)
     known = {"event", "step", "time"}
     if event["event"] == "validation":
         whole = event.get("all")
@@ -141,7 +147,6 @@ def _event(run: Run, offset: int, event: dict[str, Any]) -> dict[str, Any]:
         what = "; ".join(f"{key}: {v if isinstance(v, str) else json.dumps(v)}" for key, v in rest.items())
         if set(rest) <= {"what", "reason"}:
             what = "; ".join(map(str, rest.values()))
-    own = step if isinstance(step, int) and not isinstance(step, bool) else None
     return {
         "stage": run.name,
         "step": None if own is None else offset + own,

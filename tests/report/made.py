@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -103,3 +104,73 @@ def make_hostile(folder: Path) -> Path:
         line |= {"source": text, "verdict": verdict}
     write_lines(folder / "rollouts" / "step-7.jsonl", lines)
     return folder
+
+
+def evaluation(folder: Path, mean: float) -> Path:
+    """results.json of a small evaluation."""
+    folder.mkdir()
+    scores = {str(k): {"mean": min(1.0, mean * k**0.5), "se": 0.02} for k in (1, 2, 4, 8)}
+    entry: dict[str, Any] = {"title": "Sums", "domain": "math", "metric": "pass@1", "out_of_distribution": False}
+    entry |= {"pass@1": scores["1"], "reward": scores["1"], "pass@k": scores, "tokens": {"mean": 20.0, "se": 1.0}}
+    entry |= {"prompts": 50, "samples": 8, "unjudged": 0, "truncated": 0.01, "parts": {}}
+    other = entry | {"title": HOSTILE[0], "out_of_distribution": True, "pass@1": None, "pass@k": {}}
+    whole = {"format": 1, "complete": False, "model": {"path": "some/model"}, "benchmarks": {"sums": entry, "o": other}}
+    (folder / "results.json").write_text(json.dumps(whole | {"domains": {"math": entry}, "out_of_distribution": None}))
+    return folder
+
+
+def comparison() -> dict[str, Any]:
+    """comparison.json of the two."""
+    gain = {"difference": 0.2, "low": 0.1, "high": 0.3}
+    told = {"model": "final", "prompts": 50, "pass@1": gain, "reward": gain, "pass@k": {"1": gain, "8": gain}}
+    told |= {"solved": {"both": 5, "gained": 10, "lost": 1, "neither": 34}, "base_k": 4, "reading": "new solutions"}
+    models = {
+        name: {"pass@k": {str(k): {"mean": mean * k**0.5, "se": 0.01} for k in (1, 2, 4, 8)}}
+        for name, mean in (("base", 0.1), ("final", 0.3))
+    }
+    entry = {"title": "Sums", "out_of_distribution": False, "models": models, "differences": [told], "parts": {}}
+    whole = {"format": 1, "base": "base", "models": [], "bootstrap": {"level": 0.95}, "skipped": ["other"]}
+    return whole | {
+        "benchmarks": {"sums": entry},
+        "domains": {"math": {"differences": [told]}},
+        "out_of_distribution": None,
+    }
+
+
+def made_evaluations(folder: Path) -> Path:
+    """results.json and comparison.json in one folder."""
+    evaluation(folder, 0.1)
+    (folder / "comparison.json").write_text(json.dumps(comparison()))
+    return folder
+
+
+ODD: tuple[Any, ...] = (None, True, -1, 0, 10**400, 1e308, -1e308, math.nan, "", "1e999", [], [[]], {}, {"a": {}})
+
+
+def spoilt(value: Any, draw: random.Random, chance: float) -> Any:
+    """The same with some parts of it turned into something else."""
+    if draw.random() < chance:
+        return draw.choice(ODD)
+    if isinstance(value, dict):
+        return {key: spoilt(inner, draw, chance) for key, inner in value.items()}
+    return [spoilt(inner, draw, chance) for inner in value] if isinstance(value, list) else value
+
+
+def make_spoilt(chain: Path, seed: int) -> Path:
+    """A chain of one stage, any part of whose files may be anything; returns an evaluation of the same kind."""
+    draw = random.Random(seed)
+    folder = make_run(chain / "run1", 7)
+    launches = [{"event": "begin", "job": "1", "attempt": 1, "nodes": ["a"], "time": 1.0}, {"event": "end", "code": 1}]
+    write_lines(folder / "launches.jsonl", launches)
+    for path in (*folder.glob("*.jsonl"), *folder.glob("rollouts/*.jsonl")):
+        lines = [json.loads(text) for text in path.read_text().splitlines()]
+        write_lines(path, [spoilt(line, draw, 0.1) for line in lines])
+    for path in (folder / "summary.json", folder / "config.yaml"):
+        value = yaml.safe_load(path.read_text())
+        path.write_text(json.dumps(spoilt(value, draw, 0.15)))
+    results = made_evaluations(chain / "evaluation")
+    for path in results.iterdir():
+        value = json.loads(path.read_text())
+        benchmarks = {key: spoilt(inner, draw, 0.1) for key, inner in value["benchmarks"].items()}
+        path.write_text(json.dumps({k: spoilt(v, draw, 0.1) for k, v in value.items()} | {"benchmarks": benchmarks}))
+    return results

@@ -5,18 +5,30 @@ Slow: where Chromium is missing it is installed, which takes 40 s.
 
 import json
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from nemo_prorl.report import cli, serve
 from tests.report.browser import Browser, NoBrowser, Page, browser
-from tests.report.made import HOSTILE, journal, make_hostile, make_run, metrics_line, write_lines
+from tests.report.made import (
+    HOSTILE,
+    evaluation,
+    journal,
+    made_evaluations,
+    make_hostile,
+    make_run,
+    make_spoilt,
+    metrics_line,
+    write_lines,
+)
 
 pytestmark = pytest.mark.slow
+
+SEEDS = 8
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +128,20 @@ def test_odd_runs_are_shown(chromium: Browser, tmp_path: Path, kind: str) -> Non
         assert "2 steps without a finite number" in shown
 
 
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_any_value_may_be_something_else(chromium: Browser, tmp_path: Path, seed: int) -> None:
+    results = make_spoilt(tmp_path / "chain", seed)
+
+    async def look(page: Page) -> None:
+        await page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+        await page.evaluate("new Promise((done) => setTimeout(done, 50))")
+        await quiet(page)
+        shown = str(await page.evaluate("document.body.innerText"))
+        assert re.findall(r".{,60}(?:undefined|\[object).{,20}", shown) == []
+
+    chromium.visit(write(tmp_path / "chain", evaluations=(results,)), look)
+
+
 def test_hostile_text_is_shown_and_does_nothing(chromium: Browser, tmp_path: Path) -> None:
     async def look(page: Page) -> None:
         await page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
@@ -151,6 +177,10 @@ def test_it_fits_the_screen(chromium: Browser, tmp_path: Path, width: int, dark:
 def test_it_prints(chromium: Browser, tmp_path: Path) -> None:
     async def look(page: Page) -> None:
         await page.pdf(tmp_path / "page.pdf")
+        dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+        await page.call("Emulation.setEmulatedMedia", media="print", features=dark)
+        assert await page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        assert await page.evaluate("getComputedStyle(document.querySelector('nav')).display") == "none"
         await quiet(page)
 
     chromium.visit(write(make_run(tmp_path / "run")), look, dark=True)
@@ -284,42 +314,10 @@ def test_a_live_page_follows_the_run_and_stays_where_the_reader_is(
         thread.join(10)
 
 
-def evaluation(folder: Path, mean: float) -> Path:
-    """results.json of a small evaluation."""
-    folder.mkdir()
-    scores = {str(k): {"mean": min(1.0, mean * k**0.5), "se": 0.02} for k in (1, 2, 4, 8)}
-    entry: dict[str, Any] = {"title": "Sums", "domain": "math", "metric": "pass@1", "out_of_distribution": False}
-    entry |= {"pass@1": scores["1"], "reward": scores["1"], "pass@k": scores, "tokens": {"mean": 20.0, "se": 1.0}}
-    entry |= {"prompts": 50, "samples": 8, "unjudged": 0, "truncated": 0.01, "parts": {}}
-    other = entry | {"title": HOSTILE[0], "out_of_distribution": True, "pass@1": None, "pass@k": {}}
-    whole = {"format": 1, "complete": False, "model": {"path": "some/model"}, "benchmarks": {"sums": entry, "o": other}}
-    (folder / "results.json").write_text(json.dumps(whole | {"domains": {"math": entry}, "out_of_distribution": None}))
-    return folder
-
-
-def comparison() -> dict[str, Any]:
-    """comparison.json of the two."""
-    gain = {"difference": 0.2, "low": 0.1, "high": 0.3}
-    told = {"model": "final", "prompts": 50, "pass@1": gain, "reward": gain, "pass@k": {"1": gain, "8": gain}}
-    told |= {"solved": {"both": 5, "gained": 10, "lost": 1, "neither": 34}, "base_k": 4, "reading": "new solutions"}
-    models = {
-        name: {"pass@k": {str(k): {"mean": mean * k**0.5, "se": 0.01} for k in (1, 2, 4, 8)}}
-        for name, mean in (("base", 0.1), ("final", 0.3))
-    }
-    entry = {"title": "Sums", "out_of_distribution": False, "models": models, "differences": [told], "parts": {}}
-    whole = {"format": 1, "base": "base", "models": [], "bootstrap": {"level": 0.95}, "skipped": ["other"]}
-    return whole | {
-        "benchmarks": {"sums": entry},
-        "domains": {"math": {"differences": [told]}},
-        "out_of_distribution": None,
-    }
-
-
 def test_evaluations_are_tables_and_curves(chromium: Browser, tmp_path: Path) -> None:
     given = tuple(evaluation(tmp_path / name, mean) for name, mean in (("base", 0.1), ("final", 0.3)))
-    compared = tmp_path / "compared"
-    compared.mkdir()
-    (compared / "comparison.json").write_text(json.dumps(comparison()))
+    compared = made_evaluations(tmp_path / "compared")
+    (compared / "results.json").unlink()
 
     async def look(page: Page) -> None:
         await page.until("document.querySelectorAll('#evaluation svg[role=img] .curve').length === 2")

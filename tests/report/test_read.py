@@ -9,7 +9,7 @@ import pytest
 
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.report import data, read, samples, series, tables
-from tests.report.made import journal, make_run, rollouts, write_lines
+from tests.report.made import journal, make_run, make_spoilt, rollouts, write_lines
 
 
 def curve_of(folder: Path) -> read.Curve:
@@ -98,6 +98,13 @@ def test_any_file_may_be_missing_or_broken(tmp_path: Path, name: str, what: str)
     elif what != "missing":
         path.write_bytes({"empty": b"", "binary": bytes(range(256)) * 9, "cut": content[: len(content) // 2]}[what])
     json.dumps(data.page_data([folder], [], 10), allow_nan=False)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_any_value_may_be_something_else(tmp_path: Path, seed: int) -> None:
+    results = make_spoilt(tmp_path, seed)
+    text = json.dumps(data.page_data([tmp_path], [results], -1), allow_nan=False)
+    assert '"curves"' in text
 
 
 def test_a_run_without_a_step_is_shown(tmp_path: Path) -> None:

@@ -158,10 +158,11 @@ class Chart {
     if (this.spec.area && x1 - x0 >= 1) { x0 -= 0.5; x1 += 0.5; } // a step is as wide as its bar
     const stacked = this.spec.area ? this.stack(shown) : null;
     const ys = (stacked ? stacked.flatMap((layer) => layer.top) : shown.flatMap((s) => [...s.m, ...(s.lo || []), ...(s.hi || [])])).filter((y) => y !== null);
+    const clamped = (level) => Math.min(1e300, Math.max(-1e300, level)); // differences stay finite
     const positive = ys.filter((y) => y > 0);
     this.logButton.hidden = this.spec.area || this.spec.share || !positive.length || positive.length < ys.filter((y) => y !== 0).length;
     const logarithmic = this.logarithmic && !this.logButton.hidden;
-    let low = Math.min(...ys), high = Math.max(...ys);
+    let low = clamped(Math.min(...ys)), high = clamped(Math.max(...ys));
     if (logarithmic) {
       low = Math.log10(Math.min(...positive)); high = Math.log10(Math.max(...positive));
       if (high - low < 0.5) { low -= 0.25; high += 0.25; }
@@ -176,7 +177,7 @@ class Chart {
     const x = (value) => EDGE.left + ((value - x0) / (x1 - x0)) * (right - EDGE.left);
     const y = (value) => {
       const level = logarithmic ? (value > 0 ? Math.log10(value) : low) : value;
-      return bottom - ((Math.max(low, level) - low) / (high - low)) * (bottom - EDGE.top);
+      return bottom - ((Math.min(high, Math.max(low, level)) - low) / (high - low)) * (bottom - EDGE.top);
     };
     return { x, y, x0, x1, low, high, logarithmic, stacked, right, bottom };
   }

@@ -107,7 +107,7 @@ class Samples {
   }
 
   inside(item, group) {
-    const part = (title, text) => (text ? [el("h4", {}, title), el("pre", { tabindex: 0, role: "region", "aria-label": title }, visible(text))] : []);
+    const part = (title, text) => (text ? [el("h3", {}, title), el("pre", { tabindex: 0, role: "region", "aria-label": title }, visible(text))] : []);
     const facts = [
       ["Verdict", [result(item), item.detail].filter(Boolean).join(": ")],
       ["Reward in training", item.shaped === null ? `not known (${item.shaping})` : `${pretty(item.shaped, 3)} (shaping: ${item.shaping})`],

@@ -4,11 +4,13 @@ import csv
 import gzip
 import hashlib
 import json
+import os
 import random
 import re
 import subprocess
 import sys
 from collections import Counter
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -578,21 +580,34 @@ def test_the_shipped_list_of_puzzles_is_the_papers_number_of_tasks() -> None:
     assert set(puzzles.shares(gym.holdout, 96)) == {100}
 
 
-def test_puzzles_are_fixed_by_the_seed_and_held_out_ones_are_others(tmp_path: Path) -> None:
+def test_puzzles_are_fixed_by_the_seed_and_held_out_ones_are_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By nothing else: some of these go through sets of strings, draw from the process's own random numbers, or look
+    at the clock."""
+    names = ("chain_sum", "gcd", "gsm_symbolic", "isomorphic_strings", "list_functions", "time_intervals")
     tasks = tmp_path / "tasks.yaml"
-    tasks.write_text("tasks:\n  chain_sum:\n  gcd: {max_value: 30}\n  gsm_symbolic:\n")
-    made = {}
-    for name, seed, workers in (("a", 0, 1), ("b", 0, 2), ("c", 1, 1)):
-        words = ("--from", tasks, "--size", 7, "--holdout", 6, "--seed", seed, "--check", 0, "--workers", workers)
-        assert prepare("reasoning-gym", *words, "--out", tmp_path / name) == 0
-        made[name] = [(tmp_path / name / f"{part}.jsonl").read_bytes() for part in ("train", "validation")]
-    assert made["a"] == made["b"]  # in two processes too
-    assert made["a"][0] != made["c"][0]
-    train, held = records(tmp_path / "a"), records(tmp_path / "a", "validation")
-    assert Counter(one["truth"]["dataset"] for one in train) == {"chain_sum": 3, "gcd": 2, "gsm_symbolic": 2}
-    assert Counter(one["truth"]["dataset"] for one in held) == {"chain_sum": 2, "gcd": 2, "gsm_symbolic": 2}
+    tasks.write_text(
+        "tasks:\n" + "".join(f"  {name}: {{max_value: 30}}\n" if name == "gcd" else f"  {name}:\n" for name in names)
+    )
+    made = []
+    for workers in (1, 2):
+        monkeypatch.setenv("PYTHONHASHSEED", str(workers))
+        words = ("--from", tasks, "--size", 33, "--holdout", 12, "--check", 0, "--workers", workers)
+        assert prepare("reasoning-gym", *words, "--out", tmp_path / "out") == 0
+        made.append([written["sha256"] for written in manifest(tmp_path / "out")["outputs"]])
+    assert made[0] == made[1]
+    assert os.environ["PYTHONHASHSEED"] == "2"
+    assert puzzles._of_task("chain_sum", {}, 3, 0, 0) == puzzles._of_task("chain_sum", {}, 3, 0, 0)
+    assert puzzles._of_task("chain_sum", {}, 3, 0, 0) != puzzles._of_task("chain_sum", {}, 3, 0, 1)
+    train, held = records(tmp_path / "out"), records(tmp_path / "out", "validation")
+    assert Counter(one["truth"]["dataset"] for one in train) == dict(zip(names, [6, 6, 6, 5, 5, 5], strict=True))
+    assert Counter(one["truth"]["dataset"] for one in held) == dict.fromkeys(names, 2)
     assert not {str(one["prompt"]) for one in train} & {str(one["prompt"]) for one in held}
-    assert manifest(tmp_path / "a")["from"].startswith("reasoning_gym 0.")
+    times = [one["truth"]["entry"]["metadata"] for one in train if one["truth"]["dataset"] == "time_intervals"]
+    assert any(time["task_type"].startswith("time") for time in times)
+    assert str(date.today()) not in json.dumps(times)
+    assert manifest(tmp_path / "out")["from"].startswith("reasoning_gym 0.")
 
 
 def test_a_task_with_too_few_puzzles_is_named(tmp_path: Path) -> None:

@@ -10,8 +10,6 @@ from tests.conftest import ROOT
 from tests.data.preparing import manifest, prepare, records, write
 
 SHARED = ROOT.parent / "shared" / "data"
-if not SHARED.is_dir():
-    SHARED = Path("/work/shared/data")
 
 # Source, file, rows, and how many of them are left out for which reason: faults of the files themselves.
 SETS: list[tuple[str, str, int, dict[str, int]]] = [

@@ -80,6 +80,7 @@ class Case:
 class Bench:
     def __init__(self, slurm: Slurm, out: Path, base: Path, nodes: int, deadline: float) -> None:
         self.slurm, self.out, self.base, self.nodes, self.deadline = slurm, out, base, nodes, deadline
+        self.drained = ""
 
     def submit(self, run: Path, *flags: str, nodes: int = 0) -> int:
         """The stage on so many nodes; 0: as many as all the runs have."""
@@ -153,6 +154,7 @@ class Bench:
         node = self.nodes_of(case.job)[-1]
         self.slurm.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=benchmark")
         self.slurm.slurmd_kill(node)
+        self.drained = node
 
     def first_slurmd_kill(self, case: Case) -> None:
         self.slurm.slurmd_kill(self.nodes_of(case.job)[0])
@@ -215,6 +217,9 @@ class Bench:
             case.failed = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             sys.stderr.write(f"{error}\n")
         finally:
+            if self.drained:  # stays so until somebody says otherwise
+                self.slurm.run("scontrol", "update", f"NodeName={self.drained}", "State=RESUME")
+                self.drained = ""
             self.slurm.clean_up()
             if small:
                 saved = self.out / f"{case.run.name}.kept"

@@ -80,6 +80,7 @@ class Case:
 class Bench:
     def __init__(self, slurm: Slurm, out: Path, base: Path, nodes: int, deadline: float) -> None:
         self.slurm, self.out, self.base, self.nodes, self.deadline = slurm, out, base, nodes, deadline
+        self.drained = ""
 
     def submit(self, run: Path, *flags: str, nodes: int = 0) -> int:
         """The stage on so many nodes; 0: as many as all the runs have."""
@@ -153,17 +154,15 @@ class Bench:
         node = self.nodes_of(case.job)[-1]
         self.slurm.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=benchmark")
         self.slurm.slurmd_kill(node)
+        self.drained = node
 
     def first_slurmd_kill(self, case: Case) -> None:
         self.slurm.slurmd_kill(self.nodes_of(case.job)[0])
 
     def time_limit(self, case: Case) -> None:
-        """Slurm's own USR1: the job has 100 s more, and asked for the signal 60 s before its end."""
-        hours, minutes, seconds = (int(t) for t in self.slurm.job(case.job)["RunTime"].split(":"))
-        limit = (hours * 3600 + minutes * 60 + seconds + 100) // 60 + 1
-        self.slurm.run("scontrol", "update", f"JobId={case.job}", f"TimeLimit={limit}")
+        """The signal that Slurm sends by --signal=B:USR1@600, ten minutes before the end."""
+        self.slurm.scancel(case.job, "--batch", "--signal=USR1")
         self.until("a requeue", lambda: self.slurm.job(case.job)["Restarts"] == "1")
-        self.slurm.run("scontrol", "update", f"JobId={case.job}", "TimeLimit=120")
 
     def preemption(self, case: Case) -> None:
         words = ["--partition=high", f"--nodes={len(self.slurm.nodes)}", "--exclusive", "--output=/dev/null"]
@@ -215,6 +214,9 @@ class Bench:
             case.failed = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             sys.stderr.write(f"{error}\n")
         finally:
+            if self.drained:  # stays so until somebody says otherwise
+                self.slurm.run("scontrol", "update", f"NodeName={self.drained}", "State=RESUME")
+                self.drained = ""
             self.slurm.clean_up()
             if small:
                 saved = self.out / f"{case.run.name}.kept"
@@ -225,7 +227,7 @@ class Bench:
         return case
 
     def _case(self, case: Case, fault: Callable[[Case], None], undisturbed: Path) -> None:
-        flags = ["--partition=low"] if fault == self.preemption else ["--signal=B:USR1@60"]
+        flags = ["--partition=low"] if fault == self.preemption else []
         case.job = self.submit(case.run, *flags)
         self.until(f"step {BREAK_AT}", lambda: last_step(case.run) >= BREAK_AT)
         case.broken, step = time.monotonic(), last_step(case.run)

@@ -125,6 +125,18 @@ def test_another_number_of_nodes_is_refused(stage: Stage) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_slurm_s_own_signal_before_the_limit_is_enough(stage: Stage) -> None:
+    """100 s of work in starts of at most two minutes each, of which Slurm takes the last 90 s, or some more."""
+    job = stage.submit("--time=2", "--signal=B:USR1@90", overrides=("trainer.grpo.max_steps=250",))
+    found = ended(stage, job, 450)
+    assert (found.state, found.code) == ("COMPLETED", 0)
+    assert stage.next() == [*[(75, "requeue")] * found.restarts, (0, "done")]
+    assert found.restarts >= 1
+    assert len(stage.steps()) == 250
+
+
+@pytest.mark.slow
 def test_three_starts_without_a_new_checkpoint_are_enough(stage: Stage) -> None:
     stage.order("kill-0")
     job = stage.submit()

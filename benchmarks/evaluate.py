@@ -5,7 +5,8 @@
 MODEL is a Hugging Face folder.  Three ways, alternating, each with an engine of its own that stays up and idles while
 the others work: (a) `prorl evaluate`: drawn with a seed for each response, judged, stored; (b) vLLM offline, n samples
 a prompt without seeds; (c) vLLM offline with a seed for each response, as an evaluation that can be repeated needs it.
-The prompts are the laptop job's held-out problems.  Start-up is in none.
+The prompts are the laptop job's held-out problems.  Start-up is in none.  A trained model ends after some six tokens,
+so that what a response costs outside the model weighs most; RUN/init with --max-response 100 shows longer ones.
 """
 
 import argparse
@@ -81,7 +82,7 @@ class Ours:
 def _first(records: dict[str, list[dict[str, Any]]], number: int) -> dict[str, list[dict[str, Any]]]:
     """`number` of them, from all benchmarks alike."""
     left, found = number, {}
-    for at, (name, some) in enumerate(records.items()):
+    for at, (name, some) in enumerate(sorted(records.items(), key=lambda item: len(item[1]))):
         found[name] = some[: -(-left // (len(records) - at))]
         left -= len(found[name])
     return found

@@ -3,7 +3,9 @@
 They are started by a process of their own, so that what a test does to its environment or folder is nothing to them.
 """
 
+import ctypes
 import os
+import signal
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
@@ -20,7 +22,7 @@ class Background:
 
     def __init__(self) -> None:
         os.environ[_MARK] = str(os.getpid())
-        self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_end_with_session)
         self._runs: dict[str, Future[Path]] = {}
 
     def start(self, name: str, work: Callable[..., Path], *args: Any) -> None:
@@ -41,3 +43,8 @@ class Background:
                     process.kill()
             except psutil.Error:
                 continue
+
+
+def _end_with_session() -> None:
+    """Else a session that is killed would leave the runs that still wait to begin."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -226,7 +226,7 @@ def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str, train
     monkeypatch.setattr(supervisor.Node, "_ranks", lambda node, _: [child(node, "trainer-0", trainer)])
     monkeypatch.setattr(supervisor.Node, "_rewards", lambda node: child(node, "rewards-0", service))
     monkeypatch.setattr(
-        supervisor.Node, "_engine", lambda node, i, _: child(node, f"engine-{i}", "import time; time.sleep(60)")
+        supervisor.Node, "_engine", lambda node, i, *_: child(node, f"engine-{i}", "import time; time.sleep(60)")
     )
     return job.run(cfg, "")
 

@@ -383,6 +383,7 @@ def test_the_shipped_list_of_puzzles_is_the_papers_number_of_tasks() -> None:
     assert set(puzzles.shares(gym.holdout, 96)) == {100}
 
 
+@pytest.mark.slow
 def test_puzzles_are_fixed_by_the_seed_and_held_out_ones_are_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,6 +414,7 @@ def test_puzzles_are_fixed_by_the_seed_and_held_out_ones_are_others(
     assert manifest(tmp_path / "out")["from"].startswith("reasoning_gym 0.")
 
 
+@pytest.mark.slow
 def test_a_task_with_too_few_puzzles_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="data source 'gcd': .* gave only .* widen the options"):
         puzzles.make({"gcd": {"min_value": 2, "max_value": 4, "max_numbers": 2}}, 100, 0, 0)

@@ -54,6 +54,7 @@ def test_what_is_made_on_the_spot_is_always_the_same(name: str) -> None:
     assert {part_of(record) for record in records} == {name.removeprefix("laptop_")} or ALL[name].task == "math"
 
 
+@pytest.mark.slow
 def test_the_laptops_problems_are_those_that_its_training_holds_out() -> None:
     train, held_out = load_sources(load(["cluster=laptop"]).data)
     seen = {record["prompt"] for _, records in train for record in records}

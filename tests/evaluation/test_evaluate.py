@@ -91,6 +91,7 @@ def address() -> Iterator[Address]:
     server.process.communicate()
 
 
+@pytest.mark.slow
 def test_killed_half_way_and_run_again_it_gives_the_same_and_asks_for_nothing_twice(
     address: Address, tmp_path: Path
 ) -> None:

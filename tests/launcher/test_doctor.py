@@ -283,6 +283,7 @@ def test_message_lists_need_a_chat_template(tmp_path: Path) -> None:
     assert [judged(plain, False), judged(chat, True), judged(chat, False)] == ["pass", "pass", "fail"]
 
 
+@pytest.mark.slow
 def test_a_model_folder_as_a_whole(tmp_path: Path) -> None:
     """A tokenizer really loads, in a process of its own (some seconds); without its files it does not."""
     folder = tmp_path / "init"

@@ -31,7 +31,9 @@ server.serve_forever()
 """
 
 
-@pytest.mark.parametrize("ready", [True, False], ids=["hangs later", "never gets ready"])
+@pytest.mark.parametrize(
+    "ready", [pytest.param(True, marks=pytest.mark.slow), False], ids=["hangs later", "never gets ready"]
+)
 def test_a_silent_service_is_started_again(tmp_path: Path, ready: bool) -> None:
     (tmp_path / "token").write_text("secret\n")
     endpoint, hang = tmp_path / "rewards-0.json", tmp_path / "hang"

@@ -68,14 +68,14 @@ def cases_of(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "manifest.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("cases", [GIVEN, OWN], ids=["given", "own"])
+@pytest.mark.parametrize("cases", [GIVEN, pytest.param(OWN, marks=pytest.mark.slow)], ids=["given", "own"])
 def test_no_case_is_judged_wrong(cases: Path) -> None:
     done = attack(cases, judge())
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(cases_of(cases))} cases, 0 wrong" in done.stdout
 
 
-@pytest.mark.parametrize("condition", CONDITIONS)
+@pytest.mark.parametrize("condition", ["user", pytest.param("closed", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cases", [GIVEN, pytest.param(OWN, marks=pytest.mark.slow)], ids=["given", "own"])
 def test_what_depends_on_rights_is_judged_right_without_them(cases: Path, condition: str) -> None:
     done = attack(cases, judge("as", *CONDITIONS[condition]), "--only", *PART[cases])

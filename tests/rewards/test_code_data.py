@@ -67,6 +67,7 @@ def apps_truth(record: dict[str, Any]) -> dict[str, Any]:
     return call(tests["fn_name"], *((args, out[0] if isinstance(out, list) else out) for args, out in pairs))
 
 
+@pytest.mark.slow
 def test_programs_of_apps_earn_what_their_authors_found(code: CodeReward) -> None:
     records = rows(DATA / "apps_coderl_samples.jsonl")
     golds = (

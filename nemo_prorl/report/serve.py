@@ -168,11 +168,12 @@ def serve(runs: list[Path], evaluations: list[Path], samples: int, port: int) ->
             f"--port {port}: {os.strerror(error.errno or 0)}; give another, or 0 for any free one"
         ) from error
     with server:
-        sys.stdout.write(f"{server.url}\n")
-        sys.stdout.flush()
-        _log.info("Ctrl-C ends it")
-        before = signal.signal(signal.SIGTERM, _interrupt)
+        before = signal.getsignal(signal.SIGTERM)
         try:
+            signal.signal(signal.SIGTERM, _interrupt)  # before anybody knows the address
+            sys.stdout.write(f"{server.url}\n")
+            sys.stdout.flush()
+            _log.info("Ctrl-C ends it")
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
             pass  # the ordinary end

@@ -32,7 +32,7 @@ class Stage:
     def submit(self, *flags: str, overrides: tuple[str, ...] = ()) -> int:
         ours = ["--nodes=2", "--gpus-per-node=0", "--mem=0", f"--output={self.log}", *flags]
         stage = ["slurm/stage.sbatch", "none", f"--python={self.python}", "cluster=slurm_dev", f"run_dir={self.run}"]
-        settings = ["trainer.num_nodes=2", "rollout.engines=2", "trainer.deadlines.node_s=5"]
+        settings = ["trainer.num_nodes=2", "rollout.engines=2", "trainer.deadlines.node_s=15"]
         return self.slurm.sbatch(*ours, *stage, *settings, f"trainer.grpo.max_steps={STEPS}", *overrides)
 
     def order(self, what: str) -> None:
@@ -115,7 +115,7 @@ def test_a_run_that_was_stopped_on_purpose_is_not_started_again(stage: Stage) ->
     stage.order("stop")
     job = stage.submit()
     assert ended(stage, job, 60) == Ended("FAILED", 75, 0)
-    assert stage.next() == [(75, "give_up")]
+    assert stage.next() == [(75, "give_up")], stage.log.read_text()
 
 
 def test_another_number_of_nodes_is_refused(stage: Stage) -> None:

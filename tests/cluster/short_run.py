@@ -2,7 +2,7 @@
 
 short_run.py -m nemo_prorl.launcher.node ...     the node supervisor, with stand-ins for what it starts
 short_run.py -m MODULE ...                       as Python does
-short_run.py rank RUN_DIR RANK STEPS             a stand-in of a trainer rank
+short_run.py rank RUN_DIR RANK STEPS RANKS       a stand-in of a trainer rank
 
 Rank 0 makes a checkpoint each 0.4 s.  Files in RUN_DIR/orders: `kill-RANK` makes that rank kill itself at each start,
 `kill-once-RANK` at one, and the others end with 1; `stop` makes all end with 75, as after `prorl control stop`.
@@ -20,11 +20,14 @@ from types import ModuleType, SimpleNamespace
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def rank(run_dir: Path, number: int, steps: int) -> int:
+def rank(run_dir: Path, number: int, steps: int, ranks: int) -> int:
     """Exit code 0 after the last step, 75 when asked to stop."""
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
     orders, checkpoints = run_dir / "orders", run_dir / "checkpoints"
+    (run_dir / f"up-{number}").touch()
+    while not asked and not all((run_dir / f"up-{k}").exists() for k in range(ranks)):  # as torch's rendezvous
+        time.sleep(0.02)
     while True:
         done = max((int(p.name[5:]) for p in checkpoints.glob("step-*")), default=0)
         if done >= steps:
@@ -55,8 +58,8 @@ def stand_in() -> None:
     from nemo_prorl.launcher.processes import Child
 
     def prepared(cfg: object, run_dir: Path, config_text: str) -> list[str]:
-        for name in ("died", "stopped"):
-            (run_dir / name).unlink(missing_ok=True)
+        for path in (run_dir / "died", run_dir / "stopped", *run_dir.glob("up-*")):
+            path.unlink(missing_ok=True)
         for name in ("logs", "endpoints", "checkpoints"):
             (run_dir / name).mkdir(exist_ok=True)
         (run_dir / "config.yaml").write_text(config_text)
@@ -71,7 +74,7 @@ def stand_in() -> None:
 
     def ranks(self: supervisor.Node, _: list[str]) -> list[Child]:
         number, steps = self.place.node, self.cfg.trainer.grpo.max_steps
-        command = [sys.executable, __file__, "rank", str(self.dir), str(number), str(steps)]
+        command = [sys.executable, __file__, "rank", str(self.dir), str(number), str(steps), str(self.place.nodes)]
         return [self._child(f"trainer-{number}", command, {}, 0, False)]
 
     for module, name, value in (
@@ -87,7 +90,7 @@ def stand_in() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "rank":
-        sys.exit(rank(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])))
+        sys.exit(rank(Path(sys.argv[2]), *map(int, sys.argv[3:6])))
     sys.path[0] = str(ROOT)
     if sys.argv[2] == "nemo_prorl.launcher.node":
         stand_in()

@@ -12,18 +12,7 @@ from nemo_prorl.config import DataConfig, DataSource
 from nemo_prorl.data.blend import Blend, LoadedSource, load_sources
 from nemo_prorl.errors import CheckpointError, ConfigError, DataError
 from nemo_prorl.settings import load
-
-
-def loaded(name: str, count: int, weight: float = 1.0) -> LoadedSource:
-    records = [
-        {"id": f"{name}-{i}", "task": "math", "prompt": f"{name} {i}", "truth": {"answer": str(i)}}
-        for i in range(count)
-    ]
-    return DataSource(name=name, path=f"{name}.jsonl", weight=weight), records
-
-
-def sources() -> list[LoadedSource]:
-    return [loaded("a", 7, 3.0), loaded("b", 5, 1.0), loaded("c", 11, 1.5)]
+from tests.data.made import loaded, sources
 
 
 def draw(blend: Blend, count: int) -> list[tuple[str, int]]:

@@ -352,16 +352,22 @@ def set_environment(threads: int, eager: bool) -> None:
             os.environ.setdefault(name, value)
 
 
+def cpu_options() -> dict[str, Any]:
+    """What vLLM's CPU build is told otherwise than by default."""
+    return {
+        # A prompt cut in two makes vLLM rewind the response's random generator, which a CPU's cannot: the core dies.
+        "enable_chunked_prefill": False,
+        # vLLM's 128 would share no prompt shorter than that among its responses; a CPU's kernels want multiples of 32.
+        "block_size": 32,
+    }
+
+
 def make_engine(args: argparse.Namespace) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     optional: dict[str, Any] = {} if args.kv_mb is None else {"kv_cache_memory_bytes": args.kv_mb << 20}
-    if is_cpu_build():
-        # A prompt cut in two makes vLLM rewind the response's random generator, which a CPU's cannot: the core dies.
-        optional["enable_chunked_prefill"] = False
-        # vLLM's 128 would share no prompt shorter than that among its responses; a CPU's kernels want multiples of 32.
-        optional["block_size"] = 32
+    optional |= cpu_options() if is_cpu_build() else {}
     return AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=args.model,

@@ -56,6 +56,7 @@ AT_LEAST: dict[str, float] = {
     "trainer.grpo.shaping.overlong_tokens": 0,
     "trainer.grpo.shaping.overlong_penalty": 0,
     "trainer.grpo.logprob_chunk_tokens": 1,
+    "trainer.grpo.logprob_chunk_words": 1,
     "trainer.grpo.correction.cap": 1,
     "trainer.grpo.correction.floor": 0,
     "trainer.grpo.dynamic_sampling.tolerance": 0,
@@ -270,8 +271,15 @@ def _layout(cfg: DictConfig) -> None:
 
 
 def _batch(cfg: DictConfig) -> None:
-    """Prompts, mini-batches and ranks.  Rows of the last micro-batch are padded, so its size need not divide."""
-    grpo = cfg.trainer.grpo
+    """Prompts, mini-batches and ranks.  A micro-batch may be smaller than the others, so its size need not divide."""
+    grpo, budget = cfg.trainer.grpo, OmegaConf.select(cfg, "model.micro_batch_tokens")
+    if budget is not None and (not _is_int(budget) or budget < grpo.context_tokens):
+        raise _wrong(
+            "model.micro_batch_tokens",
+            budget,
+            f"must be a whole number, at least trainer.grpo.context_tokens={grpo.context_tokens}, so that a"
+            " micro-batch holds the longest sequence; or null: model.micro_batch_size responses",
+        )
     prompts, updates, samples = grpo.prompts_per_step, grpo.updates_per_step, grpo.samples_per_prompt
     _divides("trainer.grpo.updates_per_step", updates, "trainer.grpo.prompts_per_step", prompts)
     ranks = cfg.trainer.num_nodes * cfg.trainer.devices

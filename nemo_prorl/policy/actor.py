@@ -324,7 +324,10 @@ class Actor:
         self.mcore_optimizer.reload_model_params()
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) of the weights in use, on every rank, in their dtype.  A collective."""
+        """(Hugging Face name, whole tensor) of the weights in use, on every rank, in their dtype.  A collective.
+
+        Tensors may be views of the weights: what must outlast the next update has to be copied.
+        """
         return self._whole({name: p.data for name, p in self.module.named_parameters()})
 
     def export_gradients(self) -> Iterator[tuple[str, Tensor]]:

@@ -136,7 +136,7 @@ def _memory(cfg: DictConfig, chain: Chain) -> dict[str, Any]:
         "  one layer's work": _bytes(m.layer_work),
         "  logits": f"{_bytes(m.logits_forward)} forward, {_bytes(m.logits_backward)} backward, chunks of"
         f" {cfg.trainer.grpo.logprob_chunk_tokens} tokens x {cfg.trainer.grpo.logprob_chunk_words} words",
-        "  reference in use": f"{_bytes(m.reference_swap)} for the policy's own weights",
+        "  reference in use": f"{_bytes(m.reference_swap)} beside the policy's own weights",
         "  trainer at most": f"{_bytes(m.trainer_peak)} of these at once",
         "  engine": f"{_bytes(m.engine_weights)} weights, {_bytes(m.engine_work)} work,"
         f" {_bytes(m.kv_sequence)} KV cache a full sequence",

@@ -404,17 +404,17 @@ class Actor:
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Inside, the weights in use are the reference's."""
+        """Inside, the weights in use are the reference's: for reading, since on a CPU they are the reference itself."""
         assert self._reference, "the reference policy was never set"
         parameters = dict(self.module.named_parameters())
-        own = {name: p.detach().clone() for name, p in parameters.items()}
+        own = {name: p.data for name, p in parameters.items()}
         try:
             for name, p in parameters.items():
-                p.data.copy_(self._reference[name])
+                p.data = self._reference[name].to(p.device)
             yield
         finally:
             for name, p in parameters.items():
-                p.data.copy_(own[name])
+                p.data = own[name]
 
     def reference_sha256(self) -> str:
         if self._reference_sha256 is None:

@@ -96,7 +96,7 @@ class Memory:
     weights: int
     gradients: int
     optimizer: int
-    reference_swap: int  # the policy's own weights, kept aside while the reference's are in use
+    reference_swap: int  # the reference's weights on the GPU, while they are in use
     activations: int  # that the fullest pipeline stage keeps for the backward pass
     layer_work: int  # tensors of one layer alive in its backward pass
     logits_forward: int
@@ -273,10 +273,11 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
 
     Weights in use and a float32 gradient of each (NeMo's grad_sync_dtype) on every rank; two float32 moments, and
     beside 16-bit weights a float32 master, spread over data-parallel ranks (Megatron's distributed optimizer).  The
-    reference policy stays in host memory; while it is in use, the policy's own weights are kept aside on the GPU
+    reference policy stays in host memory; while it is in use it lies on the GPU, too, beside the policy's own weights
     (`policy.actor`).  A checkpoint has both, float32 weights and moments; it is copied to host memory first, on rank 0
-    with the whole weights once more (`policy.checkpoint`).  A pipeline's first stage keeps one micro-batch for each
-    stage (arXiv 2205.05198, sec. 4.2.3); its last has the logits.
+    with the whole weights once more (`policy.checkpoint`), but for what lies there already while a run waits for the
+    write.  A pipeline's first stage keeps one micro-batch for each stage (arXiv 2205.05198, sec. 4.2.3); its last has
+    the logits.
     """
     shape, layout = Shape.of(cfg.model, vocabulary(cfg)[0] if vocab is None else vocab), Layout.of(cfg)
     grpo, size, act = cfg.trainer.grpo, weight_bytes(cfg), activation_bytes(cfg)
@@ -294,23 +295,26 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
     work = tokens * act * (2 * shape.hidden + 3 * shape.ffn // layout.tp)
     forward, backward = logits_bytes(cfg, shape, layout, tokens)
     updates = max(one * in_flight + work, one + ends + max(backward, work))
-    reference = weights + max(forward, work) + ends
+    cpu = cfg.trainer.accelerator == "cpu"
+    swap = 0 if cpu else weights
+    reference = swap + max(forward, work) + ends
+    copied = not cpu or grpo.async_checkpoints
     checkpoint = parameters(shape, padded=True) * (2 * size + 3 * FLOAT32)
     return Memory(
         parameters=parameters(shape),
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        reference_swap=weights,
+        reference_swap=swap,
         activations=max(one * in_flight, one + ends),
         layer_work=work,
         logits_forward=forward,
         logits_backward=backward,
         trainer_peak=weights + gradients + optimizer + max(updates, reference),
         **_engine(cfg, shape),
-        reserve=0 if cfg.trainer.accelerator == "cpu" else RESERVE,
+        reserve=0 if cpu else RESERVE,
         reference_host=weights * cfg.trainer.devices,
-        snapshot_host=(weights + optimizer) * cfg.trainer.devices + parameters(shape) * size,
+        snapshot_host=((weights + optimizer) * cfg.trainer.devices + parameters(shape) * size) * copied,
         published=PUBLISHED_VERSIONS * parameters(shape) * size,
         checkpoint=checkpoint,
         checkpoints=checkpoint * (_kept(grpo) + 1),

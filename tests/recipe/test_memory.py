@@ -159,7 +159,8 @@ def test_a_budget_of_tokens_is_what_the_plan_counts_with() -> None:
         with pytest.raises(ConfigError, match=rf"model.micro_batch_tokens={wrong}"):
             settings.load([*H100, f"model.micro_batch_tokens={wrong}"])
     old = settings.load(H100)  # of a run made before there was this key
-    del old.model["micro_batch_tokens"]
+    with open_dict(old):
+        del old.model["micro_batch_tokens"]
     old.model.micro_batch_size = 1
     assert m.memory_of(old) == one
 

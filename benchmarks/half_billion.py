@@ -138,7 +138,7 @@ def _memory_below(pid: int) -> Iterator[tuple[str, int]]:
         except (OSError, psutil.Error):
             continue
         values = {key: int(value) * 1024 for key, value in re.findall(r"^(Pss\w*): +(\d+) kB", text, re.MULTILINE)}
-        kinds = {"rollout": "engine", "nemo_prorl.run": "trainer", "rewards": "rewards"}
+        kinds = {"rollout": "engine", "EngineCore": "engine", "nemo_prorl.run": "trainer", "rewards": "rewards"}
         kind = next((label for word, label in kinds.items() if word in command), "other")
         yield f"{kind} {process.pid}", values.get("Pss", 0) - values.get("Pss_Shmem", 0)
 
@@ -171,7 +171,8 @@ def planned(overrides: list[str]) -> dict[str, int]:
     memory = json.loads(told)["memory"]
     return {
         "trainer": memory["trainer_peak"] + memory["reference_host"],
-        "engine": memory["needed"] - memory["trainer_peak"],
+        "engine": memory["needed"] - memory["trainer_peak"] - memory["reserve"],
+        "processes": memory["reserve"],
         "published": memory["published"],
         "snapshot": memory["snapshot_host"],
     }

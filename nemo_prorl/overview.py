@@ -141,9 +141,12 @@ def _memory(cfg: DictConfig, chain: Chain) -> dict[str, Any]:
         "  engine": f"{_bytes(m.engine_weights)} weights, {_bytes(m.engine_work)} work,"
         f" {_bytes(m.kv_sequence)} KV cache a full sequence",
         "  KV cache": f"{left} ({kv_source})" if room is not None else left,
-        "  reserve": f"{_bytes(m.reserve)}, assumed: contexts, NCCL, CUDA graphs, fragmentation"
-        if m.reserve
-        else "none",
+        "  reserve": f"{_bytes(m.reserve)}, "
+        + (
+            "assumed: contexts, NCCL, CUDA graphs, fragmentation"
+            if of == "a GPU"
+            else "measured: the processes themselves"
+        ),
         "host of a node": f"{_bytes(m.reference_host)} reference policy, {_bytes(m.snapshot_host)} while a checkpoint"
         f" is written; /dev/shm {_bytes(m.published)}: {PUBLISHED_VERSIONS} versions of the weights",
         "disk": f"{_bytes(m.checkpoint)} a checkpoint, {_bytes(m.checkpoints)} kept and being written"

@@ -23,6 +23,9 @@ GB = 1e9
 FLOAT32 = 4
 # CUDA contexts of two processes, NCCL's buffers, CUDA graphs, fragmentation: assumed, not measured.
 RESERVE = 4 * 2**30
+# On a CPU: Python with NeMo, vLLM's two processes and the reward server before any weights, and what malloc keeps;
+# measured (benchmarks/half_billion.py).
+CPU_RESERVE = 4 * 10**9
 PUBLISHED_VERSIONS = 2  # alive in /dev/shm at a time (rollout.publication)
 # Rows of the embedding where no folder says them: by layers, hidden and ffn size.
 KNOWN_VOCABULARIES = {(28, 1536, 8960): (151_936, "DeepSeek-R1-Distill-Qwen-1.5B")}
@@ -106,7 +109,7 @@ class Memory:
     engine_work: int
     kv_sequence: int  # KV cache of one sequence that fills the context
     kv_configured: int | None  # rollout.kv_cache_mb
-    reserve: int  # for what is not counted here; none on a CPU
+    reserve: int  # for what is not counted here
     reference_host: int  # host memory of a node: the reference policy of its ranks
     snapshot_host: int  # host memory of a node while a checkpoint is written: the copy that is written
     published: int  # /dev/shm of a node
@@ -312,7 +315,7 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
         logits_backward=backward,
         trainer_peak=weights + gradients + optimizer + max(updates, reference),
         **_engine(cfg, shape),
-        reserve=0 if cpu else RESERVE,
+        reserve=CPU_RESERVE if cpu else RESERVE,
         reference_host=weights * cfg.trainer.devices,
         snapshot_host=((weights + optimizer) * cfg.trainer.devices + parameters(shape) * size) * copied,
         published=PUBLISHED_VERSIONS * parameters(shape) * size,

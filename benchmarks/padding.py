@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from machine import describe
+from machine import describe, libraries_on_stderr
 
 RECORDED = Path(__file__).parent / "results" / "lengths-laptop.json"
 
@@ -74,7 +74,7 @@ def timed(lengths: list[int], schemes: dict[str, Any], rounds: int) -> Iterator[
     from nemo_prorl.settings import load
 
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, libraries_on_stderr():
         cfg = load([])
         build_base_model(Path(folder) / "hf", cfg.model, 0, ["one two three"])
         actor = build_actor(cfg, Path(folder) / "hf").actor

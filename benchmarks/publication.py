@@ -26,7 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from machine import describe
+from machine import describe, libraries_on_stderr
 
 SHM = Path("/dev/shm")
 WORDS = 151_936
@@ -159,7 +159,8 @@ def run(args: argparse.Namespace) -> Iterator[str]:
     hf = config_of(args.layers)
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir=SHM, prefix="prorl-benchmark-") as shm:
         folder, copy = Path(name), Path(shm) / "copy"
-        policy = build_policy(hf, folder / "meet")
+        with libraries_on_stderr():
+            policy = build_policy(hf, folder / "meet")
         parameters = sum(p.numel() for p in policy.module.parameters())
         store = WeightStore(Path(shm) / "store")
         times: dict[str, list[float]] = {"publish": [], "copy": [], "load": []}

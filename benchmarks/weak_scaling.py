@@ -10,8 +10,8 @@ made up, so that engines take no time.  Seconds of a step, by where they go:
     optimizer    Adam, norms and clipping
     framework    the rest: batches, micro-batches, advantages, diagnostics, the reference's swap, publication
 
-CPU seconds are of a rank's own process: with more ranks than cores ranks take turns, so wall time must rise and CPU
-time must not.
+CPU seconds are of a rank's own process: with more ranks than cores ranks take turns, so that wall time rises; CPU time
+would stay, were it not for shared caches.
 """
 
 import argparse

@@ -3,8 +3,22 @@
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+
+
+@contextmanager
+def libraries_on_stderr() -> Iterator[None]:
+    """Inside, what NeMo and others print goes to standard error, so that standard output holds results alone."""
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def describe() -> str:

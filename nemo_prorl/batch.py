@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_prorl.micro_batches import Limits, deal, split_rows
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -86,23 +88,17 @@ class Batch:
             values[f.name] = value
         return Batch(**values)
 
-    def micro_batches(self, size: int, multiple_of: int = 1, same_shape: bool = False) -> "list[tuple[Tensor, Batch]]":
-        """(row numbers, micro-batch) pairs of `size` rows, shortest sequences together, each trimmed to its longest.
+    def micro_batches(self, limits: Limits, at_least: int = 1) -> "list[tuple[Tensor, Batch]]":
+        """(row numbers, micro-batch) pairs as `split_rows` says it, each padded to its longest sequence.
 
-        `multiple_of`: the padded length is a multiple of it (sequence parallelism).  `same_shape`: all have the same
-        padded length and number of rows, as a pipeline needs.  The row numbers are those of the rows that count.
+        One without rows holds a row that counts nowhere.
         """
-        order = torch.argsort(self.length_B, stable=True)
-        parts = list(order.split(size)) or [order]
-
-        def padded_length(rows: Tensor) -> int:
-            longest = int(self.length_B[rows].max()) if len(rows) else 1
-            return -(-longest // multiple_of) * multiple_of
-
-        full = padded_length(order)
+        parts = split_rows(self.length_B.tolist(), limits, at_least)
+        numbers = [torch.tensor(rows, dtype=torch.int64) for rows in parts]
+        longest = [int(self.length_B[rows].max()) if len(rows) else 1 for rows in numbers]
         return [
-            (rows, self.rows(rows).padded_to(size if same_shape else 1, full if same_shape else padded_length(rows)))
-            for rows in parts
+            (rows, self.rows(rows).padded_to(1, limits.padded(length)))
+            for rows, length in zip(numbers, longest, strict=True)
         ]
 
 
@@ -156,9 +152,14 @@ class JudgedGroups:
     def rows_of_updates(self, updates: int, rank: int, size: int) -> list[Tensor]:
         """Row numbers of data rank `rank` of `size` in each mini-batch.
 
-        A mini-batch is an equal share of the groups, in draw order; its rows are dealt out to the ranks in turn.
+        A mini-batch is an equal share of the groups, in draw order; its rows are dealt out so that ranks have about
+        equally many tokens.
         """
         groups, samples = self.valid_GN.shape
         updates = max(1, min(updates, groups))
         bounds = [groups * k // updates * samples for k in range(updates + 1)]
-        return [torch.arange(low, high)[rank::size] for low, high in pairwise(bounds)]
+        length_B = self.batch.length_B.tolist()
+        return [
+            low + torch.tensor(deal(length_B[low:high], size)[rank], dtype=torch.int64)
+            for low, high in pairwise(bounds)
+        ]

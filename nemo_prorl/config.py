@@ -78,6 +78,7 @@ class GRPOConfig:
     unfinished_penalty: float = 0.0  # taken off the shaped reward of a response without eos
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     logprob_chunk_tokens: int = 4096  # rows of logits alive at a time
+    logprob_chunk_words: int = 8192  # columns of them: words of the vocabulary
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     checkpoint_every: int = 20

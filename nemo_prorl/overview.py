@@ -4,7 +4,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from nemo_prorl.recipe.memory import GB, PUBLISHED_VERSIONS
+from nemo_prorl.recipe.memory import GB, PUBLISHED_VERSIONS, micro_batch_tokens, micro_batch_words
 from nemo_prorl.recipe.plan import NAMES, PAPER_GPU_HOURS, Chain, Stage
 
 
@@ -130,20 +130,23 @@ def _memory(cfg: DictConfig, chain: Chain) -> dict[str, Any]:
         "  vocabulary": f"{chain.vocabulary[0]:,} ({chain.vocabulary[1]})",
         "  gradients": _bytes(m.gradients),
         "  optimizer": f"{_bytes(m.optimizer)}, spread over data-parallel ranks",
-        "  activations": f"{_bytes(m.activations)}: micro-batch of {cfg.model.micro_batch_size} x"
-        f" {cfg.trainer.grpo.context_tokens} tokens, recomputation"
+        "  activations": f"{_bytes(m.activations)}: micro-batch of {micro_batch_tokens(cfg):,} tokens"
+        f" ({micro_batch_words(cfg)}), recomputation"
         f" {cfg.model.get('activations_checkpoint_granularity') or 'none'}",
         "  one layer's work": _bytes(m.layer_work),
         "  logits": f"{_bytes(m.logits_forward)} forward, {_bytes(m.logits_backward)} backward, chunks of"
-        f" {cfg.trainer.grpo.logprob_chunk_tokens}",
-        "  reference in use": f"{_bytes(m.reference_swap)} for the policy's own weights",
+        f" {cfg.trainer.grpo.logprob_chunk_tokens} tokens x {cfg.trainer.grpo.logprob_chunk_words} words",
+        "  reference in use": f"{_bytes(m.reference_swap)} beside the policy's own weights",
         "  trainer at most": f"{_bytes(m.trainer_peak)} of these at once",
         "  engine": f"{_bytes(m.engine_weights)} weights, {_bytes(m.engine_work)} work,"
         f" {_bytes(m.kv_sequence)} KV cache a full sequence",
         "  KV cache": f"{left} ({kv_source})" if room is not None else left,
-        "  reserve": f"{_bytes(m.reserve)}, assumed: contexts, NCCL, CUDA graphs, fragmentation"
-        if m.reserve
-        else "none",
+        "  reserve": f"{_bytes(m.reserve)}, "
+        + (
+            "assumed: contexts, NCCL, CUDA graphs, fragmentation"
+            if of == "a GPU"
+            else "measured: the processes themselves"
+        ),
         "host of a node": f"{_bytes(m.reference_host)} reference policy, {_bytes(m.snapshot_host)} while a checkpoint"
         f" is written; /dev/shm {_bytes(m.published)}: {PUBLISHED_VERSIONS} versions of the weights",
         "disk": f"{_bytes(m.checkpoint)} a checkpoint, {_bytes(m.checkpoints)} kept and being written"

@@ -56,6 +56,7 @@ AT_LEAST: dict[str, float] = {
     "trainer.grpo.shaping.overlong_tokens": 0,
     "trainer.grpo.shaping.overlong_penalty": 0,
     "trainer.grpo.logprob_chunk_tokens": 1,
+    "trainer.grpo.logprob_chunk_words": 1,
     "trainer.grpo.correction.cap": 1,
     "trainer.grpo.correction.floor": 0,
     "trainer.grpo.dynamic_sampling.tolerance": 0,
@@ -270,7 +271,7 @@ def _layout(cfg: DictConfig) -> None:
 
 
 def _batch(cfg: DictConfig) -> None:
-    """Prompts, mini-batches and ranks.  Rows of the last micro-batch are padded, so its size need not divide."""
+    """Prompts, mini-batches and ranks.  A micro-batch may be smaller than the others, so its size need not divide."""
     grpo = cfg.trainer.grpo
     prompts, updates, samples = grpo.prompts_per_step, grpo.updates_per_step, grpo.samples_per_prompt
     _divides("trainer.grpo.updates_per_step", updates, "trainer.grpo.prompts_per_step", prompts)
@@ -304,6 +305,14 @@ def _context(cfg: DictConfig) -> None:
     if longest is not None and longest >= context:
         raise _wrong(
             "trainer.grpo.max_response_tokens", longest, f"must leave room for a prompt in context_tokens={context}"
+        )
+    budget = OmegaConf.select(cfg, "model.micro_batch_tokens")
+    if budget is not None and (not _is_int(budget) or budget < context):
+        raise _wrong(
+            "model.micro_batch_tokens",
+            budget,
+            f"must be a whole number, at least trainer.grpo.context_tokens={context}, so that a"
+            " micro-batch holds the longest sequence; or null: model.micro_batch_size responses",
         )
 
 

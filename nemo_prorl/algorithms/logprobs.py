@@ -1,9 +1,11 @@
-"""Log-probabilities and entropies from last hidden states, without ever holding a row of logits for every token.
+"""Log-probabilities and entropies from last hidden states, without ever holding logits of all tokens or of all words.
 
-Suffixes: N tokens, C tokens of one chunk, V words of this rank's shard of the vocabulary, H hidden size.
+Suffixes: N tokens, C tokens of one chunk, V words of this rank's shard of the vocabulary, W words of one block of it,
+H hidden size.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,14 +27,16 @@ def chunked_logprobs(
     vocab_start: int = 0,
     group: dist.ProcessGroup | None = None,
     chunk: int = 4096,
+    block: int = 8192,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax(hidden weight^T / temperature) at the target, and the entropy of that distribution.
 
-    Works on `chunk` tokens at a time and computes the logits again in the backward pass: the largest tensor is
-    [chunk, V], one of it without entropy, two with.  All arithmetic on logits is float32 (float64 for float64 inputs).
-    16-bit matrices are multiplied with float32 accumulation and result; a CUDA build before torch 2.8 rounds the logits
-    to 16 bits first.
+    Works on `chunk` tokens and `block` words at a time, with a running maximum and sums, and computes the logits again
+    in the backward pass: beside inputs and gradients the largest tensors are logits [chunk, block], one without
+    entropy, two with, and a float32 [block, H].  All arithmetic on logits is float32 (float64 for float64 inputs), and
+    so are sums over chunks and blocks.  16-bit matrices are multiplied with float32 accumulation and result; a CUDA
+    build before torch 2.8 rounds the logits to 16 bits first.
 
     Vocabulary-parallel: each rank of `group` holds a shard of the output weight and calls this with the same hidden
     states, targets and settings.  Gradients are LOCAL: to `hidden_NH` this rank's partial sum, which the caller's
@@ -50,19 +54,20 @@ def chunked_logprobs(
         vocab_start: global id of this shard's first row.
         group: the tensor-parallel process group, or None for one whole vocabulary.
         chunk: tokens at a time, at least 1; results do not depend on it beyond rounding.
+        block: words at a time, at least 1; as above.
         with_entropy: also compute entropies, in nats, differentiable.
 
     Returns:
         logp_N and entropy_N (or None), float32 (float64 for float64 inputs), the same on all ranks of the group.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, temperature or chunk is out of range, or a target is not in
+        ValueError: shapes or dtypes do not fit, temperature, chunk or block is out of range, or a target is not in
             [0, vocab_size); this is found on all ranks alike.
     """
-    _check(hidden_NH, weight_VH, target_N, temperature, vocab_size, vocab_start, chunk)
+    _check(hidden_NH, weight_VH, target_N, temperature, vocab_size, vocab_start, chunk, block)
     words = min(max(vocab_size - vocab_start, 0), weight_VH.shape[0])
     results: tuple[Tensor, Tensor | None] = _ChunkedLogprobs.apply(
-        hidden_NH, weight_VH, target_N, float(temperature), words, vocab_start, group, chunk, with_entropy
+        hidden_NH, weight_VH, target_N, float(temperature), words, vocab_start, group, chunk, block, with_entropy
     )
     return results
 
@@ -75,6 +80,7 @@ def _check(
     vocab_size: int,
     vocab_start: int,
     chunk: int,
+    block: int,
 ) -> None:
     if hidden_NH.ndim != 2 or weight_VH.ndim != 2 or hidden_NH.shape[1] != weight_VH.shape[1]:
         raise ValueError(
@@ -92,12 +98,18 @@ def _check(
         raise ValueError(f"temperature is {temperature}; a positive number is right")
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}; at least 1 token at a time is right")
+    if block < 1:
+        raise ValueError(f"block is {block}; at least 1 word at a time is right")
     if vocab_start < 0 or vocab_size < 1:
         raise ValueError(f"vocab_start is {vocab_start} and vocab_size {vocab_size}; at least 0 and 1 are right")
     outside = ((target_N < 0) | (target_N >= vocab_size)).nonzero()
     if len(outside):
         place = int(outside[0])
         raise ValueError(f"target_N[{place}] is {int(target_N[place])}, outside the vocabulary of {vocab_size}")
+
+
+def _spans(total: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -109,50 +121,71 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(a, b).to(dtype)
 
 
-def _operands(hidden_NH: Tensor, weight_VH: Tensor, words: int) -> tuple[Tensor, Tensor, torch.dtype]:
-    """Hidden states and the real words' weight as they are multiplied, and the dtype of the logits."""
-    dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
-    weight_VH = weight_VH[:words]
-    if not hidden_NH.is_cuda:
-        # A CPU gains nothing from 16-bit products, so it takes the exact ones.
-        return hidden_NH.to(dtype), weight_VH.to(dtype), dtype
-    return hidden_NH, weight_VH, dtype
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, without another tensor of its size where the dtypes agree."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(_product(a, b, total.dtype))
 
 
-def _local_targets(target_C: Tensor, vocab_start: int, words: int) -> tuple[Tensor, Tensor]:
-    """Whether a target lies in this shard, and its local row (0 where it does not)."""
-    local_C = target_C - vocab_start
+def _operand(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """Some rows of a matrix as they are multiplied: a CPU gains nothing from 16-bit products and takes exact ones."""
+    return part if part.is_cuda else part.to(dtype)
+
+
+def _local_targets(target_C: Tensor, first: int, words: int) -> tuple[Tensor, Tensor]:
+    """Whether a target is among the `words` from `first` on, and its place there (0 where it is not)."""
+    local_C = target_C - first
     here_C = (local_C >= 0) & (local_C < words)
     return here_C, torch.where(here_C, local_C, 0)
 
 
-def _chunk_statistics(
-    logit_CV: Tensor, target_C: Tensor, vocab_start: int, group: dist.ProcessGroup | None, with_entropy: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(log-probability of the target, log-sum-exp, entropy or None) of each row, over all shards.
-
-    Destroys `logit_CV`.
+class _Statistics:
+    """Of C tokens, over words as they come: the largest logit m, the target's logit, sums of exp(x - m) and its product
+    with x - m, for logits x.
     """
-    rows, words = logit_CV.shape
-    highest_C = logit_CV.amax(dim=1) if words else logit_CV.new_full((rows,), -torch.inf)
-    if group is not None:
-        dist.all_reduce(highest_C, op=dist.ReduceOp.MAX, group=group)
 
-    logit_CV.sub_(highest_C[:, None])
-    here_C, local_C = _local_targets(target_C, vocab_start, words)
-    sums = logit_CV.new_zeros((3 if with_entropy else 2, rows))
-    if words:
-        at_target_C = logit_CV.gather(1, local_C[:, None]).squeeze(1)
-        sums[1] = torch.where(here_C, at_target_C, 0.0)
-        exp_CV = logit_CV.exp() if with_entropy else logit_CV.exp_()
-        sums[0] = exp_CV.sum(dim=1)
-        if with_entropy:
-            sums[2] = exp_CV.mul_(logit_CV).sum(dim=1)
-    if group is not None:
-        dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
-    log_sum_C = sums[0].log()
-    entropy_C = log_sum_C - sums[2] / sums[0] if with_entropy else None
-    return sums[1] - log_sum_C, log_sum_C + highest_C, entropy_C
+    def __init__(self, target_C: Tensor, dtype: torch.dtype, with_entropy: bool) -> None:
+        self.target_C = target_C
+        self.highest_C = torch.full(target_C.shape, -torch.inf, dtype=dtype, device=target_C.device)
+        self.exp_C = torch.zeros_like(self.highest_C)
+        self.at_target_C = torch.zeros_like(self.highest_C)
+        self.product_C = torch.zeros_like(self.highest_C) if with_entropy else None
+
+    def _raise_maximum(self, highest_C: Tensor) -> None:
+        moved_C = torch.where(self.exp_C == 0, 0.0, self.highest_C - highest_C)  # nothing was added yet: from -inf
+        shrink_C = moved_C.exp()
+        if self.product_C is not None:
+            self.product_C = (self.product_C + moved_C * self.exp_C) * shrink_C
+        self.exp_C, self.highest_C = self.exp_C * shrink_C, highest_C
+
+    def add(self, logit_CW: Tensor, first: int) -> None:
+        """Adds the words from `first` on; destroys their logits."""
+        here_C, local_C = _local_targets(self.target_C, first, logit_CW.shape[1])
+        at_target_C = logit_CW.gather(1, local_C[:, None]).squeeze(1)
+        self.at_target_C = torch.where(here_C, at_target_C, self.at_target_C)
+        self._raise_maximum(torch.maximum(self.highest_C, logit_CW.amax(dim=1)))
+        logit_CW.sub_(self.highest_C[:, None])
+        exp_CW = logit_CW.exp() if self.product_C is not None else logit_CW.exp_()
+        self.exp_C = self.exp_C + exp_CW.sum(dim=1)
+        if self.product_C is not None:
+            self.product_C = self.product_C + exp_CW.mul_(logit_CW).sum(dim=1)
+
+    def results(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(log-probability of the target, log-sum-exp, entropy or None) of each token, over all shards."""
+        if group is not None:
+            highest_C = self.highest_C.clone()
+            dist.all_reduce(highest_C, op=dist.ReduceOp.MAX, group=group)
+            self._raise_maximum(highest_C)
+            parts = [self.exp_C, self.at_target_C, *([] if self.product_C is None else [self.product_C])]
+            sums = torch.stack(parts)
+            dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
+            self.exp_C, self.at_target_C = sums[0], sums[1]
+            self.product_C = None if self.product_C is None else sums[2]
+        log_sum_C = self.exp_C.log()
+        entropy_C = None if self.product_C is None else log_sum_C - self.product_C / self.exp_C
+        return self.at_target_C - self.highest_C - log_sum_C, log_sum_C + self.highest_C, entropy_C
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -169,25 +202,27 @@ class _ChunkedLogprobs(torch.autograd.Function):
         vocab_start: int,
         group: dist.ProcessGroup | None,
         chunk: int,
+        block: int,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
+        dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
+        logp_N = torch.empty(len(target_N), dtype=dtype, device=hidden_NH.device)
+        log_sum_N = torch.empty_like(logp_N)
+        entropy_N = torch.empty_like(logp_N) if with_entropy else None
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            hidden, weight, dtype = _operands(hidden_NH, weight_VH, words)
-            logp_N = torch.empty(len(target_N), dtype=dtype, device=hidden.device)
-            log_sum_N = torch.empty_like(logp_N)
-            entropy_N = torch.empty_like(logp_N) if with_entropy else None
-            for start in range(0, len(target_N), chunk):
-                rows = slice(start, start + chunk)
-                logit_CV = _product(hidden[rows], weight.t(), dtype).div_(temperature)
-                logp_C, log_sum_C, entropy_C = _chunk_statistics(
-                    logit_CV, target_N[rows], vocab_start, group, with_entropy
-                )
-                del logit_CV  # before the next chunk's is made
-                logp_N[rows], log_sum_N[rows] = logp_C, log_sum_C
+            for rows in _spans(len(target_N), chunk):
+                hidden_CH = _operand(hidden_NH[rows], dtype)
+                statistics = _Statistics(target_N[rows], dtype, with_entropy)
+                for part in _spans(words, block):
+                    weight_WH = _operand(weight_VH[part], dtype)
+                    logit_CW = _product(hidden_CH, weight_WH.t(), dtype).div_(temperature)
+                    statistics.add(logit_CW, vocab_start + part.start)
+                    del logit_CW  # before the next block's is made
+                logp_N[rows], log_sum_N[rows], entropy_C = statistics.results(group)
                 if entropy_N is not None and entropy_C is not None:
                     entropy_N[rows] = entropy_C
         ctx.save_for_backward(hidden_NH, weight_VH, target_N, log_sum_N, entropy_N)
-        ctx.settings = (temperature, words, vocab_start, chunk)
+        ctx.settings = (temperature, words, vocab_start, chunk, block)
         ctx.set_materialize_grads(False)
         return logp_N, entropy_N
 
@@ -197,40 +232,51 @@ class _ChunkedLogprobs(torch.autograd.Function):
         """With p the probabilities, x the logits, H the entropy and L the log-sum-exp:
 
         d logp / dx_j = 1[j = target] - p_j        d H / dx_j = -p_j (x_j - L + H)
+
+        Block by block of words, so that the weight's gradient is summed in float32 without a whole one beside it.
         """
         hidden_NH, weight_VH, target_N, log_sum_N, entropy_N = ctx.saved_tensors
-        temperature, words, vocab_start, chunk = ctx.settings
-        nothing = (None,) * 7
+        temperature, words, vocab_start, chunk, block = ctx.settings
+        nothing = (None,) * 8
         if grad_logp_N is None and grad_entropy_N is None:
             return (None, None, *nothing)
         if grad_logp_N is None:
             grad_logp_N = torch.zeros_like(log_sum_N)
+        dtype = log_sum_N.dtype
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=dtype) if wants_hidden else None
+        grad_weight_VH = torch.zeros_like(weight_VH) if wants_weight else None
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            hidden, weight, dtype = _operands(hidden_NH, weight_VH, words)
-            grad_hidden_NH = torch.zeros_like(hidden_NH) if wants_hidden else None
-            grad_weight_VH = torch.zeros(weight_VH.shape, dtype=dtype, device=weight.device) if wants_weight else None
-            for start in range(0, len(target_N), chunk):
-                rows = slice(start, start + chunk)
-                grad_CV = _product(hidden[rows], weight.t(), dtype).div_(temperature).sub_(log_sum_N[rows, None])
-                grad_C = grad_logp_N[rows].to(dtype)
-                if grad_entropy_N is None:
-                    grad_CV.exp_().mul_(-grad_C[:, None])
-                else:
-                    slope_C = grad_entropy_N[rows].to(dtype)
-                    probability_CV = grad_CV.exp()
-                    grad_CV.add_(entropy_N[rows, None]).mul_(-slope_C[:, None])
-                    grad_CV.sub_(grad_C[:, None]).mul_(probability_CV)
-                    del probability_CV
-                here_C, local_C = _local_targets(target_N[rows], vocab_start, words)
-                if words:
-                    grad_CV.scatter_add_(1, local_C[:, None], torch.where(here_C, grad_C, 0.0)[:, None])
-                grad_CV = grad_CV.div_(temperature).to(hidden.dtype)
-                if grad_hidden_NH is not None:
-                    grad_hidden_NH[rows] = torch.mm(grad_CV, weight).to(hidden_NH.dtype)
-                if grad_weight_VH is not None:
-                    grad_weight_VH[:words] += _product(grad_CV.t(), hidden[rows], dtype)
-                del grad_CV
-        if grad_weight_VH is not None:
-            grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
-        return (grad_hidden_NH, grad_weight_VH, *nothing)
+            for part in _spans(words, block):
+                weight_WH = _operand(weight_VH[part], dtype)
+                grad_weight_WH = _sum_for(grad_weight_VH, part, dtype)
+                for rows in _spans(len(target_N), chunk):
+                    hidden_CH = _operand(hidden_NH[rows], dtype)
+                    grad_CW = _product(hidden_CH, weight_WH.t(), dtype).div_(temperature).sub_(log_sum_N[rows, None])
+                    here_C, local_C = _local_targets(target_N[rows], vocab_start + part.start, grad_CW.shape[1])
+                    grad_C = grad_logp_N[rows].to(dtype)
+                    if grad_entropy_N is None:
+                        grad_CW.exp_().mul_(-grad_C[:, None])
+                    else:
+                        slope_C = grad_entropy_N[rows].to(dtype)
+                        probability_CW = grad_CW.exp()
+                        grad_CW.add_(entropy_N[rows, None]).mul_(-slope_C[:, None])
+                        grad_CW.sub_(grad_C[:, None]).mul_(probability_CW)
+                        del probability_CW
+                    grad_CW.scatter_add_(1, local_C[:, None], torch.where(here_C, grad_C, 0.0)[:, None])
+                    grad_CW = grad_CW.div_(temperature).to(hidden_CH.dtype)
+                    if grad_hidden_NH is not None:
+                        _add_product(grad_hidden_NH[rows], grad_CW, weight_WH)
+                    if grad_weight_WH is not None:
+                        _add_product(grad_weight_WH, grad_CW.t(), hidden_CH)
+                    del grad_CW
+                if grad_weight_VH is not None and grad_weight_WH is not None and grad_weight_VH.dtype != dtype:
+                    grad_weight_VH[part] = grad_weight_WH.to(grad_weight_VH.dtype)
+        return (None if grad_hidden_NH is None else grad_hidden_NH.to(hidden_NH.dtype), grad_weight_VH, *nothing)
+
+
+def _sum_for(grad_weight_VH: Tensor | None, part: slice, dtype: torch.dtype) -> Tensor | None:
+    """Where a block's gradient is summed: its place in the whole one, or zeros in `dtype` where that is narrower."""
+    if grad_weight_VH is None or grad_weight_VH.dtype == dtype:
+        return None if grad_weight_VH is None else grad_weight_VH[part]
+    return torch.zeros_like(grad_weight_VH[part], dtype=dtype)

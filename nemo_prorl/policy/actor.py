@@ -8,7 +8,7 @@ import functools
 import logging
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from nemo_prorl.algorithms.diagnostics import merge, reduction
 from nemo_prorl.algorithms.logprobs import chunked_logprobs
 from nemo_prorl.batch import Batch
 from nemo_prorl.errors import NonFiniteUpdate
+from nemo_prorl.micro_batches import Limits
 from nemo_prorl.policy.weights import HFFolder, Shape, rule_of, sha256_of
 
 _log = logging.getLogger(__name__)
@@ -72,17 +73,21 @@ class Actor:
     """
 
     def __init__(
-        self, model: ActorModel, optimizer: Any, temperature: float, hf_config: dict, chunk_tokens: int
+        self, model: ActorModel, optimizer: Any, temperature: float, hf_config: dict, chunk: tuple[int, int]
     ) -> None:
-        self.model, self.optimizer, self.temperature, self.chunk_tokens = model, optimizer, temperature, chunk_tokens
+        """`chunk`: (tokens, words) of which logits are alive at a time."""
+        self.model, self.optimizer, self.temperature, self._chunk = model, optimizer, temperature, chunk
         self.hf_config = hf_config
         self.shape = Shape.of(hf_config, int(model.cfg.override_vocab_size))
-        self.micro_batch_size = int(model.cfg.micro_batch_size)
+        multiple = int(model.cfg.tensor_model_parallel_size) if model.cfg.sequence_parallel else 1
+        multiple *= _FP8_ROWS if model.cfg.get("fp8") else 1
+        self.limits = Limits(int(model.cfg.micro_batch_size), model.cfg.get("micro_batch_tokens"), multiple)
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.data_size = parallel_state.get_data_parallel_world_size()
         self._tp_size = parallel_state.get_tensor_model_parallel_world_size()
         self._pp_size = parallel_state.get_pipeline_model_parallel_world_size()
-        self._last_stage = parallel_state.is_pipeline_last_stage()
+        if self._pp_size > 1:
+            self.module.config.variable_seq_lengths = True  # stages tell each other the shape of each micro-batch
         self._reference: dict[str, Tensor] = {}  # the rank's parameters by name, on the CPU; never changed in place
         self._reference_sha256: str | None = None  # once computed
 
@@ -145,7 +150,8 @@ class Actor:
             vocab_size=self.shape.vocab,
             vocab_start=parallel_state.get_tensor_model_parallel_rank() * weight_VH.shape[0],
             group=parallel_state.get_tensor_model_parallel_group() if self._tp_size > 1 else None,
-            chunk=self.chunk_tokens,
+            chunk=self._chunk[0],
+            block=self._chunk[1],
             with_entropy=with_entropy,
         )
 
@@ -166,17 +172,24 @@ class Actor:
 
         return hidden_BTH, at_last_stage
 
+    def _parts(self, batch: Batch) -> list[tuple[Tensor, Batch]]:
+        """Row numbers and micro-batches: equally many on all data ranks.  A collective."""
+        parts = batch.micro_batches(self.limits)
+        if self.data_size > 1:
+            most = torch.tensor(len(parts), device=self._device())
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
+            if len(parts) < int(most):
+                parts = batch.micro_batches(self.limits, at_least=int(most))
+        return parts
+
     def _run(
-        self, batch: Batch, finish: Callable[[Batch, Tensor], Any], forward_only: bool
-    ) -> tuple[list, list[Tensor]]:
-        """Runs Megatron's schedule: what `finish` gave on the last stage, and row numbers, by micro-batch."""
-        multiple = self._tp_size if self.module.config.sequence_parallel else 1
-        multiple *= _FP8_ROWS if self.module.config.fp8 else 1
-        parts = batch.micro_batches(self.micro_batch_size, multiple_of=multiple, same_shape=self._pp_size > 1)
+        self, parts: Sequence[tuple[Tensor, Batch]], finish: Callable[[Batch, Tensor], Any], forward_only: bool
+    ) -> list:
+        """Runs Megatron's schedule: what `finish` gave on the last stage, by micro-batch."""
         device = self._device()
-        micro_batches = [m.to(device) for _, m in parts]
+        micro_batches = [micro.to(device) for _, micro in parts]
         set_sync_funcs(self.model, forward_only=forward_only)
-        outputs = get_forward_backward_func()(
+        outputs: list = get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, finish),
             data_iterator=iter(micro_batches),
             model=self.model.model,
@@ -186,7 +199,7 @@ class Actor:
             seq_length=micro_batches[0].tokens_BT.shape[1],
             micro_batch_size=micro_batches[0].tokens_BT.shape[0],
         )
-        return outputs, [rows for rows, _ in parts]
+        return outputs
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
@@ -197,12 +210,13 @@ class Actor:
         def finish(micro: Batch, hidden_BTH: Tensor) -> tuple:
             return self._logprobs_of(micro, hidden_BTH, temperature, with_entropy=True)
 
-        outputs, rows = self._run(batch, finish, forward_only=True)
+        parts = self._parts(batch)
+        outputs = self._run(parts, finish, forward_only=True)
         found_2BT = torch.zeros(2, *batch.mask_BT.shape)
-        for row_numbers, values in zip(rows, outputs, strict=False):  # only the last stage has outputs
+        for (rows, _), values in zip(parts, outputs, strict=False):  # only the last stage has outputs
             for k, value_BT in enumerate(values):
                 width = min(value_BT.shape[1], batch.mask_BT.shape[1])
-                found_2BT[k, row_numbers, :width] = value_BT[: len(row_numbers), :width].to("cpu")
+                found_2BT[k, rows, :width] = value_BT[: len(rows), :width].to("cpu")
         if self._pp_size > 1:
             device = self._device()
             found_2BT = found_2BT.to(device)
@@ -226,11 +240,12 @@ class Actor:
     ) -> dict:
         """Leaves the gradient of `loss` over all data ranks' rows in the optimizer's buffers; returns its sums.
 
+        Among them `positions`, that went through the model, and `sequence_tokens`, those that were not padding.
         `denominator` is global.  Megatron's schedule divides a loss by the number of micro-batches and data
         parallelism averages over its ranks: both are undone here, so that only `denominator` divides.
         """
-        num_micro_batches = max(1, -(-len(batch) // self.micro_batch_size))
-        scale = num_micro_batches * self.data_size
+        parts = self._parts(batch)
+        scale = len(parts) * self.data_size
 
         def finish(micro: Batch, hidden_BTH: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             logp_BT, entropy_BT = self._logprobs_of(micro, hidden_BTH, temperature, with_entropy)
@@ -239,7 +254,7 @@ class Actor:
 
         self.optimizer.zero_grad()
         prepare_for_training_step(self.model, zero_grad=False)
-        outputs, _ = self._run(batch, finish, forward_only=False)
+        outputs = self._run(parts, finish, forward_only=False)
         grad_reductions(self.model)
         sums = merge_sums([{k: float(v) for k, v in out.items()} for out in outputs])
         if self._pp_size > 1:
@@ -247,7 +262,8 @@ class Actor:
             source = parallel_state.get_pipeline_model_parallel_last_rank()
             dist.broadcast_object_list(box, source, group=parallel_state.get_pipeline_model_parallel_group())
             sums = box[0]
-        return self.reduce_sums(sums)
+        positions = float(sum(micro.tokens_BT.numel() for _, micro in parts))
+        return self.reduce_sums({**sums, "positions": positions, "sequence_tokens": float(batch.length_B.sum())})
 
     def update(
         self,
@@ -308,7 +324,10 @@ class Actor:
         self.mcore_optimizer.reload_model_params()
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) of the weights in use, on every rank, in their dtype.  A collective."""
+        """(Hugging Face name, whole tensor) of the weights in use, on every rank, in their dtype.  A collective.
+
+        Tensors may be views of the weights: what must outlast the next update has to be copied.
+        """
         return self._whole({name: p.data for name, p in self.module.named_parameters()})
 
     def export_gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -385,17 +404,17 @@ class Actor:
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Inside, the weights in use are the reference's."""
+        """Inside, the weights in use are the reference's: for reading, since on a CPU they are the reference itself."""
         assert self._reference, "the reference policy was never set"
         parameters = dict(self.module.named_parameters())
-        own = {name: p.detach().clone() for name, p in parameters.items()}
+        own = {name: p.data for name, p in parameters.items()}
         try:
             for name, p in parameters.items():
-                p.data.copy_(self._reference[name])
+                p.data = self._reference[name].to(p.device)
             yield
         finally:
             for name, p in parameters.items():
-                p.data.copy_(own[name])
+                p.data = own[name]
 
     def reference_sha256(self) -> str:
         if self._reference_sha256 is None:

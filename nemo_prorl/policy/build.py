@@ -112,5 +112,6 @@ def _build(nemo_cfg: DictConfig, cfg: DictConfig, hf: dict[str, Any]) -> Built:
     data = torch.utils.data.TensorDataset(torch.arange(1))
     script.init_using_ptl(trainer, model, torch.utils.data.DataLoader(data, batch_size=1), data)
     optimizer, _ = script.extract_optimizer_scheduler_from_ptl_model(model)
-    actor = Actor(model, optimizer, cfg.trainer.grpo.temperature, hf, cfg.trainer.grpo.logprob_chunk_tokens)
+    grpo = cfg.trainer.grpo
+    actor = Actor(model, optimizer, grpo.temperature, hf, (grpo.logprob_chunk_tokens, grpo.logprob_chunk_words))
     return Built(actor, trainer, log_dir)

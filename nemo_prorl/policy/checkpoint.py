@@ -94,7 +94,7 @@ def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """What a checkpoint holds, as it was at one moment; no later update reaches it."""
+    """What a checkpoint holds, as it was at one moment; where it was copied no later update reaches it."""
 
     tensors: dict[str, Any]  # in torch's distributed form, on the CPU
     common: dict[str, Any]  # what the optimizer keeps beside tensors
@@ -104,17 +104,23 @@ class _Snapshot:
     reference_sha256: str
 
     @classmethod
-    def take(cls, actor: Actor, state: dict[str, Any]) -> "_Snapshot":
-        """Copies.  A collective, in the thread that trains."""
+    def take(cls, actor: Actor, state: dict[str, Any], copy_cpu: bool) -> "_Snapshot":
+        """A collective, in the thread that trains.
+
+        `copy_cpu` False: what lies in CPU memory is not copied, and must stay as it is until the checkpoint is written.
+        """
+
+        def kept(tensor: torch.Tensor) -> torch.Tensor:
+            return _to_cpu(tensor) if copy_cpu or tensor.is_cuda else tensor.detach()
 
         def copied(value: Any) -> Any:
             if isinstance(value, ShardedTensor) and not value.key.startswith(REFERENCE):  # the reference never changes
-                value.data = _to_cpu(value.data)
+                value.data = kept(value.data)
             return value
 
         sharded, common = save_preprocess(_sharded_state(actor, is_loading=False))
         dict_list_map_inplace(copied, sharded)
-        weights = [(name, _to_cpu(t)) for name, t in actor.export_weights() if dist.get_rank() == 0]
+        weights = [(name, kept(t)) for name, t in actor.export_weights() if dist.get_rank() == 0]
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
@@ -184,7 +190,7 @@ class Writer:
         writes, once the folder has its name.
         """
         self.wait()
-        snapshot = _Snapshot.take(self.actor, state)
+        snapshot = _Snapshot.take(self.actor, state, copy_cpu=self.background)
         if not self.background:
             self._write(snapshot, folder, on_complete)
             return

@@ -105,10 +105,11 @@ class Rule:
         return full.flatten(0, 1) if self.join is _join_gate_up else full
 
     def to_hf(self, shards: Sequence[Tensor], shape: Shape) -> list[Tensor]:
-        """The parameter of all tensor ranks -> whole Hugging Face tensors."""
+        """The parameter of all tensor ranks -> whole Hugging Face tensors, views of it where that will do."""
         if self.join is _join_gate_up:
             shards = [s.unflatten(0, (2, -1)) for s in shards]
-        return self.split(shards[0] if self.cut is None else torch.cat(list(shards), dim=self.cut), shape)
+        whole = shards[0] if self.cut is None or len(shards) == 1 else torch.cat(list(shards), dim=self.cut)
+        return self.split(whole, shape)
 
 
 _EMBEDDING = Rule(("model.embed_tokens.weight",), 0, _join_vocab, _split_vocab)

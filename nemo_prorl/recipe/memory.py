@@ -23,6 +23,9 @@ GB = 1e9
 FLOAT32 = 4
 # CUDA contexts of two processes, NCCL's buffers, CUDA graphs, fragmentation: assumed, not measured.
 RESERVE = 4 * 2**30
+# On a CPU: Python with NeMo, vLLM's two processes and the reward server before any weights, and what malloc keeps;
+# measured (benchmarks/half_billion.py).
+CPU_RESERVE = 4 * 10**9
 PUBLISHED_VERSIONS = 2  # alive in /dev/shm at a time (rollout.publication)
 # Rows of the embedding where no folder says them: by layers, hidden and ffn size.
 KNOWN_VOCABULARIES = {(28, 1536, 8960): (151_936, "DeepSeek-R1-Distill-Qwen-1.5B")}
@@ -96,7 +99,7 @@ class Memory:
     weights: int
     gradients: int
     optimizer: int
-    reference_swap: int  # the policy's own weights, kept aside while the reference's are in use
+    reference_swap: int  # the reference's weights on the GPU, while they are in use
     activations: int  # that the fullest pipeline stage keeps for the backward pass
     layer_work: int  # tensors of one layer alive in its backward pass
     logits_forward: int
@@ -106,7 +109,7 @@ class Memory:
     engine_work: int
     kv_sequence: int  # KV cache of one sequence that fills the context
     kv_configured: int | None  # rollout.kv_cache_mb
-    reserve: int  # for what is not counted here; none on a CPU
+    reserve: int  # for what is not counted here
     reference_host: int  # host memory of a node: the reference policy of its ranks
     snapshot_host: int  # host memory of a node while a checkpoint is written: the copy that is written
     published: int  # /dev/shm of a node
@@ -238,21 +241,34 @@ def stage_activations(cfg: DictConfig, shape: Shape, layout: Layout, tokens: int
     return -(-layers // count) * entry + count * full
 
 
+def micro_batch_tokens(cfg: DictConfig) -> int:
+    """Positions of the largest micro-batch: full rows up to model.micro_batch_size, or model.micro_batch_tokens."""
+    rows, budget = cfg.model.micro_batch_size * cfg.trainer.grpo.context_tokens, micro_batch_budget(cfg)
+    return int(rows if budget is None else min(rows, budget))
+
+
+def micro_batch_budget(cfg: DictConfig) -> int | None:
+    """model.micro_batch_tokens; runs made before there was this key have none."""
+    value = _optional(cfg.model, "micro_batch_tokens")
+    return None if value is None else int(value)
+
+
 def logits_bytes(cfg: DictConfig, shape: Shape, layout: Layout, tokens: int) -> tuple[int, int]:
-    """(forward, backward) bytes of `algorithms.logprobs`, which works on logprob_chunk_tokens rows of logits at a time.
+    """(forward, backward) bytes of `algorithms.logprobs`: logits of logprob_chunk_tokens rows x logprob_chunk_words.
 
     Forward: float32 logits, twice where entropies are wanted, as old and reference log-probabilities always want them.
     Backward: the logits' gradient in float32 and once more in the weights' dtype (with an entropy bonus: two in
-    float32) beside the output weight's gradient in float32; or that one twice, while a chunk's part is added to it.
+    float32), or that one with the product that is added to a sum; and the gradients of hidden states, in float32, and
+    of the whole output weight, in its own dtype, with a float32 sum for one block of words where that is narrower.
     """
-    rows, words = min(cfg.trainer.grpo.logprob_chunk_tokens, tokens), -(-shape.padded_vocab // layout.tp)
-    size, grpo = activation_bytes(cfg), cfg.trainer.grpo
-    cast = size if size < FLOAT32 else 0
-    chunk, weight = rows * words, words * shape.hidden * FLOAT32
+    grpo, size = cfg.trainer.grpo, activation_bytes(cfg)
+    rows, all_words = min(grpo.logprob_chunk_tokens, tokens), -(-shape.padded_vocab // layout.tp)
+    words, cast = min(grpo.logprob_chunk_words, all_words), size if size < FLOAT32 else 0
     bonus = bool(grpo.entropy_coef) or bool(grpo.adaptive_entropy.enabled)
-    rising = chunk * (2 * FLOAT32 if bonus else FLOAT32 + cast) + weight
-    adding = chunk * (cast or FLOAT32) + 2 * weight
-    return chunk * 2 * FLOAT32, max(rising, adding)
+    products = max(rows, 2 * words) * shape.hidden * FLOAT32 if cast else 0
+    logits = rows * words * (2 * FLOAT32 if bonus else FLOAT32 + cast)
+    sums = tokens * shape.hidden * FLOAT32 + all_words * shape.hidden * size
+    return rows * words * 2 * FLOAT32, logits + products + sums
 
 
 def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
@@ -260,14 +276,15 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
 
     Weights in use and a float32 gradient of each (NeMo's grad_sync_dtype) on every rank; two float32 moments, and
     beside 16-bit weights a float32 master, spread over data-parallel ranks (Megatron's distributed optimizer).  The
-    reference policy stays in host memory; while it is in use, the policy's own weights are kept aside on the GPU
+    reference policy stays in host memory; while it is in use it lies on the GPU, too, beside the policy's own weights
     (`policy.actor`).  A checkpoint has both, float32 weights and moments; it is copied to host memory first, on rank 0
-    with the whole weights once more (`policy.checkpoint`).  A pipeline's first stage keeps one micro-batch for each
-    stage (arXiv 2205.05198, sec. 4.2.3); its last has the logits.
+    with the whole weights once more (`policy.checkpoint`), but for what lies there already while a run waits for the
+    write.  A pipeline's first stage keeps one micro-batch for each stage (arXiv 2205.05198, sec. 4.2.3); its last has
+    the logits.
     """
     shape, layout = Shape.of(cfg.model, vocabulary(cfg)[0] if vocab is None else vocab), Layout.of(cfg)
     grpo, size, act = cfg.trainer.grpo, weight_bytes(cfg), activation_bytes(cfg)
-    mine, tokens = rank_parameters(shape, layout), cfg.model.micro_batch_size * grpo.context_tokens
+    mine, tokens = rank_parameters(shape, layout), micro_batch_tokens(cfg)
     master = FLOAT32 if size < FLOAT32 else 0
     grad = FLOAT32 if _optional(cfg.model, "optim.grad_sync_dtype") in (None, "fp32", 32) else size
     weights, gradients = mine * size, mine * grad
@@ -276,27 +293,31 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
     one = stage_activations(cfg, shape, layout, tokens)
     ends = 3 * tokens * shape.hidden * act  # around the output layer: into the last norm, out of it, predicted rows
     rows = grpo.prompts_per_step // grpo.updates_per_step * grpo.samples_per_prompt
-    in_flight = min(layout.pp, max(1, rows // layout.dp // cfg.model.micro_batch_size))
+    in_one = cfg.model.micro_batch_size if micro_batch_budget(cfg) is None else 1  # of a budget's: one at least
+    in_flight = min(layout.pp, max(1, rows // layout.dp // in_one))
     work = tokens * act * (2 * shape.hidden + 3 * shape.ffn // layout.tp)
     forward, backward = logits_bytes(cfg, shape, layout, tokens)
     updates = max(one * in_flight + work, one + ends + max(backward, work))
-    reference = weights + max(forward, work) + ends
+    cpu = cfg.trainer.accelerator == "cpu"
+    swap = 0 if cpu else weights
+    reference = swap + max(forward, work) + ends
+    copied = not cpu or grpo.async_checkpoints
     checkpoint = parameters(shape, padded=True) * (2 * size + 3 * FLOAT32)
     return Memory(
         parameters=parameters(shape),
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        reference_swap=weights,
+        reference_swap=swap,
         activations=max(one * in_flight, one + ends),
         layer_work=work,
         logits_forward=forward,
         logits_backward=backward,
         trainer_peak=weights + gradients + optimizer + max(updates, reference),
         **_engine(cfg, shape),
-        reserve=0 if cfg.trainer.accelerator == "cpu" else RESERVE,
+        reserve=CPU_RESERVE if cpu else RESERVE,
         reference_host=weights * cfg.trainer.devices,
-        snapshot_host=(weights + optimizer) * cfg.trainer.devices + parameters(shape) * size,
+        snapshot_host=((weights + optimizer) * cfg.trainer.devices + parameters(shape) * size) * copied,
         published=PUBLISHED_VERSIONS * parameters(shape) * size,
         checkpoint=checkpoint,
         checkpoints=checkpoint * (_kept(grpo) + 1),
@@ -356,11 +377,19 @@ def check_memory(cfg: DictConfig, device_bytes: float | None, vocab: int | None 
     }
     fits = _what_fits(cfg, device_bytes, vocab)
     raise ConfigError(
-        f"model.micro_batch_size={cfg.model.micro_batch_size} with trainer.grpo.context_tokens={context}: a GPU needs"
+        f"{micro_batch_words(cfg)} with trainer.grpo.context_tokens={context}: a GPU needs"
         f" {memory.needed:,} bytes ({', '.join(f'{name} {value / GB:.1f} GB' for name, value in parts.items())}),"
         f" rollout.device_memory_gb={device_bytes / GB:g} has {int(device_bytes):,}. "
         + (f"It fits with {'; or '.join(fits)}" if fits else "No single change of layout or batch makes it fit")
     )
+
+
+def micro_batch_words(cfg: DictConfig) -> str:
+    """The key that limits a micro-batch, with its value."""
+    size, budget = cfg.model.micro_batch_size, micro_batch_budget(cfg)
+    if budget is not None and budget < size * cfg.trainer.grpo.context_tokens:
+        return f"model.micro_batch_tokens={budget}"
+    return f"model.micro_batch_size={size}"
 
 
 def _what_fits(cfg: DictConfig, device_bytes: float, vocab: int | None) -> list[str]:
@@ -368,10 +397,12 @@ def _what_fits(cfg: DictConfig, device_bytes: float, vocab: int | None) -> list[
     changes: list[dict[str, Any]] = []
     if cfg.rollout.kv_cache_mb is not None:
         changes.append({"rollout.kv_cache_mb": None})
-    micro = cfg.model.micro_batch_size // 2
+    micro = micro_batch_tokens(cfg) // cfg.trainer.grpo.context_tokens // 2
     while micro >= 1:
         changes.append({"model.micro_batch_size": micro})
         micro //= 2
+    if micro_batch_tokens(cfg) > cfg.trainer.grpo.context_tokens:
+        changes.append({"model.micro_batch_tokens": cfg.trainer.grpo.context_tokens})
     changes.append({"trainer.grpo.logprob_chunk_tokens": 1024})
     recompute = {"granularity": "full", "method": "uniform", "num_layers": 1}
     changes.append({f"model.activations_checkpoint_{name}": value for name, value in recompute.items()})

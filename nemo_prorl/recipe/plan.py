@@ -30,7 +30,15 @@ NAMES = {
     "trainer.grpo.unfinished_penalty": "penalty",
 }
 # Said in columns of their own, or following from other keys.
-NO_CHANGE = ("stage", "run_dir", "chain.", "trainer.grpo.max_steps", "model.encoder_seq_length", "exp_manager.")
+NO_CHANGE = (
+    "stage",
+    "run_dir",
+    "chain.",
+    "trainer.grpo.max_steps",
+    "model.encoder_seq_length",
+    "model.micro_batch_tokens",
+    "exp_manager.",
+)
 # Keys by which a measured throughput belongs to a kind of model and machine.
 SAME_KIND = (
     "trainer.accelerator",

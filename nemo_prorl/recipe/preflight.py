@@ -203,7 +203,7 @@ def _train(run: "Run", plan: Plan, recorder: Recorder, loss: Loss) -> None:
 
     numbers = {"rows": len(mine), "tokens": int(mine.length_B.sum())}
     with recorder.part("first update"):
-        few = mine.rows(slice(0, policy.micro_batch_size))
+        few = mine.rows(slice(0, policy.limits.rows_of_length(plan.context)))
         few_logp_BT, _ = policy.logprobs(few)
         update(few.with_targets(old_logp_BT=few_logp_BT, ref_logp_BT=few_logp_BT))
     with recorder.part("logprobs", **numbers):

@@ -34,6 +34,7 @@ def main(folder: Path, rank: int) -> None:
             vocab_start=rank * rows,
             group=dist.group.WORLD,
             chunk=settings["chunk"],
+            block=settings["block"],
             with_entropy=True,
         )
         assert entropy is not None

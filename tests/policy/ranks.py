@@ -44,33 +44,37 @@ class Layout:
     dp: int = 1
     sp: bool = False
     micro_batch: int = 4
+    tokens: int | None = None  # model.micro_batch_tokens
 
     @property
     def name(self) -> str:
-        return f"{self.model}-tp{self.tp}-pp{self.pp}-dp{self.dp}-sp{int(self.sp)}-mb{self.micro_batch}"
+        return f"{self.model}-tp{self.tp}-pp{self.pp}-dp{self.dp}-sp{int(self.sp)}-mb{self.micro_batch}" + (
+            f"-t{self.tokens}" if self.tokens else ""
+        )
 
     @property
     def world(self) -> int:
         return self.tp * self.pp * self.dp
 
 
+DATA_PARALLEL = Layout(dp=2, micro_batch=18, tokens=64)
 LAYOUTS = [
     Layout(),
     Layout(tp=2),
-    Layout(tp=2, sp=True),
+    Layout(tp=2, sp=True, micro_batch=18, tokens=64),
     Layout(pp=2),
-    Layout(dp=2),
+    DATA_PARALLEL,
     Layout(tp=2, pp=2),
-    Layout(tp=2, pp=2, sp=True),
+    Layout(tp=2, pp=2, sp=True, micro_batch=18, tokens=64),
     Layout(micro_batch=3),
     Layout("llama_tied"),
-    Layout("llama_tied", tp=2, pp=2),
+    Layout("llama_tied", tp=2, pp=2, micro_batch=18, tokens=64),
 ]
 
 
 FIRST = {model: next(x for x in LAYOUTS if x.model == model) for model in MODELS}
 MOST_CUT = Layout(tp=2, pp=2)  # its checkpoint is loaded at (1, 1, 1), too
-CLOSER = [Layout(), Layout(dp=2), MOST_CUT]  # where a roll-back and both ways to write are looked at, to save time
+CLOSER = [Layout(), DATA_PARALLEL, MOST_CUT]  # where a roll-back and both ways to write are looked at, to save time
 RECORDED_UPDATES = 2
 
 
@@ -103,12 +107,19 @@ def config_of(layout: Layout, hf: dict[str, Any]) -> Any:
             f"model.pipeline_model_parallel_size={layout.pp}",
             f"model.sequence_parallel={str(layout.sp).lower()}",
             f"model.micro_batch_size={layout.micro_batch}",
+            f"model.micro_batch_tokens={layout.tokens or 'null'}",
             "model.make_vocab_size_divisible_by=8",
             "model.optim.lr=1e-3",
             "trainer.grpo.logprob_chunk_tokens=16",
+            "trainer.grpo.logprob_chunk_words=24",
             *[f"model.{key}={str(value).lower()}" for key, value in model_keys_from_hf(hf).items()],
         ]
     )
+
+
+def rows_of_rank(rows: int, actor: Any) -> torch.Tensor:
+    """Very unequal shares: one row for the first of two data ranks, which then has fewer rows than micro-batches."""
+    return torch.arange(rows) if actor.data_size == 1 else torch.arange(rows).tensor_split([1])[actor.data_rank]
 
 
 def measure(layout: Layout, out: Path) -> None:
@@ -120,7 +131,7 @@ def measure(layout: Layout, out: Path) -> None:
     folder = HFFolder(out / layout.model)
     actor = build_actor(config_of(layout, folder.config), folder.path).actor
     everything = fixed_batch()
-    mine = everything.rows(torch.arange(actor.data_rank, len(everything), actor.data_size))
+    mine = everything.rows(rows_of_rank(len(everything), actor))
     share = denominator_terms(mine.mask_BT, "token")
     denominator = actor.sum_over_data_ranks(float(share))
     config = LossConfig(kl_coef=0.1, entropy_coef=0.01)
@@ -129,6 +140,7 @@ def measure(layout: Layout, out: Path) -> None:
         return policy_loss(logp_BT, entropy_BT, micro, denominator, config)
 
     found: dict[str, Any] = {"exported": {k: v.clone() for k, v in actor.export_weights()}}
+    found["rows"], found["micro_batches"] = len(mine), [len(rows) for rows, _ in actor._parts(mine)]
     found["logp"], found["entropy"] = actor.logprobs(everything)
     found["reference_logp"] = actor.reference_logprobs(everything)
     found["sums"] = actor.gradients(mine, loss, denominator, 1.2, with_entropy=True)
@@ -184,7 +196,7 @@ def measure(layout: Layout, out: Path) -> None:
     actor.reset_optimizer()
     ref_logp_BT = actor.reference_logprobs(everything)
     recorded = everything.with_targets(ref_logp_BT=torch.where(everything.mask_BT, ref_logp_BT, 0.0))
-    recorded = recorded.rows(torch.arange(actor.data_rank, len(recorded), actor.data_size))
+    recorded = recorded.rows(rows_of_rank(len(recorded), actor))
     for _ in range(RECORDED_UPDATES):
         actor.update(recorded, loss, denominator, with_entropy=True)
     found["recorded"] = (actor.reference_sha256(), {k: v.clone() for k, v in actor.export_weights()})
@@ -195,7 +207,7 @@ def measure(layout: Layout, out: Path) -> None:
         found["put_together"] = (weights, actor.update(mine, loss, denominator, with_entropy=True))
     if layout == Layout():
         found["killed"] = killed_writes(actor, out / "killed")
-    if layout == Layout(dp=2):
+    if layout == DATA_PARALLEL:
         found["failing"] = failing_writes(actor, out / "failing")
     if int(os.environ["RANK"]) == 0:
         torch.save(found, out / f"{layout.name}.pt")

@@ -17,6 +17,7 @@ from nemo_prorl.recipe import memory as m
 
 H100 = ["cluster=h100_4x8", "pretrained_checkpoint.restore_from_path=null", "rollout.device_memory_gb=null"]
 ONE_ROW = ["model.micro_batch_size=1"]
+TWO_ROWS = ["model.micro_batch_size=2", "model.micro_batch_tokens=null"]
 
 
 @pytest.fixture(autouse=True)
@@ -98,12 +99,18 @@ def test_the_parts_follow_the_layout() -> None:
     assert one.weights // 2 < cut.weights < 1.001 * one.weights / 2
     assert one.activations / 2 < cut.activations
     assert scattered.activations == pytest.approx(one.activations / 2, rel=0.01)
-    assert cut.logits_forward == one.logits_forward // 2
+    assert cut.logits_forward == one.logits_forward == 4096 * 8192 * 2 * 4  # tokens x words at a time, twice float32
+    gradient = 151_936 * 1536 * 2  # of the output weight, bf16
+    assert one.logits_backward - cut.logits_backward == gradient // 2
+    # Logits in float32 and bf16, a block's float32 sum and what is added to it, hidden states of a full row in float32.
+    assert one.logits_backward == gradient + 4096 * 8192 * (4 + 2) + (2 * 8192 + 8192) * 1536 * 4
+    whole = m.memory_of(settings.load([*H100, "trainer.grpo.logprob_chunk_words=200000"]))
+    assert whole.logits_forward == 4096 * 151_936 * 2 * 4
 
 
 def test_recomputation_and_pipelines_change_what_is_kept() -> None:
     def activations(*overrides: str) -> int:
-        return m.memory_of(settings.load([*H100, "model.micro_batch_size=2", *overrides])).activations
+        return m.memory_of(settings.load([*H100, *TWO_ROWS, *overrides])).activations
 
     selective = activations()
     full = "model.activations_checkpoint_granularity=full"
@@ -131,6 +138,33 @@ def test_activations_are_within_the_papers_count_for_its_layer() -> None:
     assert a_token == pytest.approx(34 - masks + swiglu + joined_values, rel=0.002)
 
 
+def test_a_budget_of_tokens_is_what_the_plan_counts_with() -> None:
+    """Unless fewer rows than it are allowed; the shipped budget is one row that fills the context."""
+    shipped, one = (
+        m.memory_of(settings.load([*H100, *more])) for more in ([], [*ONE_ROW, "model.micro_batch_tokens=null"])
+    )
+    assert shipped == one
+    budget = ["model.micro_batch_size=64", "model.micro_batch_tokens=16384"]
+    assert m.memory_of(settings.load([*H100, *budget])) == m.memory_of(settings.load([*H100, *TWO_ROWS]))
+    few = ["model.micro_batch_size=1", "model.micro_batch_tokens=16384"]
+    assert m.memory_of(settings.load([*H100, *few])) == one
+    cfg = settings.load([*H100, "stage=run8", "model.micro_batch_tokens=49152"])
+    with pytest.raises(
+        ConfigError, match=r"^model.micro_batch_tokens=49152 with .*model.micro_batch_tokens=16384 \(needs"
+    ):
+        m.check_memory(cfg, 80e9)
+    with pytest.raises(ConfigError, match=r"model.micro_batch_tokens=8191: .*trainer.grpo.context_tokens=8192"):
+        settings.load([*H100, "model.micro_batch_tokens=8191"])
+    for wrong in ("9000.5", "many"):
+        with pytest.raises(ConfigError, match=rf"model.micro_batch_tokens={wrong}"):
+            settings.load([*H100, f"model.micro_batch_tokens={wrong}"])
+    old = settings.load(H100)  # of a run made before there was this key
+    with open_dict(old):
+        del old.model["micro_batch_tokens"]
+    old.model.micro_batch_size = 1
+    assert m.memory_of(old) == one
+
+
 def test_what_fits_passes_and_tells_how_many_sequences() -> None:
     cfg = settings.load(H100)
     memory = m.check_memory(cfg, 80e9)
@@ -147,7 +181,7 @@ def test_what_fits_passes_and_tells_how_many_sequences() -> None:
 
 
 def test_what_cannot_fit_is_refused_with_the_numbers_and_what_to_change() -> None:
-    cfg = settings.load([*H100, "stage=run8", "model.micro_batch_size=2"])
+    cfg = settings.load([*H100, "stage=run8", *TWO_ROWS])
     with pytest.raises(ConfigError) as caught:
         m.check_memory(cfg, 80e9)
     text = str(caught.value)

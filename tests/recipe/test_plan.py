@@ -172,7 +172,7 @@ def test_a_refused_stage_is_an_error_of_its_chain_and_a_line_of_a_single_run() -
 
 def test_a_stage_that_does_not_fit_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(p, "device_bytes", lambda cfg: 80e9)
-    two_rows = [*H100, "model.micro_batch_size=2"]
+    two_rows = [*H100, "model.micro_batch_size=2", "model.micro_batch_tokens=null"]
     with pytest.raises(ConfigError, match=r"run8 of the same chain: model.micro_batch_size=2 .* 80,000,000,000"):
         chain_of([*two_rows, "stage=run1"])
     chain = chain_of([*H100, "stage=run1"])

@@ -11,6 +11,7 @@ import torch
 from nemo_prorl import settings
 from nemo_prorl.batch import Batch, JudgedGroups
 from nemo_prorl.errors import EngineFailure
+from nemo_prorl.micro_batches import Limits
 from nemo_prorl.recipe import preflight
 from nemo_prorl.recipe.preflight import Plan, Recorder, check_full, measure, random_groups
 from nemo_prorl.rollout.client import Response, SamplingParams
@@ -90,7 +91,7 @@ class Policy:
     """Knows what it was asked."""
 
     shape = SimpleNamespace(vocab=50)
-    data_rank, data_size, micro_batch_size = 0, 1, 3
+    data_rank, data_size, limits = 0, 1, Limits(rows=3)
 
     def __init__(self, calls: list[Any]) -> None:
         self.calls = calls

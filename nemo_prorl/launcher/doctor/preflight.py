@@ -42,11 +42,11 @@ _ERROR = re.compile(r"\w(Error|Exception)\b")
 _ENGINE = ("engines", "publish", "fill", "generate")
 _ENGINE_KEYS = (
     "lower rollout.kv_cache_mb, rollout.max_num_seqs or rollout.max_batched_tokens, raise"
-    " rollout.tensor_parallel_size, or give the trainer less (model.micro_batch_size)"
+    " rollout.tensor_parallel_size, or give the trainer less (model.micro_batch_tokens, model.micro_batch_size)"
 )
 _STATE_KEYS = "raise model.tensor_model_parallel_size or model.pipeline_model_parallel_size, or take more GPUs"
 _WORK_KEYS = (
-    "lower model.micro_batch_size, trainer.grpo.logprob_chunk_tokens or rollout.kv_cache_mb, set"
+    "lower model.micro_batch_size or _tokens, trainer.grpo.logprob_chunk_tokens or rollout.kv_cache_mb, set"
     " model.activations_checkpoint_granularity=full, or raise model.tensor_model_parallel_size"
 )
 _HOST_KEYS = "ask for more memory of the machine (Slurm: --mem=0), or lower trainer.devices a node"
@@ -54,8 +54,8 @@ _CURES = {
     "build": _STATE_KEYS,
     **dict.fromkeys(_ENGINE, _ENGINE_KEYS),
     "batch": f"{_HOST_KEYS}, or lower trainer.grpo.prompts_per_step",
-    "logprobs": "lower model.micro_batch_size, trainer.grpo.logprob_chunk_tokens or rollout.kv_cache_mb",
-    "reference": "lower model.micro_batch_size, trainer.grpo.logprob_chunk_tokens or rollout.kv_cache_mb",
+    "logprobs": "lower model.micro_batch_size or _tokens, trainer.grpo.logprob_chunk_tokens or rollout.kv_cache_mb",
+    "reference": "lower model.micro_batch_size or _tokens, trainer.grpo.logprob_chunk_tokens or rollout.kv_cache_mb",
     "first update": _WORK_KEYS,
     "update": _WORK_KEYS,
     "checkpoint": f"{_HOST_KEYS}; trainer.grpo.async_checkpoints=false does not hold two at once",

@@ -1,0 +1,140 @@
+"""How much of what goes through the model is padding: by model.micro_batch_size alone, and by model.micro_batch_tokens.
+
+    .venv/train/bin/python benchmarks/padding.py                    recorded lengths, and a made long tail
+    .venv/train/bin/python benchmarks/padding.py --run RUN          the lengths of a run's stored rollouts
+    .venv/train/bin/python benchmarks/padding.py --time             the laptop's update with each, too
+
+The long tail: 1,024 sequences of one update of cluster=h100_4x8 (32 data ranks), 200 tokens of prompt and a log-normal
+response, median 1,300 tokens, cut at a context of 8,192.  Rows were dealt to data ranks in turn before; now so that
+they have about equally many tokens, which is what "slowest rank" compares: its positions against the mean.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from machine import describe, libraries_on_stderr
+
+RECORDED = Path(__file__).parent / "results" / "lengths-laptop.json"
+
+
+def long_tail(rows: int, seed: int) -> list[int]:
+    generator = random.Random(seed)
+    return [min(8192, 200 + int(generator.lognormvariate(7.17, 0.9))) for _ in range(rows)]
+
+
+def lengths_of_run(run: Path, rows: int) -> list[int]:
+    """Tokens of prompt and response of the last stored responses of a run, in the order in which they were stored."""
+    from nemo_prorl.data.render import PromptRenderer
+    from nemo_prorl.settings import read_config
+
+    grpo = read_config(run / "config.yaml").trainer.grpo
+    base = next(folder for folder in (run / "base", run / "init") if folder.is_dir())
+    renderer = PromptRenderer(base, grpo.context_tokens, grpo.max_response_tokens)
+    files = sorted((run / "rollouts").glob("step-*.jsonl"), key=lambda file: int(file.stem.split("-")[1]))
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()][-rows:]
+    return [renderer.length(x) + len(renderer.encode(x["response"])) + int(x["finished"]) for x in lines]
+
+
+def table(lengths: list[int], ranks: int, schemes: dict[str, Any]) -> Iterator[str]:
+    """A line for each scheme: padding, micro-batches of a rank, and the slowest rank's positions."""
+    from nemo_prorl.micro_batches import deal, padded_positions, split_rows
+
+    yield f"{'':44s} {'padding':>8s} {'micro-batches':>14s} {'positions':>10s} {'slowest rank':>13s} {'made in':>13s}"
+    in_turn = [list(range(rank, len(lengths), ranks)) for rank in range(ranks)]
+    for name, limits in schemes.items():
+        shares = in_turn if limits.tokens is None else deal(lengths, ranks)
+        positions, counts, began = [], [], time.monotonic()
+        for rows in shares:
+            mine = [lengths[row] for row in rows]
+            parts = split_rows(mine, limits)
+            counts.append(len(parts))
+            positions.append(padded_positions(mine, parts, limits))
+        seconds = (time.monotonic() - began) / ranks
+        yield (
+            f"{name:44s} {100 * (1 - sum(lengths) / sum(positions)):6.2f} % {statistics.mean(counts):14.1f}"
+            f" {sum(positions):10,d} {max(positions) / statistics.mean(positions):13.2f} {1e3 * seconds:10.2f} ms"
+        )
+
+
+def timed(lengths: list[int], schemes: dict[str, Any], rounds: int) -> Iterator[str]:
+    """Seconds of one update's forward and backward passes of the laptop's actor, alternating between the schemes."""
+    import torch
+
+    from nemo_prorl.batch import Batch
+    from nemo_prorl.data.laptop_model import build_base_model
+    from nemo_prorl.policy.build import build_actor
+    from nemo_prorl.settings import load
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder, libraries_on_stderr():
+        cfg = load([])
+        build_base_model(Path(folder) / "hf", cfg.model, 0, ["one two three"])
+        actor = build_actor(cfg, Path(folder) / "hf").actor
+    batch = Batch.from_sequences(
+        [[3]] * len(lengths), [[4] * (n - 1) for n in lengths], [[-1.0] * (n - 1) for n in lengths]
+    )
+
+    def loss(logp_BT: Any, _: Any, micro: Any, denominator: float) -> tuple[Any, dict[str, Any]]:
+        return -(logp_BT * micro.mask_BT).sum() / denominator, {}
+
+    def seconds(work: Callable[[], Any]) -> float:
+        began = time.monotonic()
+        work()
+        return time.monotonic() - began
+
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in schemes}
+    for _ in range(rounds + 1):
+        for name, limits in schemes.items():
+            actor.limits = limits
+            updates = seconds(lambda: actor.gradients(batch, loss, float(batch.mask_BT.sum()), 1.2))
+            found[name].append((updates, seconds(lambda: actor.logprobs(batch))))
+    yield f"{'':44s} {'forward and backward':>21s} {'log-probabilities':>18s}"
+    for name, times in found.items():
+        both = [statistics.median(column) for column in zip(*times[1:], strict=True)]
+        yield f"{name:44s} {both[0]:19.3f} s {both[1]:16.3f} s"
+
+
+def main() -> None:
+    from nemo_prorl.micro_batches import Limits
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, help="a run directory with stored rollouts")
+    parser.add_argument("--write", type=Path, help="keeps the run's lengths in this file")
+    parser.add_argument("--rows", type=int, default=192, help="of a run: sequences of an update")
+    parser.add_argument("--time", action="store_true")
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    lengths = lengths_of_run(args.run, args.rows) if args.run else json.loads(RECORDED.read_text())
+    if args.write:
+        args.write.write_text(json.dumps(lengths) + "\n")
+    laptop = {"micro_batch_size=128 (before)": Limits(128)}
+    laptop |= {f"micro_batch_size=128 micro_batch_tokens={n}": Limits(128, n) for n in (1024, 2048, 4096, 8192)}
+    say([describe(), "", f"{len(lengths)} recorded sequences, mean {statistics.mean(lengths):.0f} tokens, one rank"])
+    say(table(lengths, 1, laptop))
+    if args.time:
+        say(["", f"the laptop's actor on one thread, medians of {args.rounds} rounds"])
+        say(timed(lengths, laptop, args.rounds))
+    tail = long_tail(1024, 1)
+    cluster = {f"micro_batch_size={n}{' (before)' if n == 1 else ''}": Limits(n) for n in (1, 2, 4, 8)}
+    cluster |= {f"micro_batch_size=64 micro_batch_tokens={n}": Limits(64, n) for n in (8192, 16384, 32768)}
+    cluster["micro_batch_size=64 micro_batch_tokens=8192 FP8"] = Limits(64, 8192, 16)
+    say(["", f"{len(tail)} sequences with a long tail, mean {statistics.mean(tail):.0f} tokens, 32 data ranks"])
+    say(table(tail, 32, cluster))
+
+
+def say(lines: Any) -> None:
+    for line in lines:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""What it takes to publish a policy's weights through /dev/shm, beside a plain copy of as many bytes, and to load them.
+
+    .venv/train/bin/python benchmarks/publication.py                  the 1.5B model in bf16: 3.6 GB a version
+    .venv/train/bin/python benchmarks/publication.py --layers 7       a shorter one, where memory is short
+    ... --engine                                                      a real engine loads each version, too
+
+Policy: Megatron's GPTModel of conf/model/qwen2_1p5b.yaml with constant weights, exported by `Actor.export_weights`
+and written by `WeightStore`, as `run.publish` does.  Plain copy: `cp` of the published file to a new file in
+/dev/shm.  Both alternate; the store keeps two versions, as in a run.  Memory needed: weights, two versions, a copy:
+four times the size, and with --engine two more.
+"""
+
+import argparse
+import json
+import os
+import secrets
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from machine import describe, libraries_on_stderr
+
+SHM = Path("/dev/shm")
+WORDS = 151_936
+
+
+def config_of(layers: int) -> dict[str, Any]:
+    """config.json of the model."""
+    from nemo_prorl.settings import load
+
+    model = load(["cluster=h100_4x8", "pretrained_checkpoint.restore_from_path=null"]).model
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": WORDS,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": min(layers, model.num_layers),
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def build_policy(hf: dict[str, Any], meet: Path) -> Any:
+    """An actor on one rank that can export: Megatron's model in bf16, without gradients and optimizer."""
+    import torch
+    import torch.distributed as dist
+
+    from nemo_prorl.policy import cpu
+
+    cpu.enable()
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from omegaconf import OmegaConf
+
+    from nemo_prorl.policy.actor import Actor
+    from nemo_prorl.policy.cpu_layers import layer_spec
+
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    config = TransformerConfig(
+        num_layers=hf["num_hidden_layers"],
+        hidden_size=hf["hidden_size"],
+        ffn_hidden_size=hf["intermediate_size"],
+        num_attention_heads=hf["num_attention_heads"],
+        num_query_groups=hf["num_key_value_heads"],
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        add_qkv_bias=True,
+        params_dtype=torch.bfloat16,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+    )
+    module = GPTModel(
+        config,
+        layer_spec(config),
+        WORDS,
+        128,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    for parameter in module.parameters():
+        parameter.data.fill_(0.01)  # so that its pages are there
+    nemo = {"override_vocab_size": WORDS, "micro_batch_size": 1, "sequence_parallel": False}
+    model = SimpleNamespace(cfg=OmegaConf.create(nemo), get_model_module_list=lambda: [module])
+    return Actor(model, None, 1.0, hf, (1, 1))  # type: ignore[arg-type]
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    began = time.monotonic()
+    work()
+    return time.monotonic() - began
+
+
+class Engine:
+    """A real engine on the model's folder; its first weights are a file of the store."""
+
+    def __init__(self, hf: dict[str, Any], folder: Path, store: Path, first: Path, threads: int, wait_s: float) -> None:
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text(json.dumps(hf))
+        shutil.copyfile(first, folder / "model" / "model.safetensors")
+        token = folder / "token"
+        token.touch(0o600)
+        token.write_text(secrets.token_hex(16))
+        self._token, endpoint = token.read_text(), folder / "endpoint.json"
+        command = [".venv/rollout/bin/python", "-m", "nemo_prorl.rollout.server", "--model", str(folder / "model")]
+        command += ["--token-file", str(token), "--weights-dir", str(store), "--endpoint-file", str(endpoint)]
+        command += ["--dtype", "bfloat16", "--threads", str(threads), "--kv-mb", "64", "--max-model-len", "128"]
+        command += ["--max-num-seqs", "8", "--max-batched-tokens", "256", "--eager", "--health-s", "600"]
+        command += ["--parent-pid", str(os.getpid())]
+        self._log = (folder / "engine.log").open("w+")
+        self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
+        end = time.monotonic() + wait_s
+        while not endpoint.exists() or "url" not in json.loads(endpoint.read_text()):
+            if self._process.poll() is not None or time.monotonic() > end:
+                self._log.seek(0)
+                raise RuntimeError(f"the engine was not ready within {wait_s:.0f} s:\n{self._log.read()[-3000:]}")
+            time.sleep(0.2)
+        self._url = json.loads(endpoint.read_text())["url"]
+
+    def load(self, path: Path, version: int) -> None:
+        body = json.dumps({"path": str(path), "version": version, "wait_s": 60}).encode()
+        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self._url}/weights", body, headers)
+        urllib.request.urlopen(request, timeout=600).read()
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(60)
+
+
+def run(args: argparse.Namespace) -> Iterator[str]:
+    import torch
+
+    from nemo_prorl.rollout.publication import WeightStore
+
+    torch.set_num_threads(args.threads)
+    hf = config_of(args.layers)
+    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir=SHM, prefix="prorl-benchmark-") as shm:
+        folder, copy = Path(name), Path(shm) / "copy"
+        with libraries_on_stderr():
+            policy = build_policy(hf, folder / "meet")
+        parameters = sum(p.numel() for p in policy.module.parameters())
+        store = WeightStore(Path(shm) / "store")
+        times: dict[str, list[float]] = {"publish": [], "copy": [], "load": []}
+        for _ in range(2):  # two versions lie there, as in a run; the first also warms caches
+            first = store.write(policy.export_weights(), _)
+        size, engine = first.stat().st_size, None
+        free = shutil.disk_usage(SHM).free
+        yield (
+            f"{parameters / 1e9:.2f}e9 parameters in bf16, {hf['num_hidden_layers']} layers, {size / 1e9:.2f} GB a"
+            f" version; /dev/shm has {free / 1e9:.1f} GB left; {args.threads} thread(s)"
+        )
+        if args.engine:
+            engine = Engine(hf, folder, store.folder, first, args.threads, args.wait_s)
+        for version in range(2, args.rounds + 2):
+            times["publish"].append(seconds(lambda v=version: store.write(policy.export_weights(), v)))  # type: ignore[misc]
+            times["copy"].append(seconds(lambda v=version: subprocess.run(["cp", store.path_of(v), copy], check=True)))  # type: ignore[misc]
+            copy.unlink()
+            if engine is not None:
+                times["load"].append(seconds(lambda v=version: engine.load(store.path_of(v), v)))  # type: ignore[misc]
+        if engine is not None:
+            engine.close()
+        exported = [seconds(lambda: [None for _ in policy.export_weights()]) for _ in range(3)]
+        store.remove()
+    medians = {key: statistics.median(values) for key, values in times.items() if values}
+    yield f"medians of {args.rounds} alternating rounds (least to most)"
+    for key, label in (("publish", "export and write"), ("copy", "plain copy"), ("load", "an engine loads it")):
+        if key in medians:
+            spread = f"({min(times[key]):.2f} to {max(times[key]):.2f})"
+            yield f"{label:20s} {medians[key]:7.2f} s  {size / medians[key] / 1e9:6.2f} GB/s  {spread}"
+    yield f"of publishing, without writing: {statistics.median(exported):.2f} s"
+    yield f"publication takes {medians['publish'] / medians['copy']:.2f} times a plain copy (bar: 1.5)"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--engine", action="store_true")
+    parser.add_argument("--wait-s", type=float, default=900.0, help="for the engine to be ready")
+    args = parser.parse_args()
+    sys.stdout.write(describe() + "\n")
+    for line in run(args):
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

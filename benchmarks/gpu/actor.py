@@ -60,7 +60,7 @@ def built(shape: m.Shape, settings: Settings, emit: Emit) -> torch.nn.Module:
 
 def work(emit: Emit, net: Any, optimizer: Any, shape: m.Shape, settings: Settings) -> None:
     """Rows: tokens a second, and the share of the device's peak arithmetic."""
-    count, repeats = 2, 2 if settings.small else 3
+    count, repeats = (2, 2) if settings.small else (8, 3)
     generator = torch.Generator(settings.device).manual_seed(1)
     batches = [
         torch.randint(shape.vocab, (1, shape.context), generator=generator, device=settings.device)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpu import model
 from gpu.common import Emit, Settings, peak_bytes, seconds_of
 from nemo_prorl.algorithms.logprobs import chunked_logprobs
 from nemo_prorl.algorithms.losses import LossConfig, grpo_loss
@@ -26,12 +27,14 @@ def naive(hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor) -> Tensor:
 
 
 class _VocabParallel(torch.autograd.Function):
-    """The formula of NeMo-Aligner's function, restated: a float32 softmax over the whole tensor, which is kept."""
+    """The formula of NeMo-Aligner's function, restated: a float32 softmax over the whole tensor, which is kept.
+
+    The original makes a one-hot tensor of 8 bytes a word in its backward pass beside that; here there is none.
+    """
 
     @staticmethod
     def forward(ctx: Any, logit_NV: Tensor, target_N: Tensor) -> Tensor:
-        shifted_NV = logit_NV.float() - logit_NV.float().amax(dim=-1, keepdim=True)
-        softmax_NV = shifted_NV.exp_()
+        softmax_NV = (logit_NV - logit_NV.amax(dim=-1, keepdim=True)).exp_()
         softmax_NV.div_(softmax_NV.sum(dim=-1, keepdim=True))
         ctx.save_for_backward(softmax_NV, target_N)
         return softmax_NV.log().gather(1, target_N[:, None]).squeeze(1)
@@ -49,16 +52,15 @@ def aligners(emit: Emit, settings: Settings) -> tuple[str, LogProbs]:
     try:
         if settings.small:
             raise ImportError("a small run does not wait for NeMo's imports")
-        import torch.distributed as dist
-        from megatron.core import parallel_state
         from nemo_aligner.utils.distributed import from_parallel_logits_to_logprobs
     except Exception as error:
         note = f"not imported ({error}); its formula is restated: vocab-parallel log-softmax in float32"
         emit("NeMo-Aligner's function", note=note)
         parallel = _VocabParallel.apply
-        return "vocab-parallel softmax, restated", lambda h, w, t: parallel(torch.mm(h, w.t()) / TEMPERATURE, t)
-    dist.init_process_group("nccl" if settings.cuda else "gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
+        return "vocab-parallel softmax, restated", lambda h, w, t: parallel(
+            (torch.mm(h, w.t()) / TEMPERATURE).float(), t
+        )
+    model.start(settings)
 
     def own(hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor) -> Tensor:
         logit_1NV = (torch.mm(hidden_NH, weight_VH.t()) / TEMPERATURE).float()[None]

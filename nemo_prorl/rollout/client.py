@@ -419,6 +419,7 @@ class EnginePool:
         self.current = (str(path), version)
         self.wake_failures = dict.fromkeys(self._held(), "it ended while it slept") if self.hold.exists() else {}
         self.hold.unlink(missing_ok=True)
+        slept = {name: slot for name, slot in self._slots.items() if slot.asleep}
         for slot in self._scan():
             slot.loaded = None  # also where it says so: an engine may hold weights of a run that was lost
         try:
@@ -427,6 +428,8 @@ class EnginePool:
                     slots = self._scan()
                     await asyncio.gather(*(self._try_load(s, deadline) for s in slots if s.loaded != version))
                     if len(slots) >= self.engines and all(s.loaded == version for s in slots):
+                        ended = [name for name, slot in slept.items() if self._slots.get(name) is not slot]
+                        self.wake_failures = dict.fromkeys(ended, "it ended while it slept") | self.wake_failures
                         return
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:

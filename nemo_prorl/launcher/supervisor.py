@@ -256,7 +256,7 @@ class Node:
     def _engine(self, local: int, weights: Path, alone: bool) -> Child:
         """The node's engine `local`, 0-based; in its name it counts through all nodes."""
         from nemo_prorl.recipe.base_model import initial_model
-        from nemo_prorl.rollout.client import HOLD_FILE
+        from nemo_prorl.rollout.engine_sleep import HOLD_FILE
 
         cfg, rollout = self.cfg, self.cfg.rollout
         index = self.place.node * (rollout.engines // self.place.nodes) + local

@@ -21,6 +21,7 @@ import aiohttp
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DeadlineExceeded, EngineFailure, EngineRefused
+from nemo_prorl.rollout.engine_sleep import HELD_SUFFIX, HOLD_FILE
 
 _log = logging.getLogger(__name__)
 
@@ -28,8 +29,6 @@ _POLL_S = 0.1  # between looks at the endpoint files while something is waited f
 _SCAN_S = 1.0  # otherwise: the files may lie on a slow shared disk
 _MAX_BACKOFF_S = 5.0
 _SILENCE_S = 60.0  # a stream says an empty line every 10 s; silence means that the server or the network is gone
-HOLD_FILE = "engines-asleep"  # beside the endpoint files, while the engines sleep
-HELD_SUFFIX = ".held"  # of the file of an engine that waits for it to go
 _LINE_BYTES = 1 << 24  # the longest response line
 
 

@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 
 PARTS = ("weights", "kv_cache")  # vLLM's tags, in the order in which they are woken
 LEVELS = (1, 2)
+HOLD_FILE = "engines-asleep"  # beside the endpoint files, while the engines sleep
+HELD_SUFFIX = ".held"  # of the file of an engine that waits for it to go
 _POLL_S = 0.2
 
 
@@ -134,6 +136,8 @@ def wait_while_held(hold: str, told: str, seconds: float) -> None:
     The file `told` stands while this one waits.  Raises TimeoutError naming the hold file.
     """
     if not os.path.exists(hold):
+        with contextlib.suppress(OSError):
+            os.unlink(told)  # of one that was killed while it waited
         return
     _log.info("%s: the trainer has the device; this engine starts when the others wake", hold)
     end = time.monotonic() + seconds

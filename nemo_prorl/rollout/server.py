@@ -53,6 +53,7 @@ from nemo_prorl.rollout.engine_requests import (  # noqa: E402
     parse_weights,
 )
 from nemo_prorl.rollout.engine_sleep import (  # noqa: E402
+    HELD_SUFFIX,
     EngineSleep,
     Refused,
     parse_sleep,
@@ -498,7 +499,7 @@ def main(argv: list[str] | None = None) -> int:
     set_environment(args.threads, args.eager)
     if args.hold_file:
         try:
-            told = os.path.splitext(args.endpoint_file or args.hold_file)[0] + ".held"
+            told = os.path.splitext(args.endpoint_file or args.hold_file)[0] + HELD_SUFFIX
             wait_while_held(args.hold_file, told, args.hold_s)
         except TimeoutError as error:
             _log.error("%s", error)

@@ -12,9 +12,11 @@ import pytest
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DeadlineExceeded
-from nemo_prorl.rollout.client import HELD_SUFFIX, HOLD_FILE, EnginePool
+from nemo_prorl.rollout.client import EnginePool
 from nemo_prorl.rollout.engine_requests import BadRequest
 from nemo_prorl.rollout.engine_sleep import (
+    HELD_SUFFIX,
+    HOLD_FILE,
     PARTS,
     EngineSleep,
     Refused,
@@ -135,7 +137,9 @@ def test_parts_are_woken_in_their_order() -> None:
 
 def test_an_engine_waits_with_its_start_while_the_others_sleep(tmp_path: Path) -> None:
     hold, told = tmp_path / HOLD_FILE, tmp_path / f"engine-3{HELD_SUFFIX}"
+    told.touch()  # of one that was killed while it waited
     wait_while_held(str(hold), str(told), 0.0)  # nobody sleeps
+    assert not told.exists()
     hold.touch()
     with pytest.raises(TimeoutError, match=f"{HOLD_FILE} still stands after 0.05 s"):
         wait_while_held(str(hold), str(told), 0.05)
@@ -172,6 +176,10 @@ def test_the_pool_wakes_weights_then_loads_then_wakes_the_cache(tmp_path: Path) 
         assert tokens(await pool.generate([5], [1], SAMPLING, Deadline(5, "one"), version=2)) == [[1, 2]]
         await pool.publish("w-3", 3, Deadline(5, "publication"))
         assert fakes[0].calls[-1] == ("weights", 3)  # an awake engine is not woken
+        await pool.sleep(2, Deadline(5, "sleep"))
+        await pool.generate([5], [1], SAMPLING, Deadline(5, "one"), version=3)  # nobody published: woken all the same
+        again = [("sleep", 2), ("wake", ["weights"]), ("weights", 3), ("wake", ["kv_cache"]), ("generate", [1])]
+        assert again in [fake.calls[-5:] for fake in fakes]
         await pool.close()
         for fake in fakes:
             await fake.stop()

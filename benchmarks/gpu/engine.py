@@ -66,11 +66,7 @@ def write_model(folder: Path, settings: Settings) -> Path:
 
 @contextmanager
 def server(python: str, folder: Path, settings: Settings) -> Iterator[str]:
-    """The address of a running engine.  Raises Skipped where its Python has no vLLM."""
-    probe = subprocess.run([python, "-c", "import vllm"], capture_output=True, text=True, check=False)
-    if probe.returncode:
-        last = (probe.stderr.strip().splitlines() or ["no message"])[-1]
-        raise Skipped(f"{python} cannot import vllm ({last})")
+    """The address of a running engine."""
     token, endpoint = folder / "token", folder / "engine-0.json"
     token.touch(mode=0o600)
     token.write_text(TOKEN)
@@ -116,13 +112,23 @@ def answers(url: str) -> list[int]:
     return list(call(url, "/generate", body)[0][0]["token_ids"])
 
 
+def require_vllm(python: str) -> None:
+    """Raises Skipped where that Python has no vLLM."""
+    probe = subprocess.run([python, "-c", "import vllm"], capture_output=True, text=True, check=False)
+    if probe.returncode:
+        last = (probe.stderr.strip().splitlines() or ["no message"])[-1]
+        raise Skipped(f"{python} cannot import vllm ({last})")
+
+
 def run(emit: Emit, settings: Settings) -> None:
+    python = settings.engine_python or sys.executable
+    require_vllm(python)
     base = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=base, prefix="gpu-evidence-") as name:
         folder = Path(name)
         weights = write_model(folder, settings)
         began = time.perf_counter()
-        with server(settings.engine_python or sys.executable, folder, settings) as url:
+        with server(python, folder, settings) as url:
             emit("start to ready", seconds=time.perf_counter() - began)
             before = answers(url)
             version = 1

@@ -121,6 +121,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--wheels", type=Path, help="a folder of wheels that this Python lacks")
     parser.add_argument("--engine-python", help="a Python that has vLLM; default: .venv/rollout's, else this one")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--commit", help="what is measured, where git cannot say: a copy of the files alone")
     parser.add_argument("--name", help="of the machine, in the file's name; default: the GPU's, or cpu")
     args = parser.parse_args()
     args.sections = args.sections.split(",")
@@ -159,6 +160,7 @@ def prove(args: argparse.Namespace, folder: Path, fault: str | None) -> int:
         "date": f"{began:%Y-%m-%d %H:%M} UTC",
         "machine": facts(device),
         "small": small,
+        "commit": args.commit,
         "wheels": None if args.wheels is None else fault or "installed",
         "sections": {},
     }

@@ -24,6 +24,8 @@ def page(result: dict[str, Any]) -> str:
     lacks = ", ".join(name for name, version in machine["packages"].items() if not version)
     lines = [f"# Evidence on {gpu['name'] if gpu else 'a CPU'}, {result['date']}", "", f"- device: {device}"]
     lines += [f"- host: {machine['host']}", f"- packages: {found}", f"- not installed: {lacks or 'nothing'}"]
+    if result.get("commit"):
+        lines.append(f"- commit: {result['commit']}")
     if result["wheels"]:
         lines.append(f"- wheels brought along: {result['wheels']}")
     if result["small"]:

@@ -87,9 +87,9 @@ class EngineSleep:
         self.weights_lost = False
 
     async def fall_asleep(self, level: int) -> dict[str, Any]:
-        """With nothing in flight.  Raises Refused where it sleeps at another level, or was not started for it."""
+        """With nothing in flight.  Raises Refused where it sleeps at another level, BadRequest if not started for it."""
         if not self.enabled:
-            raise Refused("this engine was not started for sleep; start it with --sleep (rollout.sleep)")
+            raise BadRequest("this engine was not started for sleep; start it with --sleep (rollout.sleep)")
         if self.asleep and (self.level != level or self.asleep != PARTS):
             raise Refused(f"the engine sleeps at level {self.level} ({', '.join(self.asleep)}); wake it first")
         if self.asleep:

@@ -243,7 +243,7 @@ class Server:
 
         try:
             return JSONResponse(await work)
-        except Refused:
+        except (BadRequest, Refused):
             raise
         except Exception as error:
             _log.critical("the engine failed to %s: %s: %s", what, type(error).__name__, error)

@@ -92,7 +92,7 @@ def test_after_level_2_weights_must_be_loaded_whatever_is_awake() -> None:
 
 def test_a_sleep_that_cannot_be_is_refused_and_one_that_breaks_leaves_nothing_served() -> None:
     async def work() -> None:
-        with pytest.raises(Refused, match=r"not started for sleep; start it with --sleep \(rollout.sleep\)"):
+        with pytest.raises(BadRequest, match=r"not started for sleep; start it with --sleep \(rollout.sleep\)"):
             await EngineSleep(Core(), enabled=False, frees_memory=True).fall_asleep(1)
         sleep = EngineSleep(Core("sleep", "wake"), enabled=True, frees_memory=False)
         with pytest.raises(RuntimeError, match="sleep"):

@@ -87,7 +87,7 @@ class EngineSleep:
         self.weights_lost = False
 
     async def fall_asleep(self, level: int) -> dict[str, Any]:
-        """With nothing in flight.  Raises Refused where it sleeps at another level, BadRequest if not started for it."""
+        """With nothing in flight.  Raises Refused while it sleeps at another level, BadRequest if not made for it."""
         if not self.enabled:
             raise BadRequest("this engine was not started for sleep; start it with --sleep (rollout.sleep)")
         if self.asleep and (self.level != level or self.asleep != PARTS):

@@ -1,6 +1,7 @@
 # make train     sets up what is missing and runs the laptop job (again: continues it)
 # make test      sets up what is missing and runs the tests;  make test-all: the slow ones too
 # make lint      format, lint and types
+# make gpu-evidence   what kernels, actor and engine take on this machine's GPU;  make gpu-wheels: what a bare one lacks
 # make clean     deletes both environments and caches; runs/ stays
 
 PYTHON ?= python3.11
@@ -13,7 +14,12 @@ TORCH_INDEX ?=
 
 BIN := .venv/train/bin
 
-.PHONY: setup train test test-all lint clean
+# For `make gpu-evidence`: the train environment where it stands, else this Python with the collected wheels.
+EVIDENCE_PYTHON ?= $(or $(wildcard .venv/train/bin/python),python3)
+GPU_WHEELS ?= .gpu-wheels
+GPU_PYTHON ?= python3.12
+
+.PHONY: setup train test test-all lint gpu-evidence gpu-wheels clean
 
 setup:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null || { \
@@ -36,6 +42,14 @@ lint: setup
 	@$(BIN)/ruff format --check
 	@$(BIN)/ruff check
 	@$(BIN)/mypy
+
+gpu-evidence:
+	@$(EVIDENCE_PYTHON) benchmarks/gpu_evidence.py \
+	  $(if $(findstring .venv,$(EVIDENCE_PYTHON)),,$(if $(wildcard $(GPU_WHEELS)/*.whl),--wheels $(GPU_WHEELS))) $(ARGS)
+
+gpu-wheels:
+	@$(GPU_PYTHON) -m pip wheel --quiet --no-deps --wheel-dir $(GPU_WHEELS) -r setup/gpu-wheels.txt
+	@ls -l $(GPU_WHEELS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -4,7 +4,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from nemo_prorl.recipe.memory import GB, PUBLISHED_VERSIONS, micro_batch_tokens, micro_batch_words
+from nemo_prorl.recipe.memory import GB, PUBLISHED_VERSIONS, Memory, micro_batch_tokens, micro_batch_words
 from nemo_prorl.recipe.plan import NAMES, PAPER_GPU_HOURS, Chain, Stage
 
 
@@ -137,10 +137,12 @@ def _memory(cfg: DictConfig, chain: Chain) -> dict[str, Any]:
         "  logits": f"{_bytes(m.logits_forward)} forward, {_bytes(m.logits_backward)} backward, chunks of"
         f" {cfg.trainer.grpo.logprob_chunk_tokens} tokens x {cfg.trainer.grpo.logprob_chunk_words} words",
         "  reference in use": f"{_bytes(m.reference_swap)} beside the policy's own weights",
-        "  trainer at most": f"{_bytes(m.trainer_peak)} of these at once",
+        "  trainer at most": f"{_bytes(m.trainer_peak)} of these at once"
+        + (f"; {_bytes(m.trainer_resident)} while engines generate" if m.engines_sleep else ""),
         "  engine": f"{_bytes(m.engine_weights)} weights, {_bytes(m.engine_work)} work,"
         f" {_bytes(m.kv_sequence)} KV cache a full sequence",
         "  KV cache": f"{left} ({kv_source})" if room is not None else left,
+        "  engine's sleep": _sleep(cfg, m, size),
         "  reserve": f"{_bytes(m.reserve)}, "
         + (
             "assumed: contexts, NCCL, CUDA graphs, fragmentation"
@@ -152,6 +154,20 @@ def _memory(cfg: DictConfig, chain: Chain) -> dict[str, Any]:
         "disk": f"{_bytes(m.checkpoint)} a checkpoint, {_bytes(m.checkpoints)} kept and being written"
         + (f", held under {budget:g} GB" if budget is not None else ""),
     }
+
+
+def _sleep(cfg: DictConfig, m: Memory, size: float | None) -> str:
+    """Who has a GPU when."""
+    if cfg.rollout.sleep is None:
+        return "none: engine and trainer hold their memory side by side"
+    kept = "weights in host memory" if cfg.rollout.sleep == 1 else "weights dropped"
+    if not m.engines_sleep:
+        return f"level {cfg.rollout.sleep}; a CPU's engine stops serving and keeps its memory"
+    share = f"{m.engine_share(size):.0%} of the GPU for the engine awake; " if size is not None else ""
+    return (
+        f"level {cfg.rollout.sleep}, {kept}; {share}{_bytes(m.while_training)} while the trainer works,"
+        f" {_bytes(m.while_generating)} at least while engines generate"
+    )
 
 
 def _bytes(number: float | None) -> str:

@@ -74,6 +74,7 @@ class Run:
         self.rewards_s = {"wait": 0.0, "open": 0.0}
         self.tokens = 0
         self._published = -1
+        self._engines_sleep = False
         self._stopping = Stopping(cfg.trainer.deadlines)
         for sig in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(sig, self._stopping.on_signal)
@@ -175,7 +176,7 @@ class Run:
 
     def publish(self, version: int) -> None:
         """Hands the policy's weights to all engines, once a version."""
-        if version == self._published:
+        if version == self._published and not self._engines_sleep:
             return
         weights = self.policy.export_weights()
         if self.store is not None:
@@ -183,9 +184,21 @@ class Run:
         else:
             for _ in weights:  # a collective
                 pass
+        if self.cfg.rollout.sleep is not None and torch.cuda.is_available():
+            torch.cuda.empty_cache()  # of its work nothing is in use now: engines that wake take the room
         dist.barrier()
-        self.on_rank_0(lambda: self.services.rollouts.publish(str(path), version))
-        self._published = version
+        for what in self.on_rank_0(lambda: self.services.rollouts.publish(str(path), version)):
+            self.alarm(version, what)
+        self._published, self._engines_sleep = version, False
+
+    def sleep_engines(self) -> float:
+        """Engines on the trainer's GPUs give their memory to it, where so configured; seconds that this took."""
+        began = time.monotonic()
+        if self.cfg.rollout.sleep is not None:
+            freed = self.on_rank_0(self.services.rollouts.sleep)
+            self._engines_sleep = True
+            _log.info("the engines sleep: %.1f GB freed", freed / 1e9)
+        return time.monotonic() - began
 
     def weights_changed(self) -> None:
         """The policy is not what was published under its version any more."""
@@ -205,6 +218,8 @@ class Run:
 
         batch = self.on_rank_0(collect)
         report_rollout(metrics, batch)
+        if self.cfg.rollout.sleep is not None:
+            metrics.put("time/rollout/sleep_s", self.sleep_engines())
         if self.cfg.data.retire_after is not None:
             self._retire(metrics, batch)
         self.tokens += batch.generated_tokens

@@ -70,6 +70,7 @@ CHANGEABLE = (
     "rollout.kv_cache_mb",
     "rollout.device_memory_gb",
     "rollout.eager",
+    "rollout.sleep",
     "rollout.max_restarts",
     "rewards.workers",
     "rewards.unsafe_no_sandbox",

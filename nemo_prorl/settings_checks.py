@@ -25,6 +25,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "trainer.grpo.correction.kind": ("none", "tis", "icepop", "sequence_mask"),
     "trainer.resets.mode": ("manual", "advise", "auto"),
     "trainer.resets.parts": ("both", "reference", "optimizer"),
+    "rollout.sleep": (None, 1, 2),
     "rollout.dtype": ("float32", "bfloat16", "float16"),
     "model.fp8": (None, "hybrid", "e4m3"),
     "model.optim.name": ("mcore_distributed_optim",),

@@ -227,7 +227,11 @@ def test_inline_commands_exist() -> None:
 
 def test_make_variables_in_the_readme_are_the_makefiles() -> None:
     known = set(re.findall(r"^([A-Z_]+) \?=", (ROOT / "Makefile").read_text(), re.M))
-    assert known == {"PYTHON", "RUN", "ARGS", "TRAIN_LOCK", "ROLLOUT_LOCK", "TORCH_INDEX"}
+    assert known == {"PYTHON", "RUN", "ARGS", "TRAIN_LOCK", "ROLLOUT_LOCK", "TORCH_INDEX"} | {
+        "EVIDENCE_PYTHON",
+        "GPU_PYTHON",
+        "GPU_WHEELS",
+    }
     text = (ROOT / "README.md").read_text()
     assert [name for name in sorted(known) if f"`{name}`" not in text and f"{name}=" not in text] == []
 

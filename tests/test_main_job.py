@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.whole_runs import STEPS, Job, events_of, metrics_of, without_time
+from tests.whole_runs import STEPS, Job, engine_process, events_of, metrics_of, without_time
 
 pytestmark = [pytest.mark.nemo, pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -118,6 +118,23 @@ def test_stops_that_give_up_change_nothing(root: Path, undisturbed: Path) -> Non
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (undisturbed, run)]
     assert without_time(summaries[1]) == without_time(summaries[0])
     assert any("given up" in e["reason"] for e in events_of(run) if e["event"] == "stop")
+
+
+@pytest.mark.slow
+def test_engines_that_sleep_change_nothing_and_one_that_is_killed_in_its_sleep_is_started_again(
+    root: Path, undisturbed: Path
+) -> None:
+    job = Job(root, undisturbed.with_name("asleep"), "rollout.sleep=2")
+    hold = job.run_dir / "endpoints" / "engines-asleep"
+    job.until(lambda: len(metrics_of(job.run_dir)) >= 1)
+    job.until(hold.exists)
+    engine_process(job).kill()
+    assert job.wait() == 0, job.text()
+    assert [without_time(m) for m in metrics_of(job.run_dir)] == [without_time(m) for m in metrics_of(undisturbed)]
+    assert all(m["time/rollout/sleep_s"] > 0 for m in metrics_of(job.run_dir))
+    (alarm,) = [e for e in events_of(job.run_dir) if "did not wake" in e.get("what", "")]
+    assert "engine-0 did not wake" in alarm["what"]
+    assert "started again" in alarm["what"]
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from nemo_prorl.config import DeadlinesConfig
 from nemo_prorl.launcher.processes import Child
+from nemo_prorl.rollout.engine_sleep import HELD_SUFFIX
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +49,9 @@ class Health:
                 continue
             now = time.monotonic()
             if (url := asked.url()) is None:
-                if now - asked.since > self._deadlines.startup_s:
+                if asked.held:
+                    asked.since = now
+                elif now - asked.since > self._deadlines.startup_s:
                     asked.verdict = f"was not ready {self._deadlines.startup_s:g} s (trainer.deadlines.startup_s) on"
             elif self._answers(url):
                 asked.since = time.monotonic()
@@ -78,6 +81,11 @@ class _Asked:
         self.pid = None if process is None else process.pid
         self.since = time.monotonic()
         self.verdict: str | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether it is an engine that waits with its start until the others wake (`rollout.sleep`)."""
+        return self.child.endpoint is not None and self.child.endpoint.with_suffix(HELD_SUFFIX).exists()
 
     def url(self) -> str | None:
         """Where this very process said that it is ready."""

@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 PACKAGE = Path(nemo_prorl.__file__).parent
 _CLEAN = (0, 75)
+_HOLD_S = 6 * 3600.0  # for an engine to wait until the others wake: any phase of the trainer ends before
 _LAST_LINES, _LINE_CHARS = 15, 2000  # of a process's log, where its end is told
 # What says that a process is one of Slurm's own tasks: ours are not, and libraries would believe it.
 _TASK_VARIABLES = tuple(
@@ -255,6 +256,7 @@ class Node:
     def _engine(self, local: int, weights: Path, alone: bool) -> Child:
         """The node's engine `local`, 0-based; in its name it counts through all nodes."""
         from nemo_prorl.recipe.base_model import initial_model
+        from nemo_prorl.rollout.engine_sleep import HOLD_FILE
 
         cfg, rollout = self.cfg, self.cfg.rollout
         index = self.place.node * (rollout.engines // self.place.nodes) + local
@@ -274,10 +276,14 @@ class Node:
             "max-num-seqs": rollout.max_num_seqs,
             "max-batched-tokens": rollout.max_batched_tokens,
             "kv-mb": rollout.kv_cache_mb or (None if alone else self._kv_mb()),
+            "memory-share": None if alone else self._memory_share(),
         }
+        if rollout.sleep is not None and not alone:
+            options |= {"hold-file": self.endpoints / HOLD_FILE, "hold-s": _HOLD_S}
         command = [str(Path(rollout.python).absolute()), str(PACKAGE / "rollout" / "server.py")]
         command += [word for key, value in options.items() if value is not None for word in (f"--{key}", str(value))]
         command += ["--eager"] if rollout.eager else []
+        command += ["--sleep"] if rollout.sleep is not None and not alone else []
         return self._child(f"engine-{index}", command, self._gpus(local), rollout.max_restarts, True)
 
     def _gpus(self, local: int) -> dict[str, str]:
@@ -295,6 +301,13 @@ class Node:
 
         room = memory_of(self.cfg).kv_room(device_bytes(self.cfg))
         return None if room is None else room >> 20
+
+    def _memory_share(self) -> str | None:
+        """Of a GPU that a trainer rank shares: what an engine finds free at its start, or it does not start."""
+        from nemo_prorl.recipe.memory import device_bytes, memory_of
+
+        size, memory = device_bytes(self.cfg), memory_of(self.cfg)
+        return None if size is None else f"{memory.engine_share(size):.3f}"
 
     def _ranks(self, arguments: list[str]) -> list[Child]:
         devices, place = self.cfg.trainer.devices, self.place

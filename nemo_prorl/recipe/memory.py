@@ -3,10 +3,11 @@
     memory = memory_of(cfg)                  # bytes by name
     check_memory(cfg, 80e9)                  # raises ConfigError where a GPU of 80 GB cannot hold it
 
-Sizes are bytes; GB is 10^9 of them.  One GPU holds a trainer rank and at most one engine rank, and neither moves out
-for the other.  What is counted and what is assumed stands at each function.  Compared with real models in
-tests/recipe/test_memory.py: parameters with model files, a checkpoint with one on disk, activations with what autograd
-keeps in the CPU actor.  On GPUs it has not been measured.
+Sizes are bytes; GB is 10^9 of them.  One GPU holds a trainer rank and at most one engine rank; with `rollout.sleep` the
+engine's weights and KV cache leave it while the trainer works, and the trainer's state stays.  What is counted and what
+is assumed stands at each function.  Compared with real models in tests/recipe/test_memory.py: parameters with model
+files, a checkpoint with one on disk, activations with what autograd keeps in the CPU actor.  On GPUs it has not been
+measured.
 """
 
 import copy
@@ -105,10 +106,12 @@ class Memory:
     logits_forward: int
     logits_backward: int
     trainer_peak: int  # the most that the trainer holds at once
+    trainer_resident: int  # what it holds while engines generate: weights, gradients, optimizer
     engine_weights: int
     engine_work: int
     kv_sequence: int  # KV cache of one sequence that fills the context
     kv_configured: int | None  # rollout.kv_cache_mb
+    engines_sleep: bool  # rollout.sleep: not awake beside the trainer's work
     reserve: int  # for what is not counted here
     reference_host: int  # host memory of a node: the reference policy of its ranks
     snapshot_host: int  # host memory of a node while a checkpoint is written: the copy that is written
@@ -119,14 +122,32 @@ class Memory:
     @property
     def needed(self) -> int:
         """The least that a GPU must have: trainer, engine, KV cache (of one sequence, if not configured), reserve."""
+        return max(self.while_training, self.while_generating)
+
+    @property
+    def while_generating(self) -> int:
         kv = self.kv_sequence if self.kv_configured is None else self.kv_configured
-        return self.trainer_peak + self.engine_weights + self.engine_work + kv + self.reserve
+        return self._beside_engines + self.engine_weights + self.engine_work + kv + self.reserve
+
+    @property
+    def while_training(self) -> int:
+        """Without a part of the engine: what a sleeping one keeps (its context, graphs) is the reserve's."""
+        return self.trainer_peak + self.reserve
+
+    @property
+    def _beside_engines(self) -> int:
+        """What the trainer holds while engines are awake."""
+        return self.trainer_resident if self.engines_sleep else self.trainer_peak
 
     def kv_room(self, device_bytes: float | None) -> int | None:
         """Bytes for the KV cache: as configured, or what is left of the device; None where neither is known."""
         if self.kv_configured is not None or device_bytes is None:
             return self.kv_configured
-        return max(0, int(device_bytes) - (self.needed - self.kv_sequence))
+        return max(0, int(device_bytes) - (self.while_generating - self.kv_sequence))
+
+    def engine_share(self, device_bytes: float) -> float:
+        """Of a device that an engine takes in all: vLLM's gpu_memory_utilization."""
+        return (self.engine_weights + self.engine_work + (self.kv_room(device_bytes) or 0)) / device_bytes
 
     def sequences(self, device_bytes: float | None) -> int | None:
         """Sequences that fill the context and fit into the KV cache of one engine."""
@@ -314,6 +335,7 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
         logits_forward=forward,
         logits_backward=backward,
         trainer_peak=weights + gradients + optimizer + max(updates, reference),
+        trainer_resident=weights + gradients + optimizer,
         **_engine(cfg, shape),
         reserve=CPU_RESERVE if cpu else RESERVE,
         reference_host=weights * cfg.trainer.devices,
@@ -339,6 +361,7 @@ def _engine(cfg: DictConfig, shape: Shape) -> dict[str, Any]:
     return {
         "engine_weights": -(-parameters(shape) * size // tp),
         "engine_work": work,
+        "engines_sleep": rollout.sleep is not None and cfg.trainer.accelerator != "cpu",
         "kv_sequence": 2 * shape.layers * max(1, shape.groups // tp) * shape.head_size * size * context,
         "kv_configured": None if kv_mb is None else kv_mb * 2**20,
     }
@@ -368,17 +391,10 @@ def check_memory(cfg: DictConfig, device_bytes: float | None, vocab: int | None 
         )
     if device_bytes is None or memory.needed <= device_bytes:
         return memory
-    parts = {
-        "weights, gradients, optimizer": memory.weights + memory.gradients + memory.optimizer,
-        "the most of the trainer's work": memory.trainer_peak - memory.weights - memory.gradients - memory.optimizer,
-        "engine": memory.engine_weights + memory.engine_work,
-        "KV cache": memory.kv_sequence if configured is None else configured,
-        "reserve": memory.reserve,
-    }
     fits = _what_fits(cfg, device_bytes, vocab)
+    parts = ", ".join(f"{name} {value / GB:.1f} GB" for name, value in _parts(memory).items())
     raise ConfigError(
-        f"{micro_batch_words(cfg)} with trainer.grpo.context_tokens={context}: a GPU needs"
-        f" {memory.needed:,} bytes ({', '.join(f'{name} {value / GB:.1f} GB' for name, value in parts.items())}),"
+        f"{_subject(cfg, memory)}: a GPU needs {memory.needed:,} bytes ({parts}),"
         f" rollout.device_memory_gb={device_bytes / GB:g} has {int(device_bytes):,}. "
         + (f"It fits with {'; or '.join(fits)}" if fits else "No single change of layout or batch makes it fit")
     )
@@ -392,9 +408,34 @@ def micro_batch_words(cfg: DictConfig) -> str:
     return f"model.micro_batch_size={size}"
 
 
+def _subject(cfg: DictConfig, memory: Memory) -> str:
+    """The keys that the need at its highest comes from, with their values, and when that is."""
+    work = f"{micro_batch_words(cfg)} with trainer.grpo.context_tokens={cfg.trainer.grpo.context_tokens}"
+    if not memory.engines_sleep:
+        return work
+    if memory.while_training >= memory.while_generating:
+        return f"{work}, while the engines sleep (rollout.sleep={cfg.rollout.sleep})"
+    kv_mb = "null" if cfg.rollout.kv_cache_mb is None else cfg.rollout.kv_cache_mb
+    return f"rollout.kv_cache_mb={kv_mb} beside the trainer's state, while engines generate"
+
+
+def _parts(memory: Memory) -> dict[str, int]:
+    """What `needed` adds up, by name."""
+    parts = {"weights, gradients, optimizer": memory.trainer_resident}
+    training = memory.engines_sleep and memory.while_training >= memory.while_generating
+    if training or not memory.engines_sleep:
+        parts["the most of the trainer's work"] = memory.trainer_peak - memory.trainer_resident
+    if not training:
+        parts["engine"] = memory.engine_weights + memory.engine_work
+        parts["KV cache"] = memory.kv_sequence if memory.kv_configured is None else memory.kv_configured
+    return parts | {"reserve": memory.reserve}
+
+
 def _what_fits(cfg: DictConfig, device_bytes: float, vocab: int | None) -> list[str]:
     """Single changes with which the configuration fits, each with what it then needs."""
     changes: list[dict[str, Any]] = []
+    if cfg.rollout.sleep is None:
+        changes.append({"rollout.sleep": 2})
     if cfg.rollout.kv_cache_mb is not None:
         changes.append({"rollout.kv_cache_mb": None})
     micro = micro_batch_tokens(cfg) // cfg.trainer.grpo.context_tokens // 2

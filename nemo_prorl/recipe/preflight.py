@@ -8,11 +8,13 @@ Runs on every trainer rank, in a run directory that is thrown away afterwards (`
     publish      weights to the engines
     fill         as many sequences as an engine has in flight, all but their last tokens as prompts: the KV cache
     generate     those last tokens, stop tokens off
+    sleep        engines give their memory away (rollout.sleep)
     batch        the step's responses on every rank, as a rollout hands them out
     first update one micro-batch: the optimizer's moments come into being, and stay
     logprobs     of an update's rows of this rank, each filling the context
     reference    the same of the reference policy
     update       a whole one
+    wake         engines take their memory back, with new weights
     checkpoint   written and complete
     resume       the checkpoint loaded
 
@@ -173,7 +175,14 @@ def measure(run: "Run", loss: Loss) -> None:
     with recorder.part("publish"):
         run.publish(version=0)
     _fill_engines(run, plan, recorder)
+    sleeps = run.cfg.rollout.sleep is not None
+    if sleeps:
+        with recorder.part("sleep"):
+            run.sleep_engines()
     _train(run, plan, recorder, loss)
+    if sleeps:
+        with recorder.part("wake"):
+            run.publish(version=1)
     with recorder.part("checkpoint"):
         run.save_checkpoint(1, wait=True)
     with recorder.part("resume"):

@@ -21,6 +21,7 @@ import aiohttp
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DeadlineExceeded, EngineFailure, EngineRefused
+from nemo_prorl.rollout.engine_sleep import HELD_SUFFIX, HOLD_FILE
 
 _log = logging.getLogger(__name__)
 
@@ -138,6 +139,14 @@ class EngineClient:
         body = {"path": path, "version": version, "wait_s": deadline.remaining}
         await self._call("POST", "/weights", deadline.remaining, body)
 
+    async def sleep(self, level: int, deadline: Deadline) -> dict[str, Any]:
+        """Gives the device's memory away once the engine is idle; its account, with `freed_bytes`."""
+        return await self._call("POST", "/sleep", deadline.remaining, {"level": level, "wait_s": deadline.remaining})
+
+    async def wake(self, part: str, deadline: Deadline) -> dict[str, Any]:
+        """Takes the memory of `weights` or `kv_cache` back; an awake engine stays as it is."""
+        return await self._call("POST", "/wake", deadline.remaining, {"parts": [part]})
+
     async def health(self, timeout_s: float = 60.0) -> dict[str, Any]:
         """The engine's own account; EngineFailure if it does not answer or its core is dead."""
         return await self._call("GET", "/health", timeout_s)
@@ -174,6 +183,7 @@ class _Slot:
     client: EngineClient
     weights_dir: Path | None = None  # of its node
     loaded: int | None = None  # the version that this pool has loaded into it
+    asleep: bool = False  # it was told to sleep, and not woken since
     in_flight: int = 0
     failures: int = 0
     retry_at: float = 0.0  # monotonic
@@ -206,6 +216,8 @@ class EnginePool:
     def __init__(self, endpoints: str | Path, token: str, engines: int = 1, max_in_flight: int = 512) -> None:
         self.endpoints, self.engines, self.max_in_flight = Path(endpoints), engines, max_in_flight
         self.current: tuple[str, int] | None = None  # the published file and its version
+        self.hold = self.endpoints / HOLD_FILE
+        self.wake_failures: dict[str, str] = {}  # of the last publication: engine, what it said
         self._token = token
         self._slots: dict[str, _Slot] = {}
         self._last_failure: dict[str, str] = {}
@@ -346,17 +358,68 @@ class EnginePool:
             return
         async with slot.loading:
             path, version = self.current
+            await self._wake(slot, "weights", deadline)
             if slot.loaded != version:
                 await slot.client.load_weights(slot.path_of(path), version, deadline)
-                slot.loaded = version
+            await self._wake(slot, "kv_cache", deadline)  # only now: a load needs room of its own
+            slot.loaded, slot.asleep = version, False
+
+    async def _wake(self, slot: _Slot, part: str, deadline: Deadline) -> None:
+        if not slot.asleep:
+            return
+        try:
+            await slot.client.wake(part, deadline)
+        except EngineFailure as error:
+            self.wake_failures[slot.name] = str(error)
+            raise
+
+    async def sleep(self, level: int, deadline: Deadline) -> int:
+        """Puts all engines to sleep; the bytes that this freed on their devices (0 on CPUs), once none is awake.
+
+        The next publication wakes them.  An engine that starts meanwhile takes no memory before that: it waits for the
+        hold file to go, and says so in a file of its own.  DeadlineExceeded names an engine that does not sleep.
+        """
+        freed: dict[str, int] = {}
+        for old in self._held():
+            (self.endpoints / f"{old}{HELD_SUFFIX}").unlink(missing_ok=True)
+        self.hold.touch()
+        try:
+            async with asyncio.timeout(deadline.remaining):
+                while True:
+                    due = [slot for slot in self._scan() if slot.name not in freed]
+                    await asyncio.gather(*(self._try_sleep(slot, level, freed, deadline) for slot in due))
+                    if len(freed.keys() | self._held()) >= self.engines:
+                        return sum(freed.values())
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            awake = [self._account(slot) for slot in self._slots.values() if slot.name not in freed]
+            which = "; ".join(awake) or self._account(None)
+            raise DeadlineExceeded(f"{deadline.error()}: {len(freed)} of {self.engines} sleep; {which}") from None
+
+    async def _try_sleep(self, slot: _Slot, level: int, freed: dict[str, int], deadline: Deadline) -> None:
+        if slot.retry_at > time.monotonic():
+            return
+        slot.asleep, slot.loaded = True, None  # also if the answer is lost: waking one that is awake does nothing
+        try:
+            freed[slot.name] = int((await slot.client.sleep(level, deadline)).get("freed_bytes", 0))
+            slot.succeeded()
+        except EngineFailure as error:
+            slot.failed(error)
+
+    def _held(self) -> set[str]:
+        """Engines that wait with their start until the others wake."""
+        return {file.stem for file in self.endpoints.glob(f"engine-*{HELD_SUFFIX}")}
 
     async def publish(self, path: str | Path, version: int, deadline: Deadline) -> None:
-        """Loads a weights file into all engines; returns when each holds it.
+        """Loads a weights file into all engines, and wakes those that sleep; returns when each holds it.
 
         An engine that fails is waited for, restarted or not, until the deadline; DeadlineExceeded names it.
         Raises EngineRefused when an engine calls the file wrong.
         """
         self.current = (str(path), version)
+        self.wake_failures = dict.fromkeys(self._held(), "it ended while it slept") if self.hold.exists() else {}
+        self.hold.unlink(missing_ok=True)
+        slept = {name: slot for name, slot in self._slots.items() if slot.asleep}
         for slot in self._scan():
             slot.loaded = None  # also where it says so: an engine may hold weights of a run that was lost
         try:
@@ -365,6 +428,8 @@ class EnginePool:
                     slots = self._scan()
                     await asyncio.gather(*(self._try_load(s, deadline) for s in slots if s.loaded != version))
                     if len(slots) >= self.engines and all(s.loaded == version for s in slots):
+                        ended = [name for name, slot in slept.items() if self._slots.get(name) is not slot]
+                        self.wake_failures = dict.fromkeys(ended, "it ended while it slept") | self.wake_failures
                         return
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:

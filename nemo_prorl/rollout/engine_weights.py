@@ -86,6 +86,12 @@ class WeightLoader:
         """The worker's process, for /health and for tests."""
         return os.getpid()
 
+    def prorl_free_bytes(self) -> int:
+        """Of this worker's GPU."""
+        import torch
+
+        return int(torch.cuda.mem_get_info()[0])
+
     def prorl_load_weights(self, path: str) -> None:
         """Loads a checked file into the live model.  After an error the model may be half old, half new.
 

@@ -61,6 +61,9 @@ class Engines(Protocol):
         version: int | None = None,
     ) -> list[Response]: ...
     async def publish(self, path: str, version: int, deadline: Deadline) -> None: ...
+    async def sleep(self, level: int, deadline: Deadline) -> int: ...
+    @property
+    def wake_failures(self) -> dict[str, str]: ...
     async def health(self) -> dict[str, dict[str, Any]]: ...
     async def close(self) -> None: ...
 
@@ -228,6 +231,8 @@ class RolloutSettings:
     rollout_s: float = 3600.0
     reward_s: float = 600.0
     publish_s: float = 300.0
+    startup_s: float = 900.0
+    sleep: int | None = None  # level; None: engines stay awake
 
     @classmethod
     def from_config(cls, config: Config, stop_token_ids: tuple[int, ...] | None = None) -> "RolloutSettings":
@@ -245,6 +250,8 @@ class RolloutSettings:
             rollout_s=deadlines.rollout_s,
             reward_s=deadlines.reward_s,
             publish_s=deadlines.publish_s,
+            startup_s=deadlines.startup_s,
+            sleep=config.rollout.sleep,
         )
 
 
@@ -271,10 +278,34 @@ class Rollouts:
         self._failures_in_a_row = 0
         self._background = BackgroundLoop("rollouts")
 
-    def publish(self, path: str, version: int) -> None:
-        """Loads a weights file into all engines; returns when each holds it."""
-        deadline = Deadline(self.settings.publish_s, f"publication of weights {version} (trainer.deadlines.publish_s)")
+    def publish(self, path: str, version: int) -> list[str]:
+        """Loads a weights file into all engines, waking those that sleep; returns when each holds it.
+
+        An engine that fails to wake is started again by its supervisor and waited for: what is returned tells of it.
+        """
+        deadline = self._change_deadline(f"publication of weights {version}")
         self._background.run(self._engines.publish(str(path), version, deadline))
+        failures = sorted(self._engines.wake_failures.items())
+        return [
+            f"{name} did not wake ({what}); it was started again and has weights {version}" for name, what in failures
+        ]
+
+    def sleep(self) -> int:
+        """Engines give their devices' memory away until the next publication; the bytes that this freed.
+
+        Nothing where rollout.sleep is null."""
+        if self.settings.sleep is None:
+            return 0
+        return self._background.run(
+            self._engines.sleep(self.settings.sleep, self._change_deadline("the engines' sleep"))
+        )
+
+    def _change_deadline(self, what: str) -> Deadline:
+        """Where engines sleep, one of them may have to be started again."""
+        if self.settings.sleep is None:
+            return Deadline(self.settings.publish_s, f"{what} (trainer.deadlines.publish_s)")
+        seconds = self.settings.publish_s + self.settings.startup_s
+        return Deadline(seconds, f"{what} (trainer.deadlines.publish_s + startup_s)")
 
     def health(self) -> dict[str, dict[str, Any]]:
         """What each engine says of itself, by name."""

@@ -15,11 +15,14 @@ POST /generate {"prompt": [ids], "seeds": [7, 8], "temperature": 1.2, "top_p": 1
 POST /weights {"path": FILE, "version": 3, "wait_s": 60}
     Loads HF-named safetensors into the live engine once no response is in flight, and drops the prefix cache.
     400: the file does not fit or lies elsewhere, the engine keeps its weights.  409: busy for longer than wait_s.
+POST /sleep {"level": 2, "wait_s": 60}, POST /wake {"parts": ["weights"]}
+    Gives the device's memory away once no response is in flight, and takes it back, all of it or part by part
+    (`engine_sleep`).  While any part sleeps, and after level 2 until weights are loaded, /generate answers 409.
 GET /health
     200 with version, work in flight and processes; 503 if the engine core is dead or does not answer.
 
-Requests that arrive during an update wait for it.  Exit status 70: the core died or an update failed half-way; 2:
-wrong use.  No process survives this one (`engine_guard`).
+Requests that arrive during an update wait for it.  Exit status 70: the core died, or an update, a sleep or a wake
+failed half-way; 2: wrong use.  No process survives this one (`engine_guard`).
 """
 
 import argparse
@@ -35,7 +38,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -50,6 +53,15 @@ from nemo_prorl.rollout.engine_requests import (  # noqa: E402
     parse_generate,
     parse_weights,
 )
+from nemo_prorl.rollout.engine_sleep import (  # noqa: E402
+    HELD_SUFFIX,
+    EngineSleep,
+    Refused,
+    parse_sleep,
+    parse_wake,
+    wait_while_held,
+    when_idle,
+)
 from nemo_prorl.rollout.engine_weights import Shapes, UnfitWeights, check_fits, shapes_of_model  # noqa: E402
 
 _log = logging.getLogger("nemo_prorl.rollout.server")
@@ -63,8 +75,17 @@ UPDATE_LIMIT_S = 300.0  # an update that takes longer counts as a hung core
 class Server:
     """The engine and the requests on it.  All methods run on the event loop."""
 
-    def __init__(self, engine: Any, limits: Limits, shapes: Shapes, weights_dir: str, health_s: float) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        limits: Limits,
+        shapes: Shapes,
+        weights_dir: str,
+        health_s: float,
+        sleep: EngineSleep | None = None,
+    ) -> None:
         self.engine, self.limits, self.shapes = engine, limits, shapes
+        self.sleeping = sleep or EngineSleep(engine, enabled=False, frees_memory=False)
         self.weights_dir, self.health_s = weights_dir, health_s
         self.version = UNPUBLISHED
         self.worker_pids: list[int] = []
@@ -82,6 +103,8 @@ class Server:
         from starlette.responses import JSONResponse, StreamingResponse
 
         request = parse_generate(body, self.limits)
+        if refusal := self.sleeping.refusal:
+            return JSONResponse({"error": refusal, "weight_version": self.version}, status_code=409)
         await self.open.wait()
         if request.weight_version not in (None, self.version):
             error = f"the engine holds weights {self.version}, not {request.weight_version}; publish them first"
@@ -171,6 +194,8 @@ class Server:
         request = parse_weights(body)
         check_fits(request.path, self.weights_dir, self.shapes)
         async with self.update:
+            if self.sleeping.weights_asleep:
+                raise Refused(str(self.sleeping.refusal))
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.idle.wait(), request.wait_s)
             if self.in_flight:
@@ -184,7 +209,9 @@ class Server:
                 _log.critical("update to %d failed half-way: %s: %s", request.version, type(error).__name__, error)
                 asyncio.get_running_loop().call_later(0.5, os._exit, ENGINE_LOST)
                 return JSONResponse({"error": f"update failed, engine lost: {error}"[:500]}, status_code=500)
-            self.open.set()
+            self.updating_since = 0.0
+            self.sleeping.loaded()
+            self._open_if_awake()
         return JSONResponse({"weight_version": request.version, "seconds": round(time.monotonic() - began, 4)})
 
     async def _load(self, path: str, version: int) -> None:
@@ -194,11 +221,42 @@ class Server:
         await self.engine.update_weight_version(str(version))  # vLLM stamps it on every response
         self.version = version
 
+    def _open_if_awake(self) -> None:
+        if self.sleeping.refusal is None:
+            self.open.set()
+
+    async def sleep(self, body: Any) -> Any:
+        request = parse_sleep(body)
+        async with self.update:
+            await when_idle(self.idle, lambda: self.in_flight, request.wait_s)
+            self.open.clear()
+            return await self._change("sleep", self.sleeping.fall_asleep(request.level))
+
+    async def wake(self, body: Any) -> Any:
+        parts = parse_wake(body)
+        async with self.update:
+            return await self._change("wake", self.sleeping.wake(parts))
+
+    async def _change(self, what: str, work: Awaitable[dict[str, Any]]) -> Any:
+        """Falls asleep or wakes; an engine that did so by half holds memory that nobody counts on, and ends."""
+        from starlette.responses import JSONResponse
+
+        try:
+            return JSONResponse(await work)
+        except (BadRequest, Refused):
+            raise
+        except Exception as error:
+            _log.critical("the engine failed to %s: %s: %s", what, type(error).__name__, error)
+            asyncio.get_running_loop().call_later(0.5, os._exit, ENGINE_LOST)
+            return JSONResponse({"error": f"failed to {what}, engine lost: {error}"[:500]}, status_code=500)
+        finally:
+            self._open_if_awake()
+
     async def health(self) -> Any:
         """Asks the core itself, so a hung one shows; during an update the core has no time, and the clock decides."""
         from starlette.responses import JSONResponse
 
-        updating = not self.open.is_set()
+        updating = self.updating_since > 0.0
         if updating and time.monotonic() - self.updating_since > UPDATE_LIMIT_S:
             return JSONResponse({"error": f"an update has taken over {UPDATE_LIMIT_S:g} s"}, status_code=503)
         if not updating:
@@ -213,6 +271,7 @@ class Server:
                 "in_flight": self.in_flight,
                 "in_engine": self.engine.get_num_unfinished_requests(),
                 "updating": updating,
+                "sleep": self.sleeping.account(),
                 "pid": os.getpid(),
                 "worker_pids": self.worker_pids,
             }
@@ -273,13 +332,15 @@ def make_app(lifespan: Any) -> Any:
             if request.url.path == "/health":
                 return await server.health()
             body = await request.json()
-            return await (server.generate(body) if request.url.path == "/generate" else server.weights(body))
+            return await getattr(server, request.url.path[1:])(body)  # of the routes below only
         except (BadRequest, UnfitWeights) as error:
             return JSONResponse({"error": str(error)}, status_code=400)
+        except Refused as error:
+            return JSONResponse({"error": str(error)}, status_code=409)
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             return JSONResponse({"error": f"the body is not JSON: {error}"}, status_code=400)
 
-    routes = [Route("/generate", call, methods=["POST"]), Route("/weights", call, methods=["POST"])]
+    routes = [Route(path, call, methods=["POST"]) for path in ("/generate", "/weights", "/sleep", "/wake")]
     app = Starlette(routes=[*routes, Route("/health", call)], lifespan=lifespan)
     return app
 
@@ -303,6 +364,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--max-batched-tokens", type=int, default=4096)
     p.add_argument("--kv-mb", type=int, help="KV cache in MiB; absent: vLLM's own share of the device")
     p.add_argument("--eager", action="store_true", help="do not compile the model")
+    p.add_argument("--memory-share", type=float, help="of the device that the engine may take; absent: vLLM's own")
+    p.add_argument("--sleep", action="store_true", help="the engine can give its device's memory away and take it back")
+    p.add_argument("--hold-file", help="no memory is taken before this file is gone")
+    p.add_argument("--hold-s", type=float, default=3600.0, help="for the hold file to go")
     p.add_argument("--health-s", type=float, default=30.0, help="the core must answer /health within this")
     return p.parse_args(argv)
 
@@ -367,7 +432,12 @@ def make_engine(args: argparse.Namespace) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     optional: dict[str, Any] = {} if args.kv_mb is None else {"kv_cache_memory_bytes": args.kv_mb << 20}
-    optional |= cpu_options() if is_cpu_build() else {}
+    if is_cpu_build():
+        optional |= cpu_options()
+    else:
+        optional["enable_sleep_mode"] = args.sleep
+        if args.memory_share is not None:  # so much must be free at the start
+            optional["gpu_memory_utilization"] = args.memory_share
     return AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=args.model,
@@ -431,7 +501,8 @@ def serve(args: argparse.Namespace, token: str, shapes: Shapes, guard: Guard) ->
     async def lifespan(app: Any) -> AsyncIterator[None]:
         engine = make_engine(args)
         limits = limits_of(engine.model_config.hf_config, args.max_model_len)
-        server = app.state.server = Server(engine, limits, shapes, args.weights_dir, args.health_s)
+        sleep = EngineSleep(engine, args.sleep, frees_memory=not is_cpu_build())
+        server = app.state.server = Server(engine, limits, shapes, args.weights_dir, args.health_s, sleep)
         await server.start()
         watch = asyncio.ensure_future(leave_with(engine, guard))
         if args.endpoint_file:
@@ -461,6 +532,13 @@ def main(argv: list[str] | None = None) -> int:
         _log.error("%s", error)
         return 2
     set_environment(args.threads, args.eager)
+    if args.hold_file:
+        try:
+            told = os.path.splitext(args.endpoint_file or args.hold_file)[0] + HELD_SUFFIX
+            wait_while_held(args.hold_file, told, args.hold_s)
+        except TimeoutError as error:
+            _log.error("%s", error)
+            return ENGINE_LOST
     return serve(args, token, shapes, guard)
 
 

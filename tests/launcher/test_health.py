@@ -66,3 +66,30 @@ def test_a_silent_service_is_started_again(tmp_path: Path, ready: bool) -> None:
     finally:
         health.close()
         stop_all([child], 0.0, quiet=True)
+
+
+def test_an_engine_that_waits_for_the_others_to_wake_is_not_late(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    held = tmp_path / "engine-0.held"
+    command = [sys.executable, "-c", "import time; time.sleep(100)"]
+    merged, endpoint = MergedLog(tmp_path / "all.log"), tmp_path / "engine-0.json"
+    child = Child("engine-0", command, {}, tmp_path / "log", merged, restarts=1, endpoint=endpoint)
+    held.touch()
+    child.start()
+    health = Health([child], tmp_path / "token", DeadlinesConfig(health_s=0.4, startup_s=0.5))
+    assert child.process is not None
+    try:
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            health.update()
+            time.sleep(0.05)
+        assert child.process.poll() is None
+        held.unlink()
+        end = time.monotonic() + 20.0
+        while child.process.poll() is None and time.monotonic() < end:
+            health.update()
+            time.sleep(0.05)
+        assert child.process.poll() is not None
+    finally:
+        health.close()
+        stop_all([child], 0.0, quiet=True)

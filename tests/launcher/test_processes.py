@@ -129,3 +129,26 @@ def test_stopping_is_asked_for_and_then_enforced(start: Start, tmp_path: Path) -
     assert stubborn.process is not None
     assert (polite.process.returncode, stubborn.process.returncode) == (75, -9)
     Deadline(10, "the end of what it started").wait_until(lambda: not is_alive(below))
+
+
+@pytest.mark.parametrize("sleep", [None, 2])
+def test_an_engine_is_told_its_share_of_the_gpu_and_whether_it_sleeps(tmp_path: Path, sleep: int | None) -> None:
+    from nemo_prorl import settings
+    from nemo_prorl.launcher.supervisor import Node
+    from nemo_prorl.recipe.memory import device_bytes, memory_of
+    from nemo_prorl.rollout.server import arguments
+
+    chosen = ["cluster=h100_4x8", "pretrained_checkpoint.restore_from_path=null", "trainer.num_nodes=1"]
+    words = "null" if sleep is None else str(sleep)
+    cfg = settings.load([*chosen, "rollout.engines=8", f"rollout.sleep={words}", f"run_dir={tmp_path}"])
+    merged = MergedLog(tmp_path / "all.log")
+    [_, *engines] = Node(cfg, tmp_path, ["math"], merged).services(tmp_path / "weights")
+    args = arguments(list(engines[3].command)[2:])
+    memory, size = memory_of(cfg), device_bytes(cfg)
+    assert size is not None
+    assert args.sleep is (sleep is not None)
+    assert args.hold_file == (None if sleep is None else str(tmp_path / "endpoints" / "engines-asleep"))
+    assert args.memory_share == pytest.approx(memory.engine_share(size), abs=1e-3)
+    assert args.kv_mb == (memory.kv_room(size) or 0) >> 20
+    alone = arguments(list(Node(cfg, tmp_path, ["math"], merged).services(tmp_path, 1, alone=True)[1].command)[2:])
+    assert (alone.sleep, alone.hold_file, alone.memory_share, alone.kv_mb) == (False, None, None, None)

@@ -166,7 +166,7 @@ def test_a_budget_of_tokens_is_what_the_plan_counts_with() -> None:
 
 
 def test_what_fits_passes_and_tells_how_many_sequences() -> None:
-    cfg = settings.load(H100)
+    cfg = settings.load([*H100, "rollout.sleep=null"])
     memory = m.check_memory(cfg, 80e9)
     assert memory.needed < 80e9
     room = memory.kv_room(80e9)
@@ -180,8 +180,40 @@ def test_what_fits_passes_and_tells_how_many_sequences() -> None:
         m.check_memory(cfg, exact - 1)
 
 
+def test_engines_that_sleep_leave_the_trainer_its_work_and_take_the_room_of_it() -> None:
+    awake, asleep = m.memory_of(settings.load([*H100, "rollout.sleep=null"])), m.memory_of(settings.load(H100))
+    work = awake.trainer_peak - awake.weights - awake.gradients - awake.optimizer
+    assert asleep.trainer_resident == awake.trainer_peak - work
+    more = work - (asleep.kv_room(80e9) or 0) + (awake.kv_room(80e9) or 0)
+    assert more == 0  # all that the trainer works with is the KV cache's while engines generate
+    kept = asleep.trainer_resident + m.RESERVE
+    assert asleep.engine_share(80e9) == pytest.approx((80e9 - kept) / 80e9)
+    assert (
+        asleep.needed
+        == max(asleep.trainer_peak, asleep.trainer_resident + awake.needed - awake.trainer_peak - m.RESERVE) + m.RESERVE
+    )
+    assert m.memory_of(settings.load(["rollout.sleep=2"])).needed == m.memory_of(settings.load([])).needed  # a CPU
+
+
+def test_a_split_between_trainer_and_sleeping_engines_that_cannot_fit_names_who_has_the_device() -> None:
+    tight = settings.load([*H100, "rollout.sleep=null"])
+    size = m.memory_of(settings.load(H100)).needed
+    with pytest.raises(ConfigError, match=r"fits with rollout.sleep=2 \(needs"):
+        m.check_memory(tight, size)
+    m.check_memory(settings.load(H100), size)
+    with pytest.raises(ConfigError) as caught:
+        m.check_memory(settings.load(H100), size - 1)
+    assert "trainer.grpo.context_tokens=8192, while the engines sleep (rollout.sleep=2): a GPU needs" in str(
+        caught.value
+    )
+    assert "KV cache" not in str(caught.value).split("rollout.device_memory_gb")[0]
+    with pytest.raises(ConfigError) as caught:
+        m.check_memory(settings.load([*H100, "rollout.kv_cache_mb=70000"]), 80e9)
+    assert str(caught.value).startswith("rollout.kv_cache_mb=70000 beside the trainer's state, while engines generate")
+
+
 def test_what_cannot_fit_is_refused_with_the_numbers_and_what_to_change() -> None:
-    cfg = settings.load([*H100, "stage=run8", *TWO_ROWS])
+    cfg = settings.load([*H100, "stage=run8", *TWO_ROWS, "rollout.sleep=null"])
     with pytest.raises(ConfigError) as caught:
         m.check_memory(cfg, 80e9)
     text = str(caught.value)

@@ -36,7 +36,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def _shared_engine(
     vllm_python: str, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineProcess]:
-    engine = EngineProcess(vllm_python, models["tied0"], tmp_path_factory.mktemp("engine"), 0, "--health-s=3")
+    engine = EngineProcess(
+        vllm_python, models["tied0"], tmp_path_factory.mktemp("engine"), 0, "--health-s=3", "--sleep"
+    )
     engine.start()
     yield engine
     engine.stop()

@@ -104,6 +104,11 @@ class Simulated:
     async def publish(self, path: str, version: int, deadline: Deadline) -> None:
         return None
 
+    wake_failures: dict[str, str] = {}  # noqa: RUF012
+
+    async def sleep(self, level: int, deadline: Deadline) -> int:
+        return 0
+
     async def health(self) -> dict[str, dict[str, Any]]:
         return {}
 

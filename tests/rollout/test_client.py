@@ -27,12 +27,13 @@ class Fake:
         self.folder, self.index, self.faults = folder, index, list(faults)
         self.version = -1
         self.calls: list[tuple[str, Any]] = []
-        self.in_flight = self.peak = self.weight_faults = 0
+        self.in_flight = self.peak = self.weight_faults = self.wake_faults = 0
         self.hold: asyncio.Event | None = None
 
     async def start(self) -> "Fake":
         app = web.Application()
         app.add_routes([web.post("/generate", self.generate), web.post("/weights", self.weights)])
+        app.add_routes([web.post("/sleep", self.sleep), web.post("/wake", self.wake)])
         self.runner = web.AppRunner(app)
         await self.runner.setup()
         site = web.TCPSite(self.runner, "127.0.0.1", 0)
@@ -53,6 +54,17 @@ class Fake:
             return web.json_response({"error": "on purpose"}, status=500)
         self.version = body["version"]
         return web.json_response({"weight_version": self.version})
+
+    async def sleep(self, request: web.Request) -> web.Response:
+        self.calls.append(("sleep", (await request.json())["level"]))
+        return web.json_response({"freed_bytes": 7})
+
+    async def wake(self, request: web.Request) -> web.Response:
+        self.calls.append(("wake", (await request.json())["parts"]))
+        if self.wake_faults:
+            self.wake_faults -= 1
+            return web.json_response({"error": "failed to wake, engine lost: out of memory"}, status=500)
+        return web.json_response({"asleep": []})
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

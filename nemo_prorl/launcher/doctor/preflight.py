@@ -39,7 +39,7 @@ _ENGINE_ENDED = re.compile(r"\bengine-\d+ ended")
 _LOG_NAME = re.compile(r"; its log is .*")  # in the folder that is removed
 _KILLED = re.compile(r"status -9\b")
 _ERROR = re.compile(r"\w(Error|Exception)\b")
-_ENGINE = ("engines", "publish", "fill", "generate")
+_ENGINE = ("engines", "publish", "fill", "generate", "sleep", "wake")
 _ENGINE_KEYS = (
     "lower rollout.kv_cache_mb, rollout.max_num_seqs or rollout.max_batched_tokens, raise"
     " rollout.tensor_parallel_size, or give the trainer less (model.micro_batch_tokens, model.micro_batch_size)"

@@ -1,0 +1,136 @@
+"""What the sections of the hardware proof share: settings, rows, clocks and peaks of memory."""
+
+import importlib.util
+import json
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense, by NVIDIA's datasheets
+Emit = Callable[..., None]
+
+
+class Skipped(Exception):
+    """The machine has not what a section needs; the text says what."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user chose; one object for all sections."""
+
+    device: str  # cuda | cpu
+    small: bool  # sizes for a laptop: shows that a section works, says nothing about speed
+    engine_python: str | None = None  # a Python that has vLLM; None: this one
+
+    @property
+    def cuda(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.small else torch.bfloat16
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def require(*modules: str) -> None:
+    """Raises Skipped naming the first module that is not importable here."""
+    for name in modules:
+        if importlib.util.find_spec(name) is None:
+            raise Skipped(f"{name} is not installed here")
+
+
+def emitter(file: Path) -> Emit:
+    """Appends rows to a file at once, so that what is done stays whatever ends the process."""
+
+    def emit(what: str, **values: Any) -> None:
+        with file.open("a") as out:
+            out.write(json.dumps({"what": what, **values}) + "\n")
+
+    return emit
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds_of(work: Callable[[], Any], device: str, repeats: int, warm: int = 1) -> tuple[float, float, float]:
+    """(median, least, most) wall seconds of a call that is waited for on the device."""
+    for _ in range(warm):
+        work()
+    found = []
+    for _ in range(repeats):
+        synchronize(device)
+        began = time.perf_counter()
+        work()
+        synchronize(device)
+        found.append(time.perf_counter() - began)
+    return statistics.median(found), min(found), max(found)
+
+
+@contextmanager
+def peak_bytes(device: str) -> Iterator[list[int]]:
+    """The list gets one number at the end: the most bytes held at once above what was held at the start."""
+    found: list[int] = []
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        yield found
+        torch.cuda.synchronize()
+        found.append(torch.cuda.max_memory_allocated() - before)
+    else:
+        with _LiveTensors() as live:
+            yield found
+        found.append(live.peak)
+
+
+class _LiveTensors(TorchDispatchMode):
+    """On a CPU: bytes of all storages that operations made and that still live; their most is `peak`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given: set[int] = set()  # a view of what was there before is nothing new
+        tree_map_only(torch.Tensor, lambda t: given.add(t.untyped_storage()._cdata), (args, kwargs))
+        result = func(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, lambda t: self._seen(t, given), result)
+        return result
+
+    def _seen(self, tensor: torch.Tensor, given: set[int]) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known and key not in given:
+            self._known.add(key)
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._gone, key, size)
+        return tensor
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+def peak_flops() -> tuple[float, str] | None:
+    """(FLOP/s, of what) of this GPU by its datasheet; None for one that is not in the table."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    for chip, flops in PEAK_BF16_FLOPS.items():
+        if chip in name:
+            return flops, f"{chip}, bf16 dense, {flops / 1e12:g} TFLOP/s by its datasheet"
+    return None

@@ -1,0 +1,36 @@
+"""One section in a process of its own: `python section.py NAME ROWS_FILE SETTINGS_JSON`.
+
+Exit status 0: done; 10: skipped, the reason is the last row.
+"""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
+sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # nemo_prorl
+
+SKIPPED = 10
+
+
+def main() -> int:
+    import torch
+
+    from gpu.common import Settings, Skipped, emitter
+
+    name, rows, text = sys.argv[1:4]
+    settings = Settings(**json.loads(text))
+    if settings.small:
+        torch.set_num_threads(1)  # small tensors on busy cores: threads would wait for each other
+    emit = emitter(Path(rows))
+    try:
+        importlib.import_module(f"gpu.{name}").run(emit, settings)
+    except Skipped as reason:
+        emit("skipped", reason=str(reason))
+        return SKIPPED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""The proof on real hardware: runs what this machine allows, says what it left out and why, writes a JSON and a page.
+
+python benchmarks/gpu_evidence.py                          on a GPU, under 10 minutes (`make gpu-evidence`)
+python benchmarks/gpu_evidence.py --device cpu --small     every section that can, tiny: shows that it works
+... --wheels DIR            installs the wheels there into a folder of this run's own, without network
+... --sections kernels,actor
+
+Needs a Python with torch, nothing else; not even that this project is installed.  Each section is a process of its own
+with a time limit: one that fails or hangs loses no other, and the files are written anew after each.
+"""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from gpu.page import page
+from machine import describe
+
+ROOT = Path(__file__).resolve().parents[1]
+SKIPPED = 10  # exit status of gpu/section.py
+LAST_LINES = 12
+CPU_PATIENCE = 4  # times a section's limit, where the cores may be busy
+# Section: seconds that it may take, and its heading.
+SECTIONS = {
+    "kernels": (120, "Log-probabilities and loss"),
+    "ceilings": (40, "What this machine can do at most"),
+    "publication": (60, "Publication of the weights"),
+    "actor": (140, "The actor"),
+    "fp8": (80, "Transformer Engine and FP8"),
+    "engine": (150, "vLLM beside the trainer: sleep, wake, publication"),
+}
+
+
+def packages() -> dict[str, str | None]:
+    """Versions of what decides which sections run, as the section processes will find them."""
+    from importlib import metadata
+
+    names = ("torch", "triton", "megatron-core", "nemo-toolkit", "nemo-aligner", "transformer-engine", "apex", "vllm")
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def facts(device: str) -> dict[str, Any]:
+    """The machine, in words and numbers."""
+    import torch
+
+    found: dict[str, Any] = {"host": describe(), "packages": packages(), "device": device, "gpu": None}
+    if device == "cuda":
+        whole = torch.cuda.get_device_properties(0)
+        found["gpu"] = {"name": whole.name, "memory_bytes": whole.total_memory, "cuda": torch.version.cuda}
+    return found
+
+
+def install(wheels: Path, target: Path) -> str | None:
+    """Unpacks wheels into a folder; what went wrong, if something did."""
+    files = sorted(str(file) for file in wheels.glob("*.whl"))
+    if not files:
+        return f"{wheels} holds no *.whl; `make gpu-wheels` collects them"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+    command += ["--no-cache-dir", "--disable-pip-version-check", "--target", str(target), *files]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return None if done.returncode == 0 else done.stderr.strip()[-500:]
+
+
+def run_section(name: str, settings: dict[str, Any], folder: Path, seconds: float) -> dict[str, Any]:
+    """Runs one section; its state (done, skipped, failed, timed out), rows, seconds, and what it said last."""
+    rows, log = folder / f"{name}.jsonl", folder / f"{name}.log"
+    rows.touch()
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu" / "section.py"), name, str(rows), json.dumps(settings)]
+    began = time.monotonic()
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True)
+        try:
+            status: int | None = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:  # also what it started, and when this program is interrupted
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+    state = {0: "done", SKIPPED: "skipped", None: "timed out"}.get(status, "failed")
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    section = {"state": state, "seconds": round(time.monotonic() - began, 1), "limit_s": seconds, "rows": found}
+    if state == "skipped":
+        section |= {"rows": found[:-1], "reason": found[-1]["reason"]}
+    elif state != "done":
+        section["last_lines"] = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+        section["status"] = status
+    return section
+
+
+def write(result: dict[str, Any], base: Path) -> None:
+    """BASE.json and BASE.md, each complete or not at all."""
+    for suffix, text in ((".json", json.dumps(result, indent=1) + "\n"), (".md", page(result))):
+        temporary = base.with_name(f"{base.name}{suffix}.tmp")
+        temporary.write_text(text)
+        temporary.replace(base.with_name(base.name + suffix))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--small", action="store_true", help="tiny sizes in float32: no numbers, only that it works")
+    parser.add_argument("--sections", default=",".join(SECTIONS), help="comma-separated; all: %(default)s")
+    parser.add_argument("--wheels", type=Path, help="a folder of wheels that this Python lacks")
+    parser.add_argument("--engine-python", help="a Python that has vLLM; default: .venv/rollout's, else this one")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--commit", help="what is measured, where git cannot say: a copy of the files alone")
+    parser.add_argument("--name", help="of the machine, in the file's name; default: the GPU's, or cpu")
+    args = parser.parse_args()
+    args.sections = args.sections.split(",")
+    if unknown := [name for name in args.sections if name not in SECTIONS]:
+        parser.error(f"--sections {unknown[0]}: no such section; known: {', '.join(SECTIONS)}")
+    return args
+
+
+def main() -> int:
+    args = arguments()
+    with tempfile.TemporaryDirectory(prefix="gpu-evidence-") as temporary:
+        folder = Path(temporary)
+        paths, fault = [str(ROOT), str(ROOT / "benchmarks")], None
+        if args.wheels is not None:
+            fault = install(args.wheels, folder / "site")
+            paths.append(str(folder / "site"))
+            sys.path.append(str(folder / "site"))
+        os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
+        return prove(args, folder, fault)
+
+
+def prove(args: argparse.Namespace, folder: Path, fault: str | None) -> int:
+    """All sections; 1 if one of them failed or took too long."""
+    import torch
+
+    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.stderr.write("--device cuda: torch finds no GPU here; --device cpu --small shows what runs without one\n")
+        return 3
+    small = args.small or device == "cpu"  # real sizes take hours on a CPU
+    rollout = ROOT / ".venv" / "rollout" / "bin" / "python"
+    engine_python = args.engine_python or (str(rollout) if os.access(rollout, os.X_OK) else None)
+    settings = {"device": device, "small": small, "engine_python": engine_python}
+    began = datetime.now(UTC)
+    result: dict[str, Any] = {
+        "date": f"{began:%Y-%m-%d %H:%M} UTC",
+        "machine": facts(device),
+        "small": small,
+        "commit": args.commit,
+        "wheels": None if args.wheels is None else fault or "installed",
+        "sections": {},
+    }
+    name = args.name or (result["machine"]["gpu"] or {"name": "cpu"})["name"].replace(" ", "-")
+    args.out.mkdir(parents=True, exist_ok=True)
+    base = args.out / f"gpu-evidence-{began:%Y-%m-%d}-{name}{'-small' if small else ''}"
+    for section in args.sections:
+        seconds, title = SECTIONS[section]
+        seconds *= 1 if device == "cuda" else CPU_PATIENCE
+        sys.stderr.write(f"{section} ... ")
+        sys.stderr.flush()
+        result["sections"][section] = {"title": title} | run_section(section, settings, folder, seconds)
+        write(result, base)
+        done = result["sections"][section]
+        sys.stderr.write(f"{done['state']}, {done['seconds']} s{'; ' + done['reason'] if 'reason' in done else ''}\n")
+    sys.stdout.write(f"{base}.json\n{base}.md\n")
+    bad = [s for s in result["sections"].values() if s["state"] not in ("done", "skipped")]
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""The hardware proof on a CPU with tiny sizes: sections, limits, the page."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "benchmarks" / "gpu_evidence.py"
+
+
+@pytest.fixture
+def evidence(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("gpu_evidence")
+
+
+def prove(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """The JSON and the page of a small run."""
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), "--device=cpu", "--small", f"--out={folder}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    files = [Path(line) for line in done.stdout.split()]
+    assert [file.suffix for file in files] == [".json", ".md"]
+    return json.loads(files[0].read_text()), files[1].read_text()
+
+
+def test_the_kernels_agree_and_the_chunked_one_needs_least(tmp_path: Path) -> None:
+    result, page = prove(tmp_path, "--sections=kernels", "--name=here")
+    section = result["sections"]["kernels"]
+    rows = {row["what"]: row for row in section["rows"]}
+    measured = {what: row for what, row in rows.items() if "peak_bytes" in row}
+    assert list(measured) == ["chunked, 16 tokens", "vocab-parallel softmax, restated", "naive"]
+    for row in measured.values():
+        assert row["logp_gap"] < 1e-5
+        assert max(row["grad_hidden_gap"], row["grad_weight_gap"]) < 1e-5
+    logits = 4 * rows["sizes"]["tokens"] * rows["sizes"]["words"]
+    assert measured["chunked, 16 tokens"]["forward_peak_bytes"] < logits / 3  # 16 of 64 tokens, and no copy of them
+    assert measured["naive"]["forward_peak_bytes"] > 2 * logits
+    assert "| Log-probabilities and loss | done |" in page
+    assert "its formula is restated" in page
+    assert "Tiny sizes in float32" in page
+
+
+def test_a_section_that_fails_or_hangs_keeps_its_rows(
+    evidence: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "benchmarks" / "gpu").mkdir(parents=True)
+    (tmp_path / "benchmarks" / "gpu" / "section.py").write_text(
+        "import json, sys, time\n"
+        "open(sys.argv[2], 'a').write(json.dumps({'what': 'first', 'seconds': 0.5}) + '\\n')\n"
+        "if sys.argv[1] == 'hangs':\n    time.sleep(60)\n"
+        "raise RuntimeError('on purpose')\n"
+    )
+    monkeypatch.setattr(evidence, "ROOT", tmp_path)
+    hung = evidence.run_section("hangs", {}, tmp_path, 2.0)
+    broke = evidence.run_section("breaks", {}, tmp_path, 60.0)
+    assert (hung["state"], broke["state"]) == ("timed out", "failed")
+    assert [row["what"] for row in hung["rows"] + broke["rows"]] == ["first", "first"]
+    assert "RuntimeError: on purpose" in broke["last_lines"][-1]
+    page = importlib.import_module("gpu.page").page(
+        {
+            "date": "today",
+            "machine": {"gpu": None, "host": "here", "packages": {"torch": "2", "vllm": None}},
+            "small": False,
+            "wheels": None,
+            "sections": {
+                "a": {"title": "A", **hung},
+                "b": {"title": "B", **broke},
+                "c": {"title": "C", "state": "skipped", "seconds": 0.1, "reason": "no|thing", "rows": []},
+            },
+        }
+    )
+    assert "| A | timed out |" in page
+    assert "| B | failed |" in page
+    assert "no\\|thing" in page
+    assert "not installed: vllm" in page
+    assert page.count("| first | 500.00 ms |") == 2
+
+
+def test_live_tensors_are_counted_until_they_are_gone(evidence: Any) -> None:
+    common = importlib.import_module("gpu.common")
+    given = torch.ones(1000)
+    with common.peak_bytes("cpu") as found:
+        kept = given.view(10, 100) + 1  # 4,000 bytes; a view is nothing new
+        for _ in range(3):
+            gone = kept * 2  # 4,000 more, one at a time
+            del gone
+        kept.add_(1)
+    assert found == [8000]
+
+
+def test_the_wheels_are_those_of_the_train_environment() -> None:
+    def pins(name: str) -> set[str]:
+        return {line.split()[0].lower() for line in (ROOT / "setup" / name).read_text().splitlines() if "==" in line}
+
+    assert pins("gpu-wheels.txt") <= pins("train.lock")
+    assert len(pins("gpu-wheels.txt")) == 5
+
+
+def test_a_wrong_section_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--sections=kernel"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "no such section; known: kernels," in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.nemo
+@pytest.mark.vllm
+@pytest.mark.timeout(1200)
+def test_all_sections_run_or_say_why_not(tmp_path: Path) -> None:
+    result, page = prove(tmp_path)
+    states = {name: section["state"] for name, section in result["sections"].items()}
+    assert {name: state for name, state in states.items() if state != "done"} == {"fp8": "skipped"}, page
+    update = next(r for r in result["sections"]["actor"]["rows"] if r["what"].startswith("update"))
+    assert update["tokens_per_s"] > 0
+    naps = [row for row in result["sections"]["engine"]["rows"] if "same_answers" in row]
+    assert len(naps) == 5
+    assert all(row["same_answers"] for row in naps)

@@ -16,13 +16,10 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from nemo_prorl import cli, settings
+from nemo_prorl import settings
 from nemo_prorl.config import Config
-from nemo_prorl.launcher import chain, slurm
 from nemo_prorl.rewards.interface import RewardRequest, judge
-from nemo_prorl.rewards.new import new_plugin
 from nemo_prorl.rewards.sandbox.proof import open_sandbox
-from tests.data.preparing import touch_prepared
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -103,7 +100,7 @@ def test_every_function_in_the_table_of_formulas_exists() -> None:
     assert [".".join(parts) for parts in found if parts[1] not in functions_of(parts[0])] == []
 
 
-# --- commands --------------------------------------------------------------------------------------------------------
+# --- commands (tests/test_docs_commands.py runs them) ----------------------------------------------------------------
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
@@ -152,32 +149,6 @@ def stage_words(words: list[str]) -> list[str]:
     flags = [word for word in words[1:at] if not word.startswith("--")]
     assert flags == []
     return words[at + 1 :]
-
-
-@pytest.mark.parametrize("words", [w for _, w in COMMANDS if "slurm/stage.sbatch" in w], ids=" ".join)
-def test_jobs_are_ones(words: list[str], tmp_path: Path) -> None:
-    """By the script's own parser; the overrides as the job would have them."""
-    driver = slurm.Driver(slurm.arguments(stage_words(words)))
-    model = model_folder(tmp_path / "model")
-    cfg = settings.load([text.replace("=MODEL", f"={model}") for text in driver.overrides])
-    assert cfg.trainer.num_nodes == 4
-
-
-@pytest.mark.parametrize("words", [w for _, w in COMMANDS if Path(w[0]).name == "prorl"], ids=" ".join)
-def test_prorl_commands_are_ones(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parsed by the real parser; overrides are composed and checked by the real loader."""
-    arguments = cli._parse(words[1:])
-    monkeypatch.chdir(tmp_path)
-    new_plugin("word_count", Path("word_count"))  # the data of docs/plugins.md
-    touch_prepared(Path("prepared"))
-    if hasattr(arguments, "overrides"):
-        model = model_folder(tmp_path / "model")
-        jobs = arguments.run_command is chain.run and not arguments.here
-        named = any(text.startswith("cluster=") for text in arguments.overrides)
-        overrides = [f"cluster={slurm.CLUSTER}"] if jobs and not named else []
-        if words[1] == "evaluate":  # names its model itself
-            overrides.append("pretrained_checkpoint.restore_from_path=null")
-        settings.load([*overrides, *(text.replace("=MODEL", f"={model}") for text in arguments.overrides)])
 
 
 @pytest.mark.parametrize("words", [w for _, w in COMMANDS if Path(w[0]).name == "python"], ids=" ".join)

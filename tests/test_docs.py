@@ -17,6 +17,7 @@ import torch
 from omegaconf import DictConfig
 
 from nemo_prorl import settings
+from nemo_prorl.algorithms import reset
 from nemo_prorl.config import Config
 from nemo_prorl.rewards.interface import RewardRequest, judge
 from nemo_prorl.rewards.sandbox.proof import open_sandbox
@@ -93,11 +94,67 @@ def functions_of(module: str) -> set[str]:
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
-def test_every_function_in_the_table_of_formulas_exists() -> None:
+def test_every_function_named_beside_a_formula_exists() -> None:
     modules = {path.stem for path in (ROOT / "nemo_prorl" / "algorithms").glob("*.py")}
-    found = [code.split(".") for code in inline_code(ROOT / "docs" / "algorithm.md") if code.split(".")[0] in modules]
+    named = [code.split(".") for code in inline_code(ROOT / "docs" / "algorithm.md") if "." in code]
+    found = [parts for parts in named if parts[0] in modules]
     assert len(found) >= 10
     assert [".".join(parts) for parts in found if parts[1] not in functions_of(parts[0])] == []
+
+
+def test_beside_every_formula_stands_its_function() -> None:
+    """What follows a block of mathematics begins with `module.name` of `algorithms`."""
+    parts = (ROOT / "docs" / "algorithm.md").read_text().split("```math\n")[1:]
+    assert len(parts) >= 14
+    for part in parts:
+        formula, _, after = part.partition("\n```\n\n")
+        name = re.match(r"`(\w+)\.(\w+)`", after)
+        assert name, formula
+        assert name[2] in functions_of(name[1]), formula
+
+
+def alarm_texts() -> dict[str, str]:
+    """Where the package raises an alarm, and the longest piece of its text that is always the same."""
+    found = {}
+    for path in sorted((ROOT / "nemo_prorl").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or len(node.args) < 2:
+                continue
+            if node.func.attr.removeprefix("_") == "alarm":
+                pieces = [one.value for one in ast.walk(node.args[1]) if isinstance(one, ast.Constant)]
+                texts = [piece for piece in pieces if isinstance(piece, str)]
+                found[f"{path.name}:{node.lineno}"] = max(texts, key=len, default="").strip()
+    return found
+
+
+def test_every_alarm_has_a_cause_and_a_cure() -> None:
+    texts, page = alarm_texts(), (ROOT / "docs" / "troubleshooting.md").read_text()
+    told = page.split("## Alarms")[1].split("\n## ")[0]
+    assert sum(bool(text) for text in texts.values()) >= 7
+    assert {where: text for where, text in texts.items() if text not in told} == {}
+    assert [where for where, text in texts.items() if not text] == ["run.py:" + str(line_of_the_rules())]
+    for rule in (*reset.ASKING, *reset.ADVISING):
+        assert f"`{rule}: ...`" in told
+
+
+def line_of_the_rules() -> int:
+    """The one alarm whose text is a rule's finding."""
+    lines = (ROOT / "nemo_prorl" / "run.py").read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if "self.alarm(metrics.step, str(finding))" in line)
+
+
+def test_every_error_of_the_package_has_a_cause_and_a_cure() -> None:
+    bases: dict[str, set[str]] = {}
+    for path in (ROOT / "nemo_prorl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                bases[node.name] = {base.id for base in node.bases if isinstance(base, ast.Name)}
+    errors = {"ProrlError"}
+    while more := {name for name, of in bases.items() if of & errors} - errors:
+        errors |= more
+    assert len(errors) > 15
+    rows = re.findall(r"^\| `(\w+)` \| \d+ \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
+    assert sorted(errors - set(rows) - {"ProrlError"}) == []
 
 
 # --- commands (tests/test_docs_commands.py runs them) ----------------------------------------------------------------

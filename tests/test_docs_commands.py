@@ -107,7 +107,10 @@ def commands_of(*ways: str) -> Any:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the files that the pages speak of, and a Slurm that takes every job."""
     (tmp_path / "runs").mkdir()
-    write(tmp_path / "my-problems.jsonl", SUMS)
+    write(
+        tmp_path / "my-problems.jsonl",
+        [{"problem": f"What is {n} plus 25?", "answer": str(n + 25)} for n in range(1205)],
+    )
     write(tmp_path / "requests.jsonl", [{**REQUEST, "response": "\\boxed{4}", "finished": True}])
     cluster = Slurm(tmp_path / "slurm")
     for name, answer in (("sbatch", "echo $((16 + n))"), ("scancel", ""), ("squeue", "")):
@@ -149,6 +152,9 @@ def done(words: Words) -> None:
 @commands_of("prorl plan", "prorl train", "prorl launch")
 def test_what_would_be_run_is_told(words: Words, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     touch_prepared(place / "prepared")
+    (place / "prepared" / "mine").mkdir()
+    for part in ("train", "validation"):
+        write(place / "prepared" / "mine" / f"{part}.jsonl", [REQUEST | {"id": part, "prompt": part}])
     dry = ["--dry-run"] if words[1] == "train" or "--here" in words else []
     done([*with_model(words, place)[1:], *dry])
     assert len(capsys.readouterr().out) > 100
@@ -239,8 +245,19 @@ def test_data_is_prepared(words: Words, place: Path, capsys: pytest.CaptureFixtu
             judge.shutdown()
         judge.server_close()
     out = Path(str(value_of(words, "--out")))
-    counts = json.loads((out / "manifest.json").read_text())["counts"]
-    assert counts["kept"] > 0
+    assert json.loads((out / "manifest.json").read_text())["counts"]["kept"] > 0
+    if "my-problems.jsonl" in words:  # the page shows the last lines
+        [shown] = [text for text in blocks(ROOT / "docs" / "data.md", "text") if "data.train" in text]
+        assert capsys.readouterr().out.endswith(shown)
+
+
+def test_a_bad_row_is_named_as_the_page_says(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    [row] = [json.loads(text) for text in blocks(ROOT / "docs" / "data.md", "json")]
+    write(place / "my-problems.jsonl", [*[row] * 11, {"problem": row["problem"], "solution": row["answer"]}])
+    [shown] = [text for text in blocks(ROOT / "docs" / "data.md", "text") if ":12:" in text]
+    words = ["data", "prepare", "math", "--from", "my-problems.jsonl", "--out", "prepared/mine"]
+    assert cli.main(words) == 4
+    assert shown.strip() in caplog.text
 
 
 @commands_of("rewards score")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,16 @@ def test_every_file_named_exists() -> None:
         ours = code.split("/")[0] in folders or re.search(r"\.(py|md|yaml|toml|lock|sbatch|sh)$", code)
         if ours and not code.startswith(written):
             assert (ROOT / code).exists(), code
+
+
+def test_the_pages_have_an_order() -> None:
+    """The README's list names every page, and each of the seven steps leads to the next."""
+    order = (ROOT / "README.md").read_text().split("## Read in this order")[1].split("\n## ")[0]
+    steps = re.findall(r"^\d\. \[[^]]+\]\(docs/(\w+\.md)\)", order, re.M)
+    assert len(steps) == 7
+    for page, following in pairwise(steps):
+        assert (ROOT / "docs" / page).read_text().splitlines()[-1].endswith(f"]({following}).")
+    assert set(re.findall(r"docs/(\w+\.md)", order)) == {page.name for page in PAGES[1:]}
 
 
 def test_the_tree_in_the_readme_is_the_tree() -> None:

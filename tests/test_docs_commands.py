@@ -396,6 +396,25 @@ def test_the_pages_about_evaluation(story: Story) -> None:
 
 
 @heavy
+def test_your_own_data_is_trained_on(story: Story) -> None:
+    """docs/data.md from its first command to a run, smaller."""
+    write(story.folder / "my-problems.jsonl", [{"problem": f"{n} plus 25?", "answer": str(n + 25)} for n in range(200)])
+    [prepare] = [words for _, words in COMMANDS if "my-problems.jsonl" in words]
+    story.run(prepare)
+    [plan, train] = [
+        words for _, words in COMMANDS if any("prepared/mine" in word for word in words) and words != prepare
+    ]
+    assert "mine" in story.run(plan)
+    few = [word for word in SMALL if not word.startswith(("data.", "trainer.grpo.max_steps"))]
+    story.run(train, *few, "trainer.grpo.max_steps=2")
+    lines = (story.folder / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()
+    assert [sorted(key for key in json.loads(line) if key.startswith("validation/")) for line in lines][-1] == [
+        "validation/all",
+        "validation/mine",
+    ]
+
+
+@heavy
 def test_the_doctor_and_its_preflight(story: Story) -> None:
     for words in of_way("prorl doctor"):
         small = [*SMALL, "--rows", "2"] if "--preflight" in words else []

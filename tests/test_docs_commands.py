@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -230,9 +231,8 @@ def test_data_is_prepared(words: Words, place: Path, capsys: pytest.CaptureFixtu
         file = write(place / (f"{source}.jsonl" if origin == "hub" else origin), ROWS[source])
         given[given.index("--from") + 1] = str(file)
     if (against := value_of(words, "--against")) is not None:
-        write((place / against), [{"prompt": "What?"}]) if (place / against).parent.mkdir(
-            parents=True
-        ) is None else None
+        (place / against).parent.mkdir(parents=True)
+        write(place / against, [{"prompt": "What?"}])
     judge = Judge()
     try:
         if "--judge-url" in words:
@@ -362,7 +362,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         asked = of_way("prorl control")
         assert [words[3] for words in asked] == ["validate", "checkpoint", "stop"]
         for words in asked:
-            assert "done" in made.run(words)
+            assert "step" in made.run(words)
         assert job.wait(300) == 75
         yield made
     finally:
@@ -422,11 +422,15 @@ def test_the_doctor_and_its_preflight(story: Story) -> None:
         assert "sandbox" in out or "--preflight" in words
 
 
+def told(log: Path, text: str) -> bool:
+    return text in log.read_text()
+
+
 @heavy
 def test_the_live_report(story: Story) -> None:
     for words in of_way("report --serve"):
         process = story.start(words, "--port", "0")
         log = story.folder / f"said-{len(story.started) - 1}.log"
-        Deadline(60, "the report's address").wait_until(lambda log=log: "http://127.0.0.1" in log.read_text())
+        Deadline(60, "the report's address").wait_until(partial(told, log, "http://127.0.0.1"))
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0

@@ -1,5 +1,6 @@
 """README and docs against the code: links, files, commands, configuration keys, functions, examples."""
 
+import argparse
 import ast
 import functools
 import json
@@ -17,7 +18,7 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from nemo_prorl import settings
+from nemo_prorl import cli, settings
 from nemo_prorl.algorithms import reset
 from nemo_prorl.config import Config
 from nemo_prorl.rewards.interface import RewardRequest, judge
@@ -238,30 +239,24 @@ def test_make_commands_are_ones(words: list[str]) -> None:
             settings.load(shlex.split(word.removeprefix("ARGS=")))
 
 
+def prorl_commands() -> set[str]:
+    [choices] = [one.choices for one in cli._parser()._actions if isinstance(one, argparse._SubParsersAction)]
+    return set(choices)
+
+
+def test_the_readme_has_every_command() -> None:
+    told = {code.split()[1] for code in inline_code(ROOT / "README.md") if re.match(r"prorl [a-z]", code)}
+    assert sorted(prorl_commands() - told) == []
+
+
 def test_inline_commands_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    parser_commands = {
-        "train",
-        "launch",
-        "warmup",
-        "plan",
-        "status",
-        "control",
-        "rewards",
-        "reverify",
-        "replay",
-        "doctor",
-        "data",
-        "evaluate",
-        "report",
-    }
-    parser_commands |= {"import-hf", "export-hf"}
     found = [code for page in PAGES for code in inline_code(page) if code.startswith(("make ", "prorl "))]
     assert len(found) > 20
     for code in found:
         second = next((w for w in code.split()[1:] if "=" not in w), None)
         if second is not None:
-            assert second in (targets if code.startswith("make ") else parser_commands), code
+            assert second in (targets if code.startswith("make ") else prorl_commands()), code
 
 
 def test_make_variables_in_the_readme_are_the_makefiles() -> None:

@@ -6,6 +6,7 @@ What takes engines or ranks is run, too, in the slow tests at the end.
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -18,6 +19,9 @@ from typing import Any
 import pytest
 
 from nemo_prorl import cli, settings
+from nemo_prorl.data.prepare.drafts import Draft
+from nemo_prorl.data.prepare.rows import Row
+from nemo_prorl.data.prepare.sources import SOURCES
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.rewards.new import new_plugin
 from tests.conftest import ROOT
@@ -197,6 +201,11 @@ ROWS = {
             "test": "def check(f):\n    assert f() == 1\n",
         }
     ],
+    "mbpp": [{"text": "Say one.", "code": "def one(): return 1", "test_list": ["assert one() == 1"]}],
+    "leetcode": [{"problem": "Say one.", "test": "assert one() == 1"}],
+    "stem": [{"question": "How many?", "answer": "5", "unit": "kg"}],
+    "choice": [{"question": "Which?", "options": ["a", "b"], "answer": "B"}],
+    "reasoning-gym": [{"question": "1 + 1?", "answer": "2", "metadata": {}, "dataset": "chain_sum"}],
     "nemotron-if": [{"prompt": "Sing.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}],
     "ifeval": [{"prompt": "Sing.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}],
     "gpqa": [
@@ -248,6 +257,17 @@ def test_data_is_prepared(words: Words, place: Path, capsys: pytest.CaptureFixtu
     if "my-problems.jsonl" in words:  # the page shows the last lines
         [shown] = [text for text in blocks(ROOT / "docs" / "data.md", "text") if "data.train" in text]
         assert capsys.readouterr().out.endswith(shown)
+
+
+def test_the_page_tells_the_columns_of_every_source() -> None:
+    """Of these rows each is taken, and every column stands in the table."""
+    rows = re.findall(r"^\| (`[\w`, -]+) \| `\w+` \| (.+?) \| .+ \|$", (ROOT / "docs" / "data.md").read_text(), re.M)
+    columns = {name: set(re.findall(r"`([^`]+)`", row)) for names, row in rows for name in re.findall(r"[\w-]+", names)}
+    assert sorted(columns) == sorted(SOURCES)
+    for source, [row, *_] in ROWS.items():
+        told = columns[source] | {"Incorrect Answer 2", "Incorrect Answer 3", "id", "domain"}
+        assert set(row) - told == set()
+        assert isinstance(SOURCES[source].convert(Row("f", 1, row)), Draft)
 
 
 def test_a_bad_row_is_named_as_the_page_says(place: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from nemo_prorl.data.prepare.drafts import Draft
 from nemo_prorl.data.prepare.rows import Row
 from nemo_prorl.data.prepare.sources import SOURCES
 from nemo_prorl.deadlines import Deadline
+from nemo_prorl.launcher.slurm import CLUSTER
 from nemo_prorl.rewards.new import new_plugin
 from tests.conftest import ROOT
 from tests.data.preparing import SUMS, TEST, touch_prepared, write
@@ -101,10 +102,19 @@ def test_every_command_has_a_way_to_be_run() -> None:
     assert [" ".join(words) for page, words in COMMANDS if page == "plugins.md"] == there
 
 
-def commands_of(*ways: str) -> Any:
+def chains(words: Words) -> bool:
+    """Composes all eight configurations of a chain, which takes seconds."""
+    return way_of("", words) in ("prorl plan", "prorl launch")
+
+
+def commands_of(*ways: str, slow: Callable[[Words], bool] = lambda _: False) -> Any:
+    """Each once; those that `slow` says in `make test-all` only."""
     chosen = [(page, words) for page, words in COMMANDS if way_of(page, words) in ways]
     unique = list({" ".join(words): words for _, words in chosen}.values())
-    return pytest.mark.parametrize("words", unique, ids=" ".join)
+    marks = [[pytest.mark.slow] if slow(words) else [] for words in unique]
+    return pytest.mark.parametrize(
+        "words", [pytest.param(words, marks=some) for words, some in zip(unique, marks, strict=True)], ids=" ".join
+    )
 
 
 @pytest.fixture
@@ -137,6 +147,14 @@ def runs(place: Path) -> Path:
     return place
 
 
+def prepared(place: Path) -> None:
+    """What was prepared by the time that a page says `prorl plan`: files of the right names, and a record or two."""
+    touch_prepared(place / "prepared")
+    (place / "prepared" / "mine").mkdir()
+    for part in ("train", "validation"):
+        write(place / "prepared" / "mine" / f"{part}.jsonl", [REQUEST | {"id": part, "prompt": part}])
+
+
 def with_model(words: Words, folder: Path) -> Words:
     if not any("=MODEL" in word for word in words):
         return words
@@ -153,12 +171,9 @@ def done(words: Words) -> None:
     assert code == 0, shlex.join(words)
 
 
-@commands_of("prorl plan", "prorl train", "prorl launch")
+@commands_of("prorl plan", "prorl train", "prorl launch", slow=chains)
 def test_what_would_be_run_is_told(words: Words, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    touch_prepared(place / "prepared")
-    (place / "prepared" / "mine").mkdir()
-    for part in ("train", "validation"):
-        write(place / "prepared" / "mine" / f"{part}.jsonl", [REQUEST | {"id": part, "prompt": part}])
+    prepared(place)
     dry = ["--dry-run"] if words[1] == "train" or "--here" in words else []
     done([*with_model(words, place)[1:], *dry])
     assert len(capsys.readouterr().out) > 100
@@ -174,7 +189,7 @@ def test_what_was_recorded_is_read(words: Words, runs: Path, capsys: pytest.Capt
 @commands_of("prorl status")
 def test_where_a_run_or_a_chain_is(words: Words, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if words[2].endswith("weekend"):  # which the page has just launched
-        done(with_model(["launch", "--stages", "run1..run8", f"run_dir={words[2]}", f"{BASE}=MODEL"], runs))
+        done(with_model(["launch", "--stages", "run1..run2", f"run_dir={words[2]}", f"{BASE}=MODEL"], runs))
     done(words[1:])
     assert "step" in capsys.readouterr().out
 
@@ -317,15 +332,18 @@ def on_gpus(words: Words) -> bool:
     return "cluster=h100_4x8" in words
 
 
-@commands_of(*WHOLE, "plugins.md")
+@commands_of(*WHOLE, "plugins.md", "prorl plan", "prorl launch")
 def test_what_takes_long_is_a_command_at_least(words: Words, place: Path) -> None:
     """Parsed by the real parser; overrides are composed and checked by the real loader."""
     if Path(words[0]).name != "prorl":
         return
     new_plugin("word_count", Path("word_count"))  # the data of docs/plugins.md
+    prepared(place)
     arguments = cli._parse(with_model(words, place)[1:])
     if overrides := [text for text in getattr(arguments, "overrides", []) if "=" in text]:
         more = [f"{BASE}=null"] if words[1] == "evaluate" else []  # names its model itself
+        jobs = words[1] == "launch" and "--here" not in words
+        more += [f"cluster={CLUSTER}"] if jobs and not any(text.startswith("cluster=") for text in overrides) else []
         settings.load([*more, *overrides])
 
 

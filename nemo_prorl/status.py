@@ -84,6 +84,8 @@ def _run_table(run: dict[str, Any]) -> str:
     for key, value in run["metrics"].items():
         if key in ("kl", "entropy") or key.startswith(("reward/", "keep_rate/", "validation/")):
             rows[key] = f"{value:.6g}" if isinstance(value, float) else value
+    if alarm := run["alarm"]:
+        rows["last alarm"] = f"step {alarm['step']}: {alarm['what']}"
     if run["journal"]:
         rows["journal"] = json.dumps(run["journal"])
     width = max(map(len, rows))

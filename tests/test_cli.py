@@ -1,6 +1,7 @@
 """The `prorl` command from outside: exit codes, what goes where, and what it says."""
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -163,5 +164,8 @@ def test_status_reads_the_files_of_a_run(tmp_path: Path) -> None:
     assert "23 of 40\n" in text
     assert "step-000020\n" in text
     assert "0.00123457" in text
+    alarm = {"event": "alarm", "step": 22, "time": 1.0, "what": "no group carries a signal"}
+    (run / "journal.jsonl").write_text(json.dumps(alarm) + "\n" + json.dumps({"event": "stop", "step": 23}) + "\n")
+    assert re.search(r"^last alarm +step 22: no group carries a signal$", status.status(run), re.M)
     (run / "summary.json").write_text(json.dumps({"finished": True}))
     assert "23 of 40, finished" in status.status(run)

@@ -1,5 +1,6 @@
 """README and docs against the code: links, files, commands, configuration keys, functions, examples."""
 
+import argparse
 import ast
 import functools
 import json
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,10 @@ import torch
 from omegaconf import DictConfig
 
 from nemo_prorl import cli, settings
+from nemo_prorl.algorithms import reset
 from nemo_prorl.config import Config
-from nemo_prorl.launcher import chain, slurm
 from nemo_prorl.rewards.interface import RewardRequest, judge
-from nemo_prorl.rewards.new import new_plugin
 from nemo_prorl.rewards.sandbox.proof import open_sandbox
-from tests.data.preparing import touch_prepared
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -81,6 +81,16 @@ def test_every_file_named_exists() -> None:
             assert (ROOT / code).exists(), code
 
 
+def test_the_pages_have_an_order() -> None:
+    """The README's list names every page, and each of the seven steps leads to the next."""
+    order = (ROOT / "README.md").read_text().split("## Read in this order")[1].split("\n## ")[0]
+    steps = re.findall(r"^\d\. \[[^]]+\]\(docs/(\w+\.md)\)", order, re.M)
+    assert len(steps) == 7
+    for page, following in pairwise(steps):
+        assert (ROOT / "docs" / page).read_text().splitlines()[-1].endswith(f"]({following}).")
+    assert set(re.findall(r"docs/(\w+\.md)", order)) == {page.name for page in PAGES[1:]}
+
+
 def test_the_tree_in_the_readme_is_the_tree() -> None:
     [tree] = [block for block in blocks(ROOT / "README.md", "text") if "nemo_prorl/\n" in block]
     for line in tree.splitlines():
@@ -96,14 +106,70 @@ def functions_of(module: str) -> set[str]:
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
-def test_every_function_in_the_table_of_formulas_exists() -> None:
+def test_every_function_named_beside_a_formula_exists() -> None:
     modules = {path.stem for path in (ROOT / "nemo_prorl" / "algorithms").glob("*.py")}
-    found = [code.split(".") for code in inline_code(ROOT / "docs" / "algorithm.md") if code.split(".")[0] in modules]
+    named = [code.split(".") for code in inline_code(ROOT / "docs" / "algorithm.md") if "." in code]
+    found = [parts for parts in named if parts[0] in modules]
     assert len(found) >= 10
     assert [".".join(parts) for parts in found if parts[1] not in functions_of(parts[0])] == []
 
 
-# --- commands --------------------------------------------------------------------------------------------------------
+def test_beside_every_formula_stands_its_function() -> None:
+    """What follows a block of mathematics begins with `module.name` of `algorithms`."""
+    parts = (ROOT / "docs" / "algorithm.md").read_text().split("```math\n")[1:]
+    assert len(parts) >= 14
+    for part in parts:
+        formula, _, after = part.partition("\n```\n\n")
+        name = re.match(r"`(\w+)\.(\w+)`", after)
+        assert name, formula
+        assert name[2] in functions_of(name[1]), formula
+
+
+def alarm_texts() -> dict[str, str]:
+    """Where the package raises an alarm, and the longest piece of its text that is always the same."""
+    found = {}
+    for path in sorted((ROOT / "nemo_prorl").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or len(node.args) < 2:
+                continue
+            if node.func.attr.removeprefix("_") == "alarm":
+                pieces = [one.value for one in ast.walk(node.args[1]) if isinstance(one, ast.Constant)]
+                texts = [piece for piece in pieces if isinstance(piece, str)]
+                found[f"{path.name}:{node.lineno}"] = max(texts, key=len, default="").strip()
+    return found
+
+
+def test_every_alarm_has_a_cause_and_a_cure() -> None:
+    texts, page = alarm_texts(), (ROOT / "docs" / "troubleshooting.md").read_text()
+    told = page.split("## Alarms")[1].split("\n## ")[0]
+    assert sum(bool(text) for text in texts.values()) >= 7
+    assert {where: text for where, text in texts.items() if text not in told} == {}
+    assert [where for where, text in texts.items() if not text] == ["run.py:" + str(line_of_the_rules())]
+    for rule in (*reset.ASKING, *reset.ADVISING):
+        assert f"`{rule}: ...`" in told
+
+
+def line_of_the_rules() -> int:
+    """The one alarm whose text is a rule's finding."""
+    lines = (ROOT / "nemo_prorl" / "run.py").read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if "self.alarm(metrics.step, str(finding))" in line)
+
+
+def test_every_error_of_the_package_has_a_cause_and_a_cure() -> None:
+    bases: dict[str, set[str]] = {}
+    for path in (ROOT / "nemo_prorl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                bases[node.name] = {base.id for base in node.bases if isinstance(base, ast.Name)}
+    errors = {"ProrlError"}
+    while more := {name for name, of in bases.items() if of & errors} - errors:
+        errors |= more
+    assert len(errors) > 15
+    rows = re.findall(r"^\| `(\w+)` \| \d+ \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
+    assert sorted(errors - set(rows) - {"ProrlError"}) == []
+
+
+# --- commands (tests/test_docs_commands.py runs them) ----------------------------------------------------------------
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
@@ -154,32 +220,6 @@ def stage_words(words: list[str]) -> list[str]:
     return words[at + 1 :]
 
 
-@pytest.mark.parametrize("words", [w for _, w in COMMANDS if "slurm/stage.sbatch" in w], ids=" ".join)
-def test_jobs_are_ones(words: list[str], tmp_path: Path) -> None:
-    """By the script's own parser; the overrides as the job would have them."""
-    driver = slurm.Driver(slurm.arguments(stage_words(words)))
-    model = model_folder(tmp_path / "model")
-    cfg = settings.load([text.replace("=MODEL", f"={model}") for text in driver.overrides])
-    assert cfg.trainer.num_nodes == 4
-
-
-@pytest.mark.parametrize("words", [w for _, w in COMMANDS if Path(w[0]).name == "prorl"], ids=" ".join)
-def test_prorl_commands_are_ones(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parsed by the real parser; overrides are composed and checked by the real loader."""
-    arguments = cli._parse(words[1:])
-    monkeypatch.chdir(tmp_path)
-    new_plugin("word_count", Path("word_count"))  # the data of docs/plugins.md
-    touch_prepared(Path("prepared"))
-    if hasattr(arguments, "overrides"):
-        model = model_folder(tmp_path / "model")
-        jobs = arguments.run_command is chain.run and not arguments.here
-        named = any(text.startswith("cluster=") for text in arguments.overrides)
-        overrides = [f"cluster={slurm.CLUSTER}"] if jobs and not named else []
-        if words[1] == "evaluate":  # names its model itself
-            overrides.append("pretrained_checkpoint.restore_from_path=null")
-        settings.load([*overrides, *(text.replace("=MODEL", f"={model}") for text in arguments.overrides)])
-
-
 @pytest.mark.parametrize("words", [w for _, w in COMMANDS if Path(w[0]).name == "python"], ids=" ".join)
 def test_scripts_have_the_options_that_are_named(words: list[str]) -> None:
     told = subprocess.run(
@@ -199,30 +239,24 @@ def test_make_commands_are_ones(words: list[str]) -> None:
             settings.load(shlex.split(word.removeprefix("ARGS=")))
 
 
+def prorl_commands() -> set[str]:
+    [choices] = [one.choices for one in cli._parser()._actions if isinstance(one, argparse._SubParsersAction)]
+    return set(choices)
+
+
+def test_the_readme_has_every_command() -> None:
+    told = {code.split()[1] for code in inline_code(ROOT / "README.md") if re.match(r"prorl [a-z]", code)}
+    assert sorted(prorl_commands() - told) == []
+
+
 def test_inline_commands_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    parser_commands = {
-        "train",
-        "launch",
-        "warmup",
-        "plan",
-        "status",
-        "control",
-        "rewards",
-        "reverify",
-        "replay",
-        "doctor",
-        "data",
-        "evaluate",
-        "report",
-    }
-    parser_commands |= {"import-hf", "export-hf"}
     found = [code for page in PAGES for code in inline_code(page) if code.startswith(("make ", "prorl "))]
     assert len(found) > 20
     for code in found:
         second = next((w for w in code.split()[1:] if "=" not in w), None)
         if second is not None:
-            assert second in (targets if code.startswith("make ") else parser_commands), code
+            assert second in (targets if code.startswith("make ") else prorl_commands()), code
 
 
 def test_make_variables_in_the_readme_are_the_makefiles() -> None:

@@ -1,5 +1,6 @@
 """What `prorl data prepare` makes of a row of each source, and which rows it leaves out."""
 
+import contextlib
 import json
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from nemo_prorl.data.prepare import answers, instructions, programs, puzzles
 from nemo_prorl.data.prepare.drafts import Draft, Drop
+from nemo_prorl.data.prepare.oracle import Oracles
 from nemo_prorl.data.prepare.rows import Row
 from nemo_prorl.errors import DataError
 from tests.data.preparing import TEST
@@ -168,6 +170,50 @@ def test_functions_with_asserts() -> None:
     assert made.truth == {"asserts": ["assert one() == 1"]}
     assert made.theirs == "3"
     assert "assert one() == 1" in made.prompt_text
+
+
+PLUS = {"prompt": "def root(n):\n", "entry_point": "root", "canonical_solution": "    return n**0.5, n\n", "atol": 0}
+
+
+def test_calls_whose_results_the_sources_own_solution_gives() -> None:
+    """As HumanEval+ has them: the results come out of the sandbox; a call that ends badly or says too much goes."""
+    made = draft(programs.humaneval(row(**PLUS, base_input=[[4]], plus_input=[["x"], [9]])))
+    assert made.truth == {"fn_name": "root", "tests": [{"args": [4]}, {"args": ["x"]}, {"args": [9]}]}
+    oracles = Oracles(unsafe_no_sandbox=False)
+    try:
+        told = draft(oracles.answered(made))
+        tests = [{"args": [4], "expected": [2.0, 4]}, {"args": [9], "expected": [3.0, 9]}]
+        assert told.truth == {"fn_name": "root", "tests": tests}
+        assert oracles.counts == {"tests": 3, "left_out": 1}
+        long = {**PLUS, "canonical_solution": "    return 'x' * 200_000 * n\n"}
+        made = draft(programs.humaneval(row(**long, base_input=[[0]], plus_input=[[1]])))
+        assert draft(oracles.answered(made)).truth["tests"] == [{"args": [0], "expected": ""}]
+        broken = draft(programs.humaneval(row(**PLUS | {"canonical_solution": "("}, base_input=[], plus_input=[[1]])))
+        assert isinstance(oracles.answered(broken), Drop)
+    finally:
+        oracles.close()
+
+
+def test_a_zero_of_a_polynomial_may_be_any() -> None:
+    values = {**PLUS, "entry_point": "find_zero", "atol": 0.01}
+    made = draft(programs.humaneval(row(**values, base_input=[[[-4, 0, 1]]], plus_input=[])))
+    [statement] = made.truth["asserts"]
+    for result, right in ((2.0, True), (-2.0, True), (-2.001, True), (1.9, False)):
+        with contextlib.nullcontext() if right else pytest.raises(AssertionError):
+            exec(statement, {"find_zero": lambda xs, result=result: result})
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({}, r"f.jsonl:7: field 'test' \(or plus_input\) is missing"),
+        ({"plus_input": [[1]]}, "field 'base_input' is missing"),
+        ({"base_input": [1], "plus_input": []}, r"field 'base_input' is \[1\]; it must be a list with a list of arg"),
+    ],
+)
+def test_a_function_without_tests_is_named(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        programs.humaneval(row(**PLUS, **values))
 
 
 def test_instructions_of_both_forms() -> None:

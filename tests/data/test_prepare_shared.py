@@ -15,9 +15,17 @@ SHARED = ROOT.parent / "shared" / "data"
 SETS: list[tuple[str, str, int, dict[str, int]]] = [
     ("deepscaler", "math/deepscaler_sub_1209", 1209, {"broken answer": 1, "duplicate": 2, "no answer": 1}),
     ("math", "math/aime24", 30, {}),
+    ("math", "math/aime25", 30, {}),
+    ("math", "math/aime_1983_2023", 975, {}),
+    ("math", "math/amc23", 40, {}),
     ("math", "math/amc_2022_2023", 83, {}),
+    ("math", "math/comp_math_24_25", 256, {}),
     ("math", "math/college_math", 2818, {"duplicate": 37}),
     ("math", "math/gaokao2023en", 385, {"no answer": 2}),
+    ("math", "math/gsm8k_test", 1319, {}),
+    ("math", "math/hmmt_feb_2025", 30, {}),
+    ("math", "math/math500", 500, {}),
+    ("math", "math/math_test_5000", 5000, {}),
     ("math", "math/math_train", 7474, {"duplicate": 1, "no answer": 4}),
     ("math", "math/minerva_math", 272, {}),
     ("math", "math/olympiadbench_oe_to_en", 675, {}),
@@ -35,9 +43,30 @@ SETS: list[tuple[str, str, int, dict[str, int]]] = [
     ("code", "code/codecontests_test_stdin", 159, {}),
     ("code", "code/codeforces_stdin", 408, {}),
     ("humaneval", "code/humaneval", 164, {}),
+    ("humaneval", "code/humanevalplus_mini", 164, {}),
     ("mbpp", "code/mbpp", 974, {"duplicate": 1}),
     ("leetcode", "code/leetcode_400_functional", 400, {}),
 ]
+
+# Files that no source is for, and why.
+OTHERS = {
+    "nemo_gym_examples/code_gen_example": "problem and answer format are one text",
+    "nemo_gym_examples/mcqa_example": "problem and answer format are one text",
+    "nemo_gym_examples/equivalence_rule_example": "no domain of the paper",
+    "nemo_gym_examples/structeval_example": "no domain of the paper",
+    "nemo_gym_examples/structured_outputs_example": "no domain of the paper",
+}
+# Those that take longest are counted in `test_all_right_answers_score_one` only.
+LONG = ("code/humanevalplus_mini", "math/math_test_5000")
+COUNTED = [one for one in SETS if one[1] not in LONG]
+
+
+def test_every_file_is_prepared_by_some_source_or_it_is_said_why_not() -> None:
+    if not SHARED.is_dir():
+        pytest.skip(f"{SHARED} is absent: no published records to prepare here")
+    files = {str(path.relative_to(SHARED).with_suffix("")) for path in SHARED.rglob("*.jsonl")}
+    told = {name for _, name, _, _ in SETS} | set(OTHERS)
+    assert sorted(name for name in files - told if not name.endswith("_rollouts")) == []  # those are responses
 
 
 def published(name: str) -> Path:
@@ -47,7 +76,7 @@ def published(name: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("source", "name", "rows", "left_out"), SETS, ids=[name for _, name, _, _ in SETS])
+@pytest.mark.parametrize(("source", "name", "rows", "left_out"), COUNTED, ids=[name for _, name, _, _ in COUNTED])
 def test_counts_are_the_sources(tmp_path: Path, source: str, name: str, rows: int, left_out: dict[str, int]) -> None:
     file = published(name)
     assert prepare(source, "--from", file, "--out", tmp_path / "out", "--check", 0) == 0
@@ -73,7 +102,9 @@ def test_all_right_answers_score_one(
 ) -> None:
     check = "50" if source_of(source).task == "code" else "all"
     assert prepare(source, "--from", published(name), "--out", tmp_path / "out", "--check", check) == 0
-    assert manifest(tmp_path / "out")["checks"]["gold"]["failed"] == 0
+    told = manifest(tmp_path / "out")
+    assert told["checks"]["gold"]["failed"] == 0
+    assert (told["counts"]["read"], told["counts"]["dropped"]) == (rows, left_out)
 
 
 def test_the_training_set_of_math_holds_problems_of_its_test_set(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ class Draft:
 
     `question`: the problem alone; `form`: how to give the answer, put after it.  `gold`: a response that must score 1;
     None where the source has none.  `theirs`: the row's own id.  `reference` and `candidate`: two solutions of which a
-    judge says whether they agree.
+    judge says whether they agree.  `oracle`: a program whose results are what the truth's tests lack (`expected`).
     """
 
     task: str
@@ -22,6 +22,7 @@ class Draft:
     meta: dict[str, Any] = field(default_factory=dict)
     reference: str = ""
     candidate: str = ""
+    oracle: str = ""
 
     @property
     def prompt_text(self) -> str:

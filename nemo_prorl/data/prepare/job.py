@@ -14,6 +14,7 @@ from nemo_prorl import __version__
 from nemo_prorl.data.prepare import answers, filters, gold, hub, output, puzzles
 from nemo_prorl.data.prepare.drafts import Draft, Drop
 from nemo_prorl.data.prepare.judge import JudgeOptions, verdicts
+from nemo_prorl.data.prepare.oracle import Oracles
 from nemo_prorl.data.prepare.rows import data_files, read_rows, sha256_of
 from nemo_prorl.data.prepare.sources import Source
 from nemo_prorl.data.records import validate_record
@@ -79,11 +80,20 @@ class Preparation:
         self.dropped: list[dict[str, Any]] = []
         self.manifest: dict[str, Any] = {}
         self.checks: dict[str, Any] = {}
+        self._oracles = Oracles(options.unsafe_no_sandbox)
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
     def read_source(self) -> None:
         """All rows as drafts with records.  Raises DataError naming file, line and field of a row that is none."""
+        try:
+            self._read_source()
+        finally:
+            self._oracles.close()
+        if self._oracles.counts["tests"]:
+            self.checks["expected"] = dict(self._oracles.counts)
+
+    def _read_source(self) -> None:
         opts, source = self.options, self.options.source
         list_of_tasks = opts.origin is not None and opts.origin.endswith((".yaml", ".yml"))
         if source.size is not None and (opts.origin is None or list_of_tasks):
@@ -141,6 +151,8 @@ class Preparation:
 
     def _take(self, file: str, line: int, drafted: Draft | Drop, identity: str, part: str | None) -> None:
         self.read += 1
+        if isinstance(drafted, Draft) and drafted.oracle:
+            drafted = self._oracles.answered(drafted)
         if isinstance(drafted, Drop):
             self._drop(file, line, drafted)
             return

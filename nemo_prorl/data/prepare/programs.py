@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 from nemo_prorl.data.prepare.answers import own_id
@@ -109,11 +110,38 @@ def tested(row: Row) -> Draft | Drop:
 
 
 def humaneval(row: Row) -> Draft | Drop:
-    """HumanEval: a function to complete, and a `check` that asserts."""
+    """HumanEval: a function to complete, and a `check` that asserts.  HumanEval+: arguments in its place, on which the
+    source's own solution says what is right."""
     prompt, name = row.text("prompt"), row.text("entry_point")
-    truth = {"asserts": [f"{row.text('test')}\ncheck({name})"]}
+    row.needed("test", "plus_input")  # either form
+    oracle = ""
+    if "test" in row.values:
+        truth: dict[str, Any] = {"asserts": [f"{row.text('test')}\ncheck({name})"]}
+    else:
+        calls = [args for field in ("base_input", "plus_input") for args in _calls(row, field)]
+        if not calls:
+            return Drop("no tests", "the source gives none")
+        if name == "find_zero":  # many results are right, HumanEval/32: it is the polynomial that must vanish
+            truth = {"asserts": [_vanishes(name, args[0], row.first("atol") or 1e-4) for args in calls]}
+        else:
+            truth = {"fn_name": name, "tests": [{"args": args} for args in calls]}
+            oracle = prompt + row.text("canonical_solution")
     question = f"Complete this Python function:\n\n{_fenced(prompt.rstrip())}"
-    return _draft(row, question, truth, prompt + row.text("canonical_solution"))
+    drafted = _draft(row, question, truth, prompt + row.text("canonical_solution"))
+    return replace(drafted, oracle=oracle) if isinstance(drafted, Draft) else drafted
+
+
+def _calls(row: Row, field: str) -> list[list[Any]]:
+    """The arguments of each call."""
+    calls = row.needed(field)
+    if not isinstance(calls, list) or not all(isinstance(args, list) for args in calls):
+        raise row.wrong(field, calls, "a list with a list of arguments for each call")
+    return calls
+
+
+def _vanishes(name: str, coefficients: list[float], tolerance: float) -> str:
+    value = f"sum(c * x**i for i, c in enumerate({coefficients!r}))"
+    return f"x = {name}({coefficients!r})\nassert abs({value}) <= {tolerance!r}"
 
 
 def mbpp(row: Row) -> Draft | Drop:

@@ -105,7 +105,13 @@ SOURCES = {
             ("gpqa_diamond.csv",),
         ),
         Source("code", "code", "a file of `problem` and `tests`, or APPS' `input_output`", _UNKNOWN, programs.tested),
-        Source("humaneval", "code", "HumanEval", "MIT (repository openai/human-eval)", programs.humaneval),
+        Source(
+            "humaneval",
+            "code",
+            "HumanEval, or HumanEval+ with the arguments of EvalPlus",
+            "MIT (repository openai/human-eval); EvalPlus' tests Apache-2.0",
+            programs.humaneval,
+        ),
         Source("mbpp", "code", "MBPP", "CC BY 4.0 (data card)", programs.mbpp),
         Source("leetcode", "code", "LeetCode's problems as rLLM has them", "problems (c) LeetCode", programs.leetcode),
     )

@@ -32,8 +32,9 @@ print("POSSIBLE")
 _THREADS = """
 import threading, time
 threading.stack_size(1 << 16)
+forever = threading.Event()  # none ends before the last begins, however slow the machine
 for _ in range(300):
-    threading.Thread(target=time.sleep, args=(1.0,), daemon=True).start()
+    threading.Thread(target=forever.wait, daemon=True).start()
 time.sleep(0.5)
 print("POSSIBLE")
 """

@@ -1,0 +1,469 @@
+"""Each command of README and docs is run: as it stands where that is quick, else with `--dry-run` or made smaller.
+
+`way_of` says how; a command that it does not know fails here, so that none can be added without a way to run it.
+What takes engines or ranks is run, too, in the slow tests at the end.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_prorl import cli, settings
+from nemo_prorl.data.prepare.drafts import Draft
+from nemo_prorl.data.prepare.rows import Row
+from nemo_prorl.data.prepare.sources import SOURCES
+from nemo_prorl.deadlines import Deadline
+from nemo_prorl.launcher.slurm import CLUSTER
+from nemo_prorl.rewards.new import new_plugin
+from tests.conftest import ROOT
+from tests.data.preparing import SUMS, TEST, touch_prepared, write
+from tests.data.test_prepare_judge import MODEL, Judge, pairs
+from tests.evaluation.test_evaluate import Address
+from tests.launcher.test_chain import Slurm
+from tests.report.made import evaluation, make_run
+from tests.rewards.test_new import COMMANDS as OF_THE_PLUGIN_PAGE
+from tests.test_docs import COMMANDS as IN_SH_BLOCKS
+from tests.test_docs import PAGES, blocks, model_folder, stage_words
+from tests.whole_runs import SMALL
+
+Words = list[str]
+
+HERE = {  # in this process, on files made for it
+    "prorl plan",
+    "prorl train",
+    "prorl launch",
+    "prorl status",
+    "prorl data",
+    "prorl report",
+    "prorl replay",
+    "stage.sbatch",
+    "rewards score",
+    "df",
+}
+WHOLE = {"prorl doctor", "prorl evaluate", "prorl control", "report --serve"}  # slow: with engines, ranks or a server
+ELSEWHERE = {  # why not here
+    "plugins.md": "tests/rewards/test_new.py runs the page's commands in their order",
+    "make": "tests/test_docs.py asks make what it would run, which is run in small here and in tests/test_main_job.py",
+    "ablations.py": "hours of work: tests/test_docs.py looks for its options",
+    "dev-cluster.sh": "tests/cluster starts such a cluster",
+    "container": "no container engine here: tests/test_container.py holds the Dockerfile and what it calls",
+}
+
+
+def way_of(page: str, words: Words) -> str:
+    """What a command counts as; raises for one that nothing here runs."""
+    program = Path(words[0]).name
+    if page == "plugins.md":
+        return "plugins.md"
+    if page == "container.md" and program in ("docker", "enroot", "srun"):
+        return "container"
+    if any("dev-cluster.sh" in word for word in words):
+        return "dev-cluster.sh"
+    if "slurm/stage.sbatch" in words and program in ("sbatch", "bash"):
+        return "stage.sbatch"
+    if program == "python":
+        return Path(words[1]).name
+    if words[1:3] == ["rewards", "score"]:
+        return "rewards score"
+    if program == "prorl" and "--serve" in words:
+        return "report --serve"
+    return f"prorl {words[1]}" if program == "prorl" else program
+
+
+def of_console_blocks() -> list[tuple[str, Words]]:
+    found = []
+    for page in PAGES:
+        for block in blocks(page, "console"):
+            for line in block.replace("\\\n", " ").splitlines():
+                if words := shlex.split(line, comments=True):
+                    found.append((page.name, words))
+    return found
+
+
+COMMANDS = [*IN_SH_BLOCKS, *of_console_blocks()]
+
+
+def test_every_command_has_a_way_to_be_run() -> None:
+    known = HERE | WHOLE | set(ELSEWHERE)
+    assert [(page, " ".join(words)) for page, words in COMMANDS if way_of(page, words) not in known] == []
+    used = {way_of(page, words) for page, words in COMMANDS}
+    assert known - used == set()
+    there = [" ".join(shlex.split(line, comments=True)) for line in OF_THE_PLUGIN_PAGE]
+    assert [" ".join(words) for page, words in COMMANDS if page == "plugins.md"] == there
+
+
+def chains(words: Words) -> bool:
+    """Composes all eight configurations of a chain, which takes seconds."""
+    return way_of("", words) in ("prorl plan", "prorl launch")
+
+
+def commands_of(*ways: str, slow: Callable[[Words], bool] = lambda _: False) -> Any:
+    """Each once; those that `slow` says in `make test-all` only."""
+    chosen = [(page, words) for page, words in COMMANDS if way_of(page, words) in ways]
+    unique = list({" ".join(words): words for _, words in chosen}.values())
+    marks = [[pytest.mark.slow] if slow(words) else [] for words in unique]
+    return pytest.mark.parametrize(
+        "words", [pytest.param(words, marks=some) for words, some in zip(unique, marks, strict=True)], ids=" ".join
+    )
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files that the pages speak of, and a Slurm that takes every job."""
+    (tmp_path / "runs").mkdir()
+    write(
+        tmp_path / "my-problems.jsonl",
+        [{"problem": f"What is {n} plus 25?", "answer": str(n + 25)} for n in range(1205)],
+    )
+    write(tmp_path / "requests.jsonl", [{**REQUEST, "response": "\\boxed{4}", "finished": True}])
+    cluster = Slurm(tmp_path / "slurm")
+    for name, answer in (("sbatch", "echo $((16 + n))"), ("scancel", ""), ("squeue", "")):
+        cluster.add(name, answer)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'slurm'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+REQUEST = {"id": "sum", "task": "math", "prompt": "2 + 2?", "truth": {"answer": "4"}}
+
+
+@pytest.fixture
+def runs(place: Path) -> Path:
+    """With the runs and evaluations that the pages speak of, too."""
+    for name in ("laptop", "hot", "first", "second", "prorl/run1", "chain/run1", "chain/run2"):
+        make_run(place / "runs" / name)
+    for number, name in enumerate(("eval-base", "eval-best")):
+        evaluation(place / "runs" / name, 0.1 + 0.2 * number)
+    return place
+
+
+def prepared(place: Path) -> None:
+    """What was prepared by the time that a page says `prorl plan`: files of the right names, and a record or two."""
+    touch_prepared(place / "prepared")
+    (place / "prepared" / "mine").mkdir()
+    for part in ("train", "validation"):
+        write(place / "prepared" / "mine" / f"{part}.jsonl", [REQUEST | {"id": part, "prompt": part}])
+
+
+def with_model(words: Words, folder: Path) -> Words:
+    if not any("=MODEL" in word for word in words):
+        return words
+    model = model_folder(folder / "model")
+    return [word.replace("=MODEL", f"={model}") for word in words]
+
+
+def done(words: Words) -> None:
+    """`prorl` in this process: ends with 0."""
+    try:
+        code = cli.main(words)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    assert code == 0, shlex.join(words)
+
+
+@commands_of("prorl plan", "prorl train", "prorl launch", slow=chains)
+def test_what_would_be_run_is_told(words: Words, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepared(place)
+    dry = ["--dry-run"] if words[1] == "train" or "--here" in words else []
+    done([*with_model(words, place)[1:], *dry])
+    assert len(capsys.readouterr().out) > 100
+
+
+@commands_of("prorl replay", "prorl report")
+def test_what_was_recorded_is_read(words: Words, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done(words[1:])
+    assert capsys.readouterr().out
+    assert words[1] == "replay" or list(runs.rglob("*.html"))
+
+
+@commands_of("prorl status")
+def test_where_a_run_or_a_chain_is(words: Words, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if words[2].endswith("weekend"):  # which the page has just launched
+        done(with_model(["launch", "--stages", "run1..run2", f"run_dir={words[2]}", f"{BASE}=MODEL"], runs))
+    done(words[1:])
+    assert "step" in capsys.readouterr().out
+
+
+BASE = "pretrained_checkpoint.restore_from_path"
+
+# What a page takes from the hub, as rows of the same form; tests/data/test_prepare_hub.py asks a hub.
+ROWS = {
+    "deepscaler": SUMS,
+    "math": SUMS,
+    "eurus2-rl": [
+        {
+            "prompt": [{"role": "user", "content": "Add two numbers."}],
+            "reward_model": {"ground_truth": json.dumps(TEST)},
+            "ability": "code",
+        }
+    ],
+    "code": [{"problem": "Add two numbers.", "tests": [{"input": "1 2\n", "output": "3\n"}]}],
+    "humaneval": [
+        {
+            "prompt": "def one():\n",
+            "entry_point": "one",
+            "canonical_solution": "    return 1\n",
+            "test": "def check(f):\n    assert f() == 1\n",
+        }
+    ],
+    "mbpp": [{"text": "Say one.", "code": "def one(): return 1", "test_list": ["assert one() == 1"]}],
+    "leetcode": [{"problem": "Say one.", "test": "assert one() == 1"}],
+    "stem": [{"question": "How many?", "answer": "5", "unit": "kg"}],
+    "choice": [{"question": "Which?", "options": ["a", "b"], "answer": "B"}],
+    "reasoning-gym": [{"question": "1 + 1?", "answer": "2", "metadata": {}, "dataset": "chain_sum"}],
+    "nemotron-if": [{"prompt": "Sing.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}],
+    "ifeval": [{"prompt": "Sing.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}],
+    "gpqa": [
+        {
+            "Question": "Which is a metal?",
+            "Correct Answer": "iron",
+            **{f"Incorrect Answer {n}": name for n, name in ((1, "neon"), (2, "argon"), (3, "boron"))},
+        }
+    ],
+    "scp-116k": pairs(6),
+}
+
+
+def value_of(words: Words, option: str) -> str | None:
+    return words[words.index(option) + 1] if option in words else None
+
+
+@commands_of("prorl data")
+def test_data_is_prepared(words: Words, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On rows made here; a judge is a real HTTP server, what the package makes is made in small."""
+    if words[2] == "sources":
+        done(words[1:])
+        assert "deepscaler" in capsys.readouterr().out
+        return
+    given = [*words, "--check", "0"]
+    source, origin = words[3], value_of(words, "--from")
+    if source == "reasoning-gym":
+        given += ["--holdout", "2"] if origin else ["--size", "8", "--holdout", "2"]
+        (place / "graph_color.yaml").write_text("tasks:\n  graph_color:\n")
+    elif origin is not None and not Path(origin).exists():
+        file = write(place / (f"{source}.jsonl" if origin == "hub" else origin), ROWS[source])
+        given[given.index("--from") + 1] = str(file)
+    if (against := value_of(words, "--against")) is not None:
+        (place / against).parent.mkdir(parents=True)
+        write(place / against, [{"prompt": "What?"}])
+    judge = Judge()
+    try:
+        if "--judge-url" in words:
+            threading.Thread(target=judge.serve_forever, daemon=True).start()
+            for option, value in (("--judge-url", judge.url), ("--judge-model", MODEL)):
+                given[given.index(option) + 1] = value
+        done(given[1:])
+    finally:
+        if "--judge-url" in words:
+            judge.shutdown()
+        judge.server_close()
+    out = Path(str(value_of(words, "--out")))
+    assert json.loads((out / "manifest.json").read_text())["counts"]["kept"] > 0
+    if "my-problems.jsonl" in words:  # the page shows the last lines
+        [shown] = [text for text in blocks(ROOT / "docs" / "data.md", "text") if "data.train" in text]
+        assert capsys.readouterr().out.endswith(shown)
+
+
+def test_the_page_tells_the_columns_of_every_source() -> None:
+    """Of these rows each is taken, and every column stands in the table."""
+    rows = re.findall(r"^\| (`[\w`, -]+) \| `\w+` \| (.+?) \| .+ \|$", (ROOT / "docs" / "data.md").read_text(), re.M)
+    columns = {name: set(re.findall(r"`([^`]+)`", row)) for names, row in rows for name in re.findall(r"[\w-]+", names)}
+    assert sorted(columns) == sorted(SOURCES)
+    for source, [row, *_] in ROWS.items():
+        told = columns[source] | {"Incorrect Answer 2", "Incorrect Answer 3", "id", "domain"}
+        assert set(row) - told == set()
+        assert isinstance(SOURCES[source].convert(Row("f", 1, row)), Draft)
+
+
+def test_a_bad_row_is_named_as_the_page_says(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    [row] = [json.loads(text) for text in blocks(ROOT / "docs" / "data.md", "json")]
+    write(place / "my-problems.jsonl", [*[row] * 11, {"problem": row["problem"], "solution": row["answer"]}])
+    [shown] = [text for text in blocks(ROOT / "docs" / "data.md", "text") if ":12:" in text]
+    words = ["data", "prepare", "math", "--from", "my-problems.jsonl", "--out", "prepared/mine"]
+    assert cli.main(words) == 4
+    assert shown.strip() in caplog.text
+
+
+@commands_of("rewards score")
+def test_requests_are_judged(words: Words, place: Path) -> None:
+    done(words[1:])
+    [verdict] = [json.loads(line) for line in (place / "verdicts.jsonl").read_text().splitlines()]
+    assert verdict["score"] == 1.0
+
+
+@commands_of("stage.sbatch")
+def test_a_job_is_rendered(words: Words, tmp_path: Path) -> None:
+    """The script itself with --dry-run: sbatch would start it on the nodes that its flags ask for."""
+    given = with_model([word for word in stage_words(words) if word != "--dry-run"], tmp_path)
+    told = subprocess.run(
+        ["bash", "slurm/stage.sbatch", *given, f"run_dir={tmp_path / 'run'}", "--dry-run"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PRORL_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert told.returncode == 0, told.stderr
+    assert "srun" in told.stdout
+
+
+@commands_of("df")
+def test_others(words: Words, place: Path) -> None:
+    assert "runs" in words
+    subprocess.run(words, cwd=place, capture_output=True, timeout=60, check=True)
+
+
+# --- with engines and ranks ------------------------------------------------------------------------------------------
+
+
+def on_gpus(words: Words) -> bool:
+    """Nodes with GPUs, or a Slurm job of several: such a command is parsed and its configuration checked, no more."""
+    return "cluster=h100_4x8" in words
+
+
+@commands_of(*WHOLE, "plugins.md", "prorl plan", "prorl launch")
+def test_what_takes_long_is_a_command_at_least(words: Words, place: Path) -> None:
+    """Parsed by the real parser; overrides are composed and checked by the real loader."""
+    if Path(words[0]).name != "prorl":
+        return
+    new_plugin("word_count", Path("word_count"))  # the data of docs/plugins.md
+    prepared(place)
+    arguments = cli._parse(with_model(words, place)[1:])
+    if overrides := [text for text in getattr(arguments, "overrides", []) if "=" in text]:
+        more = [f"{BASE}=null"] if words[1] == "evaluate" else []  # names its model itself
+        jobs = words[1] == "launch" and "--here" not in words
+        more += [f"cluster={CLUSTER}"] if jobs and not any(text.startswith("cluster=") for text in overrides) else []
+        settings.load([*more, *overrides])
+
+
+class Story:
+    """One command after the other, in processes of their own, in a folder that has the environments."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.started = folder, list["subprocess.Popen[str]"]()
+        (folder / ".venv").symlink_to(ROOT / ".venv")
+
+    def start(self, words: Words, *more: str) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-m", "nemo_prorl.cli", *words[1:], *more]
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        with (self.folder / f"said-{len(self.started)}.log").open("w") as log:
+            self.started.append(
+                subprocess.Popen(command, cwd=self.folder, env=env, text=True, stdout=subprocess.PIPE, stderr=log)
+            )
+        return self.started[-1]
+
+    def run(self, words: Words, *more: str, code: int = 0) -> str:
+        process = self.start(words, *more)
+        out, _ = process.communicate(timeout=900)
+        log = (self.folder / f"said-{len(self.started) - 1}.log").read_text()
+        assert process.returncode == code, f"{shlex.join(words)}: {out[-2000:]}\n{log[-3000:]}"
+        return out
+
+    def end(self) -> None:
+        for process in self.started:
+            process.kill()
+            process.communicate()
+
+
+def of_way(way: str) -> list[Words]:
+    return [words for page, words in COMMANDS if way_of(page, words) == way and not on_gpus(words)]
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    """`runs/laptop` has been trained as docs/laptop.md says, smaller, and asked for what docs/prolonged.md says."""
+    if not (ROOT / ".venv" / "rollout").is_dir():
+        pytest.skip("no rollout environment: make setup")
+    made = Story(tmp_path_factory.mktemp("story"))
+    try:
+        [train] = [w for page, w in COMMANDS if w[1:] == ["train", "run_dir=runs/laptop"]]
+        job = made.start(train, *SMALL, "trainer.grpo.max_steps=200")
+        metrics = made.folder / "runs" / "laptop" / "metrics.jsonl"
+
+        def begun() -> bool:
+            assert job.poll() is None, (made.folder / "said-0.log").read_text()[-3000:]
+            return metrics.exists() and metrics.stat().st_size > 0
+
+        Deadline(600, "the first step").wait_until(begun, every=0.2)
+        asked = of_way("prorl control")
+        assert [words[3] for words in asked] == ["validate", "checkpoint", "stop"]
+        for words in asked:
+            made.run(words)  # 0: the run says that it is done
+        assert job.wait(300) == 75
+        yield made
+    finally:
+        made.end()
+
+
+HEAVY = [pytest.mark.slow, pytest.mark.nemo, pytest.mark.vllm, pytest.mark.timeout(1800)]
+
+
+def heavy(test: Any) -> Any:
+    for mark in HEAVY:
+        test = mark(test)
+    return test
+
+
+@heavy
+def test_the_pages_about_evaluation(story: Story) -> None:
+    """In their order; two prompts of each benchmark, one sample."""
+    server = Address(0.0)
+    try:
+        for words in of_way("prorl evaluate"):
+            few = [] if {"--compare", "--manifest"} & set(words) else ["--limit", "2", "--samples", "1"]
+            given = [server.url if word.startswith("http://") else word for word in words]
+            given = ["tiny" if before == "--model" else word for before, word in zip(["", *given], given, strict=False)]
+            out = story.run(given, *few)
+            assert "laptop_gcd" in out or "acre" in out
+            assert "--manifest" not in words or out.splitlines()[-1].startswith("equal to")
+    finally:
+        server.process.kill()
+        server.process.communicate()
+
+
+@heavy
+def test_your_own_data_is_trained_on(story: Story) -> None:
+    """docs/data.md from its first command to a run, smaller."""
+    write(story.folder / "my-problems.jsonl", [{"problem": f"{n} plus 25?", "answer": str(n + 25)} for n in range(200)])
+    [prepare] = [words for _, words in COMMANDS if "my-problems.jsonl" in words]
+    story.run(prepare)
+    [plan, train] = [
+        words for _, words in COMMANDS if any("prepared/mine" in word for word in words) and words != prepare
+    ]
+    assert "mine" in story.run(plan)
+    few = [word for word in SMALL if not word.startswith(("data.", "trainer.grpo.max_steps"))]
+    story.run(train, *few, "trainer.grpo.max_steps=2")
+    lines = (story.folder / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()
+    assert [sorted(key for key in json.loads(line) if key.startswith("validation/")) for line in lines][-1] == [
+        "validation/all",
+        "validation/mine",
+    ]
+
+
+@heavy
+def test_the_doctor_and_its_preflight(story: Story) -> None:
+    for words in of_way("prorl doctor"):
+        small = [*SMALL, "trainer.grpo.max_steps=200"] if "run_dir=runs/laptop" in words else []  # as the run has it
+        out = story.run(words, *small, *(["--rows", "2"] if "--preflight" in words else []))
+        assert "sandbox" in out or "--preflight" in words
+
+
+@heavy
+def test_the_live_report(story: Story) -> None:
+    for words in of_way("report --serve"):
+        process = story.start(words, "--port", "0")
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("http://127.0.0.1:")
+        process.send_signal(signal.SIGTERM)  # as Ctrl-C, which a background job does not hear
+        assert process.wait(30) == 0

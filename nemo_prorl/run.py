@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,6 +40,8 @@ from nemo_prorl.rollout.report import report_rollout
 from nemo_prorl.run_checkpoints import Checkpoints
 from nemo_prorl.run_services import Services, die_with_parent
 from nemo_prorl.run_stopping import Stopping
+from nemo_prorl.run_trace import StepTraces
+from nemo_prorl.tracing import RECORDER
 from nemo_prorl.trainer import policy_loss, train
 
 _log = logging.getLogger("nemo_prorl.run")  # also as __main__
@@ -74,6 +76,10 @@ class Run:
         self.rewards_s = {"wait": 0.0, "open": 0.0}
         self.tokens = 0
         self._published = -1
+        services = {"engine": cfg.rollout.engines, "rewards": cfg.trainer.num_nodes}
+        self._traces = StepTraces(
+            run_dir, cfg.trainer.trace_steps, self.rank, cfg.trainer.num_nodes * cfg.trainer.devices, services
+        )
         self._stopping = Stopping(cfg.trainer.deadlines)
         for sig in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(sig, self._stopping.on_signal)
@@ -165,10 +171,15 @@ class Run:
     @contextmanager
     def phase(self, name: str, metrics: Metrics) -> Iterator[None]:
         began = time.monotonic()
-        yield
+        with RECORDER.span(name, "phase"):
+            yield
         seconds = time.monotonic() - began
         metrics.put(f"time/{name}", seconds)
         self.phase_s[name] = self.phase_s.get(name, 0.0) + seconds
+
+    def traced(self, step: int) -> AbstractContextManager[None]:
+        """Inside, what all processes do is recorded, if this step is one of `trainer.trace_steps`."""
+        return self._traces.step(step)
 
     def remaining_steps(self) -> range:
         return range(self.step + 1, self.cfg.trainer.grpo.max_steps + 1)
@@ -178,13 +189,15 @@ class Run:
         if version == self._published:
             return
         weights = self.policy.export_weights()
-        if self.store is not None:
-            path = self.store.write(weights, version)
-        else:
-            for _ in weights:  # a collective
-                pass
-        dist.barrier()
-        self.on_rank_0(lambda: self.services.rollouts.publish(str(path), version))
+        with RECORDER.span(f"write weights {version}", "publication"):
+            if self.store is not None:
+                path = self.store.write(weights, version)
+            else:
+                for _ in weights:  # a collective
+                    pass
+            dist.barrier()
+        with RECORDER.span(f"engines load weights {version}", "publication"):
+            self.on_rank_0(lambda: self.services.rollouts.publish(str(path), version))
         self._published = version
 
     def weights_changed(self) -> None:
@@ -197,6 +210,7 @@ class Run:
 
         def collect() -> CollectedBatch:
             position = self.prompts.position()
+            self.services.load.begin()
             try:
                 return self.services.rollouts.collect(step, step - 1)
             except RolloutAbandoned:
@@ -205,6 +219,8 @@ class Run:
 
         batch = self.on_rank_0(collect)
         report_rollout(metrics, batch)
+        if self.rank == 0:
+            metrics.add("time/rollout", self.services.load.end())
         if self.cfg.data.retire_after is not None:
             self._retire(metrics, batch)
         self.tokens += batch.generated_tokens
@@ -313,9 +329,10 @@ class Run:
 
     def save_checkpoint(self, step: int, wait: bool = False) -> None:
         """In the background, where so configured; with `wait` complete on return."""
-        self.checkpoints.save(step)
-        if wait:
-            self.checkpoints.wait()
+        with RECORDER.span("checkpoint", "phase"):
+            self.checkpoints.save(step)
+            if wait:
+                self.checkpoints.wait()
 
     def hard_reset(self, step: int, reason: str) -> None:
         self.checkpoints.hard_reset(step, reason)
@@ -354,6 +371,7 @@ class Run:
                 tokens=self.tokens,
                 phase_s=self.phase_s,
                 rewards_s=self.rewards_s,
+                recent=self.metrics_log.lines()[-10:],
             ),
         )
 
@@ -364,6 +382,7 @@ class Run:
 
     def finish(self) -> None:
         self.checkpoints.wait()
+        self._traces.close()
         hashes = {"weights_sha256": self.policy.weights_sha256(), "reference_sha256": self.policy.reference_sha256()}
         if self.rank == 0:
             self.write_summary(True, hashes)

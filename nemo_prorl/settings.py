@@ -53,6 +53,7 @@ CHANGEABLE = (
     "trainer.grpo.save_rollout_groups",
     "trainer.grpo.logprob_chunk_tokens",
     "trainer.deadlines.",
+    "trainer.trace_steps",
     "model.tensor_model_parallel_size",
     "model.pipeline_model_parallel_size",
     "model.virtual_pipeline_model_parallel_size",

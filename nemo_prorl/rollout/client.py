@@ -21,6 +21,7 @@ import aiohttp
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DeadlineExceeded, EngineFailure, EngineRefused
+from nemo_prorl.rollout.load import Load
 
 _log = logging.getLogger(__name__)
 
@@ -205,6 +206,7 @@ class EnginePool:
 
     def __init__(self, endpoints: str | Path, token: str, engines: int = 1, max_in_flight: int = 512) -> None:
         self.endpoints, self.engines, self.max_in_flight = Path(endpoints), engines, max_in_flight
+        self.load = Load(engines)
         self.current: tuple[str, int] | None = None  # the published file and its version
         self._token = token
         self._slots: dict[str, _Slot] = {}
@@ -320,6 +322,7 @@ class EnginePool:
                 slot = self._best(self._scan(_SCAN_S), responses) or self._best(self._scan(_POLL_S), responses)
                 if slot is not None:
                     slot.in_flight += responses
+                    self.load.changed(slot.name, responses)
                     return slot
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_POLL_S):
@@ -337,6 +340,7 @@ class EnginePool:
 
     def _free(self, slot: _Slot, responses: int) -> None:
         slot.in_flight -= responses
+        self.load.changed(slot.name, -responses)
         self._freed.set()
 
     async def _bring_up_to_date(self, slot: _Slot, deadline: Deadline) -> None:

@@ -15,6 +15,8 @@ POST /generate {"prompt": [ids], "seeds": [7, 8], "temperature": 1.2, "top_p": 1
 POST /weights {"path": FILE, "version": 3, "wait_s": 60}
     Loads HF-named safetensors into the live engine once no response is in flight, and drops the prefix cache.
     400: the file does not fit or lies elsewhere, the engine keeps its weights.  409: busy for longer than wait_s.
+POST /trace {"record": true} or {"record": false}
+    Records each response and each load of weights, until it is told to stop: then it answers with them.
 GET /health
     200 with version, work in flight and processes; 503 if the engine core is dead or does not answer.
 
@@ -49,7 +51,9 @@ from nemo_prorl.rollout.engine_requests import (  # noqa: E402
     parse_generate,
     parse_weights,
 )
+from nemo_prorl.rollout.engine_trace import EngineTrace  # noqa: E402
 from nemo_prorl.rollout.engine_weights import Shapes, UnfitWeights, check_fits, shapes_of_model  # noqa: E402
+from nemo_prorl.tracing import RECORDER  # noqa: E402
 
 _log = logging.getLogger("nemo_prorl.rollout.server")
 
@@ -62,8 +66,11 @@ UPDATE_LIMIT_S = 300.0  # an update that takes longer counts as a hung core
 class Server:
     """The engine and the requests on it.  All methods run on the event loop."""
 
-    def __init__(self, engine: Any, limits: Limits, shapes: Shapes, weights_dir: str, health_s: float) -> None:
+    def __init__(
+        self, engine: Any, limits: Limits, shapes: Shapes, weights_dir: str, health_s: float, name: str = "engine"
+    ) -> None:
         self.engine, self.limits, self.shapes = engine, limits, shapes
+        self.trace = EngineTrace(engine, name)
         self.weights_dir, self.health_s = weights_dir, health_s
         self.version = UNPUBLISHED
         self.worker_pids: list[int] = []
@@ -171,6 +178,7 @@ class Server:
                 asyncio.get_running_loop().call_later(0.5, os._exit, ENGINE_LOST)
                 return JSONResponse({"error": f"update failed, engine lost: {error}"[:500]}, status_code=500)
             self.open.set()
+        RECORDER.add(f"load weights {request.version}", "weights", began, time.monotonic())
         return JSONResponse({"weight_version": request.version, "seconds": round(time.monotonic() - began, 4)})
 
     async def _load(self, path: str, version: int) -> None:
@@ -247,13 +255,17 @@ def make_app(lifespan: Any) -> Any:
             if request.url.path == "/health":
                 return await server.health()
             body = await request.json()
+            if request.url.path == "/trace":
+                return JSONResponse(server.trace.record(body))
             return await (server.generate(body) if request.url.path == "/generate" else server.weights(body))
         except (BadRequest, UnfitWeights) as error:
             return JSONResponse({"error": str(error)}, status_code=400)
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             return JSONResponse({"error": f"the body is not JSON: {error}"}, status_code=400)
+        except ValueError as error:  # /trace
+            return JSONResponse({"error": str(error)}, status_code=400)
 
-    routes = [Route("/generate", call, methods=["POST"]), Route("/weights", call, methods=["POST"])]
+    routes = [Route(path, call, methods=["POST"]) for path in ("/generate", "/weights", "/trace")]
     app = Starlette(routes=[*routes, Route("/health", call)], lifespan=lifespan)
     return app
 
@@ -397,7 +409,8 @@ def serve(args: argparse.Namespace, token: str, shapes: Shapes, guard: Guard) ->
     async def lifespan(app: Any) -> AsyncIterator[None]:
         engine = make_engine(args)
         limits = limits_of(engine.model_config.hf_config, args.max_model_len)
-        server = app.state.server = Server(engine, limits, shapes, args.weights_dir, args.health_s)
+        name = f"engine-{args.index}"
+        server = app.state.server = Server(engine, limits, shapes, args.weights_dir, args.health_s, name)
         await server.start()
         watch = asyncio.ensure_future(leave_with(engine, guard))
         if args.endpoint_file:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+_ABSURD = 1e12  # seconds, or nan
 _WELL = 0.15  # engines that are idle for less than this share of a step set its pace
 _TRAINER = {
     "logprobs": "the trainer computes log-probabilities",
@@ -36,4 +37,4 @@ def bottleneck(steps: Sequence[Mapping[str, Any]]) -> str | None:
 def number(metrics: Mapping[str, Any], key: str) -> float:
     """A metric, 0 where it is absent or was not finite."""
     value = metrics.get(key)
-    return float(value) if isinstance(value, int | float) else 0.0
+    return float(value) if isinstance(value, int | float) and abs(value) < _ABSURD else 0.0

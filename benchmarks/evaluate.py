@@ -3,8 +3,9 @@
     .venv/train/bin/python benchmarks/evaluate.py runs/laptop/base [--prompts 500] [--samples 16] [--repeats 7]
 
 MODEL is a Hugging Face folder.  Three ways, alternating, each with an engine of its own that stays up and idles while
-the others work: (a) `prorl evaluate`: drawn with a seed for each response, judged, stored; (b) vLLM offline, n samples
-a prompt without seeds; (c) vLLM offline with a seed for each response, as an evaluation that can be repeated needs it.
+the others work: (a) `prorl evaluate`: drawn with a seed for each response, judged, stored; (b) vLLM offline with its
+own settings, n samples a prompt without seeds; (c) vLLM offline with our engine's settings and a seed for each
+response, without which an evaluation cannot be repeated.
 The prompts are the laptop job's held-out problems.  Start-up is in none.  A trained model ends after some six tokens,
 so that what a response costs outside the model weighs most; RUN/init with --max-response 100 shows longer ones.
 """
@@ -33,7 +34,7 @@ from nemo_prorl.evaluation.sources import LocalEngines
 from nemo_prorl.evaluation.store import Store
 from nemo_prorl.rollout.client import read_token
 
-WAYS = {"prorl evaluate": "", "vLLM offline": "none", "vLLM offline, seeds": "seed"}
+WAYS = {"prorl evaluate": "", "vLLM offline": "default", "vLLM offline, our settings": "ours"}
 _BAR = 0.9
 
 
@@ -111,16 +112,16 @@ class Offline:
 
 
 @contextlib.contextmanager
-def offline(python: str, folder: Path, what: dict[str, Any]) -> Iterator[Offline]:
+def offline(python: str, folder: Path, what: dict[str, Any], settings: str) -> Iterator[Offline]:
     (folder / "offline.json").write_text(json.dumps(what))
-    command = [python, str(Path(__file__).with_name("evaluate_offline.py")), str(folder / "offline.json")]
-    with (folder / "offline.log").open("w") as log:
+    command = [python, str(Path(__file__).with_name("evaluate_offline.py")), str(folder / "offline.json"), settings]
+    with (folder / f"offline-{settings}.log").open("w") as log:
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True)
         try:
             yield Offline(process)
         except RuntimeError:
-            sys.stderr.write((folder / "offline.log").read_text()[-2000:])
+            sys.stderr.write((folder / f"offline-{settings}.log").read_text()[-2000:])
             raise
         finally:
             process.kill()
@@ -134,12 +135,14 @@ async def measure(ours: Ours, python: str, repeats: int) -> dict[str, list[float
     async with Services(ours.cfg, ours.folder, tasks, 1) as services:
         ours.source.connect(services.endpoints, read_token(services.token_file), 1)
         await services.watching(services.ready())
-        with offline(python, ours.folder, ours.offline()) as theirs:
+        with contextlib.ExitStack() as stack:
+            python_and_work = python, ours.folder, ours.offline()
+            theirs = {word: stack.enter_context(offline(*python_and_work, word)) for word in WAYS.values() if word}
             for number in range(repeats + 1):
                 for name, word in WAYS.items():
                     if word:
-                        call = str(number) if word == "seed" else word
-                        seconds, tokens = await services.watching(asyncio.to_thread(theirs.once, call))
+                        call = str(number) if word == "ours" else "none"
+                        seconds, tokens = await services.watching(asyncio.to_thread(theirs[word].once, call))
                     else:
                         seconds, tokens = await ours.once(services, number)
                     sys.stderr.write(f"{number} {name}: {tokens} tokens in {seconds:.2f} s\n")
@@ -151,8 +154,8 @@ async def measure(ours: Ours, python: str, repeats: int) -> dict[str, list[float
 
 def report(rates: dict[str, list[float]]) -> list[str]:
     medians = {name: statistics.median(some) for name, some in rates.items()}
-    lines = [f"{'':22s} {'median':>9s} {'lowest':>9s} {'highest':>9s}   tokens/s"]
-    lines += [f"{name:22s} {medians[name]:9.0f} {min(some):9.0f} {max(some):9.0f}" for name, some in rates.items()]
+    lines = [f"{'':27s} {'median':>9s} {'lowest':>9s} {'highest':>9s}   tokens/s"]
+    lines += [f"{name:27s} {medians[name]:9.0f} {min(some):9.0f} {max(some):9.0f}" for name, some in rates.items()]
     name, *others = rates
     for other in others:
         share = medians[name] / medians[other]
@@ -167,14 +170,15 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--max-response", type=int, default=16, help="tokens; the laptop job's are 16")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="of the configuration: rollout.threads=2")
     args = parser.parse_args()
     changed: list[Benchmark] = []
     for one in choose("laptop"):
-        context = max(one.sampling.context, 48 + args.max_response)
+        context = max(one.sampling.context, 100 + args.max_response)
         sampling = {"samples": args.samples, "context": context, "max_response": args.max_response}
         changed.append(one.changed(sampling))
     with tempfile.TemporaryDirectory() as text:
-        options = Options(args.model, tuple(changed), Path(text))
+        options = Options(args.model, tuple(changed), Path(text), overrides=tuple(args.overrides))
         ours = Ours(options, args.prompts)
         what = f"{args.samples} samples x {sum(map(len, ours.records.values()))} prompts, {args.repeats} rounds"
         rates = asyncio.run(measure(ours, str(Path(ours.cfg.rollout.python).absolute()), args.repeats))

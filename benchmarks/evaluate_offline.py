@@ -1,8 +1,9 @@
 """vLLM's own offline throughput, for benchmarks/evaluate.py, in the rollout environment: a line in, a measurement out.
 
 The first argument is a JSON file: `model`, `prompts` (token ids), `samples`, `temperature`, `top_p`, `max_tokens` (one
-a prompt), `stop`, `threads`, `eager`, and what the engine's server would be given.  A line on standard input is a seed,
-or `none`: then the sampler draws for all responses together, as vLLM does where nobody asks for a seed.
+a prompt), `stop`, `threads`, `eager`, and what the engine's server would be given; the second is `ours` for the other
+settings of the server, or `default` for vLLM's.  A line on standard input is a seed, or `none`: then the sampler draws
+for all responses together, as vLLM does where nobody asks for a seed.
 """
 
 import json
@@ -15,7 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from nemo_prorl.rollout.engine_requests import seed_of
-from nemo_prorl.rollout.server import is_cpu_build, set_environment
+from nemo_prorl.rollout.server import cpu_options, is_cpu_build, set_environment
 
 
 def main() -> None:
@@ -26,8 +27,8 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     optional: dict[str, Any] = {} if cfg["kv_mb"] is None else {"kv_cache_memory_bytes": cfg["kv_mb"] << 20}
-    if is_cpu_build():
-        optional["enable_chunked_prefill"] = False
+    if is_cpu_build() and sys.argv[2] == "ours":
+        optional |= cpu_options()
     llm = LLM(
         model=cfg["model"],
         dtype=cfg["dtype"],

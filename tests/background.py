@@ -18,16 +18,19 @@ _MARK = "PRORL_TEST_SESSION"  # in the environment of every process of these run
 
 
 class Background:
-    """One run at a time, in the order in which they are started; what fails, fails where its result is asked for."""
+    """One run at a time, in the order in which they are started; what fails, fails where its result is asked for.
+
+    Runs that mostly sleep have a lane of their own.
+    """
 
     def __init__(self) -> None:
         os.environ[_MARK] = str(os.getpid())
-        self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_end_with_session)
+        self._lanes = {name: _lane() for name in ("works", "sleeps")}
         self._runs: dict[str, Future[Path]] = {}
 
-    def start(self, name: str, work: Callable[..., Path], *args: Any) -> None:
+    def start(self, name: str, work: Callable[..., Path], *args: Any, lane: str = "works") -> None:
         """`work`: a function of a module, that gives the folder of what it ran."""
-        self._runs[name] = self._pool.submit(work, *args)
+        self._runs[name] = self._lanes[lane].submit(work, *args)
 
     def result(self, name: str) -> Path:
         """The folder of a run that was started; raises what it raised."""
@@ -35,7 +38,8 @@ class Background:
 
     def close(self) -> None:
         """Nothing goes on after the session, however it ended."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for lane in self._lanes.values():
+            lane.shutdown(wait=False, cancel_futures=True)
         for process in psutil.Process().children(recursive=True):
             try:
                 tracker = any("resource_tracker" in word for word in process.cmdline())  # Python's own, ends by itself
@@ -43,6 +47,10 @@ class Background:
                     process.kill()
             except psutil.Error:
                 continue
+
+
+def _lane() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_end_with_session)
 
 
 def _end_with_session() -> None:

@@ -11,13 +11,21 @@ import pytest
 from tests import whole_runs
 from tests.background import Background
 from tests.policy.started import run_ranks
+from tests.rewards.attack_runs import run_attacks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-LONG = ("ranks", "undisturbed", "on_four_nodes", "stage_run", "disturbed")  # in the order in which they are done
+LONG = (
+    "attacked",
+    "ranks",
+    "undisturbed",
+    "on_four_nodes",
+    "stage_run",
+    "disturbed",
+)  # in the order in which they are done
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,6 +49,8 @@ def background(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     """The long runs that the selected tests need, under way from now on."""
     runs = Background()
     wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    if "attacked" in wanted:
+        runs.start("attacked", run_attacks, ROOT, tmp_path_factory.mktemp("attacked"), lane="sleeps")
     if "ranks" in wanted:
         runs.start("ranks", run_ranks, ROOT, tmp_path_factory.mktemp("ranks"))
     if (ROOT / ".venv" / "rollout").is_dir():

@@ -21,6 +21,7 @@ _log = logging.getLogger(__name__)
 _TELL_EVERY_S = 10.0
 
 Judge = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]  # reward request -> verdict; never raises
+_Answer = tuple[int, str, str, bool]  # which store, prompt id, response, whether it ended
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ class Work:
     def __init__(self, source: Source, judge: Judge) -> None:
         self._source, self._judge = source, judge
         self._judging: set[asyncio.Task[None]] = set()
-        self._verdicts: dict[tuple[int, str, str, bool], asyncio.Future[dict[str, Any]]] = {}
+        self._verdicts: dict[_Answer, dict[str, Any]] = {}
+        self._unjudged: dict[_Answer, list[Place]] = {}  # by what is being judged
         self.drawn = self.tokens = self.judged = 0
         self.seconds = 0.0
         self._failed: BaseException | None = None
@@ -108,8 +110,7 @@ class Work:
         """Raises what the source raises; what came before is stored."""
         began = time.monotonic()
         telling = asyncio.ensure_future(self._tell(todo, began))
-        most = max((len(draw.seeds) for draw in todo.draws), default=1)
-        room = asyncio.Semaphore(max(2, -(-self._source.at_a_time // most)))
+        room = _Room(self._source.at_a_time)
         drawing = [asyncio.ensure_future(self._draw(draw, room)) for draw in todo.draws]
         try:
             for place in todo.unjudged:
@@ -120,14 +121,19 @@ class Work:
             self._raise_failed()
         finally:
             telling.cancel()
-            under_way: list[asyncio.Future[Any]] = [*drawing, *self._judging, *self._verdicts.values()]
+            under_way: list[asyncio.Future[Any]] = [*drawing, *self._judging]
             for task in under_way:
                 task.cancel()
             await asyncio.gather(*under_way, return_exceptions=True)
             self.seconds = time.monotonic() - began
 
-    async def _draw(self, draw: Draw, room: asyncio.Semaphore) -> None:
+    async def _draw(self, draw: Draw, room: "_Room") -> None:
+        left = len(draw.seeds)
+
         def arrived(index: int, reply: Reply) -> None:
+            nonlocal left
+            left -= 1
+            room.leave(1)
             self.drawn += 1
             self.tokens += reply.tokens or 0
             line = {"seed": draw.seeds[index], "work": draw.identity, "response": reply.text}
@@ -136,36 +142,45 @@ class Work:
                 place.store.add({"id": place.record["id"], "sample": place.sample, **line})
                 self._start_judging(place)
 
-        async with room:
+        await room.enter(left)
+        try:
             self._raise_failed()
             await self._source.generate(draw.record, draw.sampling, draw.seeds, arrived)
+        finally:
+            room.leave(left)
 
     def _raise_failed(self) -> None:
         if self._failed is not None:
             raise self._failed
 
     def _start_judging(self, place: Place) -> None:
-        task = asyncio.ensure_future(self._judge_one(place))
-        self._judging.add(task)
-        task.add_done_callback(self._judged_one)
+        """An equal response to the same record takes over what the first one got."""
+        line = place.store.lines[place.record["id"], place.sample]
+        key: _Answer = (id(place.store), place.record["id"], line["response"], line["finished"])
+        if key in self._verdicts:
+            self._keep(place, self._verdicts[key])
+        elif key in self._unjudged:
+            self._unjudged[key].append(place)
+        else:
+            self._unjudged[key] = [place]
+            task = asyncio.ensure_future(self._judge_one(key, place.record))
+            self._judging.add(task)
+            task.add_done_callback(self._judged_one)
 
     def _judged_one(self, task: "asyncio.Task[None]") -> None:
         self._judging.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and self._failed is None:
             self._failed = error  # such as a full disk
 
-    async def _judge_one(self, place: Place) -> None:
-        """Stores the verdict; an equal response to the same record takes over what the first one got."""
-        line = place.store.lines[place.record["id"], place.sample]
-        key = (id(place.store), place.record["id"], line["response"], line["finished"])
-        if key not in self._verdicts:
-            self._verdicts[key] = asyncio.ensure_future(self._ask(place.record, line))
-        verdict = await asyncio.shield(self._verdicts[key])
+    async def _judge_one(self, key: "_Answer", record: dict[str, Any]) -> None:
+        verdict = await self._judge({**record, "response": key[2], "finished": key[3]})
+        self._verdicts[key] = verdict
+        for place in self._unjudged.pop(key):
+            self._keep(place, verdict)
+
+    def _keep(self, place: Place, verdict: dict[str, Any]) -> None:
         place.store.judge(place.sample, verdict)
         self.judged += 1
-
-    async def _ask(self, record: dict[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
-        return await self._judge({**record, "response": line["response"], "finished": line["finished"]})
 
     async def _tell(self, todo: Plan, began: float) -> None:
         while True:
@@ -176,3 +191,23 @@ class Work:
                 "%d of %d responses, %d judged, %.0f tokens/s, about %.0f s left",
                 *(self.drawn, todo.to_draw, self.judged, self.tokens / seconds, left),
             )
+
+
+class _Room:
+    """For so many responses at a time, whichever prompt they belong to; prompts enter in their order."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._inside = most, 0
+        self._turn, self._left = asyncio.Lock(), asyncio.Event()
+
+    async def enter(self, responses: int) -> None:
+        """An empty room takes any number."""
+        async with self._turn:
+            while self._inside and self._inside + responses > self._most:
+                self._left.clear()
+                await self._left.wait()
+            self._inside += responses
+
+    def leave(self, responses: int) -> None:
+        self._inside -= responses
+        self._left.set()

@@ -83,7 +83,8 @@ class RewardRequest:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """The request's fields; prompt, truth and meta are not copied."""
+        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
 
 
 @dataclass(frozen=True)

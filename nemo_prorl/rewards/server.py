@@ -163,9 +163,15 @@ class RewardApp:
 async def _as_known(futures: list["asyncio.Future[dict[str, Any]]"], keys: list[Any]) -> AsyncIterator[bytes]:
     """Verdict lines in the order in which they become known; those known together leave together."""
     key_of = dict(zip(futures, keys, strict=True))
-    pending = set(futures)
-    while pending:
-        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+    known: asyncio.Queue[asyncio.Future[dict[str, Any]]] = asyncio.Queue()
+    for future in futures:
+        future.add_done_callback(known.put_nowait)
+    left = len(futures)
+    while left:
+        done = [await known.get()]
+        while not known.empty():
+            done.append(known.get_nowait())
+        left -= len(done)
         lines = [json.dumps({**future.result(), "key": key_of[future]}) + "\n" for future in done]
         yield "".join(lines).encode()
 

@@ -217,7 +217,8 @@ class EnginePool:
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
-            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            # The server closes an idle connection after 5 s: one that was just used is used again, no other.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=1.0)
             self._http = aiohttp.ClientSession(connector=connector, read_bufsize=_LINE_BYTES)
         return self._http
 

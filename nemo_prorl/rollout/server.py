@@ -27,6 +27,7 @@ wrong use.  No process survives this one (`engine_guard`).
 import argparse
 import asyncio
 import contextlib
+import copy
 import hmac
 import importlib.metadata
 import json
@@ -99,17 +100,17 @@ class Server:
         await self.open.wait()
         self.in_flight += len(request.seeds)
         self.idle.clear()
-        tasks = [asyncio.ensure_future(self._one(i, seed, request)) for i, seed in enumerate(request.seeds)]
+        tasks = self._start(request)
+        ended: asyncio.Queue[asyncio.Task[str]] = asyncio.Queue()
         for task in tasks:
             task.add_done_callback(self._ended)
+            task.add_done_callback(ended.put_nowait)
+        left = len(tasks)
         try:
-            pending = set(tasks)
-            while pending:
-                done, pending = await asyncio.wait(pending, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    yield json.dumps(task.result()) + "\n"
-                if not done:
-                    yield "\n"
+            while left:
+                got = await _next_of(ended, HEARTBEAT_S)
+                left -= len(got)
+                yield "".join(task.result() for task in got) or "\n"
             yield json.dumps({"done": len(tasks)}) + "\n"
         except Exception as error:  # EngineDeadError above all; the response has begun, so it is said in the stream
             _log.error("a request broke off: %s: %s", type(error).__name__, error)
@@ -118,8 +119,9 @@ class Server:
             for task in tasks:
                 task.cancel()  # takes the response out of the engine
 
-    async def _one(self, index: int, seed: int | None, request: GenerateRequest) -> dict[str, Any]:
+    def _start(self, request: GenerateRequest) -> "list[asyncio.Task[str]]":
         from vllm import SamplingParams
+        from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
@@ -127,29 +129,41 @@ class Server:
             temperature=request.temperature,
             top_p=request.top_p,
             max_tokens=request.max_tokens,
-            seed=seed,
+            seed=request.seeds[0],
             stop_token_ids=request.stop_token_ids,
             ignore_eos=True,  # config.json's: the request says what stops
             logprobs=0 if request.logprobs else None,
             flat_logprobs=request.logprobs,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # a shallow copy instead of a deep one
         )
+        prompt = tokens_input(request.prompt)  # as vLLM's renderer would make it, which takes a thread for each
+        tasks = []
+        for index, seed in enumerate(request.seeds):
+            one = copy.copy(params)  # checked once for all
+            one.seed = seed
+            tasks.append(asyncio.ensure_future(self._one(index, prompt, one)))
+        return tasks
+
+    async def _one(self, index: int, prompt: Any, params: Any) -> str:
+        """A response's line."""
         self.requests += 1
         final = None
-        async for result in self.engine.generate({"prompt_token_ids": request.prompt}, params, f"r{self.requests}"):
+        async for result in self.engine.generate(prompt, params, f"r{self.requests}"):
             final = result
         if final is None or final.outputs[0].finish_reason not in ("stop", "length"):
             raise RuntimeError(f"response {index} was aborted")
         output = final.outputs[0]
-        flat = output.logprobs if request.logprobs else None  # the sampled token comes first at each position
-        return {
+        flat = output.logprobs  # None where not asked for; the sampled token comes first at each position
+        line = {
             "index": index,
             "token_ids": list(output.token_ids),
             "logprobs": [] if flat is None else [flat.logprobs[start] for start in flat.start_indices],
             "finish_reason": output.finish_reason,
             "weight_version": int(output.weight_versions[-1].version),
         }
+        return json.dumps(line) + "\n"
 
     def _ended(self, task: "asyncio.Future[Any]") -> None:
         self.in_flight -= 1
@@ -211,6 +225,18 @@ class Server:
                 "worker_pids": self.worker_pids,
             }
         )
+
+
+async def _next_of(queue: "asyncio.Queue[asyncio.Task[str]]", seconds: float) -> "list[asyncio.Task[str]]":
+    """All that is in a queue, waiting for the first; nothing after so many seconds."""
+    try:
+        async with asyncio.timeout(seconds):
+            got = [await queue.get()]
+    except TimeoutError:
+        return []
+    while not queue.empty():
+        got.append(queue.get_nowait())
+    return got
 
 
 async def leave_with(engine: Any, guard: Guard) -> None:
@@ -338,14 +364,22 @@ def set_environment(threads: int, eager: bool) -> None:
             os.environ.setdefault(name, value)
 
 
+def cpu_options() -> dict[str, Any]:
+    """What vLLM's CPU build is told otherwise than by default."""
+    return {
+        # A prompt cut in two makes vLLM rewind the response's random generator, which a CPU's cannot: the core dies.
+        "enable_chunked_prefill": False,
+        # vLLM's 128 would share no prompt shorter than that among its responses; a CPU's kernels want multiples of 32.
+        "block_size": 32,
+    }
+
+
 def make_engine(args: argparse.Namespace) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     optional: dict[str, Any] = {} if args.kv_mb is None else {"kv_cache_memory_bytes": args.kv_mb << 20}
-    if is_cpu_build():
-        # A prompt cut in two makes vLLM rewind the response's random generator, which a CPU's cannot: the core dies.
-        optional["enable_chunked_prefill"] = False
+    optional |= cpu_options() if is_cpu_build() else {}
     return AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=args.model,

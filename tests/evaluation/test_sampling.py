@@ -104,6 +104,34 @@ def test_broken_off_and_gone_on_it_is_the_same_and_draws_nothing_twice(tmp_path:
     assert judge.requests == []
 
 
+class Slow(Drawn):
+    """One response of each prompt ends late, the others at once; counts those under way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open, self.seen = 0, list[int]()
+
+    async def generate(
+        self, record: Mapping[str, Any], sampling: Sampling, seeds: Sequence[int], on_reply: OnReply
+    ) -> None:
+        self.open += len(seeds)
+        self.seen.append(self.open)
+        for index, seed in enumerate(seeds):
+            await asyncio.sleep(0.05 if index == len(seeds) - 1 else 0)
+            self.open -= 1
+            self.seeds.append(seed)
+            on_reply(index, Reply("answer", True, 2))
+
+
+def test_the_room_of_a_response_that_ended_is_taken_before_its_prompt_is_done(tmp_path: Path) -> None:
+    source = Slow()
+    evaluate(tmp_path, source, Judged())
+    assert len(source.seeds) == 24
+    assert max(source.seen) <= source.at_a_time
+    late = [count for count in source.seen[2:] if count > GCD.sampling.samples]  # beside others' late ones
+    assert len(late) >= 3
+
+
 def test_a_torn_line_is_cut_off_and_drawn_again(tmp_path: Path) -> None:
     evaluate(tmp_path, Drawn(), Judged())
     before = kept(tmp_path)

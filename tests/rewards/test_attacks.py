@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,79 +13,41 @@ import pytest
 from nemo_prorl.rewards.interface import Program
 from nemo_prorl.rewards.sandbox import client, proof, zygote
 from nemo_prorl.rewards.sandbox.client import ProcessSandbox, SandboxFailure
-from tests.rewards.conftest import ROOT
-
-OWN = ROOT / "tests" / "attacks"
-GIVEN = OWN / "given"
-AT_ONCE = 4  # most of the time is spent asleep
-CONDITIONS = {"user": (), "closed": ("--no-user-namespaces",)}
-# For the other two conditions where time is short: what depends on the level, and what each of them has broken before.
-PART = {
-    GIVEN: [
-        "fs-*",
-        "net-*",
-        "proc-*",
-        "h-read-*",
-        "h-tempfile",
-        "h-threads",
-        "steal-*",
-        "exhaust-disk",
-        "exhaust-thread*",
-    ],
-    OWN: [
-        "h-copies-files",
-        "h-thread-pool",
-        "h-dev-stdin",
-        "h-many-files-open",
-        "zz-marks*",
-        "zz-hidden*",
-        "zz-pr*",
-        "zz-by*",
-    ],
-}
-
-
-def attack(cases: Path, judge: list[str], *options: str) -> subprocess.CompletedProcess[str]:
-    runner = [sys.executable, str(GIVEN / "run_attacks.py"), "--cases", str(cases), "--in-flight", str(AT_ONCE)]
-    runner += ["--slack", "15"]  # of a busy machine's waiting, which the judge does not count
-    return subprocess.run(
-        [*runner, "--judge", " ".join(judge), *options],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-
-
-def judge(*condition: str) -> list[str]:
-    becomes = [sys.executable, str(ROOT / "tests/rewards/as_user.py"), *condition[1:]] if condition else []
-    return [*becomes, sys.executable, str(OWN / "judge.py"), str(AT_ONCE)]
+from tests.background import Background
+from tests.rewards.attack_runs import GIVEN, OWN, attack, judge
 
 
 def cases_of(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "manifest.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("cases", [GIVEN, pytest.param(OWN, marks=pytest.mark.slow)], ids=["given", "own"])
-def test_no_case_is_judged_wrong(cases: Path) -> None:
-    done = attack(cases, judge())
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(cases_of(cases))} cases, 0 wrong" in done.stdout
+@pytest.fixture(scope="session")
+def attacked(background: Background) -> Path:
+    """What the given programs did to the sandbox."""
+    return background.result("attacked")
 
 
-@pytest.mark.parametrize("condition", ["user", pytest.param("closed", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("cases", [GIVEN, pytest.param(OWN, marks=pytest.mark.slow)], ids=["given", "own"])
-def test_what_depends_on_rights_is_judged_right_without_them(cases: Path, condition: str) -> None:
-    done = attack(cases, judge("as", *CONDITIONS[condition]), "--only", *PART[cases])
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.parametrize("condition", ["root", "user"])
+def test_no_given_case_is_judged_wrong(attacked: Path, condition: str) -> None:
+    """As a user: of those, what depends on rights."""
+    code, out, errors = json.loads((attacked / f"{condition}.json").read_text())
+    assert code == 0, out + errors
+    if condition == "root":
+        assert f"{len(cases_of(GIVEN))} cases, 0 wrong" in out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("condition", CONDITIONS)
+def test_no_case_of_ours_is_judged_wrong() -> None:
+    done = attack(OWN, judge("root"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(cases_of(OWN))} cases, 0 wrong" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("condition", ["user", "closed"])
 @pytest.mark.parametrize("cases", [GIVEN, OWN], ids=["given", "own"])
 def test_no_case_is_judged_wrong_without_rights(cases: Path, condition: str) -> None:
-    done = attack(cases, judge("as", *CONDITIONS[condition]))
+    done = attack(cases, judge(condition))
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -35,7 +35,7 @@ from tests.rollout.engines import (
 
 pytestmark = pytest.mark.vllm
 
-PROMPTS = [[3 + (7 * i + 3 * j) % 500 for j in range(140)] for i in range(6)]  # longer than a cache block of 128
+PROMPTS = [[3 + (7 * i + 3 * j) % 500 for j in range(140)] for i in range(6)]  # more than one cache block of 32
 SHORT = [[3 + (11 * i + 5 * j) % 500 for j in range(8)] for i in range(16)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, stop_token_ids=())
 

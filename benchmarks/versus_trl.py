@@ -139,7 +139,7 @@ def overrides(folder: Path, model: Path, records: Path, cap: int, threads: int) 
         "trainer.grpo.keep_best=0",
         f"rollout.threads={threads}",
         f"rollout.max_num_seqs={PROMPTS * SAMPLES}",
-        f"rollout.kv_cache_mb={1024 if cap > 100 else 512}",
+        f"rollout.kv_cache_mb={512 if cap > 100 else 256}",
     ]
 
 
@@ -290,7 +290,7 @@ def learning(args: argparse.Namespace, folder: Path, records: Path) -> list[str]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--workloads", nargs="*", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--steps", type=int, default=3, help="counted steps of a block")
     parser.add_argument("--rounds", type=int, default=2, help="blocks of each side")
     parser.add_argument("--learn-s", type=float, default=240.0, help="seconds of learning on each side; 0: none")

@@ -46,6 +46,7 @@ class StepTraces:
         folder = self._dir / "traces" / f"step-{step}.parts"
         missing: dict[str, str] = {}
         if self._rank == 0:
+            self.close()  # the step before may be one too, and its parts are still asked for
             shutil.rmtree(folder, ignore_errors=True)  # of a start that was killed
             _, missing = self._ask(True, _BEGIN_S)
         began = time.monotonic()

@@ -164,6 +164,7 @@ class TrainerConfig:
     accelerator: str = "gpu"
     precision: Any = "bf16"
     gradient_clip_val: float = 1.0
+    trace_steps: list[int] = field(default_factory=list)  # of these a timeline of all processes is written
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     resets: ResetsConfig = field(default_factory=ResetsConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)

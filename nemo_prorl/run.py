@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,6 +40,8 @@ from nemo_prorl.rollout.report import report_rollout
 from nemo_prorl.run_checkpoints import Checkpoints
 from nemo_prorl.run_services import Services, die_with_parent
 from nemo_prorl.run_stopping import Stopping
+from nemo_prorl.run_trace import StepTraces
+from nemo_prorl.tracing import RECORDER
 from nemo_prorl.trainer import policy_loss, train
 
 _log = logging.getLogger("nemo_prorl.run")  # also as __main__
@@ -75,6 +77,10 @@ class Run:
         self.tokens = 0
         self._published = -1
         self._engines_sleep = False
+        services = {"engine": cfg.rollout.engines, "rewards": cfg.trainer.num_nodes}
+        self._traces = StepTraces(
+            run_dir, cfg.trainer.trace_steps, self.rank, cfg.trainer.num_nodes * cfg.trainer.devices, services
+        )
         self._stopping = Stopping(cfg.trainer.deadlines)
         for sig in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(sig, self._stopping.on_signal)
@@ -166,10 +172,15 @@ class Run:
     @contextmanager
     def phase(self, name: str, metrics: Metrics) -> Iterator[None]:
         began = time.monotonic()
-        yield
+        with RECORDER.span(name, "phase"):
+            yield
         seconds = time.monotonic() - began
         metrics.put(f"time/{name}", seconds)
         self.phase_s[name] = self.phase_s.get(name, 0.0) + seconds
+
+    def traced(self, step: int) -> AbstractContextManager[None]:
+        """Inside, what all processes do is recorded, if this step is one of `trainer.trace_steps`."""
+        return self._traces.step(step)
 
     def remaining_steps(self) -> range:
         return range(self.step + 1, self.cfg.trainer.grpo.max_steps + 1)
@@ -179,23 +190,26 @@ class Run:
         if version == self._published and not self._engines_sleep:
             return
         weights = self.policy.export_weights()
-        if self.store is not None:
-            path = self.store.write(weights, version)
-        else:
-            for _ in weights:  # a collective
-                pass
-        if self.cfg.rollout.sleep is not None and torch.cuda.is_available():
-            torch.cuda.empty_cache()  # of its work nothing is in use now: engines that wake take the room
-        dist.barrier()
-        for what in self.on_rank_0(lambda: self.services.rollouts.publish(str(path), version)):
-            self.alarm(version, what)
+        with RECORDER.span(f"write weights {version}", "publication"):
+            if self.store is not None:
+                path = self.store.write(weights, version)
+            else:
+                for _ in weights:  # a collective
+                    pass
+            if self.cfg.rollout.sleep is not None and torch.cuda.is_available():
+                torch.cuda.empty_cache()  # of its work nothing is in use now: engines that wake take the room
+            dist.barrier()
+        with RECORDER.span(f"engines load weights {version}", "publication"):
+            for what in self.on_rank_0(lambda: self.services.rollouts.publish(str(path), version)):
+                self.alarm(version, what)
         self._published, self._engines_sleep = version, False
 
     def sleep_engines(self) -> float:
         """Engines on the trainer's GPUs give their memory to it, where so configured; seconds that this took."""
         began = time.monotonic()
         if self.cfg.rollout.sleep is not None:
-            freed = self.on_rank_0(self.services.rollouts.sleep)
+            with RECORDER.span("engines go to sleep", "publication"):
+                freed = self.on_rank_0(self.services.rollouts.sleep)
             self._engines_sleep = True
             _log.info("the engines sleep: %.1f GB freed", freed / 1e9)
         return time.monotonic() - began
@@ -210,6 +224,7 @@ class Run:
 
         def collect() -> CollectedBatch:
             position = self.prompts.position()
+            self.services.load.begin()
             try:
                 return self.services.rollouts.collect(step, step - 1)
             except RolloutAbandoned:
@@ -218,6 +233,8 @@ class Run:
 
         batch = self.on_rank_0(collect)
         report_rollout(metrics, batch)
+        if self.rank == 0:
+            metrics.add("time/rollout", self.services.load.end())
         if self.cfg.rollout.sleep is not None:
             metrics.put("time/rollout/sleep_s", self.sleep_engines())
         if self.cfg.data.retire_after is not None:
@@ -328,9 +345,10 @@ class Run:
 
     def save_checkpoint(self, step: int, wait: bool = False) -> None:
         """In the background, where so configured; with `wait` complete on return."""
-        self.checkpoints.save(step)
-        if wait:
-            self.checkpoints.wait()
+        with RECORDER.span("checkpoint", "phase"):
+            self.checkpoints.save(step)
+            if wait:
+                self.checkpoints.wait()
 
     def hard_reset(self, step: int, reason: str) -> None:
         self.checkpoints.hard_reset(step, reason)
@@ -369,6 +387,7 @@ class Run:
                 tokens=self.tokens,
                 phase_s=self.phase_s,
                 rewards_s=self.rewards_s,
+                recent=self.metrics_log.lines()[-10:],
             ),
         )
 
@@ -379,6 +398,7 @@ class Run:
 
     def finish(self) -> None:
         self.checkpoints.wait()
+        self._traces.close()
         hashes = {"weights_sha256": self.policy.weights_sha256(), "reference_sha256": self.policy.reference_sha256()}
         if self.rank == 0:
             self.write_summary(True, hashes)

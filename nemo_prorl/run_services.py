@@ -14,6 +14,7 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.rewards.client import RewardClient
 from nemo_prorl.rollout.client import EnginePool, read_token
 from nemo_prorl.rollout.groups import Rollouts, RolloutSettings
+from nemo_prorl.rollout.load import Load
 from nemo_prorl.rollout.prompts import PromptStream
 
 _log = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ class Services:
     """What rank 0 talks to."""
 
     rollouts: Rollouts
+    load: Load  # of the engines
 
     @classmethod
     def connect(cls, cfg: Config, run_dir: Path, prompts: PromptStream, renderer: PromptRenderer) -> "Services":
@@ -35,7 +37,8 @@ class Services:
             Deadline(seconds, what).wait_until(partial(_are_there, endpoints, pattern, count))
         engines = EnginePool(endpoints, read_token(token_file), cfg.rollout.engines)
         settings = RolloutSettings.from_config(cfg, (renderer.eos_id,))
-        return cls(Rollouts(engines, RewardClient(endpoints, token_file), prompts, renderer.decode, settings))
+        rewards = RewardClient(endpoints, token_file)
+        return cls(Rollouts(engines, rewards, prompts, renderer.decode, settings), engines.load)
 
 
 def _are_there(folder: Path, pattern: str, count: int) -> bool:

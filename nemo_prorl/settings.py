@@ -54,6 +54,7 @@ CHANGEABLE = (
     "trainer.grpo.logprob_chunk_tokens",
     "trainer.grpo.logprob_chunk_words",
     "trainer.deadlines.",
+    "trainer.trace_steps",
     "model.tensor_model_parallel_size",
     "model.pipeline_model_parallel_size",
     "model.virtual_pipeline_model_parallel_size",

@@ -341,6 +341,9 @@ def _resets(cfg: DictConfig) -> None:
         raise _wrong("trainer.resets.at_steps", steps, f"{outside[0]} is outside the run's steps, 1 to {last}")
     if len(set(steps)) < len(steps):
         raise _wrong("trainer.resets.at_steps", steps, "names a step twice")
+    if outside := [step for step in cfg.trainer.trace_steps if not 1 <= step <= last]:
+        traced = list(cfg.trainer.trace_steps)
+        raise _wrong("trainer.trace_steps", traced, f"{outside[0]} is outside the run's steps, 1 to {last}")
     asks = list(cfg.trainer.resets.rules.asks)
     if unknown := [name for name in asks if name not in RESET_RULES]:
         raise _wrong("trainer.resets.rules.asks", asks, f"{unknown[0]} is none of the rules: {', '.join(RESET_RULES)}")

@@ -4,17 +4,20 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from nemo_prorl.errors import ConfigError, UnfitMachine
 from nemo_prorl.launcher.chain_slurm import JobState, job_states, read_record
+from nemo_prorl.recipe.bottleneck import bottleneck
 from nemo_prorl.recipe.retention import complete
 from nemo_prorl.settings import read_config
 
 _log = logging.getLogger(__name__)
 
 _UNKNOWN = JobState("-", "")  # without Slurm, or never submitted
+_RECENT = 10  # steps that the bottleneck is told of
 _ALARM_LENGTH = 60  # of its text in the table
 
 
@@ -47,6 +50,7 @@ def run_state(run_dir: Path) -> dict[str, Any]:
         "checkpoint": checkpoints[-1] if checkpoints else None,
         "heldout": {key: summary["heldout"][key] for key in ("before", "after")} if summary.get("heldout") else None,
         "metrics": metrics,
+        "bottleneck": bottleneck(list(islice(_backwards(run_dir / "metrics.jsonl"), _RECENT))),
         "journal": next(_backwards(journal), None),
         "alarm": next((event for event in _backwards(journal) if event["event"] == "alarm"), None),
         **_launches(run_dir),
@@ -86,6 +90,8 @@ def _run_table(run: dict[str, Any]) -> str:
             rows[key] = f"{value:.6g}" if isinstance(value, float) else value
     if alarm := run["alarm"]:
         rows["last alarm"] = f"step {alarm['step']}: {alarm['what']}"
+    if run["bottleneck"]:
+        rows["bottleneck"] = run["bottleneck"]
     if run["journal"]:
         rows["journal"] = json.dumps(run["journal"])
     width = max(map(len, rows))

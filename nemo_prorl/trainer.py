@@ -35,7 +35,8 @@ def train(run: "Run") -> None:
             if run.checkpoint_due(0):
                 run.save_checkpoint(0)
         for step in run.remaining_steps():
-            finish_step(run, train_step(run, step))
+            with run.traced(step):
+                finish_step(run, train_step(run, step))
     except RolloutAbandoned as stop:  # of a step whose updates are not begun, or of a validation
         run.save_checkpoint(run.step, wait=True)
         raise StoppedCleanly(f"{stop}; what is done is saved, the same command continues") from stop

@@ -398,6 +398,8 @@ def environments(arguments: argparse.Namespace) -> list[Environment]:
     kind = InPlace if getattr(arguments, "in_place", False) or getattr(arguments, "check", False) else Environment
     train = kind("train", arguments.train_lock, (ROOT, *plugins), gigabytes=3.3, minutes=2)
     rollout = Environment("rollout", arguments.rollout_lock, (ROOT,), gigabytes=2.7, minutes=1.5)
+    if getattr(arguments, "only", None) == "trl":  # for benchmarks/versus_trl.py; nothing else makes or needs it
+        return [Environment("trl", ROOT / "setup" / "trl.lock", (), gigabytes=1.8, minutes=1)]
     return [train, rollout]
 
 
@@ -406,7 +408,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Create or update .venv/train and .venv/rollout.")
     parser.add_argument("--train-lock", type=Path, default=ROOT / "setup" / "train.lock")
     parser.add_argument("--rollout-lock", type=Path, default=ROOT / "setup" / "rollout.lock")
-    parser.add_argument("--only", choices=["train", "rollout"], help="one of the two environments")
+    parser.add_argument("--only", choices=["train", "rollout", "trl"], help="one environment; trl: for a benchmark")
     parser.add_argument("--torch-index", default="", help="package index that has the torch build to install")
     parser.add_argument(
         "--in-place", action="store_true", help="add train to the Python that runs this (a container's)"
@@ -417,8 +419,8 @@ def main() -> int:
         "--dry-run", action="store_true", help="only look whether it could be done, and say what would be"
     )
     arguments = parser.parse_args()
-    if arguments.in_place and arguments.only == "rollout":
-        parser.error("--in-place is for train; rollout has an environment of its own")
+    if arguments.in_place and arguments.only not in (None, "train"):
+        parser.error(f"--in-place is for train; {arguments.only} has an environment of its own")
     try:
         wanted = [e for e in environments(arguments) if arguments.only in (None, e.name)]
         for env in wanted:

@@ -14,6 +14,7 @@ import torch
 from nemo_prorl.data.records import validate_record
 from nemo_prorl.errors import DataError, ProrlError
 from nemo_prorl.rewards.interface import RewardRequest, RewardResult, failed_verdict, verdict_of
+from nemo_prorl.rollout.load import Load
 from tests.test_docs import ROOT, blocks, inline_code, prose
 
 SCHEMAS = {p.name.removesuffix(".schema.json"): p for p in sorted((ROOT / "docs" / "schemas").glob("*.schema.json"))}
@@ -134,6 +135,7 @@ def test_every_format_has_a_schema_that_says_what_it_is() -> None:
     wanted = (
         "prompt-record reward-request verdict metrics journal-event summary endpoint state control-request hook-event"
         " chain launch data-manifest evaluation-results evaluation-comparison evaluation-manifest evaluation-sample"
+        " trace"
     )
     assert set(SCHEMAS) == set(wanted.split())
     for name, path in SCHEMAS.items():
@@ -286,6 +288,9 @@ def metrics_line() -> dict[str, Any]:
     for key in literal_keys("trainer.py") | literal_keys("run.py"):
         if key not in metrics:
             metrics.put(key, 0.5)
+    load = Load(1)
+    load.begin()
+    metrics.add("time/rollout", load.end())
     for phase in set(re.findall(r'phase\("(\w+)"', source("trainer.py") + source("run.py"))):
         metrics.put(f"time/{phase}", 0.5)
     metrics.put("validation/sums", 0.5)

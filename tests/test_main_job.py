@@ -8,6 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nemo_prorl.status import run_state, status
+from tests.test_formats import against
 from tests.whole_runs import STEPS, Job, engine_process, events_of, metrics_of, without_time
 
 pytestmark = [pytest.mark.nemo, pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -38,6 +40,37 @@ def test_a_run_writes_what_the_contract_names(undisturbed: Path) -> None:
 def test_the_engine_and_the_actor_agree(undisturbed: Path) -> None:
     for m in metrics_of(undisturbed):
         assert 0.0 < m["engine_gap/mean_abs"] < 1e-5  # of log-probabilities at T = 1.2, float32
+
+
+def test_a_step_has_a_timeline_of_every_process(undisturbed: Path) -> None:
+    trace = json.loads((undisturbed / "traces" / f"step-{STEPS}.json").read_text())
+    assert not against("trace", trace)
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    metrics, seconds = metrics_of(undisturbed)[-1], trace["otherData"]["seconds"]
+    assert not trace["otherData"]["missing"]
+    assert not (undisturbed / "traces" / f"step-{STEPS}.parts").exists()
+    plugins = {"puzzles", "math"}
+    wanted = {"trainer-0", "engine-0", "rewards-0", *(f"reward worker {plugin}" for plugin in plugins)}
+    assert set(trace["otherData"]["processes"]) == wanted
+    assert {e["pid"] for e in spans} <= {e["pid"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    phases = {e["name"]: e for e in spans if e["cat"] == "phase"}
+    begin, end = phases["rollout"]["ts"], phases["rollout"]["ts"] + phases["rollout"]["dur"]
+    rolled = [e for e in spans if begin <= e["ts"] <= e["ts"] + e["dur"] <= end]  # all processes on one clock
+    responses = [e for e in rolled if e["cat"] == "responses"]
+    assert len(responses) == metrics["time/rollout/responses"]
+    assert sum(e["args"]["tokens"] for e in responses) == metrics["rollout/generated_tokens"]
+    assert len([e for e in rolled if e["cat"] == "judgements"]) == len(responses)
+    assert {e["name"] for e in spans if e["cat"] == "weights"} == {f"load weights {k}" for k in (STEPS - 1, STEPS)}
+    for name in ("publish", "rollout", "logprobs", "advantages", "updates", "validate"):
+        assert phases[name]["dur"] == pytest.approx(1e6 * metrics[f"time/{name}"], rel=0.02, abs=5000)
+    assert max(e["ts"] + e["dur"] for e in spans if e["cat"] == "phase") <= 1e6 * seconds
+
+
+def test_what_holds_the_steps_up_is_told(undisturbed: Path) -> None:
+    told = json.loads((undisturbed / "summary.json").read_text())["time"]["bottleneck"]
+    assert told.startswith("engines ")
+    assert run_state(undisturbed)["bottleneck"] == told
+    assert told in status(undisturbed)
 
 
 def test_a_hard_reset_makes_kl_zero(undisturbed: Path) -> None:

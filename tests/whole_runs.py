@@ -23,6 +23,7 @@ SMALL = [
     "trainer.grpo.checkpoint_every=2",
     "trainer.grpo.validate_every=2",
     "trainer.resets.at_steps=[2]",
+    f"trainer.trace_steps=[{STEPS}]",
     "trainer.warmup.steps=40",
     "rollout.max_num_seqs=64",
     "rollout.kv_cache_mb=128",

@@ -11,6 +11,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from nemo_prorl.recipe.bottleneck import bottleneck
+
 _log = logging.getLogger(__name__)
 
 _PHASES = ("rollout", "logprobs", "updates", "publish", "validate")
@@ -66,13 +68,13 @@ class Progress:
             for name in _PHASES
             if seconds and (m.get(f"time/{name}") or 0.0) / seconds >= 0.005
         )
-        heldout = m.get("validation/all")
+        words, heldout = (shares, bottleneck([m])), m.get("validation/all")
         self._print(
             f"{m['step']:4d}/{self._total:<4d} {_number(m.get('reward/all'), '6.3f')}"
             f"  {'' if heldout is None else format(heldout, '.3f'):>8} {_number(m.get('kl'), '8.1e')}"
             f" {_number(m.get('entropy'), '7.3f')}"
             f" {m.get('rollout/groups') or 0:4.0f}/{m.get('rollout/drawn') or 0:<4.0f}"
-            f"{_number(m.get('time/rollout/tokens_per_s'), '8.0f')} {seconds:8.2f}  {shares}"
+            f"{_number(m.get('time/rollout/tokens_per_s'), '8.0f')} {seconds:8.2f}  {'; '.join(filter(None, words))}"
         )
         self._status = f"step {m['step'] + 1} of {self._total}"
 

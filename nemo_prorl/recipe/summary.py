@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nemo_prorl.errors import RewardFailure
+from nemo_prorl.recipe.bottleneck import bottleneck
 
 
 def heldout_scores(names: Sequence[str], groups: Sequence[Any]) -> dict[str, Any]:
@@ -42,8 +43,9 @@ def summary(
     tokens: int,
     phase_s: dict[str, float],
     rewards_s: dict[str, float],
+    recent: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """summary.json, as docs/formats.md describes it."""
+    """summary.json, as docs/formats.md describes it.  `recent`: the last lines of metrics.jsonl."""
     steps = sorted(validations)
     heldout: dict[str, Any] = {}
     if steps:
@@ -75,5 +77,6 @@ def summary(
             "tokens_per_s": tokens / rollout_s if rollout_s else None,
             "phase_s": phase_s,
             "reward_hidden_share": 1.0 - waited / opened if opened else None,
+            "bottleneck": bottleneck(recent),
         },
     }

@@ -4,6 +4,7 @@ import json
 import re
 from typing import Any
 
+from nemo_prorl.recipe.bottleneck import bottleneck
 from nemo_prorl.report.read import Curve, Run, number, step_of
 from nemo_prorl.report.series import keys_of, rounded
 
@@ -103,7 +104,7 @@ def differences(curves: list[Curve]) -> list[dict[str, Any]]:
 
 
 def phases(curve: Curve) -> dict[str, Any]:
-    """Seconds of all steps by phase; checkpoints, which are in no step, from the summaries."""
+    """Seconds of all steps by phase; checkpoints, which are in no step, from the summaries; what held the last up."""
     seconds: dict[str, float] = {}
     keys = [key for key in keys_of(curve) if key.startswith("time/") and key.count("/") == 1 and key != "time/step"]
     for run in curve.runs:
@@ -115,7 +116,13 @@ def phases(curve: Curve) -> dict[str, Any]:
             seconds["checkpoint"] = seconds.get("checkpoint", 0.0) + checkpoint
     ordered = sorted(seconds.items(), key=lambda item: -item[1])
     finite = [(name.removeprefix("time/"), s) for name, s in ordered if number(s) is not None]
-    return {"names": [name for name, _ in finite], "seconds": rounded(s for _, s in finite)}
+    recent = curve.runs[-1].metrics[-10:]
+    return {
+        "names": [name for name, _ in finite],
+        "seconds": rounded(s for _, s in finite),
+        "bottleneck": bottleneck(recent),
+        "steps": len(recent),
+    }
 
 
 def events(curve: Curve) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from typing import Any
 from nemo_prorl.errors import RewardFailure
 from nemo_prorl.rewards import frames
 from nemo_prorl.rewards.interface import failed_verdict
+from nemo_prorl.tracing import RECORDER
 
 _log = logging.getLogger(__name__)
 
@@ -327,6 +328,7 @@ class PluginPool:
                 verdict = await worker.verdict(number, self.spec.budget_s)
             except WorkerGone as error:
                 self._jobs.extendleft(reversed(jobs[index + 1 :]))
+                self._trace(worker, job, started, None)
                 self._lost(job, error)
                 await self._drop(worker)
                 return
@@ -335,7 +337,15 @@ class PluginPool:
                     self._fail(unjudged, "the reward server stopped")
                 raise
             self.stats.seconds(loop.time() - started)
+            if RECORDER.on:
+                self._trace(worker, job, started, verdict["score"])
             self._answer(job, verdict)
+
+    def _trace(self, worker: _Worker, job: _Job, started: float, score: float | None) -> None:
+        """A judgement as its worker's work; the loop's clock is the recorder's."""
+        request, now = job.request, asyncio.get_running_loop().time()
+        pid, name = worker.process.pid, f"reward worker {self.spec.plugin}"
+        RECORDER.add(request["task"], "judgements", started, now, pid, name, id=request["id"], score=score)
 
     def _lost(self, job: _Job, error: WorkerGone) -> None:
         """The request on which its worker was lost: judged, tried once more, or given up."""

@@ -30,6 +30,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from nemo_prorl import tracing
 from nemo_prorl.errors import ConfigError, ProrlError
 from nemo_prorl.rewards.cli import add_server_arguments
 from nemo_prorl.rewards.discovery import discover
@@ -98,14 +99,15 @@ def parse_requests(body: bytes) -> tuple[list[RewardRequest], list[Any], bool]:
 class RewardApp:
     """The HTTP side of a service whose pools run."""
 
-    def __init__(self, service: RewardService, token: str) -> None:
-        self.service = service
+    def __init__(self, service: RewardService, token: str, name: str = "rewards") -> None:
+        self.service, self.name = service, name
         self._token = token.encode()
         self._metrics = CollectorRegistry()
         self._metrics.register(_Metrics(service))
         self.draining = False
         routes = [
             Route("/v1/score", self.score, methods=["POST"]),
+            Route("/v1/trace", self.trace, methods=["POST"]),
             Route("/v1/health", self.health),
             Route("/metrics", self.metrics),
         ]
@@ -123,6 +125,17 @@ class RewardApp:
 
     async def metrics(self, http: Request) -> Response:
         return self._refusal(http) or Response(generate_latest(self._metrics), media_type="text/plain; version=0.0.4")
+
+    async def trace(self, http: Request) -> Response:
+        """{"record": true}, then {"record": false}: what the workers did in between."""
+        if refusal := self._refusal(http):
+            return refusal
+        try:
+            said = tracing.answer(json.loads(await http.body()), self.name)
+        except ValueError as error:
+            return JSONResponse({"error": str(error)}, 400)
+        workers = [(w.process.pid, f"reward worker {n}") for n, p in self.service.pools.items() for w in p.workers]
+        return JSONResponse({**said, "others": workers})
 
     async def score(self, http: Request) -> Response:
         if refusal := self._refusal(http):
@@ -225,7 +238,7 @@ async def serve(args: argparse.Namespace) -> int:
         args.unsafe_no_sandbox,
     )
     service = RewardService(specs, registry)
-    app = RewardApp(service, token)
+    app = RewardApp(service, token, args.endpoint_file.stem if args.endpoint_file else "rewards")
     config = uvicorn.Config(
         app.asgi,
         lifespan="off",

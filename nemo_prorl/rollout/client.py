@@ -22,6 +22,7 @@ import aiohttp
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DeadlineExceeded, EngineFailure, EngineRefused
 from nemo_prorl.rollout.engine_sleep import HELD_SUFFIX, HOLD_FILE
+from nemo_prorl.rollout.load import Load
 
 _log = logging.getLogger(__name__)
 
@@ -215,6 +216,7 @@ class EnginePool:
 
     def __init__(self, endpoints: str | Path, token: str, engines: int = 1, max_in_flight: int = 512) -> None:
         self.endpoints, self.engines, self.max_in_flight = Path(endpoints), engines, max_in_flight
+        self.load = Load(engines)
         self.current: tuple[str, int] | None = None  # the published file and its version
         self.hold = self.endpoints / HOLD_FILE
         self.wake_failures: dict[str, str] = {}  # of the last publication: engine, what it said
@@ -333,6 +335,7 @@ class EnginePool:
                 slot = self._best(self._scan(_SCAN_S), responses) or self._best(self._scan(_POLL_S), responses)
                 if slot is not None:
                     slot.in_flight += responses
+                    self.load.changed(slot.name, responses)
                     return slot
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_POLL_S):
@@ -350,6 +353,7 @@ class EnginePool:
 
     def _free(self, slot: _Slot, responses: int) -> None:
         slot.in_flight -= responses
+        self.load.changed(slot.name, -responses)
         self._freed.set()
 
     async def _bring_up_to_date(self, slot: _Slot, deadline: Deadline) -> None:

@@ -18,6 +18,8 @@ POST /weights {"path": FILE, "version": 3, "wait_s": 60}
 POST /sleep {"level": 2, "wait_s": 60}, POST /wake {"parts": ["weights"]}
     Gives the device's memory away once no response is in flight, and takes it back, all of it or part by part
     (`engine_sleep`).  While any part sleeps, and after level 2 until weights are loaded, /generate answers 409.
+POST /trace {"record": true} or {"record": false}
+    Records each response and each load of weights, until it is told to stop: then it answers with them.
 GET /health
     200 with version, work in flight and processes; 503 if the engine core is dead or does not answer.
 
@@ -62,7 +64,9 @@ from nemo_prorl.rollout.engine_sleep import (  # noqa: E402
     wait_while_held,
     when_idle,
 )
+from nemo_prorl.rollout.engine_trace import EngineTrace  # noqa: E402
 from nemo_prorl.rollout.engine_weights import Shapes, UnfitWeights, check_fits, shapes_of_model  # noqa: E402
+from nemo_prorl.tracing import RECORDER  # noqa: E402
 
 _log = logging.getLogger("nemo_prorl.rollout.server")
 
@@ -83,9 +87,11 @@ class Server:
         weights_dir: str,
         health_s: float,
         sleep: EngineSleep | None = None,
+        name: str = "engine",
     ) -> None:
         self.engine, self.limits, self.shapes = engine, limits, shapes
         self.sleeping = sleep or EngineSleep(engine, enabled=False, frees_memory=False)
+        self.trace = EngineTrace(engine, name)
         self.weights_dir, self.health_s = weights_dir, health_s
         self.version = UNPUBLISHED
         self.worker_pids: list[int] = []
@@ -212,6 +218,7 @@ class Server:
             self.updating_since = 0.0
             self.sleeping.loaded()
             self._open_if_awake()
+        RECORDER.add(f"load weights {request.version}", "weights", began, time.monotonic())
         return JSONResponse({"weight_version": request.version, "seconds": round(time.monotonic() - began, 4)})
 
     async def _load(self, path: str, version: int) -> None:
@@ -332,6 +339,8 @@ def make_app(lifespan: Any) -> Any:
             if request.url.path == "/health":
                 return await server.health()
             body = await request.json()
+            if request.url.path == "/trace":
+                return JSONResponse(server.trace.record(body))
             return await getattr(server, request.url.path[1:])(body)  # of the routes below only
         except (BadRequest, UnfitWeights) as error:
             return JSONResponse({"error": str(error)}, status_code=400)
@@ -339,8 +348,10 @@ def make_app(lifespan: Any) -> Any:
             return JSONResponse({"error": str(error)}, status_code=409)
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             return JSONResponse({"error": f"the body is not JSON: {error}"}, status_code=400)
+        except ValueError as error:  # /trace
+            return JSONResponse({"error": str(error)}, status_code=400)
 
-    routes = [Route(path, call, methods=["POST"]) for path in ("/generate", "/weights", "/sleep", "/wake")]
+    routes = [Route(path, call, methods=["POST"]) for path in ("/generate", "/weights", "/sleep", "/wake", "/trace")]
     app = Starlette(routes=[*routes, Route("/health", call)], lifespan=lifespan)
     return app
 
@@ -502,7 +513,8 @@ def serve(args: argparse.Namespace, token: str, shapes: Shapes, guard: Guard) ->
         engine = make_engine(args)
         limits = limits_of(engine.model_config.hf_config, args.max_model_len)
         sleep = EngineSleep(engine, args.sleep, frees_memory=not is_cpu_build())
-        server = app.state.server = Server(engine, limits, shapes, args.weights_dir, args.health_s, sleep)
+        name = f"engine-{args.index}"
+        server = app.state.server = Server(engine, limits, shapes, args.weights_dir, args.health_s, sleep, name)
         await server.start()
         watch = asyncio.ensure_future(leave_with(engine, guard))
         if args.endpoint_file:

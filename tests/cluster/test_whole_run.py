@@ -17,6 +17,7 @@ from tests.background import Background
 from tests.cluster.conftest import unless_there_is_no_slurm
 from tests.cluster.emulated import Ended, cluster
 from tests.cluster.whole import STEPS, recorded, run_on_nodes, saved_tensors
+from tests.test_formats import against
 from tests.whole_runs import Job, events_of, metrics_of, without_time
 
 pytestmark = [pytest.mark.nemo, pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -52,6 +53,17 @@ def assert_same_maths(one: Path, other: Path, steps: int = STEPS) -> None:
 
 def test_four_nodes_do_what_one_does(undisturbed: Path, on_four_nodes: Path) -> None:
     assert_same_maths(undisturbed, on_four_nodes)
+
+
+def test_a_timeline_has_the_processes_of_all_nodes(on_four_nodes: Path) -> None:
+    trace = json.loads((on_four_nodes / "traces" / f"step-{STEPS}.json").read_text())
+    assert not against("trace", trace)
+    assert not trace["otherData"]["missing"]
+    wanted = {f"{kind}-{k}" for kind in ("trainer", "engine", "rewards") for k in range(4)}
+    assert wanted <= set(trace["otherData"]["processes"])
+    begins = [e["ts"] for e in trace["traceEvents"] if e["name"] == "updates"]
+    assert len(begins) == 4
+    assert max(begins) - min(begins) < 1e6  # the ranks go in step
 
 
 def test_engines_and_reward_servers_are_on_every_node(on_four_nodes: Path) -> None:

@@ -22,6 +22,7 @@ def run_on_nodes(undisturbed: Path, name: str, nodes: int, *overrides: str) -> P
     words = [f"--nodes={nodes}", "--gpus-per-node=0", "--mem=0", f"--output={run}.log"]
     words += ["slurm/stage.sbatch", "none", "cluster=slurm_dev", f"run_dir={run}", *SMALL]
     words += [f"trainer.num_nodes={nodes}", f"rollout.engines={nodes}", f"trainer.grpo.max_steps={STEPS}"]
+    words += [f"trainer.trace_steps=[{STEPS}]"]
     words += [f"pretrained_checkpoint.restore_from_path={undisturbed / 'base'}", "trainer.warmup.steps=0"]
     with cluster(nodes=nodes) as slurm:
         job = slurm.sbatch(*words, *overrides, env={"OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]})

@@ -67,10 +67,24 @@ def test_the_server_end_to_end(plugins: Path, start_server: StartServer) -> None
     assert http(server, "/v1/score", [request_of("echo", "1")] * 51)[0] == 429
     assert http(server, "/v1/score", [request_of("echo", "1")] * 50)[0] == 200
 
+    # What the workers do is recorded between two requests, and only then.
+    assert http(server, "/v1/trace", {"record": True}, token=None)[0] == 401
+    assert http(server, "/v1/trace", {"record": "yes"})[0] == 400
+    assert http(server, "/v1/trace", {"record": True})[0] == 200
+    assert http(server, "/v1/score", [request_of("echo", "1", f"t{k}") for k in range(9)])[0] == 200
+    status, part = http(server, "/v1/trace", {"record": False})
+    assert (status, sorted(s["args"]["id"] for s in part["spans"])) == (200, [f"t{k}" for k in range(9)])
+    assert {(s["name"], s["cat"], s["process"]) for s in part["spans"]} == {
+        ("echo", "judgements", "reward worker echo")
+    }
+    assert all(s["begin"] <= s["end"] <= part["clock"] for s in part["spans"])
+    assert {name for _, name in part["others"]} == {"reward worker echo", "reward worker odd"}
+    assert http(server, "/v1/trace", {"record": False})[1]["spans"] == []
+
     status, text = http(server, "/metrics")
     assert 'prorl_reward_verdicts_total{outcome="invalid",plugin="odd"} 1.0' in text
-    assert 'prorl_reward_verdicts_total{outcome="judged",plugin="echo"} 53.0' in text
-    assert 'prorl_reward_seconds_count{plugin="echo"} 53.0' in text
+    assert 'prorl_reward_verdicts_total{outcome="judged",plugin="echo"} 62.0' in text
+    assert 'prorl_reward_seconds_count{plugin="echo"} 62.0' in text
     assert 'prorl_reward_workers{plugin="echo"} 1.0' in text
 
 

@@ -220,6 +220,24 @@ def test_responses_come_the_moment_they_end_and_include_the_stop_token(engine: E
     assert [r.index for r in responses] != sorted(r.index for r in responses)
 
 
+def test_responses_and_weight_loads_are_recorded_when_asked(engine: EngineProcess, models: dict[str, Path]) -> None:
+    assert http(engine, "POST", "/trace", {"record": 1})[0] == 400
+    sampled = SamplingParams(temperature=1.2, max_tokens=8, stop_token_ids=())
+    before = asyncio.run(with_client(engine, lambda c: ask(c, SHORT[0], (1, 2, 3), sampled)))
+    assert http(engine, "POST", "/trace", {"record": True})[0] == 200
+    recorded = asyncio.run(with_client(engine, lambda c: ask(c, SHORT[0], (1, 2, 3), sampled)))
+    load(engine, published(engine, models["tied0"], 7), 7)
+    status, part = http(engine, "POST", "/trace", {"record": False})
+    assert status == 200
+    assert [(s["name"], s["args"].get("tokens")) for s in part["spans"]] == [("response", 8)] * 3 + [
+        ("load weights 7", None)
+    ]
+    assert all(s["begin"] <= s["end"] <= part["clock"] for s in part["spans"])
+    assert same(recorded, before)  # the recorder changes nothing
+    asyncio.run(with_client(engine, lambda c: ask(c, SHORT[0], (1,), sampled)))
+    assert http(engine, "POST", "/trace", {"record": False})[1]["spans"] == []
+
+
 @pytest.mark.parametrize(("method", "path"), [("GET", "/health"), ("POST", "/generate"), ("POST", "/weights")])
 def test_every_request_needs_the_token(engine: EngineProcess, method: str, path: str) -> None:
     for token in (None, "", TOKEN[:-1], TOKEN + "x"):

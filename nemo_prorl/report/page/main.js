@@ -162,12 +162,13 @@ class Report {
   }
 
   showPhases() {
-    const { names, seconds } = this.curve.phases;
+    const { names, seconds, bottleneck, steps } = this.curve.phases;
     const whole = seconds.reduce((sum, value) => sum + value, 0);
     if (!whole) { this.phases.replaceChildren(); return; }
     const bar = (share) => el("span", { class: "bar", "aria-hidden": "true", style: `width: ${(140 * share).toFixed(0)}px` });
     const rows = names.map((name, k) => [{ text: name, head: true }, numeric(duration(seconds[k])), numeric(percent(seconds[k] / whole)), { text: bar(seconds[k] / whole) }]);
-    this.phases.replaceChildren(table("All steps together, and checkpoints of finished runs", ["phase", numeric("time"), numeric("share"), ""], rows));
+    const sums = table("All steps together, and checkpoints of finished runs", ["phase", numeric("time"), numeric("share"), ""], rows);
+    this.phases.replaceChildren(sums, bottleneck ? el("p", {}, `The last ${steps === 1 ? "step" : `${steps} steps`}: ${bottleneck}.`) : "");
   }
 
   showEvents() {

@@ -1,0 +1,324 @@
+"""A training step of this project beside one of TRL's GRPOTrainer: seconds, tokens/s, memory, and reward by the clock.
+
+    python3.11 setup/environments.py --only trl                   makes .venv/trl (1.6 GB, about a minute); first
+    .venv/train/bin/python benchmarks/versus_trl.py               both workloads and the learning curves (35 min)
+    ... --workloads short --steps 1 --rounds 1 --learn-s 0        less
+
+The same random Qwen2 of 0.9 million parameters, the same prompts (two-term chain_sum), the same rewards (our puzzles
+plugin), 48 prompts x 16 responses, 4 updates a step, the same learning rate, clipping, temperature and KL, the same
+cores.  Blocks of steps alternate; the first step of a block warms caches and does not count.  A step's time is that
+between the ends of two steps by the clock, with all that lies between.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from machine import describe
+
+ROOT = Path(__file__).resolve().parent.parent
+TRL_PYTHON = ROOT / ".venv" / "trl" / "bin" / "python"
+PROMPTS, SAMPLES, UPDATES, TEMPERATURE, KL = 48, 16, 4, 1.2, 1e-4
+TIMING_LR, LEARNING_LR = 1e-6, 2e-4  # the first keeps the lengths as they are
+CONTEXT_ROOM = 32  # tokens of the longest prompt
+WORKLOADS = {"short": 64, "long": 512}  # cap of a response in tokens
+# How TRL may generate on a CPU.  Its vLLM server mode sends weights over NCCL and refuses any device but CUDA
+# (trl/generation/vllm_client.py), and vLLM in its process wants a vLLM up to 0.31 for GPUs.
+TRL_OPTIONS: dict[str, dict[str, Any]] = {
+    "generate": {},
+    "static": {"cache_implementation": "static"},
+    "continuous": {"use_transformers_continuous_batching": True},
+}
+# The stop token is drawn about once in 82 tokens, whatever stands before it; a random model would draw each of its 320
+# words alike.  Every embedding has EMBED in its first place, no layer writes there, and of the output weight only the
+# stop token's row reads it, with STOP.
+EMBED, STOP = 0.5, 3.7
+PHASES = ("publish", "rollout", "logprobs", "advantages", "updates")
+
+
+@dataclass
+class Block:
+    """Some steps of one side: seconds, tokens, reward and parts of each; the highest memory of all its processes."""
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    peak_mb: float = 0.0
+    start_s: float = 0.0  # from the command to the end of the first step
+
+
+class Memory(threading.Thread):
+    """The highest proportional set size of a process and all that it started, in MB, looked at twice a second."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self._process, self.peak_mb, self._over = psutil.Process(pid), 0.0, threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self._over.wait(0.5):
+            total = 0
+            try:
+                for process in [self._process, *self._process.children(recursive=True)]:
+                    try:
+                        total += process.memory_full_info().pss
+                    except psutil.Error:
+                        continue
+            except psutil.Error:
+                return
+            self.peak_mb = max(self.peak_mb, total / 2**20)
+
+    def close(self) -> float:
+        self._over.set()
+        self.join()
+        return self.peak_mb
+
+
+def make_problems(folder: Path, count: int = 4000) -> Path:
+    """A file of prompt records, and beside it the held-out ones of the laptop job's source."""
+    from nemo_prorl.config import DataSource
+    from nemo_prorl.data.generators import generate
+
+    options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+    source = DataSource(name="chain_sum", generator="reasoning_gym:chain_sum", options=options, size=count)
+    path = folder / "chain_sum.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in generate(source)))
+    return path
+
+
+def make_model(folder: Path, records: Path) -> Path:
+    """A random model whose responses end as often as the workloads ask for."""
+    import torch
+    from omegaconf import OmegaConf
+    from safetensors.torch import load_file, save_file
+
+    from nemo_prorl.data.laptop_model import EOS, SPECIAL, build_base_model
+
+    prompts = [json.loads(line)["prompt"] for line in records.read_text().splitlines()]
+    build_base_model(folder, OmegaConf.load(ROOT / "conf" / "model" / "laptop.yaml").model, 1, prompts)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][:, 0] = EMBED
+    weights["lm_head.weight"][:, 0] = 0.0
+    weights["lm_head.weight"][SPECIAL.index(EOS)] = 0.0
+    weights["lm_head.weight"][SPECIAL.index(EOS), 0] = STOP
+    for name in weights:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name][0] = 0.0
+    save_file({name: torch.clone(w) for name, w in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def overrides(folder: Path, model: Path, records: Path, cap: int, threads: int) -> list[str]:
+    """This project's side: the laptop job on that model and these prompts, without validation and checkpoints."""
+    return [
+        f"run_dir={folder}",
+        f"pretrained_checkpoint.restore_from_path={model}",
+        f"data.train=[{{name: chain_sum, path: {records}}}]",
+        "data.validation=[]",
+        "trainer.warmup.steps=0",
+        f"trainer.grpo.prompts_per_step={PROMPTS}",
+        f"trainer.grpo.samples_per_prompt={SAMPLES}",
+        f"trainer.grpo.updates_per_step={UPDATES}",
+        f"trainer.grpo.context_tokens={cap + CONTEXT_ROOM}",
+        f"trainer.grpo.max_response_tokens={cap}",
+        f"trainer.grpo.temperature={TEMPERATURE}",
+        f"trainer.grpo.kl_coef={KL}",
+        "trainer.grpo.clip_low=0.2",
+        "trainer.grpo.clip_high=0.4",
+        "trainer.grpo.save_rollout_groups=0",
+        "trainer.grpo.checkpoint_every=100000",
+        "trainer.grpo.keep_best=0",
+        f"rollout.threads={threads}",
+        f"rollout.max_num_seqs={PROMPTS * SAMPLES}",
+        f"rollout.kv_cache_mb={512 if cap > 100 else 256}",
+    ]
+
+
+def run_prorl(words: Sequence[str], steps: int | None, limit_s: float = 0.0) -> Block:
+    """Runs `prorl train` for so many steps, or so many seconds after its first rollout began, and times each step."""
+    folder = Path(words[0].split("=", 1)[1])
+    command = [str(Path(sys.executable).with_name("prorl")), "train", *words]
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [*command, f"trainer.grpo.max_steps={steps or 100000}"],
+        stdout=subprocess.DEVNULL,
+        stderr=sys.stderr,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    memory, block, ends, metrics = Memory(process.pid), Block(), [0.0], folder / "metrics.jsonl"
+    stopped = False
+    while process.poll() is None:
+        lines = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
+        now = time.monotonic()
+        for line in lines[len(block.steps) :]:
+            if not line.endswith("\n"):
+                break
+            m = json.loads(line)
+            parts = {phase: m.get(f"time/{phase}", 0.0) for phase in PHASES}
+            seconds = now - ends[-1] if block.steps else m["time/step"]
+            row = {"seconds": seconds, "tokens": m["rollout/generated_tokens"], "reward": m["reward/all"]}
+            block.steps.append({**row, "truncated": m["rollout/truncated"], "parts": parts})
+            block.start_s = block.start_s or now - began - seconds
+            ends.append(now)
+        if limit_s and not stopped and sum(s["seconds"] for s in block.steps) >= limit_s:
+            process.terminate()
+            stopped = True
+        time.sleep(0.01)
+    block.peak_mb = memory.close()
+    if process.returncode not in (0, 75):
+        raise SystemExit(f"prorl train ended with {process.returncode}; see {folder / 'logs'}")
+    return block
+
+
+def trl_job(model: Path, records: Path, cap: int, threads: int, steps: int, setting: str) -> dict[str, Any]:
+    """What benchmarks/versus_trl_trainer.py reads."""
+    return {
+        "model": str(model),
+        "records": str(records),
+        "prompts": PROMPTS,
+        "samples": SAMPLES,
+        "updates": UPDATES,
+        "max_tokens": cap,
+        "temperature": TEMPERATURE,
+        "kl_coef": KL,
+        "lr": TIMING_LR,
+        "steps": steps,
+        "threads": threads,
+        "seed": 1,
+        "options": TRL_OPTIONS[setting],
+    }
+
+
+def run_trl(folder: Path, job: dict[str, Any]) -> Block:
+    """Runs GRPOTrainer for the job's steps."""
+    folder.mkdir(parents=True)
+    (folder / "job.json").write_text(json.dumps(job))
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [str(TRL_PYTHON), str(Path(__file__).with_name("versus_trl_trainer.py")), str(folder / "job.json")],
+        stdout=subprocess.PIPE,
+        stderr=(folder / "log.txt").open("w"),
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": str(job["threads"]), "HF_HUB_OFFLINE": "1"},
+    )
+    memory, block = Memory(process.pid), Block()
+    assert process.stdout is not None
+    for line in process.stdout:
+        block.steps.append(json.loads(line))
+        block.start_s = block.start_s or time.monotonic() - began - block.steps[0]["seconds"]
+    block.peak_mb = memory.close()
+    if process.wait():
+        raise SystemExit(f"TRL ended with {process.returncode}:\n{(folder / 'log.txt').read_text()[-3000:]}")
+    return block
+
+
+def table(name: str, sides: dict[str, list[Block]]) -> list[str]:
+    """One workload: each side's counted steps, the ratio, and where the time goes."""
+    lines = [
+        "",
+        f"workload {name}: responses of at most {WORKLOADS[name]} tokens",
+        f"{'':10s} {'steps':>5s} {'s/step':>8s} {'min':>7s} {'max':>7s} {'tokens/s':>9s} {'mean length':>12s}"
+        f" {'cut off':>8s} {'peak MB':>8s} {'start s':>8s}",
+    ]
+    medians = {}
+    for side, blocks in sides.items():
+        steps = [step for block in blocks for step in block.steps[1:]]
+        seconds, tokens = [s["seconds"] for s in steps], sum(s["tokens"] for s in steps)
+        medians[side] = statistics.median(seconds)
+        lines.append(
+            f"{side:10s} {len(steps):5d} {medians[side]:8.2f} {min(seconds):7.2f} {max(seconds):7.2f}"
+            f" {tokens / sum(seconds):9.0f} {tokens / len(steps) / PROMPTS / SAMPLES:12.1f}"
+            f" {100 * statistics.mean(s['truncated'] for s in steps):6.1f} %"
+            f" {max(b.peak_mb for b in blocks):8.0f} {statistics.mean(b.start_s for b in blocks):8.1f}"
+        )
+    trl, ours = (medians[side] for side in sides)
+    lines += [f"median seconds a step, TRL : prorl = {trl / ours:.2f} : 1", "where the time goes, mean seconds a step:"]
+    for side, blocks in sides.items():
+        steps = [step for block in blocks for step in block.steps[1:]]
+        names = list(dict.fromkeys(part for step in steps for part in step["parts"]))
+        means = {part: statistics.mean(step["parts"].get(part, 0.0) for step in steps) for part in names}
+        means["other"] = statistics.mean(s["seconds"] for s in steps) - sum(means.values())
+        lines.append(f"  {side:8s} " + ", ".join(f"{part} {seconds:.2f}" for part, seconds in means.items()))
+    return lines
+
+
+def timed_workload(name: str, args: argparse.Namespace, folder: Path, model: Path, records: Path) -> list[str]:
+    """Blocks of both sides in turn."""
+    cap, sides = WORKLOADS[name], {"TRL": list[Block](), "prorl": list[Block]()}
+    for k in range(args.rounds):
+        job = trl_job(model, records, cap, args.threads, args.steps + 1, args.trl)
+        sides["TRL"].append(run_trl(folder / f"trl-{name}-{k}", job))
+        words = overrides(folder / f"prorl-{name}-{k}", model, records, cap, args.threads)
+        words += [f"model.optim.lr={TIMING_LR}", "trainer.grpo.dynamic_sampling.enabled=false", *args.overrides]
+        sides["prorl"].append(run_prorl(words, args.steps + 1))
+    return table(name, sides)
+
+
+def learning(args: argparse.Namespace, folder: Path, records: Path) -> list[str]:
+    """Mean reward of the responses of a step against seconds, from the same warmed-up model."""
+    base = folder / "warmup"
+    words = [w for w in overrides(base, folder, records, 16, args.threads) if "restore_from" not in w]
+    words = [w for w in words if not w.startswith("trainer.warmup")]
+    command = [str(Path(sys.executable).with_name("prorl")), "warmup", *words]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    job = trl_job(base / "base", records, 16, args.threads, 100000, args.trl)
+    trl = run_trl(folder / "trl-learn", {**job, "lr": LEARNING_LR, "limit_s": args.learn_s})
+    words = overrides(folder / "prorl-learn", base / "base", records, 16, args.threads)
+    ours = run_prorl([*words, f"model.optim.lr={LEARNING_LR}", *args.overrides], None, args.learn_s)
+    marks = [args.learn_s * k / 6 for k in range(7)]
+    lines = ["", "reward on two-term chain_sum (responses of at most 16 tokens), mean over the steps that end within"]
+    lines += ["each sixth of the time; prorl with dynamic sampling, its mean is of all responses, dropped ones too"]
+    lines.append(f"{'':8s} {'steps':>5s} " + " ".join(f"{high:6.0f} s" for high in marks[1:]))
+    for side, block in (("TRL", trl), ("prorl", ours)):
+        at, rewards = 0.0, [list[float]() for _ in marks[1:]]
+        for step in block.steps:
+            at += step["seconds"]
+            rewards[min(5, int(6 * at / args.learn_s))].append(step["reward"])
+        means = " ".join(f"{statistics.mean(r):8.3f}" if r else f"{'-':>8s}" for r in rewards)
+        lines.append(f"{side:8s} {len(block.steps):5d} {means}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="*", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--steps", type=int, default=3, help="counted steps of a block")
+    parser.add_argument("--rounds", type=int, default=2, help="blocks of each side")
+    parser.add_argument("--learn-s", type=float, default=240.0, help="seconds of learning on each side; 0: none")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="on both sides")
+    parser.add_argument("--trl", choices=list(TRL_OPTIONS), default="generate", help="how TRL generates")
+    parser.add_argument("overrides", nargs="*", help="of prorl")
+    args = parser.parse_args()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])  # of all that is started here
+    if not TRL_PYTHON.exists():
+        raise SystemExit(f"{TRL_PYTHON} is not there; python3.11 setup/environments.py --only trl makes it")
+    versions = "import trl, transformers, torch; print(trl.__version__, transformers.__version__, torch.__version__)"
+    said = subprocess.run([str(TRL_PYTHON), "-c", versions], capture_output=True, text=True, check=True).stdout.split()
+    lines = [
+        describe(),
+        f"TRL {said[0]}, transformers {said[1]}, torch {said[2]}; {args.threads} threads on both sides;",
+    ]
+    lines[-1] += f" TRL generates by: {args.trl} {args.overrides or ''}".rstrip()
+    sys.stdout.write("\n".join(lines) + "\n")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        records = make_problems(folder)
+        model = make_model(folder / "model", records)
+        for workload in args.workloads:
+            sys.stdout.write("\n".join(timed_workload(workload, args, folder, model, records)) + "\n")
+            sys.stdout.flush()
+        if args.learn_s:
+            sys.stdout.write("\n".join(learning(args, folder, records)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""TRL's side of benchmarks/versus_trl.py, in TRL's environment: GRPOTrainer over a file of prompt records.
+
+The first argument is a JSON file (see `versus_trl.trl_job`).  Standard output: a JSON object for each rollout step,
+that is `updates` optimizer steps: `seconds` by the clock since the step before, `tokens` generated, `reward`, and the
+seconds of its parts.  Rewards come from this project's own plugin, called in this process.
+"""
+
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "reward_plugins" / "puzzles")]
+
+from prorl_reward_puzzles.plugin import PuzzlesReward  # noqa: E402
+
+from nemo_prorl.rewards.interface import RewardRequest, judge  # noqa: E402
+
+PARTS = {
+    "_generate_single_turn": "generate",
+    "_calculate_rewards": "rewards",
+    "_get_per_token_logps_and_entropies": "logprobs",  # of the policy and the reference, before the updates
+    "training_step": "updates",
+}
+
+
+def timed(trainer: Any, spent: dict[str, float]) -> None:
+    """Counts the seconds of the trainer's parts.  What runs inside another part counts there only."""
+    inside: list[float] = []
+
+    def wrap(method: str, part: str) -> None:
+        original = getattr(trainer, method)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.monotonic()
+            inside.append(0.0)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                seconds = time.monotonic() - began
+                own = seconds - inside.pop()
+                if part == "logprobs" and sys._getframe(1).f_code.co_name == "_compute_loss":
+                    spent["updates"] += own  # the forward pass of an update
+                else:
+                    spent[part] += own
+                if inside:
+                    inside[-1] += seconds
+
+        setattr(trainer, method, call)
+
+    for method, part in PARTS.items():
+        wrap(method, part)
+
+
+def arguments(cfg: dict[str, Any], folder: str) -> Any:
+    """GRPOConfig with this project's settings as far as TRL has them, and nothing that costs time beside."""
+    from trl import GRPOConfig  # type: ignore[import-not-found]
+
+    rows = cfg["prompts"] * cfg["samples"] // cfg["updates"]
+    return GRPOConfig(
+        output_dir=folder,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        dataloader_num_workers=0,
+        seed=cfg["seed"],
+        max_steps=cfg["steps"] * cfg["updates"],
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=1,
+        steps_per_generation=cfg["updates"],
+        num_iterations=1,
+        num_generations=cfg["samples"],
+        max_completion_length=cfg["max_tokens"],
+        temperature=cfg["temperature"],
+        top_p=1.0,
+        top_k=0,
+        learning_rate=cfg["lr"],
+        lr_scheduler_type="constant",
+        optim="adamw_torch",
+        weight_decay=0.01,
+        max_grad_norm=1.0,
+        beta=cfg["kl_coef"],
+        epsilon=0.2,
+        epsilon_high=0.4,
+        loss_type="dapo",  # one denominator, the tokens of the whole update
+        scale_rewards="group",
+        **cfg["options"],
+    )
+
+
+def main() -> None:
+    cfg = json.loads(Path(sys.argv[1]).read_text())
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # TRL prints
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOTrainer
+
+    torch.set_num_threads(cfg["threads"])
+    records = [json.loads(line) for line in Path(cfg["records"]).read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(cfg["model"])
+    model = AutoModelForCausalLM.from_pretrained(cfg["model"], dtype=torch.float32)
+    plugin = PuzzlesReward()
+    plugin.prepare()
+    spent: dict[str, float] = defaultdict(float)
+    step: dict[str, Any] = {"tokens": 0, "rewards": [], "truncated": 0, "began": time.monotonic()}
+
+    def reward(prompts: Any, completions: list[str], completion_ids: Any, record: list[str], **_: Any) -> list[float]:
+        scores = []
+        for text, ids, line in zip(completions, completion_ids, record, strict=True):
+            finished = int(ids[-1]) == tokenizer.eos_token_id
+            request = RewardRequest.from_json({**json.loads(line), "response": text, "finished": finished})
+            scores.append(float(judge(plugin, request)["score"]))
+            step["tokens"] += len(ids)
+            step["truncated"] += not finished
+        step["rewards"] += scores
+        return scores
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step % cfg["updates"]:
+                return
+            now = time.monotonic()
+            line = {
+                "seconds": now - step["began"],
+                "tokens": step["tokens"],
+                "reward": sum(step["rewards"]) / len(step["rewards"]),
+                "truncated": step["truncated"] / len(step["rewards"]),
+                "parts": dict(spent),
+            }
+            out.write(json.dumps(line) + "\n")
+            spent.clear()
+            step.update(tokens=0, rewards=[], truncated=0, began=now)
+            if cfg.get("limit_s") and now - started >= cfg["limit_s"]:
+                control.should_training_stop = True
+
+    dataset = Dataset.from_list([{"prompt": r["prompt"], "record": json.dumps(r)} for r in records])
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=arguments(cfg, str(Path(sys.argv[1]).parent)),
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        callbacks=[Clock()],
+    )
+    timed(trainer, spent)
+    started = step["began"] = time.monotonic()
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()

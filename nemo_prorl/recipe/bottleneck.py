@@ -1,0 +1,40 @@
+"""What held a step up, in words, from its line of metrics.jsonl."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_ABSURD = 1e12  # seconds, or nan
+_WELL = 0.15  # engines that are idle for less than this share of a step set its pace
+_TRAINER = {
+    "logprobs": "the trainer computes log-probabilities",
+    "advantages": "the trainer computes advantages",
+    "updates": "the trainer makes its updates",
+    "publish": "the weights are published",
+}
+
+
+def bottleneck(steps: Sequence[Mapping[str, Any]]) -> str | None:
+    """One sentence on these steps together; None where their lines do not say enough.  Validation is left out."""
+    steps = [m for m in steps if number(m, "time/step") and m.get("time/rollout/idle_s") is not None]
+    seconds = sum(number(m, "time/step") - number(m, "time/validate") for m in steps)
+    if seconds <= 0.0:
+        return None
+    rollout = sum(number(m, "time/rollout") for m in steps)
+    idle = (seconds - rollout + sum(number(m, "time/rollout/idle_s") for m in steps)) / seconds
+    if idle < _WELL:
+        return f"engines busy {100 * (1 - idle):.0f} %: generation sets the pace"
+    causes = {text: sum(number(m, f"time/{phase}") for m in steps) for phase, text in _TRAINER.items()}
+    left = sum(number(m, "time/rollout/tail_responses") for m in steps) / len(steps)
+    asked = sum(number(m, "time/rollout/responses") for m in steps) / len(steps)
+    causes[f"waiting for the last {left:.0f} of {asked:.0f} responses"] = sum(
+        number(m, "time/rollout/tail_s") for m in steps
+    )
+    causes["waiting for rewards"] = sum(number(m, "time/rollout/reward_wait_s") for m in steps)
+    cause, longest = max(causes.items(), key=lambda one: one[1])
+    return f"engines idle {100 * idle:.0f} %: {cause} ({100 * longest / seconds:.0f} % of the step)"
+
+
+def number(metrics: Mapping[str, Any], key: str) -> float:
+    """A metric, 0 where it is absent or was not finite."""
+    value = metrics.get(key)
+    return float(value) if isinstance(value, int | float) and abs(value) < _ABSURD else 0.0

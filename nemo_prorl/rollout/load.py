@@ -1,0 +1,53 @@
+"""How well a rollout filled the engines: responses open over time, and the tail in which few are left."""
+
+import time
+
+TAIL_SHARE = 0.05  # of the most responses open at once: from where it stays at or below this, the rest is the tail
+
+
+class Load:
+    """Responses open at all engines, noted whenever their number changes.
+
+    `begin` starts a measurement, `end` gives it: numbers for metrics.jsonl under `time/rollout/`.
+    """
+
+    def __init__(self, engines: int) -> None:
+        self._engines = engines
+        self._open: dict[str, int] = {}  # by engine
+        self._total, self._asked = 0, 0
+        self._seen: list[tuple[float, int, int]] = []  # time, responses open, engines with one
+        self._began: float | None = None
+
+    def changed(self, engine: str, by: int) -> None:
+        """So many more responses are open at this engine."""
+        self._open[engine] = self._open.get(engine, 0) + by
+        self._total += by
+        if self._began is not None:
+            self._asked += max(0, by)
+            self._seen.append((time.monotonic(), self._total, sum(map(bool, self._open.values()))))
+
+    def begin(self) -> None:
+        self._asked, self._began = self._total, time.monotonic()
+        self._seen = [(self._began, self._total, sum(map(bool, self._open.values())))]
+
+    def end(self) -> dict[str, float]:
+        """`responses` asked for; `tail_s` and `tail_responses`, the tail's length and how many it waited for; `idle_s`:
+        seconds without work, mean over the engines; in the tail by how far they are from what they once held."""
+        assert self._began is not None, "begin was not called"
+        began, over, self._began = self._began, time.monotonic(), None
+        most = max(total for _, total, _ in self._seen)
+        few = max(1, int(TAIL_SHARE * most))
+        last = max((at for at, total, _ in self._seen if total), default=began)  # the change before the last end
+        ended = next((at for at, total, _ in self._seen if at >= last and not total), over)
+        full = max((k for k, (_, total, _) in enumerate(self._seen) if total > few), default=-1) + 1
+        tail_at = self._seen[full][0] if most > few and full < len(self._seen) else ended
+        idle = 0.0
+        for (at, total, busy), (until, _, _) in zip(self._seen, [*self._seen[1:], (over, 0, 0)], strict=True):
+            used = total / most if at >= tail_at and most else busy / max(1, self._engines)
+            idle += (until - at) * (1.0 - min(1.0, used))
+        return {
+            "responses": float(self._asked),
+            "tail_s": max(0.0, ended - tail_at),
+            "tail_responses": float(self._seen[full][1]) if ended > tail_at else 0.0,
+            "idle_s": min(idle, over - began),
+        }

@@ -1,0 +1,151 @@
+"""The timeline of a step: what all processes of the run did, in RUN/traces/step-N.json (`nemo_prorl.tracing`).
+
+Rank 0 asks engines and reward servers, which answer with their own spans; other ranks leave theirs in a file.  The
+parts are put together in a thread while the run goes on.  A process that does not answer in time is named in the trace.
+"""
+
+import http.client
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from nemo_prorl.deadlines import Deadline
+from nemo_prorl.errors import DeadlineExceeded
+from nemo_prorl.tracing import RECORDER, timeline
+
+_log = logging.getLogger(__name__)
+
+_BEGIN_S, _END_S = 2.0, 10.0  # in which a service must take note; in which all parts must be there
+_PATHS = {"engine": "/trace", "rewards": "/v1/trace"}
+
+
+class StepTraces:
+    """One a rank.  `services`: how many engines and reward servers there are when all are well."""
+
+    def __init__(self, run_dir: Path, steps: Sequence[int], rank: int, ranks: int, services: dict[str, int]) -> None:
+        self._dir, self._steps, self._rank, self._ranks = run_dir, frozenset(steps), rank, ranks
+        self._services = services
+        self._merging: threading.Thread | None = None
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Records what happens inside, if this step is to be traced."""
+        if step not in self._steps:
+            yield
+            return
+        folder = self._dir / "traces" / f"step-{step}.parts"
+        missing: dict[str, str] = {}
+        if self._rank == 0:
+            self.close()  # the step before may be one too, and its parts are still asked for
+            shutil.rmtree(folder, ignore_errors=True)  # of a start that was killed
+            _, missing = self._ask(True, _BEGIN_S)
+        began = time.monotonic()
+        RECORDER.start(f"trainer-{self._rank}")
+        try:
+            yield
+        except BaseException:  # the run may end now
+            self._end(step, folder, (began, time.monotonic()), missing)
+            self.close()
+            raise
+        self._end(step, folder, (began, time.monotonic()), missing)
+
+    def close(self) -> None:
+        """Waits for the last trace to be written; it has its own deadline."""
+        if self._merging is not None:
+            self._merging.join(3 * _END_S)
+
+    def _end(self, step: int, folder: Path, window: tuple[float, float], missing: dict[str, str]) -> None:
+        RECORDER.add(f"step {step}", "step", *window)
+        part = RECORDER.stop()
+        if self._rank > 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            _write(folder / f"trainer-{self._rank}.json", part)
+            return
+        self.close()
+        arguments = (step, folder, window, part, missing)
+        self._merging = threading.Thread(target=self._merge, args=arguments, name="trace", daemon=True)
+        self._merging.start()
+
+    def _merge(
+        self, step: int, folder: Path, window: tuple[float, float], own: dict[str, Any], missing: dict[str, str]
+    ) -> None:
+        """Writes the trace of what there is within the deadline."""
+        try:
+            deadline = Deadline(_END_S, f"the parts of the trace of step {step}")
+            answered, unanswered = self._ask(False, deadline.remaining)
+            parts, late = self._parts_of_ranks(folder, deadline)
+            offsets = {part["boot"]: part["wall_offset"] for part in answered}
+            for part in parts:  # of the services on its node, which were asked
+                part["wall_offset"] = offsets.get(part["boot"], 0.0)
+            path = self._dir / "traces" / f"step-{step}.json"
+            path.parent.mkdir(exist_ok=True)
+            _write(path, timeline(step, window, [own, *parts, *answered], {**missing, **unanswered, **late}))
+            shutil.rmtree(folder, ignore_errors=True)
+            _log.info("step %d: its timeline is %s (open it at ui.perfetto.dev)", step, path)
+        except Exception:  # a trace is no reason to lose a run
+            _log.exception("step %d: its timeline could not be written", step)
+
+    def _parts_of_ranks(self, folder: Path, deadline: Deadline) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        parts, late = [], {}
+        for rank in range(1, self._ranks):
+            file = folder / f"trainer-{rank}.json"
+            try:
+                deadline.wait_until(file.exists)
+                parts.append(json.loads(file.read_text()))
+            except (DeadlineExceeded, OSError, ValueError) as error:
+                late[f"trainer-{rank}"] = str(error)
+        return parts, late
+
+    def _ask(self, record: bool, seconds: float) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        """What the services answer, and which did not answer, with the reason."""
+        names = [f"{kind}-{k}" for kind, count in self._services.items() for k in range(count)]
+        token = (self._dir / "endpoints" / "token").read_text().strip()
+        answers, missing = [], {}
+        with ThreadPoolExecutor(max_workers=32) as pool:
+            asked = pool.map(partial(_ask_one, self._dir / "endpoints", token, record, seconds), names)
+            for name, said in zip(names, asked, strict=True):
+                if isinstance(said, str):
+                    missing[name] = said
+                else:
+                    answers.append(said)
+        return answers, missing
+
+
+def _ask_one(endpoints: Path, token: str, record: bool, seconds: float, name: str) -> dict[str, Any] | str:
+    """A service's answer with `wall_offset`, or why there is none."""
+    try:
+        endpoint = json.loads((endpoints / f"{name}.json").read_text())
+        address = urlsplit(endpoint["url"])
+        connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=seconds)
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        began = time.time()
+        connection.request("POST", _PATHS[endpoint["kind"]], json.dumps({"record": record}), headers)
+        reply = connection.getresponse()
+        text = reply.read()
+        ended = time.time()
+        connection.close()
+        if reply.status != 200:
+            return f"HTTP {reply.status}: {text[:200].decode(errors='replace')}"
+        said: dict[str, Any] = json.loads(text)
+        if "wall" in said:
+            said["wall_offset"] = said["wall"] - (began + ended) / 2
+        return said
+    except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _write(path: Path, value: Any) -> None:
+    """Whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(value, separators=(",", ":")) + "\n")
+    temporary.replace(path)

@@ -1,0 +1,121 @@
+"""The timeline of a step: spans, clocks and tracks; and what a step's bottleneck is called."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_prorl.recipe.bottleneck import bottleneck
+from nemo_prorl.rollout.load import Load
+from nemo_prorl.run_trace import StepTraces
+from nemo_prorl.tracing import Recorder, answer, lanes, timeline
+from tests.test_formats import against  # the schemas' own checker
+
+
+def part(process: str, *spans: tuple[str, float, float], pid: int = 1, **changed: Any) -> dict[str, Any]:
+    found = [{"name": n, "cat": "phase", "begin": b, "end": e, "args": {}} for n, b, e in spans]
+    whole = {"process": process, "pid": pid, "host": "here", "boot": "a", "clock": 100.0, "wall": 1000.0, "dropped": 0}
+    return {**whole, "spans": found, **changed}
+
+
+def spans_of(trace: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    return {e["name"]: (e["ts"], e["dur"]) for e in trace["traceEvents"] if e["ph"] == "X"}
+
+
+def test_nothing_is_kept_while_nothing_is_traced() -> None:
+    recorder = Recorder()
+    with recorder.span("a", "phase"):
+        pass
+    recorder.start("one")
+    with pytest.raises(KeyError), recorder.span("b", "phase", n=1):
+        raise KeyError
+    recorder.add("c", "phase", 5.0, 4.0)  # a clock that went back is no negative duration
+    told = recorder.stop()
+    assert [(s["name"], s["args"]) for s in told["spans"]] == [("b", {"n": 1}), ("c", {})]
+    assert told["spans"][1]["end"] == 5.0
+    recorder.start("again")
+    assert recorder.stop()["spans"] == []
+
+
+def test_what_overlaps_stands_in_lanes_of_its_own() -> None:
+    assert lanes([(0, 4), (1, 2), (2, 3), (2.5, 9), (4, 5)]) == [0, 1, 1, 2, 0]
+
+
+def test_a_timeline_has_one_clock() -> None:
+    """Of another boot: its wall clock is 2 s ahead, its monotonic clock began elsewhere; the same moment is 105."""
+    other = part("engine-0", ("r", 7.0, 8.0), pid=1, host="far", boot="b", clock=2.0, wall=1002.0, wall_offset=2.0)
+    trace = timeline(5, (104.0, 106.5), [part("trainer-0", ("updates", 104.5, 105.0), ("before", 1.0, 2.0)), other], {})
+    assert not against("trace", trace)
+    assert spans_of(trace) == {"updates": (500_000.0, 500_000.0), "r": (1_000_000.0, 1_000_000.0)}
+    assert trace["otherData"]["clock_offset_s"] == {"far": 2.0}
+    assert trace["otherData"]["processes"] == ["engine-0", "trainer-0"]
+    assert len({e["pid"] for e in trace["traceEvents"]}) == 2  # the same process number on two machines
+
+
+def test_a_service_says_what_a_wrong_request_should_be() -> None:
+    wrong: list[Any] = [None, {}, {"record": 1}, []]
+    for body in wrong:
+        with pytest.raises(ValueError, match='"record": true'):
+            answer(body, "engine-0")
+
+
+def test_what_is_missing_is_named_and_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_prorl.run_trace._END_S", 0.2)
+    (tmp_path / "endpoints").mkdir()
+    (tmp_path / "endpoints" / "token").write_text("t" * 16)
+    traces = StepTraces(tmp_path, [2], rank=0, ranks=2, services={"engine": 1})
+    for step in (1, 2):
+        with traces.step(step):
+            time.sleep(0.01)
+    traces.close()
+    (path,) = (tmp_path / "traces").iterdir()
+    assert path.name == "step-2.json"
+    told = json.loads(path.read_text())
+    assert not against("trace", told)
+    assert set(told["otherData"]["missing"]) == {"engine-0", "trainer-1"}
+    assert "step 2" in spans_of(told)
+
+
+def test_the_tail_of_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines with 50 responses each for 6 s; the last 2 of 100 take 4 s more, on one of them."""
+    now = [0.0]
+    monkeypatch.setattr("nemo_prorl.rollout.load.time.monotonic", lambda: now[0])
+    load = Load(2)
+    load.begin()
+    for engine in ("engine-0", "engine-1"):
+        load.changed(engine, 50)
+    now[0] = 6.0
+    for _ in range(50):
+        load.changed("engine-1", -1)
+    for _ in range(48):
+        load.changed("engine-0", -1)
+    now[0] = 10.0
+    load.changed("engine-0", -2)
+    now[0] = 11.0  # verdicts
+    told = load.end()
+    assert (told["responses"], told["tail_s"], told["tail_responses"]) == (100.0, 4.0, 5.0)
+    assert told["idle_s"] == pytest.approx(4 * 0.98 + 1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, "engines busy 90 %: generation sets the pace"),
+        ({"time/updates": 11.0}, "engines idle 55 %: the trainer makes its updates (55 % of the step)"),
+        (
+            {"time/rollout/idle_s": 3.0, "time/rollout/tail_s": 3.5},
+            "engines idle 40 %: waiting for the last 3 of 768 responses (35 % of the step)",
+        ),
+        ({"time/rollout/idle_s": 3.0, "time/rollout/reward_wait_s": 2.5}, "waiting for rewards (25 % of the step)"),
+        ({"time/rollout/idle_s": None}, None),
+    ],
+)
+def test_the_bottleneck_in_words(changed: dict[str, Any], said: str | None) -> None:
+    usual = {"time/rollout": 9.0, "time/updates": 1.0, "time/rollout/idle_s": 0.0, "time/rollout/tail_s": 0.0}
+    usual |= {"time/rollout/tail_responses": 3.0, "time/rollout/responses": 768.0}
+    m = usual | changed
+    seconds = m["time/rollout"] + m["time/updates"] + 5.0
+    told = bottleneck([m | {"time/step": seconds, "time/validate": 5.0}])
+    assert told is None if said is None else told is not None and told.endswith(said)

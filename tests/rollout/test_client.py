@@ -263,10 +263,10 @@ def test_the_responses_to_a_prompt_are_shared_out_and_what_one_engine_fails_anot
     async def work(folder: Path) -> None:
         fakes = [await Fake(folder, 0).start(), await Fake(folder, 1, (an_error_line,)).start()]
         pool = EnginePool(folder, "t", engines=2)
-        got = await pool.generate([5], range(10, 16), SAMPLING, Deadline(30, "a group"))
-        assert tokens(got) == [[seed, 2] for seed in range(10, 16)]
-        assert fakes[1].calls == [("generate", [13, 14, 15])]
-        assert fakes[0].calls == [("generate", [10, 11, 12]), ("generate", [13, 14, 15])]  # the other waits a moment
+        got = await pool.generate([5], range(10, 18), SAMPLING, Deadline(30, "a group"))
+        assert tokens(got) == [[seed, 2] for seed in range(10, 18)]
+        assert fakes[1].calls == [("generate", [14, 15, 16, 17])]
+        assert fakes[0].calls == [("generate", [10, 11, 12, 13]), ("generate", [14, 15, 16, 17])]  # the other must wait
         await pool.close()
         for fake in fakes:
             await fake.stop()

@@ -1,5 +1,6 @@
 """Which engine gets what, by hand; and the simulation, which fails where the decisions do."""
 
+import resource
 import sys
 from pathlib import Path
 
@@ -10,28 +11,42 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import simulate
 
 from nemo_prorl.rollout.scheduling import is_fresh, spread
+from nemo_prorl.run_services import allow_connections
 
 SIZE = simulate.Size(engines=16, prompts=32, samples=8, cap=16384)
 
 
 @pytest.mark.parametrize(
-    ("in_flight", "responses", "most", "shares"),
+    ("in_flight", "responses", "most", "part", "shares"),
     [
-        ([0, 0, 0], 7, 100, [3, 2, 2]),
-        ([5, 0, 2], 4, 100, [0, 3, 1]),
-        ([5, 0, 2], 12, 100, [2, 6, 4]),
-        ([7, 8, 9], 4, 8, [1, 0, 0]),  # there is room for one
-        ([8, 8], 4, 8, [0, 0]),
-        ([0], 20, 8, [8]),
-        ([], 4, 8, []),
+        ([0, 0, 0], 7, 100, 1, [3, 2, 2]),
+        ([5, 0, 2], 12, 100, 1, [2, 6, 4]),
+        ([0, 0, 0], 16, 100, 4, [8, 4, 4]),
+        ([9, 0, 2], 6, 100, 4, [0, 4, 2]),
+        ([7, 8, 9], 4, 8, 4, [1, 0, 0]),  # there is room for one
+        ([8, 8], 4, 8, 4, [0, 0]),
+        ([0], 20, 8, 4, [8]),
+        ([], 4, 8, 4, []),
     ],
 )
-def test_responses_go_to_the_least_loaded(in_flight: list[int], responses: int, most: int, shares: list[int]) -> None:
-    assert spread(in_flight, responses, most) == shares
+def test_responses_go_to_the_least_loaded(
+    in_flight: list[int], responses: int, most: int, part: int, shares: list[int]
+) -> None:
+    assert spread(in_flight, responses, most, part) == shares
 
 
 def test_surplus_is_fresh_for_as_many_steps_as_it_may_be_old() -> None:
     assert [is_fresh(drawn_in, 5, 1) for drawn_in in (3, 4, 5)] == [False, True, True]
+
+
+def test_a_run_may_open_as_many_connections_as_its_user() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+        allow_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= soft
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def means(scheduler: simulate.Scheduler) -> dict[str, float]:

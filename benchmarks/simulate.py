@@ -50,7 +50,8 @@ TASKS = {
 PROMPT_TOKENS, PREFILL_TOKENS_PER_S = 300, 1e5
 FIXED_S, PER_SEQUENCE_S, PER_CACHED_TOKEN_S = 4e-3, 1.2e-5, 28672 / 2.7e12
 REWARD_WORKERS, DISPATCH_S = 192, 8e-4
-TRAIN_S_PER_TOKEN, OTHER_S = 10 * 1.54e9 / (32 * 0.4 * 989e12), 3.0
+GPUS = 32
+TRAIN_S_PER_TOKEN, OTHER_S = 10 * 1.54e9 / (GPUS * 0.4 * 989e12), 3.0
 MOST = 512  # responses that an engine may have, as EnginePool
 
 
@@ -358,6 +359,29 @@ def line(name: str, outcomes: list[Outcome]) -> str:
     )
 
 
+def split_table(steps: int, seed: int, samples: int) -> Iterator[str]:
+    """What layouts could gain in which some GPUs only generate and the others only train.
+
+    A step with rollout and training in turn; with the log-probabilities of complete groups, 4 of the 10 operations, all
+    computed meanwhile; and one step off, training on the batch before during the rollout.
+    """
+    columns = ("rollout", "training", "in turn", "meanwhile", "one step off")
+    for cap in (8192, 16384):
+        shared = simulate(OURS, Size(GPUS, samples=samples, cap=cap), steps, seed)
+        trained = statistics.mean(outcome.trained_tokens for outcome in shared)
+        head = f"cap of {cap} tokens, seconds"
+        yield f"\n{head:36s}" + "".join(f"{column:>14s}" for column in columns)
+        together = statistics.mean(outcome.step_s for outcome in shared)
+        yield f"{f'all {GPUS} GPUs do both':64s}{together:14.1f}"
+        for engines in (28, 26, 24, 20, 16):
+            outcomes = simulate(OURS, Size(engines, samples=samples, cap=cap), steps, seed)
+            rollout = statistics.mean(outcome.rollout_s for outcome in outcomes)
+            train = TRAIN_S_PER_TOKEN * trained * GPUS / (GPUS - engines)
+            steps_s = (rollout + train, rollout + 0.6 * train, max(rollout, train))
+            numbers = (rollout, train, *(seconds + OTHER_S for seconds in steps_s))
+            yield f"{f'{engines} generate, {GPUS - engines} train':36s}" + "".join(f"{x:14.1f}" for x in numbers)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4)
@@ -365,7 +389,12 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=32)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--margins", type=float, nargs="+", help="ours with these margins, in place of the table")
+    parser.add_argument("--split", action="store_true", help="what layouts could gain that split the GPUs")
     args = parser.parse_args()
+    if args.split:
+        rows = split_table(args.steps, args.seed, args.samples)
+        sys.stdout.writelines(f"{row}\n" for row in itertools.chain([describe(), ""], rows))
+        return
     margins = [Scheduler(f"ours, margin of {m:g}", spread_groups, asked_for(1.0, m)) for m in args.margins or ()]
     write = sys.stdout.write
     write(f"{describe()}\n{args.steps} simulated steps, seed {args.seed}, {args.engines} engines, 256 prompts x ")

@@ -22,7 +22,7 @@ from typing import Any
 
 from machine import describe
 
-PROMPTS_OF = {0.1: 8, 1.0: 32, 5.0: 192}  # prompts a step, with 8 responses each
+PROMPTS_OF = {0.1: 8, 1.0: 32, 5.0: 96}  # prompts a step, with 8 responses each
 SAMPLES, SEQUENCES, WORKERS = 8, 4, 64
 GOAL = 0.95
 PLUGIN = '''
@@ -66,9 +66,8 @@ def install(folder: Path) -> Path:
     return records
 
 
-def run(folder: Path, records: Path, latency: float, steps: int) -> list[dict[str, Any]]:
+def run(folder: Path, records: Path, latency: float, prompts: int, steps: int) -> list[dict[str, Any]]:
     """Metrics of a fresh run."""
-    nearest = min(PROMPTS_OF, key=lambda known: abs(known - latency))
     command = [
         str(Path(sys.executable).with_name("prorl")),
         "train",
@@ -79,7 +78,7 @@ def run(folder: Path, records: Path, latency: float, steps: int) -> list[dict[st
         f"rewards.workers={WORKERS}",
         f"rollout.max_num_seqs={SEQUENCES}",
         f"trainer.grpo.max_steps={steps}",
-        f"trainer.grpo.prompts_per_step={PROMPTS_OF[nearest]}",
+        f"trainer.grpo.prompts_per_step={prompts}",
         f"trainer.grpo.samples_per_prompt={SAMPLES}",
         "trainer.grpo.context_tokens=512",
         "trainer.grpo.max_response_tokens=448",
@@ -109,6 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--latencies", type=float, nargs="+", default=sorted(PROMPTS_OF), help="seconds")
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--prompts", type=int, help="a step, in place of those in PROMPTS_OF")
     args = parser.parse_args()
     write = sys.stdout.write
     write(f"{describe()}\nseconds; at best: if only the last response's reward is waited for\n\n")
@@ -117,7 +117,8 @@ def main() -> None:
     for latency in args.latencies:
         with tempfile.TemporaryDirectory() as folder:
             records = install(Path(folder) / "plugin")
-            for metrics in run(Path(folder) / "run", records, latency, args.steps):
+            prompts = args.prompts or PROMPTS_OF[min(PROMPTS_OF, key=lambda known: abs(known - latency))]
+            for metrics in run(Path(folder) / "run", records, latency, prompts, args.steps):
                 write(line_of(latency, metrics) + "\n")
                 sys.stdout.flush()
 

@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import resource
 import signal
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,7 @@ class Services:
     @classmethod
     def connect(cls, cfg: Config, run_dir: Path, prompts: PromptStream, renderer: PromptRenderer) -> "Services":
         """Waits until every engine and a reward server are ready; raises DeadlineExceeded naming what is missing."""
+        allow_connections()
         endpoints, token_file = run_dir / "endpoints", run_dir / "endpoints" / "token"
         seconds = cfg.trainer.deadlines.startup_s
         for pattern, count in (("rewards-*.json", cfg.trainer.num_nodes), ("engine-*.json", cfg.rollout.engines)):
@@ -43,6 +45,14 @@ class Services:
 
 def _are_there(folder: Path, pattern: str, count: int) -> bool:
     return len(list(folder.glob(pattern))) >= count
+
+
+def allow_connections() -> None:
+    """As many open files as this user may have: each request to an engine is a connection, thousands on a cluster."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2**16 if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def die_with_parent() -> None:

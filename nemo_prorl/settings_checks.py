@@ -63,6 +63,7 @@ AT_LEAST: dict[str, float] = {
     "trainer.grpo.dynamic_sampling.tolerance": 0,
     "trainer.grpo.dynamic_sampling.max_draw_factor": 1,
     "trainer.grpo.dynamic_sampling.oversubscription": 1,
+    "trainer.grpo.dynamic_sampling.margin": 0,
     "trainer.grpo.dynamic_sampling.max_staleness": 0,
     "trainer.grpo.checkpoint_every": 1,
     "trainer.grpo.keep_checkpoints": 1,

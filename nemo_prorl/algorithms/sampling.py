@@ -102,13 +102,22 @@ class DynamicSampler:
             is expected to be needed.
         keep_rate: shared by all steps of a run, updated by `decide`.
         enabled: False keeps every group (static sampling); keep rates are still measured.
+        margin: at least 0.  Drawing begins when fewer are expected than needed, and goes on until that many standard
+            deviations more are expected.  Each time it begins anew costs the time of a whole response, so a little
+            more at once is cheap, and what is too much is surplus.
 
     Raises:
         ValueError: a number out of range.  RuntimeError: a call out of order.
     """
 
     def __init__(
-        self, needed: int, max_drawn: int, oversubscription: float, keep_rate: KeepRates, enabled: bool = True
+        self,
+        needed: int,
+        max_drawn: int,
+        oversubscription: float,
+        keep_rate: KeepRates,
+        enabled: bool = True,
+        margin: float = 0.0,
     ) -> None:
         if needed < 1:
             raise ValueError(f"needed is {needed}; at least 1 group is right")
@@ -116,11 +125,14 @@ class DynamicSampler:
             raise ValueError(f"max_drawn is {max_drawn}; at least needed ({needed}) is right")
         if not 0.0 < oversubscription < math.inf:
             raise ValueError(f"oversubscription is {oversubscription}; a positive number is right")
+        if not 0.0 <= margin < math.inf:
+            raise ValueError(f"margin is {margin}; 0 or more standard deviations are right")
         self.needed, self.max_drawn, self.oversubscription = needed, max_drawn, oversubscription
-        self.keep_rate, self.enabled = keep_rate, enabled
+        self.keep_rate, self.enabled, self.margin = keep_rate, enabled, margin
         self.kept = self.dropped = self.carried = self.started = 0
         self._undecided: deque[str] = deque()
         self._undecided_of: dict[str, int] = {}
+        self._filling = True  # up to the margin; else down to what is needed
 
     def carry(self, task: str) -> None:
         """Takes over a surplus group of the step before.  Before the first `dispatched` and `decide`."""
@@ -153,13 +165,19 @@ class DynamicSampler:
         joins = kept or not self.enabled
         self.kept += joins
         self.dropped += not joins
+        self._filling = self.kept + self.expected < self._wanted
         return joins
 
     def wants_more(self) -> bool:
         """Whether another prompt is to be drawn now."""
         if self.full or self.drawn >= self.max_drawn:
             return False
-        return not self._undecided or self.kept + self.expected < self.needed * self.oversubscription
+        in_hand = self.kept + self.expected - (self.margin * self.deviation if self._filling else 0.0)
+        return not self._undecided or in_hand < self._wanted
+
+    @property
+    def _wanted(self) -> float:
+        return self.needed * self.oversubscription
 
     @property
     def expected(self) -> float:
@@ -168,6 +186,14 @@ class DynamicSampler:
             return float(self.undecided)
         # By task and in sorted order: the sum's rounding must not depend on history.
         return sum(self.keep_rate[task] * count for task, count in sorted(self._undecided_of.items()))
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of how many of the undecided groups will be kept, the keep rates taken as known."""
+        if not self.enabled:
+            return 0.0
+        rates = ((self.keep_rate[task], count) for task, count in sorted(self._undecided_of.items()))
+        return math.sqrt(sum(rate * (1.0 - rate) * count for rate, count in rates))
 
     @property
     def drawn(self) -> int:

@@ -12,8 +12,9 @@ import logging
 import math
 import stat
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DeadlineExceeded, EngineFailure, EngineRefused
 from nemo_prorl.rollout.engine_sleep import HELD_SUFFIX, HOLD_FILE
 from nemo_prorl.rollout.load import Load
+from nemo_prorl.rollout.scheduling import spread
 
 _log = logging.getLogger(__name__)
 
@@ -206,6 +208,14 @@ class _Slot:
         self.failures, self.retry_at = 0, 0.0
 
 
+@dataclass
+class _Share:
+    """Room on an engine for some responses to a prompt, of which so many are still open."""
+
+    slot: _Slot
+    open: int
+
+
 class EnginePool:
     """All engines of a run.  Lives on one event loop; `close` when done.
 
@@ -280,20 +290,36 @@ class EnginePool:
         if version is not None and self.current is not None and self.current[1] != version:
             raise ValueError(f"weights {version} are asked for, but {self.current[1]} are published")
         got: dict[int, Response] = {}
-        slot: _Slot | None = None
+        asked: dict[asyncio.Task[list[int]], _Slot] = {}
+        missing, failed = list(range(len(seeds))), None
         try:
             async with asyncio.timeout(deadline.remaining):
-                while missing := [i for i in range(len(seeds)) if i not in got]:
-                    slot = await self._room_for(len(missing))
-                    await self._attempt(slot, prompt_ids, seeds, missing, sampling, version, got, on_response, deadline)
+                while missing or asked:
+                    for share in await self._room_for(len(missing)) if missing else ():
+                        part, missing = missing[: share.open], missing[share.open :]
+                        attempt = self._attempt(
+                            share, prompt_ids, seeds, part, sampling, version, got, on_response, deadline
+                        )
+                        task = asyncio.ensure_future(attempt)
+                        task.add_done_callback(partial(self._free_rest, share))
+                        asked[task] = share.slot
+                    if not missing:
+                        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+                    for task in [task for task in asked if task.done()]:
+                        slot = asked.pop(task)
+                        if again := task.result():
+                            missing, failed = missing + again, slot
         except TimeoutError:
-            where = f"{len(seeds) - len(got)} of {len(seeds)} responses missing, {self._account(slot)}"
+            accounts = sorted({self._account(slot) for slot in asked.values()}) or [self._account(failed)]
+            where = f"{len(seeds) - len(got)} of {len(seeds)} responses missing, {'; '.join(accounts)}"
             raise DeadlineExceeded(f"{deadline.error()}: {where}") from None
+        finally:
+            await _cancel(asked)
         return [got[i] for i in range(len(seeds))]
 
     async def _attempt(
         self,
-        slot: _Slot,
+        share: _Share,
         prompt_ids: Sequence[int],
         seeds: Sequence[int],
         missing: list[int],
@@ -302,9 +328,9 @@ class EnginePool:
         got: dict[int, Response],
         on_response: Callable[[Response], None] | None,
         deadline: Deadline,
-    ) -> None:
-        """Asks one engine for the missing responses; what it fails to give stays missing.  Gives its room back."""
-        open_here = len(missing)
+    ) -> list[int]:
+        """Asks one engine for some responses; returns those that it failed to give."""
+        slot = share.slot
         try:
             await self._bring_up_to_date(slot, deadline)
             stream = slot.client.generate(prompt_ids, [seeds[i] for i in missing], sampling, version)
@@ -316,45 +342,49 @@ class EnginePool:
                     if index in got:
                         continue
                     got[index] = replace(reply, index=index)
-                    open_here -= 1
-                    self._free(slot, 1)
+                    self._free(share, 1)
                     if on_response is not None:
                         on_response(got[index])
             slot.succeeded()
         except EngineFailure as error:
             slot.failed(error)
             slot.loaded = None  # if it is the wrong version, load again; if it died, it is another slot anyway
-        finally:
-            self._free(slot, open_here)
+        return [index for index in missing if index not in got]
 
-    async def _room_for(self, responses: int) -> _Slot:
-        """Reserves room on the least loaded engine that is well; waits for one, first come first served."""
+    async def _room_for(self, responses: int) -> list[_Share]:
+        """Reserves room for responses, or for some of them, on the least loaded engines that are well.
+
+        Waits for room for one at least, first come first served.
+        """
         async with self._turn:
             while True:
                 self._freed.clear()
-                slot = self._best(self._scan(_SCAN_S), responses) or self._best(self._scan(_POLL_S), responses)
-                if slot is not None:
-                    slot.in_flight += responses
-                    self.load.changed(slot.name, responses)
-                    return slot
+                shares = self._shares(self._scan(_SCAN_S), responses) or self._shares(self._scan(_POLL_S), responses)
+                if shares:
+                    for share in shares:
+                        share.slot.in_flight += share.open
+                        self.load.changed(share.slot.name, share.open)
+                    return shares
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_POLL_S):
                         await self._freed.wait()
 
-    def _best(self, slots: list[_Slot], responses: int) -> _Slot | None:
-        """The least loaded engine that is well and has room.  An idle one has room for any request."""
+    def _shares(self, slots: list[_Slot], responses: int) -> list[_Share]:
+        """What each engine that is well gets of a prompt's responses, as far as there is room."""
         now = time.monotonic()
-        usable = [
-            slot
-            for slot in slots
-            if slot.retry_at <= now and (slot.in_flight == 0 or slot.in_flight + responses <= self.max_in_flight)
-        ]
-        return min(usable, key=lambda slot: slot.in_flight, default=None)
+        usable = [slot for slot in slots if slot.retry_at <= now]
+        counts = spread([slot.in_flight for slot in usable], responses, self.max_in_flight)
+        return [_Share(slot, count) for slot, count in zip(usable, counts, strict=True) if count]
 
-    def _free(self, slot: _Slot, responses: int) -> None:
-        slot.in_flight -= responses
-        self.load.changed(slot.name, -responses)
+    def _free(self, share: _Share, responses: int) -> None:
+        share.open -= responses
+        share.slot.in_flight -= responses
+        self.load.changed(share.slot.name, -responses)
         self._freed.set()
+
+    def _free_rest(self, share: _Share, task: "asyncio.Task[Any]") -> None:
+        """When an attempt is over, also one that was cancelled before it began."""
+        self._free(share, share.open)
 
     async def _bring_up_to_date(self, slot: _Slot, deadline: Deadline) -> None:
         """An engine that was restarted comes up with old weights: it gets the current file before it is asked."""
@@ -471,3 +501,10 @@ class EnginePool:
         slots = self._scan()
         answers = await asyncio.gather(*map(one, slots))
         return {slot.name: answer for slot, answer in zip(slots, answers, strict=True)}
+
+
+async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Ends tasks and waits until they are over."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -25,6 +25,7 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DataError, RewardFailure, RolloutAbandoned
 from nemo_prorl.rollout.background import BackgroundLoop, OpenClock
 from nemo_prorl.rollout.client import Response, SamplingParams, response_seed
+from nemo_prorl.rollout.scheduling import is_fresh, sampler_of
 
 _log = logging.getLogger(__name__)
 
@@ -393,15 +394,9 @@ class Rollouts:
             self._deadline("the rollout", step),
             on_group_complete,
         )
-        fresh = [group for group in self._surplus if step - group.step <= dynamic.max_staleness]
+        fresh = [group for group in self._surplus if is_fresh(group.step, step, dynamic.max_staleness)]
         batch = CollectedBatch(step, version, settings.prompts_per_step, stale=len(self._surplus) - len(fresh))
-        sampler = DynamicSampler(
-            settings.prompts_per_step,
-            math.ceil(settings.prompts_per_step * dynamic.max_draw_factor),
-            dynamic.oversubscription,
-            self.keep_rates,
-            dynamic.enabled,
-        )
+        sampler = sampler_of(settings.prompts_per_step, self.keep_rates, dynamic)
         began = time.monotonic()
         async with asyncio.TaskGroup() as running:
             undecided: deque[Group | asyncio.Task[Group]] = deque(fresh)

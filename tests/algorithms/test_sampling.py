@@ -72,9 +72,10 @@ def play(
     enabled: bool = True,
     carried: list[int] | None = None,
     tasks: str = "ab",
+    margin: float = 0.0,
 ) -> tuple[DynamicSampler, list[int], list[int], list[int]]:
     """One step as the docstring tells; returns prompts kept, prompts left over, and draws before each decision."""
-    sampler = DynamicSampler(needed, max_drawn, oversubscription, rates, enabled)
+    sampler = DynamicSampler(needed, max_drawn, oversubscription, rates, enabled, margin)
     pending = deque(carried or [])
     for prompt in pending:
         sampler.carry(tasks[prompt % len(tasks)])
@@ -138,6 +139,20 @@ def test_never_stands_still_while_short() -> None:
     assert sampler.full
 
 
+def test_a_margin_is_drawn_at_once_and_then_left_alone_while_enough_is_expected() -> None:
+    """Known rates of 1/2: 8 groups stand for 4 with a deviation of sqrt(8 / 4), 16 for 8 with one of 2."""
+    half = KeepRates(prior=0.500001, strength=1e12)
+    verdicts = [False, True] * 30
+    sampler, kept, surplus, draws = play(verdicts, half, margin=2.0, tasks="a", max_drawn=30)
+    assert draws == [16] * 8  # 16 / 2 - 2 * 2 = 4; with 15 it would be 3.6
+    assert (kept, surplus) == ([1, 3, 5, 7], list(range(8, 16)))
+    sampler, _, _, draws = play([False] * 10 + [True] * 20, half, margin=2.0, tasks="a", max_drawn=30)
+    assert draws[:10] == [16] * 9 + [25]  # after 9 drops 7 stand for 3.5: up to the margin again, 9 + 16
+    assert sampler.full
+    static = play([False] * 8, KeepRates(), enabled=False, margin=9.0)
+    assert static[3] == [4, 4, 4, 4]
+
+
 def test_oversubscription_leaves_a_surplus_which_the_next_step_judges_first() -> None:
     rates = KeepRates()
     verdicts = [True, True, True, True, False, True, True, False] + [True] * 20
@@ -178,7 +193,7 @@ def simulate(seed: int, timing: int, steps: int, rates: KeepRates, state: list[i
     clock = random.Random(timing)
     log = []
     for _ in range(steps):
-        sampler = DynamicSampler(6, 24, 1.5, rates)
+        sampler = DynamicSampler(6, 24, 1.2, rates, margin=2.0)
         queue = deque(state[1:])
         for prompt in queue:
             sampler.carry("abc"[prompt % 3])
@@ -248,6 +263,8 @@ def test_bad_numbers_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             DynamicSampler(needed, drawn, factor, KeepRates())
+    with pytest.raises(ValueError, match="margin is -1"):
+        DynamicSampler(4, 4, 1.0, KeepRates(), margin=-1.0)
     for prior, strength, decay in ((0.0, 1.0, 0.9), (1.1, 1.0, 0.9), (1.0, 0.0, 0.9), (1.0, 1.0, 1.0), (1.0, 1.0, 0.0)):
         with pytest.raises(ValueError, match="keep rates need"):
             KeepRates(prior, strength, decay)

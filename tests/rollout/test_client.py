@@ -98,6 +98,13 @@ async def cut_after_two(fake: Fake, body: dict[str, Any], reply: web.StreamRespo
     return False
 
 
+async def hang_after_three(fake: Fake, body: dict[str, Any], reply: web.StreamResponse) -> bool:
+    for index in (3, 1, 0):
+        await fake.say(reply, index, body["seeds"][index])
+    await asyncio.sleep(0.6)
+    return False
+
+
 async def an_error_line(fake: Fake, body: dict[str, Any], reply: web.StreamResponse) -> bool:
     await reply.write(b'{"error": "EngineDeadError: core"}\n')
     return False
@@ -260,5 +267,40 @@ def test_half_an_endpoint_file_is_no_engine(tmp_path: Path) -> None:
         assert len(await pool.generate([5], [1], SAMPLING, Deadline(30, "a group"))) == 1
         await pool.close()
         await fake.stop()
+
+    run(work, tmp_path)
+
+
+def test_the_responses_to_a_prompt_are_shared_out_and_what_one_engine_fails_another_gives(tmp_path: Path) -> None:
+    async def work(folder: Path) -> None:
+        fakes = [await Fake(folder, 0).start(), await Fake(folder, 1, (an_error_line,)).start()]
+        pool = EnginePool(folder, "t", engines=2)
+        got = await pool.generate([5], range(10, 18), SAMPLING, Deadline(30, "a group"))
+        assert tokens(got) == [[seed, 2] for seed in range(10, 18)]
+        assert fakes[1].calls == [("generate", [14, 15, 16, 17])]
+        assert fakes[0].calls == [("generate", [10, 11, 12, 13]), ("generate", [14, 15, 16, 17])]  # the other must wait
+        await pool.close()
+        for fake in fakes:
+            await fake.stop()
+
+    run(work, tmp_path)
+
+
+def test_room_is_given_back_whatever_ends_a_request(tmp_path: Path) -> None:
+    async def work(folder: Path) -> None:
+        fakes = [await Fake(folder, 0).start(), await Fake(folder, 1, (400,)).start()]
+        fakes[0].hold = asyncio.Event()
+        pool = EnginePool(folder, "t", engines=2, max_in_flight=4)
+        with pytest.raises(EngineRefused):  # said by one engine while the other works
+            await pool.generate([5], range(12), SAMPLING, Deadline(30, "a group"))
+        with pytest.raises(DeadlineExceeded, match=r"\d of 8 responses missing, engine-0 at"):
+            fakes[1].faults = [hang_after_three]
+            await pool.generate([5], range(8), SAMPLING, Deadline(0.5, "a group"))
+        fakes[0].hold.set()
+        assert len(await pool.generate([5], range(8), SAMPLING, Deadline(30, "a group"))) == 8
+        assert [slot.in_flight for slot in pool._slots.values()] == [0, 0]
+        await pool.close()
+        for fake in fakes:
+            await fake.stop()
 
     run(work, tmp_path)

@@ -1,0 +1,88 @@
+"""Is the prompt of a group computed once in an engine?  Real vLLM, one token for each response.
+
+.venv/train/bin/python benchmarks/prefix.py
+
+Time to one first token, to 16 of the same prompt asked for at the same instant, and to 16 of as many prompts of the
+same length, on an engine of two million parameters: where prompts are shared, the second costs little more than the
+first.  vLLM shares whole blocks of its cache only, of 128 tokens on a CPU and of 16 on a GPU.
+"""
+
+import asyncio
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import aiohttp
+from machine import describe
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from nemo_prorl.rollout.client import EngineClient, SamplingParams  # noqa: E402
+from tests.rollout.engines import TOKEN, EngineProcess, write_model  # noqa: E402
+
+REPEATS, RESPONSES = 7, 16
+ONE_TOKEN = SamplingParams(temperature=1.2, max_tokens=1, stop_token_ids=())
+
+
+def fresh_prompt(rng: random.Random, tokens: int) -> list[int]:
+    """One that no cache holds."""
+    return [rng.randrange(3, 500) for _ in range(tokens)]
+
+
+async def seconds(client: EngineClient, prompts: list[list[int]], responses: int) -> float:
+    """Until all prompts have so many first tokens each, asked for together."""
+
+    async def one(prompt: list[int]) -> None:
+        async for _ in client.generate(prompt, range(responses), ONE_TOKEN, None):
+            pass
+
+    began = time.monotonic()
+    await asyncio.gather(*map(one, prompts))
+    return time.monotonic() - began
+
+
+async def measure(url: str, tokens: int) -> tuple[float, float, float]:
+    """Medians: one response, a group of one prompt, as many prompts."""
+    rng, times = random.Random(tokens), []
+    async with aiohttp.ClientSession() as http:
+        client = EngineClient(http, url, TOKEN)
+        for _ in range(REPEATS + 1):
+            times.append(
+                (
+                    await seconds(client, [fresh_prompt(rng, tokens)], 1),
+                    await seconds(client, [fresh_prompt(rng, tokens)], RESPONSES),
+                    await seconds(client, [fresh_prompt(rng, tokens) for _ in range(RESPONSES)], 1),
+                )
+            )
+    one, group, apart = (statistics.median(column) for column in zip(*times[1:], strict=True))  # the first warms up
+    return one, group, apart
+
+
+def main() -> None:
+    lines = [describe(), f"milliseconds to the first tokens, median of {REPEATS}", ""]
+    lines.append(
+        f"{'prompt':>10s} {'1 response':>12s} {'a group of 16':>14s} {'16 prompts':>12s}   shared of the 15 others"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_model(Path(folder) / "model", tied=True, seed=0)
+        flags = ("--max-model-len=1024", "--max-batched-tokens=16384")
+        engine = EngineProcess(str(ROOT / ".venv/rollout/bin/python"), model, Path(folder), 0, *flags).start()
+        try:
+            url = engine.wait_ready().url
+            for tokens in (64, 140, 300, 600, 960):
+                one, group, apart = asyncio.run(measure(url, tokens))
+                shared = (apart - group) / (apart - one)
+                lines.append(
+                    f"{tokens:10d} {1000 * one:12.1f} {1000 * group:14.1f} {1000 * apart:12.1f}   {100 * shared:.0f} %"
+                )
+        finally:
+            engine.stop()
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

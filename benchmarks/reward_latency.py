@@ -1,0 +1,127 @@
+"""How much of the time of slow rewards is hidden behind generation, for reward latencies of 0.1, 1 and 5 s.
+
+.venv/train/bin/python benchmarks/reward_latency.py                     about 10 minutes on two quiet cores
+.venv/train/bin/python benchmarks/reward_latency.py --latencies 1 --steps 1
+
+The laptop job with real vLLM, reward server and updates, and a reward plugin that sleeps for the latency and then
+judges by a hash of the response, so that half of all responses are right.  Random weights end a response where it
+happens, so responses end one after the other.  A step waits for the latency of its last responses in any case, so
+generation is made to last at least 30 times as long: few sequences at a time (`rollout.max_num_seqs`), and more prompts
+for longer latencies.  Hidden is 1 - (seconds a step waited for rewards and nothing else) / (seconds with a reward
+open), as in summary.json.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from machine import describe
+
+PROMPTS_OF = {0.1: 8, 1.0: 32, 5.0: 96}  # prompts a step, with 8 responses each
+SAMPLES, SEQUENCES, WORKERS = 8, 4, 64
+GOAL = 0.95
+PLUGIN = '''
+import time
+import zlib
+from dataclasses import dataclass
+
+from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, RewardResult
+
+
+class Delayed(RewardPlugin):
+    """Sleeps, then judges by a hash of the response."""
+
+    name = "delayed"
+    tasks = ("delayed",)
+
+    @dataclass(frozen=True)
+    class Config:
+        seconds: float = 1.0
+        time_budget_s: float = 30.0
+
+    def score(self, request: RewardRequest) -> RewardResult:
+        time.sleep(self.config.seconds)
+        right = zlib.crc32(request.response.encode()) % 2 == 0
+        return RewardResult(score=float(right), correct=right)
+'''
+
+
+def install(folder: Path) -> Path:
+    """A distribution with the plugin's entry point, found by whoever has `folder` on PYTHONPATH."""
+    information = folder / "prorl_delayed-1.dist-info"
+    information.mkdir(parents=True)
+    (folder / "prorl_delayed.py").write_text(PLUGIN)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: prorl-delayed\nVersion: 1\n")
+    (information / "entry_points.txt").write_text("[nemo_prorl.rewards]\ndelayed = prorl_delayed:Delayed\n")
+    records = folder / "prompts.jsonl"
+    with records.open("w") as file:
+        for k in range(4000):
+            record = {"id": f"d-{k}", "task": "delayed", "prompt": f"Say something about {k}.", "truth": {}}
+            file.write(json.dumps(record) + "\n")
+    return records
+
+
+def run(folder: Path, records: Path, latency: float, prompts: int, steps: int) -> list[dict[str, Any]]:
+    """Metrics of a fresh run."""
+    command = [
+        str(Path(sys.executable).with_name("prorl")),
+        "train",
+        f"run_dir={folder}",
+        f"data.train=[{{name: delayed, path: {records}}}]",
+        "data.validation=[]",
+        f"rewards.plugins.delayed.seconds={latency}",
+        f"rewards.workers={WORKERS}",
+        f"rollout.max_num_seqs={SEQUENCES}",
+        f"trainer.grpo.max_steps={steps}",
+        f"trainer.grpo.prompts_per_step={prompts}",
+        f"trainer.grpo.samples_per_prompt={SAMPLES}",
+        "trainer.grpo.context_tokens=512",
+        "trainer.grpo.max_response_tokens=448",
+        "trainer.grpo.checkpoint_every=1000",
+        "trainer.warmup.steps=0",
+        "trainer.deadlines.rollout_s=3600",
+    ]
+    path = os.pathsep.join(filter(None, (str(records.parent), os.environ.get("PYTHONPATH", ""))))
+    subprocess.run(command, check=True, stdout=sys.stderr, env={**os.environ, "PYTHONPATH": path})
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def line_of(latency: float, metrics: dict[str, Any]) -> str:
+    """One step as a line."""
+    generating, opened, waited = (metrics[f"time/rollout/{k}_s"] for k in ("engine", "reward_open", "reward_wait"))
+    hidden = 1 - waited / opened
+    longest = 1 - latency / (generating + latency)
+    verdict = "yes" if hidden >= GOAL else "NO" if generating > opened - waited else "no: rewards were the longer part"
+    responses = metrics["rollout/drawn"] * SAMPLES
+    return (
+        f"{latency:9.1f} {metrics['step']:5.0f} {responses:10.0f} {generating:12.1f} {opened:13.1f} {waited:10.2f}"
+        f" {100 * hidden:8.1f} % {100 * longest:12.1f} %   {verdict}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--latencies", type=float, nargs="+", default=sorted(PROMPTS_OF), help="seconds")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--prompts", type=int, help="a step, in place of those in PROMPTS_OF")
+    args = parser.parse_args()
+    write = sys.stdout.write
+    write(f"{describe()}\nseconds; at best: if only the last response's reward is waited for\n\n")
+    write(f"{'latency':>9s} {'step':>5s} {'responses':>10s} {'generating':>12s} {'a reward open':>13s} {'waited':>10s}")
+    write(f" {'hidden':>10s} {'at best':>14s}   95 % hidden\n")
+    for latency in args.latencies:
+        with tempfile.TemporaryDirectory() as folder:
+            records = install(Path(folder) / "plugin")
+            prompts = args.prompts or PROMPTS_OF[min(PROMPTS_OF, key=lambda known: abs(known - latency))]
+            for metrics in run(Path(folder) / "run", records, latency, prompts, args.steps):
+                write(line_of(latency, metrics) + "\n")
+                sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""What a step draws, and which engine generates what: decisions without I/O, which `benchmarks/simulate.py` runs too.
+
+Which groups are kept, and when another is drawn, is decided by `algorithms.sampling`, set up here.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+
+from nemo_prorl.algorithms.sampling import DynamicSampler, KeepRates
+from nemo_prorl.config import DynamicSamplingConfig
+
+
+def sampler_of(needed: int, keep_rates: KeepRates, dynamic: DynamicSamplingConfig) -> DynamicSampler:
+    """What decides the draws of one step of `needed` groups."""
+    most = math.ceil(needed * dynamic.max_draw_factor)
+    return DynamicSampler(needed, most, dynamic.oversubscription, keep_rates, dynamic.enabled, dynamic.margin)
+
+
+def is_fresh(drawn_in: int, step: int, max_staleness: int) -> bool:
+    """Whether surplus of an earlier step is still trained on."""
+    return step - drawn_in <= max_staleness
+
+
+PART = 4  # responses that go to an engine together: a request costs rank 0 about a millisecond, and the engine a prompt
+
+
+def spread(in_flight: Sequence[int], responses: int, most: int, part: int = PART) -> list[int]:
+    """How many of the responses to one prompt each engine gets, so that engines are about evenly loaded.
+
+    The least loaded engine gets the next `part` responses, again and again; among equals the first.  So the responses
+    to a prompt, which tend to be all long or all short, are shared out, and a group late in a step runs at the speed of
+    nearly empty engines.
+
+    Args:
+        in_flight: responses that each usable engine has.
+        responses: of one prompt.
+        most: responses that one engine may have.
+        part: at least 1.
+
+    Returns:
+        responses for each engine; together fewer than asked for, perhaps 0, where there is no room for more.
+    """
+    shares = [0] * len(in_flight)
+    loads = [(load, index) for index, load in enumerate(in_flight) if load < most]
+    heapq.heapify(loads)
+    while responses and loads:
+        load, index = heapq.heappop(loads)
+        count = min(part, responses, most - load)
+        shares[index] += count
+        responses -= count
+        if load + count < most:
+            heapq.heappush(loads, (load + count, index))
+    return shares

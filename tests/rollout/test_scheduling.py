@@ -1,0 +1,93 @@
+"""Which engine gets what, by hand; and the simulation, which fails where the decisions do."""
+
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import simulate
+
+from nemo_prorl.rollout.scheduling import is_fresh, spread
+from nemo_prorl.run_services import allow_connections
+
+SIZE = simulate.Size(engines=16, prompts=32, samples=8, cap=16384)
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "responses", "most", "part", "shares"),
+    [
+        ([0, 0, 0], 7, 100, 1, [3, 2, 2]),
+        ([5, 0, 2], 12, 100, 1, [2, 6, 4]),
+        ([0, 0, 0], 16, 100, 4, [8, 4, 4]),
+        ([9, 0, 2], 6, 100, 4, [0, 4, 2]),
+        ([7, 8, 9], 4, 8, 4, [1, 0, 0]),  # there is room for one
+        ([8, 8], 4, 8, 4, [0, 0]),
+        ([0], 20, 8, 4, [8]),
+        ([], 4, 8, 4, []),
+    ],
+)
+def test_responses_go_to_the_least_loaded(
+    in_flight: list[int], responses: int, most: int, part: int, shares: list[int]
+) -> None:
+    assert spread(in_flight, responses, most, part) == shares
+
+
+def test_surplus_is_fresh_for_as_many_steps_as_it_may_be_old() -> None:
+    assert [is_fresh(drawn_in, 5, 1) for drawn_in in (3, 4, 5)] == [False, True, True]
+
+
+def test_a_run_may_open_as_many_connections_as_its_user() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+        allow_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= soft
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def means(scheduler: simulate.Scheduler) -> dict[str, float]:
+    outcomes = simulate.simulate(scheduler, SIZE, steps=6, seed=3)
+    return {key: sum(float(getattr(o, key)) for o in outcomes) / 6 for key in ("rollout_s", "idle_share", "late")}
+
+
+def test_the_decisions_of_a_run_beat_those_they_are_compared_with() -> None:
+    ours = means(simulate.OURS)
+    plain = means(simulate.Scheduler("", simulate.whole_groups, simulate.asked_for(1.0, 0.0)))
+    whole = means(simulate.Scheduler("", simulate.whole_groups))
+    assert ours == means(simulate.OURS)  # the same seed, the same numbers
+    assert ours["late"] < 0.25 * plain["late"]  # the margin saves second waits
+    assert ours["rollout_s"] < 0.8 * plain["rollout_s"]
+    assert ours["idle_share"] < 0.8 * whole["idle_share"]  # spread responses leave engines less to wait for
+    assert ours["rollout_s"] < whole["rollout_s"]
+
+
+def test_which_groups_are_trained_does_not_depend_on_engines() -> None:
+    """Other routes, other times: the same draws, kept and carried groups."""
+    routes = (simulate.fixed_split, simulate.whole_groups, simulate.spread_groups)
+    told = [
+        [
+            (o.drawn, o.carried, o.groups, o.trained_tokens)
+            for o in simulate.simulate(simulate.Scheduler("", route), SIZE, steps=6, seed=4, skip=0)
+        ]
+        for route in routes
+    ]
+    assert told[0] == told[1] == told[2]
+    assert all(groups == SIZE.prompts for _, _, groups, _ in told[0])
+
+
+def test_an_engine_of_the_simulation_takes_the_time_of_its_formula() -> None:
+    engine = simulate.Engine()
+    engine.add([(100, 0), (200, 1)])
+    first = 0.003 + 100 * (4e-3 + 2 * 1.2e-5) + (100 * 600 + 2 * 100 * 100 / 2) * simulate.PER_CACHED_TOKEN_S
+    assert engine.next_end() == pytest.approx(first)
+    engine.advance(first / 3)  # looking at it in between changes nothing
+    assert engine.next_end() == pytest.approx(first)
+    engine.advance(first)
+    assert engine.pop({0: 100, 1: 200}) == 0
+    assert engine.next_end() - first == pytest.approx(
+        100 * (4e-3 + 1.2e-5) + (100 * 400 + 100 * 100 / 2) * simulate.PER_CACHED_TOKEN_S
+    )

@@ -200,8 +200,9 @@ class Run:
                 torch.cuda.empty_cache()  # of its work nothing is in use now: engines that wake take the room
             dist.barrier()
         with RECORDER.span(f"engines load weights {version}", "publication"):
-            for what in self.on_rank_0(lambda: self.services.rollouts.publish(str(path), version)):
-                self.alarm(version, what)
+            late = self.on_rank_0(lambda: self.services.rollouts.publish(str(path), version))
+        for name, said in late:
+            self.alarm(version, f"{name} did not wake ({said}); it was started again and has weights {version}")
         self._published, self._engines_sleep = version, False
 
     def sleep_engines(self) -> float:

@@ -279,17 +279,15 @@ class Rollouts:
         self._failures_in_a_row = 0
         self._background = BackgroundLoop("rollouts")
 
-    def publish(self, path: str, version: int) -> list[str]:
+    def publish(self, path: str, version: int) -> list[tuple[str, str]]:
         """Loads a weights file into all engines, waking those that sleep; returns when each holds it.
 
-        An engine that fails to wake is started again by its supervisor and waited for: what is returned tells of it.
+        An engine that fails to wake is started again by its supervisor and waited for: returned are those, with what
+        they said.
         """
         deadline = self._change_deadline(f"publication of weights {version}")
         self._background.run(self._engines.publish(str(path), version, deadline))
-        failures = sorted(self._engines.wake_failures.items())
-        return [
-            f"{name} did not wake ({what}); it was started again and has weights {version}" for name, what in failures
-        ]
+        return sorted(self._engines.wake_failures.items())
 
     def sleep(self) -> int:
         """Engines give their devices' memory away until the next publication; the bytes that this freed.

@@ -28,7 +28,7 @@ class DynamicSamplingConfig:
     tolerance: float = 1e-6  # a group whose raw rewards differ by no more than this carries no signal
     max_draw_factor: float = 4.0  # at most this many times `prompts_per_step` prompts are judged in a step
     oversubscription: float = 1.0  # groups in flight per group that is expected to be needed
-    margin: float = 3.0  # and this many standard deviations of the number kept more, whenever something is drawn
+    margin: float = 0.0  # and this many standard deviations of the number kept more, whenever something is drawn
     max_staleness: int = 1  # surplus groups older than this many steps are dropped
 
 

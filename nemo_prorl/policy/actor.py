@@ -1,6 +1,6 @@
 """The actor: NeMo-Aligner's Megatron model, and the four things that training asks of it.
 
-Shape suffixes: B responses of a (micro-)batch, T token positions, H hidden, N response tokens.
+Shape suffixes: B responses of a (micro-)batch, T token positions, H hidden, N response tokens, K values of a token.
 A log-probability at position t is that of the token at t given what is before it, under softmax(logits / temperature).
 """
 
@@ -204,34 +204,38 @@ class Actor:
     @torch.no_grad()
     def logprobs(self, batch: Batch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         """(logp_BT, entropy_BT), float32 on the CPU, of the weights in use, at the training temperature or another."""
-        self.model.eval()
-        temperature = self.temperature if temperature is None else temperature
-
-        def finish(micro: Batch, hidden_BTH: Tensor) -> tuple:
-            return self._logprobs_of(micro, hidden_BTH, temperature, with_entropy=True)
-
-        parts = self._parts(batch)
-        outputs = self._run(parts, finish, forward_only=True)
-        found_2BT = torch.zeros(2, *batch.mask_BT.shape)
-        for (rows, _), values in zip(parts, outputs, strict=False):  # only the last stage has outputs
-            for k, value_BT in enumerate(values):
-                width = min(value_BT.shape[1], batch.mask_BT.shape[1])
-                found_2BT[k, rows, :width] = value_BT[: len(rows), :width].to("cpu")
-        if self._pp_size > 1:
-            device = self._device()
-            found_2BT = found_2BT.to(device)
-            dist.broadcast(
-                found_2BT,
-                parallel_state.get_pipeline_model_parallel_last_rank(),
-                group=parallel_state.get_pipeline_model_parallel_group(),
-            )
-        logp_BT, entropy_BT = found_2BT.cpu().unbind()
+        logp_BT, entropy_BT = self._forward_only(batch, temperature, with_entropy=True)
         return logp_BT, entropy_BT
 
     def reference_logprobs(self, batch: Batch) -> Tensor:
         """logp_BT of the reference policy, float32 on the CPU."""
         with self.reference_weights():
-            return self.logprobs(batch)[0]
+            return self._forward_only(batch, None, with_entropy=False)[0]
+
+    def _forward_only(self, batch: Batch, temperature: float | None, with_entropy: bool) -> tuple[Tensor, ...]:
+        self.model.eval()
+        temperature = self.temperature if temperature is None else temperature
+
+        def finish(micro: Batch, hidden_BTH: Tensor) -> tuple[Tensor, ...]:
+            logp_BT, entropy_BT = self._logprobs_of(micro, hidden_BTH, temperature, with_entropy)
+            return (logp_BT,) if entropy_BT is None else (logp_BT, entropy_BT)
+
+        parts = self._parts(batch)
+        outputs = self._run(parts, finish, forward_only=True)
+        found_KBT = torch.zeros(1 + with_entropy, *batch.mask_BT.shape)
+        for (rows, _), values in zip(parts, outputs, strict=False):  # only the last stage has outputs
+            for k, value_BT in enumerate(values):
+                width = min(value_BT.shape[1], batch.mask_BT.shape[1])
+                found_KBT[k, rows, :width] = value_BT[: len(rows), :width].to("cpu")
+        if self._pp_size > 1:
+            device = self._device()
+            found_KBT = found_KBT.to(device)
+            dist.broadcast(
+                found_KBT,
+                parallel_state.get_pipeline_model_parallel_last_rank(),
+                group=parallel_state.get_pipeline_model_parallel_group(),
+            )
+        return found_KBT.cpu().unbind()
 
     # --- updates ---------------------------------------------------------------------------------------------------
 

@@ -442,7 +442,8 @@ def test_your_own_data_is_trained_on(story: Story) -> None:
         words for _, words in COMMANDS if any("prepared/mine" in word for word in words) and words != prepare
     ]
     assert "mine" in story.run(plan)
-    few = [word for word in SMALL if not word.startswith(("data.", "trainer.grpo.max_steps"))]
+    without = ("data.", "trainer.grpo.max_steps", "trainer.trace_steps")
+    few = [word for word in SMALL if not word.startswith(without)]
     story.run(train, *few, "trainer.grpo.max_steps=2")
     lines = (story.folder / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()
     assert [sorted(key for key in json.loads(line) if key.startswith("validation/")) for line in lines][-1] == [

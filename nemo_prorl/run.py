@@ -33,7 +33,7 @@ from nemo_prorl.recipe.resets import Resets, policy_scores
 from nemo_prorl.recipe.retention import complete
 from nemo_prorl.recipe.summary import heldout_scores, summary
 from nemo_prorl.recipe.warmup import warm_up
-from nemo_prorl.rollout.groups import CollectedBatch, Group
+from nemo_prorl.rollout.collected import CollectedBatch, Group
 from nemo_prorl.rollout.prompts import PromptStream, Visit
 from nemo_prorl.rollout.publication import WeightStore, weights_folder
 from nemo_prorl.rollout.report import report_rollout

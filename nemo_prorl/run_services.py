@@ -13,9 +13,10 @@ from nemo_prorl.config import Config
 from nemo_prorl.data.render import PromptRenderer
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.rewards.client import RewardClient
-from nemo_prorl.rollout.client import EnginePool, read_token
+from nemo_prorl.rollout.client import EnginePool
 from nemo_prorl.rollout.groups import Rollouts, RolloutSettings
 from nemo_prorl.rollout.load import Load
+from nemo_prorl.rollout.one_engine import read_token
 from nemo_prorl.rollout.prompts import PromptStream
 
 _log = logging.getLogger(__name__)

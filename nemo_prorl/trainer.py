@@ -103,7 +103,8 @@ def train_step(run: "Run", step: int) -> Metrics:
         metrics.add("correction", policy.reduce(corrected))
         fresh_BT = mine.mask_BT & (judged.version_B[torch.cat(rows)] == step - 1)[:, None]  # not of a step before
         gap = policy.reduce(reference_gap(mine.engine_logp_BT, old_logp_BT, fresh_BT))
-        metrics.add("engine_gap", gap)
+        if gap["tokens"]:  # not of a batch that was carried over as a whole
+            metrics.add("engine_gap", gap)
         if gap["mean_abs"] > correction.alarm:
             run.alarm(step, f"engine and trainer differ by {gap['mean_abs']:.3g} a token (correction.alarm)")
         mine = mine.with_targets(

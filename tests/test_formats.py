@@ -255,7 +255,7 @@ def metrics_line() -> dict[str, Any]:
     from nemo_prorl.batch import Batch, JudgedGroups
     from nemo_prorl.config import GRPOConfig, ShapingConfig
     from nemo_prorl.metrics import Metrics
-    from nemo_prorl.rollout.groups import CollectedBatch, TaskTally
+    from nemo_prorl.rollout.collected import CollectedBatch, TaskTally
     from nemo_prorl.rollout.report import report_rollout
     from nemo_prorl.trainer import advantages, policy_loss, report_update
 
@@ -329,8 +329,8 @@ def test_documented_metrics_are_written(metrics_line: dict[str, Any]) -> None:
 
 def test_journal_and_rollouts_fit(tmp_path: Path) -> None:
     from nemo_prorl.recipe.records import Journal, write_rollouts
-    from nemo_prorl.rollout.client import Response
-    from nemo_prorl.rollout.groups import Group
+    from nemo_prorl.rollout.collected import Group
+    from nemo_prorl.rollout.one_engine import Response
 
     journal = Journal(tmp_path)
     journal.append("start", 0, stage="none", version="0.1.0")

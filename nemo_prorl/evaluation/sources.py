@@ -18,7 +18,8 @@ import aiohttp
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DataError, DeadlineExceeded, EngineFailure, EngineRefused
 from nemo_prorl.evaluation.catalogue import Sampling
-from nemo_prorl.rollout.client import EnginePool, Response, SamplingParams
+from nemo_prorl.rollout.client import EnginePool
+from nemo_prorl.rollout.one_engine import Response, SamplingParams
 
 _log = logging.getLogger(__name__)
 

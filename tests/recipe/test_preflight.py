@@ -14,7 +14,7 @@ from nemo_prorl.errors import EngineFailure
 from nemo_prorl.micro_batches import Limits
 from nemo_prorl.recipe import preflight
 from nemo_prorl.recipe.preflight import Plan, Recorder, check_full, measure, random_groups
-from nemo_prorl.rollout.client import Response, SamplingParams
+from nemo_prorl.rollout.one_engine import Response, SamplingParams
 
 SMALL = ["trainer.grpo.prompts_per_step=8", "trainer.grpo.samples_per_prompt=4", "rollout.max_num_seqs=6"]
 FOLDER = "pretrained_checkpoint.restore_from_path=null"

@@ -9,8 +9,9 @@ from typing import Any
 
 from nemo_prorl.config import DynamicSamplingConfig
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.rollout.client import Response, SamplingParams
-from nemo_prorl.rollout.groups import CollectedBatch, Rollouts, RolloutSettings
+from nemo_prorl.rollout.collected import CollectedBatch
+from nemo_prorl.rollout.groups import Rollouts, RolloutSettings
+from nemo_prorl.rollout.one_engine import Response, SamplingParams
 
 SETTINGS = RolloutSettings(
     run_seed=1,

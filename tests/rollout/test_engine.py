@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import EngineFailure, EngineRefused
-from nemo_prorl.rollout.client import EngineClient, EnginePool, Response, SamplingParams, response_seed
+from nemo_prorl.rollout.client import EnginePool
+from nemo_prorl.rollout.one_engine import EngineClient, Response, SamplingParams, response_seed
 from nemo_prorl.rollout.publication import WeightStore
 from tests.rollout.engines import (
     CONFIG,

@@ -23,8 +23,10 @@ from nemo_prorl.errors import (
     StoppedCleanly,
 )
 from nemo_prorl.rollout.background import OpenClock
-from nemo_prorl.rollout.client import EnginePool, Response, read_token
-from nemo_prorl.rollout.groups import CollectedBatch, Group, Rollouts, TaskTally
+from nemo_prorl.rollout.client import EnginePool
+from nemo_prorl.rollout.collected import CollectedBatch, Group, TaskTally
+from nemo_prorl.rollout.groups import Rollouts
+from nemo_prorl.rollout.one_engine import Response, read_token
 from nemo_prorl.rollout.publication import WeightStore
 from tests.rollout.engines import EngineProcess
 from tests.rollout.simulated import SETTINGS, EvenIsRight, Numbered, Simulated, collected, decode, summary

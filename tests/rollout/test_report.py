@@ -12,7 +12,7 @@ from nemo_prorl.algorithms.diagnostics import means_by_task, merge, sums_by_task
 from nemo_prorl.batch import JudgedGroups
 from nemo_prorl.config import GRPOConfig
 from nemo_prorl.metrics import Metrics
-from nemo_prorl.rollout.groups import CollectedBatch, TaskTally
+from nemo_prorl.rollout.collected import CollectedBatch, TaskTally
 from nemo_prorl.rollout.report import report_rollout
 from nemo_prorl.trainer import advantages, report_update
 from tests.rollout.test_groups import group_of

@@ -1,0 +1,152 @@
+"""What a rollout gives: judged groups, what a task's groups came to, and the batch of a step.
+
+Suffixes: G groups, N responses of a group.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from nemo_prorl.algorithms.diagnostics import repetition
+from nemo_prorl.rollout.one_engine import Response
+
+
+@dataclass(frozen=True)
+class Group:
+    """The N responses to one prompt, with their verdicts.
+
+    `step`: in which it was drawn.  `version`: of the weights that made it.  `draw_index`: counts draws of the run.
+    `verdicts` is empty while they are open.
+    """
+
+    prompt_id: str
+    task: str
+    record: dict[str, Any]
+    prompt_ids: list[int]
+    visit: int
+    responses: list[Response]
+    verdicts: list[dict[str, Any]]
+    step: int
+    version: int
+    draw_index: int
+
+    @property
+    def valid(self) -> list[bool]:
+        """False where infrastructure failed: that response has no reward and is masked."""
+        return [verdict["score"] is not None for verdict in self.verdicts]
+
+    @property
+    def scores(self) -> list[float]:
+        """Raw rewards in 0..1; 0 where not valid, which means nothing there."""
+        return [0.0 if verdict["score"] is None else float(verdict["score"]) for verdict in self.verdicts]
+
+    @property
+    def finished(self) -> list[bool]:
+        """Whether each response ended by itself."""
+        return [response.finished for response in self.responses]
+
+    def outcome(self, tolerance: float) -> str:
+        """What the valid raw rewards are: `mixed`, or all equal within `tolerance` and then `solved` (all 1),
+        `unsolved` (all 0) or `tied` (anything between); `unjudged` without any."""
+        rewards = [score for score, valid in zip(self.scores, self.valid, strict=True) if valid]
+        if not rewards:
+            return "unjudged"
+        low, high = min(rewards), max(rewards)
+        if high - low > tolerance:
+            return "mixed"
+        if low >= 1.0 - tolerance:
+            return "solved"
+        return "unsolved" if high <= tolerance else "tied"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "Group":
+        return cls(**{**value, "responses": [Response.from_json(r) for r in value["responses"]]})
+
+
+@dataclass
+class TaskTally:
+    """What one task's decided groups of a step came to, kept or not, before any shaping."""
+
+    decided: int = 0
+    kept: int = 0
+    solved: int = 0  # groups; see Group.outcome
+    unsolved: int = 0
+    tied: int = 0
+    judged: int = 0  # responses with a reward
+    masked: int = 0  # responses that infrastructure failed
+    score_sum: float = 0.0
+    finished: int = 0
+    tokens: int = 0  # of responses
+    repetition_sum: float = 0.0
+
+    @classmethod
+    def total(cls, tallies: "Iterable[TaskTally]") -> "TaskTally":
+        """What several tasks came to together."""
+        parts = list(tallies)
+        return cls(**{f.name: sum(getattr(part, f.name) for part in parts) for f in fields(cls)})
+
+    @property
+    def responses(self) -> int:
+        return self.judged + self.masked
+
+    @property
+    def mean_score(self) -> float:
+        return self.score_sum / self.judged if self.judged else math.nan
+
+    @property
+    def keep_rate(self) -> float:
+        return self.kept / self.decided if self.decided else math.nan
+
+    def add(self, group: Group, kept: bool, tolerance: float) -> None:
+        """Counts a decided group; rewards that differ by no more than `tolerance` are equal."""
+        outcome = group.outcome(tolerance)
+        self.decided += 1
+        self.kept += kept
+        self.solved += outcome == "solved"
+        self.unsolved += outcome == "unsolved"
+        self.tied += outcome == "tied"
+        self.judged += sum(group.valid)
+        self.masked += len(group.valid) - sum(group.valid)
+        self.score_sum += sum(group.scores)
+        self.finished += sum(group.finished)
+        self.tokens += sum(len(response.token_ids) for response in group.responses)
+        self.repetition_sum += sum(repetition(response.token_ids) for response in group.responses)
+
+
+@dataclass
+class CollectedBatch:
+    """The groups to train on in a step, in draw order, and how they were found.
+
+    Fewer than `needed` when the cap of draws was reached first.
+    `engine_s`, `reward_open_s`: seconds with a request of that kind open.  `reward_wait_s`: seconds in which the step
+    waited for rewards and nothing else.
+    """
+
+    step: int
+    version: int
+    needed: int
+    groups: list[Group] = field(default_factory=list)
+    tasks: dict[str, TaskTally] = field(default_factory=dict)
+    outcomes: list[tuple[str, str]] = field(default_factory=list)  # prompt id, outcome; in the order of decisions
+    drawn: int = 0  # prompts drawn in this step
+    carried: int = 0  # groups taken over from the step before
+    stale: int = 0  # groups of earlier steps that were too old
+    surplus: int = 0  # groups left for the next step
+    generated_tokens: int = 0
+    wall_s: float = 0.0
+    engine_s: float = 0.0
+    reward_open_s: float = 0.0
+    reward_wait_s: float = 0.0
+
+    @property
+    def full(self) -> bool:
+        return len(self.groups) >= self.needed
+
+    @property
+    def reward_hidden_share(self) -> float:
+        """The share of reward time that ran beside other work; 1 when no reward was open."""
+        return 1.0 - self.reward_wait_s / self.reward_open_s if self.reward_open_s else 1.0

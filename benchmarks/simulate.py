@@ -17,7 +17,7 @@ Engine: vLLM on one H100, Qwen2 1.5B in bfloat16.  One token for each of b seque
 log-probability, output) + K * 28.7 kB / 2.7 TB/s (cache read at four fifths of the bandwidth; 28 layers, 2 key-value
 heads of 128, bfloat16).  That is 250 tokens/s alone and 20,500 tokens/s at 256 sequences of 2,000 tokens.
 Prefill: 300 tokens a prompt at 100,000 tokens/s, once an engine that takes part.
-Dispatch: 0.8 ms of rank 0 for each request, one after the other; measured with `EnginePool`.
+Dispatch: 0.8 ms of rank 0 for each request, one after the other.
 Trainer: two log-probabilities and an update, 10 operations for a parameter and token at 40 % of 32 H100s' bfloat16
 peak, and 3 s for publication and the rest.
 """

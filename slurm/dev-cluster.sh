@@ -225,7 +225,8 @@ nodes_ok() {  # every node answering and usable
   local s='$2 ~ /^(idle|mixed|allocated|completing)$/ {print $1}'
   [ "$(timeout 5 sinfo -h -a -N -o '%N %T' | awk "$s" | sort -u | wc -l)" = "$SLURM_DEV_NODES" ]
 }
-node_ok() { timeout 5 sinfo -h -a -N -n "$1" -o %T | grep -qxE 'idle|mixed|allocated|completing'; }
+# No `| grep -q`: it leaves at its first match, and a writer killed by SIGPIPE then fails the pipe.
+node_ok() { grep -qxE 'idle|mixed|allocated|completing' <<<"$(timeout 5 sinfo -h -a -N -n "$1" -o %T)"; }
 logs() { tail -n 15 "$D"/log/{munged,slurmctld,slurmd-node0}.{out,log} 2>/dev/null >&2 || true; }
 
 up() {
@@ -313,7 +314,7 @@ install() {
   apt-get update -qq && apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge
 }
 usage() { sed -n '2,/^set -/{s/^# \{0,1\}//;/^set -/d;p}' "$0"; }
-is_node() { nodes | grep -qxF -- "$1" || die "no node '$1'; there are: $(nodes | paste -sd' ')"; }
+is_node() { grep -qxF -- "$1" <<<"$(nodes)" || die "no node '$1'; there are: $(nodes | paste -sd' ')"; }
 
 if [ -s "$CONF" ] && { [ "${1:-}" != up ] || pid_of slurmctld >/dev/null; }; then
   SLURM_DEV_NODES=$(grep -c '^NodeName=' "$CONF")   # of a cluster that is there, whatever this call's environment says

@@ -293,9 +293,9 @@ def load(actor: Actor, folder: Path, with_optimizer: bool = True) -> dict[str, A
     """
     state = read_state(folder)
     loaded = dist_checkpointing.load(_sharded_state(actor, True, with_optimizer), str(folder))
-    _load_module(actor, loaded["reference"])
+    _load_module(actor, loaded.pop("reference"))  # gone before the optimizer makes its moments a second time
     actor.set_reference()
-    _load_module(actor, loaded["model"])
+    _load_module(actor, loaded.pop("model"))
     if with_optimizer:
         actor.optimizer.load_state_dict(loaded["optimizer"])
         file = folder / f"rng-{dist.get_rank()}.pt"
@@ -316,7 +316,7 @@ def load_policy(actor: Actor, folder: Path) -> dict[str, Any]:
     """
     state = read_state(folder)
     loaded = dist_checkpointing.load(_sharded_state(actor, True, with_reference=False), str(folder))
-    _load_module(actor, loaded["model"])
+    _load_module(actor, loaded.pop("model"))
     actor.optimizer.load_state_dict(loaded["optimizer"])
     _check(folder, state, weights=actor.weights_sha256())
     return state

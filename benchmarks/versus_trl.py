@@ -1,13 +1,14 @@
 """A training step of this project beside one of TRL's GRPOTrainer: seconds, tokens/s, memory, and reward by the clock.
 
     python3.11 setup/environments.py --only trl                   makes .venv/trl (1.6 GB, about a minute); first
-    .venv/train/bin/python benchmarks/versus_trl.py               both workloads and the learning curves (35 min)
+    .venv/train/bin/python benchmarks/versus_trl.py               both workloads and the learning curves (30 min)
     ... --workloads short --steps 1 --rounds 1 --learn-s 0        less
 
 The same random Qwen2 of 0.9 million parameters, the same prompts (two-term chain_sum), the same rewards (our puzzles
 plugin), 48 prompts x 16 responses, 4 updates a step, the same learning rate, clipping, temperature and KL, the same
-cores.  Blocks of steps alternate; the first step of a block warms caches and does not count.  A step's time is that
-between the ends of two steps by the clock, with all that lies between.
+cores.  Each side runs in several ways (--trl, --prorl), one process with a thread a core and a process a core; the
+fastest of each are compared.  Blocks of steps alternate; the first step of a block warms caches and does not count.
+A step's time is that between the ends of two steps by the clock, with all that lies between.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,13 +35,17 @@ PROMPTS, SAMPLES, UPDATES, TEMPERATURE, KL = 48, 16, 4, 1.2, 1e-4
 TIMING_LR, LEARNING_LR = 1e-6, 2e-4  # the first keeps the lengths as they are
 CONTEXT_ROOM = 32  # tokens of the longest prompt
 WORKLOADS = {"short": 64, "long": 512}  # cap of a response in tokens
-# How TRL may generate on a CPU.  Its vLLM server mode sends weights over NCCL and refuses any device but CUDA
+STEPS = {"short": 4, "long": 1}  # counted in a block: TRL takes minutes for one of the long
+# How TRL may run on a CPU.  Its vLLM server mode sends weights over NCCL and refuses any device but CUDA
 # (trl/generation/vllm_client.py), and vLLM in its process wants a vLLM up to 0.31 for GPUs.
 TRL_OPTIONS: dict[str, dict[str, Any]] = {
     "generate": {},
+    "processes": {},  # generate in torchrun's data parallelism, one process with one thread a core
     "static": {"cache_implementation": "static"},
     "continuous": {"use_transformers_continuous_batching": True},
 }
+# How this project may: as the laptop job is (a rank with a thread a core, an engine), or a rank and an engine a core.
+PRORL_WAYS = {"laptop": "trainer.devices=1 rollout.engines=1", "cores": "trainer.devices={n} rollout.engines={n}"}
 # The stop token is drawn about once in 82 tokens, whatever stands before it; a random model would draw each of its 320
 # words alike.  Every embedding has EMBED in its first place, no layer writes there, and of the output weight only the
 # stop token's row reads it, with STOP.
@@ -57,15 +63,19 @@ class Block:
 
 
 class Memory(threading.Thread):
-    """The highest proportional set size of a process and all that it started, in MB, looked at twice a second."""
+    """The highest proportional set size of a process and all that it started, in MB.
+
+    Looked at twice a second until `rest`, then every 10 s: reading it takes time of the cores that are measured.
+    """
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
         self._process, self.peak_mb, self._over = psutil.Process(pid), 0.0, threading.Event()
+        self._every_s = 0.5
         self.start()
 
     def run(self) -> None:
-        while not self._over.wait(0.5):
+        while not self._over.wait(self._every_s):
             total = 0
             try:
                 for process in [self._process, *self._process.children(recursive=True)]:
@@ -76,6 +86,10 @@ class Memory(threading.Thread):
             except psutil.Error:
                 return
             self.peak_mb = max(self.peak_mb, total / 2**20)
+
+    def rest(self) -> None:
+        """After the step that does not count: the others are like it."""
+        self._every_s = 10.0
 
     def close(self) -> float:
         self._over.set()
@@ -117,7 +131,7 @@ def make_model(folder: Path, records: Path) -> Path:
     return folder
 
 
-def overrides(folder: Path, model: Path, records: Path, cap: int, threads: int) -> list[str]:
+def overrides(folder: Path, model: Path, records: Path, cap: int) -> list[str]:
     """This project's side: the laptop job on that model and these prompts, without validation and checkpoints."""
     return [
         f"run_dir={folder}",
@@ -137,7 +151,6 @@ def overrides(folder: Path, model: Path, records: Path, cap: int, threads: int) 
         "trainer.grpo.save_rollout_groups=0",
         "trainer.grpo.checkpoint_every=100000",
         "trainer.grpo.keep_best=0",
-        f"rollout.threads={threads}",
         f"rollout.max_num_seqs={PROMPTS * SAMPLES}",
         f"rollout.kv_cache_mb={512 if cap > 100 else 256}",
     ]
@@ -169,18 +182,20 @@ def run_prorl(words: Sequence[str], steps: int | None, limit_s: float = 0.0) -> 
             block.steps.append({**row, "truncated": m["rollout/truncated"], "parts": parts})
             block.start_s = block.start_s or now - began - seconds
             ends.append(now)
+            memory.rest()
         if limit_s and not stopped and sum(s["seconds"] for s in block.steps) >= limit_s:
             process.terminate()
             stopped = True
-        time.sleep(0.01)
+        time.sleep(0.02)
     block.peak_mb = memory.close()
     if process.returncode not in (0, 75):
         raise SystemExit(f"prorl train ended with {process.returncode}; see {folder / 'logs'}")
     return block
 
 
-def trl_job(model: Path, records: Path, cap: int, threads: int, steps: int, setting: str) -> dict[str, Any]:
+def trl_job(model: Path, records: Path, cap: int, cores: int, steps: int, way: str) -> dict[str, Any]:
     """What benchmarks/versus_trl_trainer.py reads."""
+    processes = cores if way == "processes" else 1
     return {
         "model": str(model),
         "records": str(records),
@@ -192,9 +207,10 @@ def trl_job(model: Path, records: Path, cap: int, threads: int, steps: int, sett
         "kl_coef": KL,
         "lr": TIMING_LR,
         "steps": steps,
-        "threads": threads,
+        "processes": processes,
+        "threads": cores // processes,
         "seed": 1,
-        "options": TRL_OPTIONS[setting],
+        "options": TRL_OPTIONS[way],
     }
 
 
@@ -202,9 +218,12 @@ def run_trl(folder: Path, job: dict[str, Any]) -> Block:
     """Runs GRPOTrainer for the job's steps."""
     folder.mkdir(parents=True)
     (folder / "job.json").write_text(json.dumps(job))
+    command = [str(TRL_PYTHON)]
+    if job["processes"] > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job['processes']}"]
     began = time.monotonic()
     process = subprocess.Popen(
-        [str(TRL_PYTHON), str(Path(__file__).with_name("versus_trl_trainer.py")), str(folder / "job.json")],
+        [*command, str(Path(__file__).with_name("versus_trl_trainer.py")), str(folder / "job.json")],
         stdout=subprocess.PIPE,
         stderr=(folder / "log.txt").open("w"),
         text=True,
@@ -214,6 +233,7 @@ def run_trl(folder: Path, job: dict[str, Any]) -> Block:
     assert process.stdout is not None
     for line in process.stdout:
         block.steps.append(json.loads(line))
+        memory.rest()
         block.start_s = block.start_s or time.monotonic() - began - block.steps[0]["seconds"]
     block.peak_mb = memory.close()
     if process.wait():
@@ -222,11 +242,11 @@ def run_trl(folder: Path, job: dict[str, Any]) -> Block:
 
 
 def table(name: str, sides: dict[str, list[Block]]) -> list[str]:
-    """One workload: each side's counted steps, the ratio, and where the time goes."""
+    """One workload: each way's counted steps, the ratio of the fastest two, and where the time goes."""
     lines = [
         "",
         f"workload {name}: responses of at most {WORKLOADS[name]} tokens",
-        f"{'':10s} {'steps':>5s} {'s/step':>8s} {'min':>7s} {'max':>7s} {'tokens/s':>9s} {'mean length':>12s}"
+        f"{'':16s} {'steps':>5s} {'s/step':>8s} {'min':>7s} {'max':>7s} {'tokens/s':>9s} {'mean length':>12s}"
         f" {'cut off':>8s} {'peak MB':>8s} {'start s':>8s}",
     ]
     medians = {}
@@ -235,67 +255,86 @@ def table(name: str, sides: dict[str, list[Block]]) -> list[str]:
         seconds, tokens = [s["seconds"] for s in steps], sum(s["tokens"] for s in steps)
         medians[side] = statistics.median(seconds)
         lines.append(
-            f"{side:10s} {len(steps):5d} {medians[side]:8.2f} {min(seconds):7.2f} {max(seconds):7.2f}"
+            f"{side:16s} {len(steps):5d} {medians[side]:8.2f} {min(seconds):7.2f} {max(seconds):7.2f}"
             f" {tokens / sum(seconds):9.0f} {tokens / len(steps) / PROMPTS / SAMPLES:12.1f}"
             f" {100 * statistics.mean(s['truncated'] for s in steps):6.1f} %"
             f" {max(b.peak_mb for b in blocks):8.0f} {statistics.mean(b.start_s for b in blocks):8.1f}"
         )
-    trl, ours = (medians[side] for side in sides)
-    lines += [f"median seconds a step, TRL : prorl = {trl / ours:.2f} : 1", "where the time goes, mean seconds a step:"]
+    trl, ours = (fastest(medians, of) for of in ("TRL", "prorl"))
+    lines += [f"median seconds a step, {trl} : {ours} = {medians[trl] / medians[ours]:.2f} : 1"]
+    lines += ["where the time goes, mean seconds a step (of several processes the first):"]
     for side, blocks in sides.items():
         steps = [step for block in blocks for step in block.steps[1:]]
         names = list(dict.fromkeys(part for step in steps for part in step["parts"]))
         means = {part: statistics.mean(step["parts"].get(part, 0.0) for step in steps) for part in names}
         means["other"] = statistics.mean(s["seconds"] for s in steps) - sum(means.values())
-        lines.append(f"  {side:8s} " + ", ".join(f"{part} {seconds:.2f}" for part, seconds in means.items()))
+        lines.append(f"  {side:14s} " + ", ".join(f"{part} {seconds:.2f}" for part, seconds in means.items()))
     return lines
 
 
+def fastest(medians: dict[str, float], of: str) -> str:
+    """The way of one side that takes least."""
+    return min((side for side in medians if side.split()[0] == of), key=lambda side: medians[side])
+
+
 def timed_workload(name: str, args: argparse.Namespace, folder: Path, model: Path, records: Path) -> list[str]:
-    """Blocks of both sides in turn."""
-    cap, sides = WORKLOADS[name], {"TRL": list[Block](), "prorl": list[Block]()}
+    """Blocks of all ways in turn."""
+    cap, sides = WORKLOADS[name], defaultdict[str, list[Block]](list)
+    steps = 1 + (args.steps or STEPS[name])
     for k in range(args.rounds):
-        job = trl_job(model, records, cap, args.threads, args.steps + 1, args.trl)
-        sides["TRL"].append(run_trl(folder / f"trl-{name}-{k}", job))
-        words = overrides(folder / f"prorl-{name}-{k}", model, records, cap, args.threads)
-        words += [f"model.optim.lr={TIMING_LR}", "trainer.grpo.dynamic_sampling.enabled=false", *args.overrides]
-        sides["prorl"].append(run_prorl(words, args.steps + 1))
+        for way in args.trl:
+            job = trl_job(model, records, cap, args.threads, steps, way)
+            sides[f"TRL {way}"].append(run_trl(folder / f"trl-{name}-{way}-{k}", job))
+        for way in args.prorl:
+            words = overrides(folder / f"prorl-{name}-{way}-{k}", model, records, cap)
+            words += [f"model.optim.lr={TIMING_LR}", "trainer.grpo.dynamic_sampling.enabled=false"]
+            words += [*PRORL_WAYS[way].format(n=args.threads).split(), *args.overrides]
+            sides[f"prorl {way}"].append(run_prorl(words, steps))
     return table(name, sides)
 
 
 def learning(args: argparse.Namespace, folder: Path, records: Path) -> list[str]:
     """Mean reward of the responses of a step against seconds, from the same warmed-up model."""
     base = folder / "warmup"
-    words = [w for w in overrides(base, folder, records, 16, args.threads) if "restore_from" not in w]
+    words = [w for w in overrides(base, folder, records, 16) if "restore_from" not in w]
     words = [w for w in words if not w.startswith("trainer.warmup")]
     command = [str(Path(sys.executable).with_name("prorl")), "warmup", *words]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    job = trl_job(base / "base", records, 16, args.threads, 100000, args.trl)
+    job = trl_job(base / "base", records, 16, args.threads, 100000, args.trl[-1])
     trl = run_trl(folder / "trl-learn", {**job, "lr": LEARNING_LR, "limit_s": args.learn_s})
-    words = overrides(folder / "prorl-learn", base / "base", records, 16, args.threads)
-    ours = run_prorl([*words, f"model.optim.lr={LEARNING_LR}", *args.overrides], None, args.learn_s)
+    words = overrides(folder / "prorl-learn", base / "base", records, 16)
+    words += [f"model.optim.lr={LEARNING_LR}", *PRORL_WAYS[args.prorl[-1]].format(n=args.threads).split()]
+    ours = run_prorl([*words, *args.overrides], None, args.learn_s)
     marks = [args.learn_s * k / 6 for k in range(7)]
     lines = ["", "reward on two-term chain_sum (responses of at most 16 tokens), mean over the steps that end within"]
     lines += ["each sixth of the time; prorl with dynamic sampling, its mean is of all responses, dropped ones too"]
-    lines.append(f"{'':8s} {'steps':>5s} " + " ".join(f"{high:6.0f} s" for high in marks[1:]))
-    for side, block in (("TRL", trl), ("prorl", ours)):
+    lines.append(f"{'':16s} {'steps':>5s} " + " ".join(f"{high:6.0f} s" for high in marks[1:]))
+    for side, block in ((f"TRL {args.trl[-1]}", trl), (f"prorl {args.prorl[-1]}", ours)):
         at, rewards = 0.0, [list[float]() for _ in marks[1:]]
         for step in block.steps:
             at += step["seconds"]
             rewards[min(5, int(6 * at / args.learn_s))].append(step["reward"])
         means = " ".join(f"{statistics.mean(r):8.3f}" if r else f"{'-':>8s}" for r in rewards)
-        lines.append(f"{side:8s} {len(block.steps):5d} {means}")
+        lines.append(f"{side:16s} {len(block.steps):5d} {means}")
     return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="*", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--steps", type=int, default=3, help="counted steps of a block")
+    parser.add_argument("--steps", type=int, help=f"counted steps of a block; else {STEPS}")
     parser.add_argument("--rounds", type=int, default=2, help="blocks of each side")
     parser.add_argument("--learn-s", type=float, default=240.0, help="seconds of learning on each side; 0: none")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="on both sides")
-    parser.add_argument("--trl", choices=list(TRL_OPTIONS), default="generate", help="how TRL generates")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="cores for each side, and threads of all its trainers together",
+    )
+    parser.add_argument("--trl", nargs="+", choices=list(TRL_OPTIONS), default=["generate", "processes"])
+    parser.add_argument(
+        "--prorl", nargs="+", choices=list(PRORL_WAYS), default=list(PRORL_WAYS), help="the last learns"
+    )
     parser.add_argument("overrides", nargs="*", help="of prorl")
     args = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])  # of all that is started here
@@ -305,9 +344,9 @@ def main() -> None:
     said = subprocess.run([str(TRL_PYTHON), "-c", versions], capture_output=True, text=True, check=True).stdout.split()
     lines = [
         describe(),
-        f"TRL {said[0]}, transformers {said[1]}, torch {said[2]}; {args.threads} threads on both sides;",
+        f"TRL {said[0]}, transformers {said[1]}, torch {said[2]}; {args.threads} cores for each"
+        f" {args.overrides or ''}".rstrip(),
     ]
-    lines[-1] += f" TRL generates by: {args.trl} {args.overrides or ''}".rstrip()
     sys.stdout.write("\n".join(lines) + "\n")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -2,7 +2,8 @@
 
 The first argument is a JSON file (see `versus_trl.trl_job`).  Standard output: a JSON object for each rollout step,
 that is `updates` optimizer steps: `seconds` by the clock since the step before, `tokens` generated, `reward`, and the
-seconds of its parts.  Rewards come from this project's own plugin, called in this process.
+seconds of its parts.  Rewards come from this project's own plugin, called in this process.  Under torchrun each process
+has its share of the prompts, as accelerate deals them, and rank 0 prints: its own parts, tokens and rewards of all.
 """
 
 import json
@@ -60,10 +61,11 @@ def arguments(cfg: dict[str, Any], folder: str) -> Any:
     """GRPOConfig with this project's settings as far as TRL has them, and nothing that costs time beside."""
     from trl import GRPOConfig  # type: ignore[import-not-found]
 
-    rows = cfg["prompts"] * cfg["samples"] // cfg["updates"]
+    rows = cfg["prompts"] * cfg["samples"] // cfg["updates"] // cfg["processes"]
     return GRPOConfig(
         output_dir=folder,
         use_cpu=True,
+        ddp_backend="gloo" if cfg["processes"] > 1 else None,
         bf16=False,
         gradient_checkpointing=False,
         report_to="none",
@@ -101,6 +103,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # TRL prints
     import torch
+    import torch.distributed as dist
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOTrainer
@@ -130,17 +133,24 @@ def main() -> None:
             if state.global_step % cfg["updates"]:
                 return
             now = time.monotonic()
+            own = [now - step["began"], now - started, step["tokens"], sum(step["rewards"]), step["truncated"]]
+            ranks = [own]
+            if dist.is_initialized():
+                ranks = [own] * dist.get_world_size()
+                dist.all_gather_object(ranks, own)
+            responses = cfg["prompts"] * cfg["samples"]
             line = {
-                "seconds": now - step["began"],
-                "tokens": step["tokens"],
-                "reward": sum(step["rewards"]) / len(step["rewards"]),
-                "truncated": step["truncated"] / len(step["rewards"]),
+                "seconds": ranks[0][0],
+                "tokens": sum(rank[2] for rank in ranks),
+                "reward": sum(rank[3] for rank in ranks) / responses,
+                "truncated": sum(rank[4] for rank in ranks) / responses,
                 "parts": dict(spent),
             }
-            out.write(json.dumps(line) + "\n")
+            if state.is_world_process_zero:
+                out.write(json.dumps(line) + "\n")
             spent.clear()
             step.update(tokens=0, rewards=[], truncated=0, began=now)
-            if cfg.get("limit_s") and now - started >= cfg["limit_s"]:
+            if cfg.get("limit_s") and ranks[0][1] >= cfg["limit_s"]:
                 control.should_training_stop = True
 
     dataset = Dataset.from_list([{"prompt": r["prompt"], "record": json.dumps(r)} for r in records])

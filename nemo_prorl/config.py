@@ -29,7 +29,7 @@ class DynamicSamplingConfig:
     max_draw_factor: float = 4.0  # at most this many times `prompts_per_step` prompts are judged in a step
     oversubscription: float = 1.0  # groups in flight per group that is expected to be needed
     margin: float = 0.0  # and this many standard deviations of the number kept more, whenever something is drawn
-    max_staleness: int = 1  # surplus groups older than this many steps are dropped
+    max_staleness: int = 1  # groups made by weights older than this many steps are dropped
 
 
 @dataclass
@@ -61,6 +61,7 @@ class GRPOConfig:
     """One training step (paper sec. 3, 4.1); `recipe.md` of the paper's numbers is `algorithm=prorl`."""
 
     max_steps: int = 100  # in all, for a run directory
+    one_step_off: bool = False  # a step's batch is made while the step before trains; needs rollout.own_devices
     prompts_per_step: int = 256
     samples_per_prompt: int = 16
     updates_per_step: int = 4  # mini-batches of prompts_per_step / updates_per_step prompts
@@ -186,6 +187,7 @@ class RolloutConfig:
     python: str = ".venv/rollout/bin/python"
     engines: int = 1  # in all nodes together
     tensor_parallel_size: int = 1
+    own_devices: bool = False  # engines have GPUs (on a CPU: cores) on which nothing is trained
     dtype: str = "float32"
     threads: int = 1  # CPU engines only
     max_num_seqs: int = 256

@@ -31,7 +31,9 @@ def run_rows(cfg: DictConfig) -> dict[str, Any]:
         "first weights": cfg.pretrained_checkpoint.restore_from_path or "random, with a tokenizer made for the data",
         "machines": f"{trainer.num_nodes} x {trainer.devices} {trainer.accelerator}, precision {trainer.precision}",
         "parallel layout": f"TP {tp} x PP {pp} x DP {ranks // (tp * pp)}",
-        "rollout engines": f"{rollout.engines} x TP {rollout.tensor_parallel_size}, {rollout.dtype}",
+        "rollout engines": f"{rollout.engines} x TP {rollout.tensor_parallel_size}, {rollout.dtype}"
+        + (f", on {'GPUs' if trainer.accelerator == 'gpu' else 'cores'} of their own" if rollout.own_devices else "")
+        + ("; one step off" if grpo.one_step_off else ""),
         "warm-up": f"{trainer.warmup.steps} steps of {trainer.warmup.batch_size}, lr {trainer.warmup.lr:g}",
         "steps": grpo.max_steps,
         "a step": f"{grpo.prompts_per_step} prompts x {grpo.samples_per_prompt} = {responses} responses,"
@@ -158,6 +160,10 @@ def _memory(cfg: DictConfig, chain: Chain) -> dict[str, Any]:
 
 def _sleep(cfg: DictConfig, m: Memory, size: float | None) -> str:
     """Who has a GPU when."""
+    if m.engines_apart:
+        return (
+            f"none: {_bytes(m.while_generating)} at least on an engine's GPU, {_bytes(m.while_training)} on a trainer's"
+        )
     if cfg.rollout.sleep is None:
         return "none: engine and trainer hold their memory side by side"
     kept = "weights in host memory" if cfg.rollout.sleep == 1 else "weights dropped"

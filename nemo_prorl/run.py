@@ -16,15 +16,17 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from nemo_prorl.algorithms.entropy import AdaptiveEntropy
 from nemo_prorl.algorithms.losses import LossConfig
 from nemo_prorl.algorithms.reset import best_step, learning_rate
+from nemo_prorl.batch import Batch
 from nemo_prorl.config import Config
 from nemo_prorl.data.blend import Blend, LoadedSource, load_sources, without_long
 from nemo_prorl.data.generators import warmup_target
 from nemo_prorl.data.render import PromptRenderer
-from nemo_prorl.errors import ProrlError, RolloutAbandoned, StoppedCleanly, disk_full
+from nemo_prorl.errors import ProrlError, StoppedCleanly, disk_full
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.recipe import control, preflight
 from nemo_prorl.recipe.base_model import base_folder, initial_model
@@ -41,6 +43,7 @@ from nemo_prorl.run_checkpoints import Checkpoints
 from nemo_prorl.run_services import Services, die_with_parent
 from nemo_prorl.run_stopping import Stopping
 from nemo_prorl.run_trace import StepTraces
+from nemo_prorl.scores import GroupScores
 from nemo_prorl.tracing import RECORDER
 from nemo_prorl.trainer import policy_loss, train
 
@@ -76,6 +79,7 @@ class Run:
         self.rewards_s = {"wait": 0.0, "open": 0.0}
         self.tokens = 0
         self._published = -1
+        self._scores: GroupScores | None = None
         self._engines_sleep = False
         services = {"engine": cfg.rollout.engines, "rewards": cfg.trainer.num_nodes}
         self._traces = StepTraces(
@@ -210,7 +214,7 @@ class Run:
         began = time.monotonic()
         if self.cfg.rollout.sleep is not None:
             with RECORDER.span("engines go to sleep", "publication"):
-                freed = self.on_rank_0(self.services.rollouts.sleep)
+                freed = self.on_rank_0(lambda: self.services.rollouts.sleep())
             self._engines_sleep = True
             _log.info("the engines sleep: %.1f GB freed", freed / 1e9)
         return time.monotonic() - began
@@ -222,20 +226,13 @@ class Run:
     def collect(self, metrics: Metrics) -> list[Group]:
         """The groups of this step, the same on every rank."""
         step = metrics.step
-
-        def collect() -> CollectedBatch:
-            position = self.prompts.position()
-            self.services.load.begin()
-            try:
-                return self.services.rollouts.collect(step, step - 1)
-            except RolloutAbandoned:
-                self.prompts.return_to(position)
-                raise
-
-        batch = self.on_rank_0(collect)
+        self._scores = None
+        if self.cfg.rollout.own_devices and not self.cfg.trainer.grpo.one_step_off:
+            self._score_meanwhile(step)
+        batch = self.on_rank_0(lambda: self.services.supply.take(step, step - 1))
         report_rollout(metrics, batch)
-        if self.rank == 0:
-            metrics.add("time/rollout", self.services.load.end())
+        if self._scores is not None:
+            metrics.add("time/logprobs", self._scores.shares(batch.groups))
         if self.cfg.rollout.sleep is not None:
             metrics.put("time/rollout/sleep_s", self.sleep_engines())
         if self.cfg.data.retire_after is not None:
@@ -246,7 +243,37 @@ class Run:
         if self.rank == 0 and self.cfg.trainer.grpo.save_rollout_groups:
             texts = [[self.renderer.decode(r.token_ids) for r in group.responses] for group in batch.groups]
             write_rollouts(self.dir, step, batch.groups, texts, self.cfg.trainer.grpo.save_rollout_groups)
+        if self._one_step_off(step):
+            self.on_rank_0(lambda: self.services.supply.begin(step + 1, step - 1))
         return batch.groups
+
+    def _score_meanwhile(self, step: int) -> None:
+        """Collects the batch of a step, and computes log-probabilities of groups while others are generated."""
+        self._scores = GroupScores(self.policy)
+        self.on_rank_0(lambda: self.services.supply.begin(step, step - 1))
+        while groups := self.on_rank_0(lambda: self.services.supply.ready()):
+            with RECORDER.span(f"log-probabilities of {len(groups)} groups", "logprobs"):
+                self._scores.add(groups)
+        self.on_rank_0(lambda: self.services.supply.finish())
+
+    def logprobs(self, groups: list[Group], mine: Batch, rows_B: Tensor) -> tuple[Tensor, ...]:
+        """(logp_BT, entropy_BT, ref_logp_BT) of `mine`, the rows `rows_B` of these groups."""
+        if self._scores is not None:
+            return self._scores.of_rows(groups, rows_B, mine.tokens_BT.shape[1])
+        return *self.policy.logprobs(mine), *self.policy.reference_logprobs(mine)
+
+    def await_next(self, metrics: Metrics) -> None:
+        """The batch that is collected while this step trains is complete on return."""
+        if not self._one_step_off(metrics.step):
+            return
+        with self.phase("ahead", metrics):
+            idle_s = self.on_rank_0(lambda: self.services.supply.finish())
+        metrics.put("time/ahead/engines_wait_s", idle_s)
+
+    def _one_step_off(self, step: int) -> bool:
+        """Whether the batch of the step after this one is collected while this one trains."""
+        grpo = self.cfg.trainer.grpo
+        return grpo.one_step_off and step < grpo.max_steps
 
     def _retire(self, metrics: Metrics, batch: CollectedBatch) -> None:
         """Every rank keeps the count, so that all know it; rank 0 draws by it."""

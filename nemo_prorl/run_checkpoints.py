@@ -65,7 +65,7 @@ class Checkpoints:
     def _recall(self, state: dict[str, Any]) -> None:
         """Rank 0: records and rollouts go on where the checkpoint was taken."""
         run = self.run
-        run.services.rollouts.load_state_dict(state["rollouts"])
+        run.services.supply.load_state_dict(state["rollouts"])
         run.metrics_log.cut(state["metrics_bytes"])
         run.resets.recall(run.metrics_log.lines(), run.validations)
         interrupted = interrupted_reset(run.journal.events())
@@ -119,7 +119,7 @@ class Checkpoints:
         mine = run.on_rank_0(
             lambda: {
                 "metrics_bytes": run.metrics_log.length(),
-                "rollouts": run.services.rollouts.state_dict(),
+                "rollouts": run.services.supply.state_dict(),
                 "blend": run.prompts.state_dict(),
                 "entropy": run.entropy.state_dict(),
                 "code": code_sha256(),
@@ -209,7 +209,7 @@ class Checkpoints:
         return best if run.on_rank_0(there) else None
 
     def _roll_back(self, step: int) -> None:
-        """The weights of an earlier step; steps and data position move on.  Surplus groups of the bad weights go."""
+        """The weights of an earlier step; steps and data position move on.  Groups of the bad weights go."""
         self.files.load_policy(self.run.policy, retention.step_folder(self.folder, step))
         self.run.weights_changed()
-        self.run.on_rank_0(self.run.services.rollouts.drop_surplus)
+        self.run.on_rank_0(lambda: self.run.services.supply.drop())

@@ -15,9 +15,9 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.rewards.client import RewardClient
 from nemo_prorl.rollout.client import EnginePool
 from nemo_prorl.rollout.groups import Rollouts, RolloutSettings
-from nemo_prorl.rollout.load import Load
 from nemo_prorl.rollout.one_engine import read_token
 from nemo_prorl.rollout.prompts import PromptStream
+from nemo_prorl.rollout.supply import Supply
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class Services:
     """What rank 0 talks to."""
 
     rollouts: Rollouts
-    load: Load  # of the engines
+    supply: Supply  # of batches, from them
 
     @classmethod
     def connect(cls, cfg: Config, run_dir: Path, prompts: PromptStream, renderer: PromptRenderer) -> "Services":
@@ -41,7 +41,8 @@ class Services:
         engines = EnginePool(endpoints, read_token(token_file), cfg.rollout.engines)
         settings = RolloutSettings.from_config(cfg, (renderer.eos_id,))
         rewards = RewardClient(endpoints, token_file)
-        return cls(Rollouts(engines, rewards, prompts, renderer.decode, settings), engines.load)
+        rollouts = Rollouts(engines, rewards, prompts, renderer.decode, settings)
+        return cls(rollouts, Supply(rollouts, prompts, engines.load))
 
 
 def _are_there(folder: Path, pattern: str, count: int) -> bool:

@@ -14,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.events import check_command
-from nemo_prorl.recipe.memory import check_memory, device_bytes
+from nemo_prorl.recipe.memory import device_bytes
+from nemo_prorl.recipe.memory_check import check_memory
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "trainer.accelerator": ("cpu", "gpu"),
@@ -161,6 +162,7 @@ def check(cfg: DictConfig) -> None:
     _batch(cfg)
     _context(cfg)
     _engines(cfg)
+    _one_step_off(cfg)
     _resets(cfg)
     _pretrained(cfg)
     _data(cfg)
@@ -178,7 +180,8 @@ def _values(cfg: DictConfig) -> None:
             raise _wrong(key, OmegaConf.select(cfg, key), "must be a whole number")
     for key, choices in CHOICES.items():
         if (value := OmegaConf.select(cfg, key)) not in choices or isinstance(value, bool):
-            raise _wrong(key, value, f"must be one of {', '.join(map(str, dict.fromkeys(map(str, choices))))}")
+            known = dict.fromkeys("null" if choice is None else str(choice) for choice in choices)
+            raise _wrong(key, value, f"must be one of {', '.join(known)}")
     rules: list[tuple[dict[str, float], str, Callable[[float, float], bool]]] = [
         (AT_LEAST, "at least", lambda value, bound: value >= bound),
         (ABOVE, "above", lambda value, bound: value > bound),
@@ -329,11 +332,28 @@ def _engines(cfg: DictConfig) -> None:
     )
     tp = rollout.tensor_parallel_size
     needed = rollout.engines * tp
-    if cfg.trainer.accelerator == "gpu" and needed > nodes * devices:
+    if rollout.own_devices and rollout.sleep is not None:
+        raise _wrong(
+            "rollout.sleep", rollout.sleep, "must be null where rollout.own_devices=true: nobody needs the room"
+        )
+    if cfg.trainer.accelerator == "gpu" and not rollout.own_devices and needed > nodes * devices:
         raise ConfigError(
             f"rollout.engines={rollout.engines} x rollout.tensor_parallel_size={tp} = {needed}"
             f" GPUs; trainer.num_nodes={nodes} x trainer.devices={devices} = {nodes * devices} are there"
         )
+
+
+def _one_step_off(cfg: DictConfig) -> None:
+    """Generating a step ahead needs devices for it, and a batch that is one version old must be taken and corrected."""
+    grpo, key = cfg.trainer.grpo, "trainer.grpo.one_step_off"
+    if not grpo.one_step_off:
+        return
+    if not cfg.rollout.own_devices:
+        raise _wrong(key, True, "needs engines that work while the trainer does; set rollout.own_devices=true")
+    if grpo.dynamic_sampling.max_staleness < 1:
+        raise _wrong(key, True, "every batch is one version old; set trainer.grpo.dynamic_sampling.max_staleness=1")
+    if grpo.correction.kind == "none":
+        raise _wrong(key, True, "older weights made the batch, so trainer.grpo.correction.kind must not be none")
 
 
 def _resets(cfg: DictConfig) -> None:

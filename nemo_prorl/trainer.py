@@ -36,7 +36,9 @@ def train(run: "Run") -> None:
                 run.save_checkpoint(0)
         for step in run.remaining_steps():
             with run.traced(step):
-                finish_step(run, train_step(run, step))
+                metrics = train_step(run, step)
+                run.await_next(metrics)
+                finish_step(run, metrics)
     except RolloutAbandoned as stop:  # of a step whose updates are not begun, or of a validation
         run.save_checkpoint(run.step, wait=True)
         raise StoppedCleanly(f"{stop}; what is done is saved, the same command continues") from stop
@@ -76,7 +78,8 @@ def train_step(run: "Run", step: int) -> Metrics:
         run.publish(version=step - 1)
 
     with run.phase("rollout", metrics):  # scored while others still generate; dynamic sampling inside
-        judged = JudgedGroups.of(run.collect(metrics))
+        groups = run.collect(metrics)
+        judged = JudgedGroups.of(groups)
     run.step = step
     if not len(judged.batch):
         run.alarm(step, "no group carries a signal; the step makes no update")
@@ -85,8 +88,7 @@ def train_step(run: "Run", step: int) -> Metrics:
     with run.phase("logprobs", metrics):
         rows = judged.rows_of_updates(cfg.updates_per_step, policy.data_rank, policy.data_size)
         mine = judged.batch.rows(torch.cat(rows))
-        old_logp_BT, entropy_BT = policy.logprobs(mine)
-        ref_logp_BT = policy.reference_logprobs(mine)
+        old_logp_BT, entropy_BT, ref_logp_BT = run.logprobs(groups, mine, torch.cat(rows))
         gap = policy.reduce(reference_gap(old_logp_BT, ref_logp_BT, mine.mask_BT))
         run.resets.check_reference(step, gap["mean_abs"])
         task_B = judged.task_B[torch.cat(rows)]
@@ -101,12 +103,7 @@ def train_step(run: "Run", step: int) -> Metrics:
             old_logp_BT, mine.engine_logp_BT, mine.mask_BT, correction.kind, correction.cap, correction.floor
         )
         metrics.add("correction", policy.reduce(corrected))
-        fresh_BT = mine.mask_BT & (judged.version_B[torch.cat(rows)] == step - 1)[:, None]  # not of a step before
-        gap = policy.reduce(reference_gap(mine.engine_logp_BT, old_logp_BT, fresh_BT))
-        if gap["tokens"]:  # not of a batch that was carried over as a whole
-            metrics.add("engine_gap", gap)
-        if gap["mean_abs"] > correction.alarm:
-            run.alarm(step, f"engine and trainer differ by {gap['mean_abs']:.3g} a token (correction.alarm)")
+        report_gaps(run, metrics, mine.with_targets(old_logp_BT=old_logp_BT), judged.version_B[torch.cat(rows)])
         mine = mine.with_targets(
             old_logp_BT=old_logp_BT, ref_logp_BT=ref_logp_BT, advantage_B=advantage_B, weight_BT=weight_BT
         )
@@ -122,6 +119,26 @@ def train_step(run: "Run", step: int) -> Metrics:
                 with_entropy = config.entropy_coef != 0.0
                 report_update(metrics, policy.update(minibatch, loss, denominator, with_entropy=with_entropy))
     return metrics
+
+
+def report_gaps(run: "Run", metrics: Metrics, mine: Batch, version_B: Tensor) -> None:
+    """How far engine and trainer are apart where both have the same weights, which is what an alarm goes by, and where
+    the engine's were older."""
+    fresh_BT = mine.mask_BT & (version_B == metrics.step - 1)[:, None]
+    parts = {"engine_gap": fresh_BT, "stale_gap": mine.mask_BT & ~fresh_BT}
+    gaps = {
+        name: run.policy.reduce(reference_gap(mine.engine_logp_BT, mine.old_logp_BT, part_BT))
+        for name, part_BT in parts.items()
+    }
+    tokens = sum(gap["tokens"] for gap in gaps.values())
+    for name, gap in gaps.items():
+        if gap["tokens"]:
+            metrics.add(name, gap)
+    if gaps["stale_gap"]["tokens"]:
+        metrics.put("stale_gap/share", gaps["stale_gap"]["tokens"] / tokens)
+    mean = gaps["engine_gap"]["mean_abs"]
+    if mean > run.cfg.trainer.grpo.correction.alarm:
+        run.alarm(metrics.step, f"engine and trainer differ by {mean:.3g} a token (correction.alarm)")
 
 
 def advantages(judged: JudgedGroups, cfg: "GRPOConfig", metrics: Metrics) -> Tensor:

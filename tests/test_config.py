@@ -39,7 +39,7 @@ def model_folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(("cluster", "stage"), itertools.product(OPTIONS["cluster"], OPTIONS["stage"]))
 def test_every_cluster_loads_with_every_stage(cluster: str, stage: str, model_folder: Path) -> None:
     overrides = [f"cluster={cluster}", f"stage={stage}"]
-    if cluster == "h100_4x8":
+    if cluster.startswith("h100_4x8"):
         overrides.append(f"pretrained_checkpoint.restore_from_path={model_folder}")
     cfg = settings.load(overrides)
     assert cfg.stage == stage
@@ -99,6 +99,7 @@ def test_a_value_override_wins_over_its_group() -> None:
 SIZES = ["model.num_layers=4", "model.hidden_size=128", "model.ffn_hidden_size=384", "model.num_attention_heads=4"]
 SIZES += ["model.num_query_groups=2", "model.max_position_embeddings=32768", "trainer.grpo.context_tokens=128"]
 SIZES += ["trainer.grpo.max_response_tokens=null", "trainer.grpo.max_steps=120", "trainer.grpo.prompts_per_step=48"]
+AHEAD = ["cluster=laptop_split", "trainer.grpo.one_step_off=true"]
 
 # Overrides, and what the message must name: key, value and the fix.
 WRONG: list[tuple[list[str], list[str]]] = [
@@ -113,7 +114,7 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["trainer.grpo.max_steps.x=1"], ["trainer.grpo.max_steps is a single value"]),
     (["+trainer.new=1"], ["trainer.new", "trainer has no 'new'"]),
     (["clustr=laptop"], ["clustr", "Did you mean cluster?"]),
-    (["cluster=h100"], ["cluster=h100", "Did you mean h100_4x8?", "laptop, slurm_dev"]),
+    (["cluster=h100"], ["cluster=h100", "Did you mean h100_4x8?", "laptop_split, slurm_dev"]),
     (["stage=run9"], ["stage=run9", "run1, run2"]),
     (["model=foo"], ["model=foo", "laptop, qwen2_1p5b"]),
     (["seed"], ["'seed'", "KEY=VALUE"]),
@@ -198,6 +199,16 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["trainer.num_nodes=2"], ["trainer.num_nodes=2", "rollout.engines=1"]),
     (["rollout.tensor_parallel_size=3"], ["rollout.tensor_parallel_size=3", "model.num_attention_heads=4"]),
     (["trainer.accelerator=gpu", "rollout.engines=2"], ["rollout.engines=2", "= 2 GPUs", "= 1 are there"]),
+    (["cluster=laptop_split", "rollout.sleep=2"], ["rollout.sleep=2", "rollout.own_devices=true"]),
+    (["trainer.grpo.one_step_off=true"], ["trainer.grpo.one_step_off=True", "rollout.own_devices=true"]),
+    (
+        [*AHEAD, "trainer.grpo.dynamic_sampling.max_staleness=0"],
+        ["trainer.grpo.one_step_off=True", "trainer.grpo.dynamic_sampling.max_staleness=1"],
+    ),
+    (
+        [*AHEAD, "trainer.grpo.correction.kind=none"],
+        ["trainer.grpo.one_step_off=True", "trainer.grpo.correction.kind"],
+    ),
     (["trainer.resets.at_steps=[3,500]"], ["trainer.resets.at_steps=[3, 500]", "500", "1 to 120"]),
     (["trainer.resets.at_steps=[0]"], ["trainer.resets.at_steps=[0]"]),
     (["trainer.resets.at_steps=[3,3]"], ["trainer.resets.at_steps=[3, 3]", "twice"]),

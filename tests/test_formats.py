@@ -257,6 +257,7 @@ def metrics_line() -> dict[str, Any]:
     from nemo_prorl.metrics import Metrics
     from nemo_prorl.rollout.collected import CollectedBatch, TaskTally
     from nemo_prorl.rollout.report import report_rollout
+    from nemo_prorl.scores import GroupScores
     from nemo_prorl.trainer import advantages, policy_loss, report_update
 
     metrics = Metrics(3, "none")
@@ -284,10 +285,12 @@ def metrics_line() -> dict[str, Any]:
     for key, value in means_by_task({k: float(v) for k, v in by_task.items()}, ["math"]).items():
         metrics.put(key, value)
     metrics.add("engine_gap", gap)
+    metrics.add("stale_gap", gap)
     metrics.add("correction", {key: float(v) for key, v in corrected.items()})
     for key in literal_keys("trainer.py") | literal_keys("run.py"):
         if key not in metrics:
             metrics.put(key, 0.5)
+    metrics.add("time/logprobs", GroupScores(None).shares([]))  # type: ignore[arg-type]
     load = Load(1)
     load.begin()
     metrics.add("time/rollout", load.end())

@@ -80,7 +80,15 @@ def test_configuration_and_errors_are_light(name: str) -> None:
     light = {"omegaconf", "hydra", "yaml"}
     light |= {
         f"nemo_prorl.{module}"
-        for module in ("config", "errors", "events", "settings_checks", "deadlines", "recipe.memory")
+        for module in (
+            "config",
+            "errors",
+            "events",
+            "settings_checks",
+            "deadlines",
+            "recipe.memory",
+            "recipe.memory_check",
+        )
     }
     assert not offences([PACKAGE / name], light)
 
@@ -164,3 +172,15 @@ def test_a_start_of_prorl_loads_nothing_heavy(arguments: list[str], tmp_path: Pa
     loaded = set(told.stderr.rsplit("LOADED ", 1)[1].split())
     assert "nemo_prorl" in loaded
     assert not loaded & HEAVY
+
+
+def test_what_rank_0_alone_has_is_named_on_rank_0_alone() -> None:
+    """An argument is evaluated on every rank: `on_rank_0(self.services.x)` fails on those that have no services."""
+    own, wrong = {"services", "metrics_log", "journal", "requests"}, []
+    for path in sorted(PACKAGE.glob("run*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "on_rank_0":
+                eager = [arg for arg in node.args if not isinstance(arg, ast.Lambda)]
+                names = {n.attr for arg in eager for n in ast.walk(arg) if isinstance(n, ast.Attribute)}
+                wrong += [f"{path.name}:{node.lineno}"] * bool(names & own)
+    assert not wrong

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import time
 from pathlib import Path
 
 import psutil
@@ -10,7 +9,7 @@ import pytest
 
 from nemo_prorl.status import run_state, status
 from tests.test_formats import against
-from tests.whole_runs import STEPS, Job, engine_process, events_of, metrics_of, without_time
+from tests.whole_runs import STEPS, Job, engine_process, events_of, metrics_of, stopped_without_patience, without_time
 
 pytestmark = [pytest.mark.nemo, pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -138,16 +137,7 @@ def test_a_live_run_does_what_it_is_asked_stops_and_calls_on_event(stage_run: Pa
 def test_stops_that_give_up_change_nothing(root: Path, undisturbed: Path) -> None:
     """SIGTERM with no patience: in a rollout, in a validation, wherever it falls."""
     run = undisturbed.with_name("impatient")
-    stops = []
-    for wait_s in (0.1, 0.4, 0.9, 1.4, 2.0, None):
-        job = Job(root, run, "trainer.deadlines.finish_step_s=0.01")
-        events = len(events_of(run)) if (run / "journal.jsonl").is_file() else 0
-        job.until(lambda e=events: (run / "journal.jsonl").is_file() and len(events_of(run)) > e)  # type: ignore[misc]
-        if wait_s is not None:
-            time.sleep(wait_s)
-            job.process.send_signal(signal.SIGTERM)
-        stops.append(job.wait(200))
-        assert stops[-1] in (0, 75), job.text()
+    stops = stopped_without_patience(root, run, (0.1, 0.4, 0.9, 1.4, 2.0))
     assert stops[-1] == 0
     assert stops.count(75) >= 3
     assert [without_time(m) for m in metrics_of(run)] == [without_time(m) for m in metrics_of(undisturbed)]

@@ -110,6 +110,11 @@ def test_the_tail_of_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ({"time/rollout/idle_s": 3.0, "time/rollout/reward_wait_s": 2.5}, "waiting for rewards (25 % of the step)"),
         ({"time/rollout/idle_s": None}, None),
+        (
+            {"time/rollout": 0.0, "time/updates": 10.0, "time/ahead": 0.0, "time/ahead/engines_wait_s": 6.0},
+            "engines idle 60 %: the trainer makes its updates (100 % of the step)",
+        ),
+        ({"time/rollout": 0.0, "time/ahead": 0.0}, "engines busy 100 %: generation sets the pace"),
     ],
 )
 def test_the_bottleneck_in_words(changed: dict[str, Any], said: str | None) -> None:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,16 @@ class Job:
     def children(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
+    def kill_supervisor(self) -> None:
+        """SIGKILL; returns when all processes below it are gone, too."""
+        processes = self.children()
+        self.process.kill()
+        self.process.wait()
+        end = time.monotonic() + 20
+        while not all(map(gone, processes)):
+            assert time.monotonic() < end, [p for p in processes if not gone(p)]
+            time.sleep(0.1)
+
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
@@ -73,6 +83,21 @@ def events_of(run_dir: Path) -> list[dict[str, Any]]:
 
 def without_time(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if not key.startswith("time")}
+
+
+def stopped_without_patience(root: Path, run: Path, waits_s: Sequence[float], *overrides: str) -> list[int]:
+    """Exit codes of a run that gets SIGTERM so long after each of its starts, and is let run at last."""
+    codes, journal = [], run / "journal.jsonl"
+    for wait_s in (*waits_s, None):
+        job = Job(root, run, *overrides, "trainer.deadlines.finish_step_s=0.01")
+        events = len(events_of(run)) if journal.is_file() else 0
+        job.until(lambda e=events: journal.is_file() and len(events_of(run)) > e)  # type: ignore[misc]
+        if wait_s is not None:
+            time.sleep(wait_s)
+            job.process.send_signal(signal.SIGTERM)
+        codes.append(job.wait(200))
+        assert codes[-1] in (0, 75), job.text()
+    return codes
 
 
 def engine_process(job: Job) -> psutil.Process:
@@ -99,13 +124,7 @@ def run_disturbed(root: Path, undisturbed: Path) -> Path:
     assert [e["event"] for e in events_of(first.run_dir)][-1] == "reset_intent"
     job = Job(root, first.run_dir)
     job.until(lambda: len(metrics_of(job.run_dir)) >= STEPS - 1)
-    processes = job.children()
-    job.process.kill()
-    job.process.wait()
-    end = time.monotonic() + 20
-    while not all(map(gone, processes)):
-        assert time.monotonic() < end, [p for p in processes if not gone(p)]
-        time.sleep(0.1)
+    job.kill_supervisor()
     again = Job(root, job.run_dir)
     again.until(lambda: [e["event"] for e in events_of(job.run_dir)].count("resume") == 2)
     engine_process(again).kill()

@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from nemo_prorl.errors import ProrlError
+from nemo_prorl.recipe.devices import devices_words, node_devices
 
 _log = logging.getLogger(__name__)
 
@@ -18,7 +19,8 @@ _log = logging.getLogger(__name__)
 def allocation(cfg: DictConfig) -> dict[str, Any]:
     return {
         "num_nodes": cfg.trainer.num_nodes,
-        "devices": cfg.trainer.devices,
+        "devices": node_devices(cfg),
+        "devices_words": devices_words(cfg),
         "accelerator": cfg.trainer.accelerator,
         "startup_s": cfg.trainer.deadlines.startup_s,
         "node_s": cfg.trainer.deadlines.node_s,

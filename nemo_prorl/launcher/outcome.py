@@ -97,7 +97,7 @@ def draw(summary: dict[str, Any], metrics: list[dict[str, Any]], path: Path) -> 
     axes[1, 0].set_title("entropy, nats a token")
     curve(axes[1, 1], "kl", "KL to the reference policy")
     axes[1, 1].set_title("KL to the reference policy")
-    for phase in ("rollout", "logprobs", "updates", "publish"):
+    for phase in ("rollout", "logprobs", "updates", "ahead", "publish"):
         curve(axes[1, 2], f"time/{phase}", phase)
     axes[1, 2].set_title("seconds a step")
     for axis in axes.flat:

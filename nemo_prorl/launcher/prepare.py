@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.config import Config
 from nemo_prorl.errors import DataError, UnfitMachine
+from nemo_prorl.launcher.cores import Cores
 
 if TYPE_CHECKING:
     from nemo_prorl.config import DataSource
@@ -76,6 +77,7 @@ def check_node(cfg: DictConfig) -> None:
     python = Path(cfg.rollout.python)
     if not os.access(python, os.X_OK):
         raise UnfitMachine(f"rollout.python={python} is no Python that runs here; `make setup` makes .venv/rollout")
+    Cores.of(cfg, os.sched_getaffinity(0))
 
 
 def plain(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """Child processes of the node supervisor: started with logs, watched, restarted, and never left behind."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -7,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -51,6 +52,7 @@ class Child:
     restarts: int = 0
     endpoint: Path | None = None  # removed before a start, so that nobody asks the dead
     on_line: Callable[[str], None] | None = None
+    cores: Collection[int] | None = None  # that it may use; None: all
     process: subprocess.Popen[str] | None = None
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=30))
     _ended: list[float] = field(default_factory=list)
@@ -71,6 +73,9 @@ class Child:
             errors="replace",
             start_new_session=True,
         )
+        if self.cores is not None:  # its threads and children, which do not exist yet, inherit it
+            with contextlib.suppress(ProcessLookupError):  # it ended: whoever watches it says so
+                os.sched_setaffinity(self.process.pid, self.cores)
         threading.Thread(target=self._copy_output, args=(self.process,), daemon=True, name=f"log {self.name}").start()
 
     def _copy_output(self, process: "subprocess.Popen[str]") -> None:

@@ -15,7 +15,7 @@ from nemo_prorl.recipe.bottleneck import bottleneck
 
 _log = logging.getLogger(__name__)
 
-_PHASES = ("rollout", "logprobs", "updates", "publish", "validate")
+_PHASES = ("rollout", "logprobs", "updates", "ahead", "publish", "validate")
 _OURS = re.compile(r"^\S+ \S+ (INFO|WARNING|ERROR) (nemo_prorl\S*): (.*)$")
 
 

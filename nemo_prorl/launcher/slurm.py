@@ -174,8 +174,8 @@ class Driver:
         gpus = _gpus_on_node()
         if self.plan["accelerator"] == "gpu" and gpus < devices:
             raise Unfit(
-                f"the job has {gpus} GPUs a node, trainer.devices={devices}: sbatch --gpus-per-node={devices} ..., or"
-                f" the override trainer.devices={gpus or 'N'}"
+                f"the job has {gpus} GPUs a node, {self.plan['devices_words']}: sbatch --gpus-per-node={devices} ...,"
+                f" or the override trainer.devices={gpus or 'N'}"
             )
 
     def show(self) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -20,10 +21,12 @@ from omegaconf import DictConfig
 import nemo_prorl
 from nemo_prorl.config import Config
 from nemo_prorl.events import Events
+from nemo_prorl.launcher.cores import Cores
 from nemo_prorl.launcher.health import Health
 from nemo_prorl.launcher.prepare import plain
 from nemo_prorl.launcher.processes import Child, Lines, ProcessFailed, stop_all
 from nemo_prorl.launcher.progress import Progress
+from nemo_prorl.recipe.devices import node_devices
 from nemo_prorl.run_stopping import JOB_START
 
 _log = logging.getLogger(__name__)
@@ -284,26 +287,36 @@ class Node:
         command += [word for key, value in options.items() if value is not None for word in (f"--{key}", str(value))]
         command += ["--eager"] if rollout.eager else []
         command += ["--sleep"] if rollout.sleep is not None and not alone else []
-        return self._child(f"engine-{index}", command, self._gpus(local), rollout.max_restarts, True)
+        engine = self._child(f"engine-{index}", command, self._gpus(local, alone), rollout.max_restarts, True)
+        if not alone and self._cores is not None:
+            engine.cores = self._cores.engines[local]
+        return engine
 
-    def _gpus(self, local: int) -> dict[str, str]:
-        """The GPUs of an engine: as many as its tensor parallel size, beside the trainer ranks of the same number."""
+    def _gpus(self, local: int, alone: bool) -> dict[str, str]:
+        """The GPUs of an engine: as many as its tensor parallel size, beside the trainer ranks of the same number, or
+        after the GPUs of all ranks (rollout.own_devices)."""
         if self.cfg.trainer.accelerator != "gpu":
             return {}
         given = os.environ.get("CUDA_VISIBLE_DEVICES")
-        ours = given.split(",") if given else [str(k) for k in range(self.cfg.trainer.devices)]
+        ours = given.split(",") if given else [str(k) for k in range(node_devices(self.cfg))]
         tp = self.cfg.rollout.tensor_parallel_size
-        return {"CUDA_VISIBLE_DEVICES": ",".join(ours[local * tp : (local + 1) * tp])}
+        first = local * tp + (self.cfg.trainer.devices if self.cfg.rollout.own_devices and not alone else 0)
+        return {"CUDA_VISIBLE_DEVICES": ",".join(ours[first : first + tp])}
+
+    @cached_property
+    def _cores(self) -> Cores | None:
+        return Cores.of(self.cfg, os.sched_getaffinity(0))
 
     def _kv_mb(self) -> int | None:
-        """What a trainer rank on the same GPU leaves for the engine's cache; None on a CPU: vLLM's own share."""
+        """What is left of its GPU for the engine's cache, beside a trainer rank if one is there; None on a CPU: vLLM's
+        own share."""
         from nemo_prorl.recipe.memory import device_bytes, memory_of
 
         room = memory_of(self.cfg).kv_room(device_bytes(self.cfg))
         return None if room is None else room >> 20
 
     def _memory_share(self) -> str | None:
-        """Of a GPU that a trainer rank shares: what an engine finds free at its start, or it does not start."""
+        """Of a GPU that a trainer rank may share: what an engine finds free at its start, or it does not start."""
         from nemo_prorl.recipe.memory import device_bytes, memory_of
 
         size, memory = device_bytes(self.cfg), memory_of(self.cfg)
@@ -311,7 +324,8 @@ class Node:
 
     def _ranks(self, arguments: list[str]) -> list[Child]:
         devices, place = self.cfg.trainer.devices, self.place
-        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // devices))
+        here = len(os.sched_getaffinity(0)) // devices if self._cores is None else len(self._cores.ranks[0])
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, here))
         env = {
             "WORLD_SIZE": str(devices * place.nodes),
             "LOCAL_WORLD_SIZE": str(devices),
@@ -332,6 +346,8 @@ class Node:
             rank = place.node * devices + k
             own = {**env, "RANK": str(rank), "LOCAL_RANK": str(k)}
             ranks.append(self._child(f"trainer-{rank}", command, own, 0, False))
+            if self._cores is not None:
+                ranks[k].cores = self._cores.ranks[k]
         if self.progress is not None:
             ranks[0].on_line = self.progress.line
         return ranks

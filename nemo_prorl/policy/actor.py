@@ -117,14 +117,15 @@ class Actor:
 
     def reduce_sums(self, sums: dict[str, float]) -> dict[str, float]:
         """Sums reported by this rank's rows, over all data ranks; keys that begin with max_ or min_ take that."""
-        return merge_sums(self._of_all_data_ranks(sums))
+        return merge_sums(self.gather(sums))
 
     def reduce(self, diagnostics: dict[str, Tensor]) -> dict[str, float]:
         """Diagnostics of `algorithms` for this rank's rows, for all data ranks' rows by their own rules."""
-        merged = functools.reduce(merge, self._of_all_data_ranks(diagnostics))
+        merged = functools.reduce(merge, self.gather(diagnostics))
         return {key: float(value) for key, value in merged.items()}
 
-    def _of_all_data_ranks(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
+        """What each data rank gives, in the order of ranks, on all of them."""
         parts: list[Any] = [value] * self.data_size
         if self.data_size > 1:
             dist.all_gather_object(parts, value, group=parallel_state.get_data_parallel_group())
@@ -201,17 +202,17 @@ class Actor:
         )
         return outputs
 
-    @torch.no_grad()
     def logprobs(self, batch: Batch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         """(logp_BT, entropy_BT), float32 on the CPU, of the weights in use, at the training temperature or another."""
         logp_BT, entropy_BT = self._forward_only(batch, temperature, with_entropy=True)
         return logp_BT, entropy_BT
 
-    def reference_logprobs(self, batch: Batch) -> Tensor:
-        """logp_BT of the reference policy, float32 on the CPU."""
+    def reference_logprobs(self, *batches: Batch) -> list[Tensor]:
+        """logp_BT of each batch by the reference policy, float32 on the CPU; on a GPU its weights are copied once."""
         with self.reference_weights():
-            return self._forward_only(batch, None, with_entropy=False)[0]
+            return [self._forward_only(batch, None, with_entropy=False)[0] for batch in batches]
 
+    @torch.no_grad()
     def _forward_only(self, batch: Batch, temperature: float | None, with_entropy: bool) -> tuple[Tensor, ...]:
         self.model.eval()
         temperature = self.temperature if temperature is None else temperature

@@ -5,11 +5,11 @@ changes just those, once, and only where CUDA is absent; nothing else in this pr
 Each change says what fails without it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 _enabled = False
 
@@ -24,26 +24,59 @@ def enable() -> None:
     _megatron_without_cuda()
     _distributed_optimizer_with_torch_adamw()
     _nemo_without_apex_and_te()
+    _cuda_tensors_on_the_cpu()  # last: what NeMo compiles when it is imported must find torch's own functions
 
 
-class _CudaMeansCpu(TorchFunctionMode):
-    """Megatron names the device "cuda" in code: every tensor asked for there is made on the CPU."""
+_FACTORIES = [
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randn",
+    "randn_like",
+    "tensor",
+    "zeros",
+    "zeros_like",
+]
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
+
+def _cuda_means_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron names the device "cuda" in code: what is asked for there is made on the CPU."""
+
+    @functools.wraps(make)
+    def make_on_cpu(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
             kwargs["device"] = "cpu"
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.")  # the distributed optimizer checks this name
-        return func(*args, **kwargs)
+        return make(*args, **kwargs)
+
+    return make_on_cpu
+
+
+def _cuda_tensors_on_the_cpu() -> None:
+    """Single functions are changed: a TorchFunctionMode would see every call, 8,000 of them in an update."""
+    for name in _FACTORIES:
+        setattr(torch, name, _cuda_means_cpu(getattr(torch, name)))
+    tensor: Any = torch.Tensor
+    tensor.to, type_of = _cuda_means_cpu(tensor.to), tensor.type
+    tensor.cuda = lambda self, *_, **__: self
+
+    def type_(self: torch.Tensor, *to: Any, **options: Any) -> Any:
+        """The distributed optimizer checks the name."""
+        return type_of(self, *to, **options) if to or options else type_of(self).replace("torch.", "torch.cuda.")
+
+    tensor.type = type_
 
 
 def _torch_without_cuda() -> None:
-    _CudaMeansCpu().__enter__()  # for the life of the process
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
@@ -53,10 +86,16 @@ def _torch_without_cuda() -> None:
 
 
 def _megatron_without_cuda() -> None:
+    import megatron.core.models.common.embeddings.rope_utils as rope_utils
     import megatron.core.tensor_parallel.random as rng
+    import megatron.core.transformer.mlp as mlp
+
+    from nemo_prorl.policy import cpu_kernels
 
     rng._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    rope_utils.fused_apply_rotary_pos_emb = cpu_kernels.rotary  # else None, and `apply_rope_fusion` is refused
+    mlp.bias_swiglu_impl = cpu_kernels.swiglu  # else compiled, or slower than without fusion
 
 
 def _distributed_optimizer_with_torch_adamw() -> None:

@@ -19,8 +19,7 @@ def bottleneck(steps: Sequence[Mapping[str, Any]]) -> str | None:
     seconds = sum(number(m, "time/step") - number(m, "time/validate") for m in steps)
     if seconds <= 0.0:
         return None
-    rollout = sum(number(m, "time/rollout") for m in steps)
-    idle = (seconds - rollout + sum(number(m, "time/rollout/idle_s") for m in steps)) / seconds
+    idle = sum(_without_engines(m) + number(m, "time/rollout/idle_s") for m in steps) / seconds
     if idle < _WELL:
         return f"engines busy {100 * (1 - idle):.0f} %: generation sets the pace"
     causes = {text: sum(number(m, f"time/{phase}") for m in steps) for phase, text in _TRAINER.items()}
@@ -32,6 +31,13 @@ def bottleneck(steps: Sequence[Mapping[str, Any]]) -> str | None:
     causes["waiting for rewards"] = sum(number(m, "time/rollout/reward_wait_s") for m in steps)
     cause, longest = max(causes.items(), key=lambda one: one[1])
     return f"engines idle {100 * idle:.0f} %: {cause} ({100 * longest / seconds:.0f} % of the step)"
+
+
+def _without_engines(m: Mapping[str, Any]) -> float:
+    """Seconds of a step in which nothing was generated; one step off, engines work beside the trainer."""
+    if "time/ahead" in m:
+        return number(m, "time/publish") + number(m, "time/ahead/engines_wait_s")
+    return number(m, "time/step") - number(m, "time/validate") - number(m, "time/rollout")
 
 
 def number(metrics: Mapping[str, Any], key: str) -> float:

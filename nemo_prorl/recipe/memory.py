@@ -1,16 +1,15 @@
 """Memory of a run by arithmetic: per GPU, per node and on disk, from the configuration alone.  No torch.
 
     memory = memory_of(cfg)                  # bytes by name
-    check_memory(cfg, 80e9)                  # raises ConfigError where a GPU of 80 GB cannot hold it
+    memory_check.check_memory(cfg, 80e9)     # raises ConfigError where a GPU of 80 GB cannot hold it
 
 Sizes are bytes; GB is 10^9 of them.  One GPU holds a trainer rank and at most one engine rank; with `rollout.sleep` the
-engine's weights and KV cache leave it while the trainer works, and the trainer's state stays.  What is counted and what
-is assumed stands at each function.  Compared with real models in tests/recipe/test_memory.py: parameters with model
-files, a checkpoint with one on disk, activations with what autograd keeps in the CPU actor.  On GPUs it has not been
-measured.
+engine's weights and KV cache leave it while the trainer works, and the trainer's state stays; with
+`rollout.own_devices` it holds one of the two.  What is counted and what is assumed stands at each function.  Compared
+with real models in tests/recipe/test_memory.py: parameters with model files, a checkpoint with one on disk, activations
+with what autograd keeps in the CPU actor.  On GPUs it has not been measured.
 """
 
-import copy
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -112,6 +111,7 @@ class Memory:
     kv_sequence: int  # KV cache of one sequence that fills the context
     kv_configured: int | None  # rollout.kv_cache_mb
     engines_sleep: bool  # rollout.sleep: not awake beside the trainer's work
+    engines_apart: bool  # rollout.own_devices: on GPUs that nobody shares with them
     reserve: int  # for what is not counted here
     reference_host: int  # host memory of a node: the reference policy of its ranks
     snapshot_host: int  # host memory of a node while a checkpoint is written: the copy that is written
@@ -136,7 +136,9 @@ class Memory:
 
     @property
     def _beside_engines(self) -> int:
-        """What the trainer holds while engines are awake."""
+        """What the trainer holds of an engine's GPU while that is awake."""
+        if self.engines_apart:
+            return 0
         return self.trainer_resident if self.engines_sleep else self.trainer_peak
 
     def kv_room(self, device_bytes: float | None) -> int | None:
@@ -362,6 +364,7 @@ def _engine(cfg: DictConfig, shape: Shape) -> dict[str, Any]:
         "engine_weights": -(-parameters(shape) * size // tp),
         "engine_work": work,
         "engines_sleep": rollout.sleep is not None and cfg.trainer.accelerator != "cpu",
+        "engines_apart": rollout.own_devices and cfg.trainer.accelerator != "cpu",
         "kv_sequence": 2 * shape.layers * max(1, shape.groups // tp) * shape.head_size * size * context,
         "kv_configured": None if kv_mb is None else kv_mb * 2**20,
     }
@@ -374,94 +377,12 @@ def _kept(grpo: DictConfig) -> int:
     return int(min(keep, max(1, every)))
 
 
-def check_memory(cfg: DictConfig, device_bytes: float | None, vocab: int | None = None) -> Memory:
-    """The sizes of a checked configuration; raises ConfigError where a device of so many bytes cannot hold them.
-
-    The error names key and value, the bytes needed and there, and which changes would make it fit.  With
-    `device_bytes` None (a CPU) only the KV cache is judged: it must hold one sequence that fills the context, or vLLM
-    refuses to start.
-    """
-    memory = memory_of(cfg, vocab)
-    configured, context = memory.kv_configured, cfg.trainer.grpo.context_tokens
-    if configured is not None and configured < memory.kv_sequence:
-        raise ConfigError(
-            f"rollout.kv_cache_mb={cfg.rollout.kv_cache_mb}: {configured:,} bytes hold no whole sequence of"
-            f" trainer.grpo.context_tokens={context}, which needs {memory.kv_sequence:,};"
-            f" set it to {-(-memory.kv_sequence // 2**20)} or more, or null"
-        )
-    if device_bytes is None or memory.needed <= device_bytes:
-        return memory
-    fits = _what_fits(cfg, device_bytes, vocab)
-    parts = ", ".join(f"{name} {value / GB:.1f} GB" for name, value in _parts(memory).items())
-    raise ConfigError(
-        f"{_subject(cfg, memory)}: a GPU needs {memory.needed:,} bytes ({parts}),"
-        f" rollout.device_memory_gb={device_bytes / GB:g} has {int(device_bytes):,}. "
-        + (f"It fits with {'; or '.join(fits)}" if fits else "No single change of layout or batch makes it fit")
-    )
-
-
 def micro_batch_words(cfg: DictConfig) -> str:
     """The key that limits a micro-batch, with its value."""
     size, budget = cfg.model.micro_batch_size, micro_batch_budget(cfg)
     if budget is not None and budget < size * cfg.trainer.grpo.context_tokens:
         return f"model.micro_batch_tokens={budget}"
     return f"model.micro_batch_size={size}"
-
-
-def _subject(cfg: DictConfig, memory: Memory) -> str:
-    """The keys that the need at its highest comes from, with their values, and when that is."""
-    work = f"{micro_batch_words(cfg)} with trainer.grpo.context_tokens={cfg.trainer.grpo.context_tokens}"
-    if not memory.engines_sleep:
-        return work
-    if memory.while_training >= memory.while_generating:
-        return f"{work}, while the engines sleep (rollout.sleep={cfg.rollout.sleep})"
-    kv_mb = "null" if cfg.rollout.kv_cache_mb is None else cfg.rollout.kv_cache_mb
-    return f"rollout.kv_cache_mb={kv_mb} beside the trainer's state, while engines generate"
-
-
-def _parts(memory: Memory) -> dict[str, int]:
-    """What `needed` adds up, by name."""
-    parts = {"weights, gradients, optimizer": memory.trainer_resident}
-    training = memory.engines_sleep and memory.while_training >= memory.while_generating
-    if training or not memory.engines_sleep:
-        parts["the most of the trainer's work"] = memory.trainer_peak - memory.trainer_resident
-    if not training:
-        parts["engine"] = memory.engine_weights + memory.engine_work
-        parts["KV cache"] = memory.kv_sequence if memory.kv_configured is None else memory.kv_configured
-    return parts | {"reserve": memory.reserve}
-
-
-def _what_fits(cfg: DictConfig, device_bytes: float, vocab: int | None) -> list[str]:
-    """Single changes with which the configuration fits, each with what it then needs."""
-    changes: list[dict[str, Any]] = []
-    if cfg.rollout.sleep is None:
-        changes.append({"rollout.sleep": 2})
-    if cfg.rollout.kv_cache_mb is not None:
-        changes.append({"rollout.kv_cache_mb": None})
-    micro = micro_batch_tokens(cfg) // cfg.trainer.grpo.context_tokens // 2
-    while micro >= 1:
-        changes.append({"model.micro_batch_size": micro})
-        micro //= 2
-    if micro_batch_tokens(cfg) > cfg.trainer.grpo.context_tokens:
-        changes.append({"model.micro_batch_tokens": cfg.trainer.grpo.context_tokens})
-    changes.append({"trainer.grpo.logprob_chunk_tokens": 1024})
-    recompute = {"granularity": "full", "method": "uniform", "num_layers": 1}
-    changes.append({f"model.activations_checkpoint_{name}": value for name, value in recompute.items()})
-    tp = 2 * cfg.model.tensor_model_parallel_size
-    ranks = cfg.trainer.num_nodes * cfg.trainer.devices
-    if not any(n % tp for n in (cfg.model.num_query_groups, cfg.model.make_vocab_size_divisible_by, ranks)):
-        changes.append({"model.tensor_model_parallel_size": tp, "model.sequence_parallel": True})
-    found, seen = [], set()
-    for change in changes:
-        other = copy.deepcopy(cfg)
-        for key, value in change.items():
-            OmegaConf.update(other, key, value, force_add=True)
-        needed, kind = memory_of(other, vocab).needed, tuple(change)
-        if needed <= device_bytes and kind not in seen:
-            seen.add(kind)
-            words = " ".join(f"{key}={'null' if value is None else value}" for key, value in change.items())
-            found.append(f"{words} (needs {needed / GB:.1f} GB)")
-    return found
 
 
 def device_bytes(cfg: DictConfig) -> float | None:

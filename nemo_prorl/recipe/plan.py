@@ -17,7 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl import settings
 from nemo_prorl.errors import ConfigError, DataError
-from nemo_prorl.recipe.memory import Memory, check_memory, device_bytes, vocabulary
+from nemo_prorl.recipe.devices import node_devices
+from nemo_prorl.recipe.memory import Memory, device_bytes, vocabulary
+from nemo_prorl.recipe.memory_check import check_memory
 from nemo_prorl.recipe.replay import read_lines
 
 PAPER_GPU_HOURS = 16_000  # in all, on 4 x 8 H100 with 80 GB (arXiv 2507.12507)
@@ -277,4 +279,4 @@ def _totals(stages: list[Stage]) -> dict[str, float | None]:
 
 
 def _devices(cfg: DictConfig) -> int:
-    return int(cfg.trainer.num_nodes * cfg.trainer.devices)
+    return int(cfg.trainer.num_nodes) * node_devices(cfg)

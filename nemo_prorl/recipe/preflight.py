@@ -219,7 +219,7 @@ def _train(run: "Run", plan: Plan, recorder: Recorder, loss: Loss) -> None:
     with recorder.part("logprobs", **numbers):
         old_logp_BT, _ = policy.logprobs(mine)
     with recorder.part("reference", **numbers):
-        ref_logp_BT = policy.reference_logprobs(mine)
+        (ref_logp_BT,) = policy.reference_logprobs(mine)
     with recorder.part("update", **numbers):
         update(mine.with_targets(old_logp_BT=old_logp_BT, ref_logp_BT=ref_logp_BT))
 

@@ -7,6 +7,8 @@ from typing import Any
 from nemo_prorl.errors import RewardFailure
 from nemo_prorl.recipe.bottleneck import bottleneck
 
+_BESIDE = ("logprobs", "advantages", "updates", "ahead")  # phases in which engines generate, one step off
+
 
 def heldout_scores(names: Sequence[str], groups: Sequence[Any]) -> dict[str, Any]:
     """{"all": {"mean", "se", "prompts"}, "tasks": {NAME: the same}} of judged groups; `names` says each one's source.
@@ -62,7 +64,8 @@ def summary(
                 for name in last["tasks"]
             },
         }
-    rollout_s = phase_s.get("rollout", 0.0)
+    while_generating = ["rollout", *(_BESIDE if "ahead" in phase_s else [])]
+    rollout_s = sum(phase_s.get(phase, 0.0) for phase in while_generating)
     opened, waited = rewards_s["open"], rewards_s["wait"]
     return {
         "finished": finished,

@@ -21,24 +21,31 @@ class BackgroundLoop:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._task: asyncio.Task[Any] | None = None  # of what `run` waits for
+        self._task: asyncio.Task[Any] | None = None  # of what was started last
         self._abandoned = False
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Waits for `work`; it has the deadlines.  An interrupt of the caller (a signal) cancels it.
+        """Waits for `work`; it has the deadlines.  See `start` and `result`."""
+        return self.result(self.start(work))
 
-        Raises what `work` raises, without exception groups; StoppedCleanly if `close` cancelled it, RolloutAbandoned
-        if `abandon` did.
-        """
+    def start(self, work: Coroutine[Any, Any, _T]) -> "concurrent.futures.Future[_T]":
+        """Begins `work`, one at a time, and returns at once.  Raises StoppedCleanly or RolloutAbandoned as `result`."""
         if self._loop.is_closed():
             work.close()
             raise StoppedCleanly("the rollouts are closed")
         if self._abandoned:
             work.close()
             raise RolloutAbandoned(_GIVEN_UP)
-        future = asyncio.run_coroutine_threadsafe(self._remembered(work), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._remembered(work), self._loop)
+
+    def result(self, future: "concurrent.futures.Future[_T]") -> _T:
+        """Waits for what was started.  An interrupt of the caller (a signal) cancels it.
+
+        Raises what the work raises, without exception groups; StoppedCleanly if `close` cancelled it, RolloutAbandoned
+        if `abandon` did.
+        """
         try:
             while not future.done():
                 concurrent.futures.wait([future], timeout=1.0)
@@ -60,10 +67,15 @@ class BackgroundLoop:
             raise asyncio.CancelledError
         return await _first_error_of(work)
 
-    def abandon(self) -> None:
-        """From any thread, for good: what `run` waits for is cancelled, and its next calls raise RolloutAbandoned.
+    @property
+    def abandoned(self) -> bool:
+        return self._abandoned
 
-        `run` returns only when the cancelled work has ended: nothing goes on behind its caller's back.
+    def abandon(self) -> None:
+        """From any thread, for good: what runs is cancelled, `result` and whatever is started next raise
+        RolloutAbandoned.
+
+        `result` returns only when the cancelled work has ended: nothing goes on behind its caller's back.
         """
         self._abandoned = True
         _log.warning("giving up the rollout under way, if there is one")

@@ -17,7 +17,6 @@ class Group:
     """The N responses to one prompt, with their verdicts.
 
     `step`: in which it was drawn.  `version`: of the weights that made it.  `draw_index`: counts draws of the run.
-    `verdicts` is empty while they are open.
     """
 
     prompt_id: str
@@ -138,6 +137,7 @@ class CollectedBatch:
     surplus: int = 0  # groups left for the next step
     generated_tokens: int = 0
     wall_s: float = 0.0
+    load: dict[str, float] = field(default_factory=dict)  # of the engines meanwhile (`rollout.load`)
     engine_s: float = 0.0
     reward_open_s: float = 0.0
     reward_wait_s: float = 0.0
@@ -150,3 +150,15 @@ class CollectedBatch:
     def reward_hidden_share(self) -> float:
         """The share of reward time that ran beside other work; 1 when no reward was open."""
         return 1.0 - self.reward_wait_s / self.reward_open_s if self.reward_open_s else 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "CollectedBatch":
+        parts = {
+            "groups": [Group.from_json(group) for group in value["groups"]],
+            "tasks": {task: TaskTally(**tally) for task, tally in value["tasks"].items()},
+            "outcomes": [(prompt_id, outcome) for prompt_id, outcome in value["outcomes"]],
+        }
+        return cls(**{**value, **parts})

@@ -79,6 +79,7 @@ def make_engine(args: argparse.Namespace) -> Any:
             tensor_parallel_size=args.tp,
             disable_log_stats=True,
             worker_extension_cls="nemo_prorl.rollout.engine_weights.WeightLoader",
+            scheduler_cls="nemo_prorl.rollout.engine_scheduler.make_scheduler",
             **optional,
         )
     )

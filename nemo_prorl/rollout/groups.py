@@ -12,6 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -169,22 +170,40 @@ class Rollouts:
         """What each engine says of itself, by name."""
         return self._background.run(self._engines.health())
 
-    def collect(
-        self, step: int, version: int, on_group_complete: Callable[[Group], None] | None = None
-    ) -> CollectedBatch:
+    def collect(self, step: int, version: int, on_group: Callable[[Group], None] | None = None) -> CollectedBatch:
         """Groups to train on in this step, made by these weights or by those of a recent step's surplus.
 
         Returns when all that was started has ended, so nothing is in flight between steps.
-        `on_group_complete` is called, on the collector's thread and in order of completion, with each group whose
-        responses have all ended, its verdicts perhaps still open: log-probabilities can start from there.
+        `on_group` is called, on the collector's thread and the moment it is judged, with each group that is trained on
+        unless enough others were drawn before it: its log-probabilities can be computed while others are generated.
         """
-        before = self._surplus, self._draws, self.keep_rates.state_dict()
+        self.begin(step, version, on_group)
+        return self.end()
+
+    def begin(
+        self, step: int, version: int, on_group: Callable[[Group], None] | None = None
+    ) -> "Future[CollectedBatch]":
+        """Starts what `collect` does.  Until `end` nothing else is asked of this object.
+
+        Returns what tells that it is over; its result is `end`'s.
+        """
+        self._before = self._surplus, self._draws, self.keep_rates.state_dict()
+        self._begun = self._background.start(self._collect(step, version, on_group))
+        return self._begun
+
+    def end(self) -> CollectedBatch:
+        """Waits for what was begun."""
         try:
-            return self._background.run(self._collect(step, version, on_group_complete))
+            return self._background.result(self._begun)
         except RolloutAbandoned:  # as if never begun
-            self._surplus, self._draws = before[:2]
-            self.keep_rates.load_state_dict(before[2])
+            self._surplus, self._draws = self._before[:2]
+            self.keep_rates.load_state_dict(self._before[2])
             raise
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether somebody called `abandon`: nothing more is generated."""
+        return self._background.abandoned
 
     def abandon(self) -> None:
         """From another thread: whoever waits for a collection or a sample gets RolloutAbandoned."""
@@ -237,9 +256,7 @@ class Rollouts:
             tasks = [running.create_task(self._group(visit, index, work)) for index, visit in enumerate(prompts)]
         return [task.result() for task in tasks]
 
-    async def _collect(
-        self, step: int, version: int, on_group_complete: Callable[[Group], None] | None
-    ) -> CollectedBatch:
+    async def _collect(self, step: int, version: int, on_group: Callable[[Group], None] | None) -> CollectedBatch:
         settings, dynamic = self.settings, self.settings.dynamic_sampling
         work = _Work(
             step,
@@ -249,9 +266,9 @@ class Rollouts:
             1.0,
             settings.run_seed,
             self._deadline("the rollout", step),
-            on_group_complete,
+            on_group,
         )
-        fresh = [group for group in self._surplus if is_fresh(group.step, step, dynamic.max_staleness)]
+        fresh = [group for group in self._surplus if is_fresh(group.version, step, dynamic.max_staleness)]
         batch = CollectedBatch(step, version, settings.prompts_per_step, stale=len(self._surplus) - len(fresh))
         sampler = sampler_of(settings.prompts_per_step, self.keep_rates, dynamic)
         began = time.monotonic()
@@ -288,15 +305,21 @@ class Rollouts:
         return running.create_task(self._group(visit, index, work))
 
     def _decide(self, group: Group, sampler: DynamicSampler, batch: CollectedBatch) -> None:
-        """One decision, of the oldest undecided group.  Fewer than 2 valid responses have no advantage to learn."""
-        rewards_GN, valid_GN = torch.tensor([group.scores], dtype=torch.float64), torch.tensor([group.valid])
+        """One decision, of the oldest undecided group."""
         tolerance = self.settings.dynamic_sampling.tolerance
-        joins = sampler.decide(bool(carries_signal(rewards_GN, valid_GN, tolerance)[0]))
-        kept = joins and sum(group.valid) >= min(2, len(group.valid))
+        kept = sampler.decide(self._carries_signal(group)) and _can_teach(group)
         batch.tasks.setdefault(group.task, TaskTally()).add(group, kept, tolerance)
         batch.outcomes.append((group.prompt_id, group.outcome(tolerance)))
         if kept:
             batch.groups.append(group)
+
+    def _carries_signal(self, group: Group) -> bool:
+        rewards_GN, valid_GN = torch.tensor([group.scores], dtype=torch.float64), torch.tensor([group.valid])
+        return bool(carries_signal(rewards_GN, valid_GN, self.settings.dynamic_sampling.tolerance)[0])
+
+    def _is_wanted(self, group: Group) -> bool:
+        """Whether it is trained on, if it belongs to the batch."""
+        return _can_teach(group) and (not self.settings.dynamic_sampling.enabled or self._carries_signal(group))
 
     async def _group(self, visit: PromptVisit, draw_index: int, work: "_Work") -> Group:
         """Generates and judges one group; each response is judged from the moment it ends."""
@@ -318,11 +341,12 @@ class Rollouts:
                     on_response=on_response,
                     version=work.version,
                 )
-            values = (record["id"], record["task"], record, list(visit.prompt_ids), visit.visit, responses)
-            if work.on_group_complete is not None:
-                work.on_group_complete(Group(*values, [], work.step, work.version, draw_index))
         verdicts = [open_verdicts[index].result() for index in range(len(responses))]
-        return Group(*values, verdicts, work.step, work.version, draw_index)
+        values = (record["id"], record["task"], record, list(visit.prompt_ids), visit.visit, responses, verdicts)
+        group = Group(*values, work.step, work.version, draw_index)
+        if work.on_group is not None and self._is_wanted(group):
+            work.on_group(group)
+        return group
 
     def _sampling(self, visit: PromptVisit, work: "_Work") -> SamplingParams:
         room = self.settings.context_tokens - len(visit.prompt_ids)
@@ -374,9 +398,14 @@ class _Work:
     top_p: float
     seed: int
     deadline: Deadline
-    on_group_complete: Callable[[Group], None] | None = None
+    on_group: Callable[[Group], None] | None = None
     clock: OpenClock = field(default_factory=OpenClock)
     generated_tokens: int = 0
+
+
+def _can_teach(group: Group) -> bool:
+    """Fewer than 2 valid responses have no advantage to learn from."""
+    return sum(group.valid) >= min(2, len(group.valid))
 
 
 async def _judged(group: "Group | asyncio.Task[Group]") -> Group:

@@ -30,11 +30,13 @@ class Load:
         self._asked, self._began = self._total, time.monotonic()
         self._seen = [(self._began, self._total, sum(map(bool, self._open.values())))]
 
-    def end(self) -> dict[str, float]:
-        """`responses` asked for; `tail_s` and `tail_responses`, the tail's length and how many it waited for; `idle_s`:
+    def end(self, over: float | None = None) -> dict[str, float]:
+        """Of what was measured until `over` (monotonic; None: now).
+
+        `responses` asked for; `tail_s` and `tail_responses`, the tail's length and how many it waited for; `idle_s`:
         seconds without work, mean over the engines; in the tail by how far they are from what they once held."""
         assert self._began is not None, "begin was not called"
-        began, over, self._began = self._began, time.monotonic(), None
+        began, over, self._began = self._began, time.monotonic() if over is None else over, None
         most = max(total for _, total, _ in self._seen)
         few = max(1, int(TAIL_SHARE * most))
         last = max((at for at, total, _ in self._seen if total), default=began)  # the change before the last end

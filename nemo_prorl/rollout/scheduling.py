@@ -17,9 +17,9 @@ def sampler_of(needed: int, keep_rates: KeepRates, dynamic: DynamicSamplingConfi
     return DynamicSampler(needed, most, dynamic.oversubscription, keep_rates, dynamic.enabled, dynamic.margin)
 
 
-def is_fresh(drawn_in: int, step: int, max_staleness: int) -> bool:
-    """Whether surplus of an earlier step is still trained on."""
-    return step - drawn_in <= max_staleness
+def is_fresh(version: int, step: int, max_staleness: int) -> bool:
+    """Whether a group that weights `version` made may be trained on in a step: its own weights are `step` - 1."""
+    return step - 1 - version <= max_staleness
 
 
 PART = 4  # responses that go to an engine together: a request costs rank 0 about a millisecond, and the engine a prompt

@@ -25,6 +25,7 @@ def test_two_tasks_run_on_two_nodes(slurm: Slurm, tmp_path: Path) -> None:
     slurm.no_orphans()
 
 
+@pytest.mark.slow
 def test_a_job_that_requeues_itself_keeps_its_number(slurm: Slurm, tmp_path: Path) -> None:
     text = 'n=${SLURM_RESTART_COUNT:-0}; echo "$SLURM_JOB_ID-$n"; [ $n = 1 ] || scontrol requeue $SLURM_JOB_ID'
     job = slurm.sbatch("--requeue", "--open-mode=append", f"--output={tmp_path}/%j.out", script(tmp_path, text))

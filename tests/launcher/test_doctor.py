@@ -200,7 +200,7 @@ def test_lines_of_nvidia_smi() -> None:
     ],
 )
 def test_gpus(gpus: list[devices.Gpu], expected: list[str]) -> None:
-    assert states(devices.gpus_judged(gpus, 8, 80e9)) == expected
+    assert states(devices.gpus_judged(gpus, 8, 80e9, "trainer.devices=8")) == expected
 
 
 def test_precision_needs_its_capability() -> None:
@@ -217,7 +217,7 @@ def test_precision_needs_its_capability() -> None:
     [({}, "pass"), ({"cuda": None}, "fail"), ({"driver_cuda": 11080}, "fail"), ({"gpus": 4}, "fail")],
 )
 def test_torch_on_gpus(change: dict[str, Any], state: str) -> None:
-    assert states([devices.torch_judged("torch", replace(TORCH, **change), 8)]) == [state]
+    assert states([devices.torch_judged("torch", replace(TORCH, **change), 8, "trainer.devices=8")]) == [state]
 
 
 def test_nccl() -> None:

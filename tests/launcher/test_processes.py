@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from nemo_prorl.deadlines import Deadline
+from nemo_prorl.errors import UnfitMachine
+from nemo_prorl.launcher.cores import Cores
 from nemo_prorl.launcher.processes import Child, MergedLog, ProcessFailed, stop_all
 
 Start = Callable[..., Child]
@@ -20,11 +22,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
     made: list[Child] = []
     merged = MergedLog(tmp_path / "all.log")
 
-    def make(code: str, restarts: int = 0) -> Child:
+    def make(code: str, restarts: int = 0, cores: list[int] | None = None) -> Child:
         command = [sys.executable, "-u", "-c", code]
         name = f"child-{len(made)}"
         child = Child(name, command, dict(os.environ), tmp_path / f"{name}.log", merged, restarts=restarts)
-        child.endpoint = tmp_path / f"{name}.json"
+        child.endpoint, child.cores = tmp_path / f"{name}.json", cores
         child.start()
         made.append(child)
         return child
@@ -152,3 +154,46 @@ def test_an_engine_is_told_its_share_of_the_gpu_and_whether_it_sleeps(tmp_path: 
     assert args.kv_mb == (memory.kv_room(size) or 0) >> 20
     alone = arguments(list(Node(cfg, tmp_path, ["math"], merged).services(tmp_path, 1, alone=True)[1].command)[2:])
     assert (alone.sleep, alone.hold_file, alone.memory_share, alone.kv_mb) == (False, None, None, None)
+
+
+def test_engines_on_devices_of_their_own_come_after_the_trainers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nemo_prorl import settings
+    from nemo_prorl.launcher.supervisor import Node
+
+    chosen = ["cluster=h100_4x8_split", "pretrained_checkpoint.restore_from_path=null", f"run_dir={tmp_path}"]
+    cfg = settings.load([*chosen, "trainer.num_nodes=1", "rollout.engines=3", "rollout.tensor_parallel_size=2"])
+    node = Node(cfg, tmp_path, ["math"], MergedLog(tmp_path / "all.log"))
+
+    def gpus(alone: bool = False) -> list[str]:
+        return [child.env["CUDA_VISIBLE_DEVICES"] for child in node.services(tmp_path, alone=alone)[1:]]
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpus() == ["2,3", "4,5", "6,7"]
+    assert gpus(alone=True) == ["0,1", "2,3", "4,5"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2,1,0")
+    assert gpus() == ["5,4", "3,2", "1,0"]
+
+
+def test_on_a_cpu_ranks_and_engines_have_cores_of_their_own() -> None:
+    from nemo_prorl import settings
+
+    def cores(there: set[int], *overrides: str) -> Cores | None:
+        return Cores.of(settings.load(["cluster=laptop_split", *overrides]), there)
+
+    assert cores({0, 1}, "rollout.own_devices=false") is None
+    assert cores({0, 1}) == Cores([[0]], [[1]])
+    assert cores({2, 3, 5, 8, 9}) == Cores([[2, 3, 5, 8]], [[9]])
+    two = ["trainer.devices=2", "rollout.engines=2", "rollout.threads=2"]
+    assert cores(set(range(8)), *two) == Cores([[0, 1], [2, 3]], [[4, 5], [6, 7]])
+    assert cores(set(range(5)), *two) == Cores([[0], [0]], [[1, 2], [3, 4]])
+    with pytest.raises(UnfitMachine, match="2 engines take 2 cores each .* of the 4 here none is left"):
+        cores(set(range(4)), *two)
+
+
+def test_a_process_and_its_children_stay_on_their_cores(start: Start) -> None:
+    told, core = "import os, subprocess, sys; print(os.sched_getaffinity(0))", max(os.sched_getaffinity(0))
+    child = start(f"{told}; subprocess.run([sys.executable, '-c', {told!r}], check=True)", cores=[core])
+    ended(child)
+    Deadline(5, "both lines").wait_until(lambda: list(child.tail) == [f"{{{core}}}"] * 2)

@@ -82,6 +82,7 @@ def test_log_probabilities_are_those_of_transformers(layout: Layout, ranks: Path
     torch.testing.assert_close(found["logp"][:, 1:][mask_BT].double(), wanted_BT[mask_BT], rtol=0, atol=1e-5)
     torch.testing.assert_close(found["entropy"][:, 1:][mask_BT].double(), entropy_BT[mask_BT], rtol=0, atol=1e-5)
     assert not found["logp"][~batch.mask_BT].any()
+    assert not any(found[key].requires_grad for key in ("logp", "entropy", "reference_logp"))  # no graph is kept
 
 
 @names(OTHERS)

@@ -14,6 +14,8 @@ from nemo_prorl import settings
 from nemo_prorl.data.laptop_model import build_base_model
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.recipe import memory as m
+from nemo_prorl.recipe.devices import devices_words, node_devices
+from nemo_prorl.recipe.memory_check import check_memory
 
 H100 = ["cluster=h100_4x8", "pretrained_checkpoint.restore_from_path=null", "rollout.device_memory_gb=null"]
 ONE_ROW = ["model.micro_batch_size=1"]
@@ -152,7 +154,7 @@ def test_a_budget_of_tokens_is_what_the_plan_counts_with() -> None:
     with pytest.raises(
         ConfigError, match=r"^model.micro_batch_tokens=49152 with .*model.micro_batch_tokens=16384 \(needs"
     ):
-        m.check_memory(cfg, 80e9)
+        check_memory(cfg, 80e9)
     with pytest.raises(ConfigError, match=r"model.micro_batch_tokens=8191: .*trainer.grpo.context_tokens=8192"):
         settings.load([*H100, "model.micro_batch_tokens=8191"])
     for wrong in ("9000.5", "many"):
@@ -167,17 +169,17 @@ def test_a_budget_of_tokens_is_what_the_plan_counts_with() -> None:
 
 def test_what_fits_passes_and_tells_how_many_sequences() -> None:
     cfg = settings.load([*H100, "rollout.sleep=null"])
-    memory = m.check_memory(cfg, 80e9)
+    memory = check_memory(cfg, 80e9)
     assert memory.needed < 80e9
     room = memory.kv_room(80e9)
     assert room is not None
     assert memory.sequences(80e9) == room // memory.kv_sequence
     assert memory.trainer_peak + memory.engine_weights + memory.engine_work + m.RESERVE + room == 80e9
-    assert m.check_memory(settings.load([]), None).kv_room(None) == 512 * 2**20
+    assert check_memory(settings.load([]), None).kv_room(None) == 512 * 2**20
     exact = memory.needed
-    m.check_memory(cfg, exact)
+    check_memory(cfg, exact)
     with pytest.raises(ConfigError, match=f"{exact:,} bytes"):
-        m.check_memory(cfg, exact - 1)
+        check_memory(cfg, exact - 1)
 
 
 def test_engines_that_sleep_leave_the_trainer_its_work_and_take_the_room_of_it() -> None:
@@ -195,27 +197,49 @@ def test_engines_that_sleep_leave_the_trainer_its_work_and_take_the_room_of_it()
     assert m.memory_of(settings.load(["rollout.sleep=2"])).needed == m.memory_of(settings.load([])).needed  # a CPU
 
 
+def test_on_gpus_of_their_own_engines_take_nothing_of_the_trainers_and_all_of_theirs() -> None:
+    apart = ["cluster=h100_4x8_split", *H100[1:]]
+    cfg, beside = settings.load(apart), m.memory_of(settings.load([*H100, "rollout.sleep=null"]))
+    memory = m.memory_of(cfg)
+    assert (node_devices(cfg), devices_words(cfg)) == (8, "trainer.devices=2 + 6 of rollout.own_devices")
+    assert node_devices(settings.load(H100)) == 8
+    assert memory.kv_room(80e9) == int(80e9) - memory.engine_weights - memory.engine_work - m.RESERVE
+    assert (memory.kv_room(80e9) or 0) > 1.5 * (beside.kv_room(80e9) or 0)
+    assert memory.needed == memory.trainer_peak + m.RESERVE
+    assert memory.optimizer == pytest.approx(4 * beside.optimizer, rel=1e-6)  # 8 ranks hold it, not 32
+    with pytest.raises(ConfigError) as caught:
+        check_memory(cfg, memory.needed - 1)
+    assert "KV cache" not in str(caught.value).split("rollout.device_memory_gb")[0]
+    assert "rollout.sleep" not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        check_memory(settings.load([*apart, "rollout.kv_cache_mb=90000"]), 80e9)
+    assert str(caught.value).startswith("rollout.kv_cache_mb=90000 on an engine's own GPU (rollout.own_devices)")
+    assert "optimizer" not in str(caught.value).split("rollout.device_memory_gb")[0]
+    on_cpu = [m.memory_of(settings.load([f"cluster={name}"])).needed for name in ("laptop", "laptop_split")]
+    assert on_cpu[0] == on_cpu[1]  # the host's memory is the same
+
+
 def test_a_split_between_trainer_and_sleeping_engines_that_cannot_fit_names_who_has_the_device() -> None:
     tight = settings.load([*H100, "rollout.sleep=null"])
     size = m.memory_of(settings.load(H100)).needed
     with pytest.raises(ConfigError, match=r"fits with rollout.sleep=2 \(needs"):
-        m.check_memory(tight, size)
-    m.check_memory(settings.load(H100), size)
+        check_memory(tight, size)
+    check_memory(settings.load(H100), size)
     with pytest.raises(ConfigError) as caught:
-        m.check_memory(settings.load(H100), size - 1)
+        check_memory(settings.load(H100), size - 1)
     assert "trainer.grpo.context_tokens=8192, while the engines sleep (rollout.sleep=2): a GPU needs" in str(
         caught.value
     )
     assert "KV cache" not in str(caught.value).split("rollout.device_memory_gb")[0]
     with pytest.raises(ConfigError) as caught:
-        m.check_memory(settings.load([*H100, "rollout.kv_cache_mb=70000"]), 80e9)
+        check_memory(settings.load([*H100, "rollout.kv_cache_mb=70000"]), 80e9)
     assert str(caught.value).startswith("rollout.kv_cache_mb=70000 beside the trainer's state, while engines generate")
 
 
 def test_what_cannot_fit_is_refused_with_the_numbers_and_what_to_change() -> None:
     cfg = settings.load([*H100, "stage=run8", *TWO_ROWS, "rollout.sleep=null"])
     with pytest.raises(ConfigError) as caught:
-        m.check_memory(cfg, 80e9)
+        check_memory(cfg, 80e9)
     text = str(caught.value)
     assert text.startswith("model.micro_batch_size=2 with trainer.grpo.context_tokens=16384: a GPU needs")
     assert f"{m.memory_of(cfg).needed:,} bytes" in text
@@ -223,17 +247,17 @@ def test_what_cannot_fit_is_refused_with_the_numbers_and_what_to_change() -> Non
     assert "model.micro_batch_size=1 (needs" in text
     assert "model.activations_checkpoint_granularity=full" in text
     assert "model.tensor_model_parallel_size=2 model.sequence_parallel=True" in text
-    m.check_memory(settings.load([*H100, "stage=run8", *ONE_ROW]), 80e9)  # what it says is so
+    check_memory(settings.load([*H100, "stage=run8", *ONE_ROW]), 80e9)  # what it says is so
     with pytest.raises(ConfigError, match="No single change"):
-        m.check_memory(cfg, 8e9)
+        check_memory(cfg, 8e9)
     assert cfg.model.micro_batch_size == 2  # trying other values left the configuration alone
 
 
 def test_a_kv_cache_must_hold_one_sequence_and_leave_room_for_the_trainer() -> None:
     with pytest.raises(ConfigError, match=r"rollout.kv_cache_mb=100: .* set it to 224 or more"):
-        m.check_memory(settings.load([*H100, "rollout.kv_cache_mb=100"]), None)
+        check_memory(settings.load([*H100, "rollout.kv_cache_mb=100"]), None)
     with pytest.raises(ConfigError, match=r"rollout.kv_cache_mb=null \(needs"):
-        m.check_memory(settings.load([*H100, "rollout.kv_cache_mb=60000"]), 80e9)
+        check_memory(settings.load([*H100, "rollout.kv_cache_mb=60000"]), 80e9)
 
 
 def test_the_device_is_what_the_key_says() -> None:

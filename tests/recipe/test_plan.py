@@ -2,9 +2,6 @@
 
 import json
 import re
-import resource
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,6 @@ from nemo_prorl import cli, overview, settings
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.recipe import plan as p
 
-Prorl = Callable[..., subprocess.CompletedProcess[str]]
 H100 = ["cluster=h100_4x8", "pretrained_checkpoint.restore_from_path=null", "model.micro_batch_size=1"]
 
 
@@ -232,12 +228,7 @@ def test_no_stage_is_composed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(composed) == 8
 
 
-def test_a_plan_takes_three_seconds_of_a_cpu_and_exits_2_where_it_is_wrong(prorl: Prorl) -> None:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    told = prorl("plan", *H100, "stage=run1")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert told.returncode == 0
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 6  # twice that on a busy machine
+def test_the_command_exits_2_where_it_is_wrong() -> None:
     assert cli.main(["plan", "--measured", "gone"]) == 2
 
 

@@ -100,9 +100,9 @@ class Policy:
         self.calls.append(("logprobs", len(batch)))
         return -torch.ones_like(batch.weight_BT), batch.weight_BT
 
-    def reference_logprobs(self, batch: Batch) -> torch.Tensor:
+    def reference_logprobs(self, batch: Batch) -> list[torch.Tensor]:
         self.calls.append(("reference", len(batch)))
-        return -torch.ones_like(batch.weight_BT)
+        return [-torch.ones_like(batch.weight_BT)]
 
     def sum_over_data_ranks(self, value: float) -> float:
         return value

@@ -137,7 +137,7 @@ def collected(
         rollouts.load_state_dict(state)
     first = 1 if state is None else state["next"]
     try:
-        batches = [rollouts.collect(step, step) for step in range(first, first + steps)]
+        batches = [rollouts.collect(step, step - 1) for step in range(first, first + steps)]
         after = json.loads(json.dumps({**rollouts.state_dict(), "next": first + steps}))
     finally:
         rollouts.close()

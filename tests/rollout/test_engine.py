@@ -92,7 +92,7 @@ def http(engine: EngineProcess, method: str, path: str, body: Any = None, token:
     return asyncio.run(call())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)  # it starts while the shared one does
 def fresh(
     vllm_python: str, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineProcess]:

@@ -135,7 +135,7 @@ def test_surplus_is_trained_on_first_and_dropped_when_stale() -> None:
         batches, _, _ = collected(Simulated(), MixedIsRight(), settings, steps=2)
         assert [group.draw_index for group in batches[1].groups] == groups
         assert batches[1].stale == stale
-        assert {group.version for group in batches[1].groups} == {1 if staleness else 2}
+        assert {group.version for group in batches[1].groups} == {0 if staleness else 1}
 
 
 class AllRight(EvenIsRight):
@@ -321,9 +321,9 @@ def test_closing_ends_a_collection_that_hangs() -> None:
         rollouts.collect(1, 1)
 
 
-def test_a_response_is_judged_while_others_are_generated_and_log_probabilities_need_no_verdict() -> None:
-    """Bounded by deadlines: each side waits for the other, and only the promised order lets both go on."""
-    asked, complete = asyncio.Event(), threading.Event()
+def test_a_response_is_judged_while_others_are_generated() -> None:
+    """Bounded by a deadline: the first is with the rewards before the others have ended."""
+    asked = asyncio.Event()
 
     class WaitsForReward(Simulated):
         async def generate(
@@ -337,32 +337,49 @@ def test_a_response_is_judged_while_others_are_generated_and_log_probabilities_n
         ) -> list[Response]:
             responses = [Response(i, [i], [-1.0], "stop", version) for i in range(len(seeds))]
             on_response(responses[0])
-            await asyncio.wait_for(asked.wait(), 10)  # the first is with the rewards before the others have ended
+            await asyncio.wait_for(asked.wait(), 10)
             for response in responses[1:]:
                 on_response(response)
             return responses
 
-    class WaitsForHook(EvenIsRight):
+    class Tells(EvenIsRight):
         async def score(self, request: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
             asked.set()
-            while not complete.is_set():
-                await asyncio.sleep(0.01)
             return await super().score(request, deadline)
 
-    told: list[Group] = []
-
-    def hook(group: Group) -> None:
-        told.append(group)
-        complete.set()
-
     settings = replace(SETTINGS, prompts_per_step=1, reward_s=20)
-    rollouts = Rollouts(WaitsForReward(), WaitsForHook(), Numbered(), decode, settings)
+    rollouts = Rollouts(WaitsForReward(), Tells(), Numbered(), decode, settings)
     try:
-        batch = rollouts.collect(1, 1, on_group_complete=hook)
+        assert len(rollouts.collect(1, 1).groups) == 1
     finally:
         rollouts.close()
-    assert told[0].verdicts == []
-    assert replace(told[0], verdicts=batch.groups[0].verdicts) == batch.groups[0]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_groups_are_handed_out_when_they_are_judged_and_none_that_is_dropped(enabled: bool) -> None:
+    """While others are generated: the last prompt's responses wait until somebody was told of a group."""
+    told: list[Group] = []
+
+    class WaitsForHook(Simulated):
+        async def generate(self, *args: Any, **kwargs: Any) -> list[Response]:
+            last = len(self.asked) == 5
+            responses = await super().generate(*args, **kwargs)
+            while last and not told:
+                await asyncio.sleep(0.01)
+            return responses
+
+    dynamic = DynamicSamplingConfig(max_draw_factor=5.0, oversubscription=2.0, enabled=enabled)
+    settings = replace(SETTINGS, dynamic_sampling=dynamic)
+    rollouts = Rollouts(WaitsForHook(), EvenIsRight(), Numbered(), decode, settings)
+    try:
+        batch = rollouts.collect(1, 0, on_group=told.append)
+        surplus = [group["draw_index"] for group in rollouts.state_dict()["surplus"]]
+    finally:
+        rollouts.close()
+    ours = {group.draw_index: group for group in told}
+    assert [ours[group.draw_index] for group in batch.groups] == batch.groups
+    assert set(ours) <= {group.draw_index for group in batch.groups} | set(surplus)
+    assert surplus
 
 
 def test_the_clock_counts_reward_time_that_nothing_hides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def test_responses_go_to_the_least_loaded(
 
 
 def test_surplus_is_fresh_for_as_many_steps_as_it_may_be_old() -> None:
-    assert [is_fresh(drawn_in, 5, 1) for drawn_in in (3, 4, 5)] == [False, True, True]
+    assert [is_fresh(version, 5, 1) for version in (2, 3, 4)] == [False, True, True]
 
 
 def test_a_run_may_open_as_many_connections_as_its_user() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask, gb, output_of
+from nemo_prorl.recipe.devices import devices_words, node_devices
 from nemo_prorl.recipe.memory import device_bytes
 
 FP8 = (8, 9)  # Ada; Hopper is 9.0
@@ -70,7 +71,8 @@ def of_run(cfg: DictConfig, rollout_python: Path) -> Iterator[Check]:
         cure = "install NVIDIA's driver, or start the container with its GPUs (--gpus all); on a CPU: cluster=laptop"
         yield Check("gpus", "fail", f"trainer.accelerator=gpu: {error}", cure)
         return
-    yield from gpus_judged(gpus, cfg.trainer.devices, device_bytes(cfg))
+    wanted, words = node_devices(cfg), devices_words(cfg)
+    yield from gpus_judged(gpus, wanted, device_bytes(cfg), words)
     yield capability_judged(gpus, OmegaConf.select(cfg, "model.fp8"), _wants_bf16(cfg))
     for name, python in (("torch", sys.executable), ("engine", str(rollout_python))):
         try:
@@ -78,7 +80,7 @@ def of_run(cfg: DictConfig, rollout_python: Path) -> Iterator[Check]:
         except NoAnswer as error:
             yield Check(name, "fail", f"torch cannot be asked: {error}", "mend the environment: `make setup`")
             continue
-        yield torch_judged(name, facts, cfg.trainer.devices)
+        yield torch_judged(name, facts, wanted, words)
         if name == "torch":
             yield nccl_judged(facts)
 
@@ -100,14 +102,14 @@ def parse_smi(text: str) -> list[Gpu]:
     return gpus
 
 
-def gpus_judged(gpus: Sequence[Gpu], wanted: int, needed_bytes: float | None) -> Iterator[Check]:
-    """Number, kind and memory; `needed_bytes`: rollout.device_memory_gb."""
+def gpus_judged(gpus: Sequence[Gpu], wanted: int, needed_bytes: float | None, words: str) -> Iterator[Check]:
+    """Number, kind and memory.  `words`: the keys that want so many; `needed_bytes`: rollout.device_memory_gb."""
     names = ", ".join(f"{sum(g.name == n for g in gpus)} x {n}" for n in dict.fromkeys(g.name for g in gpus)) or "none"
     if len(gpus) < wanted:
         cure = (
             f"set trainer.devices={len(gpus) or 1} and the layout to it, or ask for {wanted} a node (--gpus-per-node)"
         )
-        yield Check("gpus", "fail", f"{names}; trainer.devices={wanted}", cure)
+        yield Check("gpus", "fail", f"{names}; {words}", cure)
         if not gpus:
             return
     else:
@@ -136,8 +138,8 @@ def capability_judged(gpus: Sequence[Gpu], fp8: str | None, bf16: bool) -> Check
     return Check("precision", "pass", text)
 
 
-def torch_judged(name: str, facts: TorchFacts, wanted: int) -> Check:
-    """Whether torch of an environment sees the GPUs, and why not."""
+def torch_judged(name: str, facts: TorchFacts, wanted: int, words: str) -> Check:
+    """Whether torch of an environment sees the GPUs, and why not.  `words`: the keys that want so many."""
     text = f"torch {facts.torch}, CUDA {facts.cuda}, sees {facts.gpus} GPUs"
     if facts.cuda is None:
         cure = "install torch for CUDA into that environment: leave TORCH_INDEX empty, or name PyTorch's CUDA index"
@@ -148,7 +150,7 @@ def torch_judged(name: str, facts: TorchFacts, wanted: int) -> Check:
         return Check(name, "fail", f"{text}; the driver runs CUDA {driver_major} at most", cure)
     if facts.gpus < wanted:
         cure = "look at CUDA_VISIBLE_DEVICES, the container's devices and `nvidia-smi`; trainer.devices must be there"
-        return Check(name, "fail", f"{text} of trainer.devices={wanted}", cure)
+        return Check(name, "fail", f"{text} of {words}", cure)
     return Check(name, "pass", text)
 
 

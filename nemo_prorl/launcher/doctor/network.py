@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 
 from nemo_prorl.launcher.doctor.check import Check
+from nemo_prorl.recipe.devices import devices_words, node_devices
 
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
@@ -86,11 +87,11 @@ def interfaces_judged(environment: Mapping[str, str], there: Collection[str]) ->
 
 def allocation_judged(environment: Mapping[str, str], cfg: DictConfig) -> Iterator[Check]:
     """What Slurm gave against trainer.num_nodes and trainer.devices, by the job's environment."""
-    nodes, devices = cfg.trainer.num_nodes, cfg.trainer.devices
+    nodes, devices = cfg.trainer.num_nodes, node_devices(cfg)
     given = _number(environment, "SLURM_JOB_NUM_NODES")
     gpus, cores = _number(environment, "SLURM_GPUS_ON_NODE"), _number(environment, "SLURM_CPUS_ON_NODE")
     said = f"job {environment['SLURM_JOB_ID']}: {given} nodes, here {gpus or 0} GPUs and {cores} cores"
-    wanted = f"trainer.num_nodes={nodes} x trainer.devices={devices}"
+    wanted = f"trainer.num_nodes={nodes} x {devices_words(cfg)}"
     bad = False
     if given is not None and given != nodes:
         bad = True
@@ -99,7 +100,7 @@ def allocation_judged(environment: Mapping[str, str], cfg: DictConfig) -> Iterat
         bad = True
         cure = f"ask for --gpus-per-node={devices}, or set trainer.devices={gpus or 1} and the layout to it"
         yield Check("slurm", "fail", f"{said}; {wanted}", cure)
-    processes = devices + cfg.rollout.engines // nodes
+    processes = cfg.trainer.devices + cfg.rollout.engines // nodes
     if cores is not None and cores < processes + cfg.rewards.workers:
         bad = True
         text = f"{said}; {processes} ranks and engines and rewards.workers={cfg.rewards.workers} share the cores"

@@ -35,8 +35,8 @@ const TIME = [
 ];
 
 const STABILITY = [
-  { id: "gap", title: "Gap between engine and trainer, mean", unit: "nats", keys: [["engine_gap/mean_abs", "present weights"], ["correction/mean_abs", "all responses"]], help: "Difference of a token's log-probability." },
-  { id: "gap-max", title: "Gap between engine and trainer, greatest", unit: "nats", keys: [["engine_gap/max_abs", "present weights"], ["correction/max_abs", "all responses"]] },
+  { id: "gap", title: "Gap between engine and trainer, mean", unit: "nats", keys: [["engine_gap/mean_abs", "present weights"], ["stale_gap/mean_abs", "older weights"], ["correction/mean_abs", "all responses"]], help: "Difference of a token's log-probability." },
+  { id: "gap-max", title: "Gap between engine and trainer, greatest", unit: "nats", keys: [["engine_gap/max_abs", "present weights"], ["stale_gap/max_abs", "older weights"], ["correction/max_abs", "all responses"]] },
   { id: "correction", title: "Rollout correction", unit: "share of tokens", share: true, keys: [["correction/fraction_capped", "capped"], ["correction/fraction_masked", "masked"]] },
   { id: "clipped", title: "Clipped", unit: "share of tokens", share: true, keys: [["policy/clipped_high", "upper bound"], ["policy/clipped_low", "lower bound"], ["policy/dual_clipped", "dual clip"]], help: "Tokens whose gradient the bound takes away." },
   { id: "gradient", title: "Gradient norm before clipping", unit: "no unit", keys: [["policy/grad_norm", "mean of updates"], ["policy/max_grad_norm", "greatest"]] },

@@ -1,0 +1,74 @@
+"""What Transformer Engine and compiled kernels do on a GPU, for CPUs: fewer passes over memory than Megatron's own way.
+
+`model.apply_rope_fusion` and `model.bias_activation_fusion` choose them.  Suffixes: S positions, B responses, D of a
+head, F of the feed-forward layer.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import silu
+
+
+class _Rotary(torch.autograd.Function):
+    """t * cos + rotate_half(t) * sin, where rotate_half puts -t's second half before its first."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        (sin_1, sin_2), (t_1, t_2) = sin.chunk(2, -1), t.chunk(2, -1)
+        out = t * cos
+        out_1, out_2 = out.chunk(2, -1)
+        out_1.addcmul_(t_2, sin_1, value=-1.0)
+        out_2.addcmul_(t_1, sin_2)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        (sin_1, sin_2), (grad_1, grad_2) = sin.chunk(2, -1), grad.chunk(2, -1)
+        out = grad * cos
+        out_1, out_2 = out.chunk(2, -1)
+        out_1.addcmul_(grad_2, sin_2)
+        out_2.addcmul_(grad_1, sin_1, value=-1.0)
+        return out, None, None
+
+
+def rotary(t: Tensor, freqs: Tensor, interleaved: bool = False, transpose_output_memory: bool = False) -> Tensor:
+    """Rotary positions of t [S, B, heads, D] by angles [S, 1, 1, D]; called as Transformer Engine's function.
+
+    Raises NotImplementedError for models that rotate a part of each head, or neighbouring pairs.
+    """
+    if interleaved or freqs.shape[-1] != t.shape[-1]:
+        raise NotImplementedError("set model.apply_rope_fusion=false for a partial or interleaved rotation")
+    out: Tensor = _Rotary.apply(t, freqs.cos().to(t.dtype), freqs.sin().to(t.dtype))
+    return out
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(first half) * second half; keeps its input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, -1)
+        return silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        out = torch.empty_like(x)
+        (gate, up), (gate_grad, up_grad) = x.chunk(2, -1), out.chunk(2, -1)
+        torch.mul(grad, silu(gate), out=up_grad)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=gate_grad)
+        return out
+
+
+def swiglu(x: Tensor, bias: Tensor | None, fp8_input_store: bool = False) -> Tensor:
+    """x [S, B, 2F] -> [S, B, F]; called as Megatron's `bias_swiglu_impl`."""
+    out: Tensor = _SwiGLU.apply(x if bias is None else x + bias)
+    return out

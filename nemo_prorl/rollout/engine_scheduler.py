@@ -1,0 +1,69 @@
+"""vLLM's scheduler, which says of a response only what it was, once it has ended.
+
+vLLM hands out each token of each response as it is sampled, with three arrays for its log-probability, which both
+processes of an engine pack and unpack.  Nobody here looks at a response before its end.
+
+Runs in the engine core's process.
+"""
+
+from typing import Any
+
+import numpy as np
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import LogprobsLists
+
+
+class WholeResponses(Scheduler):
+    """Holds tokens back until their response ends.  Of log-probabilities it keeps the sampled token's alone."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._held: dict[str, tuple[list[int], list[float]]] = {}  # by request: tokens, their log-probabilities
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().update_from_output(*args, **kwargs)
+        for client in outputs.values():
+            client.outputs = [output for output in client.outputs if self._hold(output)]
+        return outputs
+
+    def _hold(self, output: Any) -> bool:
+        """Takes a response's new tokens; when it ends, gives all of them to its last output and says so."""
+        held = self._held.get(output.request_id)
+        if held is None:
+            held = self._held[output.request_id] = ([], [])
+        tokens, logprobs = held
+        tokens += output.new_token_ids
+        if output.new_logprobs is not None:
+            logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # the sampled token's stands first
+        if output.finish_reason is None:
+            return False
+        del self._held[output.request_id]
+        output.new_token_ids = tokens
+        if logprobs:
+            output.new_logprobs = LogprobsLists(
+                np.array(tokens, dtype=np.int32)[:, None],
+                np.array(logprobs, dtype=np.float32)[:, None],
+                np.zeros(len(tokens), dtype=np.int32),  # ranks, which nobody asks for
+            )
+        return True
+
+    def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        """Of requests that were given up; None: of all."""
+        if request_ids is None:
+            self._held.clear()
+        else:
+            request_ids = {request_ids} if isinstance(request_ids, str) else set(request_ids)
+            for request_id in request_ids:
+                self._held.pop(request_id, None)
+        return super().finish_requests(request_ids, *args, **kwargs)
+
+
+class AsyncWholeResponses(WholeResponses, AsyncScheduler):
+    """The same where the next step is scheduled while this one runs, as vLLM does by itself on GPUs."""
+
+
+def make_scheduler(vllm_config: Any, **options: Any) -> Scheduler:
+    """What `scheduler_cls` names: as vLLM would choose by itself."""
+    kind = AsyncWholeResponses if vllm_config.scheduler_config.async_scheduling else WholeResponses
+    return kind(vllm_config=vllm_config, **options)

@@ -1,0 +1,81 @@
+"""Log-probabilities group by group: they find their rows on any number of data ranks, and depend on nothing else."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_prorl.batch import Batch, JudgedGroups
+from nemo_prorl.rollout.collected import Group
+from nemo_prorl.rollout.one_engine import Response
+from nemo_prorl.scores import GroupScores
+
+
+class Summed:
+    """A policy on one of several data ranks whose numbers follow from the tokens of a row up to their place."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.data_rank, self.data_size = rank, size
+        self.calls: list[int] = []
+        self.others: list[GroupScores] = []
+
+    def logprobs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls.append(len(batch))
+        sums_BT = batch.tokens_BT.cumsum(1) * 1.0
+        return torch.where(batch.mask_BT, sums_BT, 0.0), torch.where(batch.mask_BT, -sums_BT, 0.0)
+
+    def reference_logprobs(self, *batches: Batch) -> list[torch.Tensor]:
+        return [2.0 * self.logprobs(batch)[0] for batch in batches]
+
+    def gather(self, mine: Any) -> list[Any]:
+        return [{draw: one._found[draw] for draw in mine} for one in self.others]
+
+
+def groups_of(count: int, samples: int) -> list[Group]:
+    generator = torch.Generator().manual_seed(1)
+
+    def some(most: int) -> list[int]:
+        length = int(torch.randint(1, most, (1,), generator=generator))
+        return torch.randint(1, 50, (length,), generator=generator).tolist()
+
+    groups = []
+    for k in range(count):
+        answers = [
+            Response(i, ids, [0.0] * len(ids), "stop", 0) for i, ids in enumerate(some(12) for _ in range(samples))
+        ]
+        scores: list[float | None] = [float(i % 2) for i in range(samples)]
+        scores[-1] = None if k == 1 else scores[-1]  # one that nobody could judge
+        verdicts = [{"score": score, "detail": ""} for score in scores]
+        groups.append(Group(f"p{k}", "ab"[k % 2], {}, some(9), 0, answers, verdicts, 1, 0, 7 * k + 3))
+    return groups
+
+
+@pytest.mark.parametrize(("size", "samples"), [(1, 4), (2, 4), (3, 4), (6, 4)])
+def test_each_row_gets_its_own_numbers_whatever_was_ready_when(size: int, samples: int) -> None:
+    groups = groups_of(5, samples)
+    judged = JudgedGroups.of(groups)
+    wanted = Summed(0, 1)
+    all_BT = (*wanted.logprobs(judged.batch), *wanted.reference_logprobs(judged.batch))
+    for ready in ([], [groups[3:4], groups[:2]], [[*groups, *groups_of(6, samples)[5:]]]):
+        policies = [Summed(rank, size) for rank in range(size)]
+        scores = [GroupScores(policy) for policy in policies]  # type: ignore[arg-type]
+        for (policy, one), part in itertools.product(zip(policies, scores, strict=True), [*ready, groups]):
+            policy.others = scores
+            one.add(part)
+        for rank, one in enumerate(scores):
+            rows_B = torch.cat(judged.rows_of_updates(2, rank, size))
+            found = one.of_rows(groups, rows_B, judged.batch.tokens_BT.shape[1])
+            for value_BT, whole_BT in zip(found, all_BT, strict=True):
+                torch.testing.assert_close(value_BT, whole_BT[rows_B].float(), rtol=0, atol=0)
+        assert sum(sum(policy.calls) for policy in policies) == 2 * sum(
+            len(group.responses) for group in {g.draw_index: g for part in [*ready, groups] for g in part}.values()
+        )  # each row once by the policy and once by the reference
+
+
+def test_what_was_computed_in_time_and_in_vain_is_counted() -> None:
+    groups, policy = groups_of(5, 4), Summed(0, 1)
+    scores = GroupScores(policy)  # type: ignore[arg-type]
+    assert scores.shares(groups) == {"ahead_share": 0.0, "wasted_share": 0.0}
+    scores.add(groups[1:5])
+    assert scores.shares(groups[:4]) == {"ahead_share": 0.75, "wasted_share": 0.25}

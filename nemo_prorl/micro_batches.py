@@ -14,12 +14,14 @@ class Limits:
     """Of one micro-batch.
 
     rows: responses, at most.  tokens: positions with padding, at most, unless one response alone has more; None: rows
-    alone limit.  multiple_of: what the padded length is a multiple of (sequence parallelism, FP8).
+    alone limit.  multiple_of: what the padded length is a multiple of (sequence parallelism, FP8).  packed: responses
+    stand one after another, so that only their sum is padded to a multiple.
     """
 
     rows: int
     tokens: int | None = None
     multiple_of: int = 1
+    packed: bool = False
 
     def padded(self, length: int) -> int:
         return -(-max(1, length) // self.multiple_of) * self.multiple_of
@@ -32,9 +34,9 @@ class Limits:
 def split_rows(lengths: Sequence[int], limits: Limits, at_least: int = 1) -> list[list[int]]:
     """Row numbers of each micro-batch: every row once, shortest first, within the limits.
 
-    Without a budget of tokens: `limits.rows` neighbours in the order of length.  With one: the cuts between such
-    neighbours that cost least, where a position costs 1 and a micro-batch as much as some positions: a sixteenth of
-    the budget, halved until padding is MOST_PADDING or less.
+    Without a budget of tokens: `limits.rows` neighbours in the order of length.  Packed: as many as the budget takes.
+    Otherwise the cuts between neighbours that cost least, where a position costs 1 and a micro-batch as much as some
+    positions: a sixteenth of the budget, halved until padding is MOST_PADDING or less.
 
     At least `at_least` micro-batches come out: where it takes more than that, those with most positions are halved,
     and at last empty ones are added.  Data ranks make equally many so, as a collective inside a layer needs
@@ -44,6 +46,8 @@ def split_rows(lengths: Sequence[int], limits: Limits, at_least: int = 1) -> lis
     widths = [limits.padded(lengths[row]) for row in order]
     if limits.tokens is None:
         sizes = [min(limits.rows, len(order) - start) for start in range(0, len(order), limits.rows)]
+    elif limits.packed:
+        sizes = _fullest([lengths[row] for row in order], limits.rows, limits.tokens)
     else:
         sizes = _cheapest(widths, limits.rows, limits.tokens)
     sizes = _at_least(sizes, widths, at_least)
@@ -52,7 +56,9 @@ def split_rows(lengths: Sequence[int], limits: Limits, at_least: int = 1) -> lis
 
 
 def padded_positions(lengths: Sequence[int], parts: Sequence[Sequence[int]], limits: Limits) -> int:
-    """Positions that go through the model: of each micro-batch its rows times its padded length."""
+    """Positions that go through the model: of each micro-batch its rows times its padded length; packed, their sum."""
+    if limits.packed:
+        return sum(limits.padded(sum(max(1, lengths[row]) for row in part)) for part in parts)
     return sum(max(1, len(part)) * limits.padded(max((lengths[row] for row in part), default=0)) for part in parts)
 
 
@@ -72,6 +78,19 @@ def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
         if len(parts[rank]) < most:
             heapq.heappush(fewest, (tokens + lengths[row], rank))
     return [sorted(part) for part in parts]
+
+
+def _fullest(lengths: list[int], rows: int, tokens: int) -> list[int]:
+    """Sizes of the micro-batches of sequences in this order: each begins where the one before it is full."""
+    sizes: list[int] = []
+    held = 0
+    for length in lengths:
+        if not sizes or sizes[-1] == rows or held + length > tokens:
+            sizes.append(0)
+            held = 0
+        sizes[-1] += 1
+        held += length
+    return sizes
 
 
 def _cheapest(widths: list[int], rows: int, tokens: int) -> list[int]:

@@ -62,6 +62,7 @@ CHANGEABLE = (
     "model.sequence_parallel",
     "model.micro_batch_size",
     "model.micro_batch_tokens",
+    "model.packed_sequences",
     "exp_manager.",
     "rollout.python",
     "rollout.engines",

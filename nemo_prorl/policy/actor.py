@@ -32,11 +32,14 @@ from nemo_prorl.algorithms.diagnostics import merge, reduction
 from nemo_prorl.algorithms.logprobs import chunked_logprobs
 from nemo_prorl.batch import Batch
 from nemo_prorl.errors import NonFiniteUpdate
-from nemo_prorl.micro_batches import Limits
+from nemo_prorl.micro_batches import Limits, padded_positions
+from nemo_prorl.policy.packing import PackedBatch
 from nemo_prorl.policy.weights import HFFolder, Shape, rule_of, sha256_of
 
 _log = logging.getLogger(__name__)
 
+_Micro = tuple[Batch, PackedBatch | None]  # a micro-batch, and its sequences one after another where they go so
+_Finish = Callable[[_Micro, Tensor], Any]
 # (logp_BT, entropy_BT or None, micro-batch, denominator) -> (loss / denominator, sums to report)
 LossFunction = Callable[[Tensor, Tensor | None, Batch, float], tuple[Tensor, dict[str, Tensor]]]
 
@@ -81,7 +84,8 @@ class Actor:
         self.shape = Shape.of(hf_config, int(model.cfg.override_vocab_size))
         multiple = int(model.cfg.tensor_model_parallel_size) if model.cfg.sequence_parallel else 1
         multiple *= _FP8_ROWS if model.cfg.get("fp8") else 1
-        self.limits = Limits(int(model.cfg.micro_batch_size), model.cfg.get("micro_batch_tokens"), multiple)
+        packed = bool(model.cfg.get("packed_sequences"))
+        self.limits = Limits(int(model.cfg.micro_batch_size), model.cfg.get("micro_batch_tokens"), multiple, packed)
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.data_size = parallel_state.get_data_parallel_world_size()
         self._tp_size = parallel_state.get_tensor_model_parallel_world_size()
@@ -133,20 +137,25 @@ class Actor:
 
     # --- forward ---------------------------------------------------------------------------------------------------
 
-    def _logprobs_of(self, micro: Batch, hidden_BTH: Tensor, temperature: float, with_entropy: bool) -> tuple:
-        """(logp_BT, entropy_BT or None) from the model's last hidden states [B, T, H] ([B, T/TP, H] when scattered)."""
+    def _logprobs_of(self, micro: _Micro, hidden_BTH: Tensor, temperature: float, with_entropy: bool) -> tuple:
+        """(logp_BT, entropy_BT or None) from the model's last hidden states [B, T, H] ([B, T/TP, H] when scattered).
+
+        Of a packed micro-batch: [1, N, H], all its tokens.
+        """
+        batch, packed = micro
         if self.module.config.sequence_parallel:
             hidden_BTH = gather_from_sequence_parallel_region(hidden_BTH.transpose(0, 1)).transpose(0, 1)
         else:
             hidden_BTH = copy_to_tensor_model_parallel_region(hidden_BTH)
-        predicts = micro.mask_BT[:, 1:]
+        predicts = batch.mask_BT[:, 1:]
+        hidden_NH = hidden_BTH[:, :-1][predicts] if packed is None else hidden_BTH[0, packed.predicts_N]
         weight_VH = (
             self.module.shared_embedding_or_output_weight() if self.shape.tied else self.module.output_layer.weight
         )
         logp_N, entropy_N = chunked_logprobs(
-            hidden_BTH[:, :-1][predicts],
+            hidden_NH,
             weight_VH,
-            micro.tokens_BT[:, 1:][predicts],
+            batch.tokens_BT[:, 1:][predicts],
             temperature,
             vocab_size=self.shape.vocab,
             vocab_start=parallel_state.get_tensor_model_parallel_rank() * weight_VH.shape[0],
@@ -157,16 +166,19 @@ class Actor:
         )
 
         def place(value_N: Tensor) -> Tensor:
-            zeros_BT = torch.zeros(micro.mask_BT.shape, dtype=torch.float32, device=value_N.device)
-            return zeros_BT.masked_scatter(micro.mask_BT, value_N)
+            zeros_BT = torch.zeros(batch.mask_BT.shape, dtype=torch.float32, device=value_N.device)
+            return zeros_BT.masked_scatter(batch.mask_BT, value_N)
 
         return place(logp_N), place(entropy_N) if entropy_N is not None else None
 
-    def _forward_step(self, finish: Callable[[Batch, Tensor], Any], micro_batches: Iterator[Batch], net: Any) -> tuple:
+    def _forward_step(self, finish: _Finish, micro_batches: Iterator[_Micro], net: Any) -> tuple:
         """Megatron's schedule calls this for each micro-batch; `finish` turns hidden states into what is asked for."""
-        micro = next(micro_batches)
-        position_BT = torch.arange(micro.tokens_BT.shape[1], device=micro.tokens_BT.device).expand_as(micro.tokens_BT)
-        hidden_BTH = net(micro.tokens_BT, position_BT, None, labels=None)
+        micro = batch, packed = next(micro_batches)
+        if packed is None:
+            position_T = torch.arange(batch.tokens_BT.shape[1], device=batch.tokens_BT.device)
+            hidden_BTH = net(batch.tokens_BT, position_T.expand_as(batch.tokens_BT), None, labels=None)
+        else:
+            hidden_BTH = net(packed.tokens_1N, packed.position_1N, None, labels=None, packed_seq_params=packed.params)
 
         def at_last_stage(output: Tensor, non_loss_data: bool = False) -> Any:
             return finish(micro, output)
@@ -183,12 +195,10 @@ class Actor:
                 parts = batch.micro_batches(self.limits, at_least=int(most))
         return parts
 
-    def _run(
-        self, parts: Sequence[tuple[Tensor, Batch]], finish: Callable[[Batch, Tensor], Any], forward_only: bool
-    ) -> list:
+    def _run(self, parts: Sequence[tuple[Tensor, Batch]], finish: _Finish, forward_only: bool) -> list:
         """Runs Megatron's schedule: what `finish` gave on the last stage, by micro-batch."""
         device = self._device()
-        micro_batches = [micro.to(device) for _, micro in parts]
+        micro_batches = [self._micro(batch.to(device)) for _, batch in parts]
         set_sync_funcs(self.model, forward_only=forward_only)
         outputs: list = get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, finish),
@@ -197,10 +207,13 @@ class Actor:
             num_microbatches=len(micro_batches),
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
-            seq_length=micro_batches[0].tokens_BT.shape[1],
-            micro_batch_size=micro_batches[0].tokens_BT.shape[0],
+            seq_length=parts[0][1].tokens_BT.shape[1],  # pipeline stages tell each other the true ones
+            micro_batch_size=parts[0][1].tokens_BT.shape[0],
         )
         return outputs
+
+    def _micro(self, batch: Batch) -> _Micro:
+        return batch, PackedBatch.of(batch, self.limits.multiple_of) if self.limits.packed else None
 
     def logprobs(self, batch: Batch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         """(logp_BT, entropy_BT), float32 on the CPU, of the weights in use, at the training temperature or another."""
@@ -217,7 +230,7 @@ class Actor:
         self.model.eval()
         temperature = self.temperature if temperature is None else temperature
 
-        def finish(micro: Batch, hidden_BTH: Tensor) -> tuple[Tensor, ...]:
+        def finish(micro: _Micro, hidden_BTH: Tensor) -> tuple[Tensor, ...]:
             logp_BT, entropy_BT = self._logprobs_of(micro, hidden_BTH, temperature, with_entropy)
             return (logp_BT,) if entropy_BT is None else (logp_BT, entropy_BT)
 
@@ -252,9 +265,9 @@ class Actor:
         parts = self._parts(batch)
         scale = len(parts) * self.data_size
 
-        def finish(micro: Batch, hidden_BTH: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def finish(micro: _Micro, hidden_BTH: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             logp_BT, entropy_BT = self._logprobs_of(micro, hidden_BTH, temperature, with_entropy)
-            value, sums = loss(logp_BT, entropy_BT, micro, denominator)
+            value, sums = loss(logp_BT, entropy_BT, micro[0], denominator)
             return value * scale, {"loss": value.detach().clone(), **sums}  # clone: the schedule divides in place
 
         self.optimizer.zero_grad()
@@ -267,7 +280,8 @@ class Actor:
             source = parallel_state.get_pipeline_model_parallel_last_rank()
             dist.broadcast_object_list(box, source, group=parallel_state.get_pipeline_model_parallel_group())
             sums = box[0]
-        positions = float(sum(micro.tokens_BT.numel() for _, micro in parts))
+        lengths = batch.length_B.tolist()
+        positions = float(padded_positions(lengths, [rows.tolist() for rows, _ in parts], self.limits))
         return self.reduce_sums({**sums, "positions": positions, "sequence_tokens": float(batch.length_B.sum())})
 
     def update(

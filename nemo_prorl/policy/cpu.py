@@ -95,6 +95,7 @@ def _megatron_without_cuda() -> None:
     rng._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     rope_utils.fused_apply_rotary_pos_emb = cpu_kernels.rotary  # else None, and `apply_rope_fusion` is refused
+    rope_utils.fused_apply_rotary_pos_emb_thd = cpu_kernels.rotary_of_packed
     mlp.bias_swiglu_impl = cpu_kernels.swiglu  # else compiled, or slower than without fusion
 
 

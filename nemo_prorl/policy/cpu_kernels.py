@@ -48,6 +48,17 @@ def rotary(t: Tensor, freqs: Tensor, interleaved: bool = False, transpose_output
     return out
 
 
+def rotary_of_packed(t: Tensor, ends: Tensor, freqs: Tensor) -> Tensor:
+    """The same for sequences one after another: t [N, heads, D]; `ends` [B + 1] int32: 0, then where each ends."""
+    starts_N = ends[:-1].repeat_interleave(ends.diff(), output_size=len(t))
+    position_N = torch.arange(len(t), device=t.device) - starts_N
+    if freqs.shape[-1] != t.shape[-1]:
+        raise NotImplementedError("set model.apply_rope_fusion=false for a partial rotation")
+    cos, sin = (angles.flatten(0, 2).to(t.dtype)[position_N, None] for angles in (freqs.cos(), freqs.sin()))
+    out: Tensor = _Rotary.apply(t, cos, sin)
+    return out
+
+
 class _SwiGLU(torch.autograd.Function):
     """silu(first half) * second half; keeps its input alone."""
 

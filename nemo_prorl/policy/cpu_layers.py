@@ -12,6 +12,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
+from nemo_prorl.policy.packing import Group, Packed
+
 
 class RMSNorm(torch.nn.Module):
     """`weight * x / rms(x)`; under sequence parallelism its gradient is reduced over tensor ranks."""
@@ -30,7 +32,7 @@ class CausalAttention(MegatronModule):
     """Causal attention by torch's fused kernel, with grouped queries.
 
     Sequences are padded on the right, so that causality alone keeps padding out of every token that counts:
-    the attention mask is not used.
+    the attention mask is not used.  Those that stand one after another are padded for attention alone, in groups.
     """
 
     def __init__(
@@ -48,17 +50,43 @@ class CausalAttention(MegatronModule):
             raise NotImplementedError("CausalAttention has neither context parallelism nor dropout")
         self.softmax_scale = softmax_scale
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
-        """query [S, B, heads, D], key and value [S, B, groups, D] -> [S, B, heads * D]."""
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *_: object,
+        packed_seq_params: Packed | None = None,
+        **__: object,
+    ) -> Tensor:
+        """query [S, B, heads, D], key and value [S, B, groups, D] -> [S, B, heads * D]; packed without B."""
+        if packed_seq_params is None:
+            return self._causal(*(x.transpose(0, 1) for x in (query, key, value))).transpose(0, 1)
+        outputs = []
+        for group in packed_seq_params.groups:
+            rows = (_padded(x[group.start : group.stop], group) for x in (query, key, value))
+            out = self._causal(*rows).flatten(0, 1)
+            outputs.append(out if group.places is None else out.index_select(0, group.places))
+        return torch.cat(outputs)
+
+    def _causal(self, query_BSHD: Tensor, key_BSGD: Tensor, value_BSGD: Tensor) -> Tensor:
+        """[B, S, heads * D]."""
         out_BHSD = scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3),
-            key.permute(1, 2, 0, 3),
-            value.permute(1, 2, 0, 3),
+            query_BSHD.transpose(1, 2),
+            key_BSGD.transpose(1, 2),
+            value_BSGD.transpose(1, 2),
             is_causal=True,
             scale=self.softmax_scale,
-            enable_gqa=query.shape[2] != key.shape[2],
+            enable_gqa=query_BSHD.shape[2] != key_BSGD.shape[2],
         )
-        return out_BHSD.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+        return out_BHSD.transpose(1, 2).flatten(2)
+
+
+def _padded(x: Tensor, group: Group) -> Tensor:
+    """[tokens, heads, D] -> [rows, width, heads, D]."""
+    if group.places is not None:
+        x = x.new_zeros(group.rows * group.width, *x.shape[1:]).index_copy(0, group.places, x)
+    return x.view(group.rows, group.width, *x.shape[1:])
 
 
 def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:

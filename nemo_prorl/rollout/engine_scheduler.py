@@ -1,7 +1,8 @@
-"""vLLM's scheduler, which says of a response only what it was, once it has ended.
+"""vLLM's scheduler, with less to do for each token.
 
 vLLM hands out each token of each response as it is sampled, with three arrays for its log-probability, which both
-processes of an engine pack and unpack.  Nobody here looks at a response before its end.
+processes of an engine pack and unpack.  Nobody here looks at a response before its end.  And it works out for each
+token anew which blocks of the cache its response needs, although a block has room for many.
 
 Runs in the engine core's process.
 """
@@ -11,7 +12,38 @@ from typing import Any
 import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import RequestStatus
+
+
+def ask_once_a_block(manager: Any) -> None:
+    """vLLM's cache manager then looks for blocks only where a response begins one or fills it.
+
+    A token between the two changes nothing in a cache whose layers all look at all tokens; where some do not, the
+    manager stays as it is.
+    """
+    kinds = manager.coordinator.single_type_managers
+    if not all(type(kind) is FullAttentionManager for kind in kinds):
+        return
+    (block,) = {kind.block_size for kind in kinds}
+    ask, nothing_new = manager.allocate_slots, manager.empty_kv_cache_blocks
+
+    def allocate_slots(
+        request: Any, num_new_tokens: int, *args: Any, num_lookahead_tokens: int = 0, **more: Any
+    ) -> Any:
+        computed = request.num_computed_tokens
+        if (
+            num_new_tokens == 1
+            and 0 < computed % block < block - 1
+            and computed >= request.num_prompt_tokens
+            and num_lookahead_tokens == 0
+            and request.status == RequestStatus.RUNNING
+        ):
+            return nothing_new
+        return ask(request, num_new_tokens, *args, num_lookahead_tokens=num_lookahead_tokens, **more)
+
+    manager.allocate_slots = allocate_slots
 
 
 class WholeResponses(Scheduler):
@@ -19,6 +51,7 @@ class WholeResponses(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        ask_once_a_block(self.kv_cache_manager)
         self._held: dict[str, tuple[list[int], list[float]]] = {}  # by request: tokens, their log-probabilities
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:

@@ -45,12 +45,12 @@ class Layout:
     sp: bool = False
     micro_batch: int = 4
     tokens: int | None = None  # model.micro_batch_tokens
+    packed: bool = False  # model.packed_sequences
 
     @property
     def name(self) -> str:
-        return f"{self.model}-tp{self.tp}-pp{self.pp}-dp{self.dp}-sp{int(self.sp)}-mb{self.micro_batch}" + (
-            f"-t{self.tokens}" if self.tokens else ""
-        )
+        name = f"{self.model}-tp{self.tp}-pp{self.pp}-dp{self.dp}-sp{int(self.sp)}-mb{self.micro_batch}"
+        return name + (f"-t{self.tokens}" if self.tokens else "") + ("-packed" if self.packed else "")
 
     @property
     def world(self) -> int:
@@ -58,17 +58,18 @@ class Layout:
 
 
 DATA_PARALLEL = Layout(dp=2, micro_batch=18, tokens=64)
+OTHER_MICRO_BATCHES = Layout(micro_batch=3, packed=True)
 LAYOUTS = [
     Layout(),
-    Layout(tp=2),
+    Layout(tp=2, packed=True),
     Layout(tp=2, sp=True, micro_batch=18, tokens=64),
-    Layout(pp=2),
+    Layout(pp=2, packed=True),
     DATA_PARALLEL,
     Layout(tp=2, pp=2),
-    Layout(tp=2, pp=2, sp=True, micro_batch=18, tokens=64),
-    Layout(micro_batch=3),
+    Layout(tp=2, pp=2, sp=True, micro_batch=18, tokens=64, packed=True),
+    OTHER_MICRO_BATCHES,
     Layout("llama_tied"),
-    Layout("llama_tied", tp=2, pp=2, micro_batch=18, tokens=64),
+    Layout("llama_tied", tp=2, pp=2, micro_batch=18, tokens=64, packed=True),
 ]
 
 
@@ -108,6 +109,7 @@ def config_of(layout: Layout, hf: dict[str, Any]) -> Any:
             f"model.sequence_parallel={str(layout.sp).lower()}",
             f"model.micro_batch_size={layout.micro_batch}",
             f"model.micro_batch_tokens={layout.tokens or 'null'}",
+            f"model.packed_sequences={str(layout.packed).lower()}",
             "model.make_vocab_size_divisible_by=8",
             "model.optim.lr=1e-3",
             "trainer.grpo.logprob_chunk_tokens=16",
@@ -201,7 +203,7 @@ def measure(layout: Layout, out: Path) -> None:
         actor.update(recorded, loss, denominator, with_entropy=True)
     found["recorded"] = (actor.reference_sha256(), {k: v.clone() for k, v in actor.export_weights()})
 
-    if layout == Layout(micro_batch=3):
+    if layout == OTHER_MICRO_BATCHES:
         checkpoint.load(actor, out / "checkpoints" / MOST_CUT.name)
         weights = {k: v.clone() for k, v in actor.export_weights()}
         found["put_together"] = (weights, actor.update(mine, loss, denominator, with_entropy=True))

@@ -22,6 +22,7 @@ from tests.policy.ranks import (
     FIRST,
     LAYOUTS,
     MOST_CUT,
+    OTHER_MICRO_BATCHES,
     RECORDED_UPDATES,
     STEPS,
     Layout,
@@ -160,7 +161,7 @@ def test_a_checkpoint_loads_at_another_layout(layout: Layout, measured: Measured
 
 
 def test_a_checkpoint_of_many_ranks_loads_on_one(measured: Measured) -> None:
-    weights, update = measured(Layout(micro_batch=3).name)["put_together"]
+    weights, update = measured(OTHER_MICRO_BATCHES.name)["put_together"]
     wanted = measured(MOST_CUT.name)
     for name, value in wanted["weights"].items():
         assert torch.equal(weights[name], value), name

@@ -117,6 +117,7 @@ def main() -> None:
         args.write.write_text(json.dumps(lengths) + "\n")
     laptop = {"micro_batch_size=128 (before)": Limits(128)}
     laptop |= {f"micro_batch_size=128 micro_batch_tokens={n}": Limits(128, n) for n in (1024, 2048, 4096, 8192)}
+    laptop |= {f"the same, packed_sequences=true, {n}": Limits(128, n, packed=True) for n in (2048, 8192)}
     say([describe(), "", f"{len(lengths)} recorded sequences, mean {statistics.mean(lengths):.0f} tokens, one rank"])
     say(table(lengths, 1, laptop))
     if args.time:
@@ -125,6 +126,7 @@ def main() -> None:
     tail = long_tail(1024, 1)
     cluster = {f"micro_batch_size={n}{' (before)' if n == 1 else ''}": Limits(n) for n in (1, 2, 4, 8)}
     cluster |= {f"micro_batch_size=64 micro_batch_tokens={n}": Limits(64, n) for n in (8192, 16384, 32768)}
+    cluster["micro_batch_size=64, 16384, packed_sequences=true"] = Limits(64, 16384, packed=True)
     cluster["micro_batch_size=64 micro_batch_tokens=8192 FP8"] = Limits(64, 8192, 16)
     say(["", f"{len(tail)} sequences with a long tail, mean {statistics.mean(tail):.0f} tokens, 32 data ranks"])
     say(table(tail, 32, cluster))

@@ -221,7 +221,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--dir", type=Path, help="a folder where the model and the run are written (15 GB); default: TMPDIR")
+    parser.add_argument(
+        "--dir", type=Path, help="a folder where the model and the run are written (15 GB); default: TMPDIR"
+    )
     parser.add_argument("--wait-s", type=float, default=3600.0, help="for each command")
     args = parser.parse_args()
     sys.stdout.write(describe() + "\n\n")

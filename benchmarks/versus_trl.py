@@ -65,17 +65,16 @@ class Block:
 class Memory(threading.Thread):
     """The highest proportional set size of a process and all that it started, in MB.
 
-    Looked at twice a second until `rest`, then every 10 s: reading it takes time of the cores that are measured.
+    Looked at twice a second until `rest`: reading it takes time of the cores that are measured.
     """
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
         self._process, self.peak_mb, self._over = psutil.Process(pid), 0.0, threading.Event()
-        self._every_s = 0.5
         self.start()
 
     def run(self) -> None:
-        while not self._over.wait(self._every_s):
+        while not self._over.wait(0.5):
             total = 0
             try:
                 for process in [self._process, *self._process.children(recursive=True)]:
@@ -89,7 +88,7 @@ class Memory(threading.Thread):
 
     def rest(self) -> None:
         """After the step that does not count: the others are like it."""
-        self._every_s = 10.0
+        self._over.set()
 
     def close(self) -> float:
         self._over.set()
@@ -160,7 +159,7 @@ def run_prorl(words: Sequence[str], steps: int | None, limit_s: float = 0.0) -> 
     """Runs `prorl train` for so many steps, or so many seconds after its first rollout began, and times each step."""
     folder = Path(words[0].split("=", 1)[1])
     command = [str(Path(sys.executable).with_name("prorl")), "train", *words]
-    began = time.monotonic()
+    began = time.time()
     process = subprocess.Popen(
         [*command, f"trainer.grpo.max_steps={steps or 100000}"],
         stdout=subprocess.DEVNULL,
@@ -171,7 +170,7 @@ def run_prorl(words: Sequence[str], steps: int | None, limit_s: float = 0.0) -> 
     stopped = False
     while process.poll() is None:
         lines = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
-        now = time.monotonic()
+        now = metrics.stat().st_mtime if lines else 0.0  # when the newest line was written
         for line in lines[len(block.steps) :]:
             if not line.endswith("\n"):
                 break
@@ -186,7 +185,7 @@ def run_prorl(words: Sequence[str], steps: int | None, limit_s: float = 0.0) -> 
         if limit_s and not stopped and sum(s["seconds"] for s in block.steps) >= limit_s:
             process.terminate()
             stopped = True
-        time.sleep(0.02)
+        time.sleep(0.1)
     block.peak_mb = memory.close()
     if process.returncode not in (0, 75):
         raise SystemExit(f"prorl train ended with {process.returncode}; see {folder / 'logs'}")

@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import json
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ class ClientOptions:
     """How requests are bundled and tried again."""
 
     batch_size: int = 64
-    batch_wait_s: float = 0.005
+    batch_wait_s: float = 0.005  # for others, after which a bundle leaves
+    batch_gap_s: float = 0.05  # after the bundle before it, at least: while many come, few POSTs
     max_posts: int = 32  # at the same time; more wait
     judge_retries: int = 2  # of a verdict "infrastructure" that the server itself gave, such as a plugin that raises
     first_backoff_s: float = 0.1
@@ -108,6 +110,7 @@ class RewardClient:
         self._endpoints = _Endpoints(Path(endpoints_dir))
         self._bundle: list[_Waiting] = []
         self._flush: asyncio.TimerHandle | None = None
+        self._flushed = -math.inf  # the loop's clock
         self._keys = itertools.count(1)
         self._session: aiohttp.ClientSession | None = None
         self._posts: asyncio.Semaphore | None = None
@@ -158,7 +161,8 @@ class RewardClient:
         if len(self._bundle) >= self.options.batch_size:
             self._send_bundle()
         elif self._flush is None:
-            self._flush = loop.call_later(self.options.batch_wait_s, self._send_bundle)
+            at = max(loop.time() + self.options.batch_wait_s, self._flushed + self.options.batch_gap_s)
+            self._flush = loop.call_at(at, self._send_bundle)
         try:
             return await asyncio.wait_for(waiting.future, deadline.remaining)
         except TimeoutError:
@@ -168,6 +172,7 @@ class RewardClient:
         if self._flush is not None:
             self._flush.cancel()
             self._flush = None
+        self._flushed = asyncio.get_running_loop().time()
         bundle = [waiting for waiting in self._bundle if not waiting.future.done()]
         self._bundle = []
         if bundle:

@@ -28,6 +28,10 @@ CASES = [
     ([5], Limits(4, 8)),
     ([9, 9, 9], Limits(4, 8)),  # longer than the budget: one alone
     ([], Limits(4, 8)),
+    (RECORDED, Limits(128, 1024, packed=True)),
+    (RECORDED, Limits(10, packed=True)),
+    (long_tail(300, 2), Limits(64, 16384, 16, packed=True)),
+    ([9, 3, 9, 5], Limits(4, 8, packed=True)),
 ]
 
 
@@ -38,19 +42,24 @@ def test_every_row_is_in_one_micro_batch_within_the_limits(lengths: list[int], l
     assert sorted(itertools.chain(*parts)) == list(range(len(lengths)))
     assert [lengths[row] for part in parts for row in part] == sorted(lengths)
     assert len(parts) >= at_least
-    assert limits.tokens is not None
     for part in filter(None, parts):
         assert len(part) <= limits.rows
-        assert len(part) == 1 or len(part) * limits.padded(lengths[part[-1]]) <= limits.tokens
+        positions = sum(lengths[row] for row in part) if limits.packed else len(part) * limits.padded(lengths[part[-1]])
+        assert len(part) == 1 or limits.tokens is None or positions <= limits.tokens
     if at_least > len(lengths):
         assert [len(part) for part in parts] == [1] * len(lengths) + [0] * (at_least - len(lengths))
 
 
 @pytest.mark.parametrize(("lengths", "limits"), [case for case in CASES if len(case[0]) > 10])
 def test_padding_is_under_5_percent(lengths: list[int], limits: Limits) -> None:
-    """Of a run's recorded lengths and of long tails; rows by number alone do not get there."""
-    needed = sum(limits.padded(length) for length in lengths)
-    positions = padded_positions(lengths, split_rows(lengths, limits), limits)
+    """Of a run's recorded lengths and of long tails; rows by number alone do not get there.  Packed there is none."""
+    needed = sum(lengths) if limits.packed else sum(limits.padded(length) for length in lengths)
+    parts = split_rows(lengths, limits)
+    positions = padded_positions(lengths, parts, limits)
+    if limits.packed:
+        assert needed <= positions < needed + limits.multiple_of * len(parts)
+        fullest = sum(lengths) / (limits.tokens or sum(lengths)) + len(lengths) / limits.rows
+        assert len(parts) <= 2 * fullest + 1
     assert 1 - needed / positions <= MOST_PADDING == 0.05
     by_number = Limits(128 if lengths is RECORDED else 32)
     assert 1 - sum(lengths) / padded_positions(lengths, split_rows(lengths, by_number), by_number) > 0.1

@@ -53,23 +53,30 @@ def _detached(value: Any) -> Any:
     return value
 
 
-def _sharded_state(
-    actor: Actor, is_loading: bool, with_optimizer: bool = True, with_reference: bool = True
-) -> dict[str, Any]:
+def _sharded_state(actor: Actor) -> dict[str, Any]:
     """The rank's tensors with their place in the whole: model, reference policy and optimizer."""
-    state: dict[str, Any] = {}
-    if with_reference:  # built from the model, so that its sharding is the model's
-        state["reference"] = actor.model.sharded_state_dict()
-        dict_list_map_inplace(_detached if is_loading else _reference_of(actor), state["reference"])
-        add_prefix_for_sharding(state["reference"], REFERENCE)
-    state["model"] = model = actor.model.sharded_state_dict()
-    if with_optimizer:  # finds its place by the very parameters in `model`
-        state["optimizer"] = actor.optimizer.sharded_state_dict(
-            model, is_loading=is_loading, dist_ckpt_parallel_save=True
-        )
-    if is_loading:  # else what is read would pass through the parameters
-        dict_list_map_inplace(_detached, model)
-    return state
+    reference = actor.model.sharded_state_dict()  # built from the model, so that its sharding is the model's
+    dict_list_map_inplace(_reference_of(actor), reference)
+    add_prefix_for_sharding(reference, REFERENCE)
+    model = actor.model.sharded_state_dict()
+    # It finds its place by the very parameters in `model`.
+    optimizer = actor.optimizer.sharded_state_dict(model, is_loading=False, dist_ckpt_parallel_save=True)
+    return {"reference": reference, "model": model, "optimizer": optimizer}
+
+
+def _load_weights(actor: Actor, folder: Path, prefix: str = "") -> None:
+    """The model's parameters from a checkpoint's model, or with REFERENCE from its reference policy."""
+    state = actor.model.sharded_state_dict()
+    dict_list_map_inplace(_detached, state)  # else what is read would pass through the parameters
+    if prefix:
+        add_prefix_for_sharding(state, prefix)
+    _load_module(actor, dist_checkpointing.load({"weights": state}, str(folder))["weights"])
+
+
+def _load_optimizer(actor: Actor, folder: Path) -> None:
+    model = actor.model.sharded_state_dict()
+    state = actor.optimizer.sharded_state_dict(model, is_loading=True, dist_ckpt_parallel_save=True)
+    actor.optimizer.load_state_dict(dist_checkpointing.load({"optimizer": state}, str(folder))["optimizer"])
 
 
 def _reference_of(actor: Actor) -> Callable[[Any], Any]:
@@ -118,7 +125,7 @@ class _Snapshot:
                 value.data = kept(value.data)
             return value
 
-        sharded, common = save_preprocess(_sharded_state(actor, is_loading=False))
+        sharded, common = save_preprocess(_sharded_state(actor))
         dict_list_map_inplace(copied, sharded)
         weights = [(name, kept(t)) for name, t in actor.export_weights() if dist.get_rank() == 0]
         if torch.cuda.is_available():
@@ -292,12 +299,11 @@ def load(actor: Actor, folder: Path, with_optimizer: bool = True) -> dict[str, A
     Raises CheckpointError if the policy or its reference is not the one that was saved.
     """
     state = read_state(folder)
-    loaded = dist_checkpointing.load(_sharded_state(actor, True, with_optimizer), str(folder))
-    _load_module(actor, loaded.pop("reference"))  # gone before the optimizer makes its moments a second time
+    _load_weights(actor, folder, REFERENCE)  # one after another: what is read lies in memory twice for a while
     actor.set_reference()
-    _load_module(actor, loaded.pop("model"))
+    _load_weights(actor, folder)
     if with_optimizer:
-        actor.optimizer.load_state_dict(loaded["optimizer"])
+        _load_optimizer(actor, folder)
         file = folder / f"rng-{dist.get_rank()}.pt"
         if file.is_file():  # a run continued on more ranks has none for the new ones
             set_rng_state(torch.load(file, weights_only=False))
@@ -315,9 +321,8 @@ def load_policy(actor: Actor, folder: Path) -> dict[str, Any]:
     `set_learning_rate`.  Raises CheckpointError if the policy is not the one that was saved.
     """
     state = read_state(folder)
-    loaded = dist_checkpointing.load(_sharded_state(actor, True, with_reference=False), str(folder))
-    _load_module(actor, loaded.pop("model"))
-    actor.optimizer.load_state_dict(loaded["optimizer"])
+    _load_weights(actor, folder)
+    _load_optimizer(actor, folder)
     _check(folder, state, weights=actor.weights_sha256())
     return state
 

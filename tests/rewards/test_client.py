@@ -65,6 +65,23 @@ def test_a_restarted_server_goes_unnoticed(
     with_client(tmp_path, steps)
 
 
+def test_while_many_requests_come_few_posts_leave(plugins: Path, start_server: StartServer, tmp_path: Path) -> None:
+    start_server("echo")
+
+    async def steps(client: RewardClient) -> None:
+        began, verdicts = asyncio.get_running_loop().time(), []
+        async with asyncio.TaskGroup() as running:
+            for number in range(100):
+                request = request_of("echo", "1", str(number))
+                verdicts.append(running.create_task(client.score(request, Deadline(60, "a verdict"))))
+                await asyncio.sleep(0.002)
+        assert [task.result()["id"] for task in verdicts] == [str(number) for number in range(100)]
+        elapsed = asyncio.get_running_loop().time() - began
+        assert 1 <= client.stats.posts <= elapsed / client.options.batch_gap_s + 2
+
+    with_client(tmp_path, steps)
+
+
 def test_load_is_spread_and_a_dead_server_is_avoided(plugins: Path, start_server: StartServer, tmp_path: Path) -> None:
     first, second = start_server("echo", name="one"), start_server("echo", name="two")
 

@@ -1,5 +1,6 @@
 """What a step says about itself.  Suffixes: B responses, T token positions.  Reduction rules: see the package."""
 
+import functools
 import math
 from array import array
 from collections.abc import Mapping, Sequence
@@ -177,8 +178,14 @@ def repetition(token_ids: Sequence[int]) -> float:
     if places < 2:
         return 0.0
     ids = torch.frombuffer(array("q", token_ids), dtype=torch.int64)
-    hashes = torch.zeros(places, dtype=torch.int64)
-    for k in range(n):  # a polynomial in an odd number, modulo 2^64
-        hashes.mul_(6364136223846793005).add_(ids[k : k + places])
-    hashes.numpy().sort()  # in place; several times as fast as torch's
+    hashes = (ids.unfold(0, n, 1) * _powers(n)).sum(1).numpy()
+    hashes.sort()  # several times as fast as torch's
     return int((hashes[1:] == hashes[:-1]).sum()) / places
+
+
+@functools.cache
+def _powers(count: int) -> Tensor:
+    """Of an odd number, modulo 2^64: a polynomial in it is a good hash."""
+    powers = torch.full((count,), 6364136223846793005, dtype=torch.int64)
+    powers[0] = 1
+    return powers.cumprod(0)

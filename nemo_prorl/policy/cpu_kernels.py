@@ -13,12 +13,17 @@ from torch.nn.functional import silu
 
 
 class _Rotary(torch.autograd.Function):
-    """t * cos + rotate_half(t) * sin, where rotate_half puts -t's second half before its first."""
+    """t * cos + rotate_half(t) * sin, where rotate_half puts -t's second half before its first.
+
+    `place`: the row of cos and sin for each row of t, looked up again for the gradient, since those of all tokens
+    would fill memory; None: cos and sin are as t.
+    """
 
     @staticmethod
-    def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        (sin_1, sin_2), (t_1, t_2) = sin.chunk(2, -1), t.chunk(2, -1)
+    def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor, place: Tensor | None = None) -> Tensor:
+        ctx.save_for_backward(cos, sin, place)
+        (cos, sin), (t_1, t_2) = _at(place, cos, sin), t.chunk(2, -1)
+        sin_1, sin_2 = sin.chunk(2, -1)
         out = t * cos
         out_1, out_2 = out.chunk(2, -1)
         out_1.addcmul_(t_2, sin_1, value=-1.0)
@@ -27,14 +32,19 @@ class _Rotary(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        (sin_1, sin_2), (grad_1, grad_2) = sin.chunk(2, -1), grad.chunk(2, -1)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin, place = ctx.saved_tensors
+        (cos, sin), (grad_1, grad_2) = _at(place, cos, sin), grad.chunk(2, -1)
+        sin_1, sin_2 = sin.chunk(2, -1)
         out = grad * cos
         out_1, out_2 = out.chunk(2, -1)
         out_1.addcmul_(grad_2, sin_2)
         out_2.addcmul_(grad_1, sin_1, value=-1.0)
-        return out, None, None
+        return out, None, None, None
+
+
+def _at(place: Tensor | None, *angles: Tensor) -> tuple[Tensor, ...]:
+    return angles if place is None else tuple(angle[place] for angle in angles)
 
 
 def rotary(t: Tensor, freqs: Tensor, interleaved: bool = False, transpose_output_memory: bool = False) -> Tensor:
@@ -54,8 +64,8 @@ def rotary_of_packed(t: Tensor, ends: Tensor, freqs: Tensor) -> Tensor:
     position_N = torch.arange(len(t), device=t.device) - starts_N
     if freqs.shape[-1] != t.shape[-1]:
         raise NotImplementedError("set model.apply_rope_fusion=false for a partial rotation")
-    cos, sin = (angles.flatten(0, 2).to(t.dtype)[position_N, None] for angles in (freqs.cos(), freqs.sin()))
-    out: Tensor = _Rotary.apply(t, cos, sin)
+    cos, sin = (angles.flatten(1, 2).to(t.dtype) for angles in (freqs.cos(), freqs.sin()))  # [T, 1, D]
+    out: Tensor = _Rotary.apply(t, cos, sin, position_N)
     return out
 
 

@@ -67,7 +67,7 @@ class CausalAttention(MegatronModule):
             rows = (_padded(x[group.start : group.stop], group) for x in (query, key, value))
             out = self._causal(*rows).flatten(0, 1)
             outputs.append(out if group.places is None else out.index_select(0, group.places))
-        return torch.cat(outputs)
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def _causal(self, query_BSHD: Tensor, key_BSGD: Tensor, value_BSGD: Tensor) -> Tensor:
         """[B, S, heads * D]."""

@@ -6,6 +6,7 @@ measure_actor.py OUT CONTEXT MICRO_BATCH      prints one JSON object
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,17 @@ def main(out: Path, context: int, rows: int) -> None:
     def loss(logp_BT: Tensor, _: Any, micro: Batch, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
         return (logp_BT * micro.mask_BT).sum() / denominator, {}
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        actor.gradients(batch, loss, 1.0, 1.2)
+    sizes = []
+    for packed in (False, True):
+        actor.limits = replace(actor.limits, packed=packed)
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            actor.gradients(batch, loss, 1.0, 1.2)
+        sizes.append(sum(size for size, _ in kept.values()))
     checkpoint.save(actor, out / "step-000001", {"step": 1})
     told = {
-        "activations": sum(size for size, _ in kept.values()),
+        "activations": sizes[0],
+        "packed_activations": sizes[1],
         "megatron_parameters": sum(p.numel() for p in actor.module.parameters()),
         "checkpoint": sum(file.stat().st_size for file in (out / "step-000001").iterdir()),
     }

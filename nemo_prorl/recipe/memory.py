@@ -228,7 +228,7 @@ def layer_activations(cfg: DictConfig, shape: Shape, layout: Layout, tokens: int
         rotated queries, keys       q + k
         joined q, k, v              q + 2 k                          the values are a view of it, so it lives on
         attention's output          q
-        gate and up, their product  2 f + f                          CPU: 4 f, silu(gate) is kept too
+        gate and up, their product  2 f + f                          unfused: 4 f, silu(gate) is kept too
         log-sum-exp, 1 / rms        (heads + 2) float32
 
     Tensor parallelism divides all but the norms, sequence parallelism the norms too.  Attention is a flash kernel
@@ -237,7 +237,8 @@ def layer_activations(cfg: DictConfig, shape: Shape, layout: Layout, tokens: int
     """
     size, cpu = activation_bytes(cfg), cfg.trainer.accelerator == "cpu"
     norms = (6 if cpu else 4) * shape.hidden
-    cut = 3 * shape.queries + 3 * shape.kv + (4 if cpu else 3) * shape.ffn
+    fused = _optional(cfg.model, "bias_activation_fusion")
+    cut = 3 * shape.queries + 3 * shape.kv + (3 if fused else 4) * shape.ffn
     per_token = size * (norms / (layout.tp if layout.sequence_parallel else 1) + cut / layout.tp)
     per_token += FLOAT32 * (shape.heads / layout.tp + 2)
     selective = _optional(cfg.model, "activations_checkpoint_granularity") == "selective"

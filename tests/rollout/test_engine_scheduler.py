@@ -1,4 +1,4 @@
-"""The engine core's scheduler says of a response only what it was; real engines use it in test_engine.py.
+"""The engine core's scheduler: what it says of responses and asks its cache; real engines use it in test_engine.py.
 
 vLLM schedules ahead on GPUs alone, so the class for that is looked at here, in the engine's environment.
 """
@@ -48,3 +48,44 @@ for Kind, base in ((AsyncWholeResponses, AsyncScheduler), (WholeResponses, Sched
 
 def test_tokens_are_held_until_their_response_ends(vllm_python: str) -> None:
     subprocess.run([vllm_python, "-c", CHECK], check=True, cwd="/", env={"PYTHONPATH": str(ROOT), "HOME": "/tmp"})
+
+
+BLOCKS = """
+from types import SimpleNamespace
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
+from vllm.v1.request import RequestStatus
+from nemo_prorl.rollout.engine_scheduler import ask_once_a_block
+
+def asked(kind, request, tokens, **more):
+    places = []
+    def allocate_slots(request, num_new_tokens, num_new_computed_tokens=0, num_lookahead_tokens=0):
+        places.append(request.num_computed_tokens)
+        return "asked"
+    layer = kind.__new__(kind)
+    layer.block_size = 8
+    manager = SimpleNamespace(
+        coordinator=SimpleNamespace(single_type_managers=[layer]),
+        allocate_slots=allocate_slots,
+        empty_kv_cache_blocks="none",
+    )
+    ask_once_a_block(manager)
+    for computed in tokens:
+        request.num_computed_tokens = computed
+        said = manager.allocate_slots(request, 1, **more)
+        assert said == ("asked" if places[-1:] == [computed] else "none")
+    return places
+
+request = SimpleNamespace(status=RequestStatus.RUNNING, num_prompt_tokens=3)
+decoding = range(3, 30)
+assert asked(FullAttentionManager, request, decoding) == [7, 8, 15, 16, 23, 24]
+assert asked(FullAttentionManager, request, range(3)) == [0, 1, 2]
+assert asked(FullAttentionManager, request, decoding, num_lookahead_tokens=1) == [*decoding]
+assert asked(SlidingWindowManager, request, decoding) == [*decoding]
+request.status = RequestStatus.PREEMPTED
+assert asked(FullAttentionManager, request, decoding) == [*decoding]
+"""
+
+
+def test_cache_blocks_are_asked_for_where_one_begins_or_is_filled(vllm_python: str) -> None:
+    """Real engines do so in test_engine.py, whose log-probabilities are those of the trainer's model."""
+    subprocess.run([vllm_python, "-c", BLOCKS], check=True, cwd="/", env={"PYTHONPATH": str(ROOT), "HOME": "/tmp"})

@@ -250,9 +250,10 @@ class Driver:
         line = self.line
         end = time.monotonic() + _LAST_WORDS_S
         while outcome is None and line is not None and time.monotonic() < end:
-            gone = line.lost is not None  # looked at first: what it said last is there then
+            gone = line.lost  # looked at first: what it said last is there then
             outcome = self._outcome(line)
-            if gone:
+            if gone is not None:
+                outcome = outcome or self._lost(gone)
                 break
             time.sleep(0.05)
         if line is not None:
@@ -274,7 +275,7 @@ class Driver:
                 gone = line.lost
                 outcome = self._outcome(line)
                 if outcome is None and gone is not None:
-                    outcome = {"code": 1, "what": f"the leader was lost: {gone}", "host": self.job.host}
+                    outcome = self._lost(gone)
             if outcome is not None:
                 over = over or now + _SRUN_ENDS_S
             if self.asked is not None and stop_by is None:
@@ -308,6 +309,10 @@ class Driver:
             if self.asked is not None or self.ended:
                 line.send("stop", reason=self.asked or "SIGTERM")
             return
+
+    def _lost(self, why: str) -> dict[str, Any]:
+        """Of an attempt whose leader went without a word."""
+        return {"code": 1, "what": f"the leader was lost: {why}", "host": self.job.host}
 
     @staticmethod
     def _outcome(line: Line) -> dict[str, Any] | None:

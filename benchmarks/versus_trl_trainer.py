@@ -165,6 +165,8 @@ def main() -> None:
     timed(trainer, spent)
     started = step["began"] = time.monotonic()
     trainer.train()
+    out.flush()
+    os._exit(0)  # torch's process groups may abort while Python winds up; all is told
 
 
 if __name__ == "__main__":

@@ -253,7 +253,7 @@ class Driver:
             gone = line.lost  # looked at first: what it said last is there then
             outcome = self._outcome(line)
             if gone is not None:
-                outcome = outcome or self._lost(gone)
+                outcome = outcome or self._lost(gone, self.silent_node())  # or Slurm ended it, for another node's sake
                 break
             time.sleep(0.05)
         if line is not None:
@@ -310,9 +310,9 @@ class Driver:
                 line.send("stop", reason=self.asked or "SIGTERM")
             return
 
-    def _lost(self, why: str) -> dict[str, Any]:
-        """Of an attempt whose leader went without a word."""
-        return {"code": 1, "what": f"the leader was lost: {why}", "host": self.job.host}
+    def _lost(self, why: str, silent: str = "") -> dict[str, Any]:
+        """Of an attempt whose leader went without a word; `silent`: a node that does not answer either."""
+        return {"code": 1, "what": f"the leader was lost: {why}", "host": silent or self.job.host}
 
     @staticmethod
     def _outcome(line: Line) -> dict[str, Any] | None:

@@ -59,9 +59,15 @@ def _sharded_state(actor: Actor) -> dict[str, Any]:
     dict_list_map_inplace(_reference_of(actor), reference)
     add_prefix_for_sharding(reference, REFERENCE)
     model = actor.model.sharded_state_dict()
-    # It finds its place by the very parameters in `model`.
-    optimizer = actor.optimizer.sharded_state_dict(model, is_loading=False, dist_ckpt_parallel_save=True)
-    return {"reference": reference, "model": model, "optimizer": optimizer}
+    return {"reference": reference, "model": model, "optimizer": _sharded_optimizer(actor, model, is_loading=False)}
+
+
+def _sharded_optimizer(actor: Actor, model: dict[str, Any], is_loading: bool) -> dict[str, Any]:
+    """It finds its place by the very parameters in `model`."""
+    state: dict[str, Any] = actor.optimizer.sharded_state_dict(
+        model, is_loading=is_loading, dist_ckpt_parallel_save=True
+    )
+    return state
 
 
 def _load_weights(actor: Actor, folder: Path, prefix: str = "") -> None:
@@ -74,8 +80,7 @@ def _load_weights(actor: Actor, folder: Path, prefix: str = "") -> None:
 
 
 def _load_optimizer(actor: Actor, folder: Path) -> None:
-    model = actor.model.sharded_state_dict()
-    state = actor.optimizer.sharded_state_dict(model, is_loading=True, dist_ckpt_parallel_save=True)
+    state = _sharded_optimizer(actor, actor.model.sharded_state_dict(), is_loading=True)
     actor.optimizer.load_state_dict(dist_checkpointing.load({"optimizer": state}, str(folder))["optimizer"])
 
 

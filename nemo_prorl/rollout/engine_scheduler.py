@@ -20,13 +20,13 @@ from vllm.v1.request import RequestStatus
 def ask_once_a_block(manager: Any) -> None:
     """vLLM's cache manager then looks for blocks only where a response begins one or fills it.
 
-    A token between the two changes nothing in a cache whose layers all look at all tokens; where some do not, the
-    manager stays as it is.
+    A token between the two changes nothing in a cache whose layers all look at all tokens, in blocks of one size; any
+    other manager stays as it is.
     """
-    kinds = manager.coordinator.single_type_managers
-    if not all(type(kind) is FullAttentionManager for kind in kinds):
+    kinds = {(type(kind), kind.block_size) for kind in manager.coordinator.single_type_managers}
+    if len(kinds) != 1 or (only := kinds.pop())[0] is not FullAttentionManager:
         return
-    (block,) = {kind.block_size for kind in kinds}
+    block = only[1]
     ask, nothing_new = manager.allocate_slots, manager.empty_kv_cache_blocks
 
     def allocate_slots(

@@ -15,6 +15,8 @@ from nemo_prorl.rollout.collected import CollectedBatch, Group
 from nemo_prorl.rollout.groups import Rollouts
 from nemo_prorl.rollout.load import Load
 
+_GRACE_S = 60.0  # after a collection's own deadline
+
 
 class Place(Protocol):
     """Of the prompt stream: where it stands."""
@@ -72,7 +74,10 @@ class Supply:
         any what was begun is over."""
         if self._begun is None:
             return []
-        found = [self._begun.ready.get()]
+        try:  # a collection ends by its own deadline; had its thread died, `finish` says so
+            found = [self._begun.ready.get(timeout=self._rollouts.settings.rollout_s + _GRACE_S)]
+        except queue.Empty:
+            return []
         while not self._begun.ready.empty():
             found.append(self._begun.ready.get())
         return [] if None in found else [group for group in found if group is not None]

@@ -56,15 +56,16 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, Slid
 from vllm.v1.request import RequestStatus
 from nemo_prorl.rollout.engine_scheduler import ask_once_a_block
 
-def asked(kind, request, tokens, **more):
+def asked(kind, request, tokens, sizes=(8,), **more):
     places = []
     def allocate_slots(request, num_new_tokens, num_new_computed_tokens=0, num_lookahead_tokens=0):
         places.append(request.num_computed_tokens)
         return "asked"
-    layer = kind.__new__(kind)
-    layer.block_size = 8
+    layers = [kind.__new__(kind) for _ in sizes]
+    for layer, size in zip(layers, sizes):
+        layer.block_size = size
     manager = SimpleNamespace(
-        coordinator=SimpleNamespace(single_type_managers=[layer]),
+        coordinator=SimpleNamespace(single_type_managers=layers),
         allocate_slots=allocate_slots,
         empty_kv_cache_blocks="none",
     )
@@ -81,6 +82,7 @@ assert asked(FullAttentionManager, request, decoding) == [7, 8, 15, 16, 23, 24]
 assert asked(FullAttentionManager, request, range(3)) == [0, 1, 2]
 assert asked(FullAttentionManager, request, decoding, num_lookahead_tokens=1) == [*decoding]
 assert asked(SlidingWindowManager, request, decoding) == [*decoding]
+assert asked(FullAttentionManager, request, decoding, sizes=(8, 16)) == [*decoding]
 request.status = RequestStatus.PREEMPTED
 assert asked(FullAttentionManager, request, decoding) == [*decoding]
 """

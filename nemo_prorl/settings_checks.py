@@ -319,9 +319,6 @@ def _context(cfg: DictConfig) -> None:
             f"must be a whole number, at least trainer.grpo.context_tokens={context}, so that a"
             " micro-batch holds the longest sequence; or null: model.micro_batch_size responses",
         )
-    packed = OmegaConf.select(cfg, "model.packed_sequences")
-    if not isinstance(packed, bool | None):
-        raise _wrong("model.packed_sequences", packed, "must be true or false")
 
 
 def _engines(cfg: DictConfig) -> None:

@@ -1,0 +1,40 @@
+"""What the processes of a node are started with.  Whole runs are in tests/test_main_job.py."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig
+
+from nemo_prorl.launcher.processes import Child, MergedLog
+from nemo_prorl.launcher.supervisor import Node
+from nemo_prorl.settings import load
+
+MEBIBYTES, TURNS = 40, 20
+# Page faults while a process takes and frees the same memory again and again.
+FAULTS = f"""
+import resource
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range({TURNS}):
+    bytearray({MEBIBYTES} << 20)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def trainer(folder: Path, *overrides: str) -> Child:
+    cfg: DictConfig = load([f"run_dir={folder}", *overrides])
+    return Node(cfg, folder, ["chain_sum"], MergedLog(folder / "all.log"))._ranks([])[0]
+
+
+def test_memory_that_a_tensor_freed_on_a_cpu_is_there_for_the_next(tmp_path: Path) -> None:
+    env = dict(trainer(tmp_path).env)
+    said = subprocess.run([sys.executable, "-c", FAULTS], env=env, capture_output=True, text=True, check=True)
+    once = MEBIBYTES * 2**20 // 4096
+    assert int(said.stdout) < 2 * once
+
+
+def test_what_the_user_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
+    env = trainer(tmp_path, "+launch.env.MALLOC_MMAP_THRESHOLD_='2'").env
+    assert (env["MALLOC_TRIM_THRESHOLD_"], env["MALLOC_MMAP_THRESHOLD_"]) == ("1", "2")

@@ -297,6 +297,7 @@ def learning(args: argparse.Namespace, folder: Path, records: Path) -> list[str]
     base = folder / "warmup"
     words = [w for w in overrides(base, folder, records, 16) if "restore_from" not in w]
     words = [w for w in words if not w.startswith("trainer.warmup")]
+    words.append(f"trainer.warmup.steps={args.warmup_steps}")
     command = [str(Path(sys.executable).with_name("prorl")), "warmup", *words]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)})
     job = trl_job(base / "base", records, 16, args.threads, 100000, args.trl[-1])
@@ -324,6 +325,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help=f"counted steps of a block; else {STEPS}")
     parser.add_argument("--rounds", type=int, default=2, help="blocks of each side")
     parser.add_argument("--learn-s", type=float, default=240.0, help="seconds of learning on each side; 0: none")
+    parser.add_argument("--warmup-steps", type=int, default=400, help="supervised steps of the model that learns")
     parser.add_argument(
         "--threads",
         type=int,

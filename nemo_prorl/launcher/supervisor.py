@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 PACKAGE = Path(nemo_prorl.__file__).parent
 _CLEAN = (0, 75)
 _HOLD_S = 6 * 3600.0  # for an engine to wait until the others wake: any phase of the trainer ends before
-# On a CPU: glibc gives big tensors' memory back when they are freed, and the kernel makes the next one's anew, page by
-# page; that was a tenth of a step.  So much of it stays with a process; larger tensors are mapped as ever.
+# On a CPU: glibc gives a big tensor's memory back when it is freed, and the kernel makes the next one's anew, page by
+# page.  Up to so much of it stays with a process; larger tensors are mapped as ever.
 _HEAP = {"MALLOC_MMAP_THRESHOLD_": str(64 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 _LAST_LINES, _LINE_CHARS = 15, 2000  # of a process's log, where its end is told
 # What says that a process is one of Slurm's own tasks: ours are not, and libraries would believe it.

@@ -271,6 +271,10 @@ def _layout(cfg: DictConfig) -> None:
         for key, off in (("transformer_engine", "false"), ("megatron_amp_O2", "false"), ("fp8", "null")):
             if value := OmegaConf.select(model, key):
                 raise _wrong(f"model.{key}", value, f"needs a GPU; trainer.accelerator is cpu. Set it to {off}")
+    own_rotary = OmegaConf.select(model, "transformer_engine") or OmegaConf.select(model, "apply_rope_fusion")
+    if OmegaConf.select(model, "packed_sequences") and not own_rotary:
+        why = "needs model.apply_rope_fusion=true where model.transformer_engine=false, or packed_sequences=false"
+        raise _wrong("model.packed_sequences", True, why)
     if OmegaConf.select(model, "fp8") and not OmegaConf.select(model, "transformer_engine"):
         raise _wrong("model.fp8", model.fp8, "is Transformer Engine's; set model.transformer_engine=true, or fp8=null")
 

@@ -198,7 +198,7 @@ def report_update(metrics: Metrics, sums: dict[str, float]) -> None:
     for key in ("loss", "grad_norm", "max_ratio", "min_ratio", "nonfinite"):
         metrics.put(f"policy/{key}", sums[key])
     metrics.put("policy/max_grad_norm", sums["grad_norm"])
-    metrics.put("policy/padding", 1.0 - sums["sequence_tokens"] / sums["positions"], weight=sums["positions"])
+    metrics.put("policy/padding", sums["padding"] / sums["positions"], weight=sums["positions"])
 
 
 if TYPE_CHECKING:

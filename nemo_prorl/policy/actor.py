@@ -32,7 +32,7 @@ from nemo_prorl.algorithms.diagnostics import merge, reduction
 from nemo_prorl.algorithms.logprobs import chunked_logprobs
 from nemo_prorl.batch import Batch
 from nemo_prorl.errors import NonFiniteUpdate
-from nemo_prorl.micro_batches import Limits, padded_positions
+from nemo_prorl.micro_batches import Limits
 from nemo_prorl.policy.packing import PackedBatch
 from nemo_prorl.policy.weights import HFFolder, Shape, rule_of, sha256_of
 
@@ -86,6 +86,7 @@ class Actor:
         multiple *= _FP8_ROWS if model.cfg.get("fp8") else 1
         packed = bool(model.cfg.get("packed_sequences"))
         self.limits = Limits(int(model.cfg.micro_batch_size), model.cfg.get("micro_batch_tokens"), multiple, packed)
+        self._share_prompts = not model.cfg.get("transformer_engine")  # whose attention would have to know of it
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.data_size = parallel_state.get_data_parallel_world_size()
         self._tp_size = parallel_state.get_tensor_model_parallel_world_size()
@@ -148,7 +149,7 @@ class Actor:
         else:
             hidden_BTH = copy_to_tensor_model_parallel_region(hidden_BTH)
         predicts = batch.mask_BT[:, 1:]
-        hidden_NH = hidden_BTH[:, :-1][predicts] if packed is None else hidden_BTH[0, packed.predicts_N]
+        hidden_NH = hidden_BTH[:, :-1][predicts] if packed is None else hidden_BTH[0].index_select(0, packed.predicts_P)
         weight_VH = (
             self.module.shared_embedding_or_output_weight() if self.shape.tied else self.module.output_layer.weight
         )
@@ -185,35 +186,37 @@ class Actor:
 
         return hidden_BTH, at_last_stage
 
-    def _parts(self, batch: Batch) -> list[tuple[Tensor, Batch]]:
-        """Row numbers and micro-batches: equally many on all data ranks.  A collective."""
+    def _parts(self, batch: Batch) -> list[tuple[Tensor, _Micro]]:
+        """Row numbers and micro-batches, on the device: equally many on all data ranks.  A collective."""
         parts = batch.micro_batches(self.limits)
         if self.data_size > 1:
             most = torch.tensor(len(parts), device=self._device())
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
             if len(parts) < int(most):
                 parts = batch.micro_batches(self.limits, at_least=int(most))
-        return parts
+        return [(rows, self._micro(micro)) for rows, micro in parts]
 
-    def _run(self, parts: Sequence[tuple[Tensor, Batch]], finish: _Finish, forward_only: bool) -> list:
+    def _micro(self, batch: Batch) -> _Micro:
+        batch = batch.to(self._device())
+        if not self.limits.packed:
+            return batch, None
+        return batch, PackedBatch.of(batch, self.limits.multiple_of, self._share_prompts)
+
+    def _run(self, parts: Sequence[tuple[Tensor, _Micro]], finish: _Finish, forward_only: bool) -> list:
         """Runs Megatron's schedule: what `finish` gave on the last stage, by micro-batch."""
-        device = self._device()
-        micro_batches = [self._micro(batch.to(device)) for _, batch in parts]
+        first = parts[0][1][0].tokens_BT
         set_sync_funcs(self.model, forward_only=forward_only)
         outputs: list = get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, finish),
-            data_iterator=iter(micro_batches),
+            data_iterator=iter([micro for _, micro in parts]),
             model=self.model.model,
-            num_microbatches=len(micro_batches),
+            num_microbatches=len(parts),
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
-            seq_length=parts[0][1].tokens_BT.shape[1],  # pipeline stages tell each other the true ones
-            micro_batch_size=parts[0][1].tokens_BT.shape[0],
+            seq_length=first.shape[1],  # pipeline stages tell each other the true ones
+            micro_batch_size=first.shape[0],
         )
         return outputs
-
-    def _micro(self, batch: Batch) -> _Micro:
-        return batch, PackedBatch.of(batch, self.limits.multiple_of) if self.limits.packed else None
 
     def logprobs(self, batch: Batch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         """(logp_BT, entropy_BT), float32 on the CPU, of the weights in use, at the training temperature or another."""
@@ -258,7 +261,7 @@ class Actor:
     ) -> dict:
         """Leaves the gradient of `loss` over all data ranks' rows in the optimizer's buffers; returns its sums.
 
-        Among them `positions`, that went through the model, and `sequence_tokens`, those that were not padding.
+        Among them `positions`, that went through the model, and `padding`, those that were no sequence's.
         `denominator` is global.  Megatron's schedule divides a loss by the number of micro-batches and data
         parallelism averages over its ranks: both are undone here, so that only `denominator` divides.
         """
@@ -280,9 +283,7 @@ class Actor:
             source = parallel_state.get_pipeline_model_parallel_last_rank()
             dist.broadcast_object_list(box, source, group=parallel_state.get_pipeline_model_parallel_group())
             sums = box[0]
-        lengths = batch.length_B.tolist()
-        positions = float(padded_positions(lengths, [rows.tolist() for rows, _ in parts], self.limits))
-        return self.reduce_sums({**sums, "positions": positions, "sequence_tokens": float(batch.length_B.sum())})
+        return self.reduce_sums({**sums, **_counted([micro for _, micro in parts])})
 
     def update(
         self,
@@ -440,6 +441,16 @@ class Actor:
             with self.reference_weights():
                 self._reference_sha256 = self.weights_sha256()
         return self._reference_sha256
+
+
+def _counted(micro_batches: Sequence[_Micro]) -> dict[str, float]:
+    """Positions that go through the model, and those of them that are no sequence's."""
+    positions = padding = 0
+    for batch, packed in micro_batches:
+        tokens = batch.tokens_BT if packed is None else packed.tokens_1N
+        positions += tokens.numel()
+        padding += tokens.numel() - int(batch.length_B.sum()) if packed is None else packed.filling
+    return {"positions": float(positions), "padding": float(padding)}
 
 
 def merge_sums(parts: list[dict[str, float]]) -> dict[str, float]:

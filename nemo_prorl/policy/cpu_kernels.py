@@ -58,10 +58,8 @@ def rotary(t: Tensor, freqs: Tensor, interleaved: bool = False, transpose_output
     return out
 
 
-def rotary_of_packed(t: Tensor, ends: Tensor, freqs: Tensor) -> Tensor:
-    """The same for sequences one after another: t [N, heads, D]; `ends` [B + 1] int32: 0, then where each ends."""
-    starts_N = ends[:-1].repeat_interleave(ends.diff(), output_size=len(t))
-    position_N = torch.arange(len(t), device=t.device) - starts_N
+def rotary_of_packed(t: Tensor, position_N: Tensor, freqs: Tensor) -> Tensor:
+    """The same for sequences one after another: t [N, heads, D], each token's position in its sequence, int64."""
     if freqs.shape[-1] != t.shape[-1]:
         raise NotImplementedError("set model.apply_rope_fusion=false for a partial rotation")
     cos, sin = (angles.flatten(1, 2).to(t.dtype) for angles in (freqs.cos(), freqs.sin()))  # [T, 1, D]

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
-from nemo_prorl.policy.packing import Group, Packed
+from nemo_prorl.policy.packing import SharedPrompts
 
 
 class RMSNorm(torch.nn.Module):
@@ -32,7 +32,8 @@ class CausalAttention(MegatronModule):
     """Causal attention by torch's fused kernel, with grouped queries.
 
     Sequences are padded on the right, so that causality alone keeps padding out of every token that counts:
-    the attention mask is not used.  Those that stand one after another are padded for attention alone, in groups.
+    the attention mask is not used.  Those that stand one after another are padded for attention alone, in groups, each
+    behind its prompt.
     """
 
     def __init__(
@@ -56,18 +57,19 @@ class CausalAttention(MegatronModule):
         key: Tensor,
         value: Tensor,
         *_: object,
-        packed_seq_params: Packed | None = None,
+        packed_seq_params: SharedPrompts | None = None,
         **__: object,
     ) -> Tensor:
         """query [S, B, heads, D], key and value [S, B, groups, D] -> [S, B, heads * D]; packed without B."""
         if packed_seq_params is None:
             return self._causal(*(x.transpose(0, 1) for x in (query, key, value))).transpose(0, 1)
-        outputs = []
-        for group in packed_seq_params.groups:
-            rows = (_padded(x[group.start : group.stop], group) for x in (query, key, value))
-            out = self._causal(*rows).flatten(0, 1)
-            outputs.append(out if group.places is None else out.index_select(0, group.places))
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        heads = [x.index_select(0, packed_seq_params.spread_R) for x in (query, key, value)]
+        outputs, start = [], 0
+        for rows, width in packed_seq_params.groups:
+            group = slice(start, start + rows * width)
+            outputs.append(self._causal(*(x[group].unflatten(0, (rows, width)) for x in heads)).flatten(0, 1))
+            start += rows * width
+        return torch.cat(outputs).index_select(0, packed_seq_params.keep_N)
 
     def _causal(self, query_BSHD: Tensor, key_BSGD: Tensor, value_BSGD: Tensor) -> Tensor:
         """[B, S, heads * D]."""
@@ -80,13 +82,6 @@ class CausalAttention(MegatronModule):
             enable_gqa=query_BSHD.shape[2] != key_BSGD.shape[2],
         )
         return out_BHSD.transpose(1, 2).flatten(2)
-
-
-def _padded(x: Tensor, group: Group) -> Tensor:
-    """[tokens, heads, D] -> [rows, width, heads, D]."""
-    if group.places is not None:
-        x = x.new_zeros(group.rows * group.width, *x.shape[1:]).index_copy(0, group.places, x)
-    return x.view(group.rows, group.width, *x.shape[1:])
 
 
 def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:

@@ -1,11 +1,16 @@
 """Sequences of a micro-batch one after another instead of side by side: no position is padding.
 
-Megatron's "thd" layout: attention is told where sequences begin, all other layers work on tokens alone.  Suffixes: B
-sequences, T positions of a padded one, N tokens of all, with what makes their number a multiple.
+Megatron's "thd" layout: attention is told where sequences begin, all other layers work on tokens alone.  Where
+attention is ours, on CPUs, a prompt stands once, before the first of its responses, and attention alone puts it before
+the others, too.  A token's hidden state depends on what is before it alone, so that nothing changes but the order of
+sums.
+
+Suffixes: B sequences, T positions of a padded one, N tokens that stand there, with what makes their number a multiple;
+R those that our attention works on, P those whose next one is a response's.
 """
 
-import functools
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -16,46 +21,50 @@ from nemo_prorl.batch import Batch
 _SIMILAR = 1.25  # the longest sequence of a group by its shortest, at most
 
 
-@dataclass(frozen=True)
-class Group:
-    """Neighbours of similar lengths, which attention on a CPU takes together: tokens start to stop."""
-
-    start: int
-    stop: int
-    rows: int
-    width: int
-    places: Tensor | None  # int64, of each token among the rows * width padded ones; None: there is no padding
-
-
 class Packed(PackedSeqParams):
-    """Where sequences of the given lengths begin, for Megatron, Transformer Engine and our attention on CPUs."""
+    """Where sequences of the given lengths begin, for Megatron and Transformer Engine."""
 
     def __init__(self, lengths: list[int], device: torch.device) -> None:
         ends = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+        super().__init__("thd", ends, ends, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
+
+
+class SharedPrompts(PackedSeqParams):
+    """For our attention and our rotary positions, to which Megatron hands `cu_seqlens_q`: here each token's position.
+
+    groups: (rows, width) of neighbours of similar lengths, which attention takes together, padded.
+    spread_R: int64, the token at each position of all groups.  keep_N: int64, for each token one of those positions.
+    """
+
+    def __init__(
+        self, source_BT: Tensor, own_B: Tensor, length_B: Tensor, position_N: Tensor, device: torch.device
+    ) -> None:
+        """source_BT: where each token of a sequence stands.  own_B: from which position on it stands there itself.
+
+        What fills up after them is a sequence of its own.
+        """
+        lengths = length_B.tolist()
         longest = max(lengths)
-        super().__init__("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
-        self.lengths = lengths
-
-    @functools.cached_property
-    def groups(self) -> list[Group]:
-        """In the order of tokens."""
+        position_N = position_N.to(device)
+        super().__init__("thd", position_N, position_N, max_seqlen_q=longest, max_seqlen_kv=longest)
         cuts = [0]
-        for row, length in enumerate(self.lengths):
-            if not self.lengths[cuts[-1]] <= length <= _SIMILAR * self.lengths[cuts[-1]]:
+        for row, length in enumerate(lengths):
+            if not lengths[cuts[-1]] <= length <= _SIMILAR * lengths[cuts[-1]]:
                 cuts.append(row)
-        groups, start = [], 0
-        for first, end in zip(cuts, [*cuts[1:], len(self.lengths)], strict=True):
-            own = self.lengths[first:end]
-            groups.append(Group(start, start + sum(own), len(own), max(own), _places(own)))
-            start += sum(own)
-        return groups
-
-
-def _places(lengths: list[int]) -> Tensor | None:
-    width = max(lengths)
-    if min(lengths) == width:
-        return None
-    return (torch.arange(width) < torch.tensor(lengths)[:, None]).flatten().nonzero().squeeze(1)
+        self.groups, spread, keep = [], [], []
+        for first, end in pairwise([*cuts, len(lengths)]):
+            width = max(lengths[first:end])
+            position_T = torch.arange(width)
+            is_token = position_T < length_B[first:end, None]
+            self.groups.append((end - first, width))
+            spread.append(source_BT[first:end, :width].masked_fill(~is_token, 0).flatten())
+            keep.append((is_token & (position_T >= own_B[first:end, None])).flatten())
+        if filling := len(position_N) - sum(map(int, map(torch.sum, keep))):
+            self.groups.append((1, filling))
+            spread.append(torch.arange(len(position_N) - filling, len(position_N)))
+            keep.append(torch.ones(filling, dtype=torch.bool))
+        self.spread_R = torch.cat(spread).to(device)
+        self.keep_N = torch.cat(keep).nonzero().squeeze(1).to(device)
 
 
 @dataclass(frozen=True)
@@ -64,22 +73,39 @@ class PackedBatch:
 
     tokens_1N: Tensor
     position_1N: Tensor
-    predicts_N: Tensor  # bool, true where the next token is a response's
-    params: Packed
+    predicts_P: Tensor  # int64, where the token before each token of a response stands
+    params: PackedSeqParams
+    filling: int  # tokens at the end that make their number a multiple
 
     @classmethod
-    def of(cls, micro: Batch, multiple_of: int) -> "PackedBatch":
-        """A last sequence of zeros makes the number of tokens a multiple of `multiple_of`."""
-        length_B = micro.length_B.clamp(min=1)
-        position_T = torch.arange(micro.tokens_BT.shape[1], device=micro.tokens_BT.device)
-        is_token_BT = position_T < length_B[:, None]
-        lengths = length_B.tolist()
-        extra = -sum(lengths) % multiple_of
-        predicts_BT = torch.nn.functional.pad(micro.mask_BT[:, 1:], (0, 1))
-        tokens_N, predicts_N = micro.tokens_BT[is_token_BT], predicts_BT[is_token_BT]
-        position_N = position_T.expand_as(is_token_BT)[is_token_BT]
-        if extra:
-            lengths.append(extra)
-            tokens_N, predicts_N = (torch.nn.functional.pad(values, (0, extra)) for values in (tokens_N, predicts_N))
-            position_N = torch.cat([position_N, torch.arange(extra, device=position_N.device)])
-        return cls(tokens_N[None], position_N[None], predicts_N, Packed(lengths, micro.tokens_BT.device))
+    def of(cls, micro: Batch, multiple_of: int, share_prompts: bool) -> "PackedBatch":
+        """Zeros at the end, a sequence by themselves, make the number of tokens a multiple of `multiple_of`."""
+        device, lengths = micro.tokens_BT.device, micro.length_B.clamp(min=1).tolist()
+        prompts = micro.mask_BT.int().argmax(dim=1).tolist() if share_prompts else [0] * len(lengths)
+        own, at, prompt_at = (
+            [],
+            [],
+            [],
+        )  # of a sequence: from where on it stands itself; where it would begin; its prompt
+        seen: dict[tuple[int, ...], int] = {}
+        end = 0
+        for tokens, length, prompt in zip(micro.tokens_BT.tolist(), lengths, prompts, strict=True):
+            key = tuple(tokens[:prompt])
+            own.append(prompt if key in seen else 0)
+            at.append(end - own[-1])
+            prompt_at.append(seen.setdefault(key, end))
+            end += length - own[-1]
+        own_B, length_B, position_T = torch.tensor(own), torch.tensor(lengths), torch.arange(micro.tokens_BT.shape[1])
+        begin_BT = torch.where(position_T < own_B[:, None], torch.tensor(prompt_at)[:, None], torch.tensor(at)[:, None])
+        source_BT, is_token_BT = begin_BT + position_T, position_T < length_B[:, None]
+        filling = -end % multiple_of
+        tokens_N, position_N = torch.zeros(2, end + filling, dtype=torch.int64).unbind()
+        tokens_N[source_BT[is_token_BT]] = micro.tokens_BT.cpu()[is_token_BT]
+        position_N[source_BT[is_token_BT]] = position_T.expand_as(is_token_BT)[is_token_BT]
+        params: PackedSeqParams
+        if share_prompts:
+            params = SharedPrompts(source_BT, own_B, length_B, position_N, device)
+        else:
+            params = Packed([*lengths, filling] if filling else lengths, device)
+        predicts_P = source_BT[:, :-1][micro.mask_BT[:, 1:].cpu()]
+        return cls(tokens_N[None].to(device), position_N[None].to(device), predicts_P.to(device), params, filling)

@@ -80,24 +80,11 @@ class PackedBatch:
     @classmethod
     def of(cls, micro: Batch, multiple_of: int, share_prompts: bool) -> "PackedBatch":
         """Zeros at the end, a sequence by themselves, make the number of tokens a multiple of `multiple_of`."""
-        device, lengths = micro.tokens_BT.device, micro.length_B.clamp(min=1).tolist()
-        prompts = micro.mask_BT.int().argmax(dim=1).tolist() if share_prompts else [0] * len(lengths)
-        own, at, prompt_at = (
-            [],
-            [],
-            [],
-        )  # of a sequence: from where on it stands itself; where it would begin; its prompt
-        seen: dict[tuple[int, ...], int] = {}
-        end = 0
-        for tokens, length, prompt in zip(micro.tokens_BT.tolist(), lengths, prompts, strict=True):
-            key = tuple(tokens[:prompt])
-            own.append(prompt if key in seen else 0)
-            at.append(end - own[-1])
-            prompt_at.append(seen.setdefault(key, end))
-            end += length - own[-1]
-        own_B, length_B, position_T = torch.tensor(own), torch.tensor(lengths), torch.arange(micro.tokens_BT.shape[1])
-        begin_BT = torch.where(position_T < own_B[:, None], torch.tensor(prompt_at)[:, None], torch.tensor(at)[:, None])
-        source_BT, is_token_BT = begin_BT + position_T, position_T < length_B[:, None]
+        device, length_B = micro.tokens_BT.device, micro.length_B.clamp(min=1).cpu()
+        source_BT, own_B = _standing(micro, share_prompts)
+        position_T = torch.arange(source_BT.shape[1])
+        is_token_BT = position_T < length_B[:, None]
+        end = int((length_B - own_B).sum())
         filling = -end % multiple_of
         tokens_N, position_N = torch.zeros(2, end + filling, dtype=torch.int64).unbind()
         tokens_N[source_BT[is_token_BT]] = micro.tokens_BT.cpu()[is_token_BT]
@@ -106,6 +93,23 @@ class PackedBatch:
         if share_prompts:
             params = SharedPrompts(source_BT, own_B, length_B, position_N, device)
         else:
-            params = Packed([*lengths, filling] if filling else lengths, device)
+            params = Packed([*length_B.tolist(), *([filling] if filling else [])], device)
         predicts_P = source_BT[:, :-1][micro.mask_BT[:, 1:].cpu()]
         return cls(tokens_N[None].to(device), position_N[None].to(device), predicts_P.to(device), params, filling)
+
+
+def _standing(micro: Batch, share_prompts: bool) -> tuple[Tensor, Tensor]:
+    """Where each token of a sequence stands [B, T], and from which position on it stands there itself [B]; int64."""
+    own_B, begin_B, prompt_at_B = torch.zeros(3, len(micro), dtype=torch.int64).unbind()
+    prompt_B = micro.mask_BT.int().argmax(dim=1).tolist()
+    seen: dict[tuple[int, ...], int] = {}
+    end = 0
+    for b, (tokens, length) in enumerate(zip(micro.tokens_BT.tolist(), micro.length_B.tolist(), strict=True)):
+        prompt = tuple(tokens[: prompt_B[b]])
+        if share_prompts and prompt in seen:
+            own_B[b] = len(prompt)
+        begin_B[b] = end - own_B[b]  # where its first token would stand
+        prompt_at_B[b] = seen.setdefault(prompt, end)
+        end += max(1, length) - int(own_B[b])
+    position_T = torch.arange(micro.tokens_BT.shape[1])
+    return torch.where(position_T < own_B[:, None], prompt_at_B[:, None], begin_B[:, None]) + position_T, own_B

@@ -248,19 +248,20 @@ def table(name: str, sides: dict[str, list[Block]]) -> list[str]:
         f"{'':16s} {'steps':>5s} {'s/step':>8s} {'min':>7s} {'max':>7s} {'tokens/s':>9s} {'mean length':>12s}"
         f" {'cut off':>8s} {'peak MB':>8s} {'start s':>8s}",
     ]
-    medians = {}
+    medians, rates = {}, {}
     for side, blocks in sides.items():
         steps = [step for block in blocks for step in block.steps[1:]]
         seconds, tokens = [s["seconds"] for s in steps], sum(s["tokens"] for s in steps)
-        medians[side] = statistics.median(seconds)
+        medians[side], rates[side] = statistics.median(seconds), tokens / sum(seconds)
         lines.append(
             f"{side:16s} {len(steps):5d} {medians[side]:8.2f} {min(seconds):7.2f} {max(seconds):7.2f}"
-            f" {tokens / sum(seconds):9.0f} {tokens / len(steps) / PROMPTS / SAMPLES:12.1f}"
+            f" {rates[side]:9.0f} {tokens / len(steps) / PROMPTS / SAMPLES:12.1f}"
             f" {100 * statistics.mean(s['truncated'] for s in steps):6.1f} %"
             f" {max(b.peak_mb for b in blocks):8.0f} {statistics.mean(b.start_s for b in blocks):8.1f}"
         )
     trl, ours = (fastest(medians, of) for of in ("TRL", "prorl"))
     lines += [f"median seconds a step, {trl} : {ours} = {medians[trl] / medians[ours]:.2f} : 1"]
+    lines += [f"tokens/s (the two sides draw other responses), {ours} : {trl} = {rates[ours] / rates[trl]:.2f} : 1"]
     lines += ["where the time goes, mean seconds a step (of several processes the first):"]
     for side, blocks in sides.items():
         steps = [step for block in blocks for step in block.steps[1:]]

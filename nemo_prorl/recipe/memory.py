@@ -25,7 +25,7 @@ FLOAT32 = 4
 RESERVE = 4 * 2**30
 # On a CPU: Python with NeMo, vLLM's two processes and the reward server before any weights, and what malloc keeps;
 # measured (benchmarks/half_billion.py).
-CPU_RESERVE = 4 * 10**9
+CPU_RESERVE = 5 * 10**9
 PUBLISHED_VERSIONS = 2  # alive in /dev/shm at a time (rollout.publication)
 # Rows of the embedding where no folder says them: by layers, hidden and ffn size.
 KNOWN_VOCABULARIES = {(28, 1536, 8960): (151_936, "DeepSeek-R1-Distill-Qwen-1.5B")}

@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,16 @@ def lengths_of_run(run: Path, rows: int) -> list[int]:
     return [renderer.length(x) + len(renderer.encode(x["response"])) + int(x["finished"]) for x in lines]
 
 
+def padded_positions(lengths: Sequence[int], parts: Sequence[Sequence[int]], limits: Any) -> int:
+    """Of each micro-batch its rows times its padded length; packed, their sum, each with its own prompt."""
+    if limits.packed:
+        return sum(limits.padded(sum(lengths[row] for row in part)) for part in parts)
+    return sum(len(part) * limits.padded(max(lengths[row] for row in part)) for part in parts)
+
+
 def table(lengths: list[int], ranks: int, schemes: dict[str, Any]) -> Iterator[str]:
     """A line for each scheme: padding, micro-batches of a rank, and the slowest rank's positions."""
-    from nemo_prorl.micro_batches import deal, padded_positions, split_rows
+    from nemo_prorl.micro_batches import deal, split_rows
 
     yield f"{'':44s} {'padding':>8s} {'micro-batches':>14s} {'positions':>10s} {'slowest rank':>13s} {'made in':>13s}"
     in_turn = [list(range(rank, len(lengths), ranks)) for rank in range(ranks)]

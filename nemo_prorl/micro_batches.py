@@ -55,13 +55,6 @@ def split_rows(lengths: Sequence[int], limits: Limits, at_least: int = 1) -> lis
     return [order[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
-def padded_positions(lengths: Sequence[int], parts: Sequence[Sequence[int]], limits: Limits) -> int:
-    """Positions that go through the model: of each micro-batch its rows times its padded length; packed, their sum."""
-    if limits.packed:
-        return sum(limits.padded(sum(max(1, lengths[row]) for row in part)) for part in parts)
-    return sum(max(1, len(part)) * limits.padded(max((lengths[row] for row in part), default=0)) for part in parts)
-
-
 def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     """Row numbers of each data rank, ascending: about equally many tokens, and none has more rows than an equal share.
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemo_prorl.batch import Batch
-from nemo_prorl.micro_batches import MOST_PADDING, Limits, _cheapest_at, deal, padded_positions, split_rows
+from nemo_prorl.micro_batches import MOST_PADDING, Limits, _cheapest_at, deal, split_rows
 
 RECORDED = json.loads((Path(__file__).parents[1] / "benchmarks" / "results" / "lengths-laptop.json").read_text())
 
@@ -17,6 +17,13 @@ RECORDED = json.loads((Path(__file__).parents[1] / "benchmarks" / "results" / "l
 def long_tail(rows: int, seed: int) -> list[int]:
     generator = random.Random(seed)
     return [min(8192, 200 + int(generator.lognormvariate(7.17, 0.9))) for _ in range(rows)]
+
+
+def positions_of(part: list[int], lengths: list[int], limits: Limits) -> int:
+    """Of a micro-batch, with padding; its rows are in the order of length."""
+    if limits.packed:
+        return limits.padded(sum(lengths[row] for row in part))
+    return len(part) * limits.padded(lengths[part[-1]])
 
 
 CASES = [
@@ -44,8 +51,7 @@ def test_every_row_is_in_one_micro_batch_within_the_limits(lengths: list[int], l
     assert len(parts) >= at_least
     for part in filter(None, parts):
         assert len(part) <= limits.rows
-        positions = sum(lengths[row] for row in part) if limits.packed else len(part) * limits.padded(lengths[part[-1]])
-        assert len(part) == 1 or limits.tokens is None or positions <= limits.tokens
+        assert len(part) == 1 or limits.tokens is None or positions_of(part, lengths, limits) <= limits.tokens
     if at_least > len(lengths):
         assert [len(part) for part in parts] == [1] * len(lengths) + [0] * (at_least - len(lengths))
 
@@ -55,14 +61,15 @@ def test_padding_is_under_5_percent(lengths: list[int], limits: Limits) -> None:
     """Of a run's recorded lengths and of long tails; rows by number alone do not get there.  Packed there is none."""
     needed = sum(lengths) if limits.packed else sum(limits.padded(length) for length in lengths)
     parts = split_rows(lengths, limits)
-    positions = padded_positions(lengths, parts, limits)
+    positions = sum(positions_of(part, lengths, limits) for part in parts)
     if limits.packed:
         assert needed <= positions < needed + limits.multiple_of * len(parts)
         fullest = sum(lengths) / (limits.tokens or sum(lengths)) + len(lengths) / limits.rows
         assert len(parts) <= 2 * fullest + 1
     assert 1 - needed / positions <= MOST_PADDING == 0.05
     by_number = Limits(128 if lengths is RECORDED else 32)
-    assert 1 - sum(lengths) / padded_positions(lengths, split_rows(lengths, by_number), by_number) > 0.1
+    wide = sum(positions_of(part, lengths, by_number) for part in split_rows(lengths, by_number))
+    assert 1 - sum(lengths) / wide > 0.1
 
 
 def test_the_cuts_are_the_cheapest_of_all() -> None:

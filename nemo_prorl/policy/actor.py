@@ -283,7 +283,7 @@ class Actor:
             source = parallel_state.get_pipeline_model_parallel_last_rank()
             dist.broadcast_object_list(box, source, group=parallel_state.get_pipeline_model_parallel_group())
             sums = box[0]
-        return self.reduce_sums({**sums, **_counted([micro for _, micro in parts])})
+        return self.reduce_sums({**sums, **_counted(parts)})
 
     def update(
         self,
@@ -443,13 +443,16 @@ class Actor:
         return self._reference_sha256
 
 
-def _counted(micro_batches: Sequence[_Micro]) -> dict[str, float]:
+def _counted(parts: Sequence[tuple[Tensor, _Micro]]) -> dict[str, float]:
     """Positions that go through the model, and those of them that are no sequence's."""
     positions = padding = 0
-    for batch, packed in micro_batches:
-        tokens = batch.tokens_BT if packed is None else packed.tokens_1N
-        positions += tokens.numel()
-        padding += tokens.numel() - int(batch.length_B.sum()) if packed is None else packed.filling
+    for rows, (batch, packed) in parts:
+        if packed is None:
+            of_all, filling = batch.tokens_BT.numel(), batch.tokens_BT.numel() - int(batch.length_B.sum())
+        else:
+            of_all, filling = packed.tokens_1N.numel(), packed.filling
+        positions += of_all
+        padding += filling if len(rows) else of_all
     return {"positions": float(positions), "padding": float(padding)}
 
 

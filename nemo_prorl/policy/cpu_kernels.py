@@ -61,7 +61,7 @@ def rotary(t: Tensor, freqs: Tensor, interleaved: bool = False, transpose_output
 def rotary_of_packed(t: Tensor, position_N: Tensor, freqs: Tensor) -> Tensor:
     """The same for sequences one after another: t [N, heads, D], each token's position in its sequence, int64."""
     if freqs.shape[-1] != t.shape[-1]:
-        raise NotImplementedError("set model.apply_rope_fusion=false for a partial rotation")
+        raise NotImplementedError("set model.packed_sequences=false for a partial rotation")
     cos, sin = (angles.flatten(1, 2).to(t.dtype) for angles in (freqs.cos(), freqs.sin()))  # [T, 1, D]
     out: Tensor = _Rotary.apply(t, cos, sin, position_N)
     return out

@@ -15,6 +15,7 @@ from itertools import pairwise
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+from torch.nn.functional import pad
 
 from nemo_prorl.batch import Batch
 
@@ -39,10 +40,7 @@ class SharedPrompts(PackedSeqParams):
     def __init__(
         self, source_BT: Tensor, own_B: Tensor, length_B: Tensor, position_N: Tensor, device: torch.device
     ) -> None:
-        """source_BT: where each token of a sequence stands.  own_B: from which position on it stands there itself.
-
-        What fills up after them is a sequence of its own.
-        """
+        """source_BT: where each token of a sequence stands.  own_B: from which position on it stands there itself."""
         lengths = length_B.tolist()
         longest = max(lengths)
         position_N = position_N.to(device)
@@ -59,12 +57,8 @@ class SharedPrompts(PackedSeqParams):
             self.groups.append((end - first, width))
             spread.append(source_BT[first:end, :width].masked_fill(~is_token, 0).flatten())
             keep.append((is_token & (position_T >= own_B[first:end, None])).flatten())
-        if filling := len(position_N) - sum(map(int, map(torch.sum, keep))):
-            self.groups.append((1, filling))
-            spread.append(torch.arange(len(position_N) - filling, len(position_N)))
-            keep.append(torch.ones(filling, dtype=torch.bool))
-        self.spread_R = torch.cat(spread).to(device)
-        self.keep_N = torch.cat(keep).nonzero().squeeze(1).to(device)
+        self.spread_R, keep_N = torch.cat(spread).to(device), torch.cat(keep).nonzero().squeeze(1)
+        self.keep_N = pad(keep_N, (0, len(position_N) - len(keep_N))).to(device)  # what fills up gets any token's
 
 
 @dataclass(frozen=True)
@@ -79,7 +73,7 @@ class PackedBatch:
 
     @classmethod
     def of(cls, micro: Batch, multiple_of: int, share_prompts: bool) -> "PackedBatch":
-        """Zeros at the end, a sequence by themselves, make the number of tokens a multiple of `multiple_of`."""
+        """Zeros at the end make the number of tokens a multiple of `multiple_of`."""
         device, length_B = micro.tokens_BT.device, micro.length_B.clamp(min=1).cpu()
         source_BT, own_B = _standing(micro, share_prompts)
         position_T = torch.arange(source_BT.shape[1])
@@ -93,7 +87,7 @@ class PackedBatch:
         if share_prompts:
             params = SharedPrompts(source_BT, own_B, length_B, position_N, device)
         else:
-            params = Packed([*length_B.tolist(), *([filling] if filling else [])], device)
+            params = Packed([length for length in (*length_B.tolist(), filling) if length], device)
         predicts_P = source_BT[:, :-1][micro.mask_BT[:, 1:].cpu()]
         return cls(tokens_N[None].to(device), position_N[None].to(device), predicts_P.to(device), params, filling)
 

@@ -60,6 +60,19 @@ def test_data_ranks_make_equally_many_micro_batches(measured: Measured) -> None:
 
 
 @names(LAYOUTS)
+def test_what_goes_through_the_model_is_counted(layout: Layout, measured: Measured) -> None:
+    """Packed, a prompt once in a micro-batch, and only what makes a multiple is padding."""
+    sums, tokens = measured(layout.name)["sums"], int(fixed_batch().length_B.sum())
+    counted = sums["positions"] - sums["padding"]
+    if layout.packed:
+        assert counted < tokens
+        assert (sums["padding"] == 0) == (not layout.sp)
+    else:
+        assert counted == tokens
+        assert sums["padding"] > 0
+
+
+@names(LAYOUTS)
 def test_import_then_export_is_bit_equal(layout: Layout, ranks: Path, measured: Measured) -> None:
     original = load_file(ranks / layout.model / "model.safetensors")
     exported = measured(layout.name)["exported"]

@@ -71,7 +71,7 @@ def test_attention_and_its_gradient_are_those_of_each_sequence_alone() -> None:
 
 
 def test_groups_are_neighbours_of_similar_lengths() -> None:
-    assert packed_of(batch_of(), 8).params.groups == [(1, 2), (4, 5), (2, 12), (1, 1)]
+    assert packed_of(batch_of(), 8).params.groups == [(1, 2), (4, 5), (2, 12)]
 
 
 def test_a_rotation_is_that_of_the_position_in_the_sequence() -> None:
@@ -83,7 +83,7 @@ def test_a_rotation_is_that_of_the_position_in_the_sequence() -> None:
     together = rotary_of_packed(t, packed.params.cu_seqlens_q, angle)
     for ours, part in zip(standing(together), standing(t), strict=True):
         torch.testing.assert_close(ours, rotary(part[:, None], angle[: len(part)]).squeeze(1))
-    with pytest.raises(NotImplementedError, match="apply_rope_fusion=false"):
+    with pytest.raises(NotImplementedError, match="packed_sequences=false"):
         rotary_of_packed(t, packed.params.cu_seqlens_q, angle[..., :4])
 
 

@@ -28,7 +28,7 @@ def main() -> None:
 
     optional: dict[str, Any] = {} if cfg["kv_mb"] is None else {"kv_cache_memory_bytes": cfg["kv_mb"] << 20}
     if is_cpu_build() and sys.argv[2] == "ours":
-        optional |= cpu_options()
+        optional |= cpu_options(cfg["eager"])
     llm = LLM(
         model=cfg["model"],
         dtype=cfg["dtype"],

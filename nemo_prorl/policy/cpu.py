@@ -87,6 +87,7 @@ def _torch_without_cuda() -> None:
 
 def _megatron_without_cuda() -> None:
     import megatron.core.models.common.embeddings.rope_utils as rope_utils
+    import megatron.core.tensor_parallel.layers as layers
     import megatron.core.tensor_parallel.random as rng
     import megatron.core.transformer.mlp as mlp
 
@@ -96,6 +97,9 @@ def _megatron_without_cuda() -> None:
     rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     rope_utils.fused_apply_rotary_pos_emb = cpu_kernels.rotary  # else None, and `apply_rope_fusion` is refused
     rope_utils.fused_apply_rotary_pos_emb_thd = cpu_kernels.rotary_of_packed
+    layers.linear_with_grad_accumulation_and_async_allreduce = cpu_kernels.linear(
+        layers.linear_with_grad_accumulation_and_async_allreduce
+    )
     mlp.bias_swiglu_impl = cpu_kernels.swiglu  # else compiled, or slower than without fusion
 
 

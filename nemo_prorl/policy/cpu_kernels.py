@@ -1,9 +1,11 @@
 """What Transformer Engine and compiled kernels do on a GPU, for CPUs: fewer passes over memory than Megatron's own way.
 
-`model.apply_rope_fusion` and `model.bias_activation_fusion` choose them.  Suffixes: S positions, B responses, D of a
-head, F of the feed-forward layer.
+`model.apply_rope_fusion` and `model.bias_activation_fusion` choose rotary positions and SwiGLU.  Suffixes: S positions,
+B responses, D of a head, F of the feed-forward layer, I and O of a linear layer.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,3 +93,56 @@ def swiglu(x: Tensor, bias: Tensor | None, fp8_input_store: bool = False) -> Ten
     """x [S, B, 2F] -> [S, B, F]; called as Megatron's `bias_swiglu_impl`."""
     out: Tensor = _SwiGLU.apply(x if bias is None else x + bias)
     return out
+
+
+def _product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """x [..., I] -> [..., O] by oneDNN, which torch itself asks for bfloat16 alone."""
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_OI, bias_O, "none", [], "")
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    """x [..., I] times weight [O, I], transposed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight_OI)
+        ctx.has_bias = bias_O is not None
+        return _product(x, weight_OI, bias_O)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        x, weight_OI = ctx.saved_tensors
+        grad_NO = grad.reshape(-1, grad.shape[-1])
+        weight_grad_OI = grad_NO.t() @ x.reshape(-1, x.shape[-1])  # here oneDNN is slower than torch's own
+        return _product(grad, weight_OI.t(), None), weight_grad_OI, grad_NO.sum(0) if ctx.has_bias else None
+
+
+def linear(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Megatron's `linear_with_grad_accumulation_and_async_allreduce`, faster where it has nothing to communicate.
+
+    Measured on an AMD EPYC, MKL against oneDNN: 1.1 to 1.2 times, for the product and its input's gradient.
+    """
+    if not torch.backends.mkldnn.is_available():
+        return theirs
+
+    @functools.wraps(theirs)
+    def one(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        grad_output_buffer: list[Tensor] | None = None,
+        **more: Any,
+    ) -> Tensor:
+        plain = input.dtype == weight.dtype == torch.float32 and grad_output_buffer is None
+        if plain and not (gradient_accumulation_fusion or allreduce_dgrad or sequence_parallel):
+            out: Tensor = _Linear.apply(input, weight, bias)
+            return out
+        options = {"grad_output_buffer": grad_output_buffer, **more}
+        return theirs(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, **options)
+
+    return one

@@ -7,6 +7,8 @@ token anew which blocks of the cache its response needs, although a block has ro
 Runs in the engine core's process.
 """
 
+import copy
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -46,40 +48,88 @@ def ask_once_a_block(manager: Any) -> None:
     manager.allocate_slots = allocate_slots
 
 
+@dataclass(slots=True)
+class _Held:
+    """The tokens of a response that goes on, and at what it may end: vLLM looks at it then."""
+
+    stops: frozenset[int]
+    longest: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
 class WholeResponses(Scheduler):
     """Holds tokens back until their response ends.  Of log-probabilities it keeps the sampled token's alone."""
+
+    ahead = False  # whether a step is scheduled while another runs
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         ask_once_a_block(self.kv_cache_manager)
-        self._held: dict[str, tuple[list[int], list[float]]] = {}  # by request: tokens, their log-probabilities
+        self._held: dict[str, _Held] = {}  # by request
 
-    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = super().update_from_output(*args, **kwargs)
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        if not self.ahead:
+            scheduler_output = self._take_what_goes_on(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
         for client in outputs.values():
             client.outputs = [output for output in client.outputs if self._hold(output)]
         return outputs
+
+    def _take_what_goes_on(self, scheduler_output: Any, sampled: Any) -> Any:
+        """Takes the tokens with which no response ends; the same output with the requests that are left for vLLM.
+
+        Those are all that are not in the middle of their response, one token a step: vLLM makes an object of each
+        token and asks two dozen questions about features, none of which this engine has.
+        """
+        logprob_N = None if sampled.logprobs is None else sampled.logprobs.logprobs[:, 0].tolist()
+        left = {}
+        for name, count in scheduler_output.num_scheduled_tokens.items():
+            held, request = self._held.get(name), self.requests.get(name)
+            if held is None or request is None or count != 1 or request.status != RequestStatus.RUNNING:
+                left[name] = count
+                continue
+            row = sampled.req_id_to_index[name]
+            tokens = sampled.sampled_token_ids[row]
+            if len(tokens) != 1 or tokens[0] in held.stops or len(held.tokens) + 1 >= held.longest:
+                left[name] = count
+                continue
+            request.num_in_flight_tokens -= 1
+            request.append_output_token_ids(tokens[0])
+            held.tokens.append(tokens[0])
+            if logprob_N is not None and request.sampling_params.logprobs is not None:
+                held.logprobs.append(logprob_N[row])
+        scheduler_output = copy.copy(scheduler_output)
+        scheduler_output.num_scheduled_tokens = left
+        return scheduler_output
 
     def _hold(self, output: Any) -> bool:
         """Takes a response's new tokens; when it ends, gives all of them to its last output and says so."""
         held = self._held.get(output.request_id)
         if held is None:
-            held = self._held[output.request_id] = ([], [])
-        tokens, logprobs = held
-        tokens += output.new_token_ids
+            held = self._held[output.request_id] = self._begun(output.request_id)
+        held.tokens += output.new_token_ids
         if output.new_logprobs is not None:
-            logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # the sampled token's stands first
+            held.logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # the sampled token's stands first
         if output.finish_reason is None:
             return False
         del self._held[output.request_id]
-        output.new_token_ids = tokens
-        if logprobs:
+        output.new_token_ids = held.tokens
+        if held.logprobs:
             output.new_logprobs = LogprobsLists(
-                np.array(tokens, dtype=np.int32)[:, None],
-                np.array(logprobs, dtype=np.float32)[:, None],
-                np.zeros(len(tokens), dtype=np.int32),  # ranks, which nobody asks for
+                np.array(held.tokens, dtype=np.int32)[:, None],
+                np.array(held.logprobs, dtype=np.float32)[:, None],
+                np.zeros(len(held.tokens), dtype=np.int32),  # ranks, which nobody asks for
             )
         return True
+
+    def _begun(self, name: str) -> _Held:
+        request = self.requests.get(name)
+        if request is None:  # it ended with its first token
+            return _Held(frozenset(), 0)
+        params = request.sampling_params
+        stops = {params.eos_token_id, *(params.stop_token_ids or ())}
+        return _Held(frozenset(stops), min(request.max_tokens, self.max_model_len - request.num_prompt_tokens))
 
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """Of requests that were given up; None: of all."""
@@ -94,6 +144,8 @@ class WholeResponses(Scheduler):
 
 class AsyncWholeResponses(WholeResponses, AsyncScheduler):
     """The same where the next step is scheduled while this one runs, as vLLM does by itself on GPUs."""
+
+    ahead = True
 
 
 def make_scheduler(vllm_config: Any, **options: Any) -> Scheduler:

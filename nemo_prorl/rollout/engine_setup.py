@@ -32,6 +32,7 @@ def set_environment(threads: int, eager: bool) -> None:
             "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads on busy cores: up to ten times slower
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the core: one process less
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8192",  # a kernel for each number of running responses
             "VLLM_CPU_ATTN_SPLIT_KV": "0",  # a response does not depend, to the bit, on what runs beside it
         }
         if eager:
@@ -43,13 +44,16 @@ def set_environment(threads: int, eager: bool) -> None:
             os.environ.setdefault(name, value)
 
 
-def cpu_options() -> dict[str, Any]:
+def cpu_options(eager: bool) -> dict[str, Any]:
     """What vLLM's CPU build is told otherwise than by default."""
+    ours = {"ir_op_priority": {"rms_norm": ["prorl_cpu"], "fused_add_rms_norm": ["prorl_cpu"]}}  # of engine_cpu
     return {
         # A prompt cut in two makes vLLM rewind the response's random generator, which a CPU's cannot: the core dies.
         "enable_chunked_prefill": False,
         # vLLM's 128 would share no prompt shorter than that among its responses; a CPU's kernels want multiples of 32.
         "block_size": 32,
+        "worker_extension_cls": "nemo_prorl.rollout.engine_cpu.CpuWorker",
+        **(ours if eager else {}),  # a compiled model has its own
     }
 
 
@@ -57,9 +61,11 @@ def make_engine(args: argparse.Namespace) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    optional: dict[str, Any] = {} if args.kv_mb is None else {"kv_cache_memory_bytes": args.kv_mb << 20}
+    optional: dict[str, Any] = {"worker_extension_cls": "nemo_prorl.rollout.engine_weights.WeightLoader"}
+    if args.kv_mb is not None:
+        optional["kv_cache_memory_bytes"] = args.kv_mb << 20
     if is_cpu_build():
-        optional |= cpu_options()
+        optional |= cpu_options(args.eager)
     else:
         optional["enable_sleep_mode"] = args.sleep
         if args.memory_share is not None:  # so much must be free at the start
@@ -78,7 +84,6 @@ def make_engine(args: argparse.Namespace) -> Any:
             enable_prefix_caching=True,
             tensor_parallel_size=args.tp,
             disable_log_stats=True,
-            worker_extension_cls="nemo_prorl.rollout.engine_weights.WeightLoader",
             scheduler_cls="nemo_prorl.rollout.engine_scheduler.make_scheduler",
             **optional,
         )

@@ -1,13 +1,52 @@
-"""The engine core's scheduler: what it says of responses and asks its cache; real engines use it in test_engine.py.
+"""What is changed in an engine's core, in the engine's environment; real engines run with it in test_engine.py.
 
-vLLM schedules ahead on GPUs alone, so the class for that is looked at here, in the engine's environment.
+vLLM schedules ahead on GPUs alone, so the class for that is looked at here.  Each test is a program that runs in the
+engine's environment: all of them in one process, which imports vLLM once and makes a child for each.
 """
 
+import os
 import subprocess
+
+import pytest
 
 from tests.rollout.engines import ROOT
 
+MAIN = """
+import os, sys, traceback
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+for program in sys.argv[1:]:
+    if not (child := os.fork()):
+        code = 0
+        try:
+            exec(program, {"__name__": "program"})
+        except BaseException:
+            code = 1
+            print(traceback.format_exc(), flush=True)
+        sys.stdout.flush()
+        os._exit(code)
+    _, status = os.waitpid(child, 0)
+    print("ended with", os.waitstatus_to_exitcode(status), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def said(vllm_python: str) -> dict[str, str]:
+    """What each program printed, and its exit status."""
+    programs = {"CHECK": CHECK, "GOES_ON": GOES_ON, "BLOCKS": BLOCKS, "CPU": CPU}
+    command = [vllm_python, "-c", MAIN, *programs.values()]
+    environment = {"PYTHONPATH": str(ROOT), "HOME": "/tmp", "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
+    result = subprocess.run(command, check=True, cwd="/", env=environment, stdout=subprocess.PIPE, text=True)
+    texts = result.stdout.split("ended with ")
+    assert len(texts) == len(programs) + 1, result.stdout
+    ends = [text.split("\n", 1) for text in texts[1:]]
+    printed = [texts[0], *(rest for _, rest in ends)]
+    return {
+        name: f"{text}ended with {status}" for name, text, (status, _) in zip(programs, printed, ends, strict=False)
+    }
+
+
 CHECK = """
+from types import SimpleNamespace
 import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -16,8 +55,9 @@ from vllm.v1.outputs import LogprobsLists
 from nemo_prorl.rollout.engine_scheduler import AsyncWholeResponses, WholeResponses
 
 def step(scheduler, *outputs):
-    base.update_from_output = lambda self: {0: EngineCoreOutputs(outputs=list(outputs))}
-    return scheduler.update_from_output()[0].outputs
+    base.update_from_output = lambda self, *_: {0: EngineCoreOutputs(outputs=list(outputs))}
+    nothing = SimpleNamespace(num_scheduled_tokens={}, logprobs=None)
+    return scheduler.update_from_output(nothing, nothing)[0].outputs
 
 def sampled(name, token, logprob=None, ended=None):
     lists = None
@@ -29,7 +69,7 @@ for Kind, base in ((AsyncWholeResponses, AsyncScheduler), (WholeResponses, Sched
     assert issubclass(Kind, base)
     base.finish_requests = lambda self, ids, status: ids
     scheduler = Kind.__new__(Kind)
-    scheduler._held = {}
+    scheduler._held, scheduler.requests = {}, {}
     assert step(scheduler, sampled("a", 5, -1.5), sampled("b", 6)) == []
     assert step(scheduler, sampled("c", 1, -1.0), sampled("d", 1)) == []
     done = step(scheduler, sampled("a", 7, -2.5, FinishReason.STOP), sampled("b", 8))
@@ -46,8 +86,108 @@ for Kind, base in ((AsyncWholeResponses, AsyncScheduler), (WholeResponses, Sched
 """
 
 
-def test_tokens_are_held_until_their_response_ends(vllm_python: str) -> None:
-    subprocess.run([vllm_python, "-c", CHECK], check=True, cwd="/", env={"PYTHONPATH": str(ROOT), "HOME": "/tmp"})
+def test_tokens_are_held_until_their_response_ends(said: dict[str, str]) -> None:
+    assert said["CHECK"] == "ended with 0", said["CHECK"]
+
+
+GOES_ON = """
+from types import SimpleNamespace
+import numpy as np
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import RequestStatus
+from nemo_prorl.rollout.engine_scheduler import AsyncWholeResponses, WholeResponses
+
+STOP = 2
+class Request:
+    def __init__(self, name, most, logprobs=0):
+        self.name, self.max_tokens, self.num_prompt_tokens, self.num_in_flight_tokens = name, most, 3, 0
+        self.sampling_params = SimpleNamespace(eos_token_id=None, stop_token_ids=[STOP], logprobs=logprobs)
+        self.status, self.tokens = RequestStatus.RUNNING, []
+        self.append_output_token_ids = self.tokens.append
+
+seen = []
+def update_from_output(self, scheduled, sampled):
+    'As vLLM: every request that it is given makes an output, and may end.'
+    outputs = []
+    for name in scheduled.num_scheduled_tokens:
+        seen.append(name)
+        request, row = self.requests[name], sampled.req_id_to_index[name]
+        (token,) = sampled.sampled_token_ids[row]
+        request.append_output_token_ids(token)
+        reason = None
+        if token == STOP:
+            reason = FinishReason.STOP
+        elif len(request.tokens) >= min(request.max_tokens, self.max_model_len - request.num_prompt_tokens):
+            reason = FinishReason.LENGTH
+        lists = sampled.logprobs if request.sampling_params.logprobs is not None else None
+        new = lists and lists.slice_request(row, 1)
+        outputs.append(EngineCoreOutput(name, [token], new, finish_reason=reason))
+        if reason is not None:
+            del self.requests[name]
+    return {0: EngineCoreOutputs(outputs=outputs)}
+Scheduler.update_from_output = update_from_output
+
+def steps(kind, columns, **counts):
+    'Runs requests through steps in which they sample these tokens; what was handed out, by request.'
+    scheduler = kind.__new__(kind)
+    scheduler._held, scheduler.max_model_len = {}, 9
+    scheduler.requests = {name: Request(name, 4, None if name == "quiet" else 0) for name in columns}
+    scheduler.requests["long"].max_tokens = 100  # the context ends it
+    done, requests = {}, dict(scheduler.requests)
+    for k in range(8):
+        names = [name for name in columns if name in scheduler.requests]
+        tokens = [[columns[name][k]] for name in names]
+        values = np.array([[-0.5 * columns[name][k], -9.0] for name in names], np.float32).reshape(-1, 2)
+        scheduled = SimpleNamespace(num_scheduled_tokens={name: counts.get(name, 1) for name in names})
+        before = dict(scheduled.num_scheduled_tokens)
+        sampled = SimpleNamespace(
+            sampled_token_ids=tokens,
+            req_id_to_index={name: row for row, name in enumerate(names)},
+            logprobs=LogprobsLists(values.astype(int), values, np.zeros(len(names))),
+        )
+        for name in names:
+            requests[name].num_in_flight_tokens += 1
+        for output in scheduler.update_from_output(scheduled, sampled)[0].outputs:
+            lists = output.new_logprobs
+            done[output.request_id] = (
+                output.new_token_ids, lists and lists.logprobs[:, 0].tolist(), output.finish_reason
+            )
+        assert scheduled.num_scheduled_tokens == before
+    assert scheduler._held == {}
+    assert all(done[name][0] == request.tokens for name, request in requests.items())
+    return done, requests
+
+columns = {
+    "stops": [5, 6, STOP, 0, 0, 0, 0, 0],
+    "once": [STOP, 0, 0, 0, 0, 0, 0, 0],
+    "full": [7, 8, 9, 5, 0, 0, 0, 0],
+    "long": [7, 8, 9, 5, 6, 7, 0, 0],
+    "quiet": [4, 4, 4, 4, 0, 0, 0, 0],
+}
+done, requests = steps(WholeResponses, columns)
+assert done["stops"] == ([5, 6, STOP], [-2.5, -3.0, -1.0], FinishReason.STOP)
+assert done["once"] == ([STOP], [-1.0], FinishReason.STOP)
+assert done["full"] == ([7, 8, 9, 5], [-3.5, -4.0, -4.5, -2.5], FinishReason.LENGTH)
+assert done["long"] == ([7, 8, 9, 5, 6, 7], [-3.5, -4.0, -4.5, -2.5, -3.0, -3.5], FinishReason.LENGTH)
+assert done["quiet"] == ([4, 4, 4, 4], None, FinishReason.LENGTH)
+# vLLM itself saw the first token and the last one of each; of the others only the scheduler counts what is in flight
+assert sorted(seen) == sorted(["once"] + 2 * ["stops", "full", "long", "quiet"])
+assert [requests[name].num_in_flight_tokens for name in ("stops", "full", "long")] == [2, 2, 2]
+seen.clear()
+assert steps(WholeResponses, columns, stops=2, full=2)[0] == done  # more than one token a step: vLLM's
+assert seen.count("stops") == 3 and seen.count("full") == 4 and seen.count("long") == 2
+seen.clear()
+AsyncWholeResponses.update_from_output = lambda self, *given: WholeResponses.update_from_output(self, *given)
+assert steps(AsyncWholeResponses, columns)[0] == done
+assert len(seen) == sum(len(tokens) for tokens, *_ in done.values())
+"""
+
+
+def test_tokens_in_the_middle_of_a_response_are_taken_without_vllm(said: dict[str, str]) -> None:
+    """Here beside a stand-in for vLLM's own update; real engines' responses are looked at in test_engine.py."""
+    assert said["GOES_ON"] == "ended with 0", said["GOES_ON"]
 
 
 BLOCKS = """
@@ -88,6 +228,77 @@ assert asked(FullAttentionManager, request, decoding) == [*decoding]
 """
 
 
-def test_cache_blocks_are_asked_for_where_one_begins_or_is_filled(vllm_python: str) -> None:
+def test_cache_blocks_are_asked_for_where_one_begins_or_is_filled(said: dict[str, str]) -> None:
     """Real engines do so in test_engine.py, whose log-probabilities are those of the trainer's model."""
-    subprocess.run([vllm_python, "-c", BLOCKS], check=True, cwd="/", env={"PYTHONPATH": str(ROOT), "HOME": "/tmp"})
+    assert said["BLOCKS"] == "ended with 0", said["BLOCKS"]
+
+
+CPU = """
+import torch
+from vllm import ir
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+theirs = TopKTopPSampler.forward_cpu
+from nemo_prorl.rollout import engine_cpu
+from nemo_prorl.rollout.engine_setup import cpu_options
+assert TopKTopPSampler.forward_cpu is not theirs
+
+# norms: chosen by the engine's options, as vLLM's own, and left to vLLM where memory is not in one piece
+for name, providers in cpu_options(eager=True)["ir_op_priority"].items():
+    getattr(ir.ops, name).set_default([*providers, "native"])
+assert "ir_op_priority" not in cpu_options(eager=False)
+draw = torch.Generator().manual_seed(0)
+for dtype, error in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
+    x, residual = (torch.randn(7, 128, generator=draw).to(dtype) for _ in range(2))
+    weight = torch.randn(128, generator=draw).to(dtype)
+    wanted = ir.ops.rms_norm.impls["native"].impl_fn(x, weight, 1e-6)
+    torch.testing.assert_close(ir.ops.rms_norm(x, weight, 1e-6), wanted, rtol=error, atol=error)
+    wanted = ir.ops.fused_add_rms_norm.impls["native"].impl_fn(x, residual, weight, 1e-6)
+    got = ir.ops.fused_add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
+    torch.testing.assert_close(got, wanted, rtol=error, atol=error)
+    assert ir.ops.rms_norm.dispatch(x, weight, 1e-6).provider == "prorl_cpu"
+    assert ir.ops.fused_add_rms_norm.dispatch(x, residual, weight, 1e-6).provider == "prorl_cpu"
+    for other in ((x[:, ::2], weight[::2], 1e-6), (x, None, 1e-6), (x, weight, 1e-6, 64), (x, weight.double(), 1e-6)):
+        assert ir.ops.rms_norm.dispatch(*other).provider == "native"
+    assert ir.ops.fused_add_rms_norm.dispatch(x, residual.double(), weight, 1e-6).provider == "native"
+    assert ir.ops.fused_add_rms_norm.dispatch(x, residual[:, ::2], weight, 1e-6).provider == "native"
+
+# sampling: the same tokens as vLLM's own while responses come and go, some with nucleus sampling
+def sampled(forward, some_unseeded=False):
+    sampler = TopKTopPSampler(logprobs_mode="processed_logprobs")
+    torch.manual_seed(3)
+    draw = torch.Generator().manual_seed(1)
+    running, made, tokens = [], 0, []
+    for step in range(300):
+        running = [one for one in running if torch.rand((), generator=draw) > 0.02]
+        while len(running) < 12:
+            running.append(torch.Generator().manual_seed(2**62 + made))
+            made += 1
+        logits = torch.randn(12, 50, generator=draw)
+        generators = {row: one for row, one in enumerate(running) if not (some_unseeded and row == 5)}
+        p = torch.full((12,), 0.9) if step % 2 else None
+        chosen, logprobs = forward(sampler, logits.clone(), generators, None, p)
+        wanted = logits if p is None else logits.masked_fill(logprobs.isneginf(), float("-inf"))
+        torch.testing.assert_close(logprobs, wanted.log_softmax(-1))
+        chosen = chosen.tolist()
+        tokens.append([chosen[row] for row in generators])
+    return tokens
+
+assert sampled(TopKTopPSampler.forward_cpu) == sampled(theirs)
+assert sampled(TopKTopPSampler.forward_cpu, some_unseeded=True) == sampled(theirs, some_unseeded=True)
+assert len(set(map(tuple, sampled(theirs)))) > 290
+sampler = TopKTopPSampler(logprobs_mode="raw_logprobs")
+torch.manual_seed(0)
+one = TopKTopPSampler.forward_cpu(sampler, torch.zeros(3, 9), {}, None, None)
+torch.manual_seed(0)
+other = theirs(sampler, torch.zeros(3, 9), {}, None, None)
+assert one[0].tolist() == other[0].tolist() and one[1] is other[1] is None
+
+seeds = engine_cpu._Seeds()
+for k in range(1000):
+    seeds.of({0: torch.Generator().manual_seed(k)}, 1)
+assert len(seeds._ahead) <= 2 + engine_cpu._AHEAD + 1  # those of responses that ended are forgotten
+"""
+
+
+def test_norms_and_samples_of_a_cpu_are_those_of_vllm(said: dict[str, str]) -> None:
+    assert said["CPU"] == "ended with 0", said["CPU"]

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nemo_prorl.algorithms.entropy import AdaptiveEntropy
@@ -29,6 +28,7 @@ from nemo_prorl.data.generators import warmup_target
 from nemo_prorl.data.render import PromptRenderer
 from nemo_prorl.errors import ProrlError, StoppedCleanly, disk_full
 from nemo_prorl.metrics import Metrics
+from nemo_prorl.rank_zero import RankZero
 from nemo_prorl.recipe import control, preflight
 from nemo_prorl.recipe.base_model import base_folder, initial_model
 from nemo_prorl.recipe.records import Journal, MetricsLog, write_json, write_rollouts
@@ -101,6 +101,7 @@ class Run:
         folder = base if base.exists() else initial_model(cfg, self.dir)
         built = build_actor(cfg, folder, self.dir / "logs" / "nemo")  # type: ignore[arg-type]
         self.policy, self.loggers = built.actor, built.trainer.loggers
+        self._rank_0 = RankZero(cfg.trainer.deadlines)
         self.checkpoints = Checkpoints(self)
         self.renderer = PromptRenderer(folder, grpo.context_tokens, grpo.max_response_tokens)
         train_sources, self.validation_sources = self._sources()
@@ -147,7 +148,7 @@ class Run:
         tensors = [(name, t.cpu()) for name, t in self.policy.export_weights()]
         if self.rank == 0:
             write_hf_folder(folder, iter(tensors), initial_model(self.cfg, self.dir), None)
-        dist.barrier()
+        self._rank_0.barrier()
 
     def _node(self) -> int | None:
         """Which node this rank is on, in a run on several."""
@@ -161,18 +162,7 @@ class Run:
 
     def on_rank_0(self, work: Callable[[], T]) -> T:
         """The result of `work` on rank 0, on every rank; what it raises there is raised on every rank."""
-        box: list[Any] = [None]
-        if self.rank == 0:
-            try:
-                box = [(work(), None)]
-            except ProrlError as error:
-                box = [(None, error)]
-        if dist.get_world_size() > 1:
-            dist.broadcast_object_list(box, 0)
-        value, failure = box[0]
-        if failure is not None:
-            raise failure
-        return value
+        return self._rank_0.result(work)
 
     @contextmanager
     def phase(self, name: str, metrics: Metrics) -> Iterator[None]:
@@ -203,7 +193,7 @@ class Run:
                     pass
             if self.cfg.rollout.sleep is not None and torch.cuda.is_available():
                 torch.cuda.empty_cache()  # of its work nothing is in use now: engines that wake take the room
-            dist.barrier()
+            self._rank_0.barrier()
         with RECORDER.span(f"engines load weights {version}", "publication"):
             late = self.on_rank_0(lambda: self.services.rollouts.publish(str(path), version))
         for name, said in late:
@@ -467,7 +457,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         run.connect()
         gc.collect()
-        gc.freeze()  # what stays is not looked through again, which takes half a second now and then
+        gc.freeze()  # NeMo and torch stay: they are not looked through again and again
         train(run)
         run.finish()
     except StoppedCleanly as stopped:

@@ -69,6 +69,12 @@ def test_algorithms_import_torch_only() -> None:
     assert not offences(files, {"torch", "nemo_prorl.algorithms"})
 
 
+def test_outside_the_policy_ranks_meet_in_one_place() -> None:
+    """Which waits without a GPU and long enough (rank_zero.py); a collective elsewhere would wait in NCCL."""
+    users = {str(path.relative_to(PACKAGE)) for path in FILES for name, _ in imports(path) if "distributed" in name}
+    assert {user for user in users if not user.startswith(("policy/", "algorithms/"))} == {"rank_zero.py"}
+
+
 def test_the_reward_interface_imports_the_standard_library_only() -> None:
     assert not offences([PACKAGE / "rewards" / "interface.py"], set())
 

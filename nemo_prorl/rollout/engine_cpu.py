@@ -5,6 +5,7 @@ vLLM's worker imports this module before it makes the model: importing it change
 """
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Generator, Tensor
@@ -12,6 +13,7 @@ from torch import Generator, Tensor
 from nemo_prorl.rollout.engine_weights import WeightLoader
 
 _NORMS = "prorl_cpu"  # as vLLM calls who implements an operation; engine_setup chooses it
+_LANES = 32  # numbers that a compiled norm takes at a time, at most
 _AHEAD = 64  # seeds of a response that are drawn at a time
 
 
@@ -23,7 +25,8 @@ def _register_norms() -> None:
     current_platform.import_kernels()
 
     def whole(x: Tensor, weight: Tensor | None, variance_size: int | None) -> bool:
-        return variance_size is None and weight is not None and weight.dtype == x.dtype and x.is_contiguous()
+        fits = x.is_contiguous() and x.shape[-1] % _LANES == 0
+        return fits and variance_size is None and weight is not None and weight.dtype == x.dtype
 
     def takes(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
         return whole(x, weight, variance_size)
@@ -33,13 +36,15 @@ def _register_norms() -> None:
     ) -> bool:
         return whole(x, weight, variance_size) and x_residual.is_contiguous() and x_residual.dtype == x.dtype
 
-    @ir.ops.rms_norm.register_impl(_NORMS, supports_args=takes)
+    compiled = hasattr(torch.ops._C, "rms_norm") and hasattr(torch.ops._C, "fused_add_rms_norm")
+
+    @ir.ops.rms_norm.register_impl(_NORMS, supported=compiled, supports_args=takes)
     def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
         out = torch.empty_like(x)
         torch.ops._C.rms_norm(out, x, weight, epsilon)
         return out
 
-    @ir.ops.fused_add_rms_norm.register_impl(_NORMS, supports_args=takes_residual, inplace=True)
+    @ir.ops.fused_add_rms_norm.register_impl(_NORMS, supported=compiled, supports_args=takes_residual, inplace=True)
     def fused_add_rms_norm(
         x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -51,13 +56,11 @@ class _Seeds:
     """The numbers that a sampler asks each response's generator for, one a token: the same ones, drawn ahead."""
 
     def __init__(self) -> None:
-        self._ahead: dict[Generator, list[int]] = {}  # the next one last
+        # The next one last.  As long as the response lives: one that is put off and comes back goes on where it was.
+        self._ahead: WeakKeyDictionary[Generator, list[int]] = WeakKeyDictionary()
 
     def of(self, generators: dict[int, Generator], rows: int) -> Tensor:
         """int64 [rows]; rows without a generator get torch's own numbers."""
-        if len(self._ahead) > 2 * len(generators) + _AHEAD:  # those of responses that ended
-            alive = set(generators.values())
-            self._ahead = {generator: left for generator, left in self._ahead.items() if generator in alive}
         if len(generators) == rows:
             return torch.tensor([self._next(generators[row]) for row in range(rows)], dtype=torch.int64)
         seeds = torch.randint(0, 2**31, (rows,), dtype=torch.int64)

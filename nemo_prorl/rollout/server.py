@@ -440,6 +440,7 @@ def serve(args: argparse.Namespace, token: str, shapes: Shapes, guard: Guard) ->
         name = f"engine-{args.index}"
         server = app.state.server = Server(engine, limits, shapes, args.weights_dir, args.health_s, sleep, name)
         await server.start()
+        gc.collect()
         gc.freeze()  # vLLM and torch stay: they are not looked through while responses end
         watch = asyncio.ensure_future(leave_with(engine, guard))
         if args.endpoint_file:

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-NEEDED = 21e9  # bytes free: what it takes, and a little
+NEEDED = 23e9  # bytes free: what it takes, and a little
 
 pytestmark = [pytest.mark.slow, pytest.mark.nemo, pytest.mark.vllm, pytest.mark.timeout(4000)]
 
@@ -24,7 +24,7 @@ def test_half_a_billion_parameters_go_through_within_the_plan(root: Path, tmp_pa
     found = re.search(r"^peak of training ([\d.]+) GB, the plan says ([\d.]+) GB", done.stdout, re.MULTILINE)
     assert found, done.stdout
     peak, plan = map(float, found.groups())
-    assert 0.6 * plan < peak < 1.15 * plan, done.stdout
+    assert 0.8 * plan < peak < 1.05 * plan, done.stdout
     gap = re.search(r"differ by ([\d.e+-]+) a token", done.stdout)
     assert gap, done.stdout
     assert float(gap[1]) < 1e-3

@@ -36,7 +36,7 @@ class RankZero:
         value, failure = box[0]
         if failure is not None:
             raise failure
-        return value  # type: ignore[no-any-return]
+        return value
 
     def barrier(self) -> None:
         """Until all ranks are here."""

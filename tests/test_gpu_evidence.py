@@ -30,8 +30,12 @@ def prove(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     return json.loads(files[0].read_text()), files[1].read_text()
 
 
-def test_the_kernels_agree_and_the_chunked_one_needs_least(tmp_path: Path) -> None:
-    result, page = prove(tmp_path, "--sections=kernels", "--name=here")
+@pytest.mark.nemo
+def test_the_actor_makes_updates_and_the_kernels_agree_and_the_chunked_one_needs_least(tmp_path: Path) -> None:
+    result, page = prove(tmp_path, "--sections=kernels,actor", "--name=here")
+    assert result["sections"]["actor"]["state"] == "done", page
+    (update,) = (row for row in result["sections"]["actor"]["rows"] if row["what"].startswith("update"))
+    assert update["tokens_per_s"] > 0
     section = result["sections"]["kernels"]
     rows = {row["what"]: row for row in section["rows"]}
     measured = {what: row for what, row in rows.items() if "peak_bytes" in row}

@@ -60,10 +60,9 @@ def start(settings: Settings) -> None:
         port = probe.getsockname()[1]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     if not settings.cuda:
-        cpu._torch_without_cuda()
-        cpu._megatron_without_cuda()
+        cpu.enable_megatron()
     if not _installed("transformer_engine") and not _installed("apex"):
-        cpu._distributed_optimizer_with_torch_adamw()
+        cpu.distributed_optimizer_with_torch_adamw()
     dist.init_process_group("nccl" if settings.cuda else "gloo", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed

@@ -22,9 +22,16 @@ def enable() -> None:
     _enabled = True
     _torch_without_cuda()
     _megatron_without_cuda()
-    _distributed_optimizer_with_torch_adamw()
+    distributed_optimizer_with_torch_adamw()
     _nemo_without_apex_and_te()
     _cuda_tensors_on_the_cpu()  # last: what NeMo compiles when it is imported must find torch's own functions
+
+
+def enable_megatron() -> None:
+    """Megatron-Core alone, where NeMo is not installed."""
+    _torch_without_cuda()
+    _megatron_without_cuda()
+    _cuda_tensors_on_the_cpu()
 
 
 _FACTORIES = [
@@ -103,7 +110,7 @@ def _megatron_without_cuda() -> None:
     mlp.bias_swiglu_impl = cpu_kernels.swiglu  # else compiled, or slower than without fusion
 
 
-def _distributed_optimizer_with_torch_adamw() -> None:
+def distributed_optimizer_with_torch_adamw() -> None:
     """Without apex and Transformer Engine Megatron uses torch's AdamW; saving and loading that has three faults."""
     import megatron.core.optimizer.distrib_optimizer as module
 

@@ -66,7 +66,7 @@ def install(folder: Path) -> Path:
     return records
 
 
-def run(folder: Path, records: Path, latency: float, prompts: int, steps: int) -> list[dict[str, Any]]:
+def run(folder: Path, records: Path, latency: float, prompts: int, steps: int, *overrides: str) -> list[dict[str, Any]]:
     """Metrics of a fresh run."""
     command = [
         str(Path(sys.executable).with_name("prorl")),
@@ -85,6 +85,7 @@ def run(folder: Path, records: Path, latency: float, prompts: int, steps: int) -
         "trainer.grpo.checkpoint_every=1000",
         "trainer.warmup.steps=0",
         "trainer.deadlines.rollout_s=3600",
+        *overrides,
     ]
     path = os.pathsep.join(filter(None, (str(records.parent), os.environ.get("PYTHONPATH", ""))))
     subprocess.run(command, check=True, stdout=sys.stderr, env={**os.environ, "PYTHONPATH": path})

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,7 +44,7 @@ from nemo_prorl.run_checkpoints import Checkpoints
 from nemo_prorl.run_services import Services, die_with_parent
 from nemo_prorl.run_stopping import Stopping
 from nemo_prorl.run_trace import StepTraces
-from nemo_prorl.scores import GroupScores
+from nemo_prorl.scores import GroupScores, in_blocks
 from nemo_prorl.tracing import RECORDER
 from nemo_prorl.trainer import policy_loss, train
 
@@ -80,7 +80,8 @@ class Run:
         self.rewards_s = {"wait": 0.0, "open": 0.0}
         self.tokens = 0
         self._published = -1
-        self._scores: GroupScores | None = None
+        self._scores: GroupScores | None = None  # of the present step; None one step off
+        self._block_sizes: list[int] = []
         self._engines_sleep = False
         services = {"engine": cfg.rollout.engines, "rewards": cfg.trainer.num_nodes}
         self._traces = StepTraces(
@@ -218,12 +219,13 @@ class Run:
         """The groups of this step, the same on every rank."""
         step = metrics.step
         self._scores = None
-        if self.cfg.rollout.own_devices and not self.cfg.trainer.grpo.one_step_off:
+        if not self.cfg.trainer.grpo.one_step_off:
             self._score_meanwhile(step)
         batch = self.on_rank_0(lambda: self.services.supply.take(step, step - 1))
         report_rollout(metrics, batch)
         if self._scores is not None:
             metrics.add("time/logprobs", self._scores.shares(batch.groups))
+            self._block_sizes = batch.blocks
         if self.cfg.rollout.sleep is not None:
             metrics.put("time/rollout/sleep_s", self.sleep_engines())
         if self.cfg.data.retire_after is not None:
@@ -239,18 +241,20 @@ class Run:
         return batch.groups
 
     def _score_meanwhile(self, step: int) -> None:
-        """Collects the batch of a step, and computes log-probabilities of groups while others are generated."""
+        """Collects the batch of a step, and computes log-probabilities that can be had before it is complete: while
+        engines on other devices generate, or while no more than verdicts are waited for."""
         self._scores = GroupScores(self.policy)
         self.on_rank_0(lambda: self.services.supply.begin(step, step - 1))
-        while groups := self.on_rank_0(lambda: self.services.supply.ready()):
-            with RECORDER.span(f"log-probabilities of {len(groups)} groups", "logprobs"):
-                self._scores.add(groups)
+        while blocks := self.on_rank_0(lambda: self.services.supply.ready()):
+            busy = self.services.supply.training() if self.rank == 0 else nullcontext()
+            with RECORDER.span(f"log-probabilities of {sum(map(len, blocks))} groups", "logprobs"), busy:
+                self._scores.add(blocks)
         self.on_rank_0(lambda: self.services.supply.finish())
 
     def logprobs(self, groups: list[Group], mine: Batch, rows_B: Tensor) -> tuple[Tensor, ...]:
         """(logp_BT, entropy_BT, ref_logp_BT) of `mine`, the rows `rows_B` of these groups."""
         if self._scores is not None:
-            return self._scores.of_rows(groups, rows_B, mine.tokens_BT.shape[1])
+            return self._scores.of_rows(in_blocks(groups, self._block_sizes), rows_B, mine.tokens_BT.shape[1])
         return *self.policy.logprobs(mine), *self.policy.reference_logprobs(mine)
 
     def await_next(self, metrics: Metrics) -> None:

@@ -1,4 +1,4 @@
-"""Log-probabilities group by group: they find their rows on any number of data ranks, and depend on nothing else."""
+"""Log-probabilities block by block: they find their rows on any number of data ranks, and depend on nothing else."""
 
 import itertools
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from nemo_prorl.batch import Batch, JudgedGroups
 from nemo_prorl.rollout.collected import Group
 from nemo_prorl.rollout.one_engine import Response
-from nemo_prorl.scores import GroupScores
+from nemo_prorl.scores import GroupScores, in_blocks
 
 
 class Summed:
@@ -57,25 +57,40 @@ def test_each_row_gets_its_own_numbers_whatever_was_ready_when(size: int, sample
     judged = JudgedGroups.of(groups)
     wanted = Summed(0, 1)
     all_BT = (*wanted.logprobs(judged.batch), *wanted.reference_logprobs(judged.batch))
-    for ready in ([], [groups[3:4], groups[:2]], [[*groups, *groups_of(6, samples)[5:]]]):
+    single = [[group] for group in groups_of(6, samples)]  # the last is surplus
+    first, second = groups[:2], groups[2:]
+    for blocks, ready in (
+        (single[:5], []),
+        (single[:5], [single[3:4], single[:2]]),
+        (single[:5], [single]),
+        ([first, second], [[second]]),
+        ([groups], []),
+    ):
         policies = [Summed(rank, size) for rank in range(size)]
         scores = [GroupScores(policy) for policy in policies]  # type: ignore[arg-type]
-        for (policy, one), part in itertools.product(zip(policies, scores, strict=True), [*ready, groups]):
+        for (policy, one), part in itertools.product(zip(policies, scores, strict=True), [*ready, blocks]):
             policy.others = scores
             one.add(part)
         for rank, one in enumerate(scores):
             rows_B = torch.cat(judged.rows_of_updates(2, rank, size))
-            found = one.of_rows(groups, rows_B, judged.batch.tokens_BT.shape[1])
+            found = one.of_rows(blocks, rows_B, judged.batch.tokens_BT.shape[1])
             for value_BT, whole_BT in zip(found, all_BT, strict=True):
                 torch.testing.assert_close(value_BT, whole_BT[rows_B].float(), rtol=0, atol=0)
-        assert sum(sum(policy.calls) for policy in policies) == 2 * sum(
-            len(group.responses) for group in {g.draw_index: g for part in [*ready, groups] for g in part}.values()
-        )  # each row once by the policy and once by the reference
+        computed = {group.draw_index for part in [*ready, blocks] for block in part for group in block}
+        assert sum(sum(policy.calls) for policy in policies) == 2 * samples * len(
+            computed
+        )  # once, and by the reference
 
 
 def test_what_was_computed_in_time_and_in_vain_is_counted() -> None:
     groups, policy = groups_of(5, 4), Summed(0, 1)
     scores = GroupScores(policy)  # type: ignore[arg-type]
     assert scores.shares(groups) == {"ahead_share": 0.0, "wasted_share": 0.0}
-    scores.add(groups[1:5])
+    scores.add([groups[1:3], groups[3:5]])
     assert scores.shares(groups[:4]) == {"ahead_share": 0.75, "wasted_share": 0.25}
+
+
+def test_a_batch_in_blocks_by_hand() -> None:
+    groups = groups_of(5, 2)
+    assert in_blocks(groups, [1, 3, 1]) == [groups[:1], groups[1:4], groups[4:]]
+    assert in_blocks([], []) == []

@@ -123,36 +123,51 @@ async def _first_error_of(work: Awaitable[_T]) -> _T:
 
 
 class OpenClock:
-    """Seconds with engine work open, with reward work open, and with reward work and nothing else."""
+    """Seconds with engine work open, with reward work open, and with reward work and nothing else.
+
+    Any thread may use it: the trainer's own work, which is not the event loop's, counts as something else.
+    """
 
     def __init__(self) -> None:
         self.engine_s = self.reward_s = self.reward_only_s = 0.0
-        self._engine = self._reward = 0
+        self._engine = self._reward = self._trainer = 0
         self._since = time.monotonic()
+        self._lock = threading.Lock()
 
     def _advance(self) -> None:
         now = time.monotonic()
         passed, self._since = now - self._since, now
         self.engine_s += passed if self._engine else 0.0
         self.reward_s += passed if self._reward else 0.0
-        self.reward_only_s += passed if self._reward and not self._engine else 0.0
+        self.reward_only_s += passed if self._reward and not self._engine and not self._trainer else 0.0
+
+    def _changed(self, engine: int = 0, reward: int = 0, trainer: int = 0) -> None:
+        with self._lock:
+            self._advance()
+            self._engine += engine
+            self._reward += reward
+            self._trainer += trainer
 
     @contextlib.contextmanager
     def engine(self) -> Iterator[None]:
-        self._advance()
-        self._engine += 1
+        self._changed(engine=1)
         try:
             yield
         finally:
-            self._advance()
-            self._engine -= 1
+            self._changed(engine=-1)
 
     @contextlib.contextmanager
     def reward(self) -> Iterator[None]:
-        self._advance()
-        self._reward += 1
+        self._changed(reward=1)
         try:
             yield
         finally:
-            self._advance()
-            self._reward -= 1
+            self._changed(reward=-1)
+
+    @contextlib.contextmanager
+    def trainer(self) -> Iterator[None]:
+        self._changed(trainer=1)
+        try:
+            yield
+        finally:
+            self._changed(trainer=-1)

@@ -122,7 +122,7 @@ class CollectedBatch:
 
     Fewer than `needed` when the cap of draws was reached first.
     `engine_s`, `reward_open_s`: seconds with a request of that kind open.  `reward_wait_s`: seconds in which the step
-    waited for rewards and nothing else.
+    waited for rewards and nothing else: neither did engines generate nor the trainer compute.
     """
 
     step: int
@@ -141,6 +141,7 @@ class CollectedBatch:
     engine_s: float = 0.0
     reward_open_s: float = 0.0
     reward_wait_s: float = 0.0
+    blocks: list[int] = field(default_factory=list)  # how many of the groups go through the model together (`blocks`)
 
     @property
     def full(self) -> bool:

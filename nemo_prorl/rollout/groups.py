@@ -9,10 +9,12 @@ Suffixes: G groups, N responses of a group.
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,12 +25,15 @@ from nemo_prorl.config import Config, DynamicSamplingConfig
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DataError, RewardFailure, RolloutAbandoned
 from nemo_prorl.rollout.background import BackgroundLoop, OpenClock
+from nemo_prorl.rollout.blocks import Blocks, block_draws, block_sizes
 from nemo_prorl.rollout.collected import CollectedBatch, Group, TaskTally
 from nemo_prorl.rollout.one_engine import Response, SamplingParams, response_seed
 from nemo_prorl.rollout.scheduling import is_fresh, sampler_of
+from nemo_prorl.tracing import RECORDER
 
 _log = logging.getLogger(__name__)
 
+_PATIENCE_S = 0.5  # that engines which stay awake are left alone while another draw is possible
 _GRACE_S = 5.0  # a reward client answers by its deadline, with an infrastructure failure if need be; else it hangs
 
 
@@ -94,10 +99,15 @@ class RolloutSettings:
     publish_s: float = 300.0
     startup_s: float = 900.0
     sleep: int | None = None  # level; None: engines stay awake
+    own_devices: bool = False  # the trainer may work while engines do
+    block_draws: int = 1  # of what the trainer computes together (`blocks`)
 
     @classmethod
     def from_config(cls, config: Config, stop_token_ids: tuple[int, ...] | None = None) -> "RolloutSettings":
-        grpo, deadlines = config.trainer.grpo, config.trainer.deadlines
+        grpo, deadlines, model = config.trainer.grpo, config.trainer.deadlines, config.model
+        ranks = config.trainer.num_nodes * config.trainer.devices
+        parts = model["tensor_model_parallel_size"] * model["pipeline_model_parallel_size"]
+        own = config.rollout.own_devices
         return cls(
             run_seed=config.seed,
             prompts_per_step=grpo.prompts_per_step,
@@ -113,6 +123,8 @@ class RolloutSettings:
             publish_s=deadlines.publish_s,
             startup_s=deadlines.startup_s,
             sleep=config.rollout.sleep,
+            own_devices=own,
+            block_draws=1 if own else block_draws(ranks // parts, grpo.samples_per_prompt),
         )
 
 
@@ -137,6 +149,8 @@ class Rollouts:
         self._surplus: list[Group] = []
         self._draws = 0
         self._failures_in_a_row = 0
+        self._clock = OpenClock()
+        self._freed: int | None = None  # by engines that went to sleep before their collection was over
         self._background = BackgroundLoop("rollouts")
 
     def publish(self, path: str, version: int) -> list[tuple[str, str]]:
@@ -152,12 +166,16 @@ class Rollouts:
     def sleep(self) -> int:
         """Engines give their devices' memory away until the next publication; the bytes that this freed.
 
-        Nothing where rollout.sleep is null."""
+        Nothing where rollout.sleep is null.  They may sleep since before the collection was over."""
         if self.settings.sleep is None:
             return 0
-        return self._background.run(
-            self._engines.sleep(self.settings.sleep, self._change_deadline("the engines' sleep"))
-        )
+        freed, self._freed = self._freed, None
+        return self._background.run(self._sleep()) if freed is None else freed
+
+    async def _sleep(self) -> int:
+        level = self.settings.sleep
+        assert level is not None
+        return await self._engines.sleep(level, self._change_deadline("the engines' sleep"))
 
     def _change_deadline(self, what: str) -> Deadline:
         """Where engines sleep, one of them may have to be started again."""
@@ -170,25 +188,27 @@ class Rollouts:
         """What each engine says of itself, by name."""
         return self._background.run(self._engines.health())
 
-    def collect(self, step: int, version: int, on_group: Callable[[Group], None] | None = None) -> CollectedBatch:
+    def collect(self, step: int, version: int, on_block: Callable[[list[Group]], None] | None = None) -> CollectedBatch:
         """Groups to train on in this step, made by these weights or by those of a recent step's surplus.
 
         Returns when all that was started has ended, so nothing is in flight between steps.
-        `on_group` is called, on the collector's thread and the moment it is judged, with each group that is trained on
-        unless enough others were drawn before it: its log-probabilities can be computed while others are generated.
+        `on_block` is called, on the collector's thread, with groups whose log-probabilities can be computed before it
+        returns.  Where engines have their own devices: each that is trained on unless enough others were drawn before
+        it, the moment it is judged.  Where trainer and engines share them: a block (`blocks`) that is trained on, once
+        the engines have nothing to do but verdicts are open; with `sleep` the engines sleep by then.
         """
-        self.begin(step, version, on_group)
+        self.begin(step, version, on_block)
         return self.end()
 
     def begin(
-        self, step: int, version: int, on_group: Callable[[Group], None] | None = None
+        self, step: int, version: int, on_block: Callable[[list[Group]], None] | None = None
     ) -> "Future[CollectedBatch]":
-        """Starts what `collect` does.  Until `end` nothing else is asked of this object.
+        """Starts what `collect` does.  Until `end` nothing else is asked of this object, but for `training`.
 
         Returns what tells that it is over; its result is `end`'s.
         """
         self._before = self._surplus, self._draws, self.keep_rates.state_dict()
-        self._begun = self._background.start(self._collect(step, version, on_group))
+        self._begun = self._background.start(self._collect(step, version, on_block))
         return self._begun
 
     def end(self) -> CollectedBatch:
@@ -199,6 +219,10 @@ class Rollouts:
             self._surplus, self._draws = self._before[:2]
             self.keep_rates.load_state_dict(self._before[2])
             raise
+
+    def training(self) -> AbstractContextManager[None]:
+        """Inside, the trainer works: a reward that is open then is not waited for."""
+        return self._clock.trainer()
 
     @property
     def abandoned(self) -> bool:
@@ -256,8 +280,9 @@ class Rollouts:
             tasks = [running.create_task(self._group(visit, index, work)) for index, visit in enumerate(prompts)]
         return [task.result() for task in tasks]
 
-    async def _collect(self, step: int, version: int, on_group: Callable[[Group], None] | None) -> CollectedBatch:
+    async def _collect(self, step: int, version: int, on_block: Callable[[list[Group]], None] | None) -> CollectedBatch:
         settings, dynamic = self.settings, self.settings.dynamic_sampling
+        self._clock, self._freed = OpenClock(), None
         work = _Work(
             step,
             version,
@@ -266,22 +291,30 @@ class Rollouts:
             1.0,
             settings.run_seed,
             self._deadline("the rollout", step),
-            on_group,
+            self._clock,
+            on_block,
+            Blocks(settings.prompts_per_step, settings.block_draws),
         )
         fresh = [group for group in self._surplus if is_fresh(group.version, step, dynamic.max_staleness)]
         batch = CollectedBatch(step, version, settings.prompts_per_step, stale=len(self._surplus) - len(fresh))
         sampler = sampler_of(settings.prompts_per_step, self.keep_rates, dynamic)
+        places: list[int] = []  # of the batch's groups, among all of this step
         began = time.monotonic()
         async with asyncio.TaskGroup() as running:
             undecided: deque[Group | asyncio.Task[Group]] = deque(fresh)
             for group in fresh:
                 sampler.carry(group.task)
+                self._is_judged(group, work.blocks.open(), work)
+            if on_block is not None and not settings.own_devices:
+                running.create_task(self._hand_out(sampler, work))
             while not sampler.done:
                 while sampler.wants_more():
                     undecided.append(self._draw(sampler, running, work))
-                self._decide(await _judged(undecided[0]), sampler, batch)
+                self._decide(await _judged(undecided[0]), sampler, batch, places)
                 undecided.popleft()
             self._surplus = [await _judged(group) for group in undecided]
+            work.end()
+        batch.blocks = block_sizes(places, settings.block_draws)
         batch.carried, batch.drawn, batch.surplus = sampler.carried, sampler.started, len(self._surplus)
         batch.wall_s, batch.generated_tokens = time.monotonic() - began, work.generated_tokens
         batch.engine_s, batch.reward_open_s = work.clock.engine_s, work.clock.reward_s
@@ -302,27 +335,62 @@ class Rollouts:
         sampler.dispatched(visit.record["task"])
         index = self._draws
         self._draws += 1
-        return running.create_task(self._group(visit, index, work))
+        work.generating += 1
+        return running.create_task(self._group(visit, index, work, work.blocks.open()))
 
-    def _decide(self, group: Group, sampler: DynamicSampler, batch: CollectedBatch) -> None:
+    async def _hand_out(self, sampler: DynamicSampler, work: "_Work") -> None:
+        """Gives the trainer what it can compute while verdicts are open, from when the engines have nothing to do.
+
+        It begins once it is sure that nothing more is drawn: its work would slow the next draws, and engines that sleep
+        could not answer them.  Engines that stay awake are disturbed all the same where verdicts take long.
+        """
+        assert work.on_block is not None
+        loop, patience = asyncio.get_running_loop(), math.inf
+        while not work.over:
+            await work.changed.wait()
+            work.changed.clear()
+            if work.over or work.generating:
+                patience = math.inf
+                continue
+            if patience == math.inf:
+                patience = loop.time() + _PATIENCE_S
+                loop.call_at(patience + 0.01, work.changed.set)
+            awake = self.settings.sleep is None
+            if not (awake and loop.time() >= patience) and not sampler.settled(work.blocks.last(sampler.undecided)):
+                continue
+            if not awake and self._freed is None:
+                with RECORDER.span("engines go to sleep", "publication"):
+                    self._freed = await self._sleep()
+            for block in work.blocks.ready():
+                work.on_block(block)
+
+    def _is_judged(self, group: Group, place: int, work: "_Work") -> None:
+        """Notes a judged group at its place of the step; on devices of its own the trainer may begin with it."""
+        joins = not self.settings.dynamic_sampling.enabled or self._carries_signal(group)
+        taught = group if joins and _can_teach(group) else None
+        work.blocks.judged(place, joins, taught)
+        if self.settings.own_devices and work.on_block is not None and taught is not None:
+            work.on_block([taught])
+        work.changed.set()
+
+    def _decide(self, group: Group, sampler: DynamicSampler, batch: CollectedBatch, places: list[int]) -> None:
         """One decision, of the oldest undecided group."""
-        tolerance = self.settings.dynamic_sampling.tolerance
+        tolerance, place = self.settings.dynamic_sampling.tolerance, sampler.decided
         kept = sampler.decide(self._carries_signal(group)) and _can_teach(group)
         batch.tasks.setdefault(group.task, TaskTally()).add(group, kept, tolerance)
         batch.outcomes.append((group.prompt_id, group.outcome(tolerance)))
         if kept:
             batch.groups.append(group)
+            places.append(place)
 
     def _carries_signal(self, group: Group) -> bool:
         rewards_GN, valid_GN = torch.tensor([group.scores], dtype=torch.float64), torch.tensor([group.valid])
         return bool(carries_signal(rewards_GN, valid_GN, self.settings.dynamic_sampling.tolerance)[0])
 
-    def _is_wanted(self, group: Group) -> bool:
-        """Whether it is trained on, if it belongs to the batch."""
-        return _can_teach(group) and (not self.settings.dynamic_sampling.enabled or self._carries_signal(group))
+    async def _group(self, visit: PromptVisit, draw_index: int, work: "_Work", place: int | None = None) -> Group:
+        """Generates and judges one group; each response is judged from the moment it ends.
 
-    async def _group(self, visit: PromptVisit, draw_index: int, work: "_Work") -> Group:
-        """Generates and judges one group; each response is judged from the moment it ends."""
+        `place`: among the groups of a collection; None outside of one."""
         record = visit.record
         seeds = [response_seed(work.seed, record["id"], visit.visit, sample) for sample in range(work.samples)]
         open_verdicts: dict[int, asyncio.Task[dict[str, Any]]] = {}
@@ -341,11 +409,14 @@ class Rollouts:
                     on_response=on_response,
                     version=work.version,
                 )
+            if place is not None:
+                work.generating -= 1
+                work.changed.set()
         verdicts = [open_verdicts[index].result() for index in range(len(responses))]
         values = (record["id"], record["task"], record, list(visit.prompt_ids), visit.visit, responses, verdicts)
         group = Group(*values, work.step, work.version, draw_index)
-        if work.on_group is not None and self._is_wanted(group):
-            work.on_group(group)
+        if place is not None:
+            self._is_judged(group, place, work)
         return group
 
     def _sampling(self, visit: PromptVisit, work: "_Work") -> SamplingParams:
@@ -389,7 +460,10 @@ class Rollouts:
 
 @dataclass
 class _Work:
-    """What the groups of one collection have in common, and what they add up to."""
+    """What the groups of one collection, or of a validation, have in common, and what they add up to.
+
+    `generating`: groups that the engines have not answered yet.  `changed`: since `_hand_out` looked.
+    """
 
     step: int
     version: int
@@ -398,9 +472,18 @@ class _Work:
     top_p: float
     seed: int
     deadline: Deadline
-    on_group: Callable[[Group], None] | None = None
     clock: OpenClock = field(default_factory=OpenClock)
+    on_block: Callable[[list[Group]], None] | None = None
+    blocks: Blocks = field(default_factory=lambda: Blocks(1, 1))
     generated_tokens: int = 0
+    generating: int = 0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    over: bool = False
+
+    def end(self) -> None:
+        """Nothing follows any more."""
+        self.over = True
+        self.changed.set()
 
 
 def _can_teach(group: Group) -> bool:

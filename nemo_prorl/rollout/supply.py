@@ -7,6 +7,7 @@ One step off, the weights that make a batch are one step older than those that t
 import contextlib
 import queue
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,10 +28,10 @@ class Place(Protocol):
 
 @dataclass
 class _Begun:
-    """A collection under way: where its prompts begin, the groups it found, and when it was over (monotonic)."""
+    """A collection under way: where its prompts begin, the blocks that it found, and when it was over (monotonic)."""
 
     position: list[tuple[int, int]]
-    ready: "queue.SimpleQueue[Group | None]" = field(default_factory=queue.SimpleQueue)  # None: it is over
+    ready: "queue.SimpleQueue[list[Group] | None]" = field(default_factory=queue.SimpleQueue)  # None: it is over
     over: float | None = None
 
     def end(self, _: object) -> None:
@@ -69,9 +70,9 @@ class Supply:
             with contextlib.suppress(RolloutAbandoned):
                 self._begun = self._begin(step, version)
 
-    def ready(self) -> list[Group]:
-        """Groups to be trained on, by all that is known, that were judged since the last call.  Waits for one; without
-        any what was begun is over."""
+    def ready(self) -> list[list[Group]]:
+        """Blocks of groups that the trainer can begin with, new since the last call (`Rollouts.collect`).  Waits for
+        one; without any what was begun is over."""
         if self._begun is None:
             return []
         try:  # a collection ends by its own deadline; had its thread died, `finish` says so
@@ -80,7 +81,11 @@ class Supply:
             return []
         while not self._begun.ready.empty():
             found.append(self._begun.ready.get())
-        return [] if None in found else [group for group in found if group is not None]
+        return [] if None in found else [block for block in found if block is not None]
+
+    def training(self) -> AbstractContextManager[None]:
+        """Inside, the trainer works on what was `ready`."""
+        return self._rollouts.training()
 
     def finish(self) -> float:
         """Waits for what was begun, whose batch from then on waits for its step.  If somebody gave it up, all is as if

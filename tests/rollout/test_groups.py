@@ -369,10 +369,10 @@ def test_groups_are_handed_out_when_they_are_judged_and_none_that_is_dropped(ena
             return responses
 
     dynamic = DynamicSamplingConfig(max_draw_factor=5.0, oversubscription=2.0, enabled=enabled)
-    settings = replace(SETTINGS, dynamic_sampling=dynamic)
+    settings = replace(SETTINGS, dynamic_sampling=dynamic, own_devices=True)
     rollouts = Rollouts(WaitsForHook(), EvenIsRight(), Numbered(), decode, settings)
     try:
-        batch = rollouts.collect(1, 0, on_group=told.append)
+        batch = rollouts.collect(1, 0, on_block=told.extend)
         surplus = [group["draw_index"] for group in rollouts.state_dict()["surplus"]]
     finally:
         rollouts.close()
@@ -380,6 +380,131 @@ def test_groups_are_handed_out_when_they_are_judged_and_none_that_is_dropped(ena
     assert [ours[group.draw_index] for group in batch.groups] == batch.groups
     assert set(ours) <= {group.draw_index for group in batch.groups} | set(surplus)
     assert surplus
+    assert batch.blocks == [1] * len(batch.groups)
+
+
+class Busy(Simulated):
+    """Engines that note when they work and when they sleep; asked while they sleep, they refuse."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, delay=0.02)
+        self.working = 0
+        self.events: list[str] = []
+
+    async def generate(self, *args: Any, **kwargs: Any) -> list[Response]:
+        assert "asleep" not in self.events
+        self.working += 1
+        responses = await super().generate(*args, **kwargs)
+        self.working -= 1
+        return responses
+
+    async def sleep(self, level: int, deadline: Deadline) -> int:
+        assert not self.working
+        self.events.append(f"sleep {level}")
+        await asyncio.sleep(0.01)
+        self.events.append("asleep")
+        return 7
+
+
+class OneIsSlow(MixedIsRight):
+    """All groups carry a signal, but for some; the verdicts on one prompt wait until the trainer has begun."""
+
+    def __init__(self, slow: str, begun: Any, without_signal: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.slow, self.begun, self.without_signal = slow, begun, without_signal
+
+    def verdict(self, request: dict[str, Any], position: int) -> float | None:
+        return 1.0 if request["id"] in self.without_signal else super().verdict(request, position)
+
+    async def score(self, request: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
+        while request["id"] == self.slow and not self.begun():
+            await asyncio.sleep(0.01)
+        return await super().score(request, deadline)
+
+
+@pytest.mark.parametrize("sleep", [None, 2])
+@pytest.mark.parametrize(
+    ("slow", "without_signal", "blocks", "ahead"),
+    [
+        ("p3", [], [[0, 1], [2, 3], [4, 5]], [[0, 1], [4, 5]]),  # the others need not wait for it
+        ("p11", [], [[0, 1], [2, 3], [4, 5]], [[0, 1], [2, 3], [4, 5]]),  # it is surplus
+        ("p7", ["p1", "p4", "p5"], [[0], [2, 3], [6, 7], [8]], [[0], [2, 3]]),  # 6, 7, 8, 9: are they in the batch?
+    ],
+)
+def test_while_verdicts_are_open_the_trainer_begins_with_blocks_that_are_sure(
+    sleep: int | None, slow: str, without_signal: list[str], blocks: list[list[int]], ahead: list[list[int]]
+) -> None:
+    """Trainer and engines share devices, 12 prompts at most are drawn for 6.  A deadlock if nothing were handed out."""
+    told: list[list[int]] = []
+    engines = Busy(seed=1)
+
+    def on_block(block: list[Group]) -> None:
+        assert not engines.working
+        assert engines.events == ([] if sleep is None else ["sleep 2", "asleep"])
+        told.append([group.draw_index for group in block])
+
+    dynamic = DynamicSamplingConfig(max_draw_factor=2.0, oversubscription=2.0)
+    settings = replace(SETTINGS, dynamic_sampling=dynamic, sleep=sleep, block_draws=2)
+    rewards = OneIsSlow(slow, lambda: len(told) >= len(ahead), without_signal)
+    rollouts = Rollouts(engines, rewards, Numbered(), decode, settings)
+    try:
+        batch = rollouts.collect(1, 0, on_block)
+        assert rollouts.sleep() == (0 if sleep is None else 7)
+        assert engines.events.count("asleep") == (0 if sleep is None else 1)
+        if sleep is not None:
+            assert rollouts.sleep() == 7
+            assert engines.events.count("asleep") == 2  # what was freed early is told once
+    finally:
+        rollouts.close()
+    draws = [group.draw_index for group in batch.groups]
+    assert [[*map(draws.__getitem__, part)] for part in _parts(batch.blocks)] == blocks
+    assert sorted(told[: len(ahead)]) == ahead
+    assert all(block in blocks for block in told)
+
+
+def _parts(sizes: Sequence[int]) -> list[range]:
+    return [range(sum(sizes[:k]), sum(sizes[: k + 1])) for k in range(len(sizes))]
+
+
+def test_engines_that_stay_awake_are_disturbed_where_verdicts_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its group may be dropped and another drawn; the trainer begins all the same, but not at once."""
+    monkeypatch.setattr("nemo_prorl.rollout.groups._PATIENCE_S", 0.2)
+    told: list[float] = []
+    engines = Busy(seed=3)
+    rewards = OneIsSlow("p5", lambda: bool(told))
+    rollouts = Rollouts(engines, rewards, Numbered(), decode, replace(SETTINGS, block_draws=2))
+    began = time.monotonic()
+    try:
+        batch = rollouts.collect(1, 0, lambda _: told.append(time.monotonic() - began))
+    finally:
+        rollouts.close()
+    assert min(told) > 0.2
+    assert batch.blocks == [2, 2, 2]
+
+
+def test_engines_stay_awake_while_something_may_still_be_drawn() -> None:
+    """The slow verdict says that its group carries no signal, so that another prompt is drawn."""
+    told: list[list[Group]] = []
+    engines = Busy(seed=2)
+    asked = asyncio.Event()
+
+    class Late(OneIsSlow):
+        async def score(self, request: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
+            if request["id"] == self.slow and not asked.is_set():
+                await asyncio.sleep(0.3)
+                assert not told
+                assert not engines.events
+                asked.set()
+            return await super().score(request, deadline)
+
+    settings = replace(SETTINGS, sleep=1, block_draws=2)
+    rollouts = Rollouts(engines, Late("p5", lambda: True, ["p5"]), Numbered(), decode, settings)
+    try:
+        batch = rollouts.collect(1, 0, told.append)
+    finally:
+        rollouts.close()
+    assert [group.draw_index for group in batch.groups] == [0, 1, 2, 3, 4, 6]
+    assert batch.blocks == [2, 2, 1, 1]
 
 
 def test_the_clock_counts_reward_time_that_nothing_hides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,8 +522,11 @@ def test_the_clock_counts_reward_time_that_nothing_hides(monkeypatch: pytest.Mon
             passes(4)
     with clock.reward():
         passes(1)
-    passes(100)
-    assert (clock.engine_s, clock.reward_s, clock.reward_only_s) == (14, 5, 1)
+        with clock.trainer():
+            passes(7)
+    with clock.trainer():
+        passes(100)
+    assert (clock.engine_s, clock.reward_s, clock.reward_only_s) == (14, 12, 1)
     batch = CollectedBatch(1, 1, 1, reward_open_s=5, reward_wait_s=1)
     assert batch.reward_hidden_share == pytest.approx(0.8)
 

@@ -1,14 +1,16 @@
-"""How much of the time of slow rewards is hidden behind generation, for reward latencies of 0.1, 1 and 5 s.
+"""How much of the time of slow rewards is hidden, for reward latencies of 0.1, 1 and 5 s.
 
 .venv/train/bin/python benchmarks/reward_latency.py                     about 10 minutes on two quiet cores
-.venv/train/bin/python benchmarks/reward_latency.py --latencies 1 --steps 1
+.venv/train/bin/python benchmarks/reward_latency.py --cases 1:32:4 --steps 1
 
 The laptop job with real vLLM, reward server and updates, and a reward plugin that sleeps for the latency and then
 judges by a hash of the response, so that half of all responses are right.  Random weights end a response where it
-happens, so responses end one after the other.  A step waits for the latency of its last responses in any case, so
-generation is made to last at least 30 times as long: few sequences at a time (`rollout.max_num_seqs`), and more prompts
-for longer latencies.  Hidden is 1 - (seconds a step waited for rewards and nothing else) / (seconds with a reward
-open), as in summary.json.
+happens, so responses end one after the other.  A case is latency:prompts:sequences: prompts a step, with 8 responses
+each, and how many an engine generates at a time (`rollout.max_num_seqs`), few for long generation.
+
+Hidden is 1 - (seconds a step waited for rewards and nothing else) / (seconds with a reward open), as in summary.json.
+The last verdict comes a latency after the last response: `generation alone` is what could be hidden behind generation
+and nothing else; with log-probabilities it is more by what of them is computed in that time (`ahead`, of the groups).
 """
 
 import argparse
@@ -22,8 +24,8 @@ from typing import Any
 
 from machine import describe
 
-PROMPTS_OF = {0.1: 8, 1.0: 32, 5.0: 96}  # prompts a step, with 8 responses each
-SAMPLES, SEQUENCES, WORKERS = 8, 4, 64
+CASES = ["0.1:8:4", "1:32:4", "5:96:4", "1:96:64", "5:48:4"]
+SAMPLES, WORKERS = 8, 64
 GOAL = 0.95
 PLUGIN = '''
 import time
@@ -66,7 +68,9 @@ def install(folder: Path) -> Path:
     return records
 
 
-def run(folder: Path, records: Path, latency: float, prompts: int, steps: int, *overrides: str) -> list[dict[str, Any]]:
+def run(
+    folder: Path, records: Path, latency: float, prompts: int, sequences: int, steps: int, *overrides: str
+) -> list[dict[str, Any]]:
     """Metrics of a fresh run."""
     command = [
         str(Path(sys.executable).with_name("prorl")),
@@ -76,7 +80,7 @@ def run(folder: Path, records: Path, latency: float, prompts: int, steps: int, *
         "data.validation=[]",
         f"rewards.plugins.delayed.seconds={latency}",
         f"rewards.workers={WORKERS}",
-        f"rollout.max_num_seqs={SEQUENCES}",
+        f"rollout.max_num_seqs={sequences}",
         f"trainer.grpo.max_steps={steps}",
         f"trainer.grpo.prompts_per_step={prompts}",
         f"trainer.grpo.samples_per_prompt={SAMPLES}",
@@ -95,31 +99,32 @@ def run(folder: Path, records: Path, latency: float, prompts: int, steps: int, *
 def line_of(latency: float, metrics: dict[str, Any]) -> str:
     """One step as a line."""
     generating, opened, waited = (metrics[f"time/rollout/{k}_s"] for k in ("engine", "reward_open", "reward_wait"))
-    hidden = 1 - waited / opened
-    longest = 1 - latency / (generating + latency)
-    verdict = "yes" if hidden >= GOAL else "NO" if generating > opened - waited else "no: rewards were the longer part"
+    hidden, ahead = 1 - waited / opened, metrics["time/logprobs/ahead_share"]
+    alone = 1 - latency / (generating + latency)
+    verdict = "yes" if hidden >= GOAL else "NO"
     responses = metrics["rollout/drawn"] * SAMPLES
     return (
-        f"{latency:9.1f} {metrics['step']:5.0f} {responses:10.0f} {generating:12.1f} {opened:13.1f} {waited:10.2f}"
-        f" {100 * hidden:8.1f} % {100 * longest:12.1f} %   {verdict}"
+        f"{latency:9.1f} {metrics['step']:5.0f} {responses:10.0f} {generating:12.1f} {opened:14.1f} {waited:10.2f}"
+        f" {100 * alone:16.1f} % {100 * ahead:6.0f} % {100 * hidden:8.1f} %   {verdict}"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--latencies", type=float, nargs="+", default=sorted(PROMPTS_OF), help="seconds")
+    parser.add_argument("--cases", nargs="+", default=CASES, help="latency:prompts:sequences")
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--prompts", type=int, help="a step, in place of those in PROMPTS_OF")
     args = parser.parse_args()
     write = sys.stdout.write
-    write(f"{describe()}\nseconds; at best: if only the last response's reward is waited for\n\n")
-    write(f"{'latency':>9s} {'step':>5s} {'responses':>10s} {'generating':>12s} {'a reward open':>13s} {'waited':>10s}")
-    write(f" {'hidden':>10s} {'at best':>14s}   95 % hidden\n")
-    for latency in args.latencies:
+    write(f"{describe()}\nseconds\n\n{'latency':>9s} {'step':>5s} {'responses':>10s} {'generating':>12s}")
+    write(f" {'a reward open':>14s} {'waited':>10s} {'generation alone':>18s} {'ahead':>8s} {'hidden':>10s}")
+    write(f"   {100 * GOAL:.0f} % hidden\n")
+    for case in args.cases:
+        latency, prompts, sequences = (
+            number(text) for number, text in zip((float, int, int), case.split(":"), strict=True)
+        )
         with tempfile.TemporaryDirectory() as folder:
             records = install(Path(folder) / "plugin")
-            prompts = args.prompts or PROMPTS_OF[min(PROMPTS_OF, key=lambda known: abs(known - latency))]
-            for metrics in run(Path(folder) / "run", records, latency, prompts, args.steps):
+            for metrics in run(Path(folder) / "run", records, latency, prompts, sequences, args.steps):
                 write(line_of(latency, metrics) + "\n")
                 sys.stdout.flush()
 

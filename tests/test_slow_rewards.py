@@ -13,14 +13,14 @@ from tests.whole_runs import without_time
 
 pytestmark = [pytest.mark.nemo, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
-SHORT = ["deterministic=true", "rollout.max_num_seqs=64", "trainer.grpo.max_response_tokens=48"]
+SHORT = ["deterministic=true", "trainer.grpo.max_response_tokens=48"]
 
 
 def test_they_are_hidden_behind_log_probabilities_and_change_nothing(tmp_path: Path) -> None:
     """Engines that sleep do so before the trainer begins.  Two seconds are longer than the log-probabilities take."""
     records = install(tmp_path / "plugin")
     fast, slow, asleep = (
-        run(tmp_path / name, records, latency, 40, 3, *SHORT, *more)
+        run(tmp_path / name, records, latency, 40, 64, 3, *SHORT, *more)
         for name, latency, more in (
             ("fast", 0.0, []),
             ("slow", 2.0, []),

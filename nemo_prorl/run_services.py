@@ -3,13 +3,13 @@
 import ctypes
 import logging
 import os
-import resource
 import signal
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from nemo_prorl.config import Config
+from nemo_prorl.connections import allow_connections
 from nemo_prorl.data.render import PromptRenderer
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.rewards.client import RewardClient
@@ -47,14 +47,6 @@ class Services:
 
 def _are_there(folder: Path, pattern: str, count: int) -> bool:
     return len(list(folder.glob(pattern))) >= count
-
-
-def allow_connections() -> None:
-    """As many open files as this user may have: each request to an engine is a connection, thousands on a cluster."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2**16 if hard == resource.RLIM_INFINITY else hard
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def die_with_parent() -> None:

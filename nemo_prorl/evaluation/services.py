@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 
+from nemo_prorl.connections import allow_connections
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ProrlError
 from nemo_prorl.launcher.health import Health
@@ -36,6 +37,7 @@ class Services:
         self.children: list[Child] = node.services(self.endpoints, engines, alone=True)
 
     async def __aenter__(self) -> "Services":
+        allow_connections()
         for child in self.children:
             child.start()
         self._health = Health(self.children, self.token_file, self._cfg.trainer.deadlines)

@@ -33,7 +33,7 @@ class ClientOptions:
     batch_size: int = 64
     batch_wait_s: float = 0.005  # for others, after which a bundle leaves
     batch_gap_s: float = 0.05  # after the bundle before it, at least: while many come, few POSTs
-    max_posts: int = 32  # at the same time; more wait
+    max_posts: int = 2048  # at the same time; more wait: where responses end one by one, each is a POST of its own
     judge_retries: int = 2  # of a verdict "infrastructure" that the server itself gave, such as a plugin that raises
     first_backoff_s: float = 0.1
     longest_backoff_s: float = 5.0
@@ -219,7 +219,8 @@ class RewardClient:
     async def _exchange(self, url: str, of_key: dict[int, _Waiting]) -> None:
         """One POST and its stream of verdicts.  Raises on a broken connection or an answer that is not as agreed."""
         if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), read_bufsize=2**20)
+            timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=2**20)
         longest = max(waiting.deadline.remaining for waiting in of_key.values())
         headers = {
             "Authorization": f"Bearer {self._token_file.read_text().strip()}",

@@ -31,6 +31,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from nemo_prorl import tracing
+from nemo_prorl.connections import allow_connections
 from nemo_prorl.errors import ConfigError, ProrlError
 from nemo_prorl.rewards.cli import add_server_arguments
 from nemo_prorl.rewards.discovery import discover
@@ -225,6 +226,7 @@ def _watch_parent(pid: int, stop: Any) -> int:
 
 async def serve(args: argparse.Namespace) -> int:
     """Runs until SIGTERM, SIGINT or the parent's end; then drains for `--drain-s` seconds.  0 when it ended cleanly."""
+    allow_connections()
     token = read_token(args.token_file)
     registry = discover()
     tasks = [task for task in args.tasks.split(",") if task]

@@ -1,6 +1,7 @@
 """The client against real servers: nothing mixed up, nothing lost, never an exception for one response."""
 
 import asyncio
+import re
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.rewards.client import ClientOptions, RewardClient, _Waiting, take_verdict
+from nemo_prorl.rewards.pool import CHUNK
 from tests.rewards.conftest import StartServer, request_of
+from tests.rewards.test_server import http
 
 Steps = Callable[[RewardClient], Awaitable[None]]
 
@@ -80,6 +83,28 @@ def test_while_many_requests_come_few_posts_leave(plugins: Path, start_server: S
         assert 1 <= client.stats.posts <= elapsed / client.options.batch_gap_s + 2
 
     with_client(tmp_path, steps)
+
+
+def test_slow_verdicts_hold_no_other_request_back(plugins: Path, start_server: StartServer, tmp_path: Path) -> None:
+    """Each response goes alone, as they end one after the other: the server has all before its first verdict."""
+    server = start_server("echo", "--workers", "2")
+
+    def queued() -> float:
+        _, text = http(server, "/metrics")
+        return float(re.search(r'prorl_reward_queued{plugin="echo"} (\S+)', text).group(1))  # type: ignore[union-attr]
+
+    async def steps(client: RewardClient) -> None:
+        requests = echoes(150, sleep_s=20.0)
+        judging = [asyncio.create_task(client.score(request, Deadline(60, "verdicts"))) for request in requests]
+        deadline = Deadline(8, "150 requests at the server")
+        while await asyncio.to_thread(queued) < 150 - 2 * CHUNK:
+            deadline.check()
+            await asyncio.sleep(0.05)
+        for task in judging:
+            task.cancel()
+        await asyncio.gather(*judging, return_exceptions=True)
+
+    with_client(tmp_path, steps, ClientOptions(batch_size=1))
 
 
 def test_load_is_spread_and_a_dead_server_is_avoided(plugins: Path, start_server: StartServer, tmp_path: Path) -> None:

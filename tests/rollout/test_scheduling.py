@@ -10,8 +10,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import simulate
 
+from nemo_prorl.connections import allow_connections
 from nemo_prorl.rollout.scheduling import is_fresh, spread
-from nemo_prorl.run_services import allow_connections
 
 SIZE = simulate.Size(engines=16, prompts=32, samples=8, cap=16384)
 

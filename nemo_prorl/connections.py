@@ -1,0 +1,12 @@
+"""How many connections a process may have open."""
+
+import resource
+
+
+def allow_connections() -> None:
+    """As many open files as this user may have: each request to an engine is a connection, thousands on a cluster, and
+    so may be each response that a reward server judges."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2**16 if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -97,6 +97,27 @@ def test_the_tail_of_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     told = load.end()
     assert (told["responses"], told["tail_s"], told["tail_responses"]) == (100.0, 4.0, 5.0)
     assert told["idle_s"] == pytest.approx(4 * 0.98 + 1)
+    assert told["lost_s"] == 0.0
+
+
+def test_the_time_without_an_engine_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of four is gone for 5 s of this rollout, and told twice; another fails and is gone at its end."""
+    now = [0.0]
+    monkeypatch.setattr("nemo_prorl.rollout.load.time.monotonic", lambda: now[0])
+    load = Load(4)
+    load.lost("engine-2")
+    now[0] = 10.0
+    load.begin()
+    for seconds, event in ((2, load.lost), (3, load.answered), (1, load.answered)):
+        now[0] += seconds
+        event("engine-2")
+    now[0] += 4
+    load.lost("engine-3")
+    now[0] += 2
+    assert load.end()["lost_s"] == pytest.approx((5 + 2) / 4)
+    load.begin()
+    now[0] += 1
+    assert load.end(over=now[0])["lost_s"] == pytest.approx(1 / 4)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +130,10 @@ def test_the_tail_of_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
             "engines idle 40 %: waiting for the last 3 of 768 responses (35 % of the step)",
         ),
         ({"time/rollout/idle_s": 3.0, "time/rollout/reward_wait_s": 2.5}, "waiting for rewards (25 % of the step)"),
+        (
+            {"time/rollout/idle_s": 8.0, "time/rollout/lost_s": 7.0},
+            "waiting for engines that failed (70 % of the step)",
+        ),
         ({"time/rollout/idle_s": None}, None),
         (
             {"time/rollout": 0.0, "time/updates": 10.0, "time/ahead": 0.0, "time/ahead/engines_wait_s": 6.0},

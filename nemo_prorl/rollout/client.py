@@ -192,6 +192,7 @@ class EnginePool:
             stream = slot.client.generate(prompt_ids, [seeds[i] for i in missing], sampling, version)
             async with contextlib.aclosing(stream) as replies:
                 async for reply in replies:
+                    self.load.answered(slot.name)
                     if version is not None and reply.weight_version != version:
                         raise EngineFailure(f"{slot.name}: answered with weights {reply.weight_version}, not {version}")
                     index = missing[reply.index]
@@ -203,7 +204,7 @@ class EnginePool:
                         on_response(got[index])
             slot.succeeded()
         except EngineFailure as error:
-            slot.failed(error)
+            self._failed(slot, error)
             slot.loaded = None  # if it is the wrong version, load again; if it died, it is another slot anyway
         return [index for index in missing if index not in got]
 
@@ -294,7 +295,7 @@ class EnginePool:
             freed[slot.name] = int((await slot.client.sleep(level, deadline)).get("freed_bytes", 0))
             slot.succeeded()
         except EngineFailure as error:
-            slot.failed(error)
+            self._failed(slot, error)
 
     def _held(self) -> set[str]:
         """Engines that wait with their start until the others wake."""
@@ -335,7 +336,11 @@ class EnginePool:
             await self._bring_up_to_date(slot, deadline)
             slot.succeeded()
         except EngineFailure as error:
-            slot.failed(error)
+            self._failed(slot, error)
+
+    def _failed(self, slot: _Slot, error: EngineFailure) -> None:
+        slot.failed(error)
+        self.load.lost(slot.name)
 
     def _account(self, slot: _Slot | None) -> str:
         """One engine, or all, in an error message."""

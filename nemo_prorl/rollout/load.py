@@ -14,8 +14,9 @@ class Load:
     def __init__(self, engines: int) -> None:
         self._engines = engines
         self._open: dict[str, int] = {}  # by engine
+        self._lost: set[str] = set()  # engines that failed and did not answer since
         self._total, self._asked = 0, 0
-        self._seen: list[tuple[float, int, int]] = []  # time, responses open, engines with one
+        self._seen: list[tuple[float, int, int, int]] = []  # time, responses open, engines with one, engines lost
         self._began: float | None = None
 
     def changed(self, engine: str, by: int) -> None:
@@ -24,32 +25,52 @@ class Load:
         self._total += by
         if self._began is not None:
             self._asked += max(0, by)
-            self._seen.append((time.monotonic(), self._total, sum(map(bool, self._open.values()))))
+            self._note()
+
+    def lost(self, engine: str) -> None:
+        """This engine failed."""
+        if engine not in self._lost:
+            self._lost.add(engine)
+            self._note()
+
+    def answered(self, engine: str) -> None:
+        """This engine works, perhaps again."""
+        if engine in self._lost:
+            self._lost.discard(engine)
+            self._note()
 
     def begin(self) -> None:
-        self._asked, self._began = self._total, time.monotonic()
-        self._seen = [(self._began, self._total, sum(map(bool, self._open.values())))]
+        self._asked, self._began, self._seen = self._total, time.monotonic(), []
+        self._note()
+
+    def _note(self) -> None:
+        if self._began is not None:
+            busy = sum(map(bool, self._open.values()))
+            self._seen.append((time.monotonic(), self._total, busy, len(self._lost)))
 
     def end(self, over: float | None = None) -> dict[str, float]:
         """Of what was measured until `over` (monotonic; None: now).
 
         `responses` asked for; `tail_s` and `tail_responses`, the tail's length and how many it waited for; `idle_s`:
-        seconds without work, mean over the engines; in the tail by how far they are from what they once held."""
+        seconds without work, mean over the engines; in the tail by how far they are from what they once held; `lost_s`:
+        seconds from an engine's failure until it answers again, mean over the engines."""
         assert self._began is not None, "begin was not called"
         began, over, self._began = self._began, time.monotonic() if over is None else over, None
-        most = max(total for _, total, _ in self._seen)
+        most = max(total for _, total, *_ in self._seen)
         few = max(1, int(TAIL_SHARE * most))
-        last = max((at for at, total, _ in self._seen if total), default=began)  # the change before the last end
-        ended = next((at for at, total, _ in self._seen if at >= last and not total), over)
-        full = max((k for k, (_, total, _) in enumerate(self._seen) if total > few), default=-1) + 1
+        last = max((at for at, total, *_ in self._seen if total), default=began)  # the change before the last end
+        ended = next((at for at, total, *_ in self._seen if at >= last and not total), over)
+        full = max((k for k, (_, total, *_) in enumerate(self._seen) if total > few), default=-1) + 1
         tail_at = self._seen[full][0] if most > few and full < len(self._seen) else ended
-        idle = 0.0
-        for (at, total, busy), (until, _, _) in zip(self._seen, [*self._seen[1:], (over, 0, 0)], strict=True):
+        idle = lost = 0.0
+        for (at, total, busy, absent), (until, *_) in zip(self._seen, [*self._seen[1:], (over, 0, 0, 0)], strict=True):
             used = total / most if at >= tail_at and most else busy / max(1, self._engines)
             idle += (until - at) * (1.0 - min(1.0, used))
+            lost += (until - at) * absent / max(1, self._engines)
         return {
             "responses": float(self._asked),
             "tail_s": max(0.0, ended - tail_at),
             "tail_responses": float(self._seen[full][1]) if ended > tail_at else 0.0,
             "idle_s": min(idle, over - began),
+            "lost_s": min(lost, over - began),
         }

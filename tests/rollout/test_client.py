@@ -190,11 +190,15 @@ def test_a_restarted_engine_gets_the_current_weights_first(tmp_path: Path) -> No
         first = await Fake(folder).start()
         pool = EnginePool(folder, "t")
         await pool.publish("file", 3, Deadline(30, "weights"))
+        pool.load.begin()
         await first.stop()
         request = asyncio.ensure_future(pool.generate([5], [1], SAMPLING, Deadline(30, "a group"), version=3))
         await asyncio.sleep(0.3)  # connection refused, at least once
         second = await Fake(folder).start()
         assert tokens(await request) == [[1, 2]]
+        assert pool.load.end()["lost_s"] > 0.2
+        pool.load.begin()
+        assert pool.load.end()["lost_s"] == 0.0  # it answered
         await pool.close()
         await second.stop()
         assert second.calls == [("weights", 3), ("generate", [1])]

@@ -32,7 +32,10 @@ def describe() -> str:
     commit = ""
     if shutil.which("git"):  # a bare machine may have none
         told = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-        commit = told.stdout.strip()
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=False
+        )
+        commit = told.stdout.strip() + (" with changes" if changed.stdout.strip() else "")
     load = os.getloadavg()[0]
     return (
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {cpu}, {os.cpu_count()} cores, {memory:.0f} GiB,"

@@ -87,6 +87,14 @@ class Run:
     def collect(self, metrics: Any) -> list[Any]:
         return self._groups
 
+    def logprobs(self, groups: list[Any], mine: Any, rows_B: Any) -> tuple[Any, ...]:
+        """As where engines and trainer share devices: in blocks, of which nothing was computed before."""
+        from nemo_prorl.rollout.blocks import block_draws, block_sizes
+        from nemo_prorl.scores import GroupScores, in_blocks
+
+        sizes = block_sizes(range(len(groups)), block_draws(self.policy.data_size, GROUP, 1))
+        return GroupScores(self.policy).of_rows(in_blocks(groups, sizes), rows_B, mine.tokens_BT.shape[1])
+
     def before_updates(self, step: int, metrics: Any) -> Any:
         return self._loss
 
@@ -108,7 +116,7 @@ def groups_of(ranks: int, rows: int, vocab: int) -> list[Any]:
         scores = torch.randint(2, (GROUP,), generator=generator).tolist()
         return SimpleNamespace(
             task="made", prompt_ids=[3] * 8, responses=responses, scores=scores, valid=[True] * GROUP,
-            finished=[True] * GROUP, version=0,
+            finished=[True] * GROUP, version=0, draw_index=index,
         )  # fmt: skip
 
     return [group(index) for index in range(ranks * rows // GROUP)]

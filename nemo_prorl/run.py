@@ -227,7 +227,7 @@ class Run:
             metrics.add("time/logprobs", self._scores.shares(batch.groups))
             self._block_sizes = batch.blocks
         if self.cfg.rollout.sleep is not None:
-            metrics.put("time/rollout/sleep_s", self.sleep_engines())
+            metrics.put("time/rollout/sleep_s", batch.sleep_s + self.sleep_engines())
         if self.cfg.data.retire_after is not None:
             self._retire(metrics, batch)
         self.tokens += batch.generated_tokens

@@ -1,7 +1,6 @@
 """Log-probabilities block by block: they find their rows on any number of data ranks, and depend on nothing else."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +18,8 @@ class Summed:
         self.data_rank, self.data_size = rank, size
         self.calls: list[int] = []
         self.others: list[GroupScores] = []
+        self.asked: list[tuple[int, ...]] = []
+        self.gathered = 0
 
     def logprobs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         self.calls.append(len(batch))
@@ -28,8 +29,13 @@ class Summed:
     def reference_logprobs(self, *batches: Batch) -> list[torch.Tensor]:
         return [2.0 * self.logprobs(batch)[0] for batch in batches]
 
-    def gather(self, mine: Any) -> list[Any]:
-        return [{draw: one._found[draw] for draw in mine} for one in self.others]
+    def gather(self, mine_N: torch.Tensor) -> list[torch.Tensor]:
+        """The others' parts of the same block, which is the next in the order of the call; zeros follow some."""
+        key = self.asked[self.gathered]
+        self.gathered += 1
+        parts = [one._found[key].flat(rank) for rank, one in enumerate(self.others)]
+        assert torch.equal(parts[self.data_rank], mine_N)
+        return [torch.nn.functional.pad(part, (0, 3 * rank)) for rank, part in enumerate(parts)]
 
 
 def groups_of(count: int, samples: int) -> list[Group]:
@@ -69,7 +75,7 @@ def test_each_row_gets_its_own_numbers_whatever_was_ready_when(size: int, sample
         policies = [Summed(rank, size) for rank in range(size)]
         scores = [GroupScores(policy) for policy in policies]  # type: ignore[arg-type]
         for (policy, one), part in itertools.product(zip(policies, scores, strict=True), [*ready, blocks]):
-            policy.others = scores
+            policy.others, policy.asked = scores, [tuple(group.draw_index for group in block) for block in blocks]
             one.add(part)
         for rank, one in enumerate(scores):
             rows_B = torch.cat(judged.rows_of_updates(2, rank, size))
@@ -94,3 +100,5 @@ def test_a_batch_in_blocks_by_hand() -> None:
     groups = groups_of(5, 2)
     assert in_blocks(groups, [1, 3, 1]) == [groups[:1], groups[1:4], groups[4:]]
     assert in_blocks([], []) == []
+    with pytest.raises(ValueError, match=r"blocks of \[1, 3\] groups for 5 groups"):
+        in_blocks(groups, [1, 3])

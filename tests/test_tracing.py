@@ -134,6 +134,10 @@ def test_the_time_without_an_engine_that_failed(monkeypatch: pytest.MonkeyPatch)
             {"time/rollout/idle_s": 8.0, "time/rollout/lost_s": 7.0},
             "waiting for engines that failed (70 % of the step)",
         ),
+        (
+            {"time/rollout/idle_s": 5.0, "time/rollout/logprobs_s": 4.0},
+            "the trainer computes log-probabilities (40 % of the step)",
+        ),
         ({"time/rollout/idle_s": None}, None),
         (
             {"time/rollout": 0.0, "time/updates": 10.0, "time/ahead": 0.0, "time/ahead/engines_wait_s": 6.0},

@@ -129,12 +129,17 @@ class Actor:
         merged = functools.reduce(merge, self.gather(diagnostics))
         return {key: float(value) for key, value in merged.items()}
 
-    def gather(self, value: Any) -> list[Any]:
-        """What each data rank gives, in the order of ranks, on all of them."""
-        parts: list[Any] = [value] * self.data_size
-        if self.data_size > 1:
-            dist.all_gather_object(parts, value, group=parallel_state.get_data_parallel_group())
-        return parts
+    def gather(self, value_N: Tensor) -> list[Tensor]:
+        """What each data rank gives, float32 on the CPU, in the order of ranks, on all of them; N is each rank's own,
+        and zeros may follow."""
+        if self.data_size == 1:
+            return [value_N]
+        group, most = parallel_state.get_data_parallel_group(), torch.tensor(len(value_N), device=self._device())
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        padded_N = torch.nn.functional.pad(value_N.to(self._device()), (0, int(most) - len(value_N)))
+        parts = [torch.empty_like(padded_N) for _ in range(self.data_size)]
+        dist.all_gather(parts, padded_N, group=group)
+        return [part.cpu() for part in parts]
 
     # --- forward ---------------------------------------------------------------------------------------------------
 

@@ -51,7 +51,11 @@ class _Endpoint:
     url: str
     open_requests: int = 0
     closed_until: float = 0.0  # the loop's clock; after a failure others are asked first
-    failures: int = 0
+    failures: int = 0  # in a row
+
+    def failed(self, now: float) -> None:
+        self.failures += 1
+        self.closed_until = max(self.closed_until, now + min(5.0, 0.1 * 2.0 ** min(self.failures, 10)))
 
 
 @dataclass
@@ -209,10 +213,10 @@ class RewardClient:
             server.failures = 0
         except (aiohttp.ClientError, OSError, ValueError) as error:
             self.stats.connection_failures += 1
-            server.failures += 1
-            server.closed_until = now + min(5.0, 0.1 * 2**server.failures)
             self._last_error = f"reward server {server.url}: {type(error).__name__}: {error}"
-            _log.warning("%s", self._last_error)
+            server.failed(asyncio.get_running_loop().time())
+            if server.failures & (server.failures - 1) == 0:  # all its open POSTs fail at once: 1, 2, 4, ... are told
+                _log.warning("%s (%d in a row)", self._last_error, server.failures)
         finally:
             server.open_requests -= len(bundle)
 

@@ -123,13 +123,14 @@ async def _first_error_of(work: Awaitable[_T]) -> _T:
 
 
 class OpenClock:
-    """Seconds with engine work open, with reward work open, and with reward work and nothing else.
+    """Seconds with engine work open, with reward work open, with reward work and nothing else, and with the trainer's
+    work while no engine has any.
 
     Any thread may use it: the trainer's own work, which is not the event loop's, counts as something else.
     """
 
     def __init__(self) -> None:
-        self.engine_s = self.reward_s = self.reward_only_s = 0.0
+        self.engine_s = self.reward_s = self.reward_only_s = self.trainer_s = 0.0
         self._engine = self._reward = self._trainer = 0
         self._since = time.monotonic()
         self._lock = threading.Lock()
@@ -140,6 +141,7 @@ class OpenClock:
         self.engine_s += passed if self._engine else 0.0
         self.reward_s += passed if self._reward else 0.0
         self.reward_only_s += passed if self._reward and not self._engine and not self._trainer else 0.0
+        self.trainer_s += passed if self._trainer and not self._engine else 0.0
 
     def _changed(self, engine: int = 0, reward: int = 0, trainer: int = 0) -> None:
         with self._lock:

@@ -10,12 +10,16 @@ from itertools import groupby
 
 from nemo_prorl.rollout.collected import Group
 
-FEWEST_DRAWS, FEWEST_ROWS = 16, 16  # of a block: draws, and responses a data rank, to fill micro-batches evenly
+FEWEST_DRAWS, FEWEST_ROWS = 16, 32  # of a block: prompts drawn, and their responses for each data rank
 
 
-def block_draws(data_ranks: int, samples: int) -> int:
-    """Places of a block where the trainer begins only when the engines are done."""
-    return max(FEWEST_DRAWS, math.ceil(FEWEST_ROWS * data_ranks / samples))
+def block_draws(data_ranks: int, samples: int, stages: int) -> int:
+    """Places of a block where the trainer begins only when the engines are done.
+
+    Enough that ranks share its rows out evenly, though about half of the groups are dropped, and that pipeline stages
+    have several micro-batches each.
+    """
+    return max(FEWEST_DRAWS, math.ceil(FEWEST_ROWS * data_ranks / samples)) * stages
 
 
 def block_sizes(places: Sequence[int], draws: int) -> list[int]:

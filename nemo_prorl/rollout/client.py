@@ -188,7 +188,8 @@ class EnginePool:
         """Asks one engine for some responses; returns those that it failed to give."""
         slot = share.slot
         try:
-            await self._bring_up_to_date(slot, deadline)
+            if await self._bring_up_to_date(slot, deadline):
+                self.load.answered(slot.name)
             stream = slot.client.generate(prompt_ids, [seeds[i] for i in missing], sampling, version)
             async with contextlib.aclosing(stream) as replies:
                 async for reply in replies:
@@ -202,7 +203,7 @@ class EnginePool:
                     self._free(share, 1)
                     if on_response is not None:
                         on_response(got[index])
-            slot.succeeded()
+            self._succeeded(slot)
         except EngineFailure as error:
             self._failed(slot, error)
             slot.loaded = None  # if it is the wrong version, load again; if it died, it is another slot anyway
@@ -243,10 +244,12 @@ class EnginePool:
         """When an attempt is over, also one that was cancelled before it began."""
         self._free(share, share.open)
 
-    async def _bring_up_to_date(self, slot: _Slot, deadline: Deadline) -> None:
-        """An engine that was restarted comes up with old weights: it gets the current file before it is asked."""
+    async def _bring_up_to_date(self, slot: _Slot, deadline: Deadline) -> bool:
+        """An engine that was restarted comes up with old weights: it gets the current file before it is asked.
+
+        Returns whether it was asked to load."""
         if self.current is None or slot.loaded == self.current[1]:
-            return
+            return False
         async with slot.loading:
             path, version = self.current
             await self._wake(slot, "weights", deadline)
@@ -254,6 +257,7 @@ class EnginePool:
                 await slot.client.load_weights(slot.path_of(path), version, deadline)
             await self._wake(slot, "kv_cache", deadline)  # only now: a load needs room of its own
             slot.loaded, slot.asleep = version, False
+        return True
 
     async def _wake(self, slot: _Slot, part: str, deadline: Deadline) -> None:
         if not slot.asleep:
@@ -293,7 +297,7 @@ class EnginePool:
         slot.asleep, slot.loaded = True, None  # also if the answer is lost: waking one that is awake does nothing
         try:
             freed[slot.name] = int((await slot.client.sleep(level, deadline)).get("freed_bytes", 0))
-            slot.succeeded()
+            self._succeeded(slot)
         except EngineFailure as error:
             self._failed(slot, error)
 
@@ -334,9 +338,13 @@ class EnginePool:
             return
         try:
             await self._bring_up_to_date(slot, deadline)
-            slot.succeeded()
+            self._succeeded(slot)
         except EngineFailure as error:
             self._failed(slot, error)
+
+    def _succeeded(self, slot: _Slot) -> None:
+        slot.succeeded()
+        self.load.answered(slot.name)
 
     def _failed(self, slot: _Slot, error: EngineFailure) -> None:
         slot.failed(error)

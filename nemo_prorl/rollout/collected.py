@@ -141,6 +141,8 @@ class CollectedBatch:
     engine_s: float = 0.0
     reward_open_s: float = 0.0
     reward_wait_s: float = 0.0
+    logprobs_s: float = 0.0  # in which the trainer computed log-probabilities and engines had nothing to do
+    sleep_s: float = 0.0  # for engines to fall asleep before all was judged
     blocks: list[int] = field(default_factory=list)  # how many of the groups go through the model together (`blocks`)
 
     @property
@@ -157,6 +159,7 @@ class CollectedBatch:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "CollectedBatch":
+        value = {"blocks": [1] * len(value["groups"]), **value}  # a batch from before there were any had groups alone
         parts = {
             "groups": [Group.from_json(group) for group in value["groups"]],
             "tasks": {task: TaskTally(**tally) for task, tally in value["tasks"].items()},

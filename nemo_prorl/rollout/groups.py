@@ -102,11 +102,17 @@ class RolloutSettings:
     own_devices: bool = False  # the trainer may work while engines do
     block_draws: int = 1  # of what the trainer computes together (`blocks`)
 
+    @property
+    def longest_collection_s(self) -> float:
+        """By the deadlines of what a collection waits for."""
+        return self.rollout_s + self.reward_s + _GRACE_S + self.publish_s + self.startup_s
+
     @classmethod
     def from_config(cls, config: Config, stop_token_ids: tuple[int, ...] | None = None) -> "RolloutSettings":
         grpo, deadlines, model = config.trainer.grpo, config.trainer.deadlines, config.model
         ranks = config.trainer.num_nodes * config.trainer.devices
-        parts = model["tensor_model_parallel_size"] * model["pipeline_model_parallel_size"]
+        stages = model["pipeline_model_parallel_size"]
+        ranks //= model["tensor_model_parallel_size"] * stages
         own = config.rollout.own_devices
         return cls(
             run_seed=config.seed,
@@ -124,7 +130,7 @@ class RolloutSettings:
             startup_s=deadlines.startup_s,
             sleep=config.rollout.sleep,
             own_devices=own,
-            block_draws=1 if own else block_draws(ranks // parts, grpo.samples_per_prompt),
+            block_draws=1 if own else block_draws(ranks, grpo.samples_per_prompt, stages),
         )
 
 
@@ -313,12 +319,13 @@ class Rollouts:
                 self._decide(await _judged(undecided[0]), sampler, batch, places)
                 undecided.popleft()
             self._surplus = [await _judged(group) for group in undecided]
+            batch.wall_s = time.monotonic() - began
             work.end()
         batch.blocks = block_sizes(places, settings.block_draws)
         batch.carried, batch.drawn, batch.surplus = sampler.carried, sampler.started, len(self._surplus)
-        batch.wall_s, batch.generated_tokens = time.monotonic() - began, work.generated_tokens
+        batch.generated_tokens, batch.sleep_s = work.generated_tokens, work.sleep_s
         batch.engine_s, batch.reward_open_s = work.clock.engine_s, work.clock.reward_s
-        batch.reward_wait_s = work.clock.reward_only_s
+        batch.reward_wait_s, batch.logprobs_s = work.clock.reward_only_s, work.clock.trainer_s
         if not batch.full:
             _log.warning(
                 "step %d trains on %d of %d groups: %d draws held no more with a signal (keep rates %s)",
@@ -336,6 +343,7 @@ class Rollouts:
         index = self._draws
         self._draws += 1
         work.generating += 1
+        work.changed.set()
         return running.create_task(self._group(visit, index, work, work.blocks.open()))
 
     async def _hand_out(self, sampler: DynamicSampler, work: "_Work") -> None:
@@ -345,7 +353,7 @@ class Rollouts:
         could not answer them.  Engines that stay awake are disturbed all the same where verdicts take long.
         """
         assert work.on_block is not None
-        loop, patience = asyncio.get_running_loop(), math.inf
+        loop, patience, settled = asyncio.get_running_loop(), math.inf, False
         while not work.over:
             await work.changed.wait()
             work.changed.clear()
@@ -356,11 +364,14 @@ class Rollouts:
                 patience = loop.time() + _PATIENCE_S
                 loop.call_at(patience + 0.01, work.changed.set)
             awake = self.settings.sleep is None
-            if not (awake and loop.time() >= patience) and not sampler.settled(work.blocks.last(sampler.undecided)):
+            settled = settled or sampler.settled(work.blocks.last(sampler.undecided))
+            if not settled and not (awake and loop.time() >= patience):
                 continue
             if not awake and self._freed is None:
+                began = loop.time()
                 with RECORDER.span("engines go to sleep", "publication"):
                     self._freed = await self._sleep()
+                work.sleep_s = loop.time() - began
             for block in work.blocks.ready():
                 work.on_block(block)
 
@@ -478,6 +489,7 @@ class _Work:
     generated_tokens: int = 0
     generating: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    sleep_s: float = 0.0
     over: bool = False
 
     def end(self) -> None:

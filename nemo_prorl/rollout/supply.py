@@ -75,8 +75,8 @@ class Supply:
         one; without any what was begun is over."""
         if self._begun is None:
             return []
-        try:  # a collection ends by its own deadline; had its thread died, `finish` says so
-            found = [self._begun.ready.get(timeout=self._rollouts.settings.rollout_s + _GRACE_S)]
+        try:  # a collection ends by its own deadlines; had its thread died, `finish` says so
+            found = [self._begun.ready.get(timeout=self._rollouts.settings.longest_collection_s + _GRACE_S)]
         except queue.Empty:
             return []
         while not self._begun.ready.empty():

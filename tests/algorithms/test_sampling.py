@@ -163,7 +163,9 @@ def test_it_is_settled_only_if_nothing_is_drawn_whatever_the_open_verdicts_are(s
     for _ in range(rng.randrange(30)):
         rates.update(rng.choice("ab"), rng.random() < 0.6)
     most, oversubscription, margin = rng.choice([5, 10, 40]), rng.choice([1.0, 1.5]), rng.choice([0.0, 0.0, 1.0, 3.0])
-    sampler = DynamicSampler(5, most, oversubscription, rates, margin=margin)
+    sampler = DynamicSampler(5, most, oversubscription, rates, enabled=seed % 8 > 0, margin=margin)
+    for _ in range(rng.choice([0, 0, 3])):
+        sampler.carry(rng.choice("ab"))
     while not sampler.done:
         while sampler.wants_more():
             sampler.dispatched(rng.choice("ab"))

@@ -49,7 +49,7 @@ def test_processes_of_a_job_are_found_wherever_they_are(slurm: Slurm, tmp_path: 
     with pytest.raises(AssertionError, match="sleep 300"):
         slurm.no_orphans(seconds=1)
     slurm.clean_up()
-    assert slurm.processes() == []
+    slurm.no_orphans(seconds=10)  # a process lives a moment longer than its SIGKILL
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.rewards.client import ClientOptions, RewardClient, _Waiting, take_verdict
+from nemo_prorl.rewards.client import ClientOptions, RewardClient, _Endpoint, _Waiting, take_verdict
 from nemo_prorl.rewards.pool import CHUNK
 from tests.rewards.conftest import StartServer, request_of
 from tests.rewards.test_server import http
@@ -83,6 +83,16 @@ def test_while_many_requests_come_few_posts_leave(plugins: Path, start_server: S
         assert 1 <= client.stats.posts <= elapsed / client.options.batch_gap_s + 2
 
     with_client(tmp_path, steps)
+
+
+def test_a_server_whose_many_posts_all_fail_is_closed_off_for_seconds() -> None:
+    server = _Endpoint("http://x")
+    for k in range(2000):
+        server.failed(now=10.0 + 0.001 * k)
+    assert server.closed_until == pytest.approx(17.0, abs=0.01)
+    server.failures = 0
+    server.failed(now=12.0)  # a late one opens nothing
+    assert server.closed_until == pytest.approx(17.0, abs=0.01)
 
 
 def test_slow_verdicts_hold_no_other_request_back(plugins: Path, start_server: StartServer, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from tests.rollout.test_groups import group_of
 
 
 def test_a_block_is_large_enough_for_all_ranks() -> None:
-    assert [block_draws(ranks, samples) for ranks, samples in ((1, 8), (32, 16), (32, 1), (8, 16))] == [16, 32, 512, 16]
+    for size, draws in (((1, 8, 1), 16), ((32, 16, 1), 64), ((32, 1, 1), 1024), ((8, 16, 1), 16), ((8, 16, 4), 64)):
+        assert block_draws(*size) == draws
 
 
 def test_sizes_by_hand() -> None:

@@ -197,11 +197,13 @@ def test_a_restarted_engine_gets_the_current_weights_first(tmp_path: Path) -> No
         second = await Fake(folder).start()
         assert tokens(await request) == [[1, 2]]
         assert pool.load.end()["lost_s"] > 0.2
+        pool.load.lost("engine-0")
+        await pool.publish("file", 4, Deadline(30, "weights"))
         pool.load.begin()
-        assert pool.load.end()["lost_s"] == 0.0  # it answered
+        assert pool.load.end()["lost_s"] == 0.0  # it loaded
         await pool.close()
         await second.stop()
-        assert second.calls == [("weights", 3), ("generate", [1])]
+        assert second.calls == [("weights", 3), ("generate", [1]), ("weights", 4)]
 
     run(work, tmp_path)
 

@@ -482,6 +482,101 @@ def test_engines_that_stay_awake_are_disturbed_where_verdicts_take_long(monkeypa
     assert batch.blocks == [2, 2, 2]
 
 
+def test_after_another_draw_they_are_left_alone_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verdict on p1 takes longer than the patience and has one more drawn; what is ready after that waits anew."""
+    monkeypatch.setattr("nemo_prorl.rollout.groups._PATIENCE_S", 0.3)
+    told: dict[tuple[int, ...], float] = {}
+    drawn_at: list[float] = []
+
+    class Counts(Busy):
+        async def generate(self, *args: Any, **kwargs: Any) -> list[Response]:
+            drawn_at.append(time.monotonic())
+            return await super().generate(*args, **kwargs)
+
+    class Slow(MixedIsRight):
+        def may_end(self, prompt: str) -> bool:
+            return {"p1": bool(told), "p5": len(drawn_at) > 6}.get(prompt, prompt < "p6" or (4, 5) in told)
+
+        def verdict(self, request: dict[str, Any], position: int) -> float | None:
+            return 1.0 if request["id"] == "p1" else super().verdict(request, position)
+
+        async def score(self, request: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
+            while not self.may_end(request["id"]):
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            return await super().score(request, deadline)
+
+    dynamic = DynamicSamplingConfig(
+        max_draw_factor=5.0, oversubscription=0.99
+    )  # one that is dropped makes for one draw
+    settings = replace(SETTINGS, block_draws=2, dynamic_sampling=dynamic)
+    rollouts = Rollouts(Counts(seed=4), Slow(), Numbered(), decode, settings)
+    for _ in range(100):
+        rollouts.keep_rates.update("b", True)
+    try:
+        batch = rollouts.collect(
+            1, 0, lambda block: told.update({tuple(group.draw_index for group in block): time.monotonic()})
+        )
+    finally:
+        rollouts.close()
+    assert (batch.blocks, batch.drawn) == ([1, 2, 2, 1], 7)
+    assert next(iter(told)) == (2, 3)
+    assert told[4, 5] - drawn_at[6] > 0.3
+
+
+def test_static_sampling_hands_out_what_is_judged_and_carried_groups_too() -> None:
+    """Without a signal, too; a group of which one response was judged takes its place and is not learnt from."""
+    told: list[list[int]] = []
+
+    class Partly(OneIsSlow):
+        def verdict(self, request: dict[str, Any], position: int) -> float | None:
+            return None if request["id"] == "p1" and position else 1.0
+
+    dynamic = DynamicSamplingConfig(enabled=False)
+    settings = replace(SETTINGS, dynamic_sampling=dynamic, block_draws=2, max_infrastructure_failures=99)
+    rewards = Partly("p5", lambda: len(told) >= 2)
+    rollouts = Rollouts(Busy(seed=5), rewards, Numbered(), decode, settings)
+    surplus = [{**group_of([0.0, 1.0, 1.0, 0.0]).to_json(), "draw_index": -1, "version": 0}]
+    rollouts.load_state_dict({"surplus": surplus, "draws": 0, "keep_rates": {}})
+    try:
+        batch = rollouts.collect(1, 0, lambda block: told.append([group.draw_index for group in block]))
+    finally:
+        rollouts.close()
+    assert batch.carried == 1
+    assert [group.draw_index for group in batch.groups] == [-1, 0, 2, 3, 4]
+    assert batch.blocks == [2, 1, 2]
+    assert sorted(told) == [[-1, 0], [2], [3, 4]]
+
+
+@pytest.mark.parametrize("end", ["given up", "the sleep fails"])
+def test_a_collection_that_ends_while_its_engines_fall_asleep(end: str) -> None:
+    class Drowsy(Busy):
+        async def sleep(self, level: int, deadline: Deadline) -> int:
+            self.events.append("falling asleep")
+            if end == "the sleep fails":
+                raise DeadlineExceeded("waited 1 s for the engines' sleep")
+            await asyncio.sleep(30)
+            raise AssertionError
+
+    engines = Drowsy(seed=6)
+    dynamic = DynamicSamplingConfig(max_draw_factor=2.0, oversubscription=2.0)
+    settings = replace(SETTINGS, dynamic_sampling=dynamic, sleep=2, block_draws=2)
+    rollouts = Rollouts(engines, OneIsSlow("p11", lambda: False), Numbered(), decode, settings)
+    before = rollouts.state_dict()
+    try:
+        future = rollouts.begin(1, 0, lambda block: None)
+        Deadline(20, "falling asleep").wait_until(lambda: bool(engines.events))
+        if end == "given up":
+            rollouts.abandon()
+        with pytest.raises(RolloutAbandoned if end == "given up" else DeadlineExceeded):
+            rollouts.end()
+        assert future.done()
+        if end == "given up":
+            assert rollouts.state_dict() == before
+    finally:
+        rollouts.close()
+
+
 def test_engines_stay_awake_while_something_may_still_be_drawn() -> None:
     """The slow verdict says that its group carries no signal, so that another prompt is drawn."""
     told: list[list[Group]] = []
@@ -526,7 +621,9 @@ def test_the_clock_counts_reward_time_that_nothing_hides(monkeypatch: pytest.Mon
             passes(7)
     with clock.trainer():
         passes(100)
-    assert (clock.engine_s, clock.reward_s, clock.reward_only_s) == (14, 12, 1)
+    with clock.engine(), clock.trainer():
+        passes(3)
+    assert (clock.engine_s, clock.reward_s, clock.reward_only_s, clock.trainer_s) == (17, 12, 1, 107)
     batch = CollectedBatch(1, 1, 1, reward_open_s=5, reward_wait_s=1)
     assert batch.reward_hidden_share == pytest.approx(0.8)
 

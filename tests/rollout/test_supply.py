@@ -99,6 +99,33 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_been(killed_after: in
         again.rollouts.close()
 
 
+def test_a_batch_of_before_there_were_blocks_has_single_groups() -> None:
+    (batch, *_), _ = run(1)
+    older = {key: value for key, value in batch.to_json().items() if key not in ("blocks", "logprobs_s", "sleep_s")}
+    assert CollectedBatch.from_json(json.loads(json.dumps(older))).blocks == [1] * len(batch.groups)
+
+
+def test_what_is_ready_comes_while_it_is_collected_and_work_on_it_hides_rewards() -> None:
+    trained = Trained(engines=Simulated(delay=0.05), rewards=EvenIsRight(delay=0.05))
+    trained.rollouts.settings = replace(trained.rollouts.settings, own_devices=True)
+    try:
+        trained.supply.begin(1, 0)
+        found: list[int] = []
+        while blocks := trained.supply.ready():
+            with trained.supply.training():
+                found += [group.draw_index for block in blocks for group in block]
+                time.sleep(0.02)
+        trained.supply.finish()
+        batch = trained.supply.take(1, 0)
+        surplus = {group["draw_index"] for group in trained.supply.state_dict()["surplus"]}
+    finally:
+        trained.rollouts.close()
+    assert found
+    assert set(found) <= {group.draw_index for group in batch.groups} | surplus
+    assert batch.reward_wait_s <= batch.reward_open_s
+    assert trained.supply.ready() == []  # nothing is under way
+
+
 def test_a_batch_comes_back_from_json_as_it_was() -> None:
     (batch, *_), _ = run(2)
     assert CollectedBatch.from_json(json.loads(json.dumps(batch.to_json()))) == batch

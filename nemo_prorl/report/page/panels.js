@@ -29,7 +29,7 @@ const LENGTH = [
 
 const TIME = [
   { id: "phases", title: "Time of a step by phase", unit: "s", phases: true, area: true },
-  { id: "rewards-hidden", title: "Rollout: engine and rewards", unit: "s", keys: [["time/rollout/engine_s", "engine works"], ["time/rollout/reward_open_s", "a reward is open"], ["time/rollout/reward_wait_s", "only rewards wait"]], help: "What rewards add to a step is the last: rewards open and nothing generated." },
+  { id: "rewards-hidden", title: "Rollout: engine and rewards", unit: "s", keys: [["time/rollout/engine_s", "engine works"], ["time/rollout/reward_open_s", "a reward is open"], ["time/rollout/reward_wait_s", "only rewards wait"]], help: "What rewards add to a step is the last: rewards open, nothing generated and nothing computed." },
   { id: "speed", title: "Generated tokens", unit: "tokens/s of the rollout", keys: [["time/rollout/tokens_per_s", "tokens/s"]] },
   { id: "generated", title: "Generated tokens a step", unit: "tokens", keys: [["rollout/generated_tokens", "tokens"]], help: "Dropped groups included." },
 ];

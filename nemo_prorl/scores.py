@@ -88,7 +88,7 @@ class GroupScores:
         value_KT: list[Tensor] = []
         for block in blocks:  # one after the other: together they are hundreds of megabytes on a GPU
             scored = self._found[_key(block)]
-            value_KT += scored.values(self._policy.gather(scored.flat(self._policy.data_rank)))
+            value_KT += scored.values(self._policy.gather_values(scored.flat(self._policy.data_rank)))
         found_KBT = torch.zeros(3, len(rows_B), width)
         for b, number in enumerate(rows_B.tolist()):
             found_KBT[:, b, : value_KT[number].shape[1]] = value_KT[number]

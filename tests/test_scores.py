@@ -29,7 +29,7 @@ class Summed:
     def reference_logprobs(self, *batches: Batch) -> list[torch.Tensor]:
         return [2.0 * self.logprobs(batch)[0] for batch in batches]
 
-    def gather(self, mine_N: torch.Tensor) -> list[torch.Tensor]:
+    def gather_values(self, mine_N: torch.Tensor) -> list[torch.Tensor]:
         """The others' parts of the same block, which is the next in the order of the call; zeros follow some."""
         key = self.asked[self.gathered]
         self.gathered += 1

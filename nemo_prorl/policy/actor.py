@@ -129,7 +129,14 @@ class Actor:
         merged = functools.reduce(merge, self.gather(diagnostics))
         return {key: float(value) for key, value in merged.items()}
 
-    def gather(self, value_N: Tensor) -> list[Tensor]:
+    def gather(self, value: Any) -> list[Any]:
+        """What each data rank gives, in the order of ranks, on all of them."""
+        parts: list[Any] = [value] * self.data_size
+        if self.data_size > 1:
+            dist.all_gather_object(parts, value, group=parallel_state.get_data_parallel_group())
+        return parts
+
+    def gather_values(self, value_N: Tensor) -> list[Tensor]:
         """What each data rank gives, float32 on the CPU, in the order of ranks, on all of them; N is each rank's own,
         and zeros may follow."""
         if self.data_size == 1:

@@ -1,0 +1,38 @@
+"""Scripts that stand beside the package keep up with it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+HELPERS = {
+    "machine.py",
+    "reward_load.py",
+    "evaluate_offline.py",
+    "versus_trl_trainer.py",
+}  # imported or started by others
+
+
+def run(script: str, *words: str, seconds: float = 120) -> str:
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / script), *words], capture_output=True, text=True, timeout=seconds, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", sorted({path.name for path in FOLDER.glob("*.py")} - HELPERS))
+def test_each_script_says_what_it_does(script: str) -> None:
+    assert "usage:" in run(script, "--help")
+
+
+@pytest.mark.nemo
+def test_weak_scaling_makes_real_steps_on_two_ranks() -> None:
+    last = run("weak_scaling.py", "--ranks", "2", "--rows", "64", "--steps", "1", seconds=300).splitlines()[-1]
+    ranks, step, *_ = last.split()
+    assert int(ranks) == 2
+    assert float(step) > 0.0

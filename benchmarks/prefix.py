@@ -7,6 +7,7 @@ same length, on an engine of two million parameters: where prompts are shared, t
 first.  vLLM shares whole blocks of its cache only: of 32 tokens on a CPU, where its own default is 128, of 16 on a GPU.
 """
 
+import argparse
 import asyncio
 import random
 import statistics
@@ -63,6 +64,7 @@ async def measure(url: str, tokens: int) -> tuple[float, float, float]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     lines = [describe(), f"milliseconds to the first tokens, median of {REPEATS}", ""]
     lines.append(
         f"{'prompt':>10s} {'1 response':>12s} {'a group of 16':>14s} {'16 prompts':>12s}   shared of the 15 others"

@@ -198,6 +198,23 @@ def test_the_table_marks_the_stage_and_names_the_papers_hours(capsys: pytest.Cap
     assert "-" in next(line for line in lines if line.lstrip().startswith("in all")).split()
 
 
+def test_the_page_on_gpus_shows_what_it_prints(capsys: pytest.CaptureFixture[str], root: Path) -> None:
+    page = (root / "docs" / "gpu.md").read_text()
+    command = re.search(r"^prorl (plan cluster=h100_4x8 .*)$", page, re.MULTILINE)
+    assert command is not None
+    shown = [
+        line for line in page.splitlines() if line.startswith(("  trainer at most", "  KV cache", "  engine's sleep"))
+    ]
+    assert cli.main(command.group(1).split()) == 0
+    printed = capsys.readouterr().out
+    assert len(shown) == 3
+    assert not [line for line in shown if line.removesuffix(", ...") not in printed]
+    assert cli.main([*command.group(1).split(), "rollout.sleep=null"]) == 0
+    sequences = re.search(r"KV cache .*: (\d+) sequences", capsys.readouterr().out)
+    assert sequences is not None
+    assert f"has room for {sequences.group(1)} sequences" in page
+
+
 def test_json_is_the_same_as_one_object_and_documented(capsys: pytest.CaptureFixture[str], root: Path) -> None:
     arguments = ["plan", *H100, "stage=run6", "--mean-tokens", "4000", "--json"]
     assert cli.main(arguments) == 0

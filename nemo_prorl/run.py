@@ -195,11 +195,15 @@ class Run:
             if self.cfg.rollout.sleep is not None and torch.cuda.is_available():
                 torch.cuda.empty_cache()  # of its work nothing is in use now: engines that wake take the room
             self._rank_0.barrier()
+        self._published = version
+        if self.cfg.trainer.grpo.one_step_off:  # engines load them while the trainer goes on with the batch that waits
+            self.on_rank_0(lambda: self.services.rollouts.announce(str(path), version))
+            return
         with RECORDER.span(f"engines load weights {version}", "publication"):
             late = self.on_rank_0(lambda: self.services.rollouts.publish(str(path), version))
         for name, said in late:
             self.alarm(version, f"{name} did not wake ({said}); it was started again and has weights {version}")
-        self._published, self._engines_sleep = version, False
+        self._engines_sleep = False
 
     def sleep_engines(self) -> float:
         """Engines on the trainer's GPUs give their memory to it, where so configured; seconds that this took."""

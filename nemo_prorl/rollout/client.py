@@ -305,6 +305,14 @@ class EnginePool:
         """Engines that wait with their start until the others wake."""
         return {file.stem for file in self.endpoints.glob(f"engine-*{HELD_SUFFIX}")}
 
+    async def announce(self, path: str | Path, version: int) -> None:
+        """From now on these weights are asked for: each engine loads them before its next response, and nobody waits.
+
+        For engines that stay awake."""
+        self.current = (str(path), version)
+        for slot in self._slots.values():
+            slot.loaded = None  # also where it says so: an engine may hold weights of a run that was lost
+
     async def publish(self, path: str | Path, version: int, deadline: Deadline) -> None:
         """Loads a weights file into all engines, and wakes those that sleep; returns when each holds it.
 

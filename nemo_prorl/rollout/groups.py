@@ -67,6 +67,7 @@ class Engines(Protocol):
         version: int | None = None,
     ) -> list[Response]: ...
     async def publish(self, path: str, version: int, deadline: Deadline) -> None: ...
+    async def announce(self, path: str, version: int) -> None: ...
     async def sleep(self, level: int, deadline: Deadline) -> int: ...
     @property
     def wake_failures(self) -> dict[str, str]: ...
@@ -168,6 +169,10 @@ class Rollouts:
         deadline = self._change_deadline(f"publication of weights {version}")
         self._background.run(self._engines.publish(str(path), version, deadline))
         return sorted(self._engines.wake_failures.items())
+
+    def announce(self, path: str, version: int) -> None:
+        """Names the weights that engines load before they generate again; the wait is part of the next collection."""
+        self._background.run(self._engines.announce(str(path), version))
 
     def sleep(self) -> int:
         """Engines give their devices' memory away until the next publication; the bytes that this freed.

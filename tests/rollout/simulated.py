@@ -105,6 +105,9 @@ class Simulated:
     async def publish(self, path: str, version: int, deadline: Deadline) -> None:
         return None
 
+    async def announce(self, path: str, version: int) -> None:
+        return None
+
     wake_failures: dict[str, str] = {}  # noqa: RUF012
 
     async def sleep(self, level: int, deadline: Deadline) -> int:

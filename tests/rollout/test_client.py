@@ -185,6 +185,29 @@ def test_a_response_of_other_weights_is_thrown_away(tmp_path: Path) -> None:
     run(work, tmp_path)
 
 
+def test_announced_weights_are_loaded_before_the_next_response_and_by_whoever_is_asked(tmp_path: Path) -> None:
+    async def work(folder: Path) -> None:
+        fakes = [await Fake(folder, k).start() for k in range(2)]
+        pool = EnginePool(folder, "t", engines=2)
+        await pool.publish("file", 3, Deadline(30, "weights"))
+        await pool.announce("other", 4)
+        assert all(fake.calls == [("weights", 3)] for fake in fakes)
+        with pytest.raises(ValueError, match="weights 3 are asked for, but 4 are published"):
+            await pool.generate([5], [1], SAMPLING, Deadline(30, "a group"), version=3)
+        got = await pool.generate([5], [1, 2], SAMPLING, Deadline(30, "a group"), version=4)
+        assert [r.weight_version for r in got] == [4, 4]
+        await pool.announce("other", 4)  # of a run that went back: loaded again
+        await pool.generate([5], [1], SAMPLING, Deadline(30, "a group"), version=4)
+        await pool.close()
+        for fake in fakes:
+            await fake.stop()
+        calls = sorted((fake.calls for fake in fakes), key=len)
+        assert calls[0] == [("weights", 3)]  # the other had room for both
+        assert [name for name, _ in calls[1]] == ["weights", "weights", "generate", "weights", "generate"]
+
+    run(work, tmp_path)
+
+
 def test_a_restarted_engine_gets_the_current_weights_first(tmp_path: Path) -> None:
     async def work(folder: Path) -> None:
         first = await Fake(folder).start()

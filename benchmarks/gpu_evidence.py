@@ -5,8 +5,8 @@ python benchmarks/gpu_evidence.py --device cpu --small     every section that ca
 ... --wheels DIR            installs the wheels there into a folder of this run's own, without network
 ... --sections kernels,actor
 
-Needs a Python with torch, nothing else; not even that this project is installed.  Each section is a process of its own
-with a time limit: one that fails or hangs loses no other, and the files are written anew after each.
+Needs a Python with torch, and numpy or its wheel; not even that this project is installed.  Each section is a process
+of its own with a time limit: one that fails or hangs loses no other, and the files are written anew after each.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,9 @@ def facts(device: str) -> dict[str, Any]:
 
 
 def install(wheels: Path, target: Path) -> str | None:
-    """Unpacks wheels into a folder; what went wrong, if something did."""
-    files = sorted(str(file) for file in wheels.glob("*.whl"))
+    """Unpacks wheels into a folder; what went wrong, if something did.  A numpy that is there stays: torch knows it."""
+    there = {"numpy"} if find_spec("numpy") else set()
+    files = sorted(str(file) for file in wheels.glob("*.whl") if file.name.split("-")[0] not in there)
     if not files:
         return f"{wheels} holds no *.whl; `make gpu-wheels` collects them"
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]

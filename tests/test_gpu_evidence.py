@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,22 @@ def test_the_wheels_are_those_of_the_train_environment() -> None:
         return {line.split()[0].lower() for line in (ROOT / "setup" / name).read_text().splitlines() if "==" in line}
 
     assert pins("gpu-wheels.txt") <= pins("train.lock")
-    assert len(pins("gpu-wheels.txt")) == 5
+    assert len(pins("gpu-wheels.txt")) == 6
+
+
+def test_wheels_are_unpacked_without_network_and_a_numpy_that_is_there_stays(evidence: Any, tmp_path: Path) -> None:
+    (tmp_path / "wheels").mkdir()
+    assert "holds no *.whl" in evidence.install(tmp_path / "wheels", tmp_path / "target")
+    for name in ("numpy", "tiny_thing"):
+        information = f"{name}-9.dist-info"
+        with zipfile.ZipFile(tmp_path / "wheels" / f"{name}-9-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}.py", "here = True\n")
+            wheel.writestr(f"{information}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 9\n")
+            wheel.writestr(f"{information}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{information}/RECORD", "")
+    assert evidence.install(tmp_path / "wheels", tmp_path / "target") is None
+    assert (tmp_path / "target" / "tiny_thing.py").is_file()
+    assert not (tmp_path / "target" / "numpy.py").exists()
 
 
 def test_a_wrong_section_is_refused() -> None:

@@ -42,7 +42,13 @@ def reported(batch: CollectedBatch) -> dict[str, float]:
 def test_a_batch_by_hand() -> None:
     groups = [group_of([1.0, 0.0])] * 3  # of weights 0
     counts: dict[str, Any] = {"drawn": 9, "carried": 1, "stale": 2, "surplus": 4, "generated_tokens": 700}
-    seconds: dict[str, Any] = {"wall_s": 2.0, "engine_s": 1.5, "reward_open_s": 1.0, "reward_wait_s": 0.5}
+    seconds: dict[str, Any] = {
+        "wall_s": 2.0,
+        "engine_s": 1.5,
+        "reward_open_s": 1.0,
+        "reward_wait_s": 0.5,
+        "logprobs_s": 0.25,
+    }
     tasks = {"math": TaskTally(**MATH), "code": TaskTally(**CODE)}
     assert reported(CollectedBatch(3, 2, 4, groups, tasks, **counts, **seconds)) == {
         **{"reward/math": 9 / 15, "reward/code": 0.25, "reward/all": 10 / 19},
@@ -56,6 +62,7 @@ def test_a_batch_by_hand() -> None:
         **{"rollout/groups": 3, "rollout/masked": 1, "rollout/staleness": 2.0},
         **{f"rollout/{name}": value for name, value in counts.items()},
         **{"time/rollout/engine_s": 1.5, "time/rollout/reward_open_s": 1.0, "time/rollout/reward_wait_s": 0.5},
+        "time/rollout/logprobs_s": 0.25,
         "time/rollout/tokens_per_s": 350.0,
     }
 

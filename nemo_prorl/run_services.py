@@ -14,9 +14,10 @@ from nemo_prorl.data.render import PromptRenderer
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.rewards.client import RewardClient
 from nemo_prorl.rollout.client import EnginePool
-from nemo_prorl.rollout.groups import Rollouts, RolloutSettings
+from nemo_prorl.rollout.groups import Rollouts
 from nemo_prorl.rollout.one_engine import read_token
 from nemo_prorl.rollout.prompts import PromptStream
+from nemo_prorl.rollout.rollout_settings import RolloutSettings
 from nemo_prorl.rollout.supply import Supply
 
 _log = logging.getLogger(__name__)

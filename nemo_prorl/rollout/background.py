@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Coroutine, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from nemo_prorl.errors import RolloutAbandoned, StoppedCleanly
@@ -151,25 +152,18 @@ class OpenClock:
             self._trainer += trainer
 
     @contextlib.contextmanager
-    def engine(self) -> Iterator[None]:
-        self._changed(engine=1)
+    def _open(self, kind: str) -> Iterator[None]:
+        self._changed(**{kind: 1})
         try:
             yield
         finally:
-            self._changed(engine=-1)
+            self._changed(**{kind: -1})
 
-    @contextlib.contextmanager
-    def reward(self) -> Iterator[None]:
-        self._changed(reward=1)
-        try:
-            yield
-        finally:
-            self._changed(reward=-1)
+    def engine(self) -> AbstractContextManager[None]:
+        return self._open("engine")
 
-    @contextlib.contextmanager
-    def trainer(self) -> Iterator[None]:
-        self._changed(trainer=1)
-        try:
-            yield
-        finally:
-            self._changed(trainer=-1)
+    def reward(self) -> AbstractContextManager[None]:
+        return self._open("reward")
+
+    def trainer(self) -> AbstractContextManager[None]:
+        return self._open("trainer")

@@ -10,8 +10,9 @@ from typing import Any
 from nemo_prorl.config import DynamicSamplingConfig
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.rollout.collected import CollectedBatch
-from nemo_prorl.rollout.groups import Rollouts, RolloutSettings
+from nemo_prorl.rollout.groups import Rollouts
 from nemo_prorl.rollout.one_engine import Response, SamplingParams
+from nemo_prorl.rollout.rollout_settings import RolloutSettings
 
 SETTINGS = RolloutSettings(
     run_seed=1,

@@ -241,7 +241,7 @@ class Run:
             texts = [[self.renderer.decode(r.token_ids) for r in group.responses] for group in batch.groups]
             write_rollouts(self.dir, step, batch.groups, texts, self.cfg.trainer.grpo.save_rollout_groups)
         if self._one_step_off(step):
-            self.on_rank_0(lambda: self.services.supply.begin(step + 1, step - 1))
+            self.on_rank_0(lambda: self.services.supply.begin(step + 1, step - 1, aside=True))
         return batch.groups
 
     def _score_meanwhile(self, step: int) -> None:

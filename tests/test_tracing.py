@@ -62,7 +62,7 @@ def test_a_service_says_what_a_wrong_request_should_be() -> None:
 
 
 def test_what_is_missing_is_named_and_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_prorl.run_trace._END_S", 0.2)
+    monkeypatch.setattr("nemo_prorl.run_trace._END_S", 1.0)
     (tmp_path / "endpoints").mkdir()
     (tmp_path / "endpoints" / "token").write_text("t" * 16)
     traces = StepTraces(tmp_path, [2], rank=0, ranks=2, services={"engine": 1})
@@ -141,7 +141,15 @@ def test_the_time_without_an_engine_that_failed(monkeypatch: pytest.MonkeyPatch)
         ({"time/rollout/idle_s": None}, None),
         (
             {"time/rollout": 0.0, "time/updates": 10.0, "time/ahead": 0.0, "time/ahead/engines_wait_s": 6.0},
-            "engines idle 60 %: the trainer makes its updates (100 % of the step)",
+            "engines idle 60 %: the trainer makes its updates (60 % of the step)",
+        ),
+        (
+            {
+                **{"time/rollout": 0.0, "time/updates": 8.0, "time/logprobs": 2.0},
+                **{"time/ahead": 0.0, "time/ahead/engines_wait_s": 2.0},
+                **{"time/rollout/idle_s": 3.0, "time/rollout/tail_s": 3.0},
+            },
+            "engines idle 50 %: waiting for the last 3 of 768 responses (30 % of the step)",
         ),
         ({"time/rollout": 0.0, "time/ahead": 0.0}, "engines busy 100 %: generation sets the pace"),
     ],
@@ -150,6 +158,6 @@ def test_the_bottleneck_in_words(changed: dict[str, Any], said: str | None) -> N
     usual = {"time/rollout": 9.0, "time/updates": 1.0, "time/rollout/idle_s": 0.0, "time/rollout/tail_s": 0.0}
     usual |= {"time/rollout/tail_responses": 3.0, "time/rollout/responses": 768.0}
     m = usual | changed
-    seconds = m["time/rollout"] + m["time/updates"] + 5.0
+    seconds = m["time/rollout"] + m["time/updates"] + m.get("time/logprobs", 0.0) + 5.0
     told = bottleneck([m | {"time/step": seconds, "time/validate": 5.0}])
     assert told is None if said is None else told is not None and told.endswith(said)

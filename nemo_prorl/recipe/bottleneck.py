@@ -22,7 +22,7 @@ def bottleneck(steps: Sequence[Mapping[str, Any]]) -> str | None:
     idle = sum(_without_engines(m) + number(m, "time/rollout/idle_s") for m in steps) / seconds
     if idle < _WELL:
         return f"engines busy {100 * (1 - idle):.0f} %: generation sets the pace"
-    causes = {text: sum(number(m, f"time/{phase}") for m in steps) for phase, text in _TRAINER.items()}
+    causes = {text: sum(_held_up(m, f"time/{phase}") for m in steps) for phase, text in _TRAINER.items()}
     left = sum(number(m, "time/rollout/tail_responses") for m in steps) / len(steps)
     asked = sum(number(m, "time/rollout/responses") for m in steps) / len(steps)
     causes[f"waiting for the last {left:.0f} of {asked:.0f} responses"] = sum(
@@ -40,6 +40,16 @@ def _without_engines(m: Mapping[str, Any]) -> float:
     if "time/ahead" in m:
         return number(m, "time/publish") + number(m, "time/ahead/engines_wait_s")
     return number(m, "time/step") - number(m, "time/validate") - number(m, "time/rollout")
+
+
+def _held_up(m: Mapping[str, Any], phase: str) -> float:
+    """Seconds for which engines waited for a phase of the trainer.  One step off, they work beside all of them but the
+    publication, and wait once for all: a phase's part of that is as large as its part of them."""
+    seconds = number(m, phase)
+    if "time/ahead" not in m or phase == "time/publish":
+        return seconds
+    beside = sum(number(m, f"time/{name}") for name in _TRAINER if name != "publish")
+    return number(m, "time/ahead/engines_wait_s") * seconds / beside if beside else 0.0
 
 
 def number(metrics: Mapping[str, Any], key: str) -> float:

@@ -127,12 +127,13 @@ class OpenClock:
     """Seconds with engine work open, with reward work open, with reward work and nothing else, and with the trainer's
     work while no engine has any.
 
-    Any thread may use it: the trainer's own work, which is not the event loop's, counts as something else.
+    Any thread may use it: the trainer's own work, which is not the event loop's, counts as something else.  So does
+    `elsewhere`: nobody waits for what is under way.
     """
 
     def __init__(self) -> None:
         self.engine_s = self.reward_s = self.reward_only_s = self.trainer_s = 0.0
-        self._engine = self._reward = self._trainer = 0
+        self._engine = self._reward = self._trainer = self._elsewhere = 0
         self._since = time.monotonic()
         self._lock = threading.Lock()
 
@@ -141,15 +142,17 @@ class OpenClock:
         passed, self._since = now - self._since, now
         self.engine_s += passed if self._engine else 0.0
         self.reward_s += passed if self._reward else 0.0
-        self.reward_only_s += passed if self._reward and not self._engine and not self._trainer else 0.0
+        waited_for = not self._engine and not self._trainer and not self._elsewhere
+        self.reward_only_s += passed if self._reward and waited_for else 0.0
         self.trainer_s += passed if self._trainer and not self._engine else 0.0
 
-    def _changed(self, engine: int = 0, reward: int = 0, trainer: int = 0) -> None:
+    def _changed(self, engine: int = 0, reward: int = 0, trainer: int = 0, elsewhere: int = 0) -> None:
         with self._lock:
             self._advance()
             self._engine += engine
             self._reward += reward
             self._trainer += trainer
+            self._elsewhere += elsewhere
 
     @contextlib.contextmanager
     def _open(self, kind: str) -> Iterator[None]:
@@ -167,3 +170,6 @@ class OpenClock:
 
     def trainer(self) -> AbstractContextManager[None]:
         return self._open("trainer")
+
+    def elsewhere(self) -> AbstractContextManager[None]:
+        return self._open("elsewhere")

@@ -160,11 +160,13 @@ class Rollouts:
     def begin(
         self, step: int, version: int, on_block: Callable[[list[Group]], None] | None = None
     ) -> "Future[CollectedBatch]":
-        """Starts what `collect` does.  Until `end` nothing else is asked of this object, but for `training`.
+        """Starts what `collect` does.  Until `end` nothing else is asked of this object, but for `training`
+        and `elsewhere`.
 
         Returns what tells that it is over; its result is `end`'s.
         """
         self._before = self._surplus, self._draws, self.keep_rates.state_dict()
+        self._clock, self._freed = OpenClock(), None
         self._begun = self._background.start(self._collect(step, version, on_block))
         return self._begun
 
@@ -180,6 +182,10 @@ class Rollouts:
     def training(self) -> AbstractContextManager[None]:
         """Inside, the trainer works: a reward that is open then is not waited for."""
         return self._clock.trainer()
+
+    def elsewhere(self) -> AbstractContextManager[None]:
+        """Inside, nobody waits for what is collected; its end may come after the collection's."""
+        return self._clock.elsewhere()
 
     @property
     def abandoned(self) -> bool:
@@ -239,7 +245,6 @@ class Rollouts:
 
     async def _collect(self, step: int, version: int, on_block: Callable[[list[Group]], None] | None) -> CollectedBatch:
         settings, dynamic = self.settings, self.settings.dynamic_sampling
-        self._clock, self._freed = OpenClock(), None
         work = _Work(
             step,
             version,

@@ -31,6 +31,7 @@ class _Begun:
     """A collection under way: where its prompts begin, the blocks that it found, and when it was over (monotonic)."""
 
     position: list[tuple[int, int]]
+    aside: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # open while nobody waits for it
     ready: "queue.SimpleQueue[list[Group] | None]" = field(default_factory=queue.SimpleQueue)  # None: it is over
     over: float | None = None
 
@@ -64,11 +65,16 @@ class Supply:
         batch, self._waiting = self._waiting, None
         return batch
 
-    def begin(self, step: int, version: int) -> None:
-        """Starts to collect the batch of a step, unless it waits; what goes wrong with it `finish` says."""
+    def begin(self, step: int, version: int, aside: bool = False) -> None:
+        """Starts to collect the batch of a step, unless it waits; what goes wrong with it `finish` says.
+
+        `aside`: until then the trainer makes its updates, and nothing waits for this batch's rewards.
+        """
         if self._waiting is None:
             with contextlib.suppress(RolloutAbandoned):
                 self._begun = self._begin(step, version)
+                if aside:
+                    self._begun.aside.enter_context(self._rollouts.elsewhere())
 
     def ready(self) -> list[list[Group]]:
         """Blocks of groups that the trainer can begin with, new since the last call (`Rollouts.collect`).  Waits for
@@ -97,6 +103,7 @@ class Supply:
         if begun is None:
             return 0.0
         asked = time.monotonic()
+        begun.aside.close()
         with contextlib.suppress(RolloutAbandoned):
             self._waiting = self._end(begun)
         return max(0.0, asked - (begun.over or asked))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_prorl.config import DynamicSamplingConfig
+from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import EngineRefused, RolloutAbandoned
 from nemo_prorl.rollout.collected import CollectedBatch
 from nemo_prorl.rollout.groups import Rollouts
@@ -105,7 +106,7 @@ def test_a_batch_of_before_there_were_blocks_has_single_groups() -> None:
     assert CollectedBatch.from_json(json.loads(json.dumps(older))).blocks == [1] * len(batch.groups)
 
 
-def test_what_is_ready_comes_while_it_is_collected_and_work_on_it_hides_rewards() -> None:
+def test_what_is_ready_comes_while_it_is_collected() -> None:
     trained = Trained(engines=Simulated(delay=0.05), rewards=EvenIsRight(delay=0.05))
     trained.rollouts.settings = replace(trained.rollouts.settings, own_devices=True)
     try:
@@ -122,8 +123,27 @@ def test_what_is_ready_comes_while_it_is_collected_and_work_on_it_hides_rewards(
         trained.rollouts.close()
     assert found
     assert set(found) <= {group.draw_index for group in batch.groups} | surplus
-    assert batch.reward_wait_s <= batch.reward_open_s
     assert trained.supply.ready() == []  # nothing is under way
+
+
+@pytest.mark.parametrize("aside", [True, False])
+def test_rewards_that_nobody_waits_for_are_hidden(aside: bool) -> None:
+    trained = Trained(rewards=EvenIsRight(delay=0.2))
+    try:
+        trained.supply.begin(1, 0, aside=aside)
+        begun = trained.supply._begun
+        assert begun is not None
+        Deadline(60, "the batch").wait_until(lambda: begun.over is not None)
+        trained.supply.finish()
+        batch = trained.supply.take(1, 0)
+    finally:
+        trained.rollouts.close()
+    assert batch.reward_open_s > 0.0
+    assert batch.logprobs_s == 0.0
+    if aside:
+        assert batch.reward_wait_s < batch.reward_open_s / 2  # before `begin` returned
+    else:
+        assert batch.reward_wait_s > batch.reward_open_s / 2
 
 
 def test_a_batch_comes_back_from_json_as_it_was() -> None:
@@ -145,10 +165,12 @@ def test_what_is_left_over_is_one_version_older_than_its_batch(staleness: int, c
 
 @pytest.mark.parametrize("seconds", [0.0, 0.01, 0.05])
 def test_a_batch_given_up_while_a_step_trains_was_never_begun(seconds: float) -> None:
-    trained = Trained(Simulated(delay=0.05), EvenIsRight(delay=0.05), oversubscription=2.0)
+    engines = Simulated(delay=0.05)
+    trained = Trained(engines, EvenIsRight(delay=0.05), oversubscription=2.0)
     try:
         trained.step(1)
         batch = trained.supply.take(2, 1)
+        engines.delay = 5.0  # the next batch does not end before it is given up
         before = trained.state()
         threading.Timer(seconds, trained.rollouts.abandon).start()
         trained.supply.begin(3, 1)
@@ -200,10 +222,15 @@ def test_engines_wait_for_a_slow_trainer_and_are_counted_busy_until_then() -> No
     trained = Trained()
     try:
         trained.supply.take(1, 0)
+        began = time.monotonic()
         trained.supply.begin(2, 0)
+        begun = trained.supply._begun
+        assert begun is not None
+        Deadline(20, "the batch").wait_until(lambda: begun.over is not None)
+        assert begun.over is not None
         time.sleep(0.3)
-        assert 0.2 < trained.supply.finish() <= 0.4
-        assert trained.supply.take(2, 1).load["idle_s"] < 0.2
+        assert 0.3 <= trained.supply.finish() <= time.monotonic() - begun.over
+        assert trained.supply.take(2, 1).load["idle_s"] <= begun.over - began
         assert trained.supply.finish() == 0.0  # nothing was begun
     finally:
         trained.rollouts.close()

@@ -29,6 +29,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "rollout.sleep": (None, 1, 2),
     "rollout.dtype": ("float32", "bfloat16", "float16"),
     "model.fp8": (None, "hybrid", "e4m3"),
+    "model.fp8_recipe": (None, "tensorwise", "delayed"),
     "model.optim.name": ("mcore_distributed_optim",),
     "model.position_embedding_type": ("rope",),
     "model.normalization": ("rmsnorm",),
@@ -277,6 +278,8 @@ def _layout(cfg: DictConfig) -> None:
         raise _wrong("model.packed_sequences", True, why)
     if OmegaConf.select(model, "fp8") and not OmegaConf.select(model, "transformer_engine"):
         raise _wrong("model.fp8", model.fp8, "is Transformer Engine's; set model.transformer_engine=true, or fp8=null")
+    if OmegaConf.select(model, "fp8") and OmegaConf.select(model, "fp8_recipe") is None:
+        raise _wrong("model.fp8_recipe", None, f"says no scales for model.fp8={model.fp8}; set it to tensorwise")
 
 
 def _batch(cfg: DictConfig) -> None:

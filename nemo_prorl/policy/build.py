@@ -60,6 +60,8 @@ def nemo_config(cfg: DictConfig, hf_folder: Path, hf: dict[str, Any], log_dir: P
     }
     fp8 = model.pop("fp8", None)  # NeMo has three keys for it
     model |= {"fp8": fp8 is not None, "fp8_hybrid": fp8 == "hybrid", "fp8_e4m3": fp8 == "e4m3"}
+    if fp8 is None:
+        model.pop("fp8_recipe", None)
     user_keys = ("num_nodes", "devices", "accelerator", "precision", "gradient_clip_val")
     trainer = {key: cfg.trainer[key] for key in user_keys} | LIGHTNING_KEYS | {"grpo": {}}
     exp = dict(cfg.exp_manager) | {"explicit_log_dir": str(log_dir)} if log_dir is not None else None

@@ -3,6 +3,8 @@
 A CPU configuration is asked nothing of this.
 """
 
+import importlib.metadata
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from nemo_prorl.recipe.devices import devices_words, node_devices
 from nemo_prorl.recipe.memory import device_bytes
 
 FP8 = (8, 9)  # Ada; Hopper is 9.0
+TENSORWISE = (2, 2)  # Transformer Engine's first version with scales of the tensors at hand
 BF16 = (8, 0)
 IDLE_BYTES = 1 << 30  # a GPU that holds more than this is somebody's
 _SMI = [
@@ -74,6 +77,9 @@ def of_run(cfg: DictConfig, rollout_python: Path) -> Iterator[Check]:
     wanted, words = node_devices(cfg), devices_words(cfg)
     yield from gpus_judged(gpus, wanted, device_bytes(cfg), words)
     yield capability_judged(gpus, OmegaConf.select(cfg, "model.fp8"), _wants_bf16(cfg))
+    if OmegaConf.select(cfg, "model.transformer_engine"):
+        scales = OmegaConf.select(cfg, "model.fp8_recipe") if OmegaConf.select(cfg, "model.fp8") else None
+        yield layers_judged(_version("transformer-engine"), scales)
     for name, python in (("torch", sys.executable), ("engine", str(rollout_python))):
         try:
             facts = TorchFacts(**ask(python, _TORCH))
@@ -83,6 +89,13 @@ def of_run(cfg: DictConfig, rollout_python: Path) -> Iterator[Check]:
         yield torch_judged(name, facts, wanted, words)
         if name == "torch":
             yield nccl_judged(facts)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _wants_bf16(cfg: DictConfig) -> bool:
@@ -136,6 +149,19 @@ def capability_judged(gpus: Sequence[Gpu], fp8: str | None, bf16: bool) -> Check
         cure = "set trainer.precision=16-mixed and rollout.dtype=float16, or 32 and float32; bf16 needs 8.0 (Ampere)"
         return Check("precision", "fail", f"{text}, nor does bf16", cure)
     return Check("precision", "pass", text)
+
+
+def layers_judged(version: str | None, scales: str | None) -> Check:
+    """Transformer Engine by its version (None: not there); `scales`: model.fp8_recipe, where FP8 is wanted."""
+    name = "transformer engine"
+    if version is None:
+        cure = "train in a container that has it, or set model.transformer_engine=false and model.fp8=null"
+        return Check(name, "fail", "model.transformer_engine=true, and it is not installed here", cure)
+    found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if scales == "tensorwise" and found < TENSORWISE:
+        cure = "update it, or set model.fp8_recipe=delayed (see its comment) or model.fp8=null"
+        return Check(name, "fail", f"version {version}; model.fp8_recipe=tensorwise needs 2.2", cure)
+    return Check(name, "pass", f"version {version}")
 
 
 def torch_judged(name: str, facts: TorchFacts, wanted: int, words: str) -> Check:

@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 
 from nemo_prorl.errors import ConfigError, ProrlError, UnfitMachine
 from nemo_prorl.events import Events
+from nemo_prorl.launcher.link import free_port
 from nemo_prorl.launcher.prepare import prepare
 from nemo_prorl.launcher.processes import MergedLog
 from nemo_prorl.launcher.supervisor import Node, Place
@@ -68,7 +69,9 @@ def preflight(cfg: DictConfig, config_text: str, events: Events) -> int:
 
 def _node(cfg: DictConfig, run_dir: Path, tasks: list[str], events: Events) -> Node:
     clear_endpoints(run_dir)
-    return Node(cfg, run_dir, tasks, MergedLog(run_dir / "logs" / "all.log"), events, Place(port=free_port()))
+    return Node(
+        cfg, run_dir, tasks, MergedLog(run_dir / "logs" / "all.log"), events, Place(port=free_port("127.0.0.1"))
+    )
 
 
 def one_node(cfg: DictConfig) -> Path:
@@ -144,16 +147,8 @@ def clear_endpoints(run_dir: Path) -> None:
         file.write(secrets.token_urlsafe(32))
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket() as s:
-        s.bind((host, 0))
-        port: int = s.getsockname()[1]
-        return port
-
-
 __all__ = [
     "clear_endpoints",
-    "free_port",
     "is_finished",
     "locked",
     "one_node",

@@ -14,6 +14,7 @@ import hmac
 import json
 import logging
 import queue
+import random
 import socket
 import threading
 import time
@@ -33,6 +34,22 @@ _LINE_BYTES = 1 << 20  # of a message
 _LOG_CHARS = 1 << 14  # of a line of log; the process's own file has all of it
 _LOG_LINES = 20_000  # that may wait, to be sent or written; more are dropped: nobody waits for a log
 _RETRY_S = 0.3
+
+
+def free_port(host: str = "") -> int:
+    """A port to listen at in a while: below those that the system gives to connections meanwhile, if one is free."""
+    try:
+        with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+            below = int(file.read().split()[0])
+    except (OSError, ValueError):
+        below = 32768
+    tries = [random.SystemRandom().randrange(below - 12_000, below) for _ in range(100)] if below > 20_000 else []
+    for port in (*tries, 0):
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind((host, port))
+            found: int = s.getsockname()[1]
+            return found
+    raise OSError(f"no port of {host or 'this machine'} is free")
 
 
 class NodeLost(ProrlError, ConnectionError):

@@ -21,7 +21,7 @@ from typing import Any
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DeadlineExceeded, ProrlError, UnfitMachine
-from nemo_prorl.launcher.link import Leader, Line, NodeLost, join
+from nemo_prorl.launcher.link import Leader, Line, NodeLost, free_port, join
 from nemo_prorl.launcher.supervisor import End, Node, Place
 
 _log = logging.getLogger(__name__)
@@ -241,14 +241,12 @@ def _follow(args: argparse.Namespace, host: str, port: int, token: str) -> int:
 
 
 def _lead(args: argparse.Namespace, host: str, port: int, token: str) -> int:
-    from nemo_prorl.launcher.job import free_port
-
     try:
         leader = Leader(args.nodes, token, args.silence_s, port)
     except OSError as error:
         _log.error("port %d cannot be listened at: %s", port, error)
         return 1
-    place = Place(0, args.nodes, args.host, host, free_port(""))
+    place = Place(0, args.nodes, args.host, host, free_port())
     end = End(1, "the node supervisor was interrupted", args.host)
     try:
         end = lead(args, leader, place)

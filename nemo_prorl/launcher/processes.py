@@ -58,6 +58,7 @@ class Child:
     _ended: list[float] = field(default_factory=list)
     _restart_at: float = 0.0
     _log_failed: bool = False
+    _copier: threading.Thread | None = None
 
     def start(self) -> None:
         """Starts the process in a session of its own.  Each of our programs ends by itself when this process does."""
@@ -76,13 +77,15 @@ class Child:
         if self.cores is not None:  # its threads and children, which do not exist yet, inherit it
             with contextlib.suppress(ProcessLookupError):  # it ended: whoever watches it says so
                 os.sched_setaffinity(self.process.pid, self.cores)
-        threading.Thread(target=self._copy_output, args=(self.process,), daemon=True, name=f"log {self.name}").start()
+        self._copier = threading.Thread(
+            target=self._copy_output, args=(self.process,), daemon=True, name=f"log {self.name}"
+        )
+        self._copier.start()
 
     def _copy_output(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdout is not None
         for line in process.stdout:  # to the end, whatever a disk says: a full pipe would stop the process
             line = line.rstrip("\n")
-            self.tail.append(line)
             try:
                 with self.log_file.open("a", errors="replace") as log:
                     log.write(line + "\n")
@@ -93,8 +96,14 @@ class Child:
                 self._log_failed = True
             else:
                 self._log_failed = False
+            self.tail.append(line)
             if self.on_line is not None:
                 self.on_line(line)
+
+    def read_out(self) -> None:
+        """Waits a moment for the last lines of a process that ended.  What it started may hold its output open."""
+        if self._copier is not None:
+            self._copier.join(1.0)
 
     def signal(self, number: int) -> None:
         """Signals the process, if it runs."""
@@ -119,6 +128,7 @@ class Child:
             self.kill_group()
             self._ended = [t for t in self._ended if now - t < 3600.0] + [now]
             if len(self._ended) > self.restarts:
+                self.read_out()
                 raise ProcessFailed(
                     f"{self.name} ended with status {self.process.returncode}, {len(self._ended)} times within an hour;"
                     f" its log is {self.log_file}, and ends:\n" + "\n".join(list(self.tail)[-12:])

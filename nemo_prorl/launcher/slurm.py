@@ -26,7 +26,6 @@ import secrets
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -41,7 +40,7 @@ if not __package__:  # started by path: this folder's module names must not shad
 from nemo_prorl.deadlines import Deadline  # noqa: E402
 from nemo_prorl.errors import DeadlineExceeded, ProrlError  # noqa: E402
 from nemo_prorl.launcher.launches import PREEMPTED, Launches  # noqa: E402
-from nemo_prorl.launcher.link import STARTER, Line, join  # noqa: E402
+from nemo_prorl.launcher.link import STARTER, Line, free_port, join  # noqa: E402
 from nemo_prorl.launcher.slurm_job import Job, output, say  # noqa: E402
 
 OWN_PYTHON = str(ROOT / ".venv" / "train" / "bin" / "python")
@@ -242,7 +241,7 @@ class Driver:
 
     def attempt(self) -> dict[str, Any]:
         """Starts the nodes once and waits for their end."""
-        token, port = secrets.token_urlsafe(32), _free_port()
+        token, port = secrets.token_urlsafe(32), free_port()
         self.line = None
         srun = subprocess.Popen(self.node_command(port), env=self.environment(token), stdin=subprocess.DEVNULL)
         threading.Thread(target=self._join, args=(port, token, srun), daemon=True).start()
@@ -427,13 +426,6 @@ def _gpus_on_node() -> int:
     if (count := os.environ.get("SLURM_GPUS_ON_NODE", "")).isdigit():
         return int(count)
     return len([d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d])
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("", 0))
-        port: int = s.getsockname()[1]
-        return port
 
 
 def main() -> NoReturn:

@@ -183,7 +183,9 @@ class Node:
         end = time.monotonic() + (self.cfg.trainer.deadlines.stop_s if clean else 10.0)
         while time.monotonic() < end and any(r.process is not None and r.process.poll() is None for r in ranks):
             time.sleep(0.1)
-        time.sleep(0.2)  # the last lines of its log
+        for rank in ranks:
+            if rank.process is not None and rank.process.poll() is not None:
+                rank.read_out()
         if self.progress is not None:
             self.progress.update()
         codes = [r.process.poll() for r in ranks if r.process is not None]

@@ -94,10 +94,24 @@ class _Places:
         return found
 
 
+def _same_port() -> list[socket.socket]:
+    """A TCP socket that listens and a UDP socket, at one port number that is free for both."""
+    for _ in range(100):
+        listener, datagrams = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        try:
+            datagrams.bind(listener.getsockname())
+        except OSError:
+            listener.close()
+            datagrams.close()
+        else:
+            return [listener, datagrams]
+    raise OSError("no port of 127.0.0.1 is free for TCP and UDP")
+
+
 @contextlib.contextmanager
 def _canaries() -> Iterator[_Places]:
     folder = Path(tempfile.mkdtemp(prefix="prorl-canary-"))
-    sockets = [socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)]
+    sockets = _same_port()
     abstract = [socket.socket(socket.AF_UNIX, kind) for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM)]
     try:
         folder.chmod(0o777)
@@ -105,7 +119,6 @@ def _canaries() -> Iterator[_Places]:
         secret.write_text(text)
         secret.chmod(0o644)
         port = sockets[0].getsockname()[1]
-        sockets[1].bind(("127.0.0.1", port))
         name = f"prorl-canary-{os.urandom(8).hex()}"
         abstract[0].bind("\0" + name)
         abstract[0].listen()

@@ -104,18 +104,18 @@ def test_an_error_that_leaves_the_run_is_a_failure(script: Script, tmp_path: Pat
 def test_a_slow_hook_delays_nothing_and_is_killed(
     script: Script, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    events = Events(script("sleep 60 & echo $! $$ >> pids; wait"), tmp_path, kill_after_s=0.4)
+    events = Events(script("sleep 60 & echo $! $$ >> pids; wait"), tmp_path, kill_after_s=2.0)
     began = time.monotonic()
     for step in range(5):
         events.tell("alarm", step, "slow")
-    assert time.monotonic() - began < 0.4
+    assert time.monotonic() - began < 2.0
     assert len(events._running) == 3  # at a time
     settled(events)
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 10
     Deadline(5, "the end of all").wait_until(lambda: not any(is_alive(pid) for pid in pids))
-    assert caplog.text.count("was killed after 0.4 s") == 1  # told once; the rest is in its own log
-    assert (tmp_path / "logs" / "on_event.log").read_text().count("was killed after 0.4 s") == 5
+    assert caplog.text.count("was killed after 2 s") == 1  # told once; the rest is in its own log
+    assert (tmp_path / "logs" / "on_event.log").read_text().count("was killed after 2 s") == 5
 
 
 def is_alive(pid: int) -> bool:
@@ -143,9 +143,9 @@ def test_at_the_end_it_gets_a_moment_and_no_more(script: Script, tmp_path: Path)
             events.tell("alarm", step, "late")
     assert len(told(tmp_path)) == 5
     began = time.monotonic()
-    with Events(script("echo $$ > pid; sleep 60"), tmp_path, grace_s=0.3) as events:
+    with Events(script("echo $$ > pid; sleep 60"), tmp_path, grace_s=2.0) as events:
         events.tell("alarm", 1, "stuck")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
 

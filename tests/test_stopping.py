@@ -54,9 +54,9 @@ def test_a_job_near_its_end_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_step_that_outlasts_its_job_is_asked_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(JOB_START, str(time.time()))
-    stopping, given_up = Stopping(DeadlinesConfig(job_s=0.5, finish_step_s=0.2)), threading.Event()
+    stopping, given_up = Stopping(DeadlinesConfig(job_s=2.4, finish_step_s=1.0)), threading.Event()
     stopping.abandons(given_up.set)
-    assert given_up.wait(0.45)  # asked 0.4 s before the end, given up 0.2 s later
+    assert given_up.wait(2.3)  # asked 2 s before the end, given up 1 s later
 
 
 class Busy:

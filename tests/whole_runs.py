@@ -74,11 +74,16 @@ class Job:
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return _lines(path) if path.is_file() else []
 
 
 def events_of(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "journal.jsonl").read_text().splitlines()]
+    return _lines(run_dir / "journal.jsonl")
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Without the end of what is being written."""
+    return [json.loads(line) for line in path.read_text().rpartition("\n")[0].splitlines()]
 
 
 def without_time(values: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +110,10 @@ def engine_process(job: Job) -> psutil.Process:
 
 
 def gone(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # between the two
+        return True
 
 
 def run_undisturbed(root: Path, folder: Path) -> Path:

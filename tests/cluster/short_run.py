@@ -5,7 +5,8 @@ short_run.py -m MODULE ...                       as Python does
 short_run.py rank RUN_DIR RANK STEPS RANKS       a stand-in of a trainer rank
 
 Rank 0 makes a checkpoint each 0.4 s.  Files in RUN_DIR/orders: `kill-RANK` makes that rank kill itself at each start,
-`kill-once-RANK` at one, and the others end with 1; `stop` makes all end with 75, as after `prorl control stop`.
+`kill-once-RANK` at one, and the others end with 1; `stop` makes all end with 75, as after `prorl control stop`;
+`hold-STEP` lets rank 0 make no step after that one before something ends it.
 """
 
 import json
@@ -25,6 +26,11 @@ def rank(run_dir: Path, number: int, steps: int, ranks: int) -> int:
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
     orders, checkpoints = run_dir / "orders", run_dir / "checkpoints"
+
+    def let_go() -> None:
+        for path in orders.glob("hold-*"):
+            path.unlink(missing_ok=True)
+
     (run_dir / f"up-{number}").touch()
     while not asked and not all((run_dir / f"up-{k}").exists() for k in range(ranks)):  # as torch's rendezvous
         time.sleep(0.02)
@@ -34,15 +40,18 @@ def rank(run_dir: Path, number: int, steps: int, ranks: int) -> int:
             return 0
         if asked or (orders / "stop").exists() or (run_dir / "stopped").exists():
             (run_dir / "stopped").touch()  # ranks agree on a stop
+            let_go()
             return 75
         if (run_dir / "died").exists():
+            let_go()
             return 1
         if (orders / f"kill-{number}").exists() or (orders / f"kill-once-{number}").exists():
             (orders / f"kill-once-{number}").unlink(missing_ok=True)
             (run_dir / "died").touch()
+            let_go()
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.4 if number == 0 else 0.1)
-        if number == 0:
+        if number == 0 and not (orders / f"hold-{done}").exists():
             made = checkpoints / f"step-{done + 1:06d}"
             made.mkdir(parents=True)
             (made / "state.tmp").write_text(json.dumps({"by": os.environ["SLURMD_NODENAME"]}))

@@ -149,7 +149,7 @@ def test_what_agrees_is_kept_and_the_judge_is_asked_once(
 def test_killed_and_started_again_it_asks_only_for_what_is_missing(tmp_path: Path, judge: Judge) -> None:
     given, count = words(tmp_path, judge, 60), 60
     cache = tmp_path / "out" / "judge-cache.jsonl"
-    judge.slow_s = 0.05
+    judge.slow_s = 0.1
     command = [sys.executable, "-m", "nemo_prorl.cli", "data", "prepare", *given]
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.getcwd()}, stderr=subprocess.DEVNULL)
     until = time.monotonic() + 60
@@ -166,6 +166,7 @@ def test_killed_and_started_again_it_asks_only_for_what_is_missing(tmp_path: Pat
     with cache.open("ab") as file:
         file.write(b'{"key": "cut o')  # as a kill in the middle of a write leaves it
     judge.slow_s = 0.0
+    time.sleep(0.5)  # a request that was on its way at the kill has come
     while judge.busy:
         time.sleep(0.01)
     judge.asked.clear()

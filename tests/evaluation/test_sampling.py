@@ -117,7 +117,7 @@ class Slow(Drawn):
         self.open += len(seeds)
         self.seen.append(self.open)
         for index, seed in enumerate(seeds):
-            await asyncio.sleep(0.05 if index == len(seeds) - 1 else 0)
+            await asyncio.sleep(0.5 if index == len(seeds) - 1 else 0)
             self.open -= 1
             self.seeds.append(seed)
             on_reply(index, Reply("answer", True, 2))

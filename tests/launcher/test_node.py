@@ -98,9 +98,9 @@ def test_what_is_wrong_is_told_to_who_started_the_nodes(
 ) -> None:
     import threading
 
-    from nemo_prorl.launcher.job import free_port
+    from nemo_prorl.launcher.link import free_port
 
-    port, heard = free_port(), []
+    port, heard = free_port("127.0.0.1"), []
     monkeypatch.setenv(TOKEN, "secret")
 
     def listen() -> None:

@@ -125,8 +125,8 @@ def test_stopping_is_asked_for_and_then_enforced(start: Start, tmp_path: Path) -
     below = pid_in(tmp_path / "below")
     Deadline(20, "both").wait_until(lambda: "up" in polite.tail and "up" in stubborn.tail)
     began = time.monotonic()
-    stop_all([polite, stubborn], 0.5)
-    assert time.monotonic() - began < 10
+    stop_all([polite, stubborn], 3.0)
+    assert time.monotonic() - began < 20
     assert polite.process is not None
     assert stubborn.process is not None
     assert (polite.process.returncode, stubborn.process.returncode) == (75, -9)

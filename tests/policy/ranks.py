@@ -8,7 +8,6 @@ NeMo takes 15 s to import: one process does it and forks the ranks of each layou
 import errno
 import os
 import shutil
-import socket
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ import torch
 from nemo_prorl.algorithms.losses import LossConfig, denominator_terms
 from nemo_prorl.batch import Batch
 from nemo_prorl.errors import ProrlError, disk_full
+from nemo_prorl.launcher.link import free_port
 from nemo_prorl.policy.tools import export_hf, import_hf
 from nemo_prorl.policy.weights import HFFolder, model_keys_from_hf, write_hf_folder
 from nemo_prorl.settings import load
@@ -368,9 +368,7 @@ def failing_writes(actor: Any, out: Path) -> dict[str, list[Any]]:
 
 def fork_ranks(world: int, work: Callable[[], None], log: Path, seconds: float) -> None:
     """Runs `work` in `world` forked ranks; raises with their output if one fails or the time is over."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port("127.0.0.1")
     children = []
     for rank in range(world):
         pid = os.fork()

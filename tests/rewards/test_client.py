@@ -160,7 +160,7 @@ def test_a_wrong_token_and_a_raising_plugin_are_infrastructure(
         assert (verdict["score"], verdict["failure"]) == (None, "infrastructure")
         assert client.stats.retries == 2  # long before the deadline: raising again and again stalls no run
         (tmp_path / "token").write_text("wrong")
-        verdict = await client.score(request_of("echo", "1"), Deadline(1, "a verdict"))
+        verdict = await client.score(request_of("echo", "1"), Deadline(5, "a verdict"))
         assert verdict["failure"] == "infrastructure"
         assert "HTTP 401" in verdict["detail"]
 

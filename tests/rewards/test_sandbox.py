@@ -306,17 +306,20 @@ def test_a_killed_sandbox_starts_again_and_the_verdict_is_right(box: ProcessSand
 def test_a_program_that_is_killed_from_outside_is_tried_again(box: ProcessSandbox) -> None:
     """As when a machine runs out of memory; one that is killed each time has failed."""
 
+    def alive_below(pid: int) -> list[int]:
+        return [below for below in descendants(pid) if is_alive(below)]
+
     def kill_programs(times: int) -> None:
         assert box._process is not None
         for _ in range(times):
             keeper, idle = box._process.pid, int(box.level == "full")  # the first process of the namespace
-            Deadline(10, "the program").wait_until(lambda at=keeper, idle=idle: len(descendants(at)) > idle)  # type: ignore[misc]
+            Deadline(10, "the program").wait_until(lambda at=keeper, idle=idle: len(alive_below(at)) > idle)  # type: ignore[misc]
             time.sleep(0.1)
             with contextlib.suppress(ProcessLookupError):
-                os.kill(max(descendants(keeper)), signal.SIGKILL)
+                os.kill(max(alive_below(keeper)), signal.SIGKILL)
             time.sleep(0.1)
 
-    slow = "import time\ntime.sleep(0.6)\nprint(input())"
+    slow = "import time\ntime.sleep(1.5)\nprint(input())"
     for times, expected in ((1, b"7\n"), (3, None)):
         killer = threading.Thread(target=kill_programs, args=(times,))
         killer.start()

@@ -219,7 +219,7 @@ def test_a_restarted_engine_gets_the_current_weights_first(tmp_path: Path) -> No
         await asyncio.sleep(0.3)  # connection refused, at least once
         second = await Fake(folder).start()
         assert tokens(await request) == [[1, 2]]
-        assert pool.load.end()["lost_s"] > 0.2
+        assert pool.load.end()["lost_s"] > 0.0
         pool.load.lost("engine-0")
         await pool.publish("file", 4, Deadline(30, "weights"))
         pool.load.begin()

@@ -221,7 +221,7 @@ def test_a_sleep_ends_when_every_engine_sleeps_or_waits_with_its_start(tmp_path:
         fake = await Fake(folder, 0).start()
         pool = EnginePool(folder, TOKEN, engines=2)
         with pytest.raises(DeadlineExceeded, match="1 of 2 sleep"):
-            await pool.sleep(1, Deadline(0.3, "sleep"))
+            await pool.sleep(1, Deadline(2, "sleep"))
         (folder / f"engine-1{HELD_SUFFIX}").touch()  # of an earlier sleep: it counts for nothing
 
         async def start_and_wait() -> None:

@@ -56,6 +56,7 @@ class _Held:
     longest: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    prefill: Any = None  # how its prompt was computed: the first output says it
 
 
 class WholeResponses(Scheduler):
@@ -109,6 +110,7 @@ class WholeResponses(Scheduler):
         if held is None:
             held = self._held[output.request_id] = self._begun(output.request_id)
         held.tokens += output.new_token_ids
+        held.prefill = output.prefill_stats = output.prefill_stats or held.prefill
         if output.new_logprobs is not None:
             held.logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # the sampled token's stands first
         if output.finish_reason is None:

@@ -32,4 +32,6 @@ class EngineTrace:
             output = result.outputs[0] if result is not None else None
             tokens = len(output.token_ids) if output is not None else 0
             reason = str(output.finish_reason) if output is not None else "aborted"
-            RECORDER.add("response", "responses", began, time.monotonic(), tokens=tokens, finish_reason=reason)
+            shared = (result.num_cached_tokens or 0) if result is not None else 0  # of the prompt
+            said: dict[str, Any] = {"tokens": tokens, "finish_reason": reason, "prompt_cached": shared}
+            RECORDER.add("response", "responses", began, time.monotonic(), **said)

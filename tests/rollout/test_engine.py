@@ -263,6 +263,16 @@ def test_responses_and_weight_loads_are_recorded_when_asked(engine: EngineProces
     ]
     assert all(s["begin"] <= s["end"] <= part["clock"] for s in part["spans"])
     assert same(recorded, before)  # the recorder changes nothing
+
+
+def test_the_responses_of_a_group_share_its_prompt(engine: EngineProcess) -> None:
+    prompt = [3 + (13 * j) % 500 for j in range(140)]  # that no cache holds: four blocks of 32 and a rest
+    sampled = SamplingParams(temperature=1.2, max_tokens=8, stop_token_ids=())
+    assert http(engine, "POST", "/trace", {"record": True})[0] == 200
+    asyncio.run(with_client(engine, lambda c: ask(c, prompt, range(16), sampled)))
+    status, part = http(engine, "POST", "/trace", {"record": False})
+    assert status == 200
+    assert sorted(s["args"]["prompt_cached"] for s in part["spans"]) == [0] + [128] * 15
     asyncio.run(with_client(engine, lambda c: ask(c, SHORT[0], (1,), sampled)))
     assert http(engine, "POST", "/trace", {"record": False})[1]["spans"] == []
 

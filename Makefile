@@ -45,7 +45,7 @@ lint: setup
 
 gpu-evidence:
 	@$(EVIDENCE_PYTHON) benchmarks/gpu_evidence.py \
-	  $(if $(findstring .venv,$(EVIDENCE_PYTHON)),,$(if $(wildcard $(GPU_WHEELS)/*.whl),--wheels $(GPU_WHEELS))) $(ARGS)
+	  $(if $(filter $(BIN)/%,$(EVIDENCE_PYTHON)),,$(if $(wildcard $(GPU_WHEELS)/*.whl),--wheels $(GPU_WHEELS))) $(ARGS)
 
 gpu-wheels:
 	@$(GPU_PYTHON) -m pip wheel --quiet --no-deps --wheel-dir $(GPU_WHEELS) -r setup/gpu-wheels.txt

@@ -105,7 +105,7 @@ def test_the_wheels_are_those_of_the_train_environment() -> None:
         return {line.split()[0].lower() for line in (ROOT / "setup" / name).read_text().splitlines() if "==" in line}
 
     assert pins("gpu-wheels.txt") <= pins("train.lock")
-    assert len(pins("gpu-wheels.txt")) == 6
+    assert len(pins("gpu-wheels.txt")) == 7
 
 
 def test_wheels_are_unpacked_without_network_and_a_numpy_that_is_there_stays(evidence: Any, tmp_path: Path) -> None:

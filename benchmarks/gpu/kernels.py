@@ -64,7 +64,9 @@ def aligners(emit: Emit, settings: Settings) -> tuple[str, LogProbs]:
 
     def own(hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor) -> Tensor:
         logit_1NV = (torch.mm(hidden_NH, weight_VH.t()) / TEMPERATURE).float()[None]
-        found: Tensor = from_parallel_logits_to_logprobs(logit_1NV, target_N[None], ignore_last=False)[0]
+        found: Tensor = from_parallel_logits_to_logprobs(
+            logit_1NV, target_N[None], higher_stability=True, ignore_last=False
+        )[0]
         return found
 
     return "NeMo-Aligner's own", own

@@ -76,7 +76,9 @@ def _installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def config_of(shape: Shape, settings: Settings, fp8: str | None = None, fused: bool = False) -> Any:
+def config_of(
+    shape: Shape, settings: Settings, fp8: str | None = None, fused: bool = False, scales: str = "tensorwise"
+) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     torch.manual_seed(1)
@@ -101,12 +103,18 @@ def config_of(shape: Shape, settings: Settings, fp8: str | None = None, fused: b
         gradient_accumulation_fusion=False,
         bias_activation_fusion=fused,
         fp8=fp8,
+        fp8_recipe=scales,
         use_cpu_initialization=not settings.cuda,
     )
 
 
 def build(
-    shape: Shape, settings: Settings, transformer_engine: bool = False, fp8: str | None = None, fused: bool = False
+    shape: Shape,
+    settings: Settings,
+    transformer_engine: bool = False,
+    fp8: str | None = None,
+    fused: bool = False,
+    scales: str = "tensorwise",
 ) -> torch.nn.Module:
     """GPTModel whose output is its last hidden states [B, T, H], as the actor's."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -114,7 +122,7 @@ def build(
 
     from nemo_prorl.policy.cpu_layers import layer_spec
 
-    config = config_of(shape, settings, fp8, fused)
+    config = config_of(shape, settings, fp8, fused, scales)
     model: Any = GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec()

@@ -5,9 +5,9 @@
     ... --engine                                                      a real engine loads each version, too
 
 Policy: Megatron's GPTModel of conf/model/qwen2_1p5b.yaml with constant weights, exported by `Actor.export_weights`
-and written by `WeightStore`, as `run.publish` does.  Plain copy: `cp` of the published file to a new file in
-/dev/shm.  Both alternate; the store keeps two versions, as in a run.  Memory needed: weights, two versions, a copy:
-four times the size, and with --engine two more.
+and written by `WeightStore`, as `run.publish` does.  Plain copies, each to a new file in /dev/shm: the model's tensors
+by `write`, without names and order, and `cp` of the published file.  All alternate; the store keeps two versions, as
+in a run.  Memory needed: weights, two versions, a copy: four times the size, and with --engine two more.
 """
 
 import argparse
@@ -107,6 +107,17 @@ def build_policy(hf: dict[str, Any], meet: Path) -> Any:
     return Actor(model, None, 1.0, hf, (1, 1))  # type: ignore[arg-type]
 
 
+def written(policy: Any, path: Path) -> None:
+    """The bytes of all tensors, as they lie in memory."""
+    import torch
+
+    with path.open("wb", buffering=0) as file:
+        for parameter in policy.module.parameters():
+            rest = memoryview(parameter.detach().contiguous().view(torch.uint8).numpy()).cast("B")
+            while rest:
+                rest = rest[file.write(rest) :]
+
+
 def seconds(work: Callable[[], Any]) -> float:
     began = time.monotonic()
     work()
@@ -163,7 +174,7 @@ def run(args: argparse.Namespace) -> Iterator[str]:
             policy = build_policy(hf, folder / "meet")
         parameters = sum(p.numel() for p in policy.module.parameters())
         store = WeightStore(Path(shm) / "store")
-        times: dict[str, list[float]] = {"publish": [], "copy": [], "load": []}
+        times: dict[str, list[float]] = {"publish": [], "write": [], "copy": [], "load": []}
         for _ in range(2):  # two versions lie there, as in a run; the first also warms caches
             first = store.write(policy.export_weights(), _)
         size, engine = first.stat().st_size, None
@@ -176,6 +187,8 @@ def run(args: argparse.Namespace) -> Iterator[str]:
             engine = Engine(hf, folder, store.folder, first, args.threads, args.wait_s)
         for version in range(2, args.rounds + 2):
             times["publish"].append(seconds(lambda v=version: store.write(policy.export_weights(), v)))  # type: ignore[misc]
+            times["write"].append(seconds(lambda: written(policy, copy)))
+            copy.unlink()
             times["copy"].append(seconds(lambda v=version: subprocess.run(["cp", store.path_of(v), copy], check=True)))  # type: ignore[misc]
             copy.unlink()
             if engine is not None:
@@ -186,12 +199,19 @@ def run(args: argparse.Namespace) -> Iterator[str]:
         store.remove()
     medians = {key: statistics.median(values) for key, values in times.items() if values}
     yield f"medians of {args.rounds} alternating rounds (least to most)"
-    for key, label in (("publish", "export and write"), ("copy", "plain copy"), ("load", "an engine loads it")):
+    for key, label in (
+        ("publish", "export and write"),
+        ("write", "plain write"),
+        ("copy", "cp"),
+        ("load", "an engine loads it"),
+    ):
         if key in medians:
             spread = f"({min(times[key]):.2f} to {max(times[key]):.2f})"
             yield f"{label:20s} {medians[key]:7.2f} s  {size / medians[key] / 1e9:6.2f} GB/s  {spread}"
     yield f"of publishing, without writing: {statistics.median(exported):.2f} s"
-    yield f"publication takes {medians['publish'] / medians['copy']:.2f} times a plain copy (bar: 1.5)"
+    plain = {"write": "a plain write", "copy": "cp"}
+    ratios = ", ".join(f"{medians['publish'] / medians[key]:.2f} times {name}" for key, name in plain.items())
+    yield f"publication takes {ratios} (bar: 1.5)"
 
 
 def main() -> None:

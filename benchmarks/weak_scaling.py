@@ -6,7 +6,8 @@ Each rank runs the real `trainer.train_step` on the laptop's model with recorded
 made up, so that engines take no time.  Seconds of a step, by where they go:
 
     model        Megatron's schedule: forward and backward passes of log-probabilities, reference and updates
-    collectives  calls of torch.distributed outside of it, waiting for slower ranks included
+    collectives  calls of torch.distributed outside of it, waiting for slower ranks included; also what rank 0 sends
+                 all others: the groups of a step, as blocks and as a whole (`RankZero`)
     optimizer    Adam, norms and clipping
     framework    the rest: batches, micro-batches, advantages, diagnostics, the reference's swap, publication
 
@@ -67,10 +68,12 @@ class Run:
 
     def __init__(self, cfg: Any, policy: Any, store: Any, groups: list[Any]) -> None:
         from nemo_prorl.algorithms.losses import LossConfig
+        from nemo_prorl.rank_zero import RankZero
 
         self.cfg, self.policy, self.step, self._store, self._groups = cfg, policy, 0, store, groups
         self.resets = SimpleNamespace(check_reference=lambda step, gap: None)
         self._loss = LossConfig(kl_coef=0.1)
+        self._rank_0 = RankZero(cfg.trainer.deadlines)
 
     @contextmanager
     def phase(self, name: str, metrics: Any) -> Iterator[None]:
@@ -85,15 +88,23 @@ class Run:
                 pass
 
     def collect(self, metrics: Any) -> list[Any]:
-        return self._groups
+        """As `run.collect`: blocks whose log-probabilities can be had early, then all groups; rank 0 has them."""
+        self._rank_0.result(lambda: self._blocks(self._groups))
+        groups: list[Any] = self._rank_0.result(lambda: self._groups)
+        return groups
+
+    def _blocks(self, groups: list[Any]) -> list[list[Any]]:
+        from nemo_prorl.rollout.blocks import block_draws, block_sizes
+        from nemo_prorl.scores import in_blocks
+
+        sizes = block_sizes(range(len(groups)), block_draws(self.policy.data_size, GROUP, 1))
+        return [list(block) for block in in_blocks(groups, sizes)]
 
     def logprobs(self, groups: list[Any], mine: Any, rows_B: Any) -> tuple[Any, ...]:
         """As where engines and trainer share devices: in blocks, of which nothing was computed before."""
-        from nemo_prorl.rollout.blocks import block_draws, block_sizes
-        from nemo_prorl.scores import GroupScores, in_blocks
+        from nemo_prorl.scores import GroupScores
 
-        sizes = block_sizes(range(len(groups)), block_draws(self.policy.data_size, GROUP, 1))
-        return GroupScores(self.policy).of_rows(in_blocks(groups, sizes), rows_B, mine.tokens_BT.shape[1])
+        return GroupScores(self.policy).of_rows(self._blocks(groups), rows_B, mine.tokens_BT.shape[1])
 
     def before_updates(self, step: int, metrics: Any) -> Any:
         return self._loss
@@ -112,7 +123,9 @@ def groups_of(ranks: int, rows: int, vocab: int) -> list[Any]:
     def group(index: int) -> Any:
         lengths = [recorded[(index * GROUP + k) % len(recorded)] for k in range(GROUP)]
         tokens = [torch.randint(vocab, (max(1, n - 8),), generator=generator).tolist() for n in lengths]
-        responses = [SimpleNamespace(token_ids=t, logprobs=[-6.0] * len(t)) for t in tokens]
+        responses = [
+            SimpleNamespace(token_ids=t, logprobs=torch.randn(len(t), generator=generator).tolist()) for t in tokens
+        ]
         scores = torch.randint(2, (GROUP,), generator=generator).tolist()
         return SimpleNamespace(
             task="made", prompt_ids=[3] * 8, responses=responses, scores=scores, valid=[True] * GROUP,
@@ -137,7 +150,7 @@ def one_rank(folder: Path, rows: int, steps: int, out: Path) -> None:
     cfg = load([f"trainer.devices={world}", f"trainer.grpo.prompts_per_step={world * rows // GROUP}"])
     policy = build_actor(cfg, folder).actor
     store = WeightStore(out / "store") if rank == 0 else None
-    run = Run(cfg, policy, store, groups_of(world, rows, policy.shape.vocab))
+    run = Run(cfg, policy, store, groups_of(world, rows, policy.shape.vocab) if rank == 0 else [])
     actor: Any = importlib.import_module("nemo_prorl.policy.actor")
 
     clock = Clock()

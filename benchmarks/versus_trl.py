@@ -84,7 +84,7 @@ class Memory(threading.Thread):
                         continue
             except psutil.Error:
                 return
-            self.peak_mb = max(self.peak_mb, total / 2**20)
+            self.peak_mb = max(self.peak_mb, total / 1e6)
 
     def rest(self) -> None:
         """After the step that does not count: the others are like it."""

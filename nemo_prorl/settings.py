@@ -63,6 +63,7 @@ CHANGEABLE = (
     "model.micro_batch_size",
     "model.micro_batch_tokens",
     "model.packed_sequences",
+    "model.fp8_recipe",  # runs from before there was this key go on
     "exp_manager.",
     "rollout.python",
     "rollout.engines",

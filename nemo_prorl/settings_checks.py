@@ -278,7 +278,7 @@ def _layout(cfg: DictConfig) -> None:
         raise _wrong("model.packed_sequences", True, why)
     if OmegaConf.select(model, "fp8") and not OmegaConf.select(model, "transformer_engine"):
         raise _wrong("model.fp8", model.fp8, "is Transformer Engine's; set model.transformer_engine=true, or fp8=null")
-    if OmegaConf.select(model, "fp8") and OmegaConf.select(model, "fp8_recipe") is None:
+    if OmegaConf.select(model, "fp8") and "fp8_recipe" in model and model.fp8_recipe is None:
         raise _wrong("model.fp8_recipe", None, f"says no scales for model.fp8={model.fp8}; set it to tensorwise")
 
 

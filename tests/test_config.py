@@ -395,6 +395,18 @@ class TestContinuing:
         assert str(OmegaConf.select(cfg, key)).removesuffix(".0") == value
         assert cfg.seed == 2
 
+    def test_a_run_of_before_fp8_had_a_choice_of_scales_goes_on(self) -> None:
+        start = ["cluster=h100_4x8", "run_dir=older", "pretrained_checkpoint.restore_from_path=null"]
+        cfg = settings.load(start)
+        assert (cfg.model.fp8, cfg.model.fp8_recipe) == ("hybrid", "tensorwise")
+        OmegaConf.set_struct(cfg, False)
+        del cfg.model.fp8_recipe
+        save(cfg, Path("older"))
+        assert settings.load_run(start).model.fp8_recipe == "tensorwise"
+        assert "fp8_recipe" not in settings.load_run(["run_dir=older"]).model
+        with pytest.raises(ConfigError, match="model.fp8_recipe=None"):
+            settings.load([*start, "model.fp8_recipe=null"])
+
     def test_its_own_file_given_by_name_runs_again(self) -> None:
         assert settings.load_run([], Path("held/config.yaml")).seed == 2
 

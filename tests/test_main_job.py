@@ -64,7 +64,7 @@ def test_a_step_has_a_timeline_of_every_process(undisturbed: Path, step: int) ->
     loaded = {f"load weights {k}" for k in (step - 1, step)} if validated else set()
     assert {e["name"] for e in spans if e["cat"] == "weights"} == loaded
     for name in ("publish", "rollout", "logprobs", "advantages", "updates", *(["validate"] if validated else [])):
-        assert phases[name]["dur"] == pytest.approx(1e6 * metrics[f"time/{name}"], rel=0.02, abs=50_000)
+        assert phases[name]["dur"] == pytest.approx(1e6 * metrics[f"time/{name}"], rel=0.02, abs=20_000)
     assert max(e["ts"] + e["dur"] for e in spans if e["cat"] == "phase") <= 1e6 * seconds
 
 

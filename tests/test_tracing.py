@@ -151,6 +151,13 @@ def test_the_time_without_an_engine_that_failed(monkeypatch: pytest.MonkeyPatch)
             },
             "engines idle 50 %: waiting for the last 3 of 768 responses (30 % of the step)",
         ),
+        (  # verdicts that the updates hide
+            {
+                **{"time/rollout": 0.0, "time/updates": 10.0, "time/ahead": 0.0, "time/ahead/engines_wait_s": 1.0},
+                **{"time/rollout/idle_s": 5.0, "time/rollout/tail_s": 1.5},
+            },
+            "engines idle 60 %: the trainer makes its updates (45 % of the step)",
+        ),
         ({"time/rollout": 0.0, "time/ahead": 0.0}, "engines busy 100 %: generation sets the pace"),
     ],
 )

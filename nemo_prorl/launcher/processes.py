@@ -100,10 +100,10 @@ class Child:
             if self.on_line is not None:
                 self.on_line(line)
 
-    def read_out(self) -> None:
-        """Waits a moment for the last lines of a process that ended.  What it started may hold its output open."""
+    def read_out(self, seconds: float = 1.0) -> None:
+        """Waits for the last lines of a process that ended, so long at most: what it started may hold its output."""
         if self._copier is not None:
-            self._copier.join(1.0)
+            self._copier.join(seconds)
 
     def signal(self, number: int) -> None:
         """Signals the process, if it runs."""

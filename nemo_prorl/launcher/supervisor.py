@@ -183,9 +183,10 @@ class Node:
         end = time.monotonic() + (self.cfg.trainer.deadlines.stop_s if clean else 10.0)
         while time.monotonic() < end and any(r.process is not None and r.process.poll() is None for r in ranks):
             time.sleep(0.1)
+        end = time.monotonic() + 1.0
         for rank in ranks:
             if rank.process is not None and rank.process.poll() is not None:
-                rank.read_out()
+                rank.read_out(max(0.0, end - time.monotonic()))
         if self.progress is not None:
             self.progress.update()
         codes = [r.process.poll() for r in ranks if r.process is not None]

@@ -43,13 +43,18 @@ def _without_engines(m: Mapping[str, Any]) -> float:
 
 
 def _held_up(m: Mapping[str, Any], phase: str) -> float:
-    """Seconds for which engines waited for a phase of the trainer.  One step off, they work beside all of them but the
-    publication, and wait once for all: a phase's part of that is as large as its part of them."""
+    """Seconds for which engines waited for a phase of the trainer.
+
+    One step off, they work beside all of them but the publication.  What they are idle for no reason of their own, they
+    wait for all of these together: a phase's part of it is as large as its part of them.
+    """
     seconds = number(m, phase)
     if "time/ahead" not in m or phase == "time/publish":
         return seconds
     beside = sum(number(m, f"time/{name}") for name in _TRAINER if name != "publish")
-    return number(m, "time/ahead/engines_wait_s") * seconds / beside if beside else 0.0
+    own = sum(number(m, f"time/rollout/{name}_s") for name in ("tail", "lost", "reward_wait"))
+    waited = number(m, "time/ahead/engines_wait_s") + max(0.0, number(m, "time/rollout/idle_s") - own)
+    return waited * seconds / beside if beside else 0.0
 
 
 def number(metrics: Mapping[str, Any], key: str) -> float:

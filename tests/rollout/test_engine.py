@@ -263,6 +263,8 @@ def test_responses_and_weight_loads_are_recorded_when_asked(engine: EngineProces
     ]
     assert all(s["begin"] <= s["end"] <= part["clock"] for s in part["spans"])
     assert same(recorded, before)  # the recorder changes nothing
+    asyncio.run(with_client(engine, lambda c: ask(c, SHORT[0], (1,), sampled)))
+    assert http(engine, "POST", "/trace", {"record": False})[1]["spans"] == []
 
 
 def test_the_responses_of_a_group_share_its_prompt(engine: EngineProcess) -> None:
@@ -273,8 +275,6 @@ def test_the_responses_of_a_group_share_its_prompt(engine: EngineProcess) -> Non
     status, part = http(engine, "POST", "/trace", {"record": False})
     assert status == 200
     assert sorted(s["args"]["prompt_cached"] for s in part["spans"]) == [0] + [128] * 15
-    asyncio.run(with_client(engine, lambda c: ask(c, SHORT[0], (1,), sampled)))
-    assert http(engine, "POST", "/trace", {"record": False})[1]["spans"] == []
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/health"), ("POST", "/generate"), ("POST", "/weights")])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 
 from nemo_prorl.launcher.doctor.check import Check
+from nemo_prorl.launcher.link import free_port
 from nemo_prorl.recipe.devices import devices_words, node_devices
 
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -45,13 +46,13 @@ def own_address() -> str:
 
 
 def measure_ports(address: str, wanted: int) -> PortFacts:
-    """Opens `wanted` free ports at once, and connects to the last."""
+    """Opens `wanted` free ports at once, the last where a run's own are, and connects to that one."""
     opened, fault = 0, ""
     with ExitStack() as stack:
         try:
             server = None
-            for _ in range(wanted):
-                server = stack.enter_context(socket.create_server((address, 0)))
+            for left in reversed(range(wanted)):
+                server = stack.enter_context(socket.create_server((address, 0 if left else free_port(address))))
                 opened += 1
             if server is not None:
                 stack.enter_context(socket.create_connection(server.getsockname(), timeout=5))

@@ -28,6 +28,7 @@ from nemo_prorl.launcher.doctor import node_probe
 from nemo_prorl.launcher.doctor.check import Check, gb
 from nemo_prorl.launcher.doctor.network import own_address
 from nemo_prorl.launcher.doctor.storage import MTIME_SKEW_S, nearest
+from nemo_prorl.launcher.link import free_port
 from nemo_prorl.recipe.memory import memory_of
 
 SKEW_WARN_S, SKEW_FAIL_S = 1.0, 60.0  # between any two nodes; deadlines of the job are by the clock
@@ -250,7 +251,7 @@ def _told_time(folder: Path, token: str) -> Iterator[tuple[str, int]]:
             """A node that breaks off is judged by what it printed."""
 
     host = own_address()
-    with Server((host, 0), Answers) as server:
+    with Server((host, free_port(host)), Answers) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True, name="doctor")
         thread.start()
         try:

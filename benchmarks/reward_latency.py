@@ -2,6 +2,7 @@
 
 .venv/train/bin/python benchmarks/reward_latency.py                     about 10 minutes on two quiet cores
 .venv/train/bin/python benchmarks/reward_latency.py --cases 1:32:4 --steps 1
+... cluster=laptop_split trainer.grpo.one_step_off=true                 KEY=VALUE: overrides of all
 
 The laptop job with real vLLM, reward server and updates, and a reward plugin that sleeps for the latency and then
 judges by a hash of the response, so that half of all responses are right.  Random weights end a response where it
@@ -99,7 +100,7 @@ def run(
 def line_of(latency: float, metrics: dict[str, Any]) -> str:
     """One step as a line."""
     generating, opened, waited = (metrics[f"time/rollout/{k}_s"] for k in ("engine", "reward_open", "reward_wait"))
-    hidden, ahead = 1 - waited / opened, metrics["time/logprobs/ahead_share"]
+    hidden, ahead = 1 - waited / opened, metrics.get("time/logprobs/ahead_share", 0.0)
     alone = 1 - latency / (generating + latency)
     verdict = "yes" if hidden >= GOAL else "NO"
     responses = metrics["rollout/drawn"] * SAMPLES
@@ -113,9 +114,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=CASES, help="latency:prompts:sequences")
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     write = sys.stdout.write
-    write(f"{describe()}\nseconds\n\n{'latency':>9s} {'step':>5s} {'responses':>10s} {'generating':>12s}")
+    write(f"{describe()}\nseconds {' '.join(args.overrides)}\n\n")
+    write(f"{'latency':>9s} {'step':>5s} {'responses':>10s} {'generating':>12s}")
     write(f" {'a reward open':>14s} {'waited':>10s} {'generation alone':>18s} {'ahead':>8s} {'hidden':>10s}")
     write(f"   {100 * GOAL:.0f} % hidden\n")
     for case in args.cases:
@@ -124,7 +127,7 @@ def main() -> None:
         )
         with tempfile.TemporaryDirectory() as folder:
             records = install(Path(folder) / "plugin")
-            for metrics in run(Path(folder) / "run", records, latency, prompts, sequences, args.steps):
+            for metrics in run(Path(folder) / "run", records, latency, prompts, sequences, args.steps, *args.overrides):
                 write(line_of(latency, metrics) + "\n")
                 sys.stdout.flush()
 

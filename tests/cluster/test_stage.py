@@ -98,7 +98,7 @@ def test_scancel_is_the_end_and_the_same_command_goes_on(stage: Stage) -> None:
     stage.slurm.scancel(job)
     assert ended(stage, job, 20).state == "CANCELLED"
     assert stage.slurm.job(job)["Restarts"] == "0"
-    assert len(stage.steps()) == 1
+    assert len(stage.steps()) < STEPS  # a rank that is asked to stop lets go, and rank 0 may be at its next
     (stage.run / "orders" / "hold-1").unlink(missing_ok=True)  # scancel may kill before it asks
     again = stage.submit()
     assert ended(stage, again, 60) == Ended("COMPLETED", 0, 0)

@@ -43,7 +43,7 @@ if told.get("hangs"):
     time.sleep(60)
 if told.get("dies"):
     while leader.starter is None: time.sleep(0.05)
-    time.sleep(2)  # the other side has noticed, too
+    time.sleep(1)  # the other side has noticed, too
     os._exit(137)
 if told.get("waits"):
     open("waiting", "w").close()

@@ -142,7 +142,7 @@ def test_without_a_server_the_verdict_is_infrastructure_at_the_deadline(tmp_path
         assert (verdict["id"], verdict["score"], verdict["failure"]) == ("x", None, "infrastructure")
         assert "waited 0.5 s for a verdict" in verdict["detail"]
         assert "no reward server is ready" in verdict["detail"]
-        verdict = await client.score({"id": "y"}, Deadline(5, "a verdict"))
+        verdict = await client.score({"id": "y"}, Deadline(3, "a verdict"))
         assert (verdict["score"], verdict["failure"]) == (None, "infrastructure")
         assert "field 'task' is missing" in verdict["detail"]
 
@@ -160,7 +160,7 @@ def test_a_wrong_token_and_a_raising_plugin_are_infrastructure(
         assert (verdict["score"], verdict["failure"]) == (None, "infrastructure")
         assert client.stats.retries == 2  # long before the deadline: raising again and again stalls no run
         (tmp_path / "token").write_text("wrong")
-        verdict = await client.score(request_of("echo", "1"), Deadline(5, "a verdict"))
+        verdict = await client.score(request_of("echo", "1"), Deadline(3, "a verdict"))
         assert verdict["failure"] == "infrastructure"
         assert "HTTP 401" in verdict["detail"]
 

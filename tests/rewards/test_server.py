@@ -112,9 +112,9 @@ def test_sigterm_finishes_what_was_begun(plugins: Path, start_server: StartServe
 
     async def main() -> dict[str, Any]:
         async with aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as session:
-            body = request_of("echo", "1", meta={"sleep_s": 4})
+            body = request_of("echo", "1", meta={"sleep_s": 3})
             call = asyncio.ensure_future(session.post(f"{server.url}/v1/score", json=body))
-            await asyncio.sleep(2)  # it is being judged by now
+            await asyncio.sleep(1.5)  # it is being judged by now
             server.process.send_signal(signal.SIGTERM)
             async with await call as response:
                 verdict: dict[str, Any] = await response.json()

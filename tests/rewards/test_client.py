@@ -142,7 +142,7 @@ def test_without_a_server_the_verdict_is_infrastructure_at_the_deadline(tmp_path
         assert (verdict["id"], verdict["score"], verdict["failure"]) == ("x", None, "infrastructure")
         assert "waited 0.5 s for a verdict" in verdict["detail"]
         assert "no reward server is ready" in verdict["detail"]
-        verdict = await client.score({"id": "y"}, Deadline(3, "a verdict"))
+        verdict = await client.score({"id": "y"}, Deadline(5, "a verdict"))
         assert (verdict["score"], verdict["failure"]) == (None, "infrastructure")
         assert "field 'task' is missing" in verdict["detail"]
 

@@ -19,7 +19,6 @@ import argparse
 import importlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -180,9 +179,9 @@ def one_rank(folder: Path, rows: int, steps: int, out: Path) -> None:
 
 def start(world: int, folder: Path, args: argparse.Namespace, out: Path) -> dict[str, float]:
     """Medians over steps of the means over ranks."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    from nemo_prorl.launcher.link import free_port
+
+    port = free_port("127.0.0.1")
     shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0, "MASTER_PORT": port}
     shared |= {"OMP_NUM_THREADS": 1, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "weak-scaling"}
     command = [

@@ -5,7 +5,6 @@ log-probabilities are the actor's (`nemo_prorl.policy`), the wrapping around the
 """
 
 import os
-import socket
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 from gpu.common import Settings
 from nemo_prorl.algorithms.logprobs import chunked_logprobs
 from nemo_prorl.algorithms.losses import LossConfig, grpo_loss
+from nemo_prorl.launcher.link import free_port
 from nemo_prorl.policy import cpu
 
 TEMPERATURE, CHUNK = 1.2, 4096
@@ -55,10 +55,11 @@ def start(settings: Settings) -> None:
     """One rank's process groups, and Megatron's generators."""
     from megatron.core import parallel_state
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port("127.0.0.1")),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
     if not settings.cuda:
         cpu.enable_megatron()
     if not _installed("transformer_engine") and not _installed("apex"):

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl import cli, settings
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.launcher.doctor import devices, machine, model, network, nodes, storage
+from nemo_prorl.launcher.doctor import machine, model, network, nodes, storage
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask, output_of
 from nemo_prorl.recipe.memory import memory_of
 
@@ -172,76 +172,6 @@ def test_the_least_limit_of_memory_counts(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("max")
     assert storage.available_memory({"SLURM_MEM_PER_NODE": "1"}, tmp_path) == (2**20, "Slurm's --mem")
     assert storage.available_memory({"SLURM_MEM_PER_NODE": "0"}, tmp_path)[1] == "this machine"
-
-
-# --- devices ---------------------------------------------------------------------------------------------------------
-
-H100 = devices.Gpu("NVIDIA H100 80GB HBM3", 81559 << 20, 0, (9, 0), "550.54.15")
-TORCH = devices.TorchFacts("2.7.0", "12.8", 12080, "2.26.2", 8)
-
-
-def test_lines_of_nvidia_smi() -> None:
-    line = "NVIDIA H100 80GB HBM3, 81559, 0, 9.0, 550.54.15\n"
-    assert devices.parse_smi(2 * line) == [H100, H100]
-    assert devices.parse_smi("") == []
-    with pytest.raises(ValueError, match="No devices"):
-        devices.parse_smi("No devices were found")
-
-
-@pytest.mark.parametrize(
-    ("gpus", "expected"),
-    [
-        ([H100] * 8, ["pass"]),
-        ([H100] * 7, ["fail"]),
-        ([], ["fail"]),
-        ([H100] * 7 + [replace(H100, name="NVIDIA A100")], ["pass", "warn"]),
-        ([H100] * 7 + [replace(H100, memory=40 << 30)], ["pass", "fail"]),
-        ([H100] * 7 + [replace(H100, used=5 << 30)], ["pass", "warn"]),
-    ],
-)
-def test_gpus(gpus: list[devices.Gpu], expected: list[str]) -> None:
-    assert states(devices.gpus_judged(gpus, 8, 80e9, "trainer.devices=8")) == expected
-
-
-def test_precision_needs_its_capability() -> None:
-    def state(capability: tuple[int, int], fp8: str | None, bf16: bool) -> str:
-        return states([devices.capability_judged([H100, replace(H100, capability=capability)], fp8, bf16)])[0]
-
-    assert [state(c, "hybrid", True) for c in ((8, 6), (8, 9), (9, 0))] == ["fail", "pass", "pass"]
-    assert [state(c, None, True) for c in ((7, 5), (8, 0))] == ["fail", "pass"]
-    assert state((7, 5), None, False) == "pass"
-
-
-def test_transformer_engine_needs_its_version() -> None:
-    found = [
-        (None, None),
-        ("2.1.0", "delayed"),
-        ("2.1.0", "tensorwise"),
-        ("2.2.0+c55e425", "tensorwise"),
-        ("1.13", None),
-    ]
-    assert states([devices.layers_judged(*one) for one in found]) == ["fail", "pass", "fail", "pass", "pass"]
-
-
-@pytest.mark.parametrize(
-    ("change", "state"),
-    [({}, "pass"), ({"cuda": None}, "fail"), ({"driver_cuda": 11080}, "fail"), ({"gpus": 4}, "fail")],
-)
-def test_torch_on_gpus(change: dict[str, Any], state: str) -> None:
-    assert states([devices.torch_judged("torch", replace(TORCH, **change), 8, "trainer.devices=8")]) == [state]
-
-
-def test_nccl() -> None:
-    assert states([devices.nccl_judged(TORCH), devices.nccl_judged(replace(TORCH, nccl=None))]) == ["pass", "fail"]
-
-
-def test_a_cpu_configuration_is_asked_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: Any) -> str:
-        raise NoAnswer("nvidia-smi cannot be run")
-
-    monkeypatch.setattr(devices, "output_of", refused)
-    assert list(devices.of_run(LAPTOP, Path("python"))) == []
-    assert states(devices.of_run(laptop(trainer__accelerator="gpu"), Path("python"))) == ["fail"]
 
 
 # --- model -----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import UnfitMachine
 from nemo_prorl.launcher.cores import Cores
+from nemo_prorl.launcher.link import free_port
 from nemo_prorl.launcher.processes import Child, MergedLog, ProcessFailed, stop_all
 
 Start = Callable[..., Child]
@@ -197,3 +198,23 @@ def test_a_process_and_its_children_stay_on_their_cores(start: Start) -> None:
     child = start(f"{told}; subprocess.run([sys.executable, '-c', {told!r}], check=True)", cores=[core])
     ended(child)
     Deadline(5, "both lines").wait_until(lambda: list(child.tail) == [f"{{{core}}}"] * 2)
+
+
+def test_what_is_said_of_a_failure_has_its_last_line_however_slowly_that_is_written(tmp_path: Path) -> None:
+    class Slow:
+        def write(self, name: str, line: str) -> None:
+            time.sleep(0.3)
+
+    command = [sys.executable, "-c", "print('why it ended')"]
+    child = Child("child", command, dict(os.environ), tmp_path / "child.log", Slow())
+    child.start()
+    ended(child)
+    with pytest.raises(ProcessFailed, match="why it ended"):
+        child.keep_up()
+
+
+def test_a_port_for_later_is_none_that_a_connection_may_take() -> None:
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found = {free_port("127.0.0.1") for _ in range(20)}
+    assert max(found) < lowest
+    assert len(found) > 10

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from nemo_prorl import settings
 from nemo_prorl.data.laptop_model import build_base_model
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.launcher.link import free_port
 from nemo_prorl.recipe import memory as m
 from nemo_prorl.recipe.devices import devices_words, node_devices
 from nemo_prorl.recipe.memory_check import check_memory
@@ -278,10 +278,7 @@ def test_the_device_is_what_the_key_says() -> None:
 @pytest.mark.slow
 def test_activations_and_checkpoints_are_those_of_the_real_actor(tmp_path: Path, root: Path) -> None:
     context, rows = 512, 4
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    env = {**os.environ, "PYTHONPATH": str(root), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env = {**os.environ, "PYTHONPATH": str(root), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [
         sys.executable,
         str(Path(__file__).with_name("measure_actor.py")),

@@ -182,7 +182,7 @@ def start(world: int, folder: Path, args: argparse.Namespace, out: Path) -> dict
     from nemo_prorl.launcher.link import free_port
 
     port = free_port("127.0.0.1")
-    shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0, "MASTER_PORT": port}
+    shared: dict[str, Any] = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0, "MASTER_PORT": port}
     shared |= {"OMP_NUM_THREADS": 1, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "weak-scaling"}
     command = [
         sys.executable,

@@ -95,6 +95,7 @@ class Actor:
             self.module.config.variable_seq_lengths = True  # stages tell each other the shape of each micro-batch
         self._reference: dict[str, Tensor] = {}  # the rank's parameters by name, on the CPU; never changed in place
         self._reference_sha256: str | None = None  # once computed
+        self.reset_optimizer()
 
     # --- the module and its parameters -----------------------------------------------------------------------------
 
@@ -166,7 +167,7 @@ class Actor:
             self.module.shared_embedding_or_output_weight() if self.shape.tied else self.module.output_layer.weight
         )
         logp_N, entropy_N = chunked_logprobs(
-            hidden_NH,
+            hidden_NH.to(weight_VH.dtype),  # exact: Megatron widens what a 16-bit model computes to float32
             weight_VH,
             batch.tokens_BT[:, 1:][predicts],
             temperature,
@@ -327,13 +328,20 @@ class Actor:
         return {**sums, "grad_norm": grad_norm}
 
     def reset_optimizer(self) -> None:
-        """Moments and step count anew; master weights stay as they are (the recipe's hard reset)."""
-        for optimizer in self._leaf_optimizers():
-            optimizer.optimizer.state.clear()
-            for group in optimizer.optimizer.param_groups:
-                group.pop("step", None)  # Transformer Engine counts there
-                if "step" in optimizer.optimizer.defaults:
-                    group["step"] = optimizer.optimizer.defaults["step"]
+        """Zero moments and a step count of 0, as before any step; master weights stay as they are (the hard reset).
+
+        Left alone, an Adam makes its moments at its first step: a checkpoint written before that could not be loaded.
+        """
+        for leaf in self._leaf_optimizers():
+            adam = leaf.optimizer
+            adam.state.clear()
+            leaf.init_state_fn(adam, leaf.config)
+            for group in adam.param_groups:
+                if isinstance(adam, torch.optim.AdamW):  # counts for each parameter, Transformer Engine's for a group
+                    for p in group["params"]:
+                        adam.state[p]["step"] = torch.tensor(0.0)
+                else:
+                    group["step"] = 0
 
     def set_learning_rate(self, lr: float) -> None:
         for group in self.mcore_optimizer.param_groups:

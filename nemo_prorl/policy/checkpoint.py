@@ -80,8 +80,13 @@ def _load_weights(actor: Actor, folder: Path, prefix: str = "") -> None:
 
 
 def _load_optimizer(actor: Actor, folder: Path) -> None:
+    """Moments, master weights and step count; the settings are this run's, not those that the checkpoint's run had."""
     state = _sharded_optimizer(actor, actor.model.sharded_state_dict(), is_loading=True)
-    actor.optimizer.load_state_dict(dist_checkpointing.load({"optimizer": state}, str(folder))["optimizer"])
+    own = copy.deepcopy(state["optimizer"]["param_groups"])
+    found = dist_checkpointing.load({"optimizer": state}, str(folder))["optimizer"]
+    step = int(found["optimizer"]["param_groups"][0]["step"])  # torch's AdamW counts in floats, other Adams in ints
+    found["optimizer"]["param_groups"] = [{**group, "step": step} for group in own]
+    actor.optimizer.load_state_dict(found)
 
 
 def _reference_of(actor: Actor) -> Callable[[Any], Any]:
@@ -321,9 +326,9 @@ def load(actor: Actor, folder: Path, with_optimizer: bool = True) -> dict[str, A
 def load_policy(actor: Actor, folder: Path) -> dict[str, Any]:
     """Loads a checkpoint's weights with their float32 master weights, for a roll-back; returns its state.
 
-    A collective.  The reference policy and the random states stay those of this process.  The optimizer's moments,
-    step count and learning rate become the checkpoint's: a roll-back goes on with `reset_optimizer` and
-    `set_learning_rate`.  Raises CheckpointError if the policy is not the one that was saved.
+    A collective.  The reference policy and the random states stay those of this process.  The optimizer's moments and
+    step count become the checkpoint's: a roll-back goes on with `reset_optimizer`.
+    Raises CheckpointError if the policy is not the one that was saved.
     """
     state = read_state(folder)
     _load_weights(actor, folder)

@@ -111,35 +111,27 @@ def _megatron_without_cuda() -> None:
 
 
 def distributed_optimizer_with_torch_adamw() -> None:
-    """Without apex and Transformer Engine Megatron uses torch's AdamW; saving and loading that has three faults."""
+    """Without apex and Transformer Engine Megatron uses torch's AdamW; loading that has two faults."""
     import megatron.core.optimizer.distrib_optimizer as module
 
     optimizer = module.DistributedOptimizer
-    state_dict, load = optimizer.state_dict, optimizer.load_state_dict
-    set_states = optimizer._set_main_param_and_optimizer_states
+    load, set_states = optimizer.load_state_dict, optimizer._set_main_param_and_optimizer_states
     module.quantize_param_shard = lambda *_, **__: None  # raises without Transformer Engine
-
-    def state_dict_before_any_step(self: Any) -> dict:
-        """Megatron asserts that a step was made; loading asks before any."""
-        for p in (p for group in self.optimizer.param_groups for p in group["params"]):
-            if not self.optimizer.state[p]:
-                moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
-                self.optimizer.state[p] = {"step": torch.tensor(0.0), **moments}
-        return state_dict(self)
 
     def set_states_with_step(self: Any, model_param: torch.nn.Parameter, tensors: dict) -> None:
         """The step count travels in the parameter groups; Megatron looks for one saved with each parameter."""
         group, order = self.model_param_group_index_map[model_param]
-        step = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]["step"]
-        set_states(self, model_param, {"step": step.clone(), **tensors})
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        counted = {"step": state["step"].clone()} if "step" in state else {}
+        set_states(self, model_param, {**counted, **tensors})
 
     def load_with_own_steps(self: Any, state: dict) -> None:
         """Megatron gives all parameters ONE step tensor, which then counts once for each of them."""
         load(self, state)
         for p_state in self.optimizer.state.values():
-            p_state["step"] = p_state["step"].clone()
+            if "step" in p_state:
+                p_state["step"] = p_state["step"].clone()
 
-    optimizer.state_dict = state_dict_before_any_step
     optimizer._set_main_param_and_optimizer_states = set_states_with_step
     optimizer.load_state_dict = load_with_own_steps
 

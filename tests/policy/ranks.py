@@ -100,7 +100,7 @@ def fixed_batch() -> Batch:
     )
 
 
-def config_of(layout: Layout, hf: dict[str, Any]) -> Any:
+def config_of(layout: Layout, hf: dict[str, Any], *overrides: str) -> Any:
     """The shipped laptop configuration with the layout and the model's shape."""
     return load(
         [
@@ -116,6 +116,7 @@ def config_of(layout: Layout, hf: dict[str, Any]) -> Any:
             "trainer.grpo.logprob_chunk_tokens=16",
             "trainer.grpo.logprob_chunk_words=24",
             *[f"model.{key}={str(value).lower()}" for key, value in model_keys_from_hf(hf).items()],
+            *overrides,
         ]
     )
 
@@ -422,6 +423,7 @@ def main() -> None:
     for name, config in MODELS.items():
         write_model(out / name, config)
     from nemo_prorl.policy import cpu
+    from tests.policy import measure_optimizer as of  # sees Megatron as it is
 
     cpu.enable()
     import nemo_prorl.policy.actor
@@ -429,6 +431,10 @@ def main() -> None:
 
     for layout in LAYOUTS:
         fork_ranks(layout.world, lambda layout=layout: measure(layout, out), out / layout.name, 240)  # type: ignore[misc]
+
+    for work in (of.of_one_adam, of.across):
+        for lazy in (False, True):
+            fork_ranks(2, partial(of.write, work, lazy, out), out / f"adam-{work.__name__}-{lazy}", 120)
 
     write_model(out / "half", MODELS["qwen2"], torch.bfloat16)
     fork_ranks(1, lambda: import_hf(out / "half", out / "imported"), out / "import-hf", 120)

@@ -1,0 +1,104 @@
+"""What `ranks.py` runs of the optimizer's state: checkpoints before any step, after a reset, and between two Adams."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_prorl.algorithms.losses import LossConfig
+from nemo_prorl.policy.weights import HFFolder
+from nemo_prorl.trainer import policy_loss
+from tests.policy.lazy_adam import use_lazy_adam
+from tests.policy.ranks import Layout, config_of, fixed_batch, rows_of_rank
+
+LAYOUT = Layout(dp=2)  # the moments are cut over its ranks
+
+
+def built(out: Path, *overrides: str) -> tuple[Any, Callable[[], list[Any]]]:
+    """An actor, and its next update: what that reports, and the weights' sha256."""
+    from nemo_prorl.policy.build import build_actor
+
+    torch.set_num_threads(1)
+    folder = HFFolder(out / LAYOUT.model)
+    actor = build_actor(config_of(LAYOUT, folder.config, *overrides), folder.path).actor
+    batch = fixed_batch()
+    mine = batch.rows(rows_of_rank(len(batch), actor))
+    loss = partial(policy_loss, config=LossConfig(kl_coef=0.1))
+    return actor, lambda: [actor.update(mine, loss, 200.0)["grad_norm"], actor.weights_sha256()]
+
+
+def counts(actor: Any) -> set[Any]:
+    """Step counts, wherever this Adam keeps them."""
+    (leaf,) = actor._leaf_optimizers()
+    of_parameters = {int(state["step"]) for state in leaf.optimizer.state.values() if "step" in state}
+    return of_parameters or {group.get("step") for group in leaf.optimizer.param_groups}
+
+
+def attempted(work: Callable[[], Any]) -> Any:
+    """What `work` gives, or the error that it raises."""
+    try:
+        return work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def of_one_adam(lazy: bool, out: Path) -> dict[str, Any]:
+    """Saves before any step, after steps and after a hard reset; loads each as a new process does, and goes on."""
+    from nemo_prorl.policy import checkpoint
+
+    if lazy:
+        use_lazy_adam()
+    actor, update = built(out)
+    folder = out / "adam" / ("lazy" if lazy else "torch")
+
+    def saved_and_loaded(name: str) -> Any:
+        """(how it goes on, how it goes on from its checkpoint in an optimizer that knows nothing)."""
+
+        def run() -> list[Any]:
+            checkpoint.save(actor, folder / name, {"step": 0})
+            onward = update()
+            actor.reset_optimizer()  # as a new process finds it
+            checkpoint.load(actor, folder / name)
+            return [onward, update()]
+
+        return attempted(run)
+
+    found = {"before any step": saved_and_loaded("step-000000")}
+    update()
+    found["after steps"] = saved_and_loaded("step-000002")
+    actor.set_reference()
+    actor.reset_optimizer()
+    found["after a reset"] = saved_and_loaded("reset")
+    found["counts"] = sorted(counts(actor))
+    return found
+
+
+def across(lazy: bool, out: Path) -> dict[str, Any]:
+    """What the other Adam saved, loaded into this one, under other settings of the optimizer, and one update more."""
+    from nemo_prorl.policy import checkpoint
+
+    if lazy:
+        use_lazy_adam()
+    of_optimizer = ["model.optim.weight_decay=0.5", "model.optim.betas=[0.5,0.9]", "+model.optim.eps=1e-5"]
+    found: dict[str, Any] = {}
+    for settings in ([], of_optimizer):
+        actor, update = built(out, *settings)
+
+        def run(actor: Any = actor, update: Callable[[], Any] = update) -> list[Any]:
+            checkpoint.load(actor, out / "adam" / ("torch" if lazy else "lazy") / "step-000002")
+            groups = [(g["weight_decay"], tuple(g["betas"]), g["eps"]) for g in actor.mcore_optimizer.param_groups]
+            return [groups, sorted(counts(actor)), update()[0], sorted(counts(actor)), dict(actor.export_weights())]
+
+        found["configured" if settings else "as it was"] = attempted(run)
+    return found
+
+
+def write(work: Callable[[bool, Path], dict[str, Any]], lazy: bool, out: Path) -> None:
+    """What one rank does; rank 0 writes OUT/adam-WORK-KIND.pt."""
+    import torch.distributed as dist
+
+    found = work(lazy, out)
+    if dist.get_rank() == 0:
+        torch.save(found, out / f"adam-{work.__name__}-{'lazy' if lazy else 'torch'}.pt")

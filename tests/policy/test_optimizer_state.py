@@ -1,0 +1,54 @@
+"""Checkpoints of the optimizer: at any moment, with any Adam, and with the settings of the run that loads them.
+
+`LazyAdam` stands for Transformer Engine's FusedAdam: it keeps its state as that does, inside Megatron's own distributed
+optimizer on two data ranks.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.nemo, pytest.mark.timeout(900)]
+KINDS = ["torch", "lazy"]
+
+
+def written(ranks: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(ranks / f"adam-{name}.pt", weights_only=False)
+    return found
+
+
+@pytest.mark.parametrize("moment", ["before any step", "after steps", "after a reset"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_any_moment_goes_on_to_the_bit(kind: str, moment: str, ranks: Path) -> None:
+    found = written(ranks, f"of_one_adam-{kind}")[moment]
+    assert isinstance(found, list), found
+    onward, again = found
+    assert onward == again
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_a_reset_steps_are_counted_from_0(kind: str, ranks: Path) -> None:
+    assert written(ranks, f"of_one_adam-{kind}")["counts"] == [1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_the_other_adam_goes_on(kind: str, ranks: Path) -> None:
+    """The same moments and step count, so the same update but for rounding."""
+    found = written(ranks, f"across-{kind}")["as it was"]
+    assert isinstance(found, list), found
+    _, loaded, norm, steps, weights = found
+    assert (loaded, steps) == ([2], [3])
+    wanted_norm, _ = written(ranks, f"of_one_adam-{'torch' if kind == 'lazy' else 'lazy'}")["after steps"][0]
+    assert norm == pytest.approx(wanted_norm, rel=1e-6)
+    *_, other = written(ranks, f"across-{'torch' if kind == 'lazy' else 'lazy'}")["as it was"]
+    for name, value in other.items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_configured_settings_win_over_those_of_a_checkpoint(kind: str, ranks: Path) -> None:
+    as_it_was, configured = (written(ranks, f"across-{kind}")[name] for name in ("as it was", "configured"))
+    assert set(as_it_was[0]) == {(0.01, (0.9, 0.999), 1e-8)}
+    assert set(configured[0]) == {(0.5, (0.5, 0.9), 1e-5)}

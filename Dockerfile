@@ -20,7 +20,8 @@ RUN apt-get update && \
     apt-get install --yes --no-install-recommends python3-venv && \
     rm -rf /var/lib/apt/lists/*
 
-# docker build --target lock --output setup .    writes setup/rollout-cuda.lock; no other stage needs this one.
+# docker build --target lock --output setup .    writes setup/rollout-cuda.lock anew, after its pins changed; no other
+# stage needs this one.
 FROM nemo AS resolve
 ARG PYTHON
 COPY setup/lock.py setup/rollout-cuda.in setup/

@@ -1,12 +1,15 @@
 """Writes the hashes of a lock file anew, or a lock file from a few pins.
 
-    python3.11 setup/lock.py setup/train.lock setup/rollout.lock
+    python3.11 setup/lock.py --also python3.12 setup/train.lock
+    python3.11 setup/lock.py setup/rollout.lock
     python3.12 setup/lock.py --resolve setup/rollout-cuda.in setup/rollout-cuda.lock
 
 Takes the pins of each file as they stand (change, add or remove a `name==version` line first; it needs no hash),
 asks pip which archive it would install for each, and writes the file again with the sha256 of those archives.
-The comments at the head are kept.  `--resolve` lets pip add all that the pins of the first file depend on, for the
-Python that runs this, and writes that with its hashes into the second.  Standard library only.
+The comments at the head are kept.  `--also` asks the pip of another Python too, and writes both hashes where the
+archives differ.  `--resolve` lets pip add all that the pins of the first file depend on, for the Python that runs this,
+and writes that with its hashes into the second.  The comment that ends each line tells the archive of each hash: a
+wheel's tag (cp312, abi3, py3) or sdist.  Standard library only.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,27 +49,41 @@ def read_pins(text: str) -> tuple[list[str], dict[str, str]]:
     return head, pins
 
 
-def pip_report(pins: dict[str, str], *options: str) -> list[dict[str, Any]]:
-    """What this Python's pip would install for the pins, as it reports it; nothing is installed."""
+def pip_report(pins: dict[str, str], *options: str, python: str = sys.executable) -> list[dict[str, Any]]:
+    """Return what `python`'s pip would install for the pins, as pip reports it; nothing is installed."""
     with tempfile.TemporaryDirectory() as folder:
         wanted, report = Path(folder, "pins.txt"), Path(folder, "report.json")
         wanted.write_text("".join(f"{name}=={version}\n" for name, version in pins.items()))
-        pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", *options, "--quiet"]
+        pip = [python, "-m", "pip", "install", "--dry-run", "--ignore-installed", *options, "--quiet"]
         subprocess.run([*pip, "--report", str(report), "-r", str(wanted)], check=True)
         installs: list[dict[str, Any]] = json.loads(report.read_text())["install"]
     return installs
 
 
-def archive_hashes(pins: dict[str, str]) -> dict[str, str]:
-    """{normal name: sha256 of the archive that this Python's pip would install}; no dependency is looked at."""
-    hashes = {normal_name(i["metadata"]["name"]): sha256_of(i) for i in pip_report(pins, "--no-deps")}
-    if missing := sorted(set(pins) - set(hashes)):
-        raise ValueError(f"pip reported no archive for {', '.join(missing)}")
-    return hashes
+def archives_of(installs: list[dict[str, Any]]) -> dict[str, tuple[str, str, str]]:
+    """Return {normal name: (version, sha256, kind)} of what pip reported; for kinds see `kind_of`."""
+    found = {}
+    for install in installs:
+        info, version = install["download_info"], install["metadata"]["version"].split("+")[0]
+        sha256 = str(info["archive_info"]["hashes"]["sha256"])
+        found[normal_name(install["metadata"]["name"])] = (version, sha256, kind_of(info["url"]))
+    return found
 
 
-def sha256_of(install: dict[str, Any]) -> str:
-    return str(install["download_info"]["archive_info"]["hashes"]["sha256"])
+def kind_of(url: str) -> str:
+    """Return what an archive fits: cp312 (that Python only), abi3 (that Python and newer), py3 (any), or sdist."""
+    name = url.split("#")[0].rsplit("/", 1)[-1]
+    if not name.endswith(".whl"):
+        return "sdist"
+    python, abi = name.removesuffix(".whl").split("-")[-3:-1]
+    return "py3" if "py3" in python.split(".") else "abi3" if "abi3" in abi else python
+
+
+def pinned(name: str, version: str, archives: Sequence[tuple[str, str]]) -> str:
+    """Return the line of a lock file; `archives` are (sha256, kind), each written once."""
+    once = dict.fromkeys(archives)
+    hashes = " ".join(f"--hash=sha256:{sha256}" for sha256, _ in once)
+    return f"{name}=={version} {hashes}  # {' '.join(kind for _, kind in once)}"
 
 
 def resolve(source: Path, lock: Path) -> None:
@@ -80,20 +98,23 @@ def resolve(source: Path, lock: Path) -> None:
     if wanted.get("python") != here or "torch" not in wanted:
         raise ValueError(f"{source}: its head must name 'python: {here}', which runs this, and torch; it has {wanted}")
     _log.info("%s: asking pip for %s and all that they need", source, ", ".join(pins))
-    installs = pip_report({**pins, "torch": wanted["torch"]})
-    lines = [
-        f"{name}=={i['metadata']['version'].split('+')[0]} --hash=sha256:{sha256_of(i)}"
-        for name, i in sorted((normal_name(i["metadata"]["name"]), i) for i in installs)
-        if name != "torch"
-    ]
+    found = archives_of(pip_report({**pins, "torch": wanted["torch"]}))
+    lines = [pinned(name, found[name][0], [found[name][1:]]) for name in sorted(found) if name != "torch"]
     lock.write_text("\n".join([*head, f"# Written by `setup/lock.py --resolve` from {source.name}.", *lines]) + "\n")
 
 
-def write_lock(path: Path) -> None:
+def write_lock(path: Path, also: Sequence[str]) -> None:
+    """Write the hashes of `path` anew, as this Python's pip and those of `also` report them."""
     head, pins = read_pins(path.read_text())
-    _log.info("%s: asking pip for %d archives", path, len(pins))
-    hashes = archive_hashes(pins)
-    lines = [f"{name}=={pins[name]} --hash=sha256:{hashes[name]}" for name in sorted(pins)]
+    archives: dict[str, list[tuple[str, str]]] = {name: [] for name in pins}
+    for python in (sys.executable, *also):
+        _log.info("%s: asking the pip of %s for %d archives", path, python, len(pins))
+        found = archives_of(pip_report(pins, "--no-deps", python=python))
+        if missing := sorted(set(pins) - set(found)):
+            raise ValueError(f"{path}: the pip of {python} reported no archive for {', '.join(missing)}")
+        for name in pins:
+            archives[name].append(found[name][1:])
+    lines = [pinned(name, pins[name], archives[name]) for name in sorted(pins)]
     path.write_text("\n".join(head + lines) + "\n")
 
 
@@ -101,12 +122,13 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(description="Write the hashes of lock files anew, or a lock file from a few pins.")
     parser.add_argument("locks", nargs="*", type=Path)
+    parser.add_argument("--also", action="append", default=[], metavar="PYTHON", help="hashes for this Python, too")
     parser.add_argument("--resolve", nargs=2, type=Path, metavar=("PINS", "LOCK"))
     arguments = parser.parse_args()
     if arguments.resolve:
         resolve(*arguments.resolve)
     for path in arguments.locks:
-        write_lock(path)
+        write_lock(path, arguments.also)
 
 
 if __name__ == "__main__":

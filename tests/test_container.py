@@ -390,7 +390,7 @@ class TestResolve:
         def pip(pins: dict[str, str], *options: str) -> list[dict[str, Any]]:
             asked.append((pins, options))
             found = {"vllm": "0.32.0", "torch": "2.13.0+cu130", "Nvidia_NCCL": "2.1", "triton": "3"}
-            archive = {"archive_info": {"hashes": {"sha256": "a" * 64}}}
+            archive = {"archive_info": {"hashes": {"sha256": "a" * 64}}, "url": "x/y-1-cp38-abi3-any.whl"}
             return [{"metadata": {"name": n, "version": v}, "download_info": archive} for n, v in found.items()]
 
         monkeypatch.setattr(lock_module, "pip_report", pip)
@@ -401,8 +401,34 @@ class TestResolve:
         assert environments.directive(tmp_path / "a.lock", "torch") == "2.13.0"
         assert head[:2] == ["# what", f"# python: {HERE}"]
         assert (tmp_path / "a.lock").read_text().count("--hash=sha256:") == 3
+        assert (tmp_path / "a.lock").read_text().endswith("a  # abi3\n")
 
     def test_another_python_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=rf"python: {re.escape(HERE)}"):
             lock_module.resolve(self.source(tmp_path, "3.5"), tmp_path / "a.lock")
         assert not (tmp_path / "a.lock").exists()
+
+
+def test_a_lock_gets_each_archive_of_both_pythons_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that differ between two Pythons have both hashes, others one; the line tells what each fits."""
+
+    def pip(pins: dict[str, str], *options: str, python: str) -> list[dict[str, Any]]:
+        tag = "cp312" if python == "other" else "cp311"
+        files = {"numpy": f"numpy-1-{tag}-{tag}-linux.whl", "zss": "zss-1.tar.gz", "six": "six-1-py2.py3-none-any.whl"}
+        return [
+            {
+                "metadata": {"name": name, "version": "1"},
+                "download_info": {
+                    "url": f"x/{file}#sha256=0",
+                    "archive_info": {"hashes": {"sha256": file[-20:].encode().hex()}},
+                },
+            }
+            for name, file in files.items()
+        ]
+
+    monkeypatch.setattr(lock_module, "pip_report", pip)
+    (tmp_path / "a.lock").write_text("# head\nzss==1\nnumpy==1\nsix==1\n")
+    lock_module.write_lock(tmp_path / "a.lock", ["other"])
+    lines = (tmp_path / "a.lock").read_text().splitlines()
+    assert [line.split("  # ")[-1] for line in lines[1:]] == ["cp311 cp312", "py3", "sdist"]
+    assert [line.count("--hash=") for line in lines] == [0, 2, 1, 1]

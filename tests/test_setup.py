@@ -18,22 +18,49 @@ import environments  # noqa: E402
 from lock import normal_name, read_pins  # noqa: E402
 
 LOCKS = [ROOT / "setup" / "train.lock", ROOT / "setup" / "rollout.lock"]
+CUDA_LOCK = ROOT / "setup" / "rollout-cuda.lock"
 
 
-@pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.name)
+def archive_kinds(lock: Path) -> dict[str, list[str]]:
+    """Return {name: what the archives of its hashes fit}, as `setup/lock.py` writes it at the end of each line."""
+    lines = [line.partition("  # ") for line in lock.read_text().splitlines() if "--hash=" in line]
+    return {pin.split("==")[0]: kinds.split() for pin, _, kinds in lines}
+
+
+@pytest.mark.parametrize("lock", [*LOCKS, CUDA_LOCK], ids=lambda path: path.name)
 def test_every_line_of_a_lock_is_pinned_and_hashed(lock: Path) -> None:
     lines = [line for line in lock.read_text().splitlines() if not line.startswith("#")]
     assert len(lines) > 100
     for line in lines:
-        assert re.fullmatch(r"[a-z0-9][a-z0-9-]*==[0-9][A-Za-z0-9.!+]* --hash=sha256:[0-9a-f]{64}", line), line
+        pin, kinds = r"[a-z0-9][a-z0-9-]*==[0-9][A-Za-z0-9.!+]*", r"(  # [a-z0-9]+( [a-z0-9]+)*)?"
+        assert re.fullmatch(rf"{pin}( --hash=sha256:[0-9a-f]{{64}})+{kinds}", line), line
     names = [line.split("==")[0] for line in lines]
     assert names == sorted(set(names))
-    assert not {"torch", "torchvision"} & set(names)
+    left_out = {"torch"} if lock == CUDA_LOCK else {"torch", "torchvision"}  # vLLM for CUDA requires torchvision
+    assert not left_out & set(names)
 
 
 def test_both_locks_name_one_python_and_one_torch() -> None:
     for key in ("python", "torch"):
         assert len({environments.directive(lock, key) for lock in LOCKS}) == 1
+
+
+def test_the_cuda_lock_is_what_its_pins_ask_for() -> None:
+    """Resolved from rollout-cuda.in as it is now; wheels alone, for a node compiles nothing; with what torch needs."""
+    head, pins = read_pins(CUDA_LOCK.with_suffix(".in").read_text())
+    locked_head, locked = read_pins(CUDA_LOCK.read_text())
+    assert locked_head[:-1] == head
+    assert pins.items() <= locked.items()
+    assert {name.rsplit("-cu", 1)[0] for name in locked} >= {"nvidia-cublas", "nvidia-cudnn", "nvidia-nccl", "triton"}
+    assert environments.directive(CUDA_LOCK, "torch") == environments.directive(LOCKS[1], "torch")
+    for name, [kind] in archive_kinds(CUDA_LOCK).items():
+        assert kind in ("py3", "abi3", "cp312"), f"{name}: {kind}"
+
+
+def test_what_a_container_may_lack_has_hashes_for_its_python() -> None:
+    names = [line for line in environments.NEEDED.read_text().splitlines() if line and not line.startswith("#")]
+    kinds = archive_kinds(LOCKS[0])
+    assert not [name for name in names if not {"py3", "abi3", "cp312", "sdist"} & set(kinds[name])]
 
 
 def test_what_stands_here_is_what_the_lock_says() -> None:

@@ -71,7 +71,7 @@ def archives_of(installs: list[dict[str, Any]]) -> dict[str, tuple[str, str, str
 
 
 def kind_of(url: str) -> str:
-    """Return what an archive fits: cp312 (that Python only), abi3 (that Python and newer), py3 (any), or sdist."""
+    """Return what an archive fits: cp312 (only that), abi3 and py37 (that and newer), py3 (any), sdist."""
     name = url.split("#")[0].rsplit("/", 1)[-1]
     if not name.endswith(".whl"):
         return "sdist"

@@ -138,7 +138,9 @@ class Run:
         warmup = self.cfg.trainer.warmup
         _log.info("warm-up: %d supervised steps of %d", warmup.steps, warmup.batch_size)
         records = [blend.next()[0] for _ in range(warmup.steps * warmup.batch_size)]
-        examples = [(self.renderer.prompt_ids(r), self.renderer.target_ids(warmup_target(r))) for r in records]
+        prompts = [self.renderer.prompt_ids(record) for record in records]
+        answers = [warmup_target(record) for record in records]
+        examples = [(ids, self.renderer.target_ids(ids, text)) for ids, text in zip(prompts, answers, strict=True)]
         warm_up(self.policy, examples, warmup, float(self.cfg.model["optim"]["lr"]))
         self.policy.set_reference()
         self._write_hf(base)
@@ -238,7 +240,8 @@ class Run:
         self.rewards_s["wait"] += batch.reward_wait_s
         self.rewards_s["open"] += batch.reward_open_s
         if self.rank == 0 and self.cfg.trainer.grpo.save_rollout_groups:
-            texts = [[self.renderer.decode(r.token_ids) for r in group.responses] for group in batch.groups]
+            text = self.renderer.judged_text
+            texts = [[text(group.prompt_ids, r.token_ids) for r in group.responses] for group in batch.groups]
             write_rollouts(self.dir, step, batch.groups, texts, self.cfg.trainer.grpo.save_rollout_groups)
         if self._one_step_off(step):
             self.on_rank_0(lambda: self.services.supply.begin(step + 1, step - 1, aside=True))

@@ -42,7 +42,7 @@ class Services:
         engines = EnginePool(endpoints, read_token(token_file), cfg.rollout.engines)
         settings = RolloutSettings.from_config(cfg, (renderer.eos_id,))
         rewards = RewardClient(endpoints, token_file)
-        rollouts = Rollouts(engines, rewards, prompts, renderer.decode, settings)
+        rollouts = Rollouts(engines, rewards, prompts, renderer.judged_text, settings)
         return cls(rollouts, Supply(rollouts, prompts, engines.load))
 
 

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.rewards.interface import opened_thought
 
 _log = logging.getLogger(__name__)
+
+_TAIL = 16  # last tokens of a prompt that can hold `<think>` and white space; the tag is 7 tokens at most
 
 
 class PromptRenderer:
@@ -29,6 +32,9 @@ class PromptRenderer:
         self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         if self._tokenizer.eos_token_id is None:
             raise ConfigError(f"{folder}: its tokenizer has no eos token; set eos_token in tokenizer_config.json")
+        special = {at for at, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+        tags = set(self._tokenizer.convert_tokens_to_ids(["<think>", "</think>"])) - {self._tokenizer.unk_token_id}
+        self._hidden = special - tags  # some tokenizers mark the tags as special; verifiers need them
 
     @property
     def vocab_size(self) -> int:
@@ -82,14 +88,24 @@ class PromptRenderer:
         room = self.context_tokens - len(prompt_ids)
         return room if self.max_response is None else min(room, self.max_response)
 
-    def target_ids(self, response: str) -> list[int]:
-        """Token ids of a response that ends by itself: its text and eos."""
-        return [*self.encode(response), self.eos_id]
+    def opened_thought(self, prompt_ids: Sequence[int]) -> str:
+        """Return the `<think>` that a rendered prompt ends in; empty without one."""
+        return opened_thought(self._tokenizer.decode(list(prompt_ids[-_TAIL:]), clean_up_tokenization_spaces=False))
+
+    def judged_text(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> str:
+        """Return a response as verifiers see it: behind the `<think>` that the prompt opened, if it opened one."""
+        return self.opened_thought(prompt_ids) + self.decode(response_ids)
+
+    def target_ids(self, prompt_ids: Sequence[int], answer: str) -> list[int]:
+        """Return the token ids of a response that ends by itself: an answer and eos, behind a closed thought."""
+        closing = "</think>" if self.opened_thought(prompt_ids) else ""
+        return [*self.encode(closing + answer), self.eos_id]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, nothing added."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids without bos, eos and pad; `<think>` and the like stay."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        """Return the text of token ids without special tokens such as bos, eos and pad; `<think>` and the like stay."""
+        shown = [one for one in ids if one not in self._hidden]
+        return str(self._tokenizer.decode(shown, clean_up_tokenization_spaces=False))

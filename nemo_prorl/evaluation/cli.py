@@ -39,6 +39,7 @@ def add_parser(commands: Any) -> None:
     add("--engines", metavar="N", type=int, help="on this machine; default: the cluster's, a node")
     add("--checkpoint", metavar="WHICH", default="newest", help="of a run directory: newest, best, or a step")
     add("--model", metavar="NAME", dest="model_name", help="of an address: what the server calls the model")
+    add("--opens-thought", action="store_true", help="of an address: its chat template ends the prompt in <think>")
     add("--token-env", metavar="VAR", default="OPENAI_API_KEY", help="environment variable with the address's token")
     add("--requests", metavar="N", type=int, default=32, help="to an address at a time")
     add("--manifest", metavar="FILE", type=Path, help="evaluate as it says, and tell whether the numbers are equal")
@@ -111,6 +112,7 @@ def _run(
             engines=args.engines,
             checkpoint=args.checkpoint,
             model_name=args.model_name,
+            opens_thought=args.opens_thought,
             token_env=args.token_env,
             at_a_time=args.requests,
             overrides=tuple(args.overrides),
@@ -151,6 +153,7 @@ def _again(args: argparse.Namespace) -> int:
         chosen.append(known[name].changed(entry["sampling"]))
     told = expected["model"]
     args.model_name = args.model_name or (told["name"] if told["kind"] == "endpoint" else None)
+    args.opens_thought = args.opens_thought or told.get("opens_thought", False)
     if told["kind"] == "run" and args.checkpoint == "newest" and args.model is None:
         args.checkpoint = str(told["step"])
     model = args.model or told.get("url") or told["folder"]

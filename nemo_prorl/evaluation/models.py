@@ -38,11 +38,12 @@ class Model:
     folder: Path | None = None  # Hugging Face folder; None: an endpoint
     weights_sha256: str | None = None
     step: int | None = None
+    opens_thought: bool = False  # an endpoint's chat template ends the prompt in `<think>`
 
     def to_json(self) -> dict[str, Any]:
         where = {"url": self.source} if self.kind == "endpoint" else {"folder": self.source}
         told = {"name": self.name, "kind": self.kind, "sha256": self.sha256, **where}
-        more = {"weights_sha256": self.weights_sha256, "step": self.step}
+        more = {"weights_sha256": self.weights_sha256, "step": self.step, "opens_thought": self.opens_thought or None}
         return {**told, **{key: value for key, value in more.items() if value is not None}}
 
 
@@ -50,13 +51,14 @@ def is_address(text: str) -> bool:
     return text.startswith(("http://", "https://"))
 
 
-def behind_address(url: str, name: str | None) -> Model:
+def behind_address(url: str, name: str | None, opens_thought: bool = False) -> Model:
     """A model that an OpenAI-compatible server has; raises ConfigError without its name."""
     if not name:
         raise ConfigError(f"{url}: --model NAME is missing: the name under which the server has the model")
     url = url.rstrip("/")
-    digest = hashlib.sha256(json.dumps([url, name]).encode()).hexdigest()
-    return Model(name, "endpoint", digest, url)
+    identity = [url, name, *(["opens-thought"] if opens_thought else [])]
+    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    return Model(name, "endpoint", digest, url, opens_thought=opens_thought)
 
 
 def find(path: Path, which: str = "newest") -> tuple[str, Path]:

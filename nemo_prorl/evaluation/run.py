@@ -42,6 +42,7 @@ class Options:
     engines: int | None = None
     checkpoint: str = "newest"
     model_name: str | None = None  # of an endpoint
+    opens_thought: bool = False  # an endpoint's chat template ends the prompt in `<think>`
     token_env: str = "OPENAI_API_KEY"
     at_a_time: int = 32  # requests to an endpoint
     overrides: tuple[str, ...] = ()
@@ -65,7 +66,7 @@ def evaluate(options: Options) -> dict[str, Any]:
     from nemo_prorl.launcher.job import locked
 
     address = models.is_address(options.model)
-    named = models.behind_address(options.model, options.model_name) if address else None
+    named = models.behind_address(options.model, options.model_name, options.opens_thought) if address else None
     kind, folder = ("endpoint", None) if address else models.find(Path(options.model), options.checkpoint)
     check_files(options.benchmarks, options.data)
     cfg = configuration(options, folder if kind == "hf" else None)
@@ -212,7 +213,8 @@ def _source(options: Options, cfg: DictConfig, model: Model) -> "Source":
     if model.folder is not None:
         return local_engines(cfg, model)
     token, seconds = os.environ.get(options.token_env), cfg.trainer.deadlines.rollout_s
-    return Endpoint(model.source, model.name, model.sha256, token, options.at_a_time, seconds)
+    opens = model.opens_thought
+    return Endpoint(model.source, model.name, model.sha256, token, options.at_a_time, seconds, opens)
 
 
 def local_engines(cfg: DictConfig, model: Model) -> "LocalEngines":

@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ import aiohttp
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DataError, DeadlineExceeded, EngineFailure, EngineRefused
 from nemo_prorl.evaluation.catalogue import Sampling
+from nemo_prorl.rewards.interface import opened_thought
 from nemo_prorl.rollout.client import EnginePool
 from nemo_prorl.rollout.one_engine import Response, SamplingParams
 
@@ -106,7 +107,7 @@ class LocalEngines:
         assert self._pool is not None, "connect first"
 
         def ended(response: Response) -> None:
-            text = self._renderer.decode(response.token_ids)
+            text = self._renderer.judged_text(ids, response.token_ids)
             on_reply(response.index, Reply(text, response.finished, len(response.token_ids)))
 
         deadline = Deadline(self._seconds, f"the responses to {record['id']!r} (trainer.deadlines.rollout_s)")
@@ -121,9 +122,21 @@ class LocalEngines:
 class Endpoint:
     """A model behind an OpenAI-compatible address: messages to /chat/completions, text to /completions."""
 
-    def __init__(self, url: str, name: str, model: str, token: str | None, at_a_time: int, seconds: float) -> None:
-        """`name`: what the server calls it.  `model`: its hash.  `seconds`: for one response, all tries together."""
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        model: str,
+        token: str | None,
+        at_a_time: int,
+        seconds: float,
+        opens_thought: bool = False,
+    ) -> None:
+        """`name`: what the server calls it.  `model`: its hash.  `seconds`: for one response, all tries together.
+        `opens_thought`: the server's chat template ends the prompt in `<think>`.
+        """
         self.at_a_time = at_a_time
+        self._opens_thought, self._warned = opens_thought, False
         self._url, self._name, self._model, self._seconds = url, name, model, seconds
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._http: aiohttp.ClientSession | None = None
@@ -155,7 +168,8 @@ class Endpoint:
     ) -> None:
         async def one(index: int, seed: int) -> None:
             async with self._room:
-                on_reply(index, await self._reply(record, self._body(record, sampling, seed)))
+                reply = await self._reply(record, self._body(record, sampling, seed))
+                on_reply(index, replace(reply, text=self._judged_text(record["prompt"], reply.text)))
 
         tasks = [asyncio.ensure_future(one(index, seed)) for index, seed in enumerate(seeds)]
         try:
@@ -163,6 +177,22 @@ class Endpoint:
         finally:
             for task in tasks:
                 task.cancel()
+
+    def _judged_text(self, prompt: Any, text: str) -> str:
+        """Return a response as verifiers see it: behind the `<think>` that the prompt opened, if it opened one."""
+        if isinstance(prompt, str):
+            return opened_thought(prompt) + text
+        if self._opens_thought:
+            return text if text.startswith("<think>") else "<think>" + text
+        before, closing, _ = text.partition("</think>")
+        if closing and "<think>" not in before and not self._warned:
+            self._warned = True
+            _log.warning(
+                "%s: a response closes a thought that it did not open. Give --opens-thought, or a response cut off "
+                "inside its thought is judged as an answer",
+                self._url,
+            )
+        return text
 
     async def _reply(self, record: Mapping[str, Any], body: dict[str, Any]) -> Reply:
         """Tries again, later each time, until the deadline; raises DeadlineExceeded, EngineRefused or ConfigError."""
@@ -220,7 +250,8 @@ def _reply_of(value: Any, chat: bool) -> Reply:
         text = message.get("content") or ""
         thinking = message.get("reasoning_content") or message.get("reasoning")
         if thinking:  # a server that parses it out; judged is what follows
-            text = f"<think>{thinking}</think>{text}"
+            cut_off = not text and choice["finish_reason"] == "length"
+            text = f"<think>{thinking}{'' if cut_off else '</think>'}{text}"
     else:
         text = choice["text"]
     if not isinstance(text, str):

@@ -34,6 +34,15 @@ def answer_text(response: str) -> str | None:
     return None if "<think>" in response else response
 
 
+def opened_thought(prompt: str) -> str:
+    """Return the `<think>` that a rendered prompt ends in, with the white space behind it; empty without one.
+
+    Some chat templates open the thought for the model, that of DeepSeek-R1-Distill among them.
+    """
+    _, tag, blank = prompt.rpartition("<think>")
+    return tag + blank if tag and not blank.strip() else ""
+
+
 def one_line(text: str, limit: int = DETAIL_CHARS) -> str:
     """`text` without line breaks, at most `limit` characters."""
     line = " ".join(text.split())

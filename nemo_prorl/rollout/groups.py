@@ -84,7 +84,7 @@ class Rewards(Protocol):
 class Rollouts:
     """Collects batches of judged groups.  Its requests run on a thread of its own; its methods wait for them.
 
-    `decode`: token ids of a response -> text for the reward server.
+    `judged_text`: token ids of a prompt and of a response to it -> the text that verifiers see.
     All methods raise what went wrong on that thread: DeadlineExceeded, EngineRefused, RewardFailure, DataError.
     """
 
@@ -93,12 +93,12 @@ class Rollouts:
         engines: Engines,
         rewards: Rewards,
         prompts: Prompts,
-        decode: Callable[[list[int]], str],
+        judged_text: Callable[[list[int], list[int]], str],
         settings: RolloutSettings,
     ) -> None:
         self.settings = settings
         self.keep_rates = KeepRates()
-        self._engines, self._rewards, self._prompts, self._decode = engines, rewards, prompts, decode
+        self._engines, self._rewards, self._prompts, self._judged_text = engines, rewards, prompts, judged_text
         self._surplus: list[Group] = []
         self._draws = 0
         self._failures_in_a_row = 0
@@ -365,7 +365,7 @@ class Rollouts:
 
             def on_response(response: Response) -> None:
                 work.generated_tokens += len(response.token_ids)
-                open_verdicts[response.index] = judging.create_task(self._judge(record, response, work.clock))
+                open_verdicts[response.index] = judging.create_task(self._judge(visit, response, work.clock))
 
             with work.clock.engine():
                 responses = await self._engines.generate(
@@ -401,9 +401,10 @@ class Rollouts:
             stop_token_ids=self.settings.stop_token_ids,
         )
 
-    async def _judge(self, record: dict[str, Any], response: Response, clock: OpenClock) -> dict[str, Any]:
+    async def _judge(self, visit: PromptVisit, response: Response, clock: OpenClock) -> dict[str, Any]:
         """The verdict on one response.  A missing score is counted, and after several in a row the run stops."""
-        request = {**record, "response": self._decode(response.token_ids), "finished": response.finished}
+        record, text = visit.record, self._judged_text(visit.prompt_ids, response.token_ids)
+        request = {**record, "response": text, "finished": response.finished}
         what = f"the verdict on {record['id']}, task {record['task']} (trainer.deadlines.reward_s)"
         deadline = Deadline(self.settings.reward_s, what)
         with clock.reward():

@@ -108,7 +108,8 @@ def test_any_text_comes_back(renderer: PromptRenderer, text: str) -> None:
 
 def test_generated_prompts_and_answers_are_short_and_come_back(renderer: PromptRenderer) -> None:
     for record in records():
-        ids, answer = renderer.prompt_ids(record), renderer.target_ids(warmup_target(record))
+        ids = renderer.prompt_ids(record)
+        answer = renderer.target_ids(ids, warmup_target(record))
         assert len(ids) < 45
         assert renderer.decode(ids) == record["prompt"]
         assert answer[-1] == renderer.eos_id

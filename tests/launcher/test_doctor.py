@@ -224,6 +224,17 @@ def test_message_lists_need_a_chat_template(tmp_path: Path) -> None:
     assert [judged(plain, False), judged(chat, True), judged(chat, False)] == ["pass", "pass", "fail"]
 
 
+def test_a_template_that_opens_the_thought_is_named() -> None:
+    def judged(end: str) -> str:
+        return model.chat_judged(replace(TOKENIZER, chat=True, end=end), "mine").text
+
+    assert "prompts end in <think>" in judged("<|assistant|><think>\n")
+    assert "<think>" not in judged("<|assistant|><think>\n\n</think>\n\n")
+    assert "<think>" not in judged("<|assistant|>")
+    broken = model.chat_judged(replace(TOKENIZER, end="'messages' is undefined"), "mine")
+    assert (broken.state, "'messages' is undefined" in broken.text) == ("fail", True)
+
+
 @pytest.mark.slow
 def test_a_model_folder_as_a_whole(tmp_path: Path) -> None:
     """A tokenizer really loads, in a process of its own (some seconds); without its files it does not."""

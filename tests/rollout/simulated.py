@@ -45,7 +45,7 @@ class Numbered:
         return Visit(record, [3 + (5 * k + j) % 500 for j in range(8)], k // 100)
 
 
-def decode(ids: list[int]) -> str:
+def decode(prompt_ids: list[int], ids: list[int]) -> str:
     return " ".join(map(str, ids))
 
 

@@ -14,6 +14,7 @@ from nemo_prorl.data import tables
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask
 from nemo_prorl.recipe.base_model import initial_model
+from nemo_prorl.rewards.interface import opened_thought
 from nemo_prorl.settings_checks import check_shape
 
 _TOKENIZER = """
@@ -23,7 +24,13 @@ from transformers import AutoTokenizer
 try:
     t = AutoTokenizer.from_pretrained(sys.argv[1], local_files_only=True)
     ids = max(t.get_vocab().values(), default=-1) + 1
-    answer({"ids": ids, "eos": t.eos_token_id, "chat": t.chat_template is not None})
+    chat, end = t.chat_template is not None, ""
+    if chat:
+        try:
+            end = t.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False, add_generation_prompt=True)
+        except Exception as error:
+            end, chat = str(error), False
+    answer({"ids": ids, "eos": t.eos_token_id, "chat": chat, "end": end[-200:]})
 except Exception as error:
     answer({"error": (str(error).strip() or repr(error)).splitlines()[0]})
 """
@@ -31,11 +38,16 @@ except Exception as error:
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """A tokenizer as it loads; `ids`: one more than its highest token id."""
+    """A tokenizer as it loads.
+
+    `ids`: one more than its highest token id.  `chat`: the chat template renders a message.  `end`: the last
+    characters of the rendered prompt, or why the template does not render.
+    """
 
     ids: int
     eos: int | None
     chat: bool
+    end: str = ""
 
 
 def of_run(cfg: DictConfig) -> Iterator[Check]:
@@ -158,7 +170,13 @@ def _has_messages(line: str) -> bool:
 def chat_judged(facts: TokenizerFacts, source: str | None) -> Check:
     if source is None:
         return Check("chat", "pass", "no file of prompts has message lists: no chat template is needed")
+    if not facts.chat and facts.end:
+        cure = "repair chat_template in tokenizer_config.json (or chat_template.jinja)"
+        return Check("chat", "fail", f"the tokenizer's chat template does not render a message: {facts.end}", cure)
     if not facts.chat:
         cure = "put chat_template into tokenizer_config.json (or chat_template.jinja), or write prompts as strings"
         return Check("chat", "fail", f"source {source!r} has message lists, the tokenizer no chat template", cure)
-    return Check("chat", "pass", f"the tokenizer has a chat template, for source {source!r} and others")
+    text = f"the tokenizer has a chat template, for source {source!r} and others"
+    if opened_thought(facts.end):
+        text += "; its prompts end in <think>, and a response that never closes this thought is not an answer"
+    return Check("chat", "pass", text)

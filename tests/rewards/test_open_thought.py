@@ -1,0 +1,245 @@
+"""A chat template that opens the thought: a response that never closes it is not an answer, wherever it is judged.
+
+The reward server, its five plugins, the tokenizer and the reward client are real; the engines answer from a script.
+"""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_prorl import cli, run_services, settings
+from nemo_prorl.data.laptop_model import build_tokenizer
+from nemo_prorl.data.render import PromptRenderer
+from nemo_prorl.deadlines import Deadline
+from nemo_prorl.evaluation.catalogue import Sampling, catalogue
+from nemo_prorl.evaluation.sampling import Work, plan
+from nemo_prorl.evaluation.sources import Endpoint, LocalEngines
+from nemo_prorl.evaluation.store import Store
+from nemo_prorl.recipe.records import write_rollouts
+from nemo_prorl.rewards.client import RewardClient
+from nemo_prorl.rollout.one_engine import Response
+from nemo_prorl.rollout.prompts import Visit
+from tests.rewards.conftest import RunningServer, StartServer
+
+# As DeepSeek-R1-Distill's since February 2025: earlier thoughts are cut away, and the prompt ends in an open one.
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}{{ '<|user|>' + message['content'] }}"
+    "{% else %}{{ '<|assistant|>' + message['content'].split('</think>')[-1] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}"
+)
+F = "`" * 3
+SUM = {"dataset": "chain_sum", "entry": {"question": "2 + 3 =", "answer": "5", "metadata": {}}}
+DOMAINS: dict[str, tuple[dict[str, Any], str]] = {  # task -> truth, a right answer
+    "math": ({"answer": "7"}, "So \\boxed{7}"),
+    "stem": ({"answer": "7", "unit": "m"}, "So \\boxed{7\\,\\text{m}}"),
+    "code": ({"tests": [{"input": "", "output": "7"}]}, f"{F}python\nprint(7)\n{F}"),
+    "puzzles": (SUM, "<answer>5</answer>"),
+    "instructions": ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}, "No comma"),
+}
+RECORDS: list[dict[str, Any]] = [
+    {"id": task, "task": task, "prompt": [{"role": "user", "content": f"{task}: go"}], "truth": truth}
+    for task, (truth, _) in DOMAINS.items()
+]
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> PromptRenderer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = build_tokenizer(["so"])
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return PromptRenderer(folder, 256)
+
+
+class Scripted:
+    """Engines that answer every prompt twice: with the answer in a thought that is cut off, then behind it."""
+
+    load = None
+
+    def __init__(self, renderer: PromptRenderer) -> None:
+        prompts = {tuple(renderer.prompt_ids(record)): record["task"] for record in RECORDS}
+        self.answer_of = {ids: DOMAINS[task][1] for ids, task in prompts.items()}
+        self.renderer = renderer
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        seeds: Sequence[int],
+        sampling: Any,
+        deadline: Deadline,
+        on_response: Callable[[Response], None] | None = None,
+        version: int | None = None,
+    ) -> list[Response]:
+        answer = self.answer_of[tuple(prompt_ids)]
+        found = []
+        for index in range(len(seeds)):
+            whole = bool(index % 2)
+            ids = self.renderer.encode(f"Hm.</think>{answer}" if whole else f"Hm. {answer}")
+            ids += [self.renderer.eos_id] if whole else []
+            found.append(Response(index, ids, [-1.0] * len(ids), "stop" if whole else "length", version or 0))
+            if on_response is not None:
+                on_response(found[-1])
+        return found
+
+    async def close(self) -> None:
+        pass
+
+
+class InTurn:
+    """The prompts of all domains, one after the other."""
+
+    def __init__(self, renderer: PromptRenderer) -> None:
+        self.renderer, self.drawn = renderer, 0
+
+    def next(self) -> Visit:
+        record = RECORDS[self.drawn % len(RECORDS)]
+        self.drawn += 1
+        return Visit(record, self.renderer.prompt_ids(record), 0)
+
+
+@pytest.fixture
+def server(start_server: StartServer) -> RunningServer:
+    return start_server(",".join(DOMAINS), name="rewards-0")
+
+
+def test_training_validation_and_stored_rollouts(
+    renderer: PromptRenderer,
+    server: RunningServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "endpoints" / "engine-0.json").write_text("{}")  # counted only: the scripted engines stand in for it
+    shutil.copy(tmp_path / "token", tmp_path / "endpoints" / "token")
+    monkeypatch.setattr(run_services, "EnginePool", lambda *_: Scripted(renderer))
+    sizes = ["prompts_per_step=5", "samples_per_prompt=2", "context_tokens=256", "max_response_tokens=100"]
+    cfg = settings.load(["trainer.grpo.updates_per_step=1", *(f"trainer.grpo.{size}" for size in sizes)])
+    prompts = InTurn(renderer)
+    services = run_services.Services.connect(cfg, tmp_path, prompts, renderer)  # type: ignore[arg-type]
+    rollouts = services.rollouts
+    try:
+        groups = rollouts.collect(1, 0).groups
+        held_out = rollouts.sample([prompts.next() for _ in RECORDS], 2, 1.0, 1.0, seed=1, version=0)
+    finally:
+        rollouts.close()
+    scores = {group.task: group.scores for group in groups}
+    assert scores == {task: [0.0, 1.0] for task in DOMAINS}
+    assert {group.task: group.scores for group in held_out} == scores
+    assert all("never closed" in group.verdicts[0]["detail"] for group in groups)
+
+    texts = [[renderer.judged_text(group.prompt_ids, r.token_ids) for r in group.responses] for group in groups]
+    assert texts[0] == ["<think>\nHm. So \\boxed{7}", "<think>\nHm.</think>So \\boxed{7}"]
+    write_rollouts(tmp_path, 1, groups, texts, -1)
+    capsys.readouterr()
+    assert cli.main(["reverify", str(tmp_path), "--settings", "{}"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [row[:4] for row in rows] == [[task, "2", "0", "0"] for task in sorted(DOMAINS)]  # same, reworded, changed
+
+
+def test_evaluation(renderer: PromptRenderer, server: RunningServer, tmp_path: Path) -> None:
+    benchmark = catalogue()["laptop_gcd"].changed({"samples": 2, "context": 256, "max_response": None})
+    source = LocalEngines("0" * 64, renderer, [renderer.eos_id], 4, 1, 60.0)
+    source._pool = Scripted(renderer)  # type: ignore[assignment]
+    store = Store(tmp_path, benchmark.name)
+
+    async def evaluate() -> None:
+        async with RewardClient(server.endpoint_file.parent, tmp_path / "token") as rewards:
+
+            async def judge(request: dict[str, Any]) -> dict[str, Any]:
+                return await rewards.score(request, Deadline(60, "a verdict"))
+
+            await Work(source, judge).do(plan([(benchmark, store, RECORDS)], source, 1))
+
+    try:
+        asyncio.run(evaluate())
+    finally:
+        store.close()
+    assert {key: verdict["score"] for key, verdict in store.verdicts.items()} == {
+        (task, sample): float(sample) for task in DOMAINS for sample in (0, 1)
+    }
+    assert store.lines["math", 0]["response"].startswith("<think>")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "opened"),
+    [
+        ("2 + 3 = <think>", "<think>"),
+        ("2 + 3 = <think>\n", "<think>\n"),
+        ("2 + 3 = <think>\n\n</think>\n\n", ""),  # a template that switches thinking off
+        ("Write your thoughts into <think> tags.", ""),
+        ("Think.", ""),
+        (" \n", ""),
+    ],
+)
+def test_only_a_prompt_that_ends_in_an_open_thought_opens_it(
+    renderer: PromptRenderer, prompt: str, opened: str
+) -> None:
+    prompt_ids = renderer.encode(prompt)
+    assert renderer.judged_text(prompt_ids, renderer.encode("so 5")) == opened + "so 5"
+    assert renderer.judged_text(prompt_ids, []) == opened
+
+
+def test_tags_that_a_tokenizer_marks_as_special_stay(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(["so"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "<|tool|>"]})
+    tokenizer.save_pretrained(tmp_path)
+    renderer = PromptRenderer(tmp_path, 64)
+    ids = renderer.encode("<think>hm</think>so <|tool|>5")
+    assert renderer.decode([*ids, renderer.eos_id, renderer.pad_id]) == "<think>hm</think>so 5"
+
+
+def test_a_warm_up_teaches_what_verifiers_accept(renderer: PromptRenderer) -> None:
+    opened = renderer.prompt_ids(RECORDS[0])
+    assert renderer.decode(renderer.target_ids(opened, "\\boxed{7}")) == "</think>\\boxed{7}"
+    assert renderer.decode(renderer.target_ids(renderer.encode("2 + 5 ="), "\\boxed{7}")) == "\\boxed{7}"
+
+
+# --- an address ------------------------------------------------------------------------------------------------------
+
+
+def replies(prompt: Any, choice: Mapping[str, Any], **options: bool) -> str:
+    """The text that is judged, of a server's answer to a prompt."""
+    endpoint = Endpoint("http://x/v1", "tiny", "0" * 64, None, 1, 1.0, **options)
+
+    async def once(body: dict[str, Any], deadline: Deadline) -> Any:
+        from nemo_prorl.evaluation.sources import _reply_of
+
+        return _reply_of({"choices": [choice]}, "messages" in body)
+
+    endpoint._once = once  # type: ignore[method-assign]
+    texts: list[str] = []
+    record = {"id": "a", "prompt": prompt}
+    asyncio.run(endpoint.generate(record, Sampling(max_response=8), [1], lambda _, reply: texts.append(reply.text)))
+    return texts[0]
+
+
+def chat(content: str | None, reason: str = "stop", **message: str) -> dict[str, Any]:
+    return {"message": {"content": content, **message}, "finish_reason": reason}
+
+
+def test_an_address_whose_prompt_opens_the_thought(caplog: pytest.LogCaptureFixture) -> None:
+    said = {"text": "hm 7", "finish_reason": "length"}
+    assert replies("2 + 5 = <think>\n", said) == "<think>\nhm 7"
+    assert replies("2 + 5 =", said) == "hm 7"
+    messages = RECORDS[0]["prompt"]
+    assert replies(messages, chat("hm 7", "length"), opens_thought=True) == "<think>hm 7"
+    assert replies(messages, chat("<think>hm</think>7"), opens_thought=True) == "<think>hm</think>7"
+    assert "--opens-thought" not in caplog.text
+    assert replies(messages, chat("hm</think>7")) == "hm</think>7"
+    assert "--opens-thought" in caplog.text
+    assert replies(messages, chat("7", reasoning_content="hm")) == "<think>hm</think>7"
+    assert replies(messages, chat(None, "length", reasoning_content="hm")) == "<think>hm"
+
+
+def test_what_was_said_of_an_address_is_in_its_manifest() -> None:
+    from nemo_prorl.evaluation.models import behind_address
+
+    opens, plain = (behind_address("http://x/v1", "tiny", opens) for opens in (True, False))
+    assert json.loads(json.dumps(opens.to_json()))["opens_thought"] is True
+    assert "opens_thought" not in plain.to_json()
+    assert opens.sha256 != plain.sha256

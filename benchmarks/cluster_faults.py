@@ -30,6 +30,7 @@ from tests.cluster.emulated import Ended, Slurm, cluster  # noqa: E402
 STEPS, BREAK_AT = 6, 3
 COMMON = [
     "cluster=slurm_dev",
+    "data=laptop",
     "deterministic=true",
     f"trainer.grpo.max_steps={STEPS}",
     "trainer.grpo.prompts_per_step=8",

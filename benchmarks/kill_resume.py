@@ -29,6 +29,7 @@ from nemo_prorl.recipe.killpoints import POINTS, VARIABLE
 STEPS = 24
 RUN = [
     "deterministic=true",
+    "data.tasks=null",  # the laptop's data lacks tasks that stages name
     f"trainer.grpo.max_steps={STEPS}",
     "trainer.grpo.prompts_per_step=8",
     "trainer.grpo.samples_per_prompt=8",

@@ -175,9 +175,12 @@ def _plan(arguments: argparse.Namespace) -> None:
     import json
 
     from nemo_prorl import overview, settings
+    from nemo_prorl.data.prepared import faults
     from nemo_prorl.recipe.plan import plan_chain, read_rates
 
-    cfg = settings.load_run(arguments.overrides, arguments.config)
+    cfg = settings.load_run(arguments.overrides, arguments.config, need_data=False)
+    for fault in faults(cfg):
+        _log.warning("%s", fault)
     rates = read_rates(cfg, arguments.mean_tokens, arguments.tokens_per_s, arguments.measured)
     chain = plan_chain(cfg, arguments.overrides, rates, arguments.config)
     if arguments.json:

@@ -4,6 +4,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from nemo_prorl.data.prepared import missing_files
 from nemo_prorl.recipe.memory import GB, PUBLISHED_VERSIONS, Memory, micro_batch_tokens, micro_batch_words
 from nemo_prorl.recipe.plan import NAMES, PAPER_GPU_HOURS, Chain, Stage
 
@@ -50,7 +51,16 @@ def run_rows(cfg: DictConfig) -> dict[str, Any]:
         f" {grpo.validation_temperature:g}",
         "data": ", ".join(f"{s.name} ({s.weight:g})" for s in cfg.data.train),
         "held out": ", ".join(s.name for s in cfg.data.validation) or "nothing",
+        "data files": _files(cfg),
     }
+
+
+def _files(cfg: DictConfig) -> str:
+    named = sum(source.path is not None for part in (cfg.data.train, cfg.data.validation) for source in part)
+    if not named:
+        return "none: all problems are made on the spot"
+    missing = len(missing_files(cfg))
+    return f"{missing} of {named} are missing: the run would be refused" if missing else f"{named}, all there"
 
 
 def _stage_table(chain: Chain) -> str:

@@ -29,6 +29,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_prorl.config import Config
+from nemo_prorl.data.prepared import check_data
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.settings_checks import check
 
@@ -63,7 +64,6 @@ CHANGEABLE = (
     "model.micro_batch_size",
     "model.micro_batch_tokens",
     "model.packed_sequences",
-    "model.fp8_recipe",  # runs from before there was this key go on
     "exp_manager.",
     "rollout.python",
     "rollout.engines",
@@ -116,20 +116,24 @@ def load(overrides: list[str], config_file: Path | None = None) -> DictConfig:
     return cfg
 
 
-def load_run(overrides: list[str], config_file: Path | None = None) -> DictConfig:
+def load_run(overrides: list[str], config_file: Path | None = None, need_data: bool = True) -> DictConfig:
     """As `load`, but continues the run that `run_dir` holds, where it holds one.
 
     Then the run's own configuration is the base, and `check_same_run` judges what the overrides change.  The command
     that started the run, groups and all, continues it too.
+
+    Args:
+        need_data: refuse a run whose data is not there (`data.prepared`); False where the caller only reports it.
     """
     cfg = load(overrides, config_file)
     held = Path(cfg.run_dir) / "config.yaml"
-    if not held.is_file() or (config_file is not None and held.samefile(config_file)):
-        return cfg
-    old = read_config(held)
-    if config_file is None and not any(o.key_or_group in group_options() for o in _parse(overrides)):
-        cfg = load(overrides, held)
-    check_same_run(old, cfg)
+    if held.is_file() and not (config_file is not None and held.samefile(config_file)):
+        old = read_config(held)
+        if config_file is None and not any(o.key_or_group in group_options() for o in _parse(overrides)):
+            cfg = load(overrides, held)
+        check_same_run(old, cfg)
+    if need_data:
+        check_data(cfg)
     return cfg
 
 

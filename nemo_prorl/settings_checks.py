@@ -156,7 +156,10 @@ SHAPE_KEYS = {
 
 
 def check(cfg: DictConfig) -> None:
-    """Raises ConfigError at the first thing in a resolved configuration that cannot work."""
+    """Raises ConfigError at the first thing in a resolved configuration that cannot work.
+
+    Whether the data's files are there is checked by `data.prepared`: a plan and an evaluation do without them.
+    """
     _values(cfg)
     _model_shape(cfg.model)
     _layout(cfg)
@@ -428,8 +431,6 @@ def _source(key: str, source: DictConfig) -> None:
     if (source.path is None) == (source.generator is None):
         both = "both given" if source.path else "both null"
         raise ConfigError(f"{key} ({source.name}): path and generator are {both}; a source has one of them")
-    if source.path is not None and not Path(source.path).is_file():
-        raise _wrong(f"{key}.path", source.path, "no such file; it must hold one prompt record (JSON object) a line")
     if source.size is not None and source.size < 1:
         raise _wrong(f"{key}.size", source.size, "must be at least 1")
     if source.generator is not None and source.size is None:

@@ -83,7 +83,7 @@ def test_wrong_use_exits_2_with_a_message_and_no_traceback(prorl: Prorl, argumen
 
 
 def test_dry_run_prints_the_resolved_configuration_and_starts_nothing(prorl: Prorl, tmp_path: Path) -> None:
-    told = prorl("train", "seed=3", "--dry-run", "trainer.grpo.max_steps=6", "stage=run6")
+    told = prorl("train", "seed=3", "--dry-run", "trainer.grpo.max_steps=6", "stage=run6", "data=domains")
     assert told.returncode == 0
     cfg = yaml.safe_load(told.stdout)
     assert (cfg["seed"], cfg["trainer"]["grpo"]["max_steps"], cfg["stage"]) == (3, 6, "run6")

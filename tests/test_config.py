@@ -215,7 +215,6 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["pretrained_checkpoint.restore_from_path=/nowhere"], ["restore_from_path=/nowhere", "no folder"]),
     (["cluster=h100_4x8"], ["pretrained_checkpoint.restore_from_path must be given"]),
     (["data.train=[]"], ["data.train=[]", "nothing to train on"]),
-    (["data.train=[{name: x, path: gone.jsonl}]"], ["data.train.0.path=gone.jsonl", "no such file"]),
     (["trainer.grpo.context_tokens=64", "data.max_prompt_tokens=64"], ["data.max_prompt_tokens=64", "leave room"]),
     (["data.retire_after=0"], ["data.retire_after=0", "at least 1"]),
     (["data.train=[{name: x}]"], ["data.train.0 (x)", "path and generator are both null"]),
@@ -228,6 +227,16 @@ WRONG: list[tuple[list[str], list[str]]] = [
         ["data.train.1.name=x", "another source"],
     ),
     (["run_dir=${nowhere}"], ["nowhere"]),
+    (
+        [
+            "cluster=h100_4x8",
+            "pretrained_checkpoint.restore_from_path=null",
+            "model.fp8=hybrid",
+            "model.fp8_recipe=null",
+        ]
+        + ["model.num_query_groups=4"],
+        ["model.fp8_recipe=None", "tensorwise"],
+    ),
 ]
 
 
@@ -394,18 +403,6 @@ class TestContinuing:
         key, value = overrides[0].split("=")
         assert str(OmegaConf.select(cfg, key)).removesuffix(".0") == value
         assert cfg.seed == 2
-
-    def test_a_run_of_before_fp8_had_a_choice_of_scales_goes_on(self) -> None:
-        start = ["cluster=h100_4x8", "run_dir=older", "pretrained_checkpoint.restore_from_path=null"]
-        cfg = settings.load(start)
-        assert (cfg.model.fp8, cfg.model.fp8_recipe) == ("hybrid", "tensorwise")
-        OmegaConf.set_struct(cfg, False)
-        del cfg.model.fp8_recipe
-        save(cfg, Path("older"))
-        assert settings.load_run(start).model.fp8_recipe == "tensorwise"
-        assert "fp8_recipe" not in settings.load_run(["run_dir=older"]).model
-        with pytest.raises(ConfigError, match="model.fp8_recipe=None"):
-            settings.load([*start, "model.fp8_recipe=null"])
 
     def test_its_own_file_given_by_name_runs_again(self) -> None:
         assert settings.load_run([], Path("held/config.yaml")).seed == 2

@@ -175,7 +175,8 @@ def done(words: Words) -> None:
 def test_what_would_be_run_is_told(words: Words, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepared(place)
     dry = ["--dry-run"] if words[1] == "train" or "--here" in words else []
-    done([*with_model(words, place)[1:], *dry])
+    there = [f"data.folder={place / 'prepared'}"] if words[1] == "launch" else []  # jobs start in the project's folder
+    done([*with_model(words, place)[1:], *there, *dry])
     assert len(capsys.readouterr().out) > 100
 
 
@@ -189,7 +190,9 @@ def test_what_was_recorded_is_read(words: Words, runs: Path, capsys: pytest.Capt
 @commands_of("prorl status")
 def test_where_a_run_or_a_chain_is(words: Words, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if words[2].endswith("weekend"):  # which the page has just launched
-        done(with_model(["launch", "--stages", "run1..run2", f"run_dir={words[2]}", f"{BASE}=MODEL"], runs))
+        prepared(runs)
+        given = [f"run_dir={words[2]}", f"data.folder={runs / 'prepared'}", f"{BASE}=MODEL"]
+        done(with_model(["launch", "--stages", "run1..run2", *given], runs))
     done(words[1:])
     assert "step" in capsys.readouterr().out
 
@@ -305,8 +308,10 @@ def test_requests_are_judged(words: Words, place: Path) -> None:
 def test_a_job_is_rendered(words: Words, tmp_path: Path) -> None:
     """The script itself with --dry-run: sbatch would start it on the nodes that its flags ask for."""
     given = with_model([word for word in stage_words(words) if word != "--dry-run"], tmp_path)
+    touch_prepared(tmp_path / "prepared")
+    given += [f"run_dir={tmp_path / 'run'}", f"data.folder={tmp_path / 'prepared'}"]
     told = subprocess.run(
-        ["bash", "slurm/stage.sbatch", *given, f"run_dir={tmp_path / 'run'}", "--dry-run"],
+        ["bash", "slurm/stage.sbatch", *given, "--dry-run"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PRORL_PYTHON": sys.executable},
         capture_output=True,

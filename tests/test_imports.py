@@ -80,7 +80,8 @@ def test_the_reward_interface_imports_the_standard_library_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["errors.py", "events.py", "deadlines.py", "config.py", "settings.py", "settings_checks.py"]
+    "name",
+    ["errors.py", "events.py", "deadlines.py", "config.py", "settings.py", "settings_checks.py", "data/prepared.py"],
 )
 def test_configuration_and_errors_are_light(name: str) -> None:
     light = {"omegaconf", "hydra", "yaml"}
@@ -91,6 +92,7 @@ def test_configuration_and_errors_are_light(name: str) -> None:
             "errors",
             "events",
             "settings_checks",
+            "data.prepared",
             "deadlines",
             "recipe.memory",
             "recipe.memory_check",

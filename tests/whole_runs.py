@@ -144,7 +144,7 @@ def run_stage(root: Path, undisturbed: Path) -> Path:
     """A stage that begins from the finished run; while it works it is asked for a checkpoint, then to stop."""
     log = undisturbed.with_name("told.jsonl")
     hook = f"""on_event='{sys.executable} -c "import sys; open(sys.argv[1], \\"a\\").write(sys.stdin.read())" {log}'"""
-    overrides = ["stage=run2", f"chain.start_from={undisturbed}", "trainer.resets.at_steps=[]", hook]
+    overrides = ["stage=run2", "data.tasks=null", f"chain.start_from={undisturbed}", "trainer.resets.at_steps=[]", hook]
     job = Job(root, undisturbed.with_name("stage"), *overrides, "trainer.grpo.max_steps=40")
     job.until(lambda: bool(metrics_of(job.run_dir)))
     asked = subprocess.run(

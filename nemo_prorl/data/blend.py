@@ -251,10 +251,12 @@ def _of_tasks(train: list[LoadedSource], tasks: list[str]) -> list[LoadedSource]
     kept = [(source, records) for source, records in kept if records]
     held = {record["task"] for _, records in train for record in records}
     what = f"data.tasks={tasks}: the training sources hold {', '.join(sorted(held))}"
-    if not kept:
+    if not tasks:
         raise ConfigError(f"{what}; name some of these, or null for all")
     if missing := [task for task in tasks if task not in held]:
-        _log.warning("%s; nothing is trained on of %s", what, ", ".join(missing))
+        raise ConfigError(
+            f"{what}, and none of {', '.join(missing)}; add a source of each (data=NAME), or leave it out"
+        )
     return kept
 
 

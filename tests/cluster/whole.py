@@ -20,7 +20,7 @@ def run_on_nodes(undisturbed: Path, name: str, nodes: int, *overrides: str) -> P
     """Two steps from where the run on one node began, on so many nodes, through sbatch; the run directory."""
     run = undisturbed.with_name(name)
     words = [f"--nodes={nodes}", "--gpus-per-node=0", "--mem=0", f"--output={run}.log"]
-    words += ["slurm/stage.sbatch", "none", "cluster=slurm_dev", f"run_dir={run}", *SMALL]
+    words += ["slurm/stage.sbatch", "none", "cluster=slurm_dev", "data=laptop", f"run_dir={run}", *SMALL]
     words += [f"trainer.num_nodes={nodes}", f"rollout.engines={nodes}", f"trainer.grpo.max_steps={STEPS}"]
     words += [f"trainer.trace_steps=[{STEPS}]"]
     words += [f"pretrained_checkpoint.restore_from_path={undisturbed / 'base'}", "trainer.warmup.steps=0"]

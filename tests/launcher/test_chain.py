@@ -71,7 +71,7 @@ def finish(folder: Path, stage: str, *overrides: str) -> None:
     (run / "checkpoints" / "step-000020").mkdir(parents=True)
     (run / "checkpoints" / "step-000020" / "state.json").write_text("{}")
     (run / "config.yaml").write_text(
-        settings.resolved_yaml(settings.load([f"stage={stage}", f"run_dir={run}", *overrides]))
+        settings.resolved_yaml(settings.load([f"stage={stage}", "data=domains", f"run_dir={run}", *overrides]))
     )
     heldout = {"before": 0.109, "after": 0.2994}
     (run / "summary.json").write_text(json.dumps({"finished": True, "step": 20, "heldout": heldout}))
@@ -316,10 +316,10 @@ def test_the_projects_folder_is_the_checkout() -> None:
 
 def test_here_says_which_runs_it_would_start(capsys: Told, project: Path) -> None:
     start = "chain.start_from=/some/run"
-    assert launch("--here", "--dry-run", "run_dir=chain", "seed=2", start, stages="run1..run2") == 0
+    assert launch("--here", "--dry-run", "run_dir=chain", "data=domains", start, stages="run1..run2") == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"prorl train stage=run1 run_dir=chain/run1 seed=2 {start}",
-        "prorl train stage=run2 run_dir=chain/run2 seed=2",
+        f"prorl train stage=run1 run_dir=chain/run1 data=domains {start}",
+        "prorl train stage=run2 run_dir=chain/run2 data=domains",
     ]
 
 

@@ -1,6 +1,7 @@
 """`prorl doctor`: is this machine fit, and for this run?  One line a check, with the cure of what is not.
 
     machine.py            Python, packages, rollout environment, memory, disk, sandbox, reward plugins
+    data.py               the files and tasks of a run's data
     storage.py            a run's directory, /dev/shm and host memory against what recipe.memory says it needs
     devices.py            GPUs, driver, torch, NCCL
     model.py              model folder: shape, tokenizer, eos, chat template
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if args.overrides or args.config or args.nodes or args.preflight:
         from nemo_prorl import settings
 
-        cfg = settings.load_run(args.overrides, args.config)
+        cfg = settings.load_run(args.overrides, args.config, need_data=False)
     failed = False
     found = checks(cfg, args.rollout_python, args.srun if args.nodes else None)
     if cfg is not None and args.preflight:
@@ -78,7 +79,7 @@ def checks(cfg: "DictConfig | None" = None, python: Path | None = None, srun: st
 
     `python`: the rollout environment's, instead of the configuration's.  `srun`: compare the nodes by this command.
     """
-    from nemo_prorl.launcher.doctor import devices, machine, model, network, nodes, storage
+    from nemo_prorl.launcher.doctor import data, devices, machine, model, network, nodes, storage
 
     python = python or Path(cfg.rollout.python if cfg is not None else ".venv/rollout/bin/python")
     on_gpu = cfg is not None and cfg.trainer.accelerator == "gpu"
@@ -88,6 +89,7 @@ def checks(cfg: "DictConfig | None" = None, python: Path | None = None, srun: st
     if cfg is None:
         yield from machine.sizes()
     else:
+        yield from data.of_run(cfg)
         yield from storage.of_run(cfg)
         yield from model.of_run(cfg)
         yield from devices.of_run(cfg, python)

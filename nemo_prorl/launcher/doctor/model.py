@@ -147,7 +147,7 @@ def _said(ids: set[int]) -> str:
 def source_with_messages(cfg: DictConfig) -> str | None:
     """Name of the first source, of those with a file, that has a prompt which is a message list."""
     for source in (*cfg.data.train, *cfg.data.validation):
-        if source.path is None:
+        if source.path is None or not Path(source.path).is_file():  # doctor/data.py names the missing ones
             continue
         if tables.is_parquet(source.path):
             if tables.has_messages(source.path):

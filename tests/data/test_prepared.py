@@ -1,0 +1,115 @@
+"""A run whose data is not there is refused by every command, with each file and the command that makes it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_prorl import cli, settings
+from nemo_prorl.config import DataSource
+from nemo_prorl.data.generators import generate
+from nemo_prorl.data.prepared import PAPER, faults, missing_tasks, preparing, task_of
+from nemo_prorl.errors import ConfigError
+from tests.conftest import ROOT
+from tests.data.preparing import touch_prepared
+
+GPU = ["cluster=h100_4x8", "pretrained_checkpoint.restore_from_path=null"]
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def refused(text: str) -> None:
+    """Each file of data=prorl is named, each with its command."""
+    for name, command in PAPER.items():
+        assert f"prepared/{name}/" in text
+        assert f"prorl data prepare {command} --out prepared/{name}" in text
+
+
+@pytest.mark.parametrize("cluster", [name for name in settings.group_options()["cluster"] if name.startswith("h100")])
+def test_a_gpu_cluster_trains_on_the_papers_data_unless_told_otherwise(cluster: str) -> None:
+    given = [f"cluster={cluster}", *GPU[1:]]
+    cfg = settings.load(given)
+    assert {Path(source.path).parent.name for source in (*cfg.data.train, *cfg.data.validation)} == set(PAPER)
+    assert settings.load([*given, "data=laptop"]).data.train[0].name == "chain_sum"
+    assert settings.load(["cluster=laptop"]).data.train[0].name == "chain_sum"
+
+
+@pytest.mark.parametrize("stage", ["none", "run1"])
+def test_every_command_that_starts_a_run_refuses_it(stage: str, caplog: pytest.LogCaptureFixture) -> None:
+    for words in (
+        ["train", "--dry-run", f"stage={stage}", *GPU],
+        ["train", f"stage={stage}", *GPU, "trainer.num_nodes=1", "rollout.engines=8"],
+        ["launch", "--stages", "run1", "--dry-run", *GPU],
+        ["launch", "--stages", "run1", "--here", "--dry-run", *GPU],
+    ):
+        caplog.clear()
+        assert cli.main(words) == 2, words
+        refused(caplog.text)
+    touch_prepared(Path("prepared"))
+    assert cli.main(["train", "--dry-run", f"stage={stage}", *GPU]) == 0
+
+
+def test_a_slurm_job_refuses_it_before_any_node_starts(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "nemo_prorl.launcher.allocation", "stage=run1", *GPU]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    told = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert told.returncode == 2
+    refused(told.stderr)
+
+
+def test_a_plan_is_made_and_says_what_is_missing(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert cli.main(["plan", *GPU, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run"]["data files"].startswith("10 of 10 are missing")
+    refused(caplog.text)
+
+
+def test_the_doctor_names_them_as_a_failed_check() -> None:
+    from nemo_prorl.launcher.doctor import data, model
+
+    cfg = settings.load_run(GPU, need_data=False)
+    [check] = data.of_run(cfg)
+    assert (check.name, check.state) == ("data", "fail")
+    refused(check.text)
+    assert model.source_with_messages(cfg) is None  # looks into the files that are there
+    touch_prepared(Path("prepared"))
+    assert [check.state for check in data.of_run(cfg)] == ["pass"]
+
+
+def test_a_file_of_ones_own_is_named_too() -> None:
+    with pytest.raises(ConfigError, match=r"1 file is missing.*\n  data\.train\.0\.path=gone\.jsonl: no such file"):
+        settings.load_run(["data.train=[{name: x, path: gone.jsonl}]"])
+    assert preparing("gone.jsonl") is None
+
+
+def test_a_stage_refuses_data_that_lacks_a_task_it_names() -> None:
+    with pytest.raises(ConfigError, match=r"data\.tasks=\['math', 'code', 'stem', 'puzzles'\].*holds code, stem"):
+        settings.load_run(["stage=run1"])
+    assert missing_tasks(settings.load(["stage=run3"])) == ["code", "stem", "instructions"]
+    assert settings.load_run(["stage=run1", "data.tasks=[math,puzzles]"]).stage == "run1"
+    for cluster in ("slurm_dev", "laptop data=domains"):
+        for stage in (name for name in settings.group_options()["stage"]):
+            assert faults(settings.load([f"stage={stage}", *f"cluster={cluster}".split()])) == []
+
+
+def test_the_task_of_a_generator_is_that_of_its_records() -> None:
+    for name in ("arithmetic", "code", "stem", "instructions", "reasoning_gym:gcd"):
+        [record] = generate(DataSource(name="x", generator=name, size=1))
+        assert task_of(name) == record["task"]
+
+
+def test_the_commands_are_those_of_the_page() -> None:
+    page = (ROOT / "docs" / "data.md").read_text()
+    shown = re.findall(r"^prorl data prepare (.+) --out prepared/([\w-]+)(.*)$", page, re.MULTILINE)
+    for name, command in PAPER.items():
+        words = set(command.replace("--judge-url URL --judge-model NAME", "--judge-url --judge-model").split())
+        words.discard("hub")
+        assert any(out == name and words <= set(f"{first}{rest}".split()) for first, out, rest in shown), name

@@ -15,7 +15,7 @@ class Shaping:
     """Which shapings apply, in this order: cosine in place of the raw reward, then what is taken off.
 
     overlong_tokens: over how many tokens before the longest response the soft overlong penalty builds up; 0 is off.
-    correct, wrong: the cosine's values at length 0 and at the longest; exceeded: its value from there on.
+    correct, wrong: the cosine's values at length 0 and at the longest; exceeded: that of a response cut off there.
     """
 
     unfinished_penalty: float = 0.0
@@ -44,7 +44,8 @@ def shaped_rewards(
     if shaping.cosine:
         values = dict(zip(("correct_short", "correct_long"), shaping.correct, strict=True))
         values |= dict(zip(("wrong_short", "wrong_long"), shaping.wrong, strict=True))
-        cosine_GN = cosine_length_reward(steps[-1][1], length_GN, longest_GN, exceeded=shaping.exceeded, **values)
+        values |= {"exceeded": shaping.exceeded}
+        cosine_GN = cosine_length_reward(steps[-1][1], length_GN, longest_GN, ended=ended_GN, **values)
         steps.append(("cosine", cosine_GN.to(steps[0][1].dtype)))
     if shaping.unfinished_penalty:
         steps.append(("unfinished", shape_rewards(steps[-1][1], ended_GN, shaping.unfinished_penalty)))
@@ -102,6 +103,7 @@ def cosine_length_reward(
     length: Tensor,
     max_length: int | Tensor,
     *,
+    ended: Tensor | None = None,
     correct_short: float = 2.0,
     correct_long: float = 1.0,
     wrong_short: float = -10.0,
@@ -111,12 +113,14 @@ def cosine_length_reward(
     """The cosine reward of "Demystifying long chain-of-thought reasoning" (arXiv 2502.03373), in place of a binary one.
 
     From the `short` value at length 0 to the `long` value at max_length, along half a cosine:
-    long + (short - long) (1 + cos(pi length / max_length)) / 2.  A response of max_length or more gets `exceeded`.
+    long + (short - long) (1 + cos(pi length / max_length)) / 2.  A response of max_length or more gets `exceeded`,
+    unless it ended: eos may be its very last token.
 
     Args:
         correct: bool, any shape; or a score in [0, 1], which lies as far between the wrong and the right value.
         length: same shape, in tokens.
-        max_length: at least 1, else ValueError; or a tensor.
+        max_length: at least 1, otherwise ValueError; or a tensor.
+        ended: bool, same shape, the response ended with eos; without it, none of max_length did.
 
     Returns:
         float32, shape of `length`.
@@ -128,5 +132,6 @@ def cosine_length_reward(
     right = correct_long + (correct_short - correct_long) * share
     wrong = wrong_long + (wrong_short - wrong_long) * share
     score = correct.to(right.dtype)
-    shaped = torch.where(length >= max_length, exceeded, score * right + (1.0 - score) * wrong)
+    cut_off = length >= max_length if ended is None else (length >= max_length) & ~ended
+    shaped = torch.where(cut_off, exceeded, score * right + (1.0 - score) * wrong)
     return torch.where(score.isnan(), score, shaped)

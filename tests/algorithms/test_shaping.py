@@ -56,6 +56,14 @@ def test_cosine_reward_by_hand() -> None:
         cosine_length_reward(correct, length, 0)
 
 
+def test_eos_on_the_very_last_token_does_not_exceed() -> None:
+    """A response that fills the room and ends there is complete: only one that was cut off exceeded it."""
+    full = torch.full((1, 4), 100)
+    reward, ended = torch.tensor([[1.0, 0.0, 1.0, 0.0]]), torch.tensor([[True, True, False, False]])
+    shaped, _ = shaped_rewards(reward, ended, full, full, Shaping(cosine=True))
+    assert shaped[0].tolist() == pytest.approx([1.0, 0.0, -10.0, -10.0], abs=1e-5)
+
+
 def test_shapings_add_up_and_are_told_apart() -> None:
     reward = torch.tensor([[1.0, 0.5, 0.0, math.nan]], dtype=torch.float64)
     ended = torch.tensor([[True, False, False, False]])

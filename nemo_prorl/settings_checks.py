@@ -7,6 +7,7 @@ configuration names; imports OmegaConf and the standard library only.
 import json
 import math
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -271,10 +272,9 @@ def _layout(cfg: DictConfig) -> None:
             f"{tp_key}={tp} x {pp_key}={pp} = {tp * pp} does not divide the {nodes * devices} ranks of"
             f" trainer.num_nodes={nodes} x trainer.devices={devices}; set trainer.devices to a multiple of {tp * pp}"
         )
-    if cfg.trainer.accelerator == "cpu":
-        for key, off in (("transformer_engine", "false"), ("megatron_amp_O2", "false"), ("fp8", "null")):
-            if value := OmegaConf.select(model, key):
-                raise _wrong(f"model.{key}", value, f"needs a GPU; trainer.accelerator is cpu. Set it to {off}")
+    te = OmegaConf.select(model, "transformer_engine")
+    if te and cfg.trainer.accelerator == "cpu" and find_spec("transformer_engine") is None:
+        raise _wrong("model.transformer_engine", te, "needs a GPU; trainer.accelerator is cpu. Set it to false")
     own_rotary = OmegaConf.select(model, "transformer_engine") or OmegaConf.select(model, "apply_rope_fusion")
     if OmegaConf.select(model, "packed_sequences") and not own_rotary:
         why = "needs model.apply_rope_fusion=true where model.transformer_engine=false, or packed_sequences=false"

@@ -10,7 +10,7 @@ import pytest
 
 from tests import whole_runs
 from tests.background import Background
-from tests.policy.started import run_ranks
+from tests.policy.started import run_ranks, run_te_ranks
 from tests.rewards.attack_runs import run_attacks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LONG = (
     "attacked",
     "ranks",
+    "te_ranks",
     "undisturbed",
     "on_four_nodes",
     "stage_run",
@@ -53,6 +54,8 @@ def background(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         runs.start("attacked", run_attacks, ROOT, tmp_path_factory.mktemp("attacked"), lane="sleeps")
     if "ranks" in wanted:
         runs.start("ranks", run_ranks, ROOT, tmp_path_factory.mktemp("ranks"))
+    if "te_ranks" in wanted:
+        runs.start("te_ranks", run_te_ranks, ROOT, tmp_path_factory.mktemp("te_ranks"))
     if (ROOT / ".venv" / "rollout").is_dir():
         folder = tmp_path_factory.mktemp("job")
         if "undisturbed" in wanted:

@@ -65,7 +65,7 @@ class ActorModel(NLPAdapterModelMixin, MegatronGPTModel):
             super()._enable_nvidia_optimizations()
 
     def setup_transformer_engine_cp_groups(self) -> None:
-        if self.cfg.get("transformer_engine", False):
+        if self.cfg.get("transformer_engine", False) and torch.cuda.is_available():
             super().setup_transformer_engine_cp_groups()
 
 
@@ -229,7 +229,18 @@ class Actor:
             seq_length=first.shape[1],  # pipeline stages tell each other the true ones
             micro_batch_size=first.shape[0],
         )
+        self._drop_fp8_weights()
         return outputs
+
+    def _drop_fp8_weights(self) -> None:
+        """Transformer Engine keeps weights in FP8 between micro-batches; the next pass's first one casts them anew.
+
+        Before 2.2.0 those of a pass without gradients stay without the transpose that a gradient needs.
+        """
+        for module in self.module.modules():
+            kept = getattr(module, "_fp8_workspaces", None)
+            if kept:
+                kept.clear()
 
     def logprobs(self, batch: Batch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         """(logp_BT, entropy_BT), float32 on the CPU, of the weights in use, at the training temperature or another."""

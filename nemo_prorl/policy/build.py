@@ -88,7 +88,7 @@ def build_actor(
             f" {world} were started"
         )
     warnings.filterwarnings("ignore")
-    cpu.enable()
+    cpu.enable(bool(cfg.model.get("transformer_engine")))
     built = _build(nemo_config(cfg, folder.path.resolve(), folder.config, log_dir), cfg, folder.config)
     if with_weights:
         built.actor.import_weights(folder)

@@ -2,7 +2,7 @@
 
 NeMo 2.3 and Megatron-Core 0.12 take CUDA, apex and Transformer Engine for granted in a few dozen places.  `enable`
 changes just those, once, and only where CUDA is absent; nothing else in this project knows the difference.
-Each change says what fails without it.
+Each change says what fails without it.  Layers follow `model.transformer_engine`, as on a GPU.
 """
 
 import functools
@@ -14,23 +14,30 @@ import torch
 _enabled = False
 
 
-def enable() -> None:
-    """Lets NeMo and Megatron run on the CPU.  Does nothing the second time, or where CUDA is present."""
+def enable(transformer_engine: bool = False) -> None:
+    """Lets NeMo and Megatron run on the CPU.  Does nothing where CUDA is present; the second time, chooses layers only.
+
+    `transformer_engine`: layers and rotary positions are Transformer Engine's, as `model.transformer_engine` says.
+    """
     global _enabled
-    if _enabled or torch.cuda.is_available():
+    if torch.cuda.is_available():
         return
-    _enabled = True
-    _torch_without_cuda()
-    _megatron_without_cuda()
-    distributed_optimizer_with_torch_adamw()
-    _nemo_without_apex_and_te()
-    _cuda_tensors_on_the_cpu()  # last: what NeMo compiles when it is imported must find torch's own functions
+    if not _enabled:
+        _enabled = True
+        _torch_without_cuda()
+        _megatron_without_cuda()
+        distributed_optimizer_with_torch_adamw()
+        _nemo_without_apex_and_te()
+        _cuda_tensors_on_the_cpu()  # last: what NeMo compiles when it is imported must find torch's own functions
+    if not transformer_engine:
+        _own_rotary_positions()
 
 
 def enable_megatron() -> None:
     """Megatron-Core alone, where NeMo is not installed."""
     _torch_without_cuda()
     _megatron_without_cuda()
+    _own_rotary_positions()
     _cuda_tensors_on_the_cpu()
 
 
@@ -90,10 +97,10 @@ def _torch_without_cuda() -> None:
     cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     cuda.manual_seed = torch.manual_seed
     cuda.synchronize = lambda *_: None
+    cuda.set_device = lambda *_: None
 
 
 def _megatron_without_cuda() -> None:
-    import megatron.core.models.common.embeddings.rope_utils as rope_utils
     import megatron.core.tensor_parallel.layers as layers
     import megatron.core.tensor_parallel.random as rng
     import megatron.core.transformer.mlp as mlp
@@ -102,12 +109,19 @@ def _megatron_without_cuda() -> None:
 
     rng._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    rope_utils.fused_apply_rotary_pos_emb = cpu_kernels.rotary  # else None, and `apply_rope_fusion` is refused
-    rope_utils.fused_apply_rotary_pos_emb_thd = cpu_kernels.rotary_of_packed
     layers.linear_with_grad_accumulation_and_async_allreduce = cpu_kernels.linear(
         layers.linear_with_grad_accumulation_and_async_allreduce
     )
     mlp.bias_swiglu_impl = cpu_kernels.swiglu  # else compiled, or slower than without fusion
+
+
+def _own_rotary_positions() -> None:
+    import megatron.core.models.common.embeddings.rope_utils as rope_utils
+
+    from nemo_prorl.policy import cpu_kernels
+
+    rope_utils.fused_apply_rotary_pos_emb = cpu_kernels.rotary  # else None, and `apply_rope_fusion` is refused
+    rope_utils.fused_apply_rotary_pos_emb_thd = cpu_kernels.rotary_of_packed
 
 
 def distributed_optimizer_with_torch_adamw() -> None:
@@ -140,8 +154,10 @@ def _nemo_without_apex_and_te() -> None:
     import nemo.collections.nlp.models.language_modeling.megatron_gpt_model as gpt
     import nemo.collections.nlp.models.nlp_model as nlp_model
     import nemo.collections.nlp.modules.common.megatron.build_model as build
+    import nemo.collections.nlp.modules.common.megatron.megatron_init as init
     import nemo.collections.nlp.modules.common.megatron.utils as utils
     import nemo.collections.nlp.parts.nlp_overrides as overrides
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
     from nemo.core.optim.mcore_optim import McoreDistributedOptimizer
 
@@ -153,7 +169,21 @@ def _nemo_without_apex_and_te() -> None:
     overrides.HAVE_APEX = True  # else the strategy drops Megatron's distributed optimizer
     overrides.McoreDistributedOptimizer, overrides.MegatronDistributedFusedAdam = McoreDistributedOptimizer, Never
     nlp_model.get_megatron_pretrained_bert_models = lambda: []
-    gpt.get_specs = lambda name, config=None, *_, **__: layer_spec(config)
+    theirs = gpt.get_specs
+
+    def specs(name: str, config: Any = None, use_te: bool = True, *more: Any, **options: Any) -> Any:
+        return theirs(name, config, use_te, *more, **options) if use_te else layer_spec(config)
+
+    seed_torch = init._set_random_seed
+
+    def seed_megatron_too(seed: int) -> None:
+        """NeMo leaves it out when it counts no GPU; weights are drawn by it unless `use_cpu_initialization`."""
+        seed_torch(seed)
+        state = torch.get_rng_state()
+        model_parallel_cuda_manual_seed(seed)
+        torch.set_rng_state(state)
+
+    gpt.get_specs, init._set_random_seed = specs, seed_megatron_too
     build.set_defaults_if_not_set_tensor_model_parallel_attributes = (
         set_defaults_if_not_set_tensor_model_parallel_attributes
     )

@@ -17,6 +17,12 @@ def ranks(background: Background) -> Path:
 
 
 @pytest.fixture(scope="session")
+def te_ranks(background: Background) -> Path:
+    """The folder in which `te_ranks.py` wrote what the real actor does on a stand-in for Transformer Engine."""
+    return background.result("te_ranks")
+
+
+@pytest.fixture(scope="session")
 def measured(ranks: Path) -> Callable[[str], dict[str, Any]]:
     """What a layout computed, by its name."""
     return lambda name: torch.load(ranks / f"{name}.pt", weights_only=False)

@@ -5,11 +5,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+TE_STAND_IN = Path(__file__).parent.parent / "te_stand_in"
+
 
 def run_ranks(root: Path, out: Path) -> Path:
     """The folder in which `ranks.py` wrote what the real actor computes at each layout."""
-    command = [sys.executable, str(Path(__file__).with_name("ranks.py")), str(out)]
-    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return _run("ranks.py", root, out, [root])
+
+
+def run_te_ranks(root: Path, out: Path) -> Path:
+    """The folder in which `te_ranks.py` wrote what the actor does on a stand-in for Transformer Engine."""
+    return _run("te_ranks.py", root, out, [TE_STAND_IN, root])
+
+
+def _run(script: str, root: Path, out: Path, path: list[Path]) -> Path:
+    command = [sys.executable, str(Path(__file__).with_name(script)), str(out)]
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return out

@@ -1,0 +1,165 @@
+"""Run the real actor on Megatron's Transformer Engine layers, which a stand-in computes, and write down what it does.
+
+    PYTHONPATH=.:tests/te_stand_in python tests/policy/te_ranks.py OUT
+
+The configuration is `cluster=h100_4x8` with fewer nodes and a small model.  One process imports NeMo and forks ranks.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_prorl.algorithms.losses import LossConfig, denominator_terms
+from nemo_prorl.batch import Batch
+from nemo_prorl.policy.weights import HFFolder, model_keys_from_hf
+from nemo_prorl.settings import load
+from nemo_prorl.trainer import policy_loss
+from tests.policy.models import QWEN2, write_model
+from tests.policy.ranks import fixed_batch, fork_ranks
+
+MODEL = QWEN2 | {"num_hidden_layers": 3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run the model."""
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    ranks: int = 1
+
+
+NO_FP8 = ("model.fp8=null",)
+FLOAT32 = (*NO_FP8, "trainer.precision=32", "model.megatron_amp_O2=false")
+ACROSS = ("model.tensor_model_parallel_size=2", "model.sequence_parallel=true", "model.packed_sequences=true")
+HYBRID = ("model.fp8=hybrid",)
+LOCAL = Case("local", (*FLOAT32, "model.transformer_engine=false"))  # Megatron's own layers
+BF16 = Case("bf16", NO_FP8)
+ACROSS_RANKS = Case("float32-across", (*FLOAT32, *ACROSS), ranks=2)
+TENSORWISE = Case("tensorwise-across", (*HYBRID, *ACROSS), ranks=2)
+DELAYED = Case("delayed", (*HYBRID, "model.fp8_recipe=delayed"))
+CASES = [LOCAL, BF16, ACROSS_RANKS, TENSORWISE, DELAYED]
+RESUMED = [TENSORWISE]
+
+
+def config_of(case: Case, folder: HFFolder) -> Any:
+    return load(
+        [
+            "cluster=h100_4x8",
+            f"pretrained_checkpoint.restore_from_path={folder.path}",
+            "trainer.num_nodes=1",
+            f"trainer.devices={case.ranks}",
+            "trainer.accelerator=cpu",
+            "trainer.grpo.context_tokens=64",
+            "trainer.grpo.prompts_per_step=4",
+            "rollout.engines=1",
+            "model.make_vocab_size_divisible_by=16",
+            "model.micro_batch_tokens=128",
+            "model.apply_rope_fusion=false",
+            "model.optim.lr=1e-3",
+            *[f"model.{key}={str(value).lower()}" for key, value in model_keys_from_hf(folder.config).items()],
+            *case.overrides,
+        ]
+    )
+
+
+def built(case: Case, out: Path, with_weights: bool = True) -> Any:
+    from nemo_prorl.policy.build import build_actor
+
+    torch.set_num_threads(1)
+    folder = HFFolder(out / "model")
+    return build_actor(config_of(case, folder), folder.path, with_weights=with_weights).actor
+
+
+def weights_of(actor: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.float().clone() for name, tensor in actor.export_weights()}
+
+
+def updates_of(actor: Any) -> Callable[[], Any]:
+    """A step: log-probabilities without gradients, then an update, as in training."""
+    batch = fixed_batch()
+    denominator = float(denominator_terms(batch.mask_BT, "token"))
+    config = LossConfig(kl_coef=0.1, entropy_coef=0.01)
+
+    def loss(logp_BT: Any, entropy_BT: Any, micro: Batch, denominator: float) -> Any:
+        return policy_loss(logp_BT, entropy_BT, micro, denominator, config)
+
+    def step() -> Any:
+        logp_BT, _ = actor.logprobs(batch)
+        sums = actor.update(batch, loss, denominator, with_entropy=True)
+        return float(logp_BT.double().sum()), sums, actor.weights_sha256()
+
+    return step
+
+
+def measure(case: Case, out: Path) -> None:
+    """Log-probabilities, gradients, updates, and what a checkpoint goes on with; rank 0 writes OUT/NAME.pt."""
+    from nemo_prorl.policy import checkpoint
+
+    actor = built(case, out)
+    step, batch = updates_of(actor), fixed_batch()
+    found: dict[str, Any] = {"logp": actor.logprobs(batch)[0], "layers": str(actor.module.decoder.layers[0])}
+    checkpoint.save(actor, out / "checkpoints" / f"{case.name}-0", {"step": 0})
+    found["steps"] = [step() for _ in range(2)]
+    checkpoint.save(actor, out / "checkpoints" / f"{case.name}-2", {"step": 2})
+    found["weights"] = weights_of(actor)
+    onward = [step(), step()]
+    actor.set_reference()
+    actor.reset_optimizer()
+    checkpoint.save(actor, out / "checkpoints" / f"{case.name}-reset", {"step": 4})
+    found["onward"] = [onward, [step()]]
+    if int(os.environ["RANK"]) == 0:
+        torch.save(found, out / f"{case.name}.pt")
+
+
+def resume(case: Case, out: Path) -> None:
+    """The same steps by other processes, from the checkpoints; rank 0 writes OUT/NAME-resumed.pt."""
+    from nemo_prorl.policy import checkpoint
+
+    actor = built(case, out, with_weights=False)
+    step, again = updates_of(actor), []
+    for name, steps in (("2", 2), ("reset", 1)):
+        checkpoint.load(actor, out / "checkpoints" / f"{case.name}-{name}")
+        again.append([step() for _ in range(steps)])
+    if int(os.environ["RANK"]) == 0:
+        torch.save(again, out / f"{case.name}-resumed.pt")
+
+
+def cross(case: Case, folders: list[Path], out: Path) -> None:
+    """Load checkpoints one after another, and make a step from each; writes OUT/NAME-from-FOLDER.pt."""
+    from nemo_prorl.policy import checkpoint
+
+    actor = built(case, out, with_weights=False)
+    for folder in folders:
+        checkpoint.load(actor, folder)
+        found = {"weights": weights_of(actor), "step": updates_of(actor)()}
+        torch.save(found, out / f"{case.name}-from-{folder.name}.pt")
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    write_model(out / "model", MODEL, torch.bfloat16)
+    from nemo_prorl.policy import cpu
+
+    cpu.enable(transformer_engine=True)
+    import nemo_prorl.policy.actor
+    import nemo_prorl.policy.checkpoint  # noqa: F401  (imported before the forks)
+
+    def fork(name: str, ranks: int, work: Callable[[], None]) -> None:
+        fork_ranks(ranks, work, out / name, 240)
+
+    for case in CASES:
+        fork(case.name, case.ranks, partial(measure, case, out))
+    for case in RESUMED:
+        fork(f"{case.name}-resumed", case.ranks, partial(resume, case, out))
+    fork("bf16-from", 1, lambda: cross(BF16, [out / "checkpoints" / "bf16-0"], out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The real actor on Megatron's Transformer Engine layers: `cluster=h100_4x8` with a small model, on CPU ranks.
+
+A stand-in computes what Transformer Engine would: this proves wiring, not kernels.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.policy.ranks import fixed_batch
+from tests.policy.te_ranks import ACROSS_RANKS, BF16, CASES, DELAYED, LOCAL, RESUMED, TENSORWISE, Case
+
+pytestmark = [pytest.mark.nemo, pytest.mark.timeout(900)]
+
+
+def measured(te_ranks: Path, case: Case) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(te_ranks / f"{case.name}.pt", weights_only=False)
+    return found
+
+
+def names(cases: list[Case]) -> Any:
+    return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
+
+
+@names([case for case in CASES if case != LOCAL])
+def test_layers_are_transformer_engine_s(case: Case, te_ranks: Path) -> None:
+    layers = measured(te_ranks, case)["layers"]
+    for layer in ("TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"):
+        assert layer in layers
+
+
+def test_in_float32_they_compute_what_megatron_s_own_layers_do(te_ranks: Path) -> None:
+    """Over two tensor ranks with sequence parallelism, packed: every way that the stand-in can go, but FP8."""
+    found, wanted = measured(te_ranks, ACROSS_RANKS), measured(te_ranks, LOCAL)
+    torch.testing.assert_close(found["logp"], wanted["logp"], rtol=0, atol=2e-6)
+    for (_, sums, _), (_, expected, _) in zip(found["steps"], wanted["steps"], strict=True):
+        assert sums["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+        assert sums["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+    for name, value in wanted["weights"].items():
+        torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("case", "error"), [(BF16, 0.01), (TENSORWISE, 0.1), (DELAYED, 0.1)], ids=str)
+def test_in_16_and_8_bits_log_probabilities_are_off_by_their_rounding(case: Case, error: float, te_ranks: Path) -> None:
+    mask_BT = fixed_batch().mask_BT
+    found, wanted = (measured(te_ranks, c)["logp"][mask_BT] for c in (case, LOCAL))
+    off = float((found - wanted).abs().mean())
+    assert error / 10 < off < error
+
+
+@names([TENSORWISE, DELAYED])
+def test_fp8_updates_follow_a_pass_without_gradients(case: Case, te_ranks: Path) -> None:
+    """Each step computes log-probabilities first; the stand-in keeps weights as Transformer Engine before 2.2.0."""
+    steps = measured(te_ranks, case)["steps"]
+    wanted = measured(te_ranks, LOCAL)["steps"]
+    assert [s[1]["loss"] for s in steps] == pytest.approx([s[1]["loss"] for s in wanted], abs=0.02)
+    assert len({sha256 for _, _, sha256 in steps}) == len(steps)
+
+
+@names(RESUMED)
+def test_other_processes_go_on_to_the_bit(case: Case, te_ranks: Path) -> None:
+    """From a checkpoint after updates, and from one right after a hard reset."""
+    again = torch.load(te_ranks / f"{case.name}-resumed.pt", weights_only=False)
+    assert again == measured(te_ranks, case)["onward"]
+
+
+def test_a_checkpoint_before_any_update_loads(te_ranks: Path) -> None:
+    found = torch.load(te_ranks / "bf16-from-bf16-0.pt", weights_only=False)
+    assert found["step"] == measured(te_ranks, BF16)["steps"][0]

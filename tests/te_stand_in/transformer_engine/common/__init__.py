@@ -1,0 +1,3 @@
+"""Parts that all frameworks share."""
+
+from transformer_engine.common import recipe as recipe

@@ -79,6 +79,8 @@ class GRPOConfig:
     adaptive_entropy: AdaptiveEntropyConfig = field(default_factory=AdaptiveEntropyConfig)
     unfinished_penalty: float = 0.0  # taken off the shaped reward of a response without eos
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
+    # Trainer and engines compute logits of 16-bit models in float32 (false: both round them to the model's dtype).
+    float32_head: bool = True
     logprob_chunk_tokens: int = 4096  # rows of logits alive at a time
     logprob_chunk_words: int = 8192  # columns of them: words of the vocabulary
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)

@@ -4,14 +4,18 @@ Suffixes: N tokens, C tokens of one chunk, V words of this rank's shard of the v
 H hidden size.
 """
 
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+_log = logging.getLogger(__name__)
 
 # torch 2.8 and later multiply 16-bit matrices into a float32 result on CUDA.
 _HAS_WIDE_PRODUCT = "dtype" in torch.ops.aten.mm.overloads()
@@ -29,14 +33,21 @@ def chunked_logprobs(
     chunk: int = 4096,
     block: int = 8192,
     with_entropy: bool = False,
+    float32_head: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax(hidden weight^T / temperature) at the target, and the entropy of that distribution.
 
     Works on `chunk` tokens and `block` words at a time, with a running maximum and sums, and computes the logits again
-    in the backward pass: beside inputs and gradients the largest tensors are logits [chunk, block], one without
-    entropy, two with, and a float32 [block, H].  All arithmetic on logits is float32 (float64 for float64 inputs), and
-    so are sums over chunks and blocks.  16-bit matrices are multiplied with float32 accumulation and result; a CUDA
-    build before torch 2.8 rounds the logits to 16 bits first.
+    in the backward pass: beside inputs and gradients the largest tensors are logits [chunk, block] and float32 copies
+    of 16-bit inputs, [chunk, H] and [block, H].  Eager, the forward pass holds one tensor of logits without entropy and
+    two with; the backward pass holds one, or two where the entropy has a gradient.  On GPUs the code between matrix
+    products is compiled; the backward pass then holds two.  Arithmetic on logits, and sums over chunks and blocks, are
+    float32 (float64 for float64 inputs).
+
+    With `float32_head`, logits of 16-bit inputs are sums of exact products in float32 on every device and torch
+    version.  Gradients are rounded once, to the inputs' dtype, at the end.  On GPUs the logits' gradient enters its
+    products rounded to TF32 (11 bits).  Without `float32_head` logits are rounded to the inputs' dtype, as by an engine
+    that computes them in that dtype, and GPUs also round the logits' gradient to it.
 
     Vocabulary-parallel: each rank of `group` holds a shard of the output weight and calls this with the same hidden
     states, targets and settings.  Gradients are LOCAL: to `hidden_NH` this rank's partial sum, which the caller's
@@ -56,6 +67,7 @@ def chunked_logprobs(
         chunk: tokens at a time, at least 1; results do not depend on it beyond rounding.
         block: words at a time, at least 1; as above.
         with_entropy: also compute entropies, in nats, differentiable.
+        float32_head: keep the logits of 16-bit inputs in float32; without effect on float32 and float64 inputs.
 
     Returns:
         logp_N and entropy_N (or None), float32 (float64 for float64 inputs), the same on all ranks of the group.
@@ -67,7 +79,17 @@ def chunked_logprobs(
     _check(hidden_NH, weight_VH, target_N, temperature, vocab_size, vocab_start, chunk, block)
     words = min(max(vocab_size - vocab_start, 0), weight_VH.shape[0])
     results: tuple[Tensor, Tensor | None] = _ChunkedLogprobs.apply(
-        hidden_NH, weight_VH, target_N, float(temperature), words, vocab_start, group, chunk, block, with_entropy
+        hidden_NH,
+        weight_VH,
+        target_N,
+        float(temperature),
+        words,
+        vocab_start,
+        group,
+        chunk,
+        block,
+        with_entropy,
+        float32_head,
     )
     return results
 
@@ -112,84 +134,165 @@ def _spans(total: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b with the result in `dtype`; a new tensor, which the caller may change in place."""
-    if a.dtype == dtype:
-        return torch.mm(a, b)
-    if a.is_cuda and _HAS_WIDE_PRODUCT:
-        return torch.mm(a, b, out_dtype=dtype)
-    return torch.mm(a, b).to(dtype)
+@contextmanager
+def _tf32() -> Iterator[None]:
+    """Lets CUDA multiply float32 matrices in TF32: 11 significant bits, float32 sums.
+
+    Numbers of bfloat16 (8 bits, the same exponents) and float16 (11 bits) are numbers of TF32, and a product of two has
+    at most 22 bits: exact in float32.
+    """
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, without another tensor of its size where the dtypes agree."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
+def _logit_product(hidden_CH: Tensor, weight_WH: Tensor, dtype: torch.dtype, float32_head: bool) -> Tensor:
+    """hidden weight^T in `dtype`: a new tensor, which the caller may change in place."""
+    if hidden_CH.dtype == dtype:
+        return torch.mm(hidden_CH, weight_WH.t())
+    if hidden_CH.is_cuda and not float32_head:
+        return torch.mm(hidden_CH, weight_WH.t()).to(dtype)
+    if hidden_CH.is_cuda and _HAS_WIDE_PRODUCT:
+        return torch.mm(hidden_CH, weight_WH.t(), out_dtype=dtype)
+    with _tf32():
+        logit_CW = torch.mm(hidden_CH.to(dtype), weight_WH.to(dtype).t())
+    return logit_CW if float32_head else logit_CW.to(hidden_CH.dtype).to(dtype)
+
+
+def _add_product(total: Tensor, grad: Tensor, operand: Tensor, float32_head: bool) -> None:
+    """total += grad @ operand, for a gradient of logits and rows of the weight or of hidden states."""
+    if operand.dtype == total.dtype:
+        total.addmm_(grad, operand)
+    elif float32_head or not operand.is_cuda:
+        with _tf32():
+            total.addmm_(grad, operand.to(total.dtype))
+    elif _HAS_WIDE_PRODUCT:
+        total.add_(torch.mm(grad.to(operand.dtype), operand, out_dtype=total.dtype))
     else:
-        total.add_(_product(a, b, total.dtype))
+        total.add_(torch.mm(grad.to(operand.dtype), operand))
 
 
-def _operand(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """Some rows of a matrix as they are multiplied: a CPU gains nothing from 16-bit products and takes exact ones."""
-    return part if part.is_cuda else part.to(dtype)
+# highest logit m, sum of exp(x - m), logit of the target, sum of exp(x - m) (x - m) or None: of C tokens over the
+# words x that have been seen
+_Statistics = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
-def _local_targets(target_C: Tensor, first: int, words: int) -> tuple[Tensor, Tensor]:
-    """Whether a target is among the `words` from `first` on, and its place there (0 where it is not)."""
-    local_C = target_C - first
-    here_C = (local_C >= 0) & (local_C < words)
-    return here_C, torch.where(here_C, local_C, 0)
+def _nothing_seen(target_C: Tensor, dtype: torch.dtype, with_entropy: bool) -> _Statistics:
+    highest_C = torch.full(target_C.shape, -torch.inf, dtype=dtype, device=target_C.device)
+    exp_C, at_target_C = torch.zeros_like(highest_C), torch.zeros_like(highest_C)
+    return highest_C, exp_C, at_target_C, torch.zeros_like(highest_C) if with_entropy else None
 
 
-class _Statistics:
-    """Of C tokens, over words as they come: the largest logit m, the target's logit, sums of exp(x - m) and its product
-    with x - m, for logits x.
+def _raise_maximum(
+    highest_C: Tensor, raised_C: Tensor, exp_C: Tensor, product_C: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The two sums for a larger m."""
+    moved_C = torch.where(exp_C == 0, 0.0, highest_C - raised_C)  # nothing was added yet: from -inf
+    shrink_C = moved_C.exp()
+    return exp_C * shrink_C, None if product_C is None else (product_C + moved_C * exp_C) * shrink_C
+
+
+def _seen(product_CW: Tensor, temperature: float, local_C: Tensor, statistics: _Statistics, reuse: bool) -> _Statistics:
+    """The statistics with one more block of words.
+
+    `local_C`: the targets' places in the block, outside of [0, W) where they are elsewhere.  `reuse`: the product's
+    memory holds the intermediate results; otherwise this is a pure function.
+    """
+    highest_C, exp_C, at_target_C, product_C = statistics
+    logit_CW = product_CW.div_(temperature) if reuse else product_CW / temperature
+    here_C = (local_C >= 0) & (local_C < logit_CW.shape[1])
+    found_C = logit_CW.gather(1, torch.where(here_C, local_C, 0)[:, None]).squeeze(1)
+    raised_C = torch.maximum(highest_C, logit_CW.amax(dim=1))
+    exp_C, product_C = _raise_maximum(highest_C, raised_C, exp_C, product_C)
+    logit_CW.sub_(raised_C[:, None])
+    exp_CW = logit_CW.exp() if product_C is not None else logit_CW.exp_()
+    exp_C = exp_C + exp_CW.sum(dim=1)
+    if product_C is not None:
+        product_C = product_C + exp_CW.mul_(logit_CW).sum(dim=1)
+    return raised_C, exp_C, torch.where(here_C, found_C, at_target_C), product_C
+
+
+def _logit_gradient(
+    product_CW: Tensor,
+    temperature: float,
+    local_C: Tensor,
+    log_sum_C: Tensor,
+    grad_C: Tensor,
+    entropy_C: Tensor | None,
+    slope_C: Tensor | None,
+    reuse: bool,
+) -> Tensor:
+    """Gradient with respect to hidden weight^T of one block of words.  `slope_C`: that of entropies, or None.
+
+    `local_C` and `reuse` as in `_seen`.  The formulas are in `_ChunkedLogprobs.backward`.
+    """
+    grad_CW = (product_CW.div_(temperature) if reuse else product_CW / temperature).sub_(log_sum_C[:, None])
+    here_C = (local_C >= 0) & (local_C < grad_CW.shape[1])
+    if slope_C is None or entropy_C is None:
+        grad_CW.exp_().mul_(-grad_C[:, None])
+    else:
+        probability_CW = grad_CW.exp()
+        grad_CW.add_(entropy_C[:, None]).mul_(-slope_C[:, None])
+        grad_CW.sub_(grad_C[:, None]).mul_(probability_CW)
+    place_C = torch.where(here_C, local_C, 0)
+    grad_CW.scatter_add_(1, place_C[:, None], torch.where(here_C, grad_C, 0.0)[:, None])
+    return grad_CW.div_(temperature)
+
+
+def _is_compiled(tensor: Tensor) -> bool:
+    """Return whether blocks on this tensor's device are compiled; a CPU gains nothing from it."""
+    return tensor.is_cuda
+
+
+class _Block:
+    """A function of one block of logits: compiled where `_is_compiled`, eager elsewhere and once compiling failed.
+
+    One compiled function serves all block sizes (`dynamic`).  The eager function reuses the logits' memory.
     """
 
-    def __init__(self, target_C: Tensor, dtype: torch.dtype, with_entropy: bool) -> None:
-        self.target_C = target_C
-        self.highest_C = torch.full(target_C.shape, -torch.inf, dtype=dtype, device=target_C.device)
-        self.exp_C = torch.zeros_like(self.highest_C)
-        self.at_target_C = torch.zeros_like(self.highest_C)
-        self.product_C = torch.zeros_like(self.highest_C) if with_entropy else None
+    def __init__(self, body: Callable[..., Any]) -> None:
+        self._body, self._broken = body, False
+        self._compiled = torch.compile(body, dynamic=True)
 
-    def _raise_maximum(self, highest_C: Tensor) -> None:
-        moved_C = torch.where(self.exp_C == 0, 0.0, self.highest_C - highest_C)  # nothing was added yet: from -inf
-        shrink_C = moved_C.exp()
-        if self.product_C is not None:
-            self.product_C = (self.product_C + moved_C * self.exp_C) * shrink_C
-        self.exp_C, self.highest_C = self.exp_C * shrink_C, highest_C
+    def __call__(self, product_CW: Tensor, *arguments: Any) -> Any:
+        if self._broken or 1 in product_CW.shape or not _is_compiled(product_CW):  # torch compiles extents of 1 anew
+            return self._body(product_CW, *arguments, reuse=True)
+        try:
+            return self._compiled(product_CW, *arguments, reuse=False)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self._broken = True
+            cause = getattr(error, "inner_exception", error)  # of torch's wrapper
+            what = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
+            _log.warning("%s of log-probabilities is not compiled, which is slower: %s", self._body.__name__, what)
+        return self._body(product_CW, *arguments, reuse=True)
 
-    def add(self, logit_CW: Tensor, first: int) -> None:
-        """Adds the words from `first` on; destroys their logits."""
-        here_C, local_C = _local_targets(self.target_C, first, logit_CW.shape[1])
-        at_target_C = logit_CW.gather(1, local_C[:, None]).squeeze(1)
-        self.at_target_C = torch.where(here_C, at_target_C, self.at_target_C)
-        self._raise_maximum(torch.maximum(self.highest_C, logit_CW.amax(dim=1)))
-        logit_CW.sub_(self.highest_C[:, None])
-        exp_CW = logit_CW.exp() if self.product_C is not None else logit_CW.exp_()
-        self.exp_C = self.exp_C + exp_CW.sum(dim=1)
-        if self.product_C is not None:
-            self.product_C = self.product_C + exp_CW.mul_(logit_CW).sum(dim=1)
 
-    def results(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(log-probability of the target, log-sum-exp, entropy or None) of each token, over all shards."""
-        if group is not None:
-            highest_C = self.highest_C.clone()
-            dist.all_reduce(highest_C, op=dist.ReduceOp.MAX, group=group)
-            self._raise_maximum(highest_C)
-            parts = [self.exp_C, self.at_target_C, *([] if self.product_C is None else [self.product_C])]
-            sums = torch.stack(parts)
-            dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
-            self.exp_C, self.at_target_C = sums[0], sums[1]
-            self.product_C = None if self.product_C is None else sums[2]
-        log_sum_C = self.exp_C.log()
-        entropy_C = None if self.product_C is None else log_sum_C - self.product_C / self.exp_C
-        return self.at_target_C - self.highest_C - log_sum_C, log_sum_C + self.highest_C, entropy_C
+_seen_block, _gradient_block = _Block(_seen), _Block(_logit_gradient)
+
+
+def _results(statistics: _Statistics, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(log-probability of the target, log-sum-exp, entropy or None) of each token, over all shards."""
+    highest_C, exp_C, at_target_C, product_C = statistics
+    if group is not None:
+        raised_C = highest_C.clone()
+        dist.all_reduce(raised_C, op=dist.ReduceOp.MAX, group=group)
+        exp_C, product_C = _raise_maximum(highest_C, raised_C, exp_C, product_C)
+        sums = torch.stack([exp_C, at_target_C, *([] if product_C is None else [product_C])])
+        dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
+        highest_C, exp_C, at_target_C = raised_C, sums[0], sums[1]
+        product_C = None if product_C is None else sums[2]
+    log_sum_C = exp_C.log()
+    entropy_C = None if product_C is None else log_sum_C - product_C / exp_C
+    return at_target_C - highest_C - log_sum_C, log_sum_C + highest_C, entropy_C
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """See `chunked_logprobs`.  Keeps its inputs and one float (two with entropy) a token for the backward pass."""
+    """See `chunked_logprobs`.  Keeps its inputs and one float (two with entropy) per token for the backward pass."""
 
     @staticmethod
     def forward(
@@ -204,6 +307,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chunk: int,
         block: int,
         with_entropy: bool,
+        float32_head: bool,
     ) -> tuple[Tensor, Tensor | None]:
         dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
         logp_N = torch.empty(len(target_N), dtype=dtype, device=hidden_NH.device)
@@ -211,18 +315,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
         entropy_N = torch.empty_like(logp_N) if with_entropy else None
         with torch.autocast(hidden_NH.device.type, enabled=False):
             for rows in _spans(len(target_N), chunk):
-                hidden_CH = _operand(hidden_NH[rows], dtype)
-                statistics = _Statistics(target_N[rows], dtype, with_entropy)
+                statistics = _nothing_seen(target_N[rows], dtype, with_entropy)
                 for part in _spans(words, block):
-                    weight_WH = _operand(weight_VH[part], dtype)
-                    logit_CW = _product(hidden_CH, weight_WH.t(), dtype).div_(temperature)
-                    statistics.add(logit_CW, vocab_start + part.start)
-                    del logit_CW  # before the next block's is made
-                logp_N[rows], log_sum_N[rows], entropy_C = statistics.results(group)
+                    product_CW = _logit_product(hidden_NH[rows], weight_VH[part], dtype, float32_head)
+                    local_C = target_N[rows] - (vocab_start + part.start)
+                    statistics = _seen_block(product_CW, temperature, local_C, statistics)
+                    del product_CW  # before the next block's is made
+                logp_N[rows], log_sum_N[rows], entropy_C = _results(statistics, group)
                 if entropy_N is not None and entropy_C is not None:
                     entropy_N[rows] = entropy_C
         ctx.save_for_backward(hidden_NH, weight_VH, target_N, log_sum_N, entropy_N)
-        ctx.settings = (temperature, words, vocab_start, chunk, block)
+        ctx.settings = (temperature, words, vocab_start, chunk, block, float32_head)
         ctx.set_materialize_grads(False)
         return logp_N, entropy_N
 
@@ -236,39 +339,35 @@ class _ChunkedLogprobs(torch.autograd.Function):
         Block by block of words, so that the weight's gradient is summed in float32 without a whole one beside it.
         """
         hidden_NH, weight_VH, target_N, log_sum_N, entropy_N = ctx.saved_tensors
-        temperature, words, vocab_start, chunk, block = ctx.settings
-        nothing = (None,) * 8
+        temperature, words, vocab_start, chunk, block, float32_head = ctx.settings
+        nothing = (None,) * 9
         if grad_logp_N is None and grad_entropy_N is None:
             return (None, None, *nothing)
-        if grad_logp_N is None:
-            grad_logp_N = torch.zeros_like(log_sum_N)
         dtype = log_sum_N.dtype
+        grad_logp_N = torch.zeros_like(log_sum_N) if grad_logp_N is None else grad_logp_N.to(dtype)
+        slope_N = None if grad_entropy_N is None else grad_entropy_N.to(dtype)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=dtype) if wants_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH) if wants_weight else None
         with torch.autocast(hidden_NH.device.type, enabled=False):
             for part in _spans(words, block):
-                weight_WH = _operand(weight_VH[part], dtype)
                 grad_weight_WH = _sum_for(grad_weight_VH, part, dtype)
                 for rows in _spans(len(target_N), chunk):
-                    hidden_CH = _operand(hidden_NH[rows], dtype)
-                    grad_CW = _product(hidden_CH, weight_WH.t(), dtype).div_(temperature).sub_(log_sum_N[rows, None])
-                    here_C, local_C = _local_targets(target_N[rows], vocab_start + part.start, grad_CW.shape[1])
-                    grad_C = grad_logp_N[rows].to(dtype)
-                    if grad_entropy_N is None:
-                        grad_CW.exp_().mul_(-grad_C[:, None])
-                    else:
-                        slope_C = grad_entropy_N[rows].to(dtype)
-                        probability_CW = grad_CW.exp()
-                        grad_CW.add_(entropy_N[rows, None]).mul_(-slope_C[:, None])
-                        grad_CW.sub_(grad_C[:, None]).mul_(probability_CW)
-                        del probability_CW
-                    grad_CW.scatter_add_(1, local_C[:, None], torch.where(here_C, grad_C, 0.0)[:, None])
-                    grad_CW = grad_CW.div_(temperature).to(hidden_CH.dtype)
+                    product_CW = _logit_product(hidden_NH[rows], weight_VH[part], dtype, float32_head)
+                    grad_CW = _gradient_block(
+                        product_CW,
+                        temperature,
+                        target_N[rows] - (vocab_start + part.start),
+                        log_sum_N[rows],
+                        grad_logp_N[rows],
+                        None if slope_N is None else entropy_N[rows],
+                        None if slope_N is None else slope_N[rows],
+                    )
+                    del product_CW
                     if grad_hidden_NH is not None:
-                        _add_product(grad_hidden_NH[rows], grad_CW, weight_WH)
+                        _add_product(grad_hidden_NH[rows], grad_CW, weight_VH[part], float32_head)
                     if grad_weight_WH is not None:
-                        _add_product(grad_weight_WH, grad_CW.t(), hidden_CH)
+                        _add_product(grad_weight_WH, grad_CW.t(), hidden_NH[rows], float32_head)
                     del grad_CW
                 if grad_weight_VH is not None and grad_weight_WH is not None and grad_weight_VH.dtype != dtype:
                     grad_weight_VH[part] = grad_weight_WH.to(grad_weight_VH.dtype)

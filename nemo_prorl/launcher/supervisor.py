@@ -292,6 +292,7 @@ class Node:
             options |= {"hold-file": self.endpoints / HOLD_FILE, "hold-s": _HOLD_S}
         command = [str(Path(rollout.python).absolute()), str(PACKAGE / "rollout" / "server.py")]
         command += [word for key, value in options.items() if value is not None for word in (f"--{key}", str(value))]
+        command += ["--float32-head"] if cfg.trainer.grpo.float32_head else []
         command += ["--eager"] if rollout.eager else []
         command += ["--sleep"] if rollout.sleep is not None and not alone else []
         engine = self._child(f"engine-{index}", command, self._gpus(local, alone), rollout.max_restarts, True)

@@ -76,10 +76,17 @@ class Actor:
     """
 
     def __init__(
-        self, model: ActorModel, optimizer: Any, temperature: float, hf_config: dict, chunk: tuple[int, int]
+        self,
+        model: ActorModel,
+        optimizer: Any,
+        temperature: float,
+        hf_config: dict,
+        chunk: tuple[int, int],
+        float32_head: bool = True,
     ) -> None:
-        """`chunk`: (tokens, words) of which logits are alive at a time."""
+        """`chunk`: (tokens, words) of which logits are alive at a time.  `float32_head`: see `chunked_logprobs`."""
         self.model, self.optimizer, self.temperature, self._chunk = model, optimizer, temperature, chunk
+        self._float32_head = float32_head
         self.hf_config = hf_config
         self.shape = Shape.of(hf_config, int(model.cfg.override_vocab_size))
         multiple = int(model.cfg.tensor_model_parallel_size) if model.cfg.sequence_parallel else 1
@@ -177,6 +184,7 @@ class Actor:
             chunk=self._chunk[0],
             block=self._chunk[1],
             with_entropy=with_entropy,
+            float32_head=self._float32_head,
         )
 
         def place(value_N: Tensor) -> Tensor:

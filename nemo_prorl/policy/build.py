@@ -115,5 +115,6 @@ def _build(nemo_cfg: DictConfig, cfg: DictConfig, hf: dict[str, Any]) -> Built:
     script.init_using_ptl(trainer, model, torch.utils.data.DataLoader(data, batch_size=1), data)
     optimizer, _ = script.extract_optimizer_scheduler_from_ptl_model(model)
     grpo = cfg.trainer.grpo
-    actor = Actor(model, optimizer, grpo.temperature, hf, (grpo.logprob_chunk_tokens, grpo.logprob_chunk_words))
+    chunk = (grpo.logprob_chunk_tokens, grpo.logprob_chunk_words)
+    actor = Actor(model, optimizer, grpo.temperature, hf, chunk, grpo.float32_head)
     return Built(actor, trainer, log_dir)

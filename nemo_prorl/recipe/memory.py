@@ -281,18 +281,19 @@ def logits_bytes(cfg: DictConfig, shape: Shape, layout: Layout, tokens: int) -> 
     """(forward, backward) bytes of `algorithms.logprobs`: logits of logprob_chunk_tokens rows x logprob_chunk_words.
 
     Forward: float32 logits, twice where entropies are wanted, as old and reference log-probabilities always want them.
-    Backward: the logits' gradient in float32 and once more in the weights' dtype (with an entropy bonus: two in
-    float32), or that one with the product that is added to a sum; and the gradients of hidden states, in float32, and
-    of the whole output weight, in its own dtype, with a float32 sum for one block of words where that is narrower.
+    Backward: the logits' gradient in float32, twice with an entropy bonus and where it is compiled; and the gradients
+    of hidden states, in float32, and of the whole output weight, in its own dtype.  16-bit models: float32 copies of
+    the rows and words that are multiplied, and a float32 sum for one block of words.
     """
     grpo, size = cfg.trainer.grpo, activation_bytes(cfg)
     rows, all_words = min(grpo.logprob_chunk_tokens, tokens), -(-shape.padded_vocab // layout.tp)
-    words, cast = min(grpo.logprob_chunk_words, all_words), size if size < FLOAT32 else 0
+    words, half = min(grpo.logprob_chunk_words, all_words), size < FLOAT32
     bonus = bool(grpo.entropy_coef) or bool(grpo.adaptive_entropy.enabled)
-    products = max(rows, 2 * words) * shape.hidden * FLOAT32 if cast else 0
-    logits = rows * words * (2 * FLOAT32 if bonus else FLOAT32 + cast)
+    copies = (rows + words) * shape.hidden * FLOAT32 if half else 0
+    logits = rows * words * FLOAT32 * (2 if bonus or half else 1)
     sums = tokens * shape.hidden * FLOAT32 + all_words * shape.hidden * size
-    return rows * words * 2 * FLOAT32, logits + products + sums
+    sums += words * shape.hidden * FLOAT32 if half else 0
+    return rows * words * 2 * FLOAT32 + copies, logits + copies + sums
 
 
 def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
@@ -359,7 +360,8 @@ def _engine(cfg: DictConfig, shape: Shape) -> dict[str, Any]:
     tp, size = rollout.tensor_parallel_size, _SIZES.get(rollout.dtype, activation_bytes(cfg))
     batch = max(rollout.max_batched_tokens, context)  # as rollout.server asks for it
     work = batch * size * (4 * shape.hidden + 3 * shape.ffn // tp)
-    work += rollout.max_num_seqs * shape.vocab * (size + 3 * FLOAT32)
+    head = max(size, FLOAT32) if cfg.trainer.grpo.float32_head else size
+    work += rollout.max_num_seqs * shape.vocab * (head + 3 * FLOAT32)
     kv_mb = rollout.kv_cache_mb
     return {
         "engine_weights": -(-parameters(shape) * size // tp),

@@ -62,6 +62,8 @@ def make_engine(args: argparse.Namespace) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     optional: dict[str, Any] = {"worker_extension_cls": "nemo_prorl.rollout.engine_weights.WeightLoader"}
+    if args.float32_head and args.dtype != "float32":
+        optional["hf_overrides"] = {"head_dtype": "float32"}
     if args.kv_mb is not None:
         optional["kv_cache_memory_bytes"] = args.kv_mb << 20
     if is_cpu_build():

@@ -373,6 +373,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--public-host", help="the name that the endpoint file gives; default: --host")
     p.add_argument("--port", type=int, default=0, help="0: any free one")
     p.add_argument("--dtype", default="float32", help="float32, bfloat16, ...")
+    p.add_argument("--float32-head", action="store_true", help="compute logits in float32, whatever --dtype is")
     p.add_argument("--tp", type=int, default=1, help="tensor parallel size")
     p.add_argument("--threads", type=int, default=1, help="OpenMP threads (CPU builds of vLLM)")
     p.add_argument("--max-model-len", type=int, default=512, help="tokens of prompt and response together")

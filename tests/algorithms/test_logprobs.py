@@ -3,18 +3,22 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from nemo_prorl.algorithms import logprobs
 from nemo_prorl.algorithms.entropy import entropy_of_logits
 from nemo_prorl.algorithms.logprobs import chunked_logprobs
 
@@ -35,12 +39,18 @@ def case(seed: int, tokens: int, rows: int, hidden: int, vocab: int) -> tuple[Te
 
 
 def naive(
-    hidden: Tensor, weight: Tensor, target: Tensor, slopes: tuple[Tensor, Tensor], temperature: float, vocab: int
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    slopes: tuple[Tensor, Tensor],
+    temperature: float,
+    vocab: int,
+    head: Callable[[Tensor], Tensor] = lambda logits: logits,
 ) -> list[Tensor]:
     """(logp, entropy, gradient to hidden, gradient to weight) in float64, by autograd through full logits."""
     hidden = hidden.detach().double().requires_grad_()
     weight = weight.detach().double().requires_grad_()
-    logits = (hidden @ weight.T)[:, :vocab] / temperature
+    logits = head((hidden @ weight.T)[:, :vocab]) / temperature
     probability = logits.exp() / logits.exp().sum(dim=1, keepdim=True)
     logp = probability.log().gather(1, target[:, None])[:, 0]
     entropy = -(probability * probability.log()).sum(dim=1)
@@ -179,6 +189,55 @@ def test_bfloat16_inputs_are_reduced_in_float32() -> None:
     torch.testing.assert_close(grad_weight.double(), expected[3], rtol=2**-8, atol=1e-5)
 
 
+def test_without_a_float32_head_logits_are_rounded_as_an_engine_rounds_them() -> None:
+    """Large logits, so that rounding shows.  The gradient is that of the rounded logits; rounding has slope 1."""
+    hidden, weight, target, *slopes = case(11, tokens=40, rows=64, hidden=32, vocab=60)
+    hidden, weight = hidden.bfloat16(), (2 * weight).bfloat16()
+
+    def rounded(logits: Tensor) -> Tensor:
+        return logits + (logits.float().bfloat16().double() - logits).detach()
+
+    wanted, expected = naive(hidden, weight, target, (slopes[0], slopes[1]), 1.2, 60, rounded), []
+    for float32_head in (False, True):
+        expected.append(
+            ours(hidden, weight, target, (slopes[0], slopes[1]), 1.2, vocab_size=60, chunk=7, float32_head=float32_head)
+        )
+    found, exact = expected
+    for got, right in zip(found[:2], wanted[:2], strict=True):
+        torch.testing.assert_close(got.double(), right, rtol=1e-5, atol=1e-5)
+    for got, right in zip(found[2:], wanted[2:], strict=True):
+        torch.testing.assert_close(got.double(), right, rtol=2**-8, atol=1e-5)
+    assert float((found[0] - exact[0]).abs().mean()) > 1e-2
+
+
+def test_a_float32_model_has_one_kind_of_head() -> None:
+    hidden, weight, target, *slopes = case(12, tokens=9, rows=16, hidden=8, vocab=16)
+    one, other = (
+        ours(hidden.float(), weight.float(), target, (slopes[0], slopes[1]), 1.2, vocab_size=16, float32_head=head)
+        for head in (True, False)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_numbers_are_numbers_of_tf32(dtype: torch.dtype) -> None:
+    """All of them: a GPU that multiplies float32 copies in TF32 (10 bits behind the point) rounds nothing away."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    bits = every[torch.isfinite(every)].float().view(torch.int32)
+    assert len(bits) > 60_000
+    assert not (bits & (2**13 - 1)).any()
+    significant = {torch.bfloat16: 8, torch.float16: 11}[dtype]
+    assert 2 * significant <= 24  # a product is a float32 number
+
+
+def test_tf32_is_allowed_for_these_products_only() -> None:
+    before = torch.backends.cuda.matmul.allow_tf32
+    with pytest.raises(KeyError), logprobs._tf32():
+        assert torch.backends.cuda.matmul.allow_tf32
+        raise KeyError
+    assert torch.backends.cuda.matmul.allow_tf32 == before
+
+
 def test_autocast_does_not_lower_the_precision() -> None:
     hidden, weight, target, *_ = case(7, tokens=9, rows=16, hidden=8, vocab=16)
     hidden, weight = hidden.float().requires_grad_(), weight.float()
@@ -186,6 +245,74 @@ def test_autocast_does_not_lower_the_precision() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside, _ = chunked_logprobs(hidden, weight, target, 1.2, vocab_size=16)
     assert torch.equal(plain, inside)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
+    """Says whether blocks are compiled, here on a CPU; needs a C++ compiler."""
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+
+    def choose(wanted: bool) -> None:
+        monkeypatch.setattr(logprobs, "_is_compiled", lambda tensor: wanted)
+
+    yield choose
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+def test_compiled_blocks_give_the_same_results(compiled: Callable[[bool], None]) -> None:
+    """For chunks and blocks of all sizes, the last ones shorter, with four compiled functions in all."""
+    counters.clear()
+    slopes: dict[str, Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]] = {
+        "no entropy": lambda ab: (ab[0], torch.zeros_like(ab[1])),
+        "entropy": lambda ab: ab,
+    }
+    for index, (tokens, rows, vocab) in enumerate([(50, 100, 90), (37, 64, 64), (1, 30, 29), (130, 500, 490)]):
+        hidden, weight, target, *both = case(index, tokens, rows, 16, vocab)
+        for chunk, block, temperature in ((16, 9, 1.2), (64, 256, 1.0), (4096, 32, 0.6)):
+            for name, of in slopes.items():
+                found = []
+                for wanted in (False, True):
+                    compiled(wanted)
+                    head, leaf = hidden.float().requires_grad_(), weight.float().requires_grad_()
+                    logp, entropy = chunked_logprobs(
+                        head, leaf, target, temperature, vocab_size=vocab, chunk=chunk, block=block,
+                        with_entropy=name == "entropy",
+                    )  # fmt: skip
+                    parts = of((both[0].float(), both[1].float()))
+                    (parts[0] @ logp + (0.0 if entropy is None else parts[1] @ entropy)).backward()
+                    found.append(
+                        [logp.detach(), head.grad, leaf.grad, *([] if entropy is None else [entropy.detach()])]
+                    )
+                for eager, other in zip(*found, strict=True):
+                    torch.testing.assert_close(other, eager, rtol=1e-5, atol=2e-5)
+    assert not logprobs._seen_block._broken
+    assert not logprobs._gradient_block._broken
+    assert counters["stats"]["unique_graphs"] == 4
+
+
+def test_without_a_compiler_blocks_are_eager_and_a_line_says_so(
+    compiled: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no working compiler was found\nand more")
+
+    hidden, weight, target, *slopes = case(2, tokens=30, rows=24, hidden=8, vocab=21)
+    hidden, weight = hidden.float(), weight.float()
+    kwargs: dict[str, Any] = {"vocab_size": 21, "chunk": 7, "block": 5}
+    eager = ours(hidden, weight, target, (slopes[0], slopes[1]), 1.2, **kwargs)
+    compiled(True)
+    for name in ("_seen_block", "_gradient_block"):
+        block = logprobs._Block(getattr(logprobs, name)._body)
+        monkeypatch.setattr(block, "_compiled", torch.compile(block._body, dynamic=True, backend=fails))
+        monkeypatch.setattr(logprobs, name, block)
+    with caplog.at_level("WARNING"):
+        found = ours(hidden, weight, target, (slopes[0], slopes[1]), 1.2, **kwargs)
+    assert all(torch.equal(a, b) for a, b in zip(found, eager, strict=True))
+    said = [record.message for record in caplog.records if record.name == logprobs.__name__]
+    assert len(said) == 2  # one for each of the two functions
+    assert "no working compiler was found" in said[0]
 
 
 class LiveBytes(TorchDispatchMode):

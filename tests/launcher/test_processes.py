@@ -155,6 +155,11 @@ def test_an_engine_is_told_its_share_of_the_gpu_and_whether_it_sleeps(tmp_path: 
     assert args.kv_mb == (memory.kv_room(size) or 0) >> 20
     alone = arguments(list(Node(cfg, tmp_path, ["math"], merged).services(tmp_path, 1, alone=True)[1].command)[2:])
     assert (alone.sleep, alone.hold_file, alone.memory_share, alone.kv_mb) == (False, None, None, None)
+    assert args.float32_head
+    assert alone.float32_head
+    cfg.trainer.grpo.float32_head = False
+    rounded = arguments(list(Node(cfg, tmp_path, ["math"], merged).services(tmp_path)[1].command)[2:])
+    assert not rounded.float32_head
 
 
 def test_engines_on_devices_of_their_own_come_after_the_trainers(

@@ -101,13 +101,15 @@ def test_the_parts_follow_the_layout() -> None:
     assert one.weights // 2 < cut.weights < 1.001 * one.weights / 2
     assert one.activations / 2 < cut.activations
     assert scattered.activations == pytest.approx(one.activations / 2, rel=0.01)
-    assert cut.logits_forward == one.logits_forward == 4096 * 8192 * 2 * 4  # tokens x words at a time, twice float32
+    copies = (4096 + 8192) * 1536 * 4  # float32 hidden states and weights that are multiplied
+    # tokens x words at a time, twice float32
+    assert cut.logits_forward == one.logits_forward == 4096 * 8192 * 2 * 4 + copies
     gradient = 151_936 * 1536 * 2  # of the output weight, bf16
     assert one.logits_backward - cut.logits_backward == gradient // 2
-    # Logits in float32 and bf16, a block's float32 sum and what is added to it, hidden states of a full row in float32.
-    assert one.logits_backward == gradient + 4096 * 8192 * (4 + 2) + (2 * 8192 + 8192) * 1536 * 4
+    # Logits and their gradient in float32, a block's float32 sum, hidden states of a full row in float32.
+    assert one.logits_backward == gradient + 4096 * 8192 * (4 + 4) + copies + (8192 + 8192) * 1536 * 4
     whole = m.memory_of(settings.load([*H100, "trainer.grpo.logprob_chunk_words=200000"]))
-    assert whole.logits_forward == 4096 * 151_936 * 2 * 4
+    assert whole.logits_forward == 4096 * 151_936 * 2 * 4 + (4096 + 151_936) * 1536 * 4
 
 
 def test_recomputation_and_pipelines_change_what_is_kept() -> None:

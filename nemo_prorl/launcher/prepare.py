@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.config import Config
+from nemo_prorl.environment import cache_folder
 from nemo_prorl.errors import DataError, UnfitMachine
 from nemo_prorl.launcher.cores import Cores
 
@@ -78,6 +79,7 @@ def check_node(cfg: DictConfig) -> None:
     if not os.access(python, os.X_OK):
         raise UnfitMachine(f"rollout.python={python} is no Python that runs here; `make setup` makes .venv/rollout")
     Cores.of(cfg, os.sched_getaffinity(0))
+    cache_folder(os.environ)
 
 
 def plain(value: Any) -> Any:

@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 
 import nemo_prorl
 from nemo_prorl.config import Config
+from nemo_prorl.environment import for_engine, with_caches
 from nemo_prorl.events import Events
 from nemo_prorl.launcher.cores import Cores
 from nemo_prorl.launcher.health import Health
@@ -235,13 +236,16 @@ class Node:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _child(self, name: str, command: list[str], env: dict[str, str], restarts: int, endpoint: bool) -> Child:
+    def _child(
+        self, name: str, command: list[str], env: dict[str, str], restarts: int, endpoint: bool, engine: bool = False
+    ) -> Child:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(_TASK_VARIABLES)}
+        inherited = for_engine(inherited) if engine else inherited
         heap = _HEAP if self.cfg.trainer.accelerator == "cpu" else {}
         return Child(
             name,
             command,
-            {"PYTHONUNBUFFERED": "1", **heap, **dict(self.cfg.launch.env), **inherited, **env},
+            with_caches({"PYTHONUNBUFFERED": "1", **heap, **dict(self.cfg.launch.env), **inherited, **env}),
             self.logs / f"{name}.log",
             self.merged,
             restarts=restarts,
@@ -295,7 +299,7 @@ class Node:
         command += ["--float32-head"] if cfg.trainer.grpo.float32_head else []
         command += ["--eager"] if rollout.eager else []
         command += ["--sleep"] if rollout.sleep is not None and not alone else []
-        engine = self._child(f"engine-{index}", command, self._gpus(local, alone), rollout.max_restarts, True)
+        engine = self._child(f"engine-{index}", command, self._gpus(local, alone), rollout.max_restarts, True, True)
         if not alone and self._cores is not None:
             engine.cores = self._cores.engines[local]
         return engine

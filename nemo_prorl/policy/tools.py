@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from nemo_prorl import settings
+from nemo_prorl.environment import with_caches
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.policy.weights import HFFolder, dtype_of, model_keys_from_hf, write_hf_folder
 from nemo_prorl.recipe.retention import OLD, TEMPORARY, TRASH, complete
@@ -78,7 +79,7 @@ def _find(path: Path) -> tuple[Path, Path]:
 
 def _one_rank(hf: dict[str, Any]) -> DictConfig:
     """The laptop's configuration with the model's shape: one rank, float32, no CUDA needed."""
-    os.environ.setdefault("RANK", "0")
+    os.environ |= with_caches({"RANK": "0", **os.environ})
     keys = model_keys_from_hf(hf)
     overrides = [f"model.{key}={str(value).lower()}" for key, value in keys.items()]
     return settings.load(["cluster=laptop", "model.make_vocab_size_divisible_by=128", *overrides])

@@ -1,0 +1,71 @@
+"""The environment variables of a run's processes: caches that can be written, and no foreign ranks for engines.
+
+In a container the home folder is often read-only, absent or `/`, and the user may have no name.
+"""
+
+import os
+import pwd
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from nemo_prorl.errors import UnfitMachine
+
+FOLDER = "PRORL_CACHE"  # the environment variable that names the folder of all caches
+
+# Where each library keeps what it compiled, below that folder.  What the user or launch.env sets stays.
+_CACHES = {
+    "XDG_CACHE_HOME": "",
+    "XDG_CONFIG_HOME": "config",
+    "CUDA_CACHE_PATH": "cuda",
+    "FLASHINFER_WORKSPACE_BASE": "",
+    "MPLCONFIGDIR": "matplotlib",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "TVM_FFI_CACHE_DIR": "tvm-ffi",
+    "VLLM_CACHE_ROOT": "vllm",
+}
+# An engine is no rank, and has a torch and NCCL of its own.  NVIDIA's image and the hooks of enroot set these for the
+# image's: MASTER_ADDR, RANK, NCCL_*, PYTHONPATH, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE (float32 products in 19 bits).
+_NOT_AN_ENGINES = (
+    *("GROUP_", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "NCCL_", "PYTHONPATH", "PYTORCH_", "RANK"),
+    *("ROLE_", "TORCHELASTIC_", "TORCH_", "WORLD_SIZE"),
+)
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Return the folder of all caches, PRORL_CACHE or /tmp/prorl-UID, made if need be.
+
+    Raises:
+        UnfitMachine: it cannot be made or written, or another user could put compiled code into it.
+    """
+    given = environ.get(FOLDER)
+    folder = Path(given).absolute() if given else Path(f"/tmp/prorl-{os.getuid()}")
+    fix = f"Fix: set {FOLDER} to a folder of yours that can be written."
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UnfitMachine(f"{FOLDER}={folder}: expected a folder for caches; got {error.strerror}. {fix}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UnfitMachine(f"{FOLDER}={folder}: expected a folder for caches; it cannot be written. {fix}")
+    found = folder.lstat()
+    if not given and (found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o022):
+        raise UnfitMachine(f"{folder}: expected a folder that only user {os.getuid()} writes; it is another's. {fix}")
+    return folder
+
+
+def with_caches(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with those of all caches, and a name and a home where the user has no passwd entry."""
+    folder = cache_folder(environ)
+    values = {name: str(folder / below) for name, below in _CACHES.items()}
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        user = f"uid{os.getuid()}"
+        values |= {"USER": user, "LOGNAME": user, "HOME": str(folder)}
+    return {**values, **environ}
+
+
+def for_engine(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables without those that belong to the ranks, the job or the Python of the trainer."""
+    return {name: value for name, value in environ.items() if not name.startswith(_NOT_AN_ENGINES)}

@@ -17,7 +17,8 @@ class CorrectionConfig:
     kind: str = "tis"  # none | tis | icepop | sequence_mask
     cap: float = 2.0  # upper bound of the importance weight pi_old / pi_engine
     floor: float = 0.5  # icepop, sequence_mask: tokens or sequences below it are masked
-    alarm: float = 0.05  # mean absolute log-probability gap above which a step is reported
+    # mean absolute log-probability gap above which a step is reported; null: by precision (`recipe.tolerances`)
+    alarm: float | None = None
 
 
 @dataclass
@@ -130,7 +131,8 @@ class ResetsConfig:
     roll_back: bool = False  # to the weights of the best validation since the last reset, where they are kept
     lr_factor: float = 1.0  # the learning rate is multiplied by it at each reset
     lr_warmup_steps: int = 0  # steps over which it rises again after a reset, because the moments start anew
-    kl_after_reset: float = 1e-5  # the mean absolute reference gap that the step after a reset may show
+    # the mean absolute reference gap that the step after a reset may show; null: by precision (`recipe.tolerances`)
+    kl_after_reset: float | None = None
     rules: ResetRulesConfig = field(default_factory=ResetRulesConfig)
 
 

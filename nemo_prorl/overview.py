@@ -7,6 +7,7 @@ from omegaconf import DictConfig
 from nemo_prorl.data.prepared import missing_files
 from nemo_prorl.recipe.memory import GB, PUBLISHED_VERSIONS, Memory, micro_batch_tokens, micro_batch_words
 from nemo_prorl.recipe.plan import NAMES, PAPER_GPU_HOURS, Chain, Stage
+from nemo_prorl.recipe.tolerances import engine_gap_alarm, kl_after_reset
 
 
 def plan(cfg: DictConfig, chain: Chain) -> str:
@@ -42,6 +43,8 @@ def run_rows(cfg: DictConfig) -> dict[str, Any]:
         "context": f"{grpo.context_tokens} tokens, temperature {grpo.temperature:g}",
         "loss": f"{grpo.advantage}, {grpo.aggregation}, clip {grpo.clip_low:g}/{grpo.clip_high:g},"
         f" KL {grpo.kl_coef:g} ({grpo.kl_estimator}), correction {grpo.correction.kind}",
+        "differences": f"policy and reference after a reset up to {kl_after_reset(cfg):g} a token; engine and trainer"
+        f" above {engine_gap_alarm(cfg):g} are reported",
         "dynamic sampling": f"up to {grpo.dynamic_sampling.max_draw_factor:g} x the prompts"
         if grpo.dynamic_sampling.enabled
         else "off",

@@ -35,6 +35,7 @@ from nemo_prorl.recipe.records import Journal, MetricsLog, write_json, write_rol
 from nemo_prorl.recipe.resets import Resets, policy_scores
 from nemo_prorl.recipe.retention import complete
 from nemo_prorl.recipe.summary import heldout_scores, summary
+from nemo_prorl.recipe.tolerances import kl_after_reset
 from nemo_prorl.recipe.warmup import warm_up
 from nemo_prorl.rollout.collected import CollectedBatch, Group
 from nemo_prorl.rollout.prompts import PromptStream, Visit
@@ -64,7 +65,7 @@ class Run:
         self.step = 0
         self.unfinished: Metrics | None = None  # of a step whose updates are made and which is not logged yet
         self.validations: dict[int, dict[str, Any]] = {}
-        self.resets = Resets(cfg.trainer.resets)
+        self.resets = Resets(cfg.trainer.resets, kl_after_reset(cfg))  # type: ignore[arg-type]
         grpo, adaptive = cfg.trainer.grpo, cfg.trainer.grpo.adaptive_entropy
         self.entropy = AdaptiveEntropy(adaptive.target, adaptive.step, maximum=adaptive.maximum)
         self._loss_config = LossConfig(
@@ -444,9 +445,9 @@ def setup_process(cfg: Config, rank: int) -> None:
         force=True,
     )
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
-    if cfg.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+    if cfg.deterministic:  # the environment comes from launcher.determinism
+        # An operation of a library that has no such algorithm on GPUs would end the run: there it is logged.
+        torch.use_deterministic_algorithms(True, warn_only=cfg.trainer.accelerator == "gpu")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -19,6 +19,7 @@ from nemo_prorl.batch import Batch, JudgedGroups
 from nemo_prorl.errors import RolloutAbandoned, StoppedCleanly
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.recipe.control import reset_reason
+from nemo_prorl.recipe.tolerances import engine_gap_alarm
 
 if TYPE_CHECKING:
     from nemo_prorl.run import Run
@@ -137,7 +138,7 @@ def report_gaps(run: "Run", metrics: Metrics, mine: Batch, version_B: Tensor) ->
     if gaps["stale_gap"]["tokens"]:
         metrics.put("stale_gap/share", gaps["stale_gap"]["tokens"] / tokens)
     mean = gaps["engine_gap"]["mean_abs"]
-    if mean > run.cfg.trainer.grpo.correction.alarm:
+    if mean > engine_gap_alarm(run.cfg):  # type: ignore[arg-type]
         run.alarm(metrics.step, f"engine and trainer differ by {mean:.3g} a token (correction.alarm)")
 
 

@@ -72,7 +72,8 @@ def kl_estimate(logp: Tensor, other_logp: Tensor, estimator: str) -> Tensor:
     """Estimate of KL(p || q) from tokens drawn from p, one value a token.
 
     With d = log q - log p: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1 (Schulman, "Approximating KL divergence", 2020;
-    k3 is paper eq. 5).  Differentiable in both.  As losses: the expected gradient of k1 is 0, that of k2 is the KL's.
+    k3 is paper eq. 5).  Differentiable in both.  As losses, for tokens drawn from p: the expected gradient of k1 is 0,
+    that of k2 is the gradient of KL(p || q), that of k3 is the gradient of KL(q || p).
 
     For k3, d is clamped at 20 (k3 is 4.9e8 there): above it the gradient is 0.  Small d loses no digits (expm1), and
     equal arguments give exactly 0.

@@ -23,6 +23,7 @@ from nemo_prorl.config import Config
 from nemo_prorl.environment import for_engine, with_caches
 from nemo_prorl.events import Events
 from nemo_prorl.launcher.cores import Cores
+from nemo_prorl.launcher.determinism import variables_of_engines, variables_of_ranks
 from nemo_prorl.launcher.health import Health
 from nemo_prorl.launcher.prepare import plain
 from nemo_prorl.launcher.processes import Child, Lines, ProcessFailed, stop_all
@@ -299,7 +300,8 @@ class Node:
         command += ["--float32-head"] if cfg.trainer.grpo.float32_head else []
         command += ["--eager"] if rollout.eager else []
         command += ["--sleep"] if rollout.sleep is not None and not alone else []
-        engine = self._child(f"engine-{index}", command, self._gpus(local, alone), rollout.max_restarts, True, True)
+        env = {**self._gpus(local, alone), **variables_of_engines(cfg)}
+        engine = self._child(f"engine-{index}", command, env, rollout.max_restarts, True, True)
         if not alone and self._cores is not None:
             engine.cores = self._cores.engines[local]
         return engine
@@ -351,6 +353,8 @@ class Node:
             "OMP_NUM_THREADS": threads,
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # a rank compiles four small functions: no pool of processes for it
+            **variables_of_ranks(self.cfg),
         }
         command = [sys.executable, "-m", "nemo_prorl.run", str(self.dir), *arguments]
         ranks = []

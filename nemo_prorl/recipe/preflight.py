@@ -43,6 +43,7 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import EngineFailure
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.recipe.retention import complete
+from nemo_prorl.recipe.tolerances import engine_gap_alarm, kl_after_reset
 from nemo_prorl.rollout.client import EnginePool
 from nemo_prorl.rollout.collected import Group
 from nemo_prorl.rollout.one_engine import Response, SamplingParams, read_token
@@ -169,6 +170,8 @@ def measure(run: "Run", loss: Loss) -> None:
     """All parts, in the run directory of `run`, which must hold a Plan.  Raises what a part raises."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing to save
     plan, recorder = Plan.read(run.dir), Recorder(run.dir, run.rank)
+    allowed, alarm = kl_after_reset(run.cfg), engine_gap_alarm(run.cfg)  # type: ignore[arg-type]
+    _log.info("a reset's step may differ from its reference by %g a token; engine gaps above %g alarm", allowed, alarm)
     with recorder.part("build"):
         run.build_policy()
     with recorder.part("engines"):

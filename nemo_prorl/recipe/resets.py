@@ -22,8 +22,9 @@ class Resets:
     Rank 0 alone keeps the history that the rules decide by; what they find there all ranks are told.
     """
 
-    def __init__(self, config: ResetsConfig) -> None:
-        self.config = config
+    def __init__(self, config: ResetsConfig, kl_allowed: float = 0.0) -> None:
+        """`kl_allowed`: the difference from its reference that the step after a reset may show."""
+        self.config, self._kl_allowed = config, kl_allowed
         self.done: list[dict[str, Any]] = []
         self.told: list[dict[str, Any]] = []  # findings, as a resumed history must know them
         self._fresh = True  # at a run's start the policy is its reference too
@@ -79,10 +80,10 @@ class Resets:
     def check_reference(self, step: int, mean_abs_gap: float) -> None:
         """Before a step's updates.  Raises ResetFailure if the policy should be its reference and is not."""
         fresh, self._fresh = self._fresh, False
-        if fresh and not mean_abs_gap <= self.config.kl_after_reset:
+        if fresh and not mean_abs_gap <= self._kl_allowed:
             raise ResetFailure(
                 f"step {step} follows a reset, but policy and reference differ by {mean_abs_gap:.3g} on average"
-                f" (trainer.resets.kl_after_reset={self.config.kl_after_reset:g} is allowed)"
+                f" ({self._kl_allowed:g} is allowed: trainer.resets.kl_after_reset)"
             )
 
     def state_dict(self) -> dict[str, Any]:

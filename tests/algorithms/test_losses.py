@@ -400,3 +400,20 @@ def test_wrong_use_is_refused() -> None:
         denominator_terms(b.mask_BT, "mean")
     with pytest.raises(ValueError, match="k1, k2, k3"):
         kl_estimate(b.logp_BT, b.ref_logp_BT, "k4")
+
+
+def test_the_gradients_of_kl_estimates_as_losses() -> None:
+    """Their expectation under p, summed over all words: 0, that of KL(p || q), and that of KL(q || p)."""
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(7, generator=generator, dtype=torch.float64, requires_grad=True)
+    logq = torch.log_softmax(torch.randn(7, generator=generator, dtype=torch.float64), 0)
+
+    def gradient(loss: Tensor) -> Tensor:
+        return torch.autograd.grad(loss, logits, retain_graph=True)[0]
+
+    logp = torch.log_softmax(logits, 0)
+    forward, backward = (logp.exp() * (logp - logq)).sum(), (logq.exp() * (logq - logp)).sum()
+    assert not torch.allclose(gradient(forward), gradient(backward), rtol=0.1)
+    for estimator, right in (("k1", 0 * logits.detach()), ("k2", gradient(forward)), ("k3", gradient(backward))):
+        found = gradient((logp.detach().exp() * kl_estimate(logp, logq, estimator)).sum())
+        torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-12)

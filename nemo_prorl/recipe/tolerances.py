@@ -1,0 +1,42 @@
+"""Differences that are rounding, by the precision that a run computes in; more is a fault.
+
+Configured values win; null, the default, takes the value of this table.
+"""
+
+from omegaconf import DictConfig
+
+FLOAT32, HALF, FP8 = "float32", "16 bits", "FP8"
+
+# Mean absolute difference per token between policy and reference where both hold the same weights.
+REFERENCE = {
+    FLOAT32: 1e-5,
+    # The same kernels on copies of the same numbers give the same bits, unless cuBLAS chooses another algorithm for
+    # another address; then single bfloat16 roundings differ.
+    HALF: 1e-4,
+    FP8: 1e-3,  # the scale of a tensor depends on all rows of its micro-batch
+}
+# Mean absolute difference per token between engine and trainer with the same weights.
+ENGINE = {
+    FLOAT32: 1e-3,  # a laptop run shows 1e-6 to 1e-5; one update too many or too few shows more than 1e-3
+    HALF: 0.05,  # its exponential, 1.05, is what NeMo-RL's issue #1801 calls too large a mean factor
+    FP8: 0.1,  # FP8 in training with 16-bit engines: twice that, an assumption
+}
+
+
+def kl_after_reset(cfg: DictConfig) -> float:
+    """The difference from its reference that the step after a reset may show (trainer.resets.kl_after_reset)."""
+    given = cfg.trainer.resets.kl_after_reset
+    return REFERENCE[_trainers(cfg)] if given is None else float(given)
+
+
+def engine_gap_alarm(cfg: DictConfig) -> float:
+    """The difference between engine and trainer above which a step is reported (trainer.grpo.correction.alarm)."""
+    given, trainers = cfg.trainer.grpo.correction.alarm, _trainers(cfg)
+    coarsest = HALF if trainers == FLOAT32 and cfg.rollout.dtype != "float32" else trainers
+    return ENGINE[coarsest] if given is None else float(given)
+
+
+def _trainers(cfg: DictConfig) -> str:
+    if cfg.model.get("fp8"):
+        return FP8
+    return HALF if str(cfg.trainer.precision).split("-")[0] in ("bf16", "16") else FLOAT32

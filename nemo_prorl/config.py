@@ -79,6 +79,7 @@ class GRPOConfig:
     entropy_coef: float = 0.0  # fixed; or:
     adaptive_entropy: AdaptiveEntropyConfig = field(default_factory=AdaptiveEntropyConfig)
     unfinished_penalty: float = 0.0  # taken off the shaped reward of a response without eos
+    unfinished_factor: float = 1.0  # its reward is multiplied by this first; 0: no reward
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     # Trainer and engines compute logits of 16-bit models in float32 (false: both round them to the model's dtype).
     float32_head: bool = True

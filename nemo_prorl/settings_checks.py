@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.events import check_command
+from nemo_prorl.hf_config import check_computed, rope_theta
 from nemo_prorl.recipe.memory import device_bytes
 from nemo_prorl.recipe.memory_check import check_memory
 
@@ -54,6 +55,7 @@ AT_LEAST: dict[str, float] = {
     "trainer.grpo.adaptive_entropy.target": 0,
     "trainer.grpo.adaptive_entropy.maximum": 0,
     "trainer.grpo.unfinished_penalty": 0,
+    "trainer.grpo.unfinished_factor": 0,
     "trainer.grpo.shaping.cosine_exceeded": -1000,
     "trainer.grpo.shaping.cosine_every": 0,
     "trainer.grpo.shaping.cosine_for": 0,
@@ -137,6 +139,7 @@ ABOVE: dict[str, float] = {
     "trainer.resets.rules.kl_factor": 1,
 }
 AT_MOST: dict[str, float] = {
+    "trainer.grpo.unfinished_factor": 1,
     "trainer.grpo.clip_low": 1,
     "trainer.grpo.validation_top_p": 1,
     "trainer.resets.rules.truncation_rise": 1,
@@ -299,12 +302,12 @@ def _batch(cfg: DictConfig) -> None:
             f" trainer.grpo.samples_per_prompt={samples} = {rows} responses an update for {data_ranks} data-parallel"
             " ranks: each needs one at least"
         )
-    if samples < 2 and (grpo.dynamic_sampling.enabled or grpo.advantage != "reinforce_pp_baseline"):
+    if samples < 2:
         raise _wrong(
             "trainer.grpo.samples_per_prompt",
             samples,
-            f"trainer.grpo.advantage={grpo.advantage} with trainer.grpo.dynamic_sampling.enabled="
-            f"{grpo.dynamic_sampling.enabled} compares the responses of one prompt and needs 2 at least",
+            f"trainer.grpo.advantage={grpo.advantage} compares the responses to one prompt, so with one of them every"
+            " advantage is 0; expected 2 at least",
         )
     correction = grpo.correction
     if correction.floor > correction.cap:
@@ -404,7 +407,11 @@ def _pretrained(cfg: DictConfig) -> None:
 
 
 def check_shape(model: DictConfig, said: dict[str, Any], whose: str) -> None:
-    """Raises ConfigError if `model` is another than that of a Hugging Face config.json."""
+    """Raise ConfigError if `model` differs from a Hugging Face config.json, or the actor cannot compute that model."""
+    check_computed(said, whose)
+    base = rope_theta(said)
+    if base is not None and base != model.rotary_base:
+        raise ConfigError(f"model.rotary_base={model.rotary_base} does not fit {whose}, whose rope_theta is {base:g}")
     for ours, theirs in SHAPE_KEYS.items():
         if theirs in said and said[theirs] != model[ours]:
             raise ConfigError(f"model.{ours}={model[ours]} does not fit {whose}, whose {theirs} is {said[theirs]}")

@@ -169,6 +169,7 @@ def shaping_of(cfg: "GRPOConfig", step: int) -> Shaping:
         tuple(by_length.cosine_correct),  # type: ignore[arg-type]
         tuple(by_length.cosine_wrong),  # type: ignore[arg-type]
         by_length.cosine_exceeded,
+        cfg.unfinished_factor,
     )
 
 

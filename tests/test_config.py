@@ -68,6 +68,32 @@ def test_the_paper_s_numbers(model_folder: Path) -> None:
     assert [s.unfinished_penalty for s in stages] == [0, 0, 0, 0.5, 0.5, 0.5, 0.5, 0.5]
 
 
+def test_prorl_v2_is_as_nvidia_publishes_it() -> None:
+    """NeMo-RL: examples/configs/prorlv2.v2.yaml; OpenRLHF: examples/scripts/train_prorlv2_math_hybrid_engine.sh."""
+    cfg = settings.load(["algorithm=prorl_v2"])
+    grpo = cfg.trainer.grpo
+    assert (grpo.clip_low, grpo.clip_high, grpo.kl_coef, grpo.kl_estimator) == (0.2, 0.27, 1e-4, "k2")
+    correction = (grpo.correction.kind, grpo.correction.floor, grpo.correction.cap)
+    assert correction == ("icepop", 0.5, 5.0)
+    assert (grpo.advantage, grpo.aggregation, grpo.temperature) == ("reinforce_pp_baseline", "token", 1.0)
+    assert (grpo.unfinished_factor, grpo.shaping.cosine, grpo.dynamic_sampling.enabled) == (0.0, False, True)
+    assert cfg.trainer.resets.every is None
+    resets = settings.load(["algorithm=prorl_v2_resets"])
+    assert (resets.trainer.resets.every, resets.trainer.grpo.shaping.cosine) == (400, True)
+    assert resets.trainer.grpo.clip_high == 0.27
+
+
+@pytest.mark.parametrize("cluster", [name for name in OPTIONS["cluster"] if name.startswith("h100")])
+def test_gpus_begin_with_what_evidence_speaks_for(cluster: str) -> None:
+    """The reasons stand beside the keys, in conf/model/qwen2_1p5b.yaml."""
+    model = settings.load([f"cluster={cluster}", "pretrained_checkpoint.restore_from_path=null"]).model
+    assert (model.bias_activation_fusion, model.apply_rope_fusion) == (False, False)
+    assert model.activations_checkpoint_granularity is None
+    assert model.gradient_accumulation_fusion is True
+    fp8 = cluster.endswith("_fp8")
+    assert (model.fp8, model.fp8_recipe) == ("hybrid" if fp8 else None, "tensorwise")
+
+
 def test_without_overrides_it_is_the_laptop_job() -> None:
     cfg = settings.load([])
     assert (cfg.run_dir, cfg.trainer.accelerator, cfg.trainer.devices, cfg.rollout.engines) == (
@@ -190,6 +216,12 @@ WRONG: list[tuple[list[str], list[str]]] = [
         ["4 / trainer.grpo.updates_per_step=4 x trainer.grpo.samples_per_prompt=8 = 8", "64 data-parallel ranks"],
     ),
     (["trainer.grpo.samples_per_prompt=1"], ["trainer.grpo.samples_per_prompt=1", "2 at least"]),
+    (
+        ["trainer.grpo.samples_per_prompt=1", "trainer.grpo.advantage=reinforce_pp_baseline"]
+        + ["trainer.grpo.dynamic_sampling.enabled=false"],
+        ["trainer.grpo.samples_per_prompt=1", "reinforce_pp_baseline", "every advantage is 0", "2 at least"],
+    ),
+    (["trainer.grpo.unfinished_factor=1.5"], ["trainer.grpo.unfinished_factor=1.5", "at most 1"]),
     (["trainer.grpo.correction.floor=3"], ["trainer.grpo.correction.floor=3", "cap=2"]),
     (
         ["trainer.grpo.context_tokens=40000"],
@@ -303,6 +335,33 @@ class TestModelFolder:
     def test_with_a_broken_config(self, model_folder: Path) -> None:
         (model_folder / "config.json").write_text("{")
         assert "not JSON" in self.message(model_folder)
+
+    @pytest.mark.parametrize(
+        ("said", "named"),
+        [
+            ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling={'rope_type': 'llama3'"),
+            ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling={'type': 'yarn'"),
+            ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_parameters={'rope_type': 'linear'"),
+            ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters={'full_attention'"),
+            ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_theta is 1e+06"),
+            ({"rope_theta": 1000000.0}, "model.rotary_base=10000"),
+            ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; expected 'silu'"),
+            ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+            ({"model_type": "qwen3"}, "model_type='qwen3' is not supported; expected one of qwen2, llama"),
+        ],
+        ids=str,
+    )
+    def test_that_the_actor_would_compute_otherwise(self, model_folder: Path, said: dict[str, Any], named: str) -> None:
+        (model_folder / "config.json").write_text(json.dumps(QWEN | said))
+        assert named in self.message(model_folder)
+
+    def test_with_plain_rotary_embeddings_of_either_form(self, model_folder: Path) -> None:
+        for said in (
+            {"rope_theta": 10000, "rope_scaling": None, "hidden_act": "silu", "use_sliding_window": False},
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        ):
+            (model_folder / "config.json").write_text(json.dumps(QWEN | said))
+            settings.load(["cluster=h100_4x8", f"pretrained_checkpoint.restore_from_path={model_folder}"])
 
     def test_of_another_shape(self, model_folder: Path) -> None:
         (model_folder / "config.json").write_text(json.dumps(QWEN | {"num_hidden_layers": 32}))

@@ -93,6 +93,7 @@ def test_configuration_and_errors_are_light(name: str) -> None:
             "events",
             "settings_checks",
             "data.prepared",
+            "hf_config",
             "deadlines",
             "recipe.memory",
             "recipe.memory_check",

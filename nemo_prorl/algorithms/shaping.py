@@ -25,6 +25,7 @@ class Shaping:
     correct: tuple[float, float] = (2.0, 1.0)
     wrong: tuple[float, float] = (-10.0, 0.0)
     exceeded: float = -10.0
+    unfinished_factor: float = 1.0
 
 
 def shaped_rewards(
@@ -47,8 +48,9 @@ def shaped_rewards(
         values |= {"exceeded": shaping.exceeded}
         cosine_GN = cosine_length_reward(steps[-1][1], length_GN, longest_GN, ended=ended_GN, **values)
         steps.append(("cosine", cosine_GN.to(steps[0][1].dtype)))
-    if shaping.unfinished_penalty:
-        steps.append(("unfinished", shape_rewards(steps[-1][1], ended_GN, shaping.unfinished_penalty)))
+    penalty, factor = shaping.unfinished_penalty, shaping.unfinished_factor
+    if penalty or factor != 1.0:
+        steps.append(("unfinished", shape_rewards(steps[-1][1], ended_GN, penalty, factor)))
     if shaping.overlong_tokens:
         penalty_GN = soft_overlong_penalty(length_GN, longest_GN, shaping.overlong_tokens)
         steps.append(("overlong", steps[-1][1] + shaping.overlong_penalty * penalty_GN))
@@ -61,23 +63,30 @@ def in_schedule(step: int, every: int, last: int) -> bool:
     return every == 0 or (step - 1) % every >= every - last
 
 
-def shape_rewards(reward_GN: Tensor, ended_GN: Tensor, unfinished_penalty: float) -> Tensor:
-    """Takes `unfinished_penalty` off each response that did not end with eos (paper sec. 4.2, runs 4 to 8).
+def shape_rewards(
+    reward_GN: Tensor, ended_GN: Tensor, unfinished_penalty: float, unfinished_factor: float = 1.0
+) -> Tensor:
+    """Scale and lower the reward of each response that did not end with eos.
+
+    The penalty is the paper's (sec. 4.2, runs 4 to 8), the factor is that of ProRL v2 and DLER (arXiv 2510.15110).
 
     Args:
         reward_GN: raw rewards; nan (of an invalid response) stays nan.
         ended_GN: bool, the response ended with eos.
         unfinished_penalty: at least 0, else ValueError.
+        unfinished_factor: from 0 to 1, applied before the penalty, else ValueError.
 
     Returns:
         A new tensor [G, N], float32 (float64 for float64 rewards).
     """
     if not unfinished_penalty >= 0.0:
         raise ValueError(f"unfinished_penalty is {unfinished_penalty}; it is taken off, so 0 or more is right")
+    if not 0.0 <= unfinished_factor <= 1.0:
+        raise ValueError(f"unfinished_factor is {unfinished_factor}; expected 0 (no reward) to 1 (the reward as it is)")
     if ended_GN.dtype != torch.bool or ended_GN.shape != reward_GN.shape:
         raise ValueError(f"ended_GN must be bool {list(reward_GN.shape)}, got {ended_GN.dtype} {list(ended_GN.shape)}")
     reward_GN = reward_GN.to(torch.promote_types(reward_GN.dtype, torch.float32))
-    return torch.where(ended_GN, reward_GN, reward_GN - unfinished_penalty)
+    return torch.where(ended_GN, reward_GN, unfinished_factor * reward_GN - unfinished_penalty)
 
 
 def soft_overlong_penalty(length: Tensor, max_length: int | Tensor, cache: int) -> Tensor:

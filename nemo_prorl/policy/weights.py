@@ -21,8 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_prorl.errors import ConfigError
-
-HF_ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
+from nemo_prorl.hf_config import check_computed, rope_theta
 
 
 @dataclass(frozen=True)
@@ -161,11 +160,7 @@ class HFFolder:
         if not (self.path / "config.json").is_file():
             raise ConfigError(f"{self.path} is no Hugging Face model folder: it has no config.json")
         self.config: dict[str, Any] = json.loads((self.path / "config.json").read_text())
-        if self.config.get("model_type") not in HF_ARCHITECTURES:
-            raise ConfigError(
-                f"{self.path / 'config.json'}: model_type={self.config.get('model_type')!r} is not supported;"
-                f" supported: {', '.join(HF_ARCHITECTURES)}"
-            )
+        check_computed({"model_type": "", **self.config}, str(self.path / "config.json"))
         self._file_of: dict[str, Path] = {}
         for file in sorted(self.path.glob("*.safetensors")):
             with safe_open(file, "pt") as f:
@@ -213,7 +208,7 @@ def model_keys_from_hf(hf: dict[str, Any]) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_query_groups": hf.get("num_key_value_heads") or heads,
         "layernorm_epsilon": hf["rms_norm_eps"],
-        "rotary_base": int(hf.get("rope_theta") or 10000),
+        "rotary_base": int(rope_theta(hf) or 10000),
         "share_embeddings_and_output_weights": bool(hf.get("tie_word_embeddings", False)),
         "qkv_bias": hf["model_type"] == "qwen2" or bool(hf.get("attention_bias", False)),
     }

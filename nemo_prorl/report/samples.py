@@ -158,12 +158,14 @@ def shaping(run: Run, item: dict[str, Any]) -> dict[str, Any]:
     settings = settings if isinstance(settings, dict) else {}
     by_length = [name for name, on in (("overlong", "overlong_tokens"), ("cosine", "cosine")) if settings.get(on)]
     penalty = number(run.setting("trainer.grpo.unfinished_penalty"))
-    if item["score"] is None or penalty is None:
+    factor = number(run.setting("trainer.grpo.unfinished_factor"))
+    if item["score"] is None or penalty is None or factor is None:
         return {**item, "shaped": None, "shaping": "no verdict" if item["score"] is None else "settings unknown"}
     if by_length:
         return {**item, "shaped": None, "shaping": f"{' and '.join(by_length)}: by token length, which is not stored"}
-    if penalty and item["finished"] is False:
-        return {**item, "shaped": number(item["score"] - penalty), "shaping": f"unfinished: -{penalty:g}"}
+    if (penalty or factor != 1.0) and item["finished"] is False:
+        why = "unfinished:" + (f" x {factor:g}" if factor != 1.0 else "") + (f" -{penalty:g}" if penalty else "")
+        return {**item, "shaped": number(factor * item["score"] - penalty), "shaping": why}
     return {**item, "shaped": item["score"], "shaping": "none"}
 
 

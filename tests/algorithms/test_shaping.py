@@ -32,6 +32,21 @@ def test_unfinished_responses_lose_the_penalty() -> None:
         shape_rewards(reward, ended.long(), 0.5)
 
 
+def test_unfinished_responses_keep_a_share_of_their_reward() -> None:
+    reward = torch.tensor([[1.0, 0.8, 0.5, math.nan]])
+    ended = torch.tensor([[True, False, False, False]])
+    assert shape_rewards(reward, ended, 0.0, 0.0)[0, :3].tolist() == [1.0, 0.0, 0.0]
+    assert shape_rewards(reward, ended, 0.5, 0.5)[0, :3].tolist() == pytest.approx([1.0, -0.1, -0.25])
+    shaped, changes = shaped_rewards(
+        reward, ended, torch.ones(1, 4), torch.full((1, 4), 9.0), Shaping(unfinished_factor=0.0)
+    )
+    assert shaped[0, :3].tolist() == [1.0, 0.0, 0.0]
+    assert shaped[0, 3].isnan()
+    assert list(changes) == ["unfinished"]
+    with pytest.raises(ValueError, match="unfinished_factor is 2"):
+        shape_rewards(reward, ended, 0.0, 2.0)
+
+
 def test_soft_overlong_penalty_by_hand() -> None:
     """DAPO's own numbers: 20,480 tokens at most, of which 4,096 are the soft part."""
     length = torch.tensor([0, 16384, 17408, 18432, 20480, 30000])

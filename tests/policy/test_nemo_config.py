@@ -15,7 +15,7 @@ def test_fp8_goes_by_nemo_s_three_keys_and_megatron_s_name_of_its_scales() -> No
     from megatron.core.enums import Fp8Recipe
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    start = ["cluster=h100_4x8", "pretrained_checkpoint.restore_from_path=null"]
+    start = ["cluster=h100_4x8_fp8", "pretrained_checkpoint.restore_from_path=null"]
     hf = {"vocab_size": 151_936}
     model = nemo_config(settings.load(start), Path("model"), hf, None).model
     assert (model.fp8, model.fp8_hybrid, model.fp8_e4m3) == (True, True, False)

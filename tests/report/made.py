@@ -41,7 +41,12 @@ def write_lines(path: Path, lines: Sequence[Any]) -> None:
 def make_run(folder: Path, steps: int = 12, config: dict[str, Any] | None = None, **changed: Any) -> Path:
     """A run of so many steps with a hard reset after step 6, an alarm and stored responses; `changed` in every line."""
     folder.mkdir(parents=True)
-    grpo = {"max_steps": steps, "unfinished_penalty": 0.5, "shaping": {"overlong_tokens": 0, "cosine": False}}
+    grpo = {
+        "max_steps": steps,
+        "unfinished_penalty": 0.5,
+        "unfinished_factor": 1.0,
+        "shaping": {"overlong_tokens": 0, "cosine": False},
+    }
     whole: dict[str, Any] = {"run_dir": str(folder), "stage": "none", "seed": 1, "trainer": {"grpo": grpo}}
     (folder / "config.yaml").write_text(yaml.safe_dump(whole | (config or {})))
     write_lines(folder / "metrics.jsonl", [metrics_line(step, **changed) for step in range(1, steps + 1)])

@@ -264,7 +264,7 @@ def test_shaping_is_told_as_far_as_it_is_known(tmp_path: Path) -> None:
         (0.0, "none"),
         (-0.25, "unfinished: -0.5"),
     ]
-    grpo = {"unfinished_penalty": 0.5, "shaping": {"overlong_tokens": 64, "cosine": False}}
+    grpo = {"unfinished_penalty": 0.5, "unfinished_factor": 1.0, "shaping": {"overlong_tokens": 64, "cosine": False}}
     run = read.Run(folder, "run", {"trainer": {"grpo": grpo}})
     told = samples.shaping(run, found[0])
     assert told["shaped"] is None

@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,7 @@ def lead(args: argparse.Namespace, leader: Leader, place: Place) -> End:
             job.clear_endpoints(run_dir)
             merged = MergedLog(run_dir / "logs" / "all.log")
             leader.on_log = merged.write
+            place = replace(place, port=free_port())  # now: preparing took minutes, in which another may take it
             leader.tell("go", tasks=tasks, master=place.master, port=place.port)
             peers = Leading(leader, place.host)
             code = Node(cfg, run_dir, tasks, merged, events, place, peers).run()
@@ -246,7 +248,7 @@ def _lead(args: argparse.Namespace, host: str, port: int, token: str) -> int:
     except OSError as error:
         _log.error("port %d cannot be listened at: %s", port, error)
         return 1
-    place = Place(0, args.nodes, args.host, host, free_port())
+    place = Place(0, args.nodes, args.host, host)
     end = End(1, "the node supervisor was interrupted", args.host)
     try:
         end = lead(args, leader, place)

@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -47,6 +48,12 @@ OWN_PYTHON = str(ROOT / ".venv" / "train" / "bin" / "python")
 IN_CONTAINER = "/opt/nemo_prorl"  # where the Dockerfile puts the project
 CLUSTER = "h100_4x8"  # what sbatch's lines ask for, where no cluster=... is given
 STOPPED = 75
+# Overrides that are paths; relative ones count from here, and not from the folder in which a container begins.
+_PATHS = re.compile(
+    r"pretrained_checkpoint\.restore_from_path|data\.folder|data\.(train|validation)\.\d+\.path|rollout\.python"
+    r"|chain\.start_from"
+)
+_DATA = "prepared"  # data.folder, where no override names it
 _ALL_ATTEMPTS = 10  # times launch.attempts: in a row without a new checkpoint, whoever's fault
 _SHOWN = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "NVTE_", "OMP_", "PRORL_", "SLURM_TOPOLOGY")
 _NOT_SHOWN = ("PRORL_LINK_TOKEN",)
@@ -93,7 +100,9 @@ class Driver:
         given = dict(text.partition("=")[::2] for text in args.overrides)
         self.run_dir = Path(given.get("run_dir", folder)).absolute()
         rest = [text for text in args.overrides if not text.startswith("run_dir=")]
-        rest = rest if "cluster" in given else [f"cluster={CLUSTER}", *rest]
+        rest = [absolute(text) for text in (rest if "cluster" in given else [f"cluster={CLUSTER}", *rest])]
+        if args.container_image and "data.folder" not in given:
+            rest.append(absolute(f"data.folder={_DATA}"))
         self.overrides = [f"stage={args.stage}", f"run_dir={self.run_dir}", *rest]
         self.asked: str | None = None  # to stop, and why
         self.ended = False  # by Slurm: a SIGTERM came
@@ -117,6 +126,10 @@ class Driver:
         if image := self.args.container_image:
             command += [f"--container-image={image}", f"--container-workdir={IN_CONTAINER}"]
             command += ["--no-container-mount-home"]
+            if (
+                self.job.id
+            ):  # made once a node and job, not for each start; no_exec: with mounts and namespaces of its own
+                command.append(f"--container-name={self.job.container}:no_exec")
             if self.args.container_mounts:
                 command.append(f"--container-mounts={self.args.container_mounts}")
             if ours := [name for name in os.environ if _is_shown(name)]:  # else the image's own values win
@@ -150,8 +163,25 @@ class Driver:
             say(f"{shlex.join(command)} ended with {done.returncode}; again in {_PLAN_PAUSE_S:g} s")
             self.wait(_PLAN_PAUSE_S)
         if done.returncode:
+            self.warn_of_paths()
             raise SystemExit(done.returncode if done.returncode in (2, 3, 4) else 1)
         self.plan.update(json.loads(done.stdout.splitlines()[-1]))
+
+    def warn_of_paths(self) -> None:
+        """Say which paths lie under no mount of the container; only the image itself, or the site, may hold those."""
+        mounts = [word.split(":") for word in (self.args.container_mounts or "").split(",") if word]
+        inside = [Path(mount[1] if len(mount) > 1 else mount[0]) for mount in mounts] + [Path(IN_CONTAINER)]
+        for key, _, value in (text.partition("=") for text in self.overrides if self.args.container_image):
+            path = Path(value)
+            is_path = key == "run_dir" or (_PATHS.fullmatch(key) and value not in ("", "null"))
+            if not is_path or any(mount in (path, *path.parents) for mount in inside):
+                continue
+            place = path if key in ("run_dir", "data.folder") else path.parent
+            say(
+                f"{key}={value}: expected a path under a mount of the container; the mounts are"
+                f" {self.args.container_mounts or 'none'}. Fix: --container-mounts={place}:{place}, or the path by"
+                " which the container sees it."
+            )
 
     # --- checks ----------------------------------------------------------------------------------------------------
 
@@ -198,9 +228,16 @@ class Driver:
         if not self.args.dry_run:
             signal.signal(signal.SIGUSR1, self.on_usr1)
             signal.signal(signal.SIGTERM, self.on_term)
+        try:
+            return self._run()
+        finally:
+            self.remove_container()
+
+    def _run(self) -> int:
         self.load_plan()
         self.show()
         if self.args.dry_run:
+            self.warn_of_paths()
             sys.stdout.write(shlex.join(self.node_command(port=0)) + "\n")
             return 0
         self.check_allocation()
@@ -232,6 +269,11 @@ class Driver:
     def on_term(self, *_: Any) -> None:
         self.ended = True
         self.tell_stop("SIGTERM: Slurm ends the job")
+
+    def remove_container(self) -> None:
+        """Remove the job's container from its nodes: by pyxis's default it would stay there for ever."""
+        if self.args.container_image and self.job.id and not self.args.dry_run and not self.ended:
+            self.job.remove_container()
 
     def tell_stop(self, reason: str) -> None:
         """Asks the run to stop, if it can be reached; else `_join` does.  In a thread: a handler waits for no lock."""
@@ -387,6 +429,7 @@ class Driver:
 
     def requeue(self, code: int, without: str = "") -> int:
         """Gives the job back to Slurm, which ends this process.  `without`: a node to be left out from now on."""
+        self.remove_container()
         end = self.job.end() or time.time() + _REQUEUED_S
         while not self.ended and self.is_ours():
             if self.job.requeue(without):
@@ -400,6 +443,14 @@ class Driver:
                 break
             time.sleep(_REQUEUE_EVERY_S)
         return code
+
+
+def absolute(override: str) -> str:
+    """Return an override with its path made absolute, where it is one of a path."""
+    key, equals, value = override.partition("=")
+    if not _PATHS.fullmatch(key) or value in ("", "null") or value[0] in "/$\"'":
+        return override
+    return f"{key}{equals}{os.path.abspath(value)}"
 
 
 def _is_shown(name: str) -> bool:

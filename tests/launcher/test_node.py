@@ -1,6 +1,8 @@
 """How several nodes agree on the end of a run.  Whole runs on several nodes are in tests/cluster."""
 
+import argparse
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,3 +116,38 @@ def test_what_is_wrong_is_told_to_who_started_the_nodes(
     thread.join()
     assert heard[0]["code"] == code
     assert told in heard[0]["what"]
+
+
+def test_the_ranks_port_is_chosen_when_the_run_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preparing takes up to an hour, in which another process may take a port that was free before."""
+    from nemo_prorl.launcher import node, prepare
+    from nemo_prorl.launcher.supervisor import Place
+
+    order: list[Any] = []
+
+    class Started:
+        def __init__(self, *parts: Any) -> None:
+            order.append(parts[5].port)
+
+        def run(self) -> int:
+            return 75
+
+    def prepared(*_: Any) -> list[str]:
+        order.append("prepared")
+        return ["chain_sum"]
+
+    def chosen() -> int:
+        order.append("chosen")
+        return 4711
+
+    for name in ("logs", "endpoints"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(prepare, "prepare", prepared)
+    monkeypatch.setattr(node, "free_port", chosen)
+    monkeypatch.setattr(node, "Node", Started)
+    leader = Leader(1, "secret", 5.0)
+    words = [f"run_dir={tmp_path}", "cluster=slurm_dev", "trainer.num_nodes=1", "rollout.engines=1"]
+    args = argparse.Namespace(overrides=words, expect=None, lock_wait_s=0.0)
+    assert node.lead(args, leader, Place(host="a", master="a")).code == 75
+    assert order == ["prepared", "chosen", 4711]
+    leader.close(0.0)

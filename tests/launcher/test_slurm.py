@@ -28,6 +28,13 @@ if "true" in sys.argv:
     sys.exit(os.path.exists("dead-node"))
 with open("srun.txt", "a") as file:
     file.write(" ".join(sys.argv[1:]) + "\\n")
+if "enroot" in sys.argv:
+    sys.exit(1)
+if "nemo_prorl.launcher.allocation" in sys.argv:  # in a container, which begins in a folder of its own
+    os.chdir("/")
+    first = next(k for k, word in enumerate(sys.argv) if k and word[:2] != "--")
+    words = sys.argv[first:]
+    os.execve(words[0], words, {**os.environ, "PYTHONPATH": "ROOT"})
 outcomes = json.load(open("outcomes.json"))
 told = outcomes.pop(0) if len(outcomes) > 1 else outcomes[0]
 json.dump(outcomes, open("outcomes.json", "w"))
@@ -103,7 +110,7 @@ class Cluster:
         self.folder = folder
         (folder / "bin").mkdir()
         for name, code in (("srun", SRUN), ("scontrol", SCONTROL), ("sinfo", SINFO)):
-            (folder / "bin" / name).write_text(f"#!{sys.executable}\n{code}")
+            (folder / "bin" / name).write_text(f"#!{sys.executable}\n{code.replace('ROOT', str(ROOT))}")
             (folder / "bin" / name).chmod(0o755)
         (folder / "job.txt").write_text(JOB)
         (folder / "nodes.txt").write_text(nodes_of("a idle", "b allocated"))
@@ -325,6 +332,62 @@ def test_the_environment_is_shown_and_its_own_values_win(cluster: Cluster, monke
     assert "NCCL_IB_HCA=mlx5" in said
     assert "UCX_TLS=rc" in said
     assert "PRORL_LINK_TOKEN" not in said
+
+
+IMAGE = ["--container-image=/images/prorl.sqsh", "--container-mounts=/lustre:/lustre,/data"]
+
+
+def test_a_container_is_made_once_a_job_and_removed_at_its_end(cluster: Cluster) -> None:
+    assert cluster.run([CRASH, {"code": 0}], *IMAGE)[0] == 0
+    *starts, removal = cluster.sruns()
+    assert len(starts) == 2
+    assert all("--container-name=prorl_17:no_exec" in line for line in starts)
+    assert removal.endswith(
+        "--nodes=2 --ntasks=2 --ntasks-per-node=1 --overlap --mpi=none enroot remove --force pyxis_prorl_17"
+    )
+
+
+def test_relative_paths_count_from_where_sbatch_was_called(cluster: Cluster) -> None:
+    """A container begins in /opt/nemo_prorl; there a relative path would be another."""
+    cluster.code = QUICK
+    for name in ("deepscaler", "eurus2-rl", "scp-116k", "reasoning-gym", "instructions"):
+        (cluster.folder / "records" / name).mkdir(parents=True)
+        (cluster.folder / "records" / name / "train.jsonl").write_text('{"task": "math"}\n')
+    for name in ("aime24", "codeforces", "gpqa", "ifeval", "graph_color"):
+        (cluster.folder / "records" / name).mkdir(parents=True)
+        (cluster.folder / "records" / name / "validation.jsonl").write_text('{"task": "math"}\n')
+    words = ["data=prorl", "data.folder=records", "rollout.python=bin/python"]
+    code, said = cluster.run([{"code": 0}], *IMAGE, *words)
+    assert code == 0, said
+    line = cluster.sruns()[1]
+    for key, path in (("data.folder", "records"), ("rollout.python", "bin/python")):
+        assert f" {key}={cluster.folder / path}" in line
+
+
+@pytest.mark.parametrize(
+    ("override", "mount"),
+    [
+        ("pretrained_checkpoint.restore_from_path=models/r1", "models"),
+        ("pretrained_checkpoint.restore_from_path=/scratch/r1", "/scratch"),
+        ("data=prorl", "prepared"),
+    ],
+)
+def test_a_path_under_no_mount_is_named_with_the_mounts(cluster: Cluster, override: str, mount: str) -> None:
+    cluster.code = QUICK
+    code, said = cluster.run([{"code": 0}], *IMAGE, override)
+    assert code == 2
+    place = cluster.folder / mount
+    assert "expected a path under a mount of the container; the mounts are /lustre:/lustre,/data. Fix:" in said
+    assert f"--container-mounts={place}:{place}" in said
+    assert len([line for line in cluster.sruns() if "--leader=" in line]) == 0
+
+
+def test_paths_under_a_mount_or_in_the_image_are_no_matter(cluster: Cluster) -> None:
+    words = ["data.folder=/data/prepared", "rollout.python=/opt/nemo_prorl/.venv/rollout/bin/python"]
+    words += ["pretrained_checkpoint.restore_from_path=null", "run_dir=/lustre/run", "--dry-run"]
+    cluster.words = [word for word in cluster.words if not word.startswith("run_dir=")]
+    code, said = cluster.run([{"code": 0}], *IMAGE, *words)
+    assert (code, "expected a path" in said) == (0, False)
 
 
 def dry_run(*words: str) -> list[str]:

@@ -33,7 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from in_place import IMPORTS, faults, installed, missing_lines
+from in_place import IMPORTS, faults, installed, missing_lines, names_of, replacements
 from lock import normal_name, read_pins
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -326,7 +326,7 @@ class InPlace(Environment):
 
 
 def install_in_place(env: Environment, dry_run: bool) -> None:
-    """Adds to this Python what it lacks; never another version of what it has.
+    """Adds to this Python what it lacks, and replaces what is too old, of the names in setup/container.txt.
 
     Its own constraints on pip are put aside: they also hold back packages that are not there, and nothing that is
     there is touched anyway.
@@ -361,6 +361,15 @@ def install_in_place(env: Environment, dry_run: bool) -> None:
             wanted.write_text("\n".join(missing) + "\n")
             run_pip(env, [*exact, "-r", str(wanted)], f"{len(missing)} packages", len(missing), variables)
         install_projects(env, variables)
+        replaced, _ = replacements(names_of(env.projects), env.lock, NEEDED)
+        if replaced:
+            for need in replaced.values():
+                _log.info("in place: replaced, as too old: %s", need)
+            wanted.write_text("\n".join(line for line in lines if line.split("==")[0] in replaced) + "\n")
+            run_pip(env, [*exact, "-r", str(wanted)], "what was too old", variables=variables)
+            kept = json.loads((VENVS / KEPT).read_text())
+            kept.update({name: read_pins("\n".join(lines))[1][name] for name in replaced if name in kept})
+            (VENVS / KEPT).write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
 
 
 def faults_in_place(env: Environment, imports: list[str]) -> list[str]:
@@ -374,7 +383,8 @@ def faults_in_place(env: Environment, imports: list[str]) -> list[str]:
     else:
         raise Unfit(f"{kept} is not there, so what the container brought is not known. Run --in-place first.")
     series = {n: ".".join(pins[n].split(".")[:2]) for n in ("nemo-toolkit", "megatron-core", "nemo-aligner")}
-    return [*changed, *faults(env.python, before, series, env.projects, imports)]
+    refused = replacements(names_of(env.projects), env.lock, NEEDED)[1]
+    return [*changed, *faults(env.python, before, series, env.projects, imports), *refused]
 
 
 def check(arguments: argparse.Namespace, wanted: list[Environment]) -> None:

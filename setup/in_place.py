@@ -1,15 +1,19 @@
-"""What `environments.py --in-place` and `--check` ask about a container's Python.  Standard library only."""
+"""What `environments.py --in-place` and `--check` ask about a container's Python.  Standard library and pip only."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from lock import normal_name
+from lock import normal_name, read_pins
 
 # Modules without which no policy is built; they import most of torch, Megatron, NeMo and NeMo-Aligner.
 IMPORTS = (
@@ -20,11 +24,7 @@ IMPORTS = (
 
 def installed() -> dict[str, str]:
     """{normal name: version} of all that this Python can import; of two of one name the one that it imports."""
-    found: dict[str, str] = {}
-    for there in importlib.metadata.distributions():
-        if there.metadata["Name"]:
-            found.setdefault(normal_name(there.metadata["Name"]), there.version)
-    return found
+    return {name: there.version for name, there in distributions().items()}
 
 
 def missing_lines(lock: Path, needed: Path, there: Mapping[str, str]) -> list[str]:
@@ -36,18 +36,105 @@ def missing_lines(lock: Path, needed: Path, there: Mapping[str, str]) -> list[st
     return [locked[name] for name in names if name not in there]
 
 
+class Need(NamedTuple):
+    """A dependency that is not met: `who` needs `text`, and finds `version` of `name`, or None of it."""
+
+    who: str
+    name: str
+    text: str
+    version: str | None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.who} needs {self.text} and not {self.version}"
+            if self.version
+            else f"{self.who} needs {self.name} which is missing"
+        )
+
+
+def distributions() -> dict[str, importlib.metadata.Distribution]:
+    """Return {normal name: what this Python imports}."""
+    importlib.invalidate_caches()
+    found: dict[str, importlib.metadata.Distribution] = {}
+    for there in importlib.metadata.distributions():
+        if there.metadata["Name"]:
+            found.setdefault(normal_name(there.metadata["Name"]), there)
+    return found
+
+
+def requirements(of: importlib.metadata.Distribution, extras: Sequence[str] = ()) -> Iterator[Any]:
+    """Yield what a distribution requires here, as packaging's Requirement."""
+    from pip._vendor.packaging.requirements import Requirement
+
+    for text in of.requires or []:
+        need = Requirement(text)
+        if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in extras or ("",)):
+            yield need
+
+
+def unmet(projects: Iterable[str]) -> Iterator[Need]:
+    """Yield each dependency of these distributions, and of what they depend on, that is missing or does not fit."""
+    found = distributions()
+    seen: set[tuple[str, tuple[str, ...]]] = set()
+    queue = [(name, (), Need("this project", name, name, None)) for name in projects]
+    while queue:
+        name, extras, need = queue.pop()
+        if (name, extras) in seen:
+            continue
+        seen.add((name, extras))
+        if name not in found:
+            yield need
+            continue
+        for wanted in requirements(found[name], extras):
+            other = normal_name(wanted.name)
+            version = found[other].version if other in found else None
+            below = Need(name, other, str(wanted), version)
+            if version and not wanted.specifier.contains(version, prereleases=True):
+                yield below
+            queue.append((other, tuple(sorted(wanted.extras)), below))
+
+
+def replacements(projects: Iterable[str], lock: Path, needed: Path) -> tuple[dict[str, Need], list[str]]:
+    """Return what `lock` may replace because it is too old for the projects, and what it may not, with the reason.
+
+    Only names in `needed` are replaced; not numpy, against which the container's own packages are compiled; and nothing
+    that another package of the container then no longer accepts.
+    """
+    names = {normal_name(line) for line in needed.read_text().splitlines()} - {"numpy"}
+    pins = read_pins(lock.read_text())[1]
+    found, chosen, refused = distributions(), {}, []
+    for need in unmet(projects):
+        if not need.version or need.name not in names:
+            continue
+        against = [
+            f"{need}; {pins[need.name]} would fit, but {who} needs {wanted}"
+            for who, other in found.items()
+            for wanted in requirements(other)
+            if normal_name(wanted.name) == need.name
+            and wanted.specifier.contains(need.version, prereleases=True)
+            and not wanted.specifier.contains(pins[need.name], prereleases=True)
+        ]
+        refused += against
+        if not against:
+            chosen[need.name] = need
+    return chosen, refused
+
+
+def names_of(projects: Iterable[Path]) -> list[str]:
+    """Return the names of projects, from their pyproject.toml."""
+    found = [re.search(r'^name = "(.*)"', (p / "pyproject.toml").read_text(), re.M) for p in projects]
+    return [match[1] for match in found if match]
+
+
 # Runs inside the environment: prints each thing that is wrong, one line each.
 _CHECK = """
-import importlib, importlib.metadata, json, os, re, sys
-from pip._vendor.packaging.requirements import Requirement
-asked, found = json.load(sys.stdin), {}
+import importlib, json, os, re, sys
+asked = json.load(sys.stdin)
+sys.path.insert(0, asked["setup"])
+from in_place import distributions, unmet
 say = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what the imports print is no finding
-def normal(name):
-    return re.sub(r"[-_.]+", "-", name).lower()
-for d in importlib.metadata.distributions():
-    if d.metadata["Name"]:
-        found.setdefault(normal(d.metadata["Name"]), d)
+found = distributions()
 for name, version in asked["kept"].items():
     if name not in found or found[name].version != version:
         print(name, "was", version, "and is", found[name].version if name in found else "gone", file=say)
@@ -55,23 +142,8 @@ for name, series in asked["series"].items():
     version = found[name].version if name in found else "missing"
     if not re.match(re.escape(series) + r"(\\D|$)", version):
         print(name, "is", version, "and must be", series + ".*", file=say)
-seen, queue = set(), [(name, (), "this project") for name in asked["projects"]]
-while queue:
-    name, extras, who = queue.pop()
-    if (name, extras) in seen:
-        continue
-    seen.add((name, extras))
-    if name not in found:
-        print(who, "needs", name, "which is missing", file=say)
-        continue
-    for text in found[name].requires or []:
-        need = Requirement(text)
-        if need.marker and not any(need.marker.evaluate({"extra": extra}) for extra in extras or ("",)):
-            continue
-        other = found.get(normal(need.name))
-        if other and not need.specifier.contains(other.version, prereleases=True):
-            print(name, "needs", text, "and not", other.version, file=say)
-        queue.append((normal(need.name), tuple(sorted(need.extras)), name))
+for need in unmet(asked["projects"]):
+    print(need, file=say)
 for module in asked["imports"]:
     try:
         importlib.import_module(module)
@@ -88,15 +160,21 @@ def faults(
     `kept` are versions {name: version} that must be as they were, `series` beginnings of versions, `projects` folders
     of installed projects whose dependencies must be there in fitting versions, `imports` modules that must import.
     """
-    names = [re.search(r'^name = "(.*)"', (p / "pyproject.toml").read_text(), re.M) for p in projects]
     asked = {
+        "setup": str(Path(__file__).resolve().parent),
         "kept": dict(kept),
         "series": dict(series),
-        "projects": [name[1] for name in names if name],
+        "projects": names_of(projects),
         "imports": list(imports),
     }
-    told = subprocess.run(
-        [str(python), "-c", _CHECK], input=json.dumps(asked), capture_output=True, text=True, check=False
-    )
+    with tempfile.TemporaryDirectory() as folder:  # NeMo makes one below its cache when it is imported
+        told = subprocess.run(
+            [str(python), "-c", _CHECK],
+            input=json.dumps(asked),
+            capture_output=True,
+            text=True,
+            env={**os.environ, "XDG_CACHE_HOME": folder},
+            check=False,
+        )
     died = [f"the check itself ended with {told.returncode}: {told.stderr[-500:]}"] if told.returncode else []
     return [*told.stdout.splitlines(), *died]

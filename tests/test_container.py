@@ -340,6 +340,22 @@ def test_only_what_is_missing_is_installed(tmp_path: Path) -> None:
         in_place.missing_lines(pins, names, {})
 
 
+def test_what_is_too_old_is_replaced_unless_others_need_it_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names in container.txt only; never numpy, for which the container's packages are compiled."""
+    needs = {"toy": ["old>=2", "held>=2", "numpy>=2", "other>=2", "new>=1"], "torch-like": ["held<2"]}
+    versions = {"toy": "1", "torch-like": "1", "old": "1", "held": "1", "numpy": "1.26", "other": "1", "new": "1"}
+    for name, version in versions.items():
+        with (add_package(tmp_path, name, version) / "METADATA").open("a") as file:
+            file.writelines(f"Requires-Dist: {text}\n" for text in needs.get(name, []))
+    monkeypatch.syspath_prepend(tmp_path)
+    pins, names = tmp_path / "a.lock", tmp_path / "names.txt"
+    pins.write_text("held==2\nnew==3\nnumpy==2\nold==2\nother==2\n")
+    names.write_text("# what is needed\nheld\nnew\nnumpy\nold\n")
+    chosen, refused = in_place.replacements(["toy"], pins, names)
+    assert {name: str(need) for name, need in chosen.items()} == {"old": "toy needs old>=2 and not 1"}
+    assert refused == ["toy needs held>=2 and not 1; 2 would fit, but torch-like needs held<2"]
+
+
 def needs_of(roots: list[str]) -> set[str]:
     """Normal names of all that these distributions depend on, as installed here."""
     from packaging.requirements import Requirement

@@ -32,11 +32,19 @@ def prove(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.nemo
-def test_the_actor_makes_updates_and_the_kernels_agree_and_the_chunked_one_needs_least(tmp_path: Path) -> None:
-    result, page = prove(tmp_path, "--sections=kernels,actor", "--name=here")
+def test_the_real_actor_works_in_bf16_and_the_chunked_kernel_agrees_and_needs_least(tmp_path: Path) -> None:
+    result, page = prove(tmp_path, "--sections=actor,kernels", "--name=here")
     assert result["sections"]["actor"]["state"] == "done", page
-    (update,) = (row for row in result["sections"]["actor"]["rows"] if row["what"].startswith("update"))
-    assert update["tokens_per_s"] > 0
+    actor = {row["what"]: row for row in result["sections"]["actor"]["rows"]}
+    built = actor["built"]
+    assert (built["weights"], built["masters"], built["wrapper"]) == (
+        "torch.bfloat16",
+        "torch.float32",
+        "Float16Module",
+    )
+    assert actor["update: forward, backward, optimizer"]["tokens_per_s"] > 0
+    assert actor["reference, right after a hard reset"]["mean_logp_gap"] == 0
+    assert actor["loaded, and the same update again"]["same_bits"]
     section = result["sections"]["kernels"]
     rows = {row["what"]: row for row in section["rows"]}
     measured = {what: row for what, row in rows.items() if "peak_bytes" in row}
@@ -86,6 +94,13 @@ def test_a_section_that_fails_or_hangs_keeps_its_rows(
     assert "no\\|thing" in page
     assert "not installed: vllm" in page
     assert page.count("| first | 500.00 ms |") == 2
+
+
+def test_a_package_that_is_missing_skips_a_section_also_where_its_parent_is_missing(evidence: Any) -> None:
+    common = importlib.import_module("gpu.common")
+    for name in ("surely_missing", "surely_missing.part"):
+        with pytest.raises(common.Skipped, match=f"{name} is not installed here"):
+            common.require("torch", name)
 
 
 def test_live_tensors_are_counted_until_they_are_gone(evidence: Any) -> None:
@@ -139,8 +154,24 @@ def test_all_sections_run_or_say_why_not(tmp_path: Path) -> None:
     result, page = prove(tmp_path)
     states = {name: section["state"] for name, section in result["sections"].items()}
     assert {name: state for name, state in states.items() if state != "done"} == {"fp8": "skipped"}, page
-    update = next(r for r in result["sections"]["actor"]["rows"] if r["what"].startswith("update"))
+    update = next(r for r in result["sections"]["mcore"]["rows"] if r["what"].startswith("update"))
     assert update["tokens_per_s"] > 0
+    gaps = {row["what"]: row for row in result["sections"]["gap"]["rows"] if "mean_logp_gap" in row}
+    assert list(gaps) == ["bf16, float32 heads", "bf16, 16-bit heads"]
+    assert all(0 < gap["mean_logp_gap"] < 0.05 for gap in gaps.values())
+
+
+@pytest.mark.slow
+@pytest.mark.nemo
+@pytest.mark.timeout(600)
+def test_the_fp8_section_runs_with_the_stand_in_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "te_stand_in"))
+    result, page = prove(tmp_path, "--sections=fp8", "--name=stand-in")
+    assert result["sections"]["fp8"]["state"] == "done", page
+    ways = {row["what"]: row for row in result["sections"]["fp8"]["rows"] if "update_s" in row}
+    assert list(ways) == ["bf16", "FP8 hybrid, tensorwise scales", "FP8 hybrid, delayed scales"]
+    assert ways["bf16"]["mean_logp_gap"] == 0 < ways["FP8 hybrid, tensorwise scales"]["mean_logp_gap"]
+    assert "a stand-in for Transformer Engine: no number of it means anything" in page
     naps = [row for row in result["sections"]["engine"]["rows"] if "same_answers" in row]
     assert len(naps) == 5
     assert all(row["same_answers"] for row in naps)

@@ -1,133 +1,110 @@
-"""The policy at work: log-probabilities and updates of sequences that fill the context; speed; memory to the plan."""
+"""The first questions on a GPU: does the real actor work in bf16, and does a hard reset survive save and load?
 
-import gc
+Built as a run builds it, with megatron_amp_O2.  Each row is written when its part has worked, so a page that ends
+early names the part that did not.
+"""
+
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from gpu import model as m
+from gpu import real
 from gpu.common import Emit, Settings, peak_flops, require, seconds_of
 
-PLANNED = ("weights", "gradients", "optimizer", "activations", "logits_backward", "trainer_peak")
+RESPONSES = {False: 4, True: 4}  # that fill the context, by Settings.small
 
 
 def run(emit: Emit, settings: Settings) -> None:
-    require("megatron.core")
-    shape = m.Shape.of(settings)
-    m.start(settings)
-    policy = "Megatron-Core's GPTModel with nemo_prorl's layer spec, not NeMo-Aligner's model: see gpu/model.py"
-    emit("policy", note=policy)
-    net = built(shape, settings, emit)
-    parameters = sum(p.numel() for p in net.parameters())
+    require("megatron.core", "nemo", "nemo_aligner")
+    with tempfile.TemporaryDirectory(prefix="gpu-evidence-") as name:
+        folder = real.write_model(Path(name) / "model", settings)
+        actor, cfg = real.build(settings, folder)
+        emit("layers", note=real.layers())
+        built(emit, actor)
+        resident = torch.cuda.memory_allocated() if settings.cuda else None
+        batch = logprobs_and_updates(emit, actor, cfg, settings)
+        memory(emit, actor, cfg, settings, resident)
+        reset_save_load(emit, actor, cfg, batch, Path(name))
+
+
+def built(emit: Emit, actor: Any) -> None:
+    weights = list(actor.module.parameters())
+    masters = {p.dtype for group in actor.mcore_optimizer.param_groups for p in group["params"]}
     emit(
-        "shape",
-        parameters=parameters,
-        layers=shape.layers,
-        hidden=shape.hidden,
-        words=shape.vocab,
-        context=shape.context,
+        "built",
+        parameters=sum(p.numel() for p in weights),
+        weights=", ".join(sorted({str(p.dtype) for p in weights})),
+        masters=", ".join(sorted(map(str, masters))),
+        wrapper=type(actor.model.model[0].module).__name__,
     )
-    net, optimizer = m.with_optimizer(net)
-    plan = planned(shape, settings, emit)
-    resident = _allocated(settings)
-    work(emit, net, optimizer, shape, settings)
-    if settings.cuda:
-        told = {"measured_bytes": torch.cuda.max_memory_allocated(), "planned_bytes": plan.get("trainer_peak")}
-        emit("memory at most", **told)
-        emit(
-            "before the first update",
-            measured_bytes=resident,
-            planned_bytes=plan.get("weights", 0) + plan.get("gradients", 0),
-        )
-    for name, value in plan.items():
-        emit(f"plan: {name}", planned_bytes=value)
 
 
-def built(shape: m.Shape, settings: Settings, emit: Emit) -> torch.nn.Module:
-    """With Megatron's compiled SwiGLU, as on the cluster, where the compiler works here."""
-    if settings.cuda:
-        net = m.build(shape, settings, fused=True)
-        try:
-            tokens = torch.zeros(1, 64, dtype=torch.int64, device=settings.device)
-            m.logprobs(net, tokens, shape, with_entropy=False)[0].sum().backward()
-            net.zero_grad(set_to_none=True)
-            return net
-        except Exception as error:
-            emit("compiled SwiGLU", note=f"left out: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
-            del net
-    return m.build(shape, settings)
-
-
-def work(emit: Emit, net: Any, optimizer: Any, shape: m.Shape, settings: Settings) -> None:
-    """Rows: tokens a second, and the share of the device's peak arithmetic."""
-    count, repeats = (2, 2) if settings.small else (8, 3)
-    generator = torch.Generator(settings.device).manual_seed(1)
-    batches = [
-        torch.randint(shape.vocab, (1, shape.context), generator=generator, device=settings.device)
-        for _ in range(count)
-    ]
-    tokens, known = count * shape.context, peak_flops()
-
-    def forward() -> list[torch.Tensor]:
-        with torch.no_grad():
-            return [m.logprobs(net, batch, shape, with_entropy=True)[0] for batch in batches]
-
-    old = forward()
+def logprobs_and_updates(emit: Emit, actor: Any, cfg: Any, settings: Settings) -> Any:
+    """Rows with speeds; the batch with its old and reference log-probabilities."""
+    batch = real.batch(settings, RESPONSES[settings.small])
+    tokens, known = batch.tokens_BT.numel(), peak_flops()
+    shape = m.Shape.of(settings)
+    forward_flops, update_flops = (len(batch) * one for one in shape.flops(batch.tokens_BT.shape[1]))
+    update = real.updater(actor, cfg)
+    old_BT, entropy_BT = actor.logprobs(batch)
+    assert torch.isfinite(old_BT).all(), "log-probabilities are not finite"
+    assert torch.isfinite(entropy_BT).all(), "entropies are not finite"
+    (ref_BT,) = actor.reference_logprobs(batch)
+    emit("reference, before any update", mean_logp_gap=float((old_BT - ref_BT)[batch.mask_BT].abs().mean()))
+    batch = real.with_logprobs(batch, old_BT, ref_BT)
     norms: list[float] = []
-    flops = [count * one for one in shape.flops(shape.context)]
-    for what, call, arithmetic in (
-        ("log-probabilities and entropies", forward, flops[0]),
-        (
-            "update: forward, backward, optimizer",
-            lambda: norms.append(m.update(net, optimizer, batches, old, shape)),
-            flops[1],
-        ),
+    repeats = 1 if settings.small else 3
+    for what, call, flops in (
+        ("log-probabilities and entropies", lambda: actor.logprobs(batch), forward_flops),
+        ("update: forward, backward, optimizer", lambda: norms.append(update(batch)["grad_norm"]), update_flops),
     ):
         median, least, most = seconds_of(call, settings.device, repeats)
-        share = arithmetic / median / known[0] if known else None
-        row = {"tokens_per_s": tokens / median, "tflops": arithmetic / median / 1e12, "peak_share": share}
+        row = {"tokens_per_s": tokens / median, "peak_share": flops / median / known[0] if known else None}
         emit(what, **row, seconds=median, seconds_least=least, seconds_most=most)
     emit("gradient norms of the updates", note=", ".join(f"{norm:.4g}" for norm in norms))
-    gap = float((torch.cat(forward()) - torch.cat(old)).abs().mean())
-    emit("log-probabilities after the updates", note=f"moved by {gap:.2e} on average")
-    gc.collect()
+    return batch
 
 
-def planned(shape: m.Shape, settings: Settings, emit: Emit) -> dict[str, int]:
-    """What `prorl plan` says for one GPU with this model; empty, with a note, where OmegaConf is not installed."""
-    try:
-        from pathlib import Path
+def memory(emit: Emit, actor: Any, cfg: Any, settings: Settings, resident: int | None) -> None:
+    """What was measured beside what `prorl plan` says for one GPU with this model."""
+    from nemo_prorl.recipe.memory import memory_of
 
-        from omegaconf import OmegaConf
-
-        import nemo_prorl
-        from nemo_prorl.config import Config
-        from nemo_prorl.recipe.memory import memory_of
-    except ImportError as error:
-        emit("the plan", note=f"not computed: {error}")
-        return {}
-    cfg: Any = OmegaConf.structured(Config)
-    OmegaConf.set_struct(cfg, False)
-    conf = Path(nemo_prorl.__file__).parent / "conf"
-    for file in ("model/qwen2_1p5b.yaml", "cluster/h100_4x8.yaml"):
-        read: Any = OmegaConf.load(conf / file)
-        read.pop("defaults", None)
-        cfg = OmegaConf.merge(cfg, read)
-    sizes = {
-        "num_layers": shape.layers,
-        "hidden_size": shape.hidden,
-        "ffn_hidden_size": shape.ffn,
-        "num_attention_heads": shape.heads,
-        "num_query_groups": shape.groups,
-        "share_embeddings_and_output_weights": shape.tied,
-        "micro_batch_size": 1,
-    }
-    cfg = OmegaConf.merge(cfg, {"model": sizes, "trainer": {"num_nodes": 1, "devices": 1}})
-    cfg.trainer.grpo.context_tokens, cfg.trainer.precision = shape.context, "bf16" if settings.cuda else 32
-    cfg.pretrained_checkpoint.restore_from_path = None
-    numbers = memory_of(cfg, shape.vocab).numbers()
-    return {name: int(numbers[name] or 0) for name in PLANNED}
+    numbers = memory_of(cfg, actor.shape.vocab).numbers()
+    plan = {name: int(value or 0) for name, value in numbers.items()}
+    if settings.cuda:
+        emit("before the first update", measured_bytes=resident, planned_bytes=plan["weights"] + plan["gradients"])
+        emit("at most", measured_bytes=torch.cuda.max_memory_allocated(), planned_bytes=plan["trainer_peak"])
+    for name in ("weights", "gradients", "optimizer", "activations", "logits_backward", "trainer_peak"):
+        emit(f"plan: {name}", planned_bytes=plan[name])
 
 
-def _allocated(settings: Settings) -> int:
-    return torch.cuda.memory_allocated() if settings.cuda else 0
+def reset_save_load(emit: Emit, actor: Any, cfg: Any, batch: Any, folder: Path) -> None:
+    """A hard reset, its checkpoint, and whether an update after loading it is the update without it."""
+    from nemo_prorl.policy import checkpoint
+
+    update = real.updater(actor, cfg)
+    actor.set_reference()
+    actor.reset_optimizer()
+    old_BT, _ = actor.logprobs(batch)
+    (ref_BT,) = actor.reference_logprobs(batch)
+    gap = float((old_BT - ref_BT)[batch.mask_BT].abs().mean())
+    emit("reference, right after a hard reset", mean_logp_gap=gap)
+    batch = real.with_logprobs(batch, old_BT, ref_BT)
+    saved = folder / "step-000001"
+    checkpoint.save(actor, saved, {"step": 1})
+    size = sum(file.stat().st_size for file in saved.iterdir())
+    emit("saved after the reset", size_bytes=size)
+    onward = update(batch)["grad_norm"], actor.weights_sha256()
+    checkpoint.load(actor, saved)
+    again = update(batch)["grad_norm"], actor.weights_sha256()
+    emit(
+        "loaded, and the same update again",
+        same_bits=onward == again,
+        gradient_norm=onward[0],
+        gradient_norm_again=again[0],
+    )
+    if abs(onward[0] - again[0]) > 1e-3 * abs(onward[0]):
+        raise RuntimeError(f"the update after loading has gradient norm {again[0]:g}, without loading {onward[0]:g}")

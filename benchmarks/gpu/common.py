@@ -46,7 +46,11 @@ class Settings:
 def require(*modules: str) -> None:
     """Raises Skipped naming the first module that is not importable here."""
     for name in modules:
-        if importlib.util.find_spec(name) is None:
+        try:
+            found = importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError:  # the package that it would be a part of
+            found = False
+        if not found:
             raise Skipped(f"{name} is not installed here")
 
 

@@ -1,7 +1,8 @@
-"""A vLLM engine that shares the device: how long it takes to sleep, to wake and to take new weights, and what it frees.
+"""A vLLM engine beside a resident trainer: does it start, sleep, wake, take new weights and start again in the memory
+that the plan gives it, how long does each take, and what is free meanwhile?
 
 Talks to `nemo_prorl.rollout.server` over HTTP, as a run does.  The model is random; greedy answers before and after
-must be the same.
+must be the same.  The trainer is its plan's bytes in plain tensors: the sizes are its, its kernels are not there.
 """
 
 import json
@@ -18,71 +19,37 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
+from gpu import real
 from gpu.common import Emit, Settings, Skipped
-from gpu.publication import shapes
 from nemo_prorl.rollout.publication import WeightStore
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a-token-of-this-measurement"
 START_S, CALL_S = 130.0, 60.0
 PROMPT = [3 + 7 * i % 500 for i in range(64)]
-
-
-def write_model(folder: Path, settings: Settings) -> Path:
-    """A Hugging Face folder of a random Qwen2, written by the trainer's own writer of safetensors; its weights file."""
-    sizes = dict(shapes(settings.small))
-    words, hidden = sizes["model.embed_tokens.weight"]
-    config = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "vocab_size": words,
-        "hidden_size": hidden,
-        "intermediate_size": sizes["model.layers.0.mlp.gate_proj.weight"][0],
-        "num_hidden_layers": sum(name.endswith("mlp.gate_proj.weight") for name in sizes),
-        "num_attention_heads": 2 if settings.small else 12,
-        "num_key_value_heads": 1 if settings.small else 2,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "torch_dtype": str(settings.dtype).removeprefix("torch."),
-    }
-    generator = torch.Generator().manual_seed(1)
-
-    def value(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.ones(shape) if "norm" in name else 0.02 * torch.randn(shape, generator=generator)
-
-    store = WeightStore(folder / "weights")
-    path = store.write(((name, value(name, shape).to(settings.dtype)) for name, shape in sizes.items()), 1)
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps(config))
-    os.link(path, folder / "model" / "model.safetensors")
-    return path
+SMALL_KV_MB = 64
 
 
 @contextmanager
-def server(python: str, folder: Path, settings: Settings) -> Iterator[str]:
-    """The address of a running engine."""
+def server(python: str, folder: Path, settings: Settings, *options: str) -> Iterator[str]:
+    """The address of a running engine for FOLDER/model that loads weights from FOLDER/weights."""
     token, endpoint = folder / "token", folder / "engine-0.json"
     token.touch(mode=0o600)
     token.write_text(TOKEN)
-    options = {
-        "model": folder / "model",
-        "token-file": token,
-        "weights-dir": folder / "weights",
-        "endpoint-file": endpoint,
-        "parent-pid": os.getpid(),
-        "dtype": str(settings.dtype).removeprefix("torch."),
-        "max-model-len": 512 if settings.small else 8192,
-        "kv-mb": 64 if settings.small else 20_000,
-        "memory-share": 0.5,
-    }
+    endpoint.unlink(missing_ok=True)
     command = [python, str(ROOT / "nemo_prorl" / "rollout" / "server.py"), "--sleep", "--eager"]
-    command += [f"--{name}={value}" for name, value in options.items()]
+    command += [
+        f"--model={folder / 'model'}",
+        f"--token-file={token}",
+        f"--weights-dir={folder / 'weights'}",
+        f"--endpoint-file={endpoint}",
+        f"--parent-pid={os.getpid()}",
+        "--dtype=bfloat16",
+        f"--max-model-len={512 if settings.small else 8192}",
+        *options,
+    ]
     process = subprocess.Popen(command, start_new_session=True, stdout=sys.stderr)
     try:
         end = time.monotonic() + START_S
@@ -97,7 +64,7 @@ def server(python: str, folder: Path, settings: Settings) -> Iterator[str]:
 
 
 def call(url: str, path: str, body: Any) -> tuple[Any, float]:
-    """The answer's lines as JSON, and seconds."""
+    """The reply's lines as JSON, and seconds."""
     request = urllib.request.Request(
         url + path, json.dumps(body).encode(), {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
     )
@@ -120,34 +87,68 @@ def require_vllm(python: str) -> None:
         raise Skipped(f"{python} cannot import vllm ({last})")
 
 
+def plan(settings: Settings, folder: Path) -> tuple[int, list[str]]:
+    """(bytes of a resident trainer, the engine's options) of one of 32 ranks on this device, by the plan."""
+    if not settings.cuda:
+        return 0, [f"--kv-mb={SMALL_KV_MB}"]
+    from nemo_prorl.recipe.memory import memory_of
+
+    cfg = real.config(settings, folder, "trainer.num_nodes=4", "trainer.devices=8", "rollout.engines=32")
+    size = torch.cuda.mem_get_info()[1]
+    memory = memory_of(cfg)
+    room = memory.kv_room(size)
+    return memory.trainer_resident, [f"--kv-mb={(room or 0) >> 20}", f"--memory-share={memory.engine_share(size):.3f}"]
+
+
 def run(emit: Emit, settings: Settings) -> None:
     python = settings.engine_python or sys.executable
     require_vllm(python)
     base = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=base, prefix="gpu-evidence-") as name:
         folder = Path(name)
-        weights = write_model(folder, settings)
-        began = time.perf_counter()
-        with server(python, folder, settings) as url:
-            emit("start to ready", seconds=time.perf_counter() - began)
-            before = answers(url)
-            version = 1
-            for level in (1, 2, 2):
-                version = naps(emit, url, level, version, weights, before, settings)
-            for _ in range(2):
-                version += 1
-                _, seconds = call(url, "/weights", {"path": str(weights), "version": version, "wait_s": 10})
-                emit("weights loaded, awake", seconds=seconds, same_answers=answers(url) == before)
+        real.write_model(folder / "model", settings)
+        tensors = load_file(folder / "model" / "model.safetensors")
+        weights = WeightStore(folder / "weights").write(tensors.items(), 1)
+        resident, options = plan(settings, folder)
+        trainer = torch.zeros(resident, dtype=torch.uint8, device=settings.device)
+        emit("resident trainer", size_bytes=trainer.numel(), note="plain tensors of the plan's size")
+        emit("engine's options", note=" ".join(options))
+        for start in ("first", "second"):  # as after a crash: beside the resident trainer
+            free(emit, f"before the {start} start", settings)
+            began = time.perf_counter()
+            with server(python, folder, settings, "--float32-head", *options) as url:
+                emit(f"{start} start to ready", seconds=time.perf_counter() - began)
+                free(emit, f"engine awake, {start} start", settings)
+                if start == "second":
+                    work(emit, url, weights, settings)
+
+
+def free(emit: Emit, when: str, settings: Settings) -> None:
+    if settings.cuda:
+        left, whole = torch.cuda.mem_get_info()
+        emit(when, free_bytes=left, used_bytes=whole - left)
+
+
+def work(emit: Emit, url: str, weights: Path, settings: Settings) -> None:
+    before = answers(url)
+    version = 1
+    for level in (1, 2, 2):
+        version = naps(emit, url, level, version, weights, before, settings)
+    for _ in range(2):
+        version += 1
+        _, seconds = call(url, "/weights", {"path": str(weights), "version": version, "wait_s": 10})
+        emit("weights loaded, awake", seconds=seconds, same_answers=answers(url) == before)
 
 
 def naps(emit: Emit, url: str, level: int, version: int, weights: Path, before: list[int], settings: Settings) -> int:
     """One sleep and wake; the version of the weights after it."""
-    (said,), seconds = call(url, "/sleep", {"level": level, "wait_s": 10})
-    if not said["frees_memory"]:
+    (reply,), seconds = call(url, "/sleep", {"level": level, "wait_s": 10})
+    if not reply["frees_memory"]:
         emit(f"sleep, level {level}", note="a CPU's engine keeps its memory; times are those of the protocol alone")
-    emit(f"sleep, level {level}", seconds=seconds, freed_bytes=said["freed_bytes"])
+    emit(f"sleep, level {level}", seconds=seconds, freed_bytes=reply["freed_bytes"])
+    free(emit, f"asleep, level {level}", settings)
     if settings.cuda:  # what was freed can be had
-        taken = torch.empty(int(0.9 * said["freed_bytes"]), dtype=torch.uint8, device="cuda").fill_(1)
+        taken = torch.empty(int(0.9 * reply["freed_bytes"]), dtype=torch.uint8, device="cuda").fill_(1)
         emit(f"taken by the trainer in its sleep, level {level}", taken_bytes=taken.numel())
         del taken
         torch.cuda.empty_cache()

@@ -1,88 +1,90 @@
-"""The same weights in Transformer Engine's layers, in bf16 and in FP8: how far log-probabilities part, and how fast."""
+"""FP8 by Transformer Engine in the real actor: a pass without gradients, then an update; its log-probabilities beside
+those of bf16 with the same weights; its speed.
 
+Each way to compute is an actor in a process of its own.
+"""
+
+import multiprocessing
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from gpu import model as m
-from gpu.common import Emit, Settings, Skipped, require, seconds_of
+from gpu import real
+from gpu.common import Emit, Settings, require, seconds_of
 
-RECIPE = "hybrid"  # e4m3 forward, e5m2 backward: conf/cluster/h100_4x8.yaml
-WAYS = {  # name: model.fp8, model.fp8_recipe
-    "bf16, Transformer Engine": (None, "tensorwise"),
-    f"FP8 {RECIPE}, tensorwise scales": (RECIPE, "tensorwise"),
-    f"FP8 {RECIPE}, delayed scales": (RECIPE, "delayed"),
+WAYS = {  # overrides
+    "bf16": [],
+    "FP8 hybrid, tensorwise scales": ["model.fp8=hybrid", "model.fp8_recipe=tensorwise"],
+    "FP8 hybrid, delayed scales": ["model.fp8=hybrid", "model.fp8_recipe=delayed"],
 }
+RESPONSES = 2
 
 
 def run(emit: Emit, settings: Settings) -> None:
-    require("megatron.core", "transformer_engine")
-    if not settings.cuda:
-        raise Skipped("Transformer Engine needs a GPU")
-    shape = m.Shape.of(settings)
-    m.start(settings)
-    tokens = torch.randint(shape.vocab, (1, shape.context), device=settings.device)
-    local = m.build(shape, settings)
-    base_BT = logp_of(local, tokens, shape)
-    weights = local.state_dict()
-    row(emit, "bf16, nemo_prorl's layers", local, tokens, shape, base_BT, settings)
-    del local
-    for name, (fp8, scales) in WAYS.items():
-        net = m.build(shape, settings, transformer_engine=True, fp8=fp8, scales=scales)
-        missing = load(net, weights)
-        if missing:
-            emit(name, note=f"not compared: {len(missing)} parameters have no counterpart, first {missing[0]}")
-        try:
-            row(emit, name, net, tokens, shape, base_BT, settings)
-        except (ValueError, AssertionError) as error:  # an older Transformer Engine knows delayed scales only
-            emit(name, note=f"not measured: {error}")
-        del net
+    require("megatron.core", "nemo", "nemo_aligner", "transformer_engine")
+    emit("layers", note=real.layers())
+    with tempfile.TemporaryDirectory(prefix="gpu-evidence-") as name:
+        folder = real.write_model(Path(name) / "model", settings)
+        base_N: torch.Tensor | None = None
+        failed: list[str] = []
+        for way, overrides in WAYS.items():
+            found = in_a_process(settings, folder, overrides)
+            if "error" in found:
+                emit(way, note=f"failed in {found['part']}: {found['error']}")
+                failed.append(way)
+                continue
+            first_N, later_N = found.pop("first_N"), found.pop("later_N")
+            base_N = first_N if base_N is None else base_N
+            emit(
+                way,
+                mean_logp_gap=float((first_N - base_N).abs().mean()),
+                largest_logp_gap=float((first_N - base_N).abs().max()),
+                mean_logp_gap_after_updates=float((later_N - base_N).abs().mean()),
+                **found,
+            )
+    if failed:
+        raise RuntimeError(f"failed: {', '.join(failed)}")
 
 
-def load(net: torch.nn.Module, weights: dict[str, torch.Tensor]) -> list[str]:
-    """Copies weights by name; Transformer Engine keeps a norm's weight in the linear layer after it."""
-    moved = {
-        "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-        "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-    }
-    missing = []
-    for name, parameter in net.named_parameters():
-        theirs = name
-        for ending, source in moved.items():
-            theirs = theirs.removesuffix(ending) + source if theirs.endswith(ending) else theirs
-        if theirs in weights:
-            parameter.data.copy_(weights[theirs])
-        else:
-            missing.append(name)
-    return missing
+def in_a_process(settings: Settings, folder: Path, overrides: list[str]) -> dict[str, Any]:
+    """What `measure` finds, or the error and the part in which it came."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="gpu-evidence-") as name:
+        file = Path(name) / "found.pt"
+        process = context.Process(target=measure, args=(settings, folder, overrides, file))
+        process.start()
+        process.join()
+        if file.is_file():
+            return dict(torch.load(file, weights_only=False))
+    return {"part": "its process", "error": f"it ended with status {process.exitcode}"}
 
 
-@torch.no_grad()
-def logp_of(net: Any, tokens: torch.Tensor, shape: m.Shape) -> torch.Tensor:
-    net.set_is_first_microbatch()
-    return m.logprobs(net, tokens, shape, with_entropy=False)[0]
-
-
-def row(
-    emit: Emit, name: str, net: Any, tokens: torch.Tensor, shape: m.Shape, base_BT: torch.Tensor, settings: Settings
-) -> None:
-    def both() -> None:
-        net.set_is_first_microbatch()  # as Megatron's schedule at each step: weights are cast anew, by new scales
-        net.zero_grad(set_to_none=True)
-        m.logprobs(net, tokens, shape, with_entropy=False)[0].mean().backward()
-
-    first_BT = (logp_of(net, tokens, shape) - base_BT).abs()
-    for _ in range(3):  # delayed scales are 1 before the first backward pass, and passes without one leave them alone
-        both()
-    gap_BT = (logp_of(net, tokens, shape) - base_BT).abs()
-    forward_s = seconds_of(lambda: logp_of(net, tokens, shape), settings.device, 3)[0]
-    both_s = seconds_of(both, settings.device, 3)[0]
-    emit(
-        name,
-        mean_logp_gap=float(gap_BT.mean()),
-        largest_logp_gap=float(gap_BT.max()),
-        mean_logp_gap_before_an_update=float(first_BT.mean()),
-        forward_s=forward_s,
-        forward_and_backward_s=both_s,
-        tokens_per_s=shape.context / both_s,
-    )
+def measure(settings: Settings, folder: Path, overrides: list[str], file: Path) -> None:
+    """Writes log-probabilities before and after two updates, whose advantages are 0, and seconds of both."""
+    found: dict[str, Any] = {}
+    part = "building the actor"
+    try:
+        actor, cfg = real.build(settings, folder, "model.optim.weight_decay=0.0", *overrides)
+        batch = real.batch(settings, RESPONSES)
+        batch = batch.with_targets(advantage_B=torch.zeros(RESPONSES))  # the weights stay; the backward pass is whole
+        update = real.updater(actor, cfg)
+        part = "the pass without gradients"
+        old_BT, _ = actor.logprobs(batch)
+        batch = real.with_logprobs(batch, old_BT, old_BT)
+        part = "the update after it"
+        repeats = 1 if settings.small else 2
+        update_s = seconds_of(lambda: update(batch), settings.device, repeats)[0]
+        part = "the pass after updates"
+        forward_s = seconds_of(lambda: actor.logprobs(batch), settings.device, repeats)[0]
+        found = {
+            "first_N": old_BT[batch.mask_BT],
+            "later_N": actor.logprobs(batch)[0][batch.mask_BT],
+            "forward_s": forward_s,
+            "update_s": update_s,
+            "tokens_per_s": batch.tokens_BT.numel() / update_s,
+        }
+    except Exception as error:
+        found = {"part": part, "error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"}
+    torch.save(found, file)

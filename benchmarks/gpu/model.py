@@ -33,7 +33,7 @@ class Shape:
     groups: int = 2
     vocab: int = 151_936
     context: int = 8192
-    tied: bool = True  # Qwen2-1.5B; the distilled base model of the recipe is not
+    tied: bool = False  # as DeepSeek-R1-Distill-Qwen-1.5B
 
     @classmethod
     def of(cls, settings: Settings) -> "Shape":

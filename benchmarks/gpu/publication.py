@@ -17,7 +17,7 @@ ROOM = 3  # times the model's size: two versions and the copy
 
 
 def shapes(small: bool) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a Qwen2 with 1.5 billion parameters (tied), or a tiny one."""
+    """Names and shapes of DeepSeek-R1-Distill-Qwen-1.5B (1.78 billion parameters, untied), or of a tiny Qwen2."""
     layers, hidden, ffn, kv, words = (2, 64, 128, 32, 512) if small else (28, 1536, 8960, 256, 151_936)
     found: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (words, hidden))]
     for layer in range(layers):
@@ -36,7 +36,7 @@ def shapes(small: bool) -> list[tuple[str, tuple[int, ...]]]:
             "post_attention_layernorm.weight": (hidden,),
         }
         found += [(f"model.layers.{layer}.{name}", shape) for name, shape in parts.items()]
-    return [*found, ("model.norm.weight", (hidden,))]
+    return [*found, ("model.norm.weight", (hidden,)), ("lm_head.weight", (words, hidden))]
 
 
 def run(emit: Emit, settings: Settings) -> None:

@@ -26,11 +26,16 @@ def enable(transformer_engine: bool = False) -> None:
         _enabled = True
         _torch_without_cuda()
         _megatron_without_cuda()
-        distributed_optimizer_with_torch_adamw()
-        _nemo_without_apex_and_te()
+        without_apex_and_te()
         _cuda_tensors_on_the_cpu()  # last: what NeMo compiles when it is imported must find torch's own functions
     if not transformer_engine:
         _own_rotary_positions()
+
+
+def without_apex_and_te() -> None:
+    """Lets NeMo and Megatron run where neither is installed, also on a GPU; there for benchmarks only."""
+    distributed_optimizer_with_torch_adamw()
+    _nemo_without_apex_and_te()
 
 
 def enable_megatron() -> None:

@@ -143,7 +143,7 @@ def test_a_wrong_section_is_refused() -> None:
         [sys.executable, str(SCRIPT), "--sections=kernel"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert "no such section; known: kernels," in done.stderr
+    assert "no such section; known: actor," in done.stderr
 
 
 @pytest.mark.slow

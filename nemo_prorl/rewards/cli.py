@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import logging
 import sys
@@ -139,6 +140,10 @@ def _describe(name: str) -> int:
         kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
         default = getattr(made.config, field.name)
         _write(sys.stdout, f"  setting   rewards.plugins.{name}.{field.name}: {kind} = {default!r}")
+    if plugin.needs_sandbox:
+        named = made.sandbox_packages
+        told = [one if importlib.util.find_spec(one) else f"{one} (not installed here)" for one in named]
+        _write(sys.stdout, f"  packages  judged programs may import {', '.join(told) or 'none'}")
     return 0
 
 

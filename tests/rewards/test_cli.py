@@ -49,6 +49,8 @@ def test_list_and_describe(broken_plugins: Path, capsys: pytest.CaptureFixture[s
     assert rows["echo"]["tasks"] == ["echo"]
     assert rows["broken"]["state"] == "broken"
     assert "misbehaving_missing_module" in rows["broken"]["why"]
+    assert run("describe", "code") == 0
+    assert "packages  judged programs may import numpy, scipy, sympy, mpmath, networkx," in capsys.readouterr().out
     assert run("describe", "math") == 0
     out = capsys.readouterr().out
     assert "rewards.plugins.math.time_budget_s: float" in out

@@ -306,6 +306,29 @@ def test_programs_that_earn_nothing(code: CodeReward, program: str, says: str) -
     assert says in result.detail
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import scipy.special\nprint(int(scipy.special.comb(a + b, 1, exact=True)))",
+        "from scipy.optimize import linprog\nprint(round(linprog([1], A_eq=[[1]], b_eq=[a + b]).x[0]))",
+        "import sympy\nprint(sympy.solve(sympy.Symbol('x') - a - b)[0])",
+        "import networkx as nx\nG = nx.path_graph(a + b)\nprint(len(nx.shortest_path(G, 0, a + b - 1)))",
+        "from sortedcontainers import SortedList\nprint(sum(SortedList([b, a])))",
+        "import more_itertools\nprint(sum(more_itertools.flatten([[a], [b]])))",
+    ],
+)
+def test_programs_use_the_packages_of_contest_judges(code: CodeReward, program: str) -> None:
+    result = run(code, stdin(("1 2", "3"), ("4 5", "9")), "a, b = map(int, input().split())\n" + program)
+    assert result.score == 1.0, result.detail
+
+
+def test_a_program_that_needs_another_package_fails_with_its_name(code: CodeReward) -> None:
+    for wanted in ("torch", "torch.nn"):
+        result = run(code, ADD, f"import {wanted}\nprint(sum(map(int, input().split())))")
+        assert (result.score, result.failure) == (0.0, None)
+        assert "cannot import 'torch' here; setting packages allows the standard library, numpy, " in result.detail
+
+
 def test_all_tests_together_have_one_time_limit(code: CodeReward) -> None:
     truth = stdin(*[(str(n), str(n)) for n in range(5)], time_limit_s=0.8)
     program = "import time\nn = input()\nwhile time.process_time() < {} * (int(n) + 1): pass\nprint(n)"

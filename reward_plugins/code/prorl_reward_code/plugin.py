@@ -1,6 +1,7 @@
 """The plugin class: which program, which tests, and the share of them that it passes (paper sec. 2)."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,9 @@ from prorl_reward_code.extract import program_of
 from prorl_reward_code.truth import check, given, names_called, text_of
 
 MAX_SOURCE_CHARS = 1_000_000
+# What contest judges share, by the names of `import`; mpmath is what sympy needs.
+PACKAGES = ("numpy", "scipy", "sympy", "mpmath", "networkx", "sortedcontainers", "more_itertools")
+_MISSING = re.compile(r"ModuleNotFoundError: No module named '([^'.]+)")
 _OUTPUT_MB = (1, 16, 128)  # few steps, so that the bound tells little of the expected output
 
 
@@ -25,12 +29,12 @@ class CodeReward(RewardPlugin):
     class Config:
         """`time_limit_s`: time of all tests together where the truth says nothing; `memory_mb`: of a program.
 
-        `packages`: third-party packages that programs may import, where they are installed.
+        `packages`: third-party packages that programs may import, where they are installed; names as in `import`.
         """
 
         time_limit_s: float = 5.0
         memory_mb: int = 2048
-        packages: Sequence[str] = ("numpy", "sortedcontainers")
+        packages: Sequence[str] = PACKAGES
         time_budget_s: float = 20.0
 
     config: Config
@@ -83,6 +87,10 @@ class CodeReward(RewardPlugin):
         if passed < len(verdicts):
             first = verdicts.index(False)
             detail += f"; test {first + 1}: {run.details[first] or 'another answer'}"
+            missing = _MISSING.match(run.details[first])
+            if missing and missing[1] not in self.sandbox_packages:
+                allowed = ", ".join(("the standard library", *self.sandbox_packages))
+                detail += f": programs cannot import {missing[1]!r} here; setting packages allows {allowed}"
         return RewardResult(
             passed / len(verdicts), passed == len(verdicts), {"passed": passed, "tests": len(verdicts)}, detail
         )

@@ -123,6 +123,16 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ("p > q > r", ["r < q < p"], ["p > r > q"]),
     ("11!", ["39916800"], ["11", "10!"]),
     ("\\binom{2m}{m}", ["\\frac{(2m)!}{(m!)^2}", "\\dbinom{2m}{m}"], ["\\binom{2m}{m+1}"]),
+    ("6,8", ["6 \\text{ and } 8", "{8, 6}", "6; 8", "6, 8, 6"], ["6,9", "68", "6, 8, 9"]),
+    ("-5, 14/3", ["x=-5, p=14/3", "x = \\frac{14}{3} \\text{ or } x = -5"], ["-5, 3/14", "x=-5"]),
+    ("(0,0,0)", ["(0;0;0)"], ["(0;0;1)", "(0;0)", "\\{0\\}"]),
+    ("(3;0;1),(2;5;0)", ["(3,0,1), (2,5,0)"], ["(0,3,1), (2,5,0)"]),
+    ("\\pm 2021", ["{-2021, 2021}", "\\{2021, -2021\\}"], ["2021", "{2021}"]),
+    ("(1,3)", ["{1,3}"], ["{3,1}", "\\{1,3\\}"]),
+    ("p=5,q=2;p=7,q=2", ["(5,2),(7,2)"], ["(2,5),(7,2)", "(5,2)"]),
+    ("x != 3", ["x \\neq 3"], ["x = 3", "3"]),
+    ("11", ["x \\approx 11"], ["x \\approx 12"]),
+    ("0<f(x)<1", ["(0,1)"], ["[0,1)", "(0,2)"]),
     ("0", ["0.0", "-0"], ["\\emptyset", "x", "\\sin(10^{-10})", "0.0000001", "0/0", "\\text{none}"]),
     (
         "1",
@@ -130,6 +140,29 @@ CASES: list[tuple[str, list[str], list[str]]] = [
         ["0.9999999", "\\cos(10^{-10})", "True", "\\frac{10^{10^{10}}}{10^{10^{10}}+1}"],
     ),
 ]  # fmt: skip
+
+
+# Whole responses: several boxes that are listed make one answer.
+RESPONSES: list[tuple[str, str, float]] = [
+    ("2, 3", "\\boxed{2} and \\boxed{3}", 1.0),
+    ("2, 3", "\\boxed{2}\\boxed{3}", 1.0),
+    ("(1,2), (2,1)", "$\\boxed{(1,2)}$, $\\boxed{(2,1)}$.", 1.0),
+    ("k=4, n=2", "\\[\\boxed{k = 4} \\quad \\text{and} \\quad \\boxed{n = 2}\\]", 1.0),
+    ("y_1=x+1, y_2=x^2", "$y_1 = \\boxed{1+x}$ and $y_2 = \\boxed{x^2}$", 1.0),
+    ("\\boxed{2}, \\boxed{3}", "\\boxed{3, 2}", 1.0),
+    ("5", "\\boxed{5} and again \\boxed{5}", 1.0),
+    ("5", "\\boxed{6}. No: \\boxed{5}", 1.0),
+    ("5", "\\fbox{5}", 1.0),
+    ("2, 3", "\\boxed{2}. Then \\boxed{3}", 0.0),
+    ("5", "\\boxed{5} or \\boxed{6}", 0.0),
+    ("6", "\\boxed{5} or \\boxed{6}", 0.0),
+    ("2, 3", "\\boxed{2}, \\boxed{3}, \\boxed{4}", 0.0),
+]
+
+
+@pytest.mark.parametrize(("truth", "response", "right"), RESPONSES)
+def test_boxes_that_are_listed_make_one_answer(math: MathReward, truth: str, response: str, right: float) -> None:
+    assert math.score(RewardRequest("x", "math", "?", {"answer": truth}, response)).score == right
 
 
 @pytest.mark.parametrize(("truth", "answer"), [(truth, answer) for truth, right, _ in CASES for answer in right])

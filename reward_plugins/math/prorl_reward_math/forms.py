@@ -18,9 +18,9 @@ _SIGNS = re.compile(r"\\(pm|mp)(?![A-Za-z])")
 def elements(text: str) -> tuple[str, str, list[str]] | None:
     r"""Brackets and elements of a tuple, an interval or a set `\{...\}`; None for anything else."""
     if text.startswith("\\{") and text.endswith("\\}"):
-        return "\\{", "\\}", split_top(text[2:-2])
+        return "\\{", "\\}", split_top(text[2:-2], ",;")
     if text[:1] in _BRACKETS and text[-1:] in (")", "]") and len(text) > 2 and not re.search(r"\\c[ua]p", text):
-        parts = split_top(text[1:-1])
+        parts = split_top(text[1:-1], ",;")
         if len(parts) > 1 and all(part.count("(") == part.count(")") for part in parts):
             return text[0], text[-1], parts
     return None
@@ -57,7 +57,11 @@ def listed(text: str) -> list[str]:
         if re.search(r"\\mid|\\vert|[|:]", text):  # a set by its property
             return [text]
         text = text[2:-2]
-    parts = [part.strip(" .") for part in split_top(_CONNECTIVE.sub(" , ", text), ",;")]
+    text = _CONNECTIVE.sub(" , ", text)
+    rows = split_top(text, ";")
+    if len(rows) > 1 and all(len(split_top(row)) > 1 for row in rows):  # `p=5, q=2; p=7, q=2` gives two pairs
+        return [f"({row.strip()})" for row in rows]
+    parts = [part.strip(" .") for part in split_top(text, ",;")]
     parts = [part for part in parts if part.strip(" $\\")]
     return [value for part in parts for value in both_signs(part)] or [text]
 
@@ -70,6 +74,8 @@ def is_prose(text: str) -> bool:
 def same_list(truth: str, answer: str, same: Same) -> bool | None:
     """The verdict where one of both gives several answers; None where neither does, or the lists are in doubt."""
     truths, answers = listed(truth), listed(answer)
+    if len(answers) > len(truths):  # one that is given twice counts once
+        answers = list({canonical(one): one for one in answers}.values())
     if len(truths) == len(answers) == 1 or is_prose(truth):
         return None
     if len(truths) == len(answers):
@@ -87,7 +93,7 @@ def same_list(truth: str, answer: str, same: Same) -> bool | None:
 _SIDE = r"([^<>=\\]*(?:\\(?!le|ge|ne|in\b|cup)[A-Za-z]+[^<>=\\]*)*)"
 _BELOW = r"(<|\\le)"  # canonical text: no space stands behind a command
 _ABOVE = r"(>|\\ge)"
-_NAME = r"([A-Za-z]|\\[a-z]+)"
+_NAME = r"([A-Za-z](?:\([A-Za-z]\))?|\\[a-z]+)"
 _BETWEEN = re.compile(rf"^{_SIDE}{_BELOW}{_NAME}{_BELOW}{_SIDE}$")
 _LESS = re.compile(rf"^{_NAME}{_BELOW}{_SIDE}$")
 _MORE = re.compile(rf"^{_NAME}{_ABOVE}{_SIDE}$")

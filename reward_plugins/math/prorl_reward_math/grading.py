@@ -32,7 +32,7 @@ _INTEGER = re.compile(r"[+-]?\d{1,60}", re.ASCII)
 _ROUNDED = re.compile(r"[+-]?\d{1,60}\.(\d{6,60})", re.ASCII)
 _ARITHMETIC = re.compile(r"[\d\s.,+\-*/^()%]+", re.ASCII)
 _ASSIGNED = re.compile(
-    r"^(?:[A-Za-z]\w?(?:_\{?\w+\}?)?|\\[a-z]+|[A-Za-z]\([A-Za-z]\)|\([A-Za-z](?:,[A-Za-z])+\))(?:=|\\in(?![A-Za-z]))(.+)$"
+    r"^(?:[A-Za-z]\w?(?:_\{?\w+\}?)?|\\[a-z]+|[A-Za-z]\([A-Za-z]\)|\([A-Za-z](?:,[A-Za-z])+\))(?:=|\\(?:in|approx)(?![A-Za-z]))(.+)$"
 )
 _ROUGHLY = re.compile(r"[\s$]*(?:\\\$)?[+-]?[\d.,]+\s*(?:\\?%)?\s*(?:\\(?:text|mathrm)\{[^{}]*\})?[\s$.]*", re.ASCII)
 _CONSTANT = re.compile(r"\+\s*[CcKk]\s*\$?$")
@@ -62,7 +62,8 @@ def _same_canonical(truth: str, answer: str, verify: Same, depth: int = 0) -> bo
         return False
 
     def same(one: str, other: str) -> bool:
-        return _same_canonical(canonical(one), canonical(other), verify, depth + 1) or verify(one, other)
+        sides = _without_name(canonical(one), canonical(other))
+        return _same_canonical(*sides, verify, depth + 1) or verify(one, other)
 
     if expected[0] == "\\{":
         return matched(expected[2], given[2], same)
@@ -253,7 +254,8 @@ def _percent_of(exact: Fraction, total: Fraction, truth: str, answer: str) -> bo
 def _before_approximation(answer: str) -> str:
     r"""`\frac{3}{7}` of `\frac{3}{7} \approx 0.43`."""
     exact, sign, rounded = answer.partition("\\approx")
-    return exact.strip(" $") if sign and exact.strip(" $") and _ROUGHLY.fullmatch(rounded) else answer
+    exact = exact.strip(" $")
+    return exact if sign and len(exact) > 1 and _ROUGHLY.fullmatch(rounded) else answer
 
 
 def _with_one_constant(truth: str, answer: str) -> tuple[str, str]:

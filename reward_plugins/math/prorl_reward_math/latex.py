@@ -4,18 +4,19 @@ import re
 from fractions import Fraction
 
 GAP_MARK = "\u2423"  # stands for white space between two numbers
+MAX_WRAPPED_CHARS = 2000  # of an answer whose bare braces are looked through, layer by layer
 MAX_EXPONENT = 400  # of a number in scientific notation; beyond it nothing is computed
 
 _BOX_TOKENS = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])|\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"\s*([^\s{}$\\]+)")
 
 
-def boxed(text: str) -> str | None:
-    r"""Content of the last complete \boxed{...} or \fbox{...} in one pass; also `\boxed 7`.  None without one.
+def boxes(text: str) -> list[tuple[int, int]]:
+    r"""Return begin and end of the contents of all complete \boxed{...} and \fbox{...}, in one pass; also `\boxed 7`.
 
-    Braces must balance; escaped ones (`\{`) do not count.
+    Braces must balance; escaped ones (`\{`) do not count.  Of nested boxes, all are returned.
     """
-    best: tuple[int, str] | None = None
+    found: list[tuple[int, int]] = []
     opened: list[int | None] = []  # for each open brace: where its box command starts, None for other braces
     box_at = box_end = -1
     for token in _BOX_TOKENS.finditer(text):
@@ -25,15 +26,40 @@ def boxed(text: str) -> str | None:
             opened.append(token.start() + 1 if of_box else None)
         elif word == "}" and opened:
             start = opened.pop()
-            if start is not None and (best is None or start > best[0]):
-                best = (start, text[start : token.start()])
+            if start is not None:
+                found.append((start, token.start()))
         box_at = -1
         if word in ("\\boxed", "\\fbox"):
             box_at, box_end = token.start(), token.end()
             bare = _BARE_BOX.match(text, box_end)
             if bare:
-                best = (bare.start(1), bare.group(1))
-    return None if best is None else best[1].strip()
+                found.append(bare.span(1))
+    return sorted(found)
+
+
+_BETWEEN_BOXES = re.compile(  # `} and \boxed{`, `}, y = \boxed{`, `}\boxed{`
+    r"\}?\\(?:boxed|fbox)\{|[}$.)\]\s\\]*(?:(?:,|;|&|\\q?quad|\\(?:text|mathrm|mbox|textbf)\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b)[$()\[\]\s\\]*)+"
+    r"(?:[A-Za-z]\w{0,2}(?:_\{?\w+\}?)?\s*=\s*)?[{$]?\s*\\(?:boxed|fbox)\s*\{?"
+)
+
+
+def boxed(text: str) -> str | None:
+    r"""Return the content of the last complete box, and of those that it is listed with; None without a box.
+
+    `\boxed{2} and \boxed{3}` gives `2, 3`: commas, semicolons and connectives join boxes, sentences do not.
+    """
+    found = boxes(text)
+    if not found:
+        return None
+    begin, end = found[-1]
+    parts = [text[begin:end].strip()]
+    for one in reversed(found[:-1]):
+        if one[1] <= begin:
+            if not _BETWEEN_BOXES.fullmatch(text, one[1], begin):
+                break
+            parts.append(text[one[0] : one[1]].strip())
+            begin = one[0]
+    return ", ".join(dict.fromkeys(reversed(parts)))
 
 
 # Words behind a number that say more than a unit: `5 or more` is not 5, `5 million` is not 5.
@@ -91,7 +117,7 @@ _CHARACTERS = str.maketrans(
 
 
 def strip_delimiters(text: str) -> str:
-    r"""Without the `$`, `\(`, `\[` around the whole, and without a full stop or comma at its end."""
+    r"""Without the `$`, `\(`, `\[` or bare braces around the whole, and without a full stop or comma at its end."""
     text = text.strip()
     while True:
         shorter = text.rstrip(".,;: \n").strip() if not text.endswith("\\,") else text[:-2]
@@ -100,9 +126,24 @@ def strip_delimiters(text: str) -> str:
             around = len(shorter) > len(left + right) and shorter.startswith(left) and shorter.endswith(right)
             if around and ("$" not in inner or left[0] != "$"):
                 shorter = inner.strip()
+        if len(shorter) <= MAX_WRAPPED_CHARS and _WRAPPED.match(shorter) and _closes_last(shorter):
+            shorter = shorter[1:-1].strip()
         if shorter == text:
             return text
         text = shorter
+
+
+_WRAPPED = re.compile(r"\{.*[^\\]\}$", re.DOTALL)
+
+
+def _closes_last(text: str) -> bool:
+    """Return whether the first brace is closed by the last one."""
+    depth = 0
+    for found in re.finditer(r"\\.|[{}]", text, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(found[0], 0)
+        if depth == 0:
+            return found.end() == len(text) and found[0] == "}"
+    return False
 
 
 def split_unit(text: str) -> tuple[str, str]:
@@ -170,6 +211,7 @@ def canonical(answer: str) -> str:
     text, _ = split_unit(text)
     text = _TEXT.sub(lambda found: found[1], text)
     text = re.sub(r"\\overline\s*\{([A-Z]{2})\}", r"\1", text)
+    text = re.sub(r"(?<![0-9])!=", r"\\ne ", text)
     text = _COMMAND.sub(lambda found: _SAME.get(found[0], found[0]), text)
     text = _SQRT.sub(r"\\sqrt{\1}", _canonical_fracs(text)).strip()
     if re.fullmatch(r"[A-Za-z][A-Za-z\s'.-]{2,}|[Nn][Oo]", text):  # words: letter case does not matter

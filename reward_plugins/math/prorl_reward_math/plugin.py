@@ -22,7 +22,7 @@ def expected_answers(truth: dict[str, Any]) -> tuple[list[str], bool]:
     for item in value:
         if not isinstance(item, str) or not item.strip():
             raise ValueError(f"truth.{key} holds {item!r}; each must be a string that is not empty")
-    return [item.strip() for item in value], key == "all_of"
+    return [(boxed(item) or item).strip() for item in value], key == "all_of"
 
 
 class MathReward(RewardPlugin):

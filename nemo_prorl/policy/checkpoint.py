@@ -34,6 +34,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as torch_distributed_save
 
@@ -45,6 +46,7 @@ from nemo_prorl.recipe.killpoints import killpoint
 from nemo_prorl.recipe.retention import FORMAT, TEMPORARY, check_format, put_in_place
 
 REFERENCE = "reference."
+_EXTRA = "_extra_state"  # of a module beside its parameters: FP8's scales and their history, where scales are delayed
 
 
 def _detached(value: Any) -> Any:
@@ -56,6 +58,7 @@ def _detached(value: Any) -> Any:
 def _sharded_state(actor: Actor) -> dict[str, Any]:
     """The rank's tensors with their place in the whole: model, reference policy and optimizer."""
     reference = actor.model.sharded_state_dict()  # built from the model, so that its sharding is the model's
+    reference = {key: value for key, value in reference.items() if not key.endswith(_EXTRA)}
     dict_list_map_inplace(_reference_of(actor), reference)
     add_prefix_for_sharding(reference, REFERENCE)
     model = actor.model.sharded_state_dict()
@@ -71,12 +74,16 @@ def _sharded_optimizer(actor: Actor, model: dict[str, Any], is_loading: bool) ->
 
 
 def _load_weights(actor: Actor, folder: Path, prefix: str = "") -> None:
-    """The model's parameters from a checkpoint's model, or with REFERENCE from its reference policy."""
+    """The model's parameters from a checkpoint's model, or with REFERENCE from its reference policy.
+
+    A module's extra state is loaded where the checkpoint has one: that of a reference and of a CPU has none.
+    """
     state = actor.model.sharded_state_dict()
     dict_list_map_inplace(_detached, state)  # else what is read would pass through the parameters
     if prefix:
         add_prefix_for_sharding(state, prefix)
-    _load_module(actor, dist_checkpointing.load({"weights": state}, str(folder))["weights"])
+    found = dist_checkpointing.load({"weights": state}, str(folder), strict=StrictHandling.IGNORE_ALL)
+    _load_module(actor, found["weights"])  # which misses any parameter
 
 
 def _load_optimizer(actor: Actor, folder: Path) -> None:
@@ -318,7 +325,7 @@ def load(actor: Actor, folder: Path, with_optimizer: bool = True) -> dict[str, A
         if file.is_file():  # a run continued on more ranks has none for the new ones
             set_rng_state(torch.load(file, weights_only=False))
     else:
-        actor.mcore_optimizer.reload_model_params()
+        actor.reload_masters()
     _check(folder, state, weights=actor.weights_sha256(), reference=actor.reference_sha256())
     return state
 
@@ -354,6 +361,9 @@ def _load_module(actor: Actor, state: dict[str, Any]) -> None:
         raise CheckpointError(f"the checkpoint has no {missing[0]}")
     for name, p in parameters.items():
         p.data.copy_(plain[name])
+    for name, module in actor.module.named_modules():
+        if (key := f"{name}.{_EXTRA}") in plain:
+            module.set_extra_state(plain[key])
 
 
 def rng_state() -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Checkpoints of the optimizer: at any moment, with any Adam, and with the settings of the run that loads them.
+"""Checkpoints of what a model keeps beside its parameters: the optimizer's state, and modules' own (FP8's scales).
 
 `LazyAdam` stands for Transformer Engine's FusedAdam: it keeps its state as that does, inside Megatron's own distributed
-optimizer on two data ranks.
+optimizer on two data ranks.  An attention that counts its passes stands for FP8 with delayed scales.
 """
 
 from pathlib import Path
@@ -52,3 +52,22 @@ def test_the_configured_settings_win_over_those_of_a_checkpoint(kind: str, ranks
     as_it_was, configured = (written(ranks, f"across-{kind}")[name] for name in ("as it was", "configured"))
     assert set(as_it_was[0]) == {(0.01, (0.9, 0.999), 1e-8)}
     assert set(configured[0]) == {(0.5, (0.5, 0.9), 1e-5)}
+
+
+def test_a_state_beside_the_parameters_is_saved_and_loaded(ranks: Path) -> None:
+    found = written(ranks, "of_extra_state-torch")
+    assert found["loaded"] == found["saved"]
+    assert found["later"] != found["saved"]
+    onward, again = found["goes on"]
+    assert onward == again
+
+
+def test_a_checkpoint_without_such_a_state_loads_into_a_model_with_one_and_back(ranks: Path) -> None:
+    found = written(ranks, "of_extra_state-torch")
+    assert "Error" not in found["without"]
+    assert found["into one without"] == found["goes on"][0]
+
+
+def test_the_model_itself_is_told_whether_it_trains(ranks: Path) -> None:
+    """Dropout and recomputation ask the modules, which NeMo hides from `model.eval()`."""
+    assert written(ranks, "of_extra_state-torch")["modes"] == [(False, False), (True, True)]

@@ -40,7 +40,7 @@ def attempted(work: Callable[[], Any]) -> Any:
     """What `work` gives, or the error that it raises."""
     try:
         return work()
-    except Exception as error:
+    except BaseException as error:  # as torch raises those of a checkpoint
         return f"{type(error).__name__}: {error}"
 
 
@@ -102,3 +102,46 @@ def write(work: Callable[[bool, Path], dict[str, Any]], lazy: bool, out: Path) -
     found = work(lazy, out)
     if dist.get_rank() == 0:
         torch.save(found, out / f"adam-{work.__name__}-{'lazy' if lazy else 'torch'}.pt")
+
+
+def of_extra_state(lazy: bool, out: Path) -> dict[str, Any]:
+    """Attention that keeps a state beside parameters, as FP8's with delayed scales does: here, passes with gradients.
+
+    It also notes in which mode the model computes.
+    """
+    from nemo_prorl.policy import checkpoint, cpu_layers
+
+    modes: set[tuple[bool, bool]] = set()
+
+    class Remembering(cpu_layers.CausalAttention):
+        passes = 0
+
+        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            modes.add((torch.is_grad_enabled(), self.training))
+            self.passes += torch.is_grad_enabled()
+            return super().forward(*args, **kwargs)
+
+        def get_extra_state(self) -> torch.Tensor:
+            return torch.tensor(self.passes)
+
+        def set_extra_state(self, state: torch.Tensor) -> None:
+            self.passes = int(state)
+
+    plain, cpu_layers.CausalAttention = cpu_layers.CausalAttention, Remembering  # type: ignore[misc]
+    actor, update = built(out)
+    attention = [m for m in actor.module.modules() if isinstance(m, Remembering)]
+    actor.logprobs(fixed_batch())
+    update()
+    saved = [m.passes for m in attention]
+    checkpoint.save(actor, out / "extra", {"step": 1})
+    onward = update()
+    actor.logprobs(fixed_batch())
+    found = {"modes": sorted(modes), "saved": saved, "later": [m.passes for m in attention]}
+    found["loaded"] = attempted(lambda: checkpoint.load(actor, out / "extra") and [m.passes for m in attention])
+    found["goes on"] = (onward, update())
+    without = out / "adam" / "torch" / "step-000002"
+    found["without"] = attempted(lambda: checkpoint.load(actor, without) and actor.weights_sha256())
+    cpu_layers.CausalAttention = plain  # type: ignore[misc]
+    actor, update = built(out)
+    found["into one without"] = attempted(lambda: checkpoint.load(actor, out / "extra") and update())
+    return found

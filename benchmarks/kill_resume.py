@@ -1,11 +1,12 @@
 """Kills a laptop run with SIGKILL again and again, and compares what it comes to with the run that nobody disturbed.
 
-    .venv/train/bin/python benchmarks/kill_resume.py [--kills 20] [--seed 1] [--out runs/kill_resume]
+    .venv/train/bin/python benchmarks/kill_resume.py [--kills 20] [--seed 1] [--out runs/kill_resume] [KEY=VALUE ...]
 
 A stage that begins from the one before with a hard reset, has more of them, and rolls back.  One of two equal runs is
 killed at each point of a checkpoint's write and of the reset transaction (nemo_prorl/recipe/killpoints.py), and at
 random moments: its trainer, its supervisor, or everything that it started, at once.  After each kill the same command
 goes on.  Weights, reference, metrics (all but time/), resets and rollouts must be equal to the bit.
+Settings that follow hold for all runs, such as cluster=laptop_bf16.
 """
 
 import argparse
@@ -44,6 +45,7 @@ RUN = [
 ]
 TARGETS = ("trainer", "supervisor", "everything")
 TIMEOUT_S = 600.0
+SETTINGS: list[str] = []  # from the command line
 
 
 @dataclass
@@ -77,7 +79,8 @@ def last_step(run: Path) -> int:
 
 def start(run: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     log = (run.parent / f"{run.name}.log").open("ab")
-    return subprocess.Popen(command(run, "run2"), env={**os.environ, **environment}, stdout=log, stderr=log)
+    words = command(run, "run2", *SETTINGS)
+    return subprocess.Popen(words, env={**os.environ, **environment}, stdout=log, stderr=log)
 
 
 def wait(process: subprocess.Popen[bytes], until: Callable[[], bool] | None = None) -> bool:
@@ -162,7 +165,9 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/kill_resume"))
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of all runs")
     args = parser.parse_args()
+    SETTINGS.extend(args.settings)
     rng = random.Random(args.seed)
     if args.out.exists():
         parser.error(f"--out {args.out} exists")
@@ -170,8 +175,9 @@ def main() -> int:
     for run in (one, other):
         run.parent.mkdir(parents=True)
     told = [describe(), f"{STEPS} steps, hard resets every 4 with roll-back, {args.kills} kills, seed {args.seed}"]
+    told += [f"settings: {' '.join(SETTINGS)}"] if SETTINGS else []
     first = args.out / "undisturbed" / "run1"
-    stage_1 = command(first, "run1", "trainer.resets.roll_back=false", "trainer.grpo.max_steps=4")
+    stage_1 = command(first, "run1", "trainer.resets.roll_back=false", "trainer.grpo.max_steps=4", *SETTINGS)
     subprocess.run(stage_1, check=True, stdout=sys.stderr)
     (other.parent / "run1").symlink_to(first.absolute())
     began = time.monotonic()
@@ -182,6 +188,7 @@ def main() -> int:
     points = [name for name in POINTS if name != "checkpoint:exchange"]
     wheres = [*points, *(f"random {TARGETS[k % len(TARGETS)]}" for k in range(max(0, args.kills - len(points))))]
     rng.shuffle(wheres)
+    wheres = wheres[: args.kills]
     kills: list[Kill] = []
     for where in wheres:
         done = one_kill(other, where, rng)

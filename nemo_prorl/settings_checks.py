@@ -21,7 +21,7 @@ from nemo_prorl.recipe.memory_check import check_memory
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "trainer.accelerator": ("cpu", "gpu"),
-    "trainer.precision": (32, "32", "32-true", 16, "16", "16-mixed", "bf16", "bf16-mixed"),
+    "trainer.precision": (32, "32", "32-true", "bf16", "bf16-mixed"),  # fp16 would need its loss scaled
     "trainer.grpo.advantage": ("group_norm", "leave_one_out", "reinforce_pp_baseline"),
     "trainer.grpo.aggregation": ("token", "sequence", "constant"),
     "trainer.grpo.kl_estimator": ("k1", "k2", "k3"),
@@ -278,6 +278,10 @@ def _layout(cfg: DictConfig) -> None:
     te = OmegaConf.select(model, "transformer_engine")
     if te and cfg.trainer.accelerator == "cpu" and find_spec("transformer_engine") is None:
         raise _wrong("model.transformer_engine", te, "needs a GPU; trainer.accelerator is cpu. Set it to false")
+    precision, o2 = cfg.trainer.precision, bool(OmegaConf.select(model, "megatron_amp_O2"))
+    if o2 != (half := str(precision).startswith("bf16")):
+        why = "otherwise the model stays float32" if half else "it is for bf16 weights with float32 masters"
+        raise _wrong("model.megatron_amp_O2", o2, f"must be {half} where trainer.precision={precision}; {why}")
     own_rotary = OmegaConf.select(model, "transformer_engine") or OmegaConf.select(model, "apply_rope_fusion")
     if OmegaConf.select(model, "packed_sequences") and not own_rotary:
         why = "needs model.apply_rope_fusion=true where model.transformer_engine=false, or packed_sequences=false"

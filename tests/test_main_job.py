@@ -6,10 +6,22 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from nemo_prorl.status import run_state, status
 from tests.test_formats import against
-from tests.whole_runs import STEPS, Job, engine_process, events_of, metrics_of, stopped_without_patience, without_time
+from tests.whole_runs import (
+    STEPS,
+    Job,
+    engine_process,
+    events_of,
+    metrics_of,
+    run_disturbed,
+    run_undisturbed,
+    stopped_without_patience,
+    without_time,
+)
 
 pytestmark = [pytest.mark.nemo, pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -91,6 +103,11 @@ def test_a_hard_reset_makes_kl_zero(undisturbed: Path) -> None:
 
 def test_killed_and_resumed_is_equal_to_the_bit(undisturbed: Path, disturbed: Path) -> None:
     """Also what two runs of one configuration are to each other: one was killed twice, one was not."""
+    assert_equal_to_the_bit(undisturbed, disturbed)
+
+
+def assert_equal_to_the_bit(undisturbed: Path, disturbed: Path) -> None:
+    """Between a run and the same one disturbed by `run_disturbed`."""
     wanted, found = metrics_of(undisturbed), metrics_of(disturbed)
     assert [without_time(m) for m in found] == [without_time(m) for m in wanted]
     summaries = [json.loads((run / "summary.json").read_text()) for run in (undisturbed, disturbed)]
@@ -100,6 +117,19 @@ def test_killed_and_resumed_is_equal_to_the_bit(undisturbed: Path, disturbed: Pa
     assert (disturbed / "metrics.lost.jsonl").is_file()  # step 3 stood in no checkpoint
     resets = [(e["event"], e["step"]) for e in events_of(disturbed) if e["event"].startswith("reset")]
     assert resets == [("reset_intent", 2), ("reset_commit", 2)]  # the commit is the resume's: the kill fell before it
+
+
+@pytest.mark.slow
+def test_in_16_bits_killed_and_resumed_is_equal_to_the_bit(root: Path, tmp_path: Path) -> None:
+    """The job of `cluster=laptop_bf16`: killed before the first checkpoint, in a hard reset and twice after it."""
+    undisturbed = run_undisturbed(root, tmp_path, "cluster=laptop_bf16")
+    assert Job(root, tmp_path / "disturbed", "cluster=laptop_bf16", kill_at="checkpoint:begin").wait() == 1
+    assert_equal_to_the_bit(undisturbed, run_disturbed(root, undisturbed, "cluster=laptop_bf16"))
+    metrics = metrics_of(undisturbed)
+    assert [m["kl"] == 0 for m in metrics] == [True, False, True, False]  # the third comes after the reset
+    assert all(1e-4 < m["engine_gap/mean_abs"] < 0.02 for m in metrics)  # both round, each in its own order
+    weights = load_file(undisturbed / "base" / "model.safetensors")  # killed before a checkpoint it begins from these
+    assert {value.dtype for value in weights.values()} == {torch.bfloat16}
 
 
 def test_a_stage_begins_with_the_weights_of_the_one_before(undisturbed: Path, stage_run: Path) -> None:

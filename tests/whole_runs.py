@@ -116,24 +116,24 @@ def gone(process: psutil.Process) -> bool:
         return True
 
 
-def run_undisturbed(root: Path, folder: Path) -> Path:
+def run_undisturbed(root: Path, folder: Path, *overrides: str) -> Path:
     """A finished run."""
-    job = Job(root, folder / "undisturbed")
+    job = Job(root, folder / "undisturbed", *overrides)
     assert job.wait() == 0, job.text()
     assert "held-out mean reward" in job.text()
     return job.run_dir
 
 
-def run_disturbed(root: Path, undisturbed: Path) -> Path:
+def run_disturbed(root: Path, undisturbed: Path, *overrides: str) -> Path:
     """The same run in parts: the trainer killed within its hard reset, once its checkpoint is complete and the journal
     does not know it yet; the supervisor after step 3; the engine after the next start."""
-    first = Job(root, undisturbed.with_name("disturbed"), kill_at="reset:checkpointed")
+    first = Job(root, undisturbed.with_name("disturbed"), *overrides, kill_at="reset:checkpointed")
     assert first.wait() == 1, first.text()
     assert [e["event"] for e in events_of(first.run_dir)][-1] == "reset_intent"
-    job = Job(root, first.run_dir)
+    job = Job(root, first.run_dir, *overrides)
     job.until(lambda: len(metrics_of(job.run_dir)) >= STEPS - 1)
     job.kill_supervisor()
-    again = Job(root, job.run_dir)
+    again = Job(root, job.run_dir, *overrides)
     again.until(lambda: [e["event"] for e in events_of(job.run_dir)].count("resume") == 2)
     engine_process(again).kill()
     assert again.wait() == 0, again.text()

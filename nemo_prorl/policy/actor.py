@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from nemo.collections.nlp.models.language_modeling.megatron_gpt_model import MegatronGPTModel
 from nemo.collections.nlp.parts.mixins.nlp_adapter_mixins import NLPAdapterModelMixin
-from nemo_aligner.utils.train_utils import grad_reductions, prepare_for_training_step, set_sync_funcs
+from nemo_aligner.utils.train_utils import grad_reductions, prepare_for_training_step, set_eval, set_sync_funcs
 from torch import Tensor
 
 from nemo_prorl.algorithms.diagnostics import merge, reduction
@@ -262,7 +262,7 @@ class Actor:
 
     @torch.no_grad()
     def _forward_only(self, batch: Batch, temperature: float | None, with_entropy: bool) -> tuple[Tensor, ...]:
-        self.model.eval()
+        set_eval(self.model)  # updates set it to train; NeMo hides its modules from `model.eval()`
         temperature = self.temperature if temperature is None else temperature
 
         def finish(micro: _Micro, hidden_BTH: Tensor) -> tuple[Tensor, ...]:
@@ -362,6 +362,10 @@ class Actor:
                 else:
                     group["step"] = 0
 
+    def reload_masters(self) -> None:
+        """Master weights become the weights in use: what they held beyond bf16 is gone."""
+        self.mcore_optimizer.reload_model_params()
+
     def set_learning_rate(self, lr: float) -> None:
         for group in self.mcore_optimizer.param_groups:
             group["lr"] = lr
@@ -380,7 +384,7 @@ class Actor:
                     f"{folder.path}: {name} would be {tuple(local.shape)}, the model has {tuple(param.shape)}"
                 )
             param.data.copy_(local)
-        self.mcore_optimizer.reload_model_params()
+        self.reload_masters()
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) of the weights in use, on every rank, in their dtype.  A collective.

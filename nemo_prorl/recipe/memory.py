@@ -206,14 +206,13 @@ def rank_parameters(shape: Shape, layout: Layout) -> int:
 
 
 def weight_bytes(cfg: DictConfig) -> int:
-    """Of one weight in use: 2 where Megatron holds 16-bit weights beside float32 masters (model.megatron_amp_O2)."""
-    half = str(cfg.trainer.precision).split("-")[0] in ("bf16", "16")
-    return 2 if half and bool(_optional(cfg.model, "megatron_amp_O2")) else FLOAT32
+    """Of one weight in use: 2 where Megatron holds 16-bit weights beside float32 masters."""
+    return 2 if str(cfg.trainer.precision).startswith("bf16") else FLOAT32
 
 
 def activation_bytes(cfg: DictConfig) -> int:
-    """Of one activation: 2 under bf16 or fp16, else 4."""
-    return 2 if str(cfg.trainer.precision).split("-")[0] in ("bf16", "16") else FLOAT32
+    """Of one activation: 2 under bf16, else 4."""
+    return weight_bytes(cfg)
 
 
 def layer_activations(cfg: DictConfig, shape: Shape, layout: Layout, tokens: int) -> int:

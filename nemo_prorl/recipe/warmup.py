@@ -22,7 +22,8 @@ def supervised_loss(
 def warm_up(policy: Any, examples: Sequence[tuple[list[int], list[int]]], config: WarmupConfig, lr: float) -> None:
     """`config.steps` supervised steps at temperature 1, over (prompt, response) token lists; a collective.
 
-    Leaves the optimizer as new, with learning rate `lr`.
+    Leaves the optimizer as new, with learning rate `lr` and the master weights of one that is built from the weights in
+    use: a run that is killed before its first checkpoint begins from those.
     """
     policy.set_learning_rate(config.lr)
     size = config.batch_size
@@ -35,4 +36,5 @@ def warm_up(policy: Any, examples: Sequence[tuple[list[int], list[int]]], config
         if step % 50 == 0 or step == config.steps:
             _log.info("warm-up %d/%d: loss %.3f", step, config.steps, sums["loss"])
     policy.reset_optimizer()
+    policy.reload_masters()
     policy.set_learning_rate(lr)

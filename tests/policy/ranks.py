@@ -423,7 +423,8 @@ def main() -> None:
     for name, config in MODELS.items():
         write_model(out / name, config)
     from nemo_prorl.policy import cpu
-    from tests.policy import measure_optimizer as of  # sees Megatron as it is
+    from tests.policy import measure_checkpoints as of  # sees Megatron as it is
+    from tests.policy import measure_half as half
 
     cpu.enable()
     import nemo_prorl.policy.actor
@@ -435,10 +436,15 @@ def main() -> None:
     for work in (of.of_one_adam, of.across):
         for lazy in (False, True):
             fork_ranks(2, partial(of.write, work, lazy, out), out / f"adam-{work.__name__}-{lazy}", 120)
+    fork_ranks(2, partial(of.write, of.of_extra_state, False, out), out / "extra-state", 120)
 
-    write_model(out / "half", MODELS["qwen2"], torch.bfloat16)
-    fork_ranks(1, lambda: import_hf(out / "half", out / "imported"), out / "import-hf", 120)
-    fork_ranks(1, lambda: export_hf(out / "imported", out / "half-again"), out / "export-hf", 120)
+    for name, config in MODELS.items():
+        write_model(out / f"half-{name}", config, torch.bfloat16)
+    for layout in half.LAYOUTS:
+        fork_ranks(layout.world, partial(half.measure, layout, out), out / f"half-{layout.name}", 120)
+
+    fork_ranks(1, lambda: import_hf(out / "half-qwen2", out / "imported"), out / "import-hf", 120)
+    fork_ranks(1, lambda: export_hf(out / "imported", out / "half-qwen2-again"), out / "export-hf", 120)
 
 
 if __name__ == "__main__":

@@ -146,7 +146,9 @@ def capability_judged(gpus: Sequence[Gpu], fp8: str | None, bf16: bool) -> Check
         cure = "set model.fp8=null; FP8 needs 8.9 (Ada) or 9.0 (Hopper)"
         return Check("precision", "fail", f"{text}; model.fp8={fp8}", cure)
     if bf16 and least < BF16:
-        cure = "set trainer.precision=16-mixed and rollout.dtype=float16, or 32 and float32; bf16 needs 8.0 (Ampere)"
+        cure = (
+            "set trainer.precision=32, model.megatron_amp_O2=false and rollout.dtype=float32; bf16 needs 8.0 (Ampere)"
+        )
         return Check("precision", "fail", f"{text}, nor does bf16", cure)
     return Check("precision", "pass", text)
 

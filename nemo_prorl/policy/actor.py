@@ -33,6 +33,7 @@ from nemo_prorl.algorithms.logprobs import chunked_logprobs
 from nemo_prorl.batch import Batch
 from nemo_prorl.errors import NonFiniteUpdate
 from nemo_prorl.micro_batches import Limits
+from nemo_prorl.policy.host_memory import to_host
 from nemo_prorl.policy.packing import PackedBatch
 from nemo_prorl.policy.weights import HFFolder, Shape, rule_of, sha256_of
 
@@ -457,7 +458,9 @@ class Actor:
 
     def set_reference(self) -> None:
         """pi_ref <- pi_theta: the weights in use (bf16 where those are), so that KL is exactly 0 right after."""
-        self._reference = {name: p.detach().to("cpu", copy=True) for name, p in self.module.named_parameters()}
+        self._reference = {name: to_host(p) for name, p in self.module.named_parameters()}
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
         self._reference_sha256 = None
 
     @property
@@ -473,7 +476,7 @@ class Actor:
         own = {name: p.data for name, p in parameters.items()}
         try:
             for name, p in parameters.items():
-                p.data = self._reference[name].to(p.device)
+                p.data = self._reference[name].to(p.device, non_blocking=True)  # page-locked; the stream keeps order
             yield
         finally:
             for name, p in parameters.items():

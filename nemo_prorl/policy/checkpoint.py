@@ -41,6 +41,7 @@ from torch.distributed.checkpoint import save as torch_distributed_save
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import CheckpointError
 from nemo_prorl.policy.actor import Actor
+from nemo_prorl.policy.host_memory import to_host
 from nemo_prorl.policy.weights import sha256_of
 from nemo_prorl.recipe.killpoints import killpoint
 from nemo_prorl.recipe.retention import FORMAT, TEMPORARY, check_format, put_in_place
@@ -108,14 +109,6 @@ def _reference_of(actor: Actor) -> Callable[[Any], Any]:
     return put
 
 
-def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in CPU memory; from a GPU it is complete only after a synchronisation."""
-    tensor = tensor.detach()
-    if not tensor.is_cuda:
-        return tensor.clone()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-
 @dataclass(frozen=True)
 class _Snapshot:
     """What a checkpoint holds, as it was at one moment; where it was copied no later update reaches it."""
@@ -135,19 +128,16 @@ class _Snapshot:
         """
 
         def kept(tensor: torch.Tensor) -> torch.Tensor:
-            return _to_cpu(tensor) if copy_cpu or tensor.is_cuda else tensor.detach()
-
-        def copied(value: Any) -> Any:
-            if isinstance(value, ShardedTensor) and not value.key.startswith(REFERENCE):  # the reference never changes
-                value.data = kept(value.data)
-            return value
+            return to_host(tensor) if copy_cpu or tensor.is_cuda else tensor.detach()
 
         sharded, common = save_preprocess(_sharded_state(actor))
-        dict_list_map_inplace(copied, sharded)
+        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)  # what this rank writes, no replicas
+        for value in (value for values in flat.values() for value in values):
+            if isinstance(value, ShardedTensor) and not value.key.startswith(REFERENCE):  # the reference never changes
+                value.data = kept(value.data)
         weights = [(name, kept(t)) for name, t in actor.export_weights() if dist.get_rank() == 0]
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
-        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
         return cls(
             tensors=mcore_to_pyt_state_dict(flat, False),
             common=copy.deepcopy(common),

@@ -342,7 +342,13 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
         **_engine(cfg, shape),
         reserve=CPU_RESERVE if cpu else RESERVE,
         reference_host=weights * cfg.trainer.devices,
-        snapshot_host=((weights + optimizer) * cfg.trainer.devices + parameters(shape) * size) * copied,
+        # the weights once, over the ranks of a model; each rank's part of the optimizer; on rank 0 all, to be hashed
+        snapshot_host=(
+            weights * min(layout.tp * layout.pp, cfg.trainer.devices)
+            + optimizer * cfg.trainer.devices
+            + parameters(shape) * size
+        )
+        * copied,
         published=PUBLISHED_VERSIONS * parameters(shape) * size,
         checkpoint=checkpoint,
         checkpoints=checkpoint * (_kept(grpo) + 1),

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,6 +24,7 @@ MARKER = ".prorl-weights"
 _OURS = re.compile(r"weights-\d{8,}\.safetensors(\.\d+\.tmp)?")
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _COPY_BYTES = 1 << 24
+_STAGE_BYTES = 1 << 26
 
 
 def weights_folder(run_dir: str | Path, node: int | None = None, base: str | Path = "/dev/shm") -> Path:
@@ -99,10 +100,11 @@ class WeightStore:
         for name, tensor in tensors:
             if name in header or tensor.dtype not in _DTYPES:
                 raise ValueError(f"{name}: given twice" if name in header else f"{name}: dtype {tensor.dtype}")
-            flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+            flat = tensor.detach().contiguous().reshape(-1)
             size = flat.numel() * flat.element_size()
             self._check_room(size, version)
-            file.write(flat.view(torch.uint8).numpy().data if size else b"")
+            for piece in _pieces(flat.view(torch.uint8)) if size else ():
+                file.write(piece)
             header[name] = {
                 "dtype": _DTYPES[tensor.dtype],
                 "shape": list(tensor.shape),
@@ -150,6 +152,35 @@ class WeightStore:
         if [p.name for p in self.folder.iterdir()] == [MARKER]:
             (self.folder / MARKER).unlink()
             self.folder.rmdir()
+
+
+def _pieces(flat: Tensor) -> Iterator[memoryview]:
+    """The bytes of a uint8 tensor: at once from host memory, staged from a GPU's."""
+    return _staged(flat) if flat.is_cuda else iter([flat.numpy().data])
+
+
+def _staged(flat: Tensor, size: int = _STAGE_BYTES) -> Iterator[memoryview]:
+    """The bytes of a uint8 tensor through two page-locked buffers: the GPU fills one while the other is written.
+
+    A piece holds until the next one is asked for.
+    """
+    buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=flat.is_cuda) for _ in range(2)]
+    copied: list[torch.cuda.Event | None] = [None, None]
+
+    def begin(number: int) -> None:
+        part = flat[number * size : (number + 1) * size]
+        buffers[number % 2][: len(part)].copy_(part, non_blocking=True)
+        if flat.is_cuda:
+            event = copied[number % 2] = torch.cuda.Event()
+            event.record()
+
+    begin(0)
+    for number in range(-(-len(flat) // size)):
+        if (number + 1) * size < len(flat):
+            begin(number + 1)
+        if (event := copied[number % 2]) is not None:
+            event.synchronize()
+        yield buffers[number % 2][: min(size, len(flat) - number * size)].numpy().data
 
 
 def _is_ours(path: Path) -> bool:

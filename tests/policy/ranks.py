@@ -158,13 +158,16 @@ def measure(layout: Layout, out: Path) -> None:
     writer = checkpoint.Writer(actor, background=True, seconds=60)
     sha = actor.weights_sha256()
     with held_back():
-        writer.save(saved, step)
+        with copied_bytes() as copied:
+            writer.save(saved, step)
         onward = [actor.update(mine, loss, denominator, with_entropy=True), actor.weights_sha256()]
         found["meanwhile"] = (writer.busy, saved.exists())
     writer.wait()
     state = checkpoint.load(actor, saved)
     again = [actor.update(mine, loss, denominator, with_entropy=True), actor.weights_sha256()]
     found["resumed"] = (state["step"], state["weights_sha256"] == sha, onward, again)
+    found["copied"] = [torch.empty(1, dtype=torch.int64) for _ in range(layout.world)]
+    torch.distributed.all_gather(found["copied"], torch.tensor(copied))
     if layout in CLOSER:
         found["rolled_back"] = rolled_back(
             actor, saved, lambda: actor.update(mine, loss, denominator, with_entropy=True)
@@ -228,6 +231,24 @@ def patched_write(name: str, instead: Callable[..., None]) -> Iterator[None]:
         yield
     finally:
         setattr(checkpoint._Snapshot, name, real)
+
+
+@contextmanager
+def copied_bytes() -> Iterator[list[int]]:
+    """One number: bytes that a snapshot inside copies on this rank."""
+    from nemo_prorl.policy import checkpoint, host_memory
+
+    real, count = host_memory.to_host, [0]
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        count[0] += tensor.nbytes
+        return real(tensor)
+
+    vars(checkpoint)["to_host"] = counted
+    try:
+        yield count
+    finally:
+        vars(checkpoint)["to_host"] = real
 
 
 @contextmanager

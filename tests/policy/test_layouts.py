@@ -202,6 +202,19 @@ def test_a_checkpoint_holds_the_moment_of_its_save_though_written_later(layout: 
     assert not there
 
 
+@names([DATA_PARALLEL, MOST_CUT])
+def test_a_snapshot_copies_what_its_rank_writes(layout: Layout, measured: Measured) -> None:
+    """Two moments and float32 weights of its share; the weights in use on the first data rank; on rank 0 all weights
+    once more, to be hashed."""
+    found = measured(layout.name)
+    weights = sum(tensor.nbytes for tensor in found["exported"].values())
+    share, of_a_model_rank = 3 * weights / layout.world, weights / (layout.tp * layout.pp)
+    copied = [int(count) for count in found["copied"]]
+    wanted = [share + of_a_model_rank * (rank < layout.tp * layout.pp) for rank in range(layout.world)]
+    wanted[0] += weights
+    assert copied == pytest.approx(wanted, rel=0.3), weights
+
+
 @names(CLOSER)
 def test_a_checkpoint_is_the_same_written_in_the_background_or_not(layout: Layout, ranks: Path) -> None:
     one, other = (ranks / "checkpoints" / f"{layout.name}-reset{suffix}" for suffix in ("", "-background"))

@@ -198,7 +198,7 @@ class RolloutConfig:
     max_num_seqs: int = 256
     max_batched_tokens: int = 4096
     kv_cache_mb: int | None = None  # null: vLLM's own share of the device
-    device_memory_gb: float | None = None  # of a GPU, in 10^9 bytes; null on a CPU
+    device_memory_gb: float | None = None  # of a GPU, in 10^9 bytes; null: nvidia-smi is asked; a CPU has none
     eager: bool = False
     sleep: int | None = None  # engines give their GPU's memory to the trainer: 1 weights to the host, 2 dropped; null
     max_restarts: int = 5  # of one engine within an hour

@@ -5,7 +5,15 @@ from typing import Any
 from omegaconf import DictConfig
 
 from nemo_prorl.data.prepared import missing_files
-from nemo_prorl.recipe.memory import GB, PUBLISHED_VERSIONS, Memory, micro_batch_tokens, micro_batch_words
+from nemo_prorl.recipe.memory import (
+    GB,
+    PUBLISHED_VERSIONS,
+    RESERVE_PARTS,
+    Memory,
+    device_source,
+    micro_batch_tokens,
+    micro_batch_words,
+)
 from nemo_prorl.recipe.plan import NAMES, PAPER_GPU_HOURS, Chain, Stage
 from nemo_prorl.recipe.tolerances import engine_gap_alarm, kl_after_reset
 
@@ -135,16 +143,18 @@ def _memory(cfg: DictConfig, chain: Chain) -> dict[str, Any]:
     fit = (
         f"{m.sequences(size)} sequences of {cfg.trainer.grpo.context_tokens} tokens" if room is not None else "unknown"
     )
-    left = f"{_bytes(room)}: {fit} for each engine" if room is not None else "rollout.device_memory_gb does not say"
+    left = f"{_bytes(room)}: {fit} for each engine" if room is not None else "unknown: rollout.device_memory_gb is null"
     kv_source = "as configured" if m.kv_configured is not None else "what is left"
     budget = cfg.trainer.grpo.checkpoint_budget_gb
+    fp8 = f"{_bytes(m.fp8_weights)}: of the layers' weights, kept between updates"
     return {
         f"memory of {of}": f"{_bytes(m.needed)} at least"
-        + (f", of {_bytes(size)} (rollout.device_memory_gb)" if size is not None else ""),
+        + (f", of {_bytes(size)} ({device_source(cfg)})" if size is not None else ""),
         "  weights": f"{_bytes(m.weights)}; {m.parameters:,} parameters in all",
         "  vocabulary": f"{chain.vocabulary[0]:,} ({chain.vocabulary[1]})",
         "  gradients": _bytes(m.gradients),
         "  optimizer": f"{_bytes(m.optimizer)}, spread over data-parallel ranks",
+        **({"  FP8 copies": fp8} if m.fp8_weights else {}),
         "  activations": f"{_bytes(m.activations)}: micro-batch of {micro_batch_tokens(cfg):,} tokens"
         f" ({micro_batch_words(cfg)}), recomputation"
         f" {cfg.model.get('activations_checkpoint_granularity') or 'none'}",
@@ -160,7 +170,7 @@ def _memory(cfg: DictConfig, chain: Chain) -> dict[str, Any]:
         "  engine's sleep": _sleep(cfg, m, size),
         "  reserve": f"{_bytes(m.reserve)}, "
         + (
-            "assumed: contexts, NCCL, CUDA graphs, fragmentation"
+            "assumed: " + ", ".join(f"{name} {_bytes(part)}" for name, part in RESERVE_PARTS.items())
             if of == "a GPU"
             else "measured: the processes themselves"
         ),
@@ -182,7 +192,7 @@ def _sleep(cfg: DictConfig, m: Memory, size: float | None) -> str:
     kept = "weights in host memory" if cfg.rollout.sleep == 1 else "weights dropped"
     if not m.engines_sleep:
         return f"level {cfg.rollout.sleep}; a CPU's engine stops serving and keeps its memory"
-    share = f"{m.engine_share(size):.0%} of the GPU for the engine awake; " if size is not None else ""
+    share = f"{_bytes(m.engine_bytes(size))} for the engine awake; " if size is not None else ""
     return (
         f"level {cfg.rollout.sleep}, {kept}; {share}{_bytes(m.while_training)} while the trainer works,"
         f" {_bytes(m.while_generating)} at least while engines generate"

@@ -97,7 +97,7 @@ def plan(settings: Settings, folder: Path) -> tuple[int, list[str]]:
     size = torch.cuda.mem_get_info()[1]
     memory = memory_of(cfg)
     room = memory.kv_room(size)
-    return memory.trainer_resident, [f"--kv-mb={(room or 0) >> 20}", f"--memory-share={memory.engine_share(size):.3f}"]
+    return memory.trainer_resident, [f"--kv-mb={(room or 0) >> 20}"]
 
 
 def run(emit: Emit, settings: Settings) -> None:

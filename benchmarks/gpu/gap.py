@@ -32,7 +32,6 @@ def run(emit: Emit, settings: Settings) -> None:
         real.write_model(folder / "model", settings)
         (folder / "weights").mkdir()
         options = [f"--kv-mb={SMALL_KV_MB if settings.small else KV_MB}"]
-        options += ["--memory-share=0.3"] if settings.cuda else []
         for head, wide in HEADS.items():
             with server(python, folder, settings, *options, *(["--float32-head"] if wide else [])) as url:
                 drawn = [draw(url, k, settings) for k in range(PROMPTS)]

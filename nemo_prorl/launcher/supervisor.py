@@ -291,7 +291,6 @@ class Node:
             "max-num-seqs": rollout.max_num_seqs,
             "max-batched-tokens": rollout.max_batched_tokens,
             "kv-mb": rollout.kv_cache_mb or (None if alone else self._kv_mb()),
-            "memory-share": None if alone else self._memory_share(),
         }
         if rollout.sleep is not None and not alone:
             options |= {"hold-file": self.endpoints / HOLD_FILE, "hold-s": _HOLD_S}
@@ -328,13 +327,6 @@ class Node:
 
         room = memory_of(self.cfg).kv_room(device_bytes(self.cfg))
         return None if room is None else room >> 20
-
-    def _memory_share(self) -> str | None:
-        """Of a GPU that a trainer rank may share: what an engine finds free at its start, or it does not start."""
-        from nemo_prorl.recipe.memory import device_bytes, memory_of
-
-        size, memory = device_bytes(self.cfg), memory_of(self.cfg)
-        return None if size is None else f"{memory.engine_share(size):.3f}"
 
     def _ranks(self, arguments: list[str]) -> list[Child]:
         devices, place = self.cfg.trainer.devices, self.place

@@ -50,9 +50,13 @@ REFERENCE = "reference."
 _EXTRA = "_extra_state"  # of a module beside its parameters: FP8's scales and their history, where scales are delayed
 
 
-def _detached(value: Any) -> Any:
+def _to_be_read(value: Any) -> Any:
+    """Put uninitialised CPU memory in the place of a parameter, to be filled from a checkpoint.
+
+    Weights that are read would otherwise pass through the parameters, or need room on a GPU where engines are awake.
+    """
     if isinstance(value, ShardedTensor | ShardedTensorFactory) and isinstance(value.data, torch.Tensor):
-        value.data = value.data.detach().clone()
+        value.data = torch.empty_like(value.data, device="cpu", requires_grad=False)
     return value
 
 
@@ -80,7 +84,7 @@ def _load_weights(actor: Actor, folder: Path, prefix: str = "") -> None:
     A module's extra state is loaded where the checkpoint has one: that of a reference and of a CPU has none.
     """
     state = actor.model.sharded_state_dict()
-    dict_list_map_inplace(_detached, state)  # else what is read would pass through the parameters
+    dict_list_map_inplace(_to_be_read, state)
     if prefix:
         add_prefix_for_sharding(state, prefix)
     found = dist_checkpointing.load({"weights": state}, str(folder), strict=StrictHandling.IGNORE_ALL)

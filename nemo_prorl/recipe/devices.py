@@ -1,4 +1,8 @@
-"""How many GPUs a run uses."""
+"""How many GPUs a run uses, and how large they are."""
+
+import functools
+import shutil
+import subprocess
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -14,3 +18,17 @@ def devices_words(cfg: DictConfig) -> str:
     """The keys that `node_devices` follows from, with their values."""
     own = node_devices(cfg) - cfg.trainer.devices
     return f"trainer.devices={cfg.trainer.devices}" + (f" + {own} of rollout.own_devices" if own else "")
+
+
+@functools.cache
+def smallest_gpu_bytes() -> int | None:
+    """Return the memory of this machine's smallest GPU as nvidia-smi reports it; None where it reports none."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    sizes = [int(word) for word in told if word.isdigit()]
+    return min(sizes) << 20 if sizes else None

@@ -7,7 +7,8 @@ Sizes are bytes; GB is 10^9 of them.  One GPU holds a trainer rank and at most o
 engine's weights and KV cache leave it while the trainer works, and the trainer's state stays; with
 `rollout.own_devices` it holds one of the two.  What is counted and what is assumed stands at each function.  Compared
 with real models in tests/recipe/test_memory.py: parameters with model files, a checkpoint with one on disk, activations
-with what autograd keeps in the CPU actor.  On GPUs it has not been measured.
+with what autograd keeps in the CPU actor; parameters, optimizer and FP8 copies of three larger shapes with Megatron's
+own model on the meta device.  On GPUs it has not been measured.
 """
 
 import json
@@ -18,11 +19,19 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.recipe.devices import smallest_gpu_bytes
 
 GB = 1e9
 FLOAT32 = 4
-# CUDA contexts of two processes, NCCL's buffers, CUDA graphs, fragmentation: assumed, not measured.
-RESERVE = 4 * 2**30
+# Bytes of a GPU that no other part counts: assumed, not measured.  An engine's context and graphs remain in its sleep.
+RESERVE_PARTS = {
+    "two CUDA contexts": 12 * 10**8,
+    "NCCL": 9 * 10**8,
+    "CUDA graphs": 15 * 10**8,
+    "workspaces of cuBLAS and Transformer Engine": 9 * 10**8,
+    "fragmentation": 20 * 10**8,
+}
+RESERVE = sum(RESERVE_PARTS.values())
 # On a CPU: Python with NeMo, vLLM's two processes and the reward server before any weights, and what malloc keeps;
 # measured (benchmarks/half_billion.py).
 CPU_RESERVE = 5 * 10**9
@@ -99,13 +108,14 @@ class Memory:
     weights: int
     gradients: int
     optimizer: int
+    fp8_weights: int  # Transformer Engine's FP8 copies of the weights, which stay between updates
     reference_swap: int  # the reference's weights on the GPU, while they are in use
     activations: int  # that the fullest pipeline stage keeps for the backward pass
     layer_work: int  # tensors of one layer alive in its backward pass
     logits_forward: int
     logits_backward: int
     trainer_peak: int  # the most that the trainer holds at once
-    trainer_resident: int  # what it holds while engines generate: weights, gradients, optimizer
+    trainer_resident: int  # what it holds while engines generate: weights, gradients, optimizer, FP8 copies
     engine_weights: int
     engine_work: int
     kv_sequence: int  # KV cache of one sequence that fills the context
@@ -147,9 +157,9 @@ class Memory:
             return self.kv_configured
         return max(0, int(device_bytes) - (self.while_generating - self.kv_sequence))
 
-    def engine_share(self, device_bytes: float) -> float:
-        """Of a device that an engine takes in all: vLLM's gpu_memory_utilization."""
-        return (self.engine_weights + self.engine_work + (self.kv_room(device_bytes) or 0)) / device_bytes
+    def engine_bytes(self, device_bytes: float) -> int:
+        """Bytes that an awake engine takes, without its part of the reserve."""
+        return self.engine_weights + self.engine_work + (self.kv_room(device_bytes) or 0)
 
     def sequences(self, device_bytes: float | None) -> int | None:
         """Sequences that fill the context and fit into the KV cache of one engine."""
@@ -182,12 +192,16 @@ def vocabulary(cfg: DictConfig) -> tuple[int, str]:
     return MADE_VOCABULARY, "assumed: the most that a tokenizer made for the data has"
 
 
+def linear_weights(shape: Shape, tp: int = 1) -> int:
+    """Weights of one layer's matrix products on one tensor rank, without biases: what FP8 applies to."""
+    attention = shape.hidden * (shape.queries + 2 * shape.kv) + shape.queries * shape.hidden
+    return (attention + 3 * shape.hidden * shape.ffn) // tp
+
+
 def layer_parameters(shape: Shape, tp: int = 1) -> int:
     """Of one layer on one tensor rank: q, k, v with their biases, output, gate, up, down; and both norms, whole."""
-    wide = shape.queries + 2 * shape.kv
-    cut = shape.hidden * wide + shape.queries * shape.hidden + 3 * shape.hidden * shape.ffn
-    cut += wide if shape.qkv_bias else 0
-    return -(-cut // tp) + 2 * shape.hidden
+    biases = shape.queries + 2 * shape.kv if shape.qkv_bias else 0
+    return linear_weights(shape, tp) + biases // tp + 2 * shape.hidden
 
 
 def parameters(shape: Shape, padded: bool = False) -> int:
@@ -299,7 +313,8 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
     """All sizes of a checked configuration; `vocab`: rows of the embedding, where the caller knows them.
 
     Weights in use and a float32 gradient of each (NeMo's grad_sync_dtype) on every rank; two float32 moments, and
-    beside 16-bit weights a float32 master, spread over data-parallel ranks (Megatron's distributed optimizer).  The
+    beside 16-bit weights a float32 master, spread over data-parallel ranks (Megatron's distributed optimizer).  With
+    FP8, Transformer Engine keeps each layer's weights twice more, one byte each: as they are, and transposed.  The
     reference policy stays in host memory; while it is in use it lies on the GPU, too, beside the policy's own weights
     (`policy.actor`).  A checkpoint has both, float32 weights and moments; it is copied to host memory first, on rank 0
     with the whole weights once more (`policy.checkpoint`), but for what lies there already while a run waits for the
@@ -313,6 +328,9 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
     grad = FLOAT32 if _optional(cfg.model, "optim.grad_sync_dtype") in (None, "fp32", 32) else size
     weights, gradients = mine * size, mine * grad
     optimizer = -(-mine * (2 * FLOAT32 + master) // layout.dp)
+    fp8 = bool(_optional(cfg.model, "fp8"))
+    fp8_weights = 2 * shape.layers // layout.pp * linear_weights(shape, layout.tp) * fp8
+    resident = weights + gradients + optimizer + fp8_weights
 
     one = stage_activations(cfg, shape, layout, tokens)
     ends = 3 * tokens * shape.hidden * act  # around the output layer: into the last norm, out of it, predicted rows
@@ -332,13 +350,14 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
+        fp8_weights=fp8_weights,
         reference_swap=swap,
         activations=max(one * in_flight, one + ends),
         layer_work=work,
         logits_forward=forward,
         logits_backward=backward,
-        trainer_peak=weights + gradients + optimizer + max(updates, reference),
-        trainer_resident=weights + gradients + optimizer,
+        trainer_peak=resident + max(updates, reference),
+        trainer_resident=resident,
         **_engine(cfg, shape),
         reserve=CPU_RESERVE if cpu else RESERVE,
         reference_host=weights * cfg.trainer.devices,
@@ -394,11 +413,20 @@ def micro_batch_words(cfg: DictConfig) -> str:
 
 
 def device_bytes(cfg: DictConfig) -> float | None:
-    """A GPU's memory as `rollout.device_memory_gb` (10^9 bytes) says it; None on a CPU, or where that is null."""
-    gigabytes = OmegaConf.select(cfg, "rollout.device_memory_gb")
-    if gigabytes is None or cfg.trainer.accelerator == "cpu":
+    """Return a GPU's bytes: `rollout.device_memory_gb`, or where that is null what nvidia-smi reports on this machine.
+
+    None on a CPU, and where nobody knows.
+    """
+    if cfg.trainer.accelerator == "cpu":
         return None
-    return float(gigabytes) * GB
+    gigabytes = OmegaConf.select(cfg, "rollout.device_memory_gb")
+    return smallest_gpu_bytes() if gigabytes is None else float(gigabytes) * GB
+
+
+def device_source(cfg: DictConfig) -> str:
+    """Return where the number of `device_bytes` is from."""
+    gigabytes = OmegaConf.select(cfg, "rollout.device_memory_gb")
+    return "nvidia-smi" if gigabytes is None else f"rollout.device_memory_gb={gigabytes:g}"
 
 
 def _optional(node: DictConfig, key: str) -> Any:

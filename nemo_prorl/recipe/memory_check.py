@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.recipe.memory import GB, Memory, memory_of, micro_batch_tokens, micro_batch_words
+from nemo_prorl.recipe.memory import GB, Memory, device_source, memory_of, micro_batch_tokens, micro_batch_words
 
 
 def check_memory(cfg: DictConfig, device_bytes: float | None, vocab: int | None = None) -> Memory:
@@ -30,7 +30,7 @@ def check_memory(cfg: DictConfig, device_bytes: float | None, vocab: int | None 
     parts = ", ".join(f"{name} {value / GB:.1f} GB" for name, value in _parts(memory).items())
     raise ConfigError(
         f"{_subject(cfg, memory)}: a GPU needs {memory.needed:,} bytes ({parts}),"
-        f" rollout.device_memory_gb={device_bytes / GB:g} has {int(device_bytes):,}. "
+        f" {device_source(cfg)} has {int(device_bytes):,}. "
         + (f"It fits with {'; or '.join(fits)}" if fits else "No single change of layout or batch makes it fit")
     )
 
@@ -55,7 +55,8 @@ def _parts(memory: Memory) -> dict[str, int]:
     training = in_turn and memory.while_training >= memory.while_generating
     parts = {}
     if training or not memory.engines_apart:
-        parts["weights, gradients, optimizer"] = memory.trainer_resident
+        fp8 = ", FP8 copies" if memory.fp8_weights else ""
+        parts[f"weights, gradients, optimizer{fp8}"] = memory.trainer_resident
     if training or not in_turn:
         parts["the most of the trainer's work"] = memory.trainer_peak - memory.trainer_resident
     if not training:

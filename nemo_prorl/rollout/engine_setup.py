@@ -57,6 +57,16 @@ def cpu_options(eager: bool) -> dict[str, Any]:
     }
 
 
+def gpu_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what vLLM's CUDA build gets beyond the common options.
+
+    vLLM starts only where `gpu_memory_utilization` of the whole device is free, although it uses nothing of that share
+    once the KV cache has a size of its own.  A small share lets an engine start again beside a resident trainer.
+    """
+    small = {} if args.kv_mb is None else {"gpu_memory_utilization": 0.01}
+    return {"enable_sleep_mode": args.sleep, **small}
+
+
 def make_engine(args: argparse.Namespace) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -66,12 +76,7 @@ def make_engine(args: argparse.Namespace) -> Any:
         optional["hf_overrides"] = {"head_dtype": "float32"}
     if args.kv_mb is not None:
         optional["kv_cache_memory_bytes"] = args.kv_mb << 20
-    if is_cpu_build():
-        optional |= cpu_options(args.eager)
-    else:
-        optional["enable_sleep_mode"] = args.sleep
-        if args.memory_share is not None:  # so much must be free at the start
-            optional["gpu_memory_utilization"] = args.memory_share
+    optional |= cpu_options(args.eager) if is_cpu_build() else gpu_options(args)
     return AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=args.model,

@@ -81,6 +81,7 @@ class WeightLoader:
 
     model_config: Any
     model_runner: Any
+    reload_weights: Any  # the worker's: it also sets vLLM's configuration of the moment, which a quantised load reads
 
     def prorl_process_id(self) -> int:
         """The worker's process, for /health and for tests."""
@@ -103,7 +104,7 @@ class WeightLoader:
         dtype = self.model_config.dtype
         with safe_open(path, framework="pt") as file:
             tensors = ((name, file.get_tensor(name).to(dtype)) for name in file.keys())  # noqa: SIM118
-            self.model_runner.reload_weights(weights_iterator=tensors)
+            self.reload_weights(weights_iterator=tensors)
         _repack_tied_head(self.model_runner.get_model())
 
 

@@ -381,7 +381,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--max-batched-tokens", type=int, default=4096)
     p.add_argument("--kv-mb", type=int, help="KV cache in MiB; absent: vLLM's own share of the device")
     p.add_argument("--eager", action="store_true", help="do not compile the model")
-    p.add_argument("--memory-share", type=float, help="of the device that the engine may take; absent: vLLM's own")
     p.add_argument("--sleep", action="store_true", help="the engine can give its device's memory away and take it back")
     p.add_argument("--hold-file", help="no memory is taken before this file is gone")
     p.add_argument("--hold-s", type=float, default=3600.0, help="for the hold file to go")

@@ -135,7 +135,7 @@ def test_stopping_is_asked_for_and_then_enforced(start: Start, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("sleep", [None, 2])
-def test_an_engine_is_told_its_share_of_the_gpu_and_whether_it_sleeps(tmp_path: Path, sleep: int | None) -> None:
+def test_an_engine_is_told_its_kv_cache_and_whether_it_sleeps(tmp_path: Path, sleep: int | None) -> None:
     from nemo_prorl import settings
     from nemo_prorl.launcher.supervisor import Node
     from nemo_prorl.recipe.memory import device_bytes, memory_of
@@ -151,10 +151,9 @@ def test_an_engine_is_told_its_share_of_the_gpu_and_whether_it_sleeps(tmp_path: 
     assert size is not None
     assert args.sleep is (sleep is not None)
     assert args.hold_file == (None if sleep is None else str(tmp_path / "endpoints" / "engines-asleep"))
-    assert args.memory_share == pytest.approx(memory.engine_share(size), abs=1e-3)
     assert args.kv_mb == (memory.kv_room(size) or 0) >> 20
     alone = arguments(list(Node(cfg, tmp_path, ["math"], merged).services(tmp_path, 1, alone=True)[1].command)[2:])
-    assert (alone.sleep, alone.hold_file, alone.memory_share, alone.kv_mb) == (False, None, None, None)
+    assert (alone.sleep, alone.hold_file, alone.kv_mb) == (False, None, None)
     assert args.float32_head
     assert alone.float32_head
     cfg.trainer.grpo.float32_head = False

@@ -27,6 +27,8 @@ def main(out: Path, context: int, rows: int) -> None:
     from nemo_prorl.policy import cpu
 
     cpu.enable()
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
     from nemo_prorl.batch import Batch
     from nemo_prorl.policy import checkpoint
     from nemo_prorl.policy.build import build_actor
@@ -53,7 +55,10 @@ def main(out: Path, context: int, rows: int) -> None:
             actor.gradients(batch, loss, 1.0, 1.2)
         sizes.append(sum(size for size, _ in kept.values()))
     checkpoint.save(actor, out / "step-000001", {"step": 1})
+    place = ShardedTensor.from_rank_offsets("weight", torch.empty(2, 3, dtype=torch.bfloat16, device="meta"))
+    read = checkpoint._to_be_read(place).data
     told = {
+        "read_into": [read.device.type, str(read.dtype), *read.shape],
         "activations": sizes[0],
         "packed_activations": sizes[1],
         "megatron_parameters": sum(p.numel() for p in actor.module.parameters()),

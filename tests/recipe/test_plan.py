@@ -166,15 +166,14 @@ def test_a_refused_stage_is_an_error_of_its_chain_and_a_line_of_a_single_run() -
     assert "run8: trainer.resets.at_steps=[250]" in text
 
 
-def test_a_stage_that_does_not_fit_the_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(p, "device_bytes", lambda cfg: 80e9)
+def test_a_stage_that_does_not_fit_the_device_is_refused() -> None:
     two_rows = [*H100, "model.micro_batch_size=2", "model.micro_batch_tokens=null"]
-    with pytest.raises(ConfigError, match=r"run8 of the same chain: model.micro_batch_size=2 .* 80,000,000,000"):
+    with pytest.raises(ConfigError, match=r"run8 of the same chain: model.micro_batch_size=2 .* 85,000,000,000"):
         chain_of([*two_rows, "stage=run1"])
     chain = chain_of([*H100, "stage=run1"])
     assert chain.stages[7].memory_needed > chain.stages[0].memory_needed
     text = overview.plan(settings.load([*H100, "stage=run1"]), chain)
-    assert "of 80.0 GB (rollout.device_memory_gb)" in text
+    assert "of 85.0 GB (rollout.device_memory_gb=85)" in text
     assert "sequences of 8192 tokens for each engine (what is left)" in text
 
 

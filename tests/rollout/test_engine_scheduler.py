@@ -1,6 +1,7 @@
 """What is changed in an engine's core, in the engine's environment; real engines run with it in test_engine.py.
 
-vLLM schedules ahead on GPUs alone, so the class for that is looked at here.  Each test is a program that runs in the
+vLLM schedules ahead on GPUs alone, so the class for that is looked at here; likewise what its GPU worker does with the
+options for memory.  Each test is a program that runs in the
 engine's environment: all of them in one process, which imports vLLM once and makes a child for each.
 """
 
@@ -32,7 +33,7 @@ for program in sys.argv[1:]:
 @pytest.fixture(scope="module")
 def said(vllm_python: str) -> dict[str, str]:
     """What each program printed, and its exit status."""
-    programs = {"CHECK": CHECK, "GOES_ON": GOES_ON, "BLOCKS": BLOCKS, "CPU": CPU}
+    programs = {"CHECK": CHECK, "GOES_ON": GOES_ON, "BLOCKS": BLOCKS, "CPU": CPU, "MEMORY": MEMORY}
     command = [vllm_python, "-c", MAIN, *programs.values()]
     environment = {"PYTHONPATH": str(ROOT), "HOME": "/tmp", "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
     result = subprocess.run(command, check=True, cwd="/", env=environment, stdout=subprocess.PIPE, text=True)
@@ -308,3 +309,39 @@ assert len(seeds._ahead) == 0  # those of responses that ended are forgotten
 
 def test_norms_and_samples_of_a_cpu_are_those_of_vllm(said: dict[str, str]) -> None:
     assert said["CPU"] == "ended with 0", said["CPU"]
+
+
+MEMORY = """
+from types import SimpleNamespace
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.utils import request_memory
+from nemo_prorl.rollout.engine_setup import gpu_options
+
+KV = 61_442 << 20  # what the plan gives the cache of an engine of cluster=h100_4x8
+options = gpu_options(SimpleNamespace(sleep=True, kv_mb=KV >> 20))
+share = options["gpu_memory_utilization"]
+# An H100 with 85.0e9 bytes, where the trainer holds 11.3e9 and both processes' reserve 6.5e9.
+free = SimpleNamespace(total_memory=int(85.0e9), free_memory=int(85.0e9 - 11.3e9 - 6.5e9), device_="cuda:0")
+assert request_memory(free, SimpleNamespace(gpu_memory_utilization=share)) < 1e9
+try:
+    request_memory(free, SimpleNamespace(gpu_memory_utilization=0.805))  # the engine's bytes of 80e9
+except ValueError as error:
+    assert "is less than desired GPU memory utilization" in str(error)
+else:
+    raise AssertionError("vLLM starts whatever is free: the small share is needed no more")
+
+worker = SimpleNamespace(
+    cache_config=SimpleNamespace(kv_cache_memory_bytes=KV, gpu_memory_utilization=share),
+    model_runner=SimpleNamespace(profile_run=lambda **_: None),
+    model_config=SimpleNamespace(multimodal_config=None),
+    vllm_config=None, init_snapshot=free, randomize_dummy_inputs=False, parallel_config=None,
+)
+assert Worker.determine_available_memory(worker) == KV, "the share is not looked at where the cache has a size"
+alone = gpu_options(SimpleNamespace(sleep=False, kv_mb=None))
+assert alone == {"enable_sleep_mode": False}, "without a size vLLM's own share decides"
+"""
+
+
+def test_an_engine_starts_beside_a_trainer_and_gets_the_kv_cache_that_it_was_given(said: dict[str, str]) -> None:
+    """vLLM's own functions of a GPU's worker, with the sizes of a GPU; no GPU is used."""
+    assert said["MEMORY"] == "ended with 0", said["MEMORY"]

@@ -134,6 +134,11 @@ def gpus_judged(gpus: Sequence[Gpu], wanted: int, needed_bytes: float | None, wo
         text = f"{least / 1e9:.1f} GB of memory; rollout.device_memory_gb={needed_bytes / 1e9:g}"
         cure = f"set rollout.device_memory_gb={int(least / 1e9)}: what does not fit then is said, with what would"
         yield Check("gpus", "fail", text, cure)
+    elif needed_bytes is not None and least > 1.1 * needed_bytes:
+        text = (
+            f"{least / 1e9:.1f} GB of memory, of which rollout.device_memory_gb={needed_bytes / 1e9:g} is planned with"
+        )
+        yield Check("gpus", "warn", text, f"set rollout.device_memory_gb={int(least / 1e9)} for a larger KV cache")
     if busy := [f"{index}: {gb(gpu.used)}" for index, gpu in enumerate(gpus) if gpu.used > IDLE_BYTES]:
         cure = "end the processes that nvidia-smi shows, or leave those GPUs out by CUDA_VISIBLE_DEVICES"
         yield Check("gpus", "warn", f"memory of GPUs is in use ({', '.join(busy)})", cure)

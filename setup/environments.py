@@ -407,7 +407,8 @@ def environments(arguments: argparse.Namespace) -> list[Environment]:
     plugins = sorted(p.parent for p in (ROOT / "reward_plugins").glob("*/pyproject.toml"))
     kind = InPlace if getattr(arguments, "in_place", False) or getattr(arguments, "check", False) else Environment
     train = kind("train", arguments.train_lock, (ROOT, *plugins), gigabytes=3.3, minutes=2)
-    rollout = Environment("rollout", arguments.rollout_lock, (ROOT,), gigabytes=2.7, minutes=1.5)
+    size = 7.0 if "cuda" in arguments.rollout_lock.name else 2.7
+    rollout = Environment("rollout", arguments.rollout_lock, (ROOT,), gigabytes=size, minutes=1.5)
     if getattr(arguments, "only", None) == "trl":  # for benchmarks/versus_trl.py; nothing else makes or needs it
         return [Environment("trl", ROOT / "setup" / "trl.lock", (), gigabytes=1.8, minutes=1)]
     return [train, rollout]

@@ -146,7 +146,7 @@ def _fitted(cfg: DictConfig, model: Model, benchmarks: Sequence[Benchmark]) -> D
 
     if model.folder is None:
         return cfg
-    check_node(cfg)
+    check_node(cfg, trains=False)
     context = max(one.sampling.context for one in benchmarks)
     cfg.trainer.grpo.context_tokens = context
     needed = models.cache_bytes(model.folder, context, _WIDTH[cfg.rollout.dtype])

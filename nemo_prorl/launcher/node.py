@@ -148,6 +148,7 @@ def lead(args: argparse.Namespace, leader: Leader, place: Place) -> End:
         with Events(cfg.on_event, run_dir) as events:
             tasks = prepare(cfg, run_dir, settings.resolved_yaml(cfg))
             leader.wait_for_all(Deadline(cfg.trainer.deadlines.startup_s, "the nodes (trainer.deadlines.startup_s)"))
+            _require_reachable(cfg, [line.host for line in leader.lines.values()])
             _require_fit(leader, run_dir)
             job.clear_endpoints(run_dir)
             merged = MergedLog(run_dir / "logs" / "all.log")
@@ -174,6 +175,14 @@ def _require_fit(leader: Leader, run_dir: Path) -> None:
             raise NodeUnfit(line.host, answer["fault"])
 
 
+def _require_reachable(cfg: Any, peers: list[str]) -> None:
+    """Raise UnfitMachine if this machine's name resolves to an address that the other nodes cannot reach."""
+    from nemo_prorl.launcher.doctor.network import loopback_fault
+
+    if fault := loopback_fault(peers, {**dict(cfg.launch.env), **os.environ}):
+        raise UnfitMachine(fault)
+
+
 def _seen(file: Path) -> Path:
     """The file, once it shows here; raises UnfitMachine."""
     try:
@@ -198,6 +207,7 @@ def follow(line: Line, place: Place) -> int:
     try:
         cfg: Any = read_config(_seen(run_dir / "config.yaml"))
         check_node(cfg)
+        _require_reachable(cfg, [line.host])
     except ProrlError as error:
         line.send("fitness", fault=str(error))
     else:

@@ -73,11 +73,20 @@ def _check_truths(
                 raise DataError(f"source {source.name!r}, record {record['id']!r}: {error}") from error
 
 
-def check_node(cfg: DictConfig) -> None:
-    """What every node of a run must have; raises UnfitMachine."""
+def check_node(cfg: DictConfig, trains: bool = True) -> None:
+    """Raise UnfitMachine naming all that a node of a run lacks.
+
+    Args:
+        trains: False where only engines run, as in an evaluation.
+    """
+    from nemo_prorl.launcher.doctor.devices import of_node
+
     python = Path(cfg.rollout.python)
     if not os.access(python, os.X_OK):
         raise UnfitMachine(f"rollout.python={python} is no Python that runs here; `make setup` makes .venv/rollout")
+    failed = [check for check in of_node(cfg, os.environ, python, trains) if check.state == "fail"]
+    if failed:
+        raise UnfitMachine("\n".join(f"{check.name}: {check.text}. Fix: {check.cure}" for check in failed))
     Cores.of(cfg, os.sched_getaffinity(0))
     cache_folder(os.environ)
 

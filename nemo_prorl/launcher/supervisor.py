@@ -24,6 +24,7 @@ from nemo_prorl.environment import for_engine, with_caches
 from nemo_prorl.events import Events
 from nemo_prorl.launcher.cores import Cores
 from nemo_prorl.launcher.determinism import variables_of_engines, variables_of_ranks
+from nemo_prorl.launcher.doctor.check import NoAnswer
 from nemo_prorl.launcher.health import Health
 from nemo_prorl.launcher.prepare import plain
 from nemo_prorl.launcher.processes import Child, Lines, ProcessFailed, stop_all
@@ -302,7 +303,7 @@ class Node:
         env = {**self._gpus(local, alone), **variables_of_engines(cfg)}
         engine = self._child(f"engine-{index}", command, env, rollout.max_restarts, True, True)
         if not alone and self._cores is not None:
-            engine.cores = self._cores.engines[local]
+            engine.cores = self._cores.engines[local] or None
         return engine
 
     def _gpus(self, local: int, alone: bool) -> dict[str, str]:
@@ -318,7 +319,16 @@ class Node:
 
     @cached_property
     def _cores(self) -> Cores | None:
-        return Cores.of(self.cfg, os.sched_getaffinity(0))
+        from nemo_prorl.launcher.doctor.devices import query, visible
+
+        there = os.sched_getaffinity(0)
+        if self.cfg.trainer.accelerator != "gpu":
+            return Cores.of(self.cfg, there)
+        try:
+            buses = [gpu.bus for gpu in visible(query(), os.environ)]
+        except (NoAnswer, ValueError):
+            return None
+        return Cores.near_gpus(self.cfg, there, buses)
 
     def _kv_mb(self) -> int | None:
         """What is left of its GPU for the engine's cache, beside a trainer rank if one is there; None on a CPU: vLLM's
@@ -330,7 +340,8 @@ class Node:
 
     def _ranks(self, arguments: list[str]) -> list[Child]:
         devices, place = self.cfg.trainer.devices, self.place
-        here = len(os.sched_getaffinity(0)) // devices if self._cores is None else len(self._cores.ranks[0])
+        apart = self._cores if self.cfg.trainer.accelerator == "cpu" else None
+        here = len(os.sched_getaffinity(0)) // devices if apart is None else len(apart.ranks[0])
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, here))
         env = {
             "WORLD_SIZE": str(devices * place.nodes),
@@ -355,7 +366,7 @@ class Node:
             own = {**env, "RANK": str(rank), "LOCAL_RANK": str(k)}
             ranks.append(self._child(f"trainer-{rank}", command, own, 0, False))
             if self._cores is not None:
-                ranks[k].cores = self._cores.ranks[k]
+                ranks[k].cores = self._cores.ranks[k] or None
         if self.progress is not None:
             ranks[0].on_line = self.progress.line
         return ranks

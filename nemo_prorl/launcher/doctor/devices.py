@@ -1,12 +1,15 @@
 """GPUs against a configuration: number, memory, compute capability, driver, torch of both environments, NCCL.
 
-A CPU configuration is asked nothing of this.
+A CPU configuration is asked nothing of this.  `of_node` needs about a second and no torch: `prorl doctor` prints its
+checks, and `launcher.prepare.check_node` refuses a run on a node where one of them fails.
 """
 
 import importlib.metadata
+import importlib.util
+import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,14 +20,28 @@ from nemo_prorl.recipe.devices import devices_words, node_devices
 from nemo_prorl.recipe.memory import device_bytes
 
 FP8 = (8, 9)  # Ada; Hopper is 9.0
-TENSORWISE = (2, 2)  # Transformer Engine's first version with scales of the tensors at hand
+FP8_LAYERS = (2, 2, 0)  # Transformer Engine's first version whose FP8 is used here, with either kind of scales
+DRIVERS = {11: "450", 12: "525", 13: "580"}  # CUDA: the oldest driver that runs it
 BF16 = (8, 0)
 IDLE_BYTES = 1 << 30  # a GPU that holds more than this is somebody's
 _SMI = [
     "nvidia-smi",
-    "--query-gpu=name,memory.total,memory.used,compute_cap,driver_version",
+    "--query-gpu=name,memory.total,memory.used,compute_cap,driver_version,compute_mode,pci.bus_id,uuid",
     "--format=csv,noheader,nounits",
 ]
+_DRIVER = """
+import ctypes
+version = ctypes.c_int(0)
+try:
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+except OSError:
+    pass
+answer(version.value)
+"""
+_IMAGE = (
+    "run it in the image made from NVIDIA's NeMo container: sbatch slurm/stage.sbatch STAGE --container-image=IMAGE"
+    " (docs/container.md)"
+)
 _TORCH = """
 import ctypes, torch
 driver = ctypes.c_int(0)
@@ -51,6 +68,9 @@ class Gpu:
     used: int
     capability: tuple[int, int]
     driver: str
+    mode: str = "Default"  # compute mode: how many processes may use it
+    bus: str = ""  # PCI address
+    uuid: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,14 +88,13 @@ def of_run(cfg: DictConfig, rollout_python: Path) -> Iterator[Check]:
     """Nothing for a CPU configuration."""
     if cfg.trainer.accelerator != "gpu":
         return
+    found = list(of_node(cfg, os.environ, rollout_python))
+    yield from found
     try:
-        gpus = parse_smi(output_of(_SMI, 30))
-    except (NoAnswer, ValueError) as error:
-        cure = "install NVIDIA's driver, or start the container with its GPUs (--gpus all); on a CPU: cluster=laptop"
-        yield Check("gpus", "fail", f"trainer.accelerator=gpu: {error}", cure)
-        return
+        gpus = visible(query(), os.environ)
+    except (NoAnswer, ValueError):
+        return  # of_node says so
     wanted, words = node_devices(cfg), devices_words(cfg)
-    yield from gpus_judged(gpus, wanted, device_bytes(cfg), words)
     yield capability_judged(gpus, OmegaConf.select(cfg, "model.fp8"), _wants_bf16(cfg))
     if OmegaConf.select(cfg, "model.transformer_engine"):
         scales = OmegaConf.select(cfg, "model.fp8_recipe") if OmegaConf.select(cfg, "model.fp8") else None
@@ -89,6 +108,135 @@ def of_run(cfg: DictConfig, rollout_python: Path) -> Iterator[Check]:
         yield torch_judged(name, facts, wanted, words)
         if name == "torch":
             yield nccl_judged(facts)
+
+
+def of_node(
+    cfg: DictConfig, environment: Mapping[str, str], rollout_python: Path, trains: bool = True
+) -> Iterator[Check]:
+    """Yield what a node needs before any engine or rank starts; nothing for a CPU configuration.
+
+    Args:
+        trains: False where only engines run, as in an evaluation.
+    """
+    if cfg.trainer.accelerator != "gpu":
+        return
+    if trains:
+        lacking = [name for name in _libraries(cfg) if importlib.util.find_spec(name) is None]
+        yield container_judged(lacking, environment.get("NVIDIA_PYTORCH_VERSION"))
+    try:
+        gpus = visible(query(), environment)
+    except (NoAnswer, ValueError) as error:
+        cure = (
+            "install NVIDIA's driver, or start the container with its GPUs (--gpus all) and with"
+            " NVIDIA_DRIVER_CAPABILITIES=compute,utility; on a CPU: cluster=laptop"
+        )
+        yield Check("gpus", "fail", f"trainer.accelerator=gpu: {error}", cure)
+        return
+    wanted, words = node_devices(cfg), devices_words(cfg)
+    if not trains:
+        wanted = cfg.rollout.engines * cfg.rollout.tensor_parallel_size
+        words = f"rollout.engines={cfg.rollout.engines} x rollout.tensor_parallel_size"
+    yield from gpus_judged(gpus, wanted, device_bytes(cfg), words)
+    yield modes_judged(gpus)
+    cuda = {"the rollout environment": cuda_of_torch(_packages(rollout_python))}
+    spec = importlib.util.find_spec("torch") if trains else None
+    if spec is not None and spec.origin is not None:
+        cuda["the training environment"] = cuda_of_torch([Path(spec.origin).parent.parent])
+    try:
+        yield driver_judged(cuda, ask(sys.executable, _DRIVER, seconds=30), gpus[0].driver if gpus else "none")
+    except NoAnswer as error:
+        yield Check("driver", "fail", f"the driver's CUDA version cannot be asked: {error}", "look at nvidia-smi")
+
+
+def query() -> list[Gpu]:
+    """Return all GPUs that nvidia-smi shows.  Raises NoAnswer or ValueError."""
+    return parse_smi(output_of(_SMI, 30))
+
+
+def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; all where the variable is not set."""
+    given = environment.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        return list(gpus)
+    chosen: list[Gpu] = []
+    for word in (part.strip() for part in given.split(",")):
+        if word.isdigit():
+            found = [gpus[int(word)]] if int(word) < len(gpus) else []
+        else:
+            found = [gpu for gpu in gpus if word and gpu.uuid.startswith(word)]
+        if len(found) != 1 or found[0] in chosen:  # CUDA ignores what follows an unknown device
+            break
+        chosen += found
+    return chosen
+
+
+def _libraries(cfg: DictConfig) -> list[str]:
+    """Return the modules of NVIDIA's container that this configuration needs in the trainer."""
+    wanted = ["apex"]  # NeMo's strategy refuses to start without
+    if OmegaConf.select(cfg, "model.transformer_engine"):
+        wanted.append("transformer_engine")
+    if OmegaConf.select(cfg, "model.gradient_accumulation_fusion"):
+        wanted.append("fused_weight_gradient_mlp_cuda")  # of apex
+    return wanted
+
+
+def _packages(python: Path) -> list[Path]:
+    """Return the package folders of a virtual environment, by the path of its Python."""
+    return sorted(python.absolute().parent.parent.glob("lib/python3*/site-packages"))
+
+
+def cuda_of_torch(folders: Sequence[Path]) -> str | None:
+    """Return the CUDA version that a torch was built for, without importing it; None for a CPU build or no torch."""
+    for folder in folders:
+        file = folder / "torch" / "version.py"
+        if file.is_file() and (found := re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)", file.read_text(), re.M)):
+            return found[1]
+    return None
+
+
+def container_judged(lacking: Sequence[str], release: str | None) -> Check:
+    """`lacking`: modules that the configuration needs; `release`: NVIDIA_PYTORCH_VERSION, which NeMo reads."""
+    wrong = [f"no module {name}" for name in lacking]
+    if release is None:
+        wrong.append("NVIDIA_PYTORCH_VERSION is not set")
+    if not wrong:
+        return Check("container", "pass", f"NVIDIA's PyTorch {release}")
+    cure = _IMAGE
+    if list(lacking) == ["fused_weight_gradient_mlp_cuda"]:
+        cure = "build apex with --cuda_ext, or set model.gradient_accumulation_fusion=false"
+    return Check("container", "fail", f"trainer.accelerator=gpu, and in {sys.executable}: {', '.join(wrong)}", cure)
+
+
+def modes_judged(gpus: Sequence[Gpu]) -> Check:
+    """Several processes use each GPU: a trainer rank, an engine and its parts."""
+    closed = [f"{index}: {gpu.mode}" for index, gpu in enumerate(gpus) if gpu.mode != "Default"]
+    if closed:
+        text = f"compute mode of GPUs is not Default ({', '.join(closed)}): only one process may use each"
+        return Check(
+            "compute mode", "fail", text, "ask the administrator for `nvidia-smi --compute-mode=0`, or its prolog"
+        )
+    return Check("compute mode", "pass", "Default")
+
+
+def driver_judged(cuda: Mapping[str, str | None], runs: int, driver: str) -> Check:
+    """`cuda`: the CUDA of each environment's torch; `runs`: the newest that libcuda runs, 1000 major + 10 minor."""
+    if not runs:
+        cure = "start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility, or install the driver"
+        return Check("driver", "fail", "libcuda.so.1 cannot be loaded", cure)
+    newest = f"{runs // 1000}.{runs % 1000 // 10}"
+    for name, version in cuda.items():
+        if version is not None and (major := int(version.split(".")[0])) > runs // 1000:
+            text = f"torch of {name} is built for CUDA {version}; driver {driver} runs CUDA {newest} at most"
+            return Check("driver", "fail", text, driver_cure(version, major))
+    return Check("driver", "pass", f"{driver}, CUDA {newest}")
+
+
+def driver_cure(version: str, major: int) -> str:
+    package = f"cuda-compat-{version.replace('.', '-')}"
+    return (
+        f"a driver of {DRIVERS.get(major, 'a newer branch')} or newer, the package {package} in the image (data-centre"
+        f" GPUs), or torch for CUDA {major - 1} in that environment (docs/container.md)"
+    )
 
 
 def _version(distribution: str) -> str | None:
@@ -107,9 +255,11 @@ def parse_smi(text: str) -> list[Gpu]:
     gpus = []
     for line in text.strip().splitlines():
         try:
-            name, total, used, capability, driver = (word.strip() for word in line.rsplit(",", 4))
+            name, total, used, capability, *rest = (word.strip() for word in line.rsplit(",", 7))
+            driver, mode, bus, uuid = rest
             major, minor = capability.split(".")
-            gpus.append(Gpu(name, int(total) << 20, int(used) << 20, (int(major), int(minor)), driver))
+            at = (int(major), int(minor))
+            gpus.append(Gpu(name, int(total) << 20, int(used) << 20, at, driver, mode, bus, uuid))
         except ValueError as error:
             raise ValueError(f"nvidia-smi says {line!r}, which is no GPU with memory and capability") from error
     return gpus
@@ -164,10 +314,16 @@ def layers_judged(version: str | None, scales: str | None) -> Check:
     if version is None:
         cure = "train in a container that has it, or set model.transformer_engine=false and model.fp8=null"
         return Check(name, "fail", "model.transformer_engine=true, and it is not installed here", cure)
-    found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if scales == "tensorwise" and found < TENSORWISE:
-        cure = "update it, or set model.fp8_recipe=delayed (see its comment) or model.fp8=null"
-        return Check(name, "fail", f"version {version}; model.fp8_recipe=tensorwise needs 2.2", cure)
+    numbers, early = re.match(r"[\d.]+", version), re.search(r"\.?(dev|a|b|rc)\d*", version.split("+")[0])
+    found = tuple(int(number) for number in (numbers[0] if numbers else "0").strip(".").split("."))
+    if scales is not None and found < FP8_LAYERS:
+        return Check(name, "fail", f"version {version}; FP8 needs 2.2.0", "update it, or set model.fp8=null")
+    if scales is not None and found[:3] == FP8_LAYERS and early:
+        text = (
+            f"version {version} is from before 2.2.0 final, whose FP8 weights of a pass without gradients fit no update"
+        )
+        cure = "the actor drops those weights, which no GPU has tried: update it if you can, or set model.fp8=null"
+        return Check(name, "warn", text, cure)
     return Check(name, "pass", f"version {version}")
 
 
@@ -179,7 +335,7 @@ def torch_judged(name: str, facts: TorchFacts, wanted: int, words: str) -> Check
         return Check(name, "fail", f"torch {facts.torch} is a build for CPUs", cure)
     major, driver_major = int(facts.cuda.split(".")[0]), facts.driver_cuda // 1000
     if facts.driver_cuda and driver_major < major:
-        cure = f"update the driver, or install torch for CUDA {driver_major}"
+        cure = driver_cure(facts.cuda, major)
         return Check(name, "fail", f"{text}; the driver runs CUDA {driver_major} at most", cure)
     if facts.gpus < wanted:
         cure = "look at CUDA_VISIBLE_DEVICES, the container's devices and `nvidia-smi`; trainer.devices must be there"

@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from nemo_prorl.launcher.doctor.check import Check
 from nemo_prorl.launcher.link import free_port
+from nemo_prorl.launcher.slurm_job import Job
 from nemo_prorl.recipe.devices import devices_words, node_devices
 
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -35,6 +36,9 @@ def of_run(cfg: DictConfig, environment: Mapping[str, str]) -> Iterator[Check]:
         yield Check("ports", "fail", text, "put it into /etc/hosts or DNS")
     else:
         yield ports_judged(measure_ports(address, wanted), nodes)
+        variables = {**dict(cfg.launch.env), **environment}
+        if nodes > 1 and (fault := loopback_fault(Job().nodes, variables)):
+            yield Check("network", "fail", fault)
     yield from interfaces_judged(environment, os.listdir("/sys/class/net"))
     if "SLURM_JOB_ID" in environment:
         yield from allocation_judged(environment, cfg)
@@ -43,6 +47,36 @@ def of_run(cfg: DictConfig, environment: Mapping[str, str]) -> Iterator[Check]:
 def own_address() -> str:
     """IPv4 address of this machine's name, by which other nodes find it.  Raises OSError."""
     return socket.gethostbyname(socket.gethostname())
+
+
+def loopback_fault(peers: Collection[str], environment: Mapping[str, str], name: str | None = None) -> str | None:
+    """Return why ranks of other machines cannot reach this one; None where they can.
+
+    gloo listens at the address of this machine's own name, unless GLOO_SOCKET_IFNAME names an interface.  Where the
+    names of all nodes are loopback addresses, they are one machine, as with slurm/dev-cluster.sh.
+
+    Args:
+        peers: names of the run's other nodes.
+        name: of this machine.
+    """
+    name = name or socket.gethostname()
+    outside = [peer for peer in peers if not _address(peer).startswith("127.")]
+    own = _address(name)
+    if environment.get("GLOO_SOCKET_IFNAME") or not outside or not own.startswith("127."):
+        return None
+    return (
+        f"this machine's name {name} resolves to {own}, where {outside[0]} cannot reach it: the ranks would wait for"
+        f" each other in vain. Fix: let /etc/hosts or DNS give {name} the address by which nodes reach it (no line of"
+        f" 127.0.1.1 with {name}), or name the network's interface: +launch.env.GLOO_SOCKET_IFNAME=INTERFACE"
+    )
+
+
+def _address(name: str) -> str:
+    """Return the IPv4 address of a name; that of loopback where it has none, as gloo takes it."""
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return "127.0.0.1"
 
 
 def measure_ports(address: str, wanted: int) -> PortFacts:

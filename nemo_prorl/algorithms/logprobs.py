@@ -253,8 +253,8 @@ class _Block:
     One compiled function serves all block sizes (`dynamic`).  The eager function reuses the logits' memory.
     """
 
-    def __init__(self, body: Callable[..., Any]) -> None:
-        self._body, self._broken = body, False
+    def __init__(self, name: str, body: Callable[..., Any]) -> None:
+        self._name, self._body, self._broken = name, body, False
         self._compiled = torch.compile(body, dynamic=True)
 
     def __call__(self, product_CW: Tensor, *arguments: Any) -> Any:
@@ -268,11 +268,12 @@ class _Block:
             self._broken = True
             cause = getattr(error, "inner_exception", error)  # of torch's wrapper
             what = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
-            _log.warning("%s of log-probabilities is not compiled, which is slower: %s", self._body.__name__, what)
+            _log.warning("%s of log-probabilities is not compiled, which is slower: %s", self._name, what)
         return self._body(product_CW, *arguments, reuse=True)
 
 
-_seen_block, _gradient_block = _Block(_seen), _Block(_logit_gradient)
+_seen_block = _Block("the forward pass", _seen)
+_gradient_block = _Block("the backward pass", _logit_gradient)
 
 
 def _results(statistics: _Statistics, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -7,8 +7,8 @@ import time
 
 import pytest
 from prorl_reward_math.doubts import is_huge
-from prorl_reward_math.forms import as_interval, choice, listed
-from prorl_reward_math.latex import canonical, number
+from prorl_reward_math.forms import choice, listed
+from prorl_reward_math.latex import number
 from prorl_reward_math.plugin import MathReward
 from prorl_reward_math.units import ratio, split_value, units_of
 
@@ -62,11 +62,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ),
     ("[6,+\\infty)", ["[6,\\infty)", "x \\ge 6", "x \\geqslant 6", "6 \\le x"], ["(6,\\infty)", "x > 6", "x \\le 6"]),
     ("\\{x|-3\\leq x < 8\\}", ["[-3,8)", "\\{x : -3 \\le x < 8\\}", "-3 \\le x < 8"], ["(-3,8)", "[-3,8]"]),
-    (
-        "(-\\infty,-4] \\cup(5, \\infty)",
-        ["x \\le -4 \\text{ or } x > 5"],
-        ["x < -4 \\text{ or } x > 5", "(-\\infty,-4]"],
-    ),
+    ("(-\\infty,-4] \\cup(5, \\infty)", ["(5,\\infty)\\cup(-\\infty,-4]"], ["x < -4", "(-\\infty,-4]"]),
     ("(-\\infty,\\infty)", ["\\mathbb{R}"], ["[0,\\infty)", "\\mathbb{Z}"]),
     (
         "8, -8",
@@ -103,7 +99,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ("24 \\mathrm{~min}", ["24", "24 \\text{ minutes}", "1440\\text{ s}"], ["24\\text{ h}", "25"]),
     ("35^\\circ", ["35", "35 \\text{ degrees}"], ["35 \\text{ radians}", "53^\\circ"]),
     ("2:40 pm", ["2:40 \\text{ PM}", "2:40\\text{ p.m.}"], ["2:40 am", "2:45 pm"]),
-    ("312_7", ["312_{7}", "312", "312_{\\text{seven}}"], ["312_8", "313_7"]),
+    ("312_7", ["312_{7}", "312"], ["312_8", "313_7"]),
     ("\\overline{PQ}", ["PQ"], ["PR"]),
     (
         "C",
@@ -120,7 +116,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ("R", ["\\text{R}"], ["r"]),
     ("\\text{Maria}", ["maria", "\\textbf{Maria}"], ["Mario"]),
     ("No", ["\\text{no}"], ["yes"]),
-    ("p > q > r", ["r < q < p"], ["p > r > q"]),
+    ("p > q > r", ["p>q>r"], ["p > r > q"]),
     ("11!", ["39916800"], ["11", "10!"]),
     ("\\binom{2m}{m}", ["\\frac{(2m)!}{(m!)^2}", "\\dbinom{2m}{m}"], ["\\binom{2m}{m+1}"]),
     ("6,8", ["6 \\text{ and } 8", "{8, 6}", "6; 8", "6, 8, 6"], ["6,9", "68", "6, 8, 9"]),
@@ -207,6 +203,14 @@ def test_what_equals_everything_or_never_ends_scores_zero_in_time(math: MathRewa
         assert time.process_time() - started < 2, answer[:60]
 
 
+@pytest.mark.parametrize("answer", ["x^{31}-x^7+3x-1 \\le 0", "\\sqrt{x}+\\sqrt{x+1}+\\sqrt{x+2}>x^3", "x^x>2"])
+def test_no_inequality_is_solved_for_an_answer(math: MathReward, answer: str) -> None:
+    for truth in ("(0,1)", "(-\\infty,1)\\cup(2,3)", "\\mathbb{R}"):
+        started = time.process_time()
+        assert score(math, truth, answer) == 0.0
+        assert time.process_time() - started < 1
+
+
 def test_what_is_huge_is_known_before_it_is_computed() -> None:
     assert all(map(is_huge, ["9^{9^{9}}", "9^9^9", "2^{20000}", "(10^{10})!", "200000!", "(a+b)^{200}", "((9^9)^9)^9"]))
     assert not any(
@@ -250,8 +254,6 @@ def test_lists_intervals_and_choices_are_read() -> None:
     assert listed("1, (2,3) \\text{ and } 4") == ["1", "(2,3)", "4"]
     assert listed("1,000") == ["1,000"]
     assert listed("2 \\pm 3") == ["2 + 3", "2 - 3"]
-    assert as_interval(canonical("-1 < x \\le 4")) == "(-1,4]"
-    assert as_interval("x+1") is None
     assert choice("\\textbf{(D) } 7") == ("D", "7")
     assert choice("12") is None
     assert number("0.1\\overline{6}") == number("\\frac{1}{6}")

@@ -14,14 +14,13 @@ from prorl_reward_math.doubts import MAX_PARSED_CHARS, foreign_digits, is_huge, 
 from prorl_reward_math.forms import (
     MAX_ELEMENTS,
     Same,
-    as_intervals,
     base_verdict,
     choice,
+    condition,
     elements,
     listed,
     matched,
     same_list,
-    same_union,
     unstyled,
 )
 from prorl_reward_math.latex import canonical, number, split_unit, strip_delimiters
@@ -213,16 +212,15 @@ def _same_value(truth: str, answer: str, tolerance: float | None, math_verify: b
         return False
     if expected == given:
         return True
-    if "\\cup" in expected and same_union(expected, answer):
-        return True
     if (verdict := base_verdict(expected, given)) is not None:
         return verdict
     verify = verify_with_math_verify if math_verify else _never
-    if _same_canonical(*as_intervals(*_without_name(expected, given)), verify):
+    if _same_canonical(*_without_name(expected, given), verify):
         return True
-    sides = _right_sides(expected, given)
-    if sides and (_same_canonical(*sides, verify) or verify(*sides)):
-        return True
+    if built := [side for side in (expected, given) if condition(side) != side]:
+        return (len(built) == 2 and condition(expected) == condition(given)) or verify(
+            condition(expected), condition(given)
+        )
     exact, total = number(expected), number(given)
     if tolerance is not None and _close(truth, answer, tolerance, _value if math_verify else _exact_value):
         return True
@@ -234,14 +232,6 @@ def _same_value(truth: str, answer: str, tolerance: float | None, math_verify: b
 
     verdict = same_list(truth, answer, same)
     return verify(truth, answer) if verdict is None else verdict
-
-
-def _right_sides(truth: str, answer: str) -> tuple[str, str] | None:
-    """What the same name is given by both, `C(h)=4h+4` and `C(h)=4(h+1)`; None for anything else."""
-    left, right = _ASSIGNED.match(truth), _ASSIGNED.match(answer)
-    if not left or not right or truth[: left.start(1)] != answer[: right.start(1)]:
-        return None
-    return None if "=" in left[1] + right[1] else (left[1], right[1])
 
 
 def _percent_of(exact: Fraction, total: Fraction, truth: str, answer: str) -> bool:
@@ -300,9 +290,7 @@ def _for_math_verify(text: str) -> str:
     """The answer as math-verify reads it best: no inner `$`, functions as commands, `i` apart from its factor."""
     text = strip_delimiters(text).replace("np.", "")
     text = re.sub(r"(?<!\\)\$|\\checkmark", " ", text).strip()
-    text = re.sub(r"\\sin\s*\^\s*\{\s*-1\s*\}", r"\\arcsin ", text)
-    text = re.sub(r"\\cos\s*\^\s*\{\s*-1\s*\}", r"\\arccos ", text)
-    text = re.sub(r"\\tan\s*\^\s*\{\s*-1\s*\}", r"\\arctan ", text)
+    text = re.sub(r"\\(sin|cos|tan)\s*\^\s*\{\s*-1\s*\}", r"\\arc\1 ", text)
     text = re.sub(r"(?<![A-Za-z\\])sqrt\(([^()]*)\)", r"\\sqrt{\1}", _FUNCTIONS.sub(r"\\\1", text))
     return re.sub(r"(?<![A-Za-z\\{])i(?![A-Za-z])", " i ", text)
 
@@ -317,6 +305,7 @@ def verify_with_math_verify(truth: str, answer: str) -> bool:
     if must_not_ask(truth, answer):
         return False
     try:
-        return bool(verify(_parse_truth(truth), parse_with_math_verify(answer), timeout_seconds=None))
+        sides = _parse_truth(truth), parse_with_math_verify(answer)
+        return bool(verify(*sides, timeout_seconds=None, allow_set_relation_comp=True))
     except (MemoryError, RecursionError):
         return False

@@ -68,12 +68,6 @@ _BLOCKING = frozenset(
     trillion dozen half times plus minus over squared cubed either neither wait maybe but through until pi infinity
     am pm""".split()  # noqa: SIM905
 )
-_UNITS = frozenset(
-    """degree degrees radian radians cm mm km m meter meters metre metres centimeter centimeters kilometer kilometers
-    mile miles inch inches foot feet ft yard yards second seconds sec minute minutes min hour hours day days week weeks
-    month months year years gram grams kg kilogram kilograms pound pounds ounce ounces liter liters litre litres dollar
-    dollars cent cents euro euros mph percent unit units square cubic sq per people ways points times""".split()  # noqa: SIM905 - readable
-)
 _SPACES = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad(?![A-Za-z])|\\hspace\{[^{}]*\}|\\displaystyle|\\limits|~|\s")
 _SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\.?")
 _DEGREES = re.compile(r"\^?\{?\\circ\}?|\\degrees?(?![A-Za-z])|°")
@@ -97,23 +91,11 @@ _SAME = {
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _CHARACTERS = str.maketrans(
     {
-        "\u2212": "-",
-        "\u2013": "-",
-        "π": "\\pi ",
-        "∞": "\\infty ",
-        "\u00d7": "\\cdot ",
-        "·": "\\cdot ",
-        "√": "\\sqrt ",
-        "\u00b2": "^2",
-        "\u00b3": "^3",
-        "\u2264": "\\le ",
-        "\u2265": "\\ge ",
-        "\u2260": "\\ne ",
-        "\u222a": "\\cup ",
-        "\u00b1": "\\pm ",
-        "\u2248": "\\approx ",
+        "\u2212": "-", "\u2013": "-", "π": "\\pi ", "∞": "\\infty ", "\u00d7": "\\cdot ", "·": "\\cdot ",
+        "√": "\\sqrt ", "\u00b2": "^2", "\u00b3": "^3", "\u2264": "\\le ", "\u2265": "\\ge ", "\u2260": "\\ne ",
+        "\u222a": "\\cup ", "\u00b1": "\\pm ", "\u2248": "\\approx ",
     }
-)
+)  # fmt: skip
 
 
 def strip_delimiters(text: str) -> str:
@@ -147,18 +129,15 @@ def _closes_last(text: str) -> bool:
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    r"""An answer and the unit written behind it: `5\text{ cm}`, `5 cm`, `5 square feet`; the unit is "" without one."""
+    r"""An answer and the unit written behind it: `5\text{ cm}`, `5 eggs`; the unit is "" without one."""
     if found := _TRAILING_TEXT.search(text):
         unit = _TEXT.search(found.group())
         name = unit.group(1).strip(" ~.") if unit else ""
         if _BLOCKING.isdisjoint(re.findall(r"[a-z]+", name.lower().replace(".", ""))):
             return text[: found.start()].strip(), name
-    if found := _TRAILING_WORDS.match(text):
-        words = found.group(2).lower().replace(".", " ").split()
-        if words and all(word in _UNITS for word in words) and (len(words[0]) > 1 or found.group(2)[0].isspace()):
-            return found.group(1).strip(), found.group(2).strip()
-        if _is_noun_phrase(found.group(2)) and number(canonical(found.group(1))) is not None:
-            return found.group(1).strip(), found.group(2).strip()
+    found = _TRAILING_WORDS.match(text)
+    if found and _is_noun_phrase(found.group(2)) and number(canonical(found.group(1))) is not None:
+        return found.group(1).strip(), found.group(2).strip()
     return text, ""
 
 

@@ -1,21 +1,18 @@
 """What is evaluated: a Hugging Face folder, a checkpoint, a run directory, or a model behind an address.
 
-A checkpoint is exported on the way, by `prorl export-hf` in a process of its own, which takes NeMo's memory with it.
+A checkpoint is exported on the way, as by `prorl export-hf`.
 """
 
 import hashlib
 import json
 import logging
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_prorl.errors import ConfigError, ProrlError
+from nemo_prorl.errors import ConfigError
 from nemo_prorl.recipe.retention import complete, step_of
 
 if TYPE_CHECKING:
@@ -23,7 +20,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-EXPORT_S = 3600.0
 _OF_TOKENIZER = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template")
 
 
@@ -121,24 +117,12 @@ def _exported(checkpoint: Path, into: Path) -> Path:
     folder = into / f"{checkpoint.name}-{hashlib.sha256(state).hexdigest()[:12]}"
     if folder.is_dir():
         return folder
+    from nemo_prorl.policy.tools import export_hf  # torch is slow to import, and an endpoint needs none
+
     into.mkdir(parents=True, exist_ok=True)
     _log.info("%s: exporting it as a Hugging Face folder", checkpoint)
-    command = [sys.executable, "-m", "nemo_prorl.cli", "export-hf", str(checkpoint.resolve()), str(folder)]
-    try:
-        told = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=EXPORT_S, env=_plain(), check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise ProrlError(f"{checkpoint}: was not exported within {EXPORT_S:g} s") from None
-    if told.returncode:
-        last = "\n".join(told.stderr.splitlines()[-8:])
-        raise ConfigError(f"{checkpoint}: cannot be exported; prorl export-hf left with {told.returncode}:\n{last}")
+    export_hf(checkpoint.resolve(), folder)
     return folder
-
-
-def _plain() -> dict[str, str]:
-    """The environment without what would make the export a rank of something."""
-    return {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 
 
 def weights_sha256(folder: Path) -> str:

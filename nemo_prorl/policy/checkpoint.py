@@ -303,23 +303,27 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def load(actor: Actor, folder: Path, with_optimizer: bool = True) -> dict[str, Any]:
+def load(actor: Actor, folder: Path) -> dict[str, Any]:
     """Loads a checkpoint into the actor, at this run's layout, and returns its state.  A collective.
 
-    Of this run or, to start a stage, of another, at whatever layout it was written.
+    Of this run or, to start a stage, of another, at whatever layout it was written; or an imported one, which holds
+    weights alone: they are the reference policy, too, and the optimizer begins.
     Raises CheckpointError if the policy or its reference is not the one that was saved.
     """
     state = read_state(folder)
-    _load_weights(actor, folder, REFERENCE)  # one after another: what is read lies in memory twice for a while
-    actor.set_reference()
-    _load_weights(actor, folder)
-    if with_optimizer:
+    if "imported_from" in state:
+        _load_weights(actor, folder)
+        actor.set_reference()
+        actor.reload_masters()
+        actor.reset_optimizer()
+    else:
+        _load_weights(actor, folder, REFERENCE)  # one after another: what is read lies in memory twice for a while
+        actor.set_reference()
+        _load_weights(actor, folder)
         _load_optimizer(actor, folder)
         file = folder / f"rng-{dist.get_rank()}.pt"
         if file.is_file():  # a run continued on more ranks has none for the new ones
             set_rng_state(torch.load(file, weights_only=False))
-    else:
-        actor.reload_masters()
     _check(folder, state, weights=actor.weights_sha256(), reference=actor.reference_sha256())
     return state
 

@@ -1,22 +1,24 @@
 """Between Hugging Face folders and checkpoints of this project: `prorl import-hf`, `prorl export-hf`.
 
-An imported checkpoint is a checkpoint folder (see `checkpoint.py`) with `hf/`, the model's config.json and tokenizer.
-It loads at any tensor, pipeline and data parallel size.
+An imported checkpoint is a checkpoint folder (see `checkpoint.py`) with weights alone and `hf/`, the model's
+config.json and tokenizer.  It loads at any tensor, pipeline and data parallel size.  No model is built, so a machine
+without GPUs, NeMo or Megatron can do both.
 """
 
+import json
 import logging
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from omegaconf import DictConfig
+from torch import Tensor
 
 from nemo_prorl import settings
-from nemo_prorl.environment import with_caches
-from nemo_prorl.errors import ConfigError
-from nemo_prorl.policy.weights import HFFolder, dtype_of, model_keys_from_hf, write_hf_folder
-from nemo_prorl.recipe.retention import OLD, TEMPORARY, TRASH, complete
+from nemo_prorl.errors import CheckpointError, ConfigError
+from nemo_prorl.policy.stored import read_policy, write_policy
+from nemo_prorl.policy.weights import Digests, HFFolder, dtype_of, write_hf_folder
+from nemo_prorl.recipe.retention import FORMAT, OLD, TEMPORARY, TRASH, check_format, complete
 
 _log = logging.getLogger(__name__)
 
@@ -24,19 +26,23 @@ NEVER_HELD = ".safetensors", ".bin", ".pt", ".gguf"
 
 
 def import_hf(hf_dir: Path, out: Path) -> None:
-    """Writes a Hugging Face model as a checkpoint; raises ConfigError for a folder that is none or holds no weights."""
-    from nemo_prorl.policy.build import build_actor
-
+    """Writes a Hugging Face model as a checkpoint; raises ConfigError for a folder that is not one or lacks weights."""
     _refuse_existing(out)
     folder = HFFolder(hf_dir)
-    actor = build_actor(_one_rank(folder.config), folder.path).actor
-    from nemo_prorl.policy import checkpoint  # NeMo must be enabled on a CPU first
-
-    checkpoint.save(actor, out, {"step": 0, "imported_from": str(folder.path.resolve())})
-    (out / "hf").mkdir()
+    temporary = out.with_name(out.name + TEMPORARY)
+    shutil.rmtree(temporary, ignore_errors=True)
+    (temporary / "hf").mkdir(parents=True)
+    write_policy(temporary, folder, dtype_of(folder.config))
     for file in folder.path.iterdir():
         if file.is_file() and file.suffix not in NEVER_HELD and not file.name.endswith(".index.json"):
-            shutil.copyfile(file, out / "hf" / file.name)
+            shutil.copyfile(file, temporary / "hf" / file.name)
+    digests = Digests()
+    for name, tensor in read_policy(temporary, folder.config):
+        digests.add(name, tensor)
+    hashes = dict.fromkeys(("weights_sha256", "reference_sha256"), digests.sha256())
+    state = {"format": FORMAT, **hashes, "step": 0, "imported_from": str(folder.path.resolve())}
+    (temporary / "state.json").write_text(json.dumps(state))
+    os.replace(temporary, out)
     _log.info("%s: imported %s", out, folder.path)
 
 
@@ -44,18 +50,24 @@ def export_hf(checkpoint_dir: Path, out: Path) -> None:
     """Writes a checkpoint's policy as a Hugging Face folder, in the dtype of the model that the run began with.
 
     `checkpoint_dir`: RUN/checkpoints/step-N, a run directory (its newest checkpoint), or an imported checkpoint.
+    Raises CheckpointError if the policy is not the one that was saved.
     """
-    from nemo_prorl.policy.build import build_actor
-
     _refuse_existing(out)
     folder, source = _find(checkpoint_dir)
     hf = HFFolder(source, need_weights=False)
-    actor = build_actor(_one_rank(hf.config), hf.path, with_weights=False).actor
-    from nemo_prorl.policy import checkpoint
-
-    checkpoint.load(actor, folder, with_optimizer=False)
-    write_hf_folder(out, actor.export_weights(), hf.path, dtype_of(hf.config))
+    write_hf_folder(out, _policy(folder, hf), hf.path, dtype_of(hf.config))
     _log.info("%s: exported %s", out, folder)
+
+
+def _policy(folder: Path, hf: HFFolder) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a checkpoint; at the end it is checked that they are those that were saved."""
+    state, digests = json.loads((folder / "state.json").read_text()), Digests()
+    check_format(folder, state)
+    for name, tensor in read_policy(folder, hf.config):
+        digests.add(name, tensor)
+        yield name, tensor
+    if digests.sha256() != state["weights_sha256"]:
+        raise CheckpointError(f"{folder}: weights_sha256={state['weights_sha256']}; what it holds: {digests.sha256()}")
 
 
 def _refuse_existing(out: Path) -> None:
@@ -75,11 +87,3 @@ def _find(path: Path) -> tuple[Path, Path]:
     cfg = settings.read_config(run_dir / "config.yaml")
     given = cfg.pretrained_checkpoint.restore_from_path
     return folder, Path(given) if given else run_dir / "init"
-
-
-def _one_rank(hf: dict[str, Any]) -> DictConfig:
-    """The laptop's configuration with the model's shape: one rank, float32, no CUDA needed."""
-    os.environ |= with_caches({"RANK": "0", **os.environ})
-    keys = model_keys_from_hf(hf)
-    overrides = [f"model.{key}={str(value).lower()}" for key, value in keys.items()]
-    return settings.load(["cluster=laptop", "model.make_vocab_size_divisible_by=128", *overrides])

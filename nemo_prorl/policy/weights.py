@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_prorl.errors import ConfigError
@@ -178,19 +177,35 @@ class HFFolder:
         with safe_open(self._file_of[name], "pt") as f:
             return f.get_tensor(name)
 
+    def size(self, name: str) -> tuple[int, ...]:
+        with safe_open(self._file_of[name], "pt") as f:
+            return tuple(f.get_slice(name).get_shape())
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name in sorted(self._file_of):
             yield name, self.tensor(name)
 
 
-def sha256_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """sha256 over named tensors as float32, in name order."""
-    digests = {}
-    for name, tensor in tensors:
+class Digests:
+    """sha256 over named tensors as float32, in name order, whatever the order in which they come."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, bytes] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
         digest = hashlib.sha256(name.encode())
         digest.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy())
-        digests[name] = digest.digest()
-    return hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()
+        self._of[name] = digest.digest()
+
+    def sha256(self) -> str:
+        return hashlib.sha256(b"".join(self._of[name] for name in sorted(self._of))).hexdigest()
+
+
+def sha256_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    digests = Digests()
+    for name, tensor in tensors:
+        digests.add(name, tensor)
+    return digests.sha256()
 
 
 def dtype_of(hf: dict[str, Any]) -> torch.dtype:
@@ -233,6 +248,28 @@ def write_hf_folder(folder: Path, tensors: Iterator[tuple[str, Tensor]], like: P
     for file in like.iterdir():
         if file.is_file() and file.suffix != ".safetensors" and file.name != "model.safetensors.index.json":
             shutil.copyfile(file, temporary / file.name)
-    found = {name: t.detach().to("cpu", dtype or t.dtype).contiguous() for name, t in tensors}
-    save_file(found, temporary / "model.safetensors", metadata={"format": "pt"})
+    layers = json.loads((like / "config.json").read_text())["num_hidden_layers"]
+    _write_safetensors(temporary / "model.safetensors", tensors, dtype, room=_HEADER_BYTES * (layers + 1))
     os.replace(temporary, folder)
+
+
+_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_HEADER_BYTES = 4096  # in front of the tensors for what names a layer's, three times what twelve take
+
+
+def _write_safetensors(file: Path, tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None, room: int) -> None:
+    """A safetensors file, one tensor in memory at a time; its header stands in `room` bytes, filled up with blanks."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    with file.open("wb") as f:
+        f.seek(start := 8 + room)
+        for name, tensor in tensors:
+            data = tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
+            begin = f.tell() - start
+            f.write(data.view(torch.uint8).numpy())
+            offsets = [begin, f.tell() - start]
+            header[name] = {"dtype": _NAMES[data.dtype], "shape": list(data.shape), "data_offsets": offsets}
+        text = json.dumps(header).encode()
+        if len(text) > room:
+            raise ValueError(f"{file}: its header takes {len(text)} bytes, {room} were left")
+        f.seek(0)
+        f.write(room.to_bytes(8, "little") + text.ljust(room))

@@ -5,6 +5,7 @@
 The configuration is `cluster=h100_4x8` with fewer nodes and a small model.  One process imports NeMo and forks ranks.
 """
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -14,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 
 from nemo_prorl.algorithms.losses import LossConfig, denominator_terms
 from nemo_prorl.batch import Batch
+from nemo_prorl.policy.tools import export_hf, import_hf
 from nemo_prorl.policy.weights import HFFolder, model_keys_from_hf
 from nemo_prorl.settings import load
 from nemo_prorl.trainer import policy_loss
@@ -32,26 +35,27 @@ class Case:
 
     name: str
     overrides: tuple[str, ...] = ()
+    cluster: str = "h100_4x8"
     ranks: int = 1
 
 
-NO_FP8 = ("model.fp8=null",)
-FLOAT32 = (*NO_FP8, "trainer.precision=32", "model.megatron_amp_O2=false")
+FLOAT32 = ("trainer.precision=32", "model.megatron_amp_O2=false")
 ACROSS = ("model.tensor_model_parallel_size=2", "model.sequence_parallel=true", "model.packed_sequences=true")
-HYBRID = ("model.fp8=hybrid",)
-LOCAL = Case("local", (*FLOAT32, "model.transformer_engine=false"))  # Megatron's own layers
-BF16 = Case("bf16", NO_FP8)
+LOCAL = Case(  # Megatron's own layers
+    "local", (*FLOAT32, "model.transformer_engine=false", "model.gradient_accumulation_fusion=false")
+)
+BF16 = Case("bf16")
 ACROSS_RANKS = Case("float32-across", (*FLOAT32, *ACROSS), ranks=2)
-TENSORWISE = Case("tensorwise-across", (*HYBRID, *ACROSS), ranks=2)
-DELAYED = Case("delayed", (*HYBRID, "model.fp8_recipe=delayed"))
+TENSORWISE = Case("tensorwise-across", ACROSS, "h100_4x8_fp8", ranks=2)
+DELAYED = Case("delayed", ("model.fp8_recipe=delayed",), "h100_4x8_fp8")
 CASES = [LOCAL, BF16, ACROSS_RANKS, TENSORWISE, DELAYED]
-RESUMED = [TENSORWISE]
+RESUMED = [TENSORWISE, DELAYED]
 
 
 def config_of(case: Case, folder: HFFolder) -> Any:
     return load(
         [
-            "cluster=h100_4x8",
+            f"cluster={case.cluster}",
             f"pretrained_checkpoint.restore_from_path={folder.path}",
             "trainer.num_nodes=1",
             f"trainer.devices={case.ranks}",
@@ -61,7 +65,6 @@ def config_of(case: Case, folder: HFFolder) -> Any:
             "rollout.engines=1",
             "model.make_vocab_size_divisible_by=16",
             "model.micro_batch_tokens=128",
-            "model.apply_rope_fusion=false",
             "model.optim.lr=1e-3",
             *[f"model.{key}={str(value).lower()}" for key, value in model_keys_from_hf(folder.config).items()],
             *case.overrides,
@@ -132,7 +135,7 @@ def resume(case: Case, out: Path) -> None:
 
 
 def cross(case: Case, folders: list[Path], out: Path) -> None:
-    """Load checkpoints one after another, and make a step from each; writes OUT/NAME-from-FOLDER.pt."""
+    """Load what others wrote, and make a step; writes OUT/NAME-from-FOLDER.pt for each."""
     from nemo_prorl.policy import checkpoint
 
     actor = built(case, out, with_weights=False)
@@ -142,14 +145,26 @@ def cross(case: Case, folders: list[Path], out: Path) -> None:
         torch.save(found, out / f"{case.name}-from-{folder.name}.pt")
 
 
+def convert(out: Path) -> list[str]:
+    """Import the model before anything was computed; returns NeMo's and Megatron's modules that were imported."""
+    import_hf(out / "model", out / "imported")
+    export_hf(out / "imported", out / "again")
+    return [name for name in sys.modules if name.split(".")[0] in ("nemo", "megatron", "lightning")]
+
+
 def main() -> None:
     out = Path(sys.argv[1])
     write_model(out / "model", MODEL, torch.bfloat16)
+    (out / "imported-by.json").write_text(json.dumps(convert(out)))
     from nemo_prorl.policy import cpu
 
     cpu.enable(transformer_engine=True)
+    import megatron.core.tensor_parallel.layers as layers
+
     import nemo_prorl.policy.actor
     import nemo_prorl.policy.checkpoint  # noqa: F401  (imported before the forks)
+
+    layers._grad_accum_fusion_available = True  # as with apex; the only layer that would call it is not Megatron's here
 
     def fork(name: str, ranks: int, work: Callable[[], None]) -> None:
         fork_ranks(ranks, work, out / name, 240)
@@ -158,7 +173,11 @@ def main() -> None:
         fork(case.name, case.ranks, partial(measure, case, out))
     for case in RESUMED:
         fork(f"{case.name}-resumed", case.ranks, partial(resume, case, out))
-    fork("bf16-from", 1, lambda: cross(BF16, [out / "checkpoints" / "bf16-0"], out))
+    saved = out / "checkpoints"
+    fork("bf16-from", 1, lambda: cross(BF16, [saved / "bf16-0", out / "imported"], out))
+    fork("local-from", 1, lambda: cross(LOCAL, [out / "imported"], out))
+    OmegaConf.save(config_of(TENSORWISE, HFFolder(out / "model")), out / "config.yaml")
+    export_hf(saved / "tensorwise-across-2", out / "exported")
 
 
 if __name__ == "__main__":

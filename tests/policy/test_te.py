@@ -3,11 +3,13 @@
 A stand-in computes what Transformer Engine would: this proves wiring, not kernels.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.policy.ranks import fixed_batch
 from tests.policy.te_ranks import ACROSS_RANKS, BF16, CASES, DELAYED, LOCAL, RESUMED, TENSORWISE, Case
@@ -61,7 +63,7 @@ def test_fp8_updates_follow_a_pass_without_gradients(case: Case, te_ranks: Path)
 
 @names(RESUMED)
 def test_other_processes_go_on_to_the_bit(case: Case, te_ranks: Path) -> None:
-    """From a checkpoint after updates, and from one right after a hard reset."""
+    """From a checkpoint after updates, and from one right after a hard reset; delayed scales come along."""
     again = torch.load(te_ranks / f"{case.name}-resumed.pt", weights_only=False)
     assert again == measured(te_ranks, case)["onward"]
 
@@ -69,3 +71,31 @@ def test_other_processes_go_on_to_the_bit(case: Case, te_ranks: Path) -> None:
 def test_a_checkpoint_before_any_update_loads(te_ranks: Path) -> None:
     found = torch.load(te_ranks / "bf16-from-bf16-0.pt", weights_only=False)
     assert found["step"] == measured(te_ranks, BF16)["steps"][0]
+
+
+def test_an_imported_checkpoint_loads_into_transformer_engine_s_layers_and_into_megatron_s_own(te_ranks: Path) -> None:
+    """It holds weights alone: the optimizer begins, as in a run that begins with the model."""
+    wanted = load_file(te_ranks / "model" / "model.safetensors")
+    for case in (BF16, LOCAL):
+        found = torch.load(te_ranks / f"{case.name}-from-imported.pt", weights_only=False)
+        assert found["weights"].keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert torch.equal(found["weights"][name], value.float()), name
+        assert found["step"] == measured(te_ranks, case)["steps"][0]
+
+
+def test_a_checkpoint_of_transformer_engine_is_exported(te_ranks: Path) -> None:
+    """Written by two tensor ranks, in FP8."""
+    exported, wanted = load_file(te_ranks / "exported" / "model.safetensors"), measured(te_ranks, TENSORWISE)["weights"]
+    assert exported.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert exported[name].dtype == torch.bfloat16
+        assert torch.equal(exported[name].float(), value), name
+
+
+def test_import_and_export_build_no_model(te_ranks: Path) -> None:
+    assert json.loads((te_ranks / "imported-by.json").read_text()) == []
+    original, again = (load_file(te_ranks / name / "model.safetensors") for name in ("model", "again"))
+    assert original.keys() == again.keys()
+    for name, value in original.items():
+        assert torch.equal(again[name], value), name

@@ -1,0 +1,217 @@
+"""The policy in a checkpoint, read and written without a model: `prorl export-hf`, `prorl import-hf`.
+
+Megatron's distributed format is torch's: whole tensors under Megatron's names, in parts.  Those of all layers stand in
+one tensor, layer after layer.  One layer's parameter is in memory at a time.
+"""
+
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    FileSystemReader,
+    FileSystemWriter,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint import save as torch_distributed_save
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from nemo_prorl.errors import CheckpointError, ConfigError
+from nemo_prorl.policy.weights import HFFolder, Rule, Shape, model_keys_from_hf, rule_of
+
+_MODEL, _LAYERS = "model.", "decoder.layers."
+VOCAB_MULTIPLE = 128  # of an imported embedding's rows; a run pads or cuts it to its own multiple
+
+
+@dataclass(frozen=True)
+class Part:
+    """One Megatron parameter of one layer, or one that no layer has."""
+
+    key: str  # of the stored tensor
+    layer: int | None
+    shape: tuple[int, ...]  # of the parameter, all tensor ranks together
+    rule: Rule
+
+    @property
+    def offsets(self) -> torch.Size:
+        return torch.Size([0] * len(self.shape) if self.layer is None else [self.layer, *[0] * len(self.shape)])
+
+    @property
+    def sizes(self) -> torch.Size:
+        return torch.Size(self.shape if self.layer is None else (1, *self.shape))
+
+    def whole(self, layers: int) -> torch.Size:
+        """The size of the stored tensor."""
+        return torch.Size(self.shape if self.layer is None else (layers, *self.shape))
+
+
+def parts_of(hf: dict[str, Any], padded_vocab: int) -> list[Part]:
+    """All parameters of a Qwen2 or Llama model with this config.json."""
+    keys, shape = model_keys_from_hf(hf), Shape.of(hf, padded_vocab)
+    hidden, ffn = keys["hidden_size"], keys["ffn_hidden_size"]
+    qkv = (shape.heads + 2 * shape.groups) * shape.head_size
+    sizes: dict[str, tuple[int, ...]] = {
+        "self_attention.linear_qkv.layer_norm_weight": (hidden,),
+        "self_attention.linear_qkv.weight": (qkv, hidden),
+        "self_attention.linear_proj.weight": (hidden, shape.heads * shape.head_size),
+        "mlp.linear_fc1.layer_norm_weight": (hidden,),
+        "mlp.linear_fc1.weight": (2 * ffn, hidden),
+        "mlp.linear_fc2.weight": (hidden, ffn),
+    }
+    if keys["qkv_bias"]:
+        sizes["self_attention.linear_qkv.bias"] = (qkv,)
+    alone = {"embedding.word_embeddings.weight": (padded_vocab, hidden), "decoder.final_layernorm.weight": (hidden,)}
+    if not shape.tied:
+        alone["output_layer.weight"] = (padded_vocab, hidden)
+    found = [Part(_MODEL + name, None, size, rule_of(name, 0, shape.tied)) for name, size in alone.items()]
+    for layer in range(keys["num_layers"]):
+        for name, size in sizes.items():
+            rule = rule_of(f"{_LAYERS}{layer}.{name}", 0, shape.tied)
+            found.append(Part(f"{_MODEL}{_LAYERS}{name}", layer, size, rule))
+    return found
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+class _Into(LoadPlanner):
+    """Reads into one tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        found = self.tensor
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            found = found.narrow(dim, start, length)
+        return found
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+    def set_up_planner(self, *_: Any, **__: Any) -> None: ...
+    def create_local_plan(self) -> LoadPlan: ...
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]: ...  # type: ignore[empty-body]
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan: ...
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None: ...
+
+
+def read_policy(folder: Path, hf: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole tensor) of a checkpoint's policy, in the dtype of its weights.
+
+    Raises CheckpointError where a tensor is missing, or is not as large as config.json says.
+    """
+    reader = FileSystemReader(folder)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    tensors = metadata.state_dict_metadata
+    embedding = tensors.get(f"{_MODEL}embedding.word_embeddings.weight")
+    if not isinstance(embedding, TensorStorageMetadata):
+        raise CheckpointError(f"{folder}: the checkpoint has no embedding")
+    parts = parts_of(hf, embedding.size[0])
+    shape, layers = Shape.of(hf, embedding.size[0]), model_keys_from_hf(hf)["num_layers"]
+    for part in parts:
+        stored = tensors.get(part.key)
+        if not isinstance(stored, TensorStorageMetadata) or stored.size != part.whole(layers):
+            size = tuple(stored.size) if isinstance(stored, TensorStorageMetadata) else "nothing"
+            raise CheckpointError(
+                f"{folder}: {part.key}: expected {tuple(part.whole(layers))} by config.json; got {size}"
+            )
+    for part in parts:
+        stored = tensors[part.key]
+        assert isinstance(stored, TensorStorageMetadata)
+        tensor = torch.empty(part.sizes, dtype=stored.properties.dtype)
+        chunk = ChunkStorageMetadata(part.offsets, part.sizes)
+        items = create_read_items_for_chunk_list(part.key, stored, [chunk])
+        reader.read_data(LoadPlan(items), _Into(tensor)).wait()
+        yield from zip(part.rule.hf, part.rule.to_hf([tensor.reshape(part.shape)], shape), strict=True)
+
+
+# --- writing -------------------------------------------------------------------------------------------------------
+
+
+class _From(SavePlanner):
+    """Writes parts, each of which is made when its turn comes."""
+
+    def __init__(self, parts: list[Part], folder: HFFolder, dtype: torch.dtype, padded_vocab: int) -> None:
+        self.folder, self.dtype, self.shape = folder, dtype, Shape.of(folder.config, padded_vocab)
+        self.layers = model_keys_from_hf(folder.config)["num_layers"]
+        self.parts = {(part.key, part.offsets): part for part in parts}
+
+    def create_local_plan(self) -> SavePlan:
+        properties = TensorProperties(dtype=self.dtype)
+        return SavePlan(
+            [
+                WriteItem(
+                    MetadataIndex(part.key, part.offsets),
+                    WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(
+                        ChunkStorageMetadata(part.offsets, part.sizes), properties, part.whole(self.layers)
+                    ),
+                )
+                for part in self.parts.values()
+            ]
+        )
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        found: dict[str, TensorStorageMetadata] = {}
+        for part in self.parts.values():
+            whole = TensorStorageMetadata(TensorProperties(dtype=self.dtype), part.whole(self.layers), [])
+            found.setdefault(part.key, whole).chunks.append(ChunkStorageMetadata(part.offsets, part.sizes))
+        return all_plans, Metadata(dict(found))
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        part = self.parts[write_item.index.fqn, write_item.index.offset]
+        tensors = [self.folder.tensor(name) for name in part.rule.hf]
+        return part.rule.to_local(tensors, self.shape, 0, 1).to(self.dtype).reshape(part.sizes)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None: ...
+
+
+def _check(folder: HFFolder, parts: list[Part], shape: Shape) -> None:
+    for part in parts:
+        wanted = part.rule.to_hf([torch.empty(part.shape, device="meta")], shape)
+        for name, tensor in zip(part.rule.hf, wanted, strict=True):
+            size = folder.size(name) if name in folder.names() else "nothing"
+            if size != tuple(tensor.shape):
+                raise ConfigError(f"{folder.path}: {name}: expected {tuple(tensor.shape)} by config.json; got {size}")
+
+
+def write_policy(out: Path, folder: HFFolder, dtype: torch.dtype) -> None:
+    """The weights of a Hugging Face folder in Megatron's distributed format.
+
+    Raises ConfigError for a tensor that is missing, or is not as large as config.json says.
+    """
+    vocab = -(-folder.config["vocab_size"] // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    parts = parts_of(folder.config, vocab)
+    _check(folder, parts, Shape.of(folder.config, vocab))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that no ranks are there, which is meant
+        torch_distributed_save(
+            {},
+            storage_writer=FileSystemWriter(out, single_file_per_rank=True, per_thread_copy_ahead=0),
+            planner=_From(parts, folder, dtype, vocab),
+        )
+    torch.save({}, out / "common.pt")
+    backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    common = {"common_backend": "torch", "common_backend_version": 1}
+    (out / "metadata.json").write_text(json.dumps(backend | common))

@@ -1,0 +1,98 @@
+"""A checkpoint's policy without a model: what import and export refuse, and how much memory they take."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nemo_prorl.errors import CheckpointError, ConfigError
+from nemo_prorl.policy.tools import export_hf, import_hf
+from tests.policy.models import LLAMA_TIED, MODELS, QWEN2, write_model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_import_and_export_are_each_other_s_inverse(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    write_model(tmp_path / "model", MODELS[name], dtype)
+    import_hf(tmp_path / "model", tmp_path / "imported")
+    export_hf(tmp_path / "imported", tmp_path / "again")
+    original, again = (load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "again"))
+    assert original.keys() == again.keys()
+    assert all(torch.equal(original[key], again[key]) and again[key].dtype == dtype for key in original)
+
+
+def without(name: str, folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_a_model_without_all_its_tensors_is_not_imported(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", QWEN2)
+    without("model.layers.2.mlp.up_proj.weight", tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"model\.layers\.2\.mlp\.up_proj\.weight: expected \(96, 64\).*got nothing"):
+        import_hf(tmp_path / "model", tmp_path / "imported")
+    assert not (tmp_path / "imported").exists()
+
+
+def test_a_tensor_of_another_size_than_config_json_says_is_named(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", LLAMA_TIED)
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors["model.layers.1.self_attn.o_proj.weight"] = torch.zeros(64, 48)
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"layers\.1\.self_attn\.o_proj\.weight: expected \(64, 64\).*got \(64, 48\)"):
+        import_hf(tmp_path / "model", tmp_path / "imported")
+
+
+def test_a_checkpoint_that_is_not_what_was_saved_is_not_exported(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", QWEN2)
+    import_hf(tmp_path / "model", tmp_path / "imported")
+    file = tmp_path / "imported" / "state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"weights_sha256": "0" * 64}))
+    with pytest.raises(CheckpointError, match="weights_sha256=0000"):
+        export_hf(tmp_path / "imported", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_checkpoint_of_another_model_is_not_exported(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", QWEN2)
+    import_hf(tmp_path / "model", tmp_path / "imported")
+    file = tmp_path / "imported" / "hf" / "config.json"
+    file.write_text(json.dumps(QWEN2 | {"num_hidden_layers": 5}))
+    with pytest.raises(CheckpointError, match=r"expected \(5, .*by config\.json; got \(4, "):
+        export_hf(tmp_path / "imported", tmp_path / "again")
+
+
+PEAK = """
+import json, resource, sys
+from pathlib import Path
+import torch
+from nemo_prorl.policy.tools import export_hf, import_hf
+from safetensors import safe_open
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+folder = Path(sys.argv[1])
+import_hf(folder / "model", folder / "imported")
+export_hf(folder / "imported", folder / "again")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_memory_follows_one_layer_and_not_the_model(tmp_path: Path) -> None:
+    """300 MB in 24 layers: less than a third of it is in memory at a time, pages of its file included."""
+    shape = {"hidden_size": 512, "intermediate_size": 5120, "num_hidden_layers": 24, "vocab_size": 512}
+    write_model(tmp_path / "model", QWEN2 | shape, torch.bfloat16)
+    size = (tmp_path / "model" / "model.safetensors").stat().st_size
+    env_free = [sys.executable, "-c", "import os, sys; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"]
+    done = subprocess.run(
+        [*env_free, "-c", PEAK, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert size > 300e6
+    assert int(done.stdout.split()[-1]) * 1024 < 0.33 * size, done.stdout

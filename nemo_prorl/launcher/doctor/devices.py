@@ -23,6 +23,7 @@ FP8 = (8, 9)  # Ada; Hopper is 9.0
 FP8_LAYERS = (2, 2, 0)  # Transformer Engine's first version whose FP8 is used here, with either kind of scales
 DRIVERS = {11: "450", 12: "525", 13: "580"}  # CUDA: the oldest driver that runs it
 BF16 = (8, 0)
+_CLOSED = ("Exclusive", "Prohibited")  # compute modes; a device without modes says [N/A]
 IDLE_BYTES = 1 << 30  # a GPU that holds more than this is somebody's
 _SMI = [
     "nvidia-smi",
@@ -88,8 +89,7 @@ def of_run(cfg: DictConfig, rollout_python: Path) -> Iterator[Check]:
     """Nothing for a CPU configuration."""
     if cfg.trainer.accelerator != "gpu":
         return
-    found = list(of_node(cfg, os.environ, rollout_python))
-    yield from found
+    yield from of_node(cfg, os.environ, rollout_python)
     try:
         gpus = visible(query(), os.environ)
     except (NoAnswer, ValueError):
@@ -209,7 +209,7 @@ def container_judged(lacking: Sequence[str], release: str | None) -> Check:
 
 def modes_judged(gpus: Sequence[Gpu]) -> Check:
     """Several processes use each GPU: a trainer rank, an engine and its parts."""
-    closed = [f"{index}: {gpu.mode}" for index, gpu in enumerate(gpus) if gpu.mode != "Default"]
+    closed = [f"{index}: {gpu.mode}" for index, gpu in enumerate(gpus) if gpu.mode.startswith(_CLOSED)]
     if closed:
         text = f"compute mode of GPUs is not Default ({', '.join(closed)}): only one process may use each"
         return Check(

@@ -2,9 +2,9 @@
 
     .venv/train/bin/python benchmarks/chain_kills.py [--out runs/chain_kills] [KEY=VALUE ...]
 
-Stages run1 to run3, shortened to 8, 6 and 6 steps: the second and third begin with a hard reset, and each stage has one
-after its step 4.  The trainer dies at the point `reset:committed`; the same command goes on.  Each stage's weights,
-reference, metrics (all but time/), resets and rollouts must be equal to the bit.
+Stages run1 to run3, shortened to 4, 3 and 3 steps: the second and third begin with a hard reset.  The trainer dies at
+the point `reset:committed`; the same command goes on.  Each stage's weights, reference, metrics (all but time/), resets
+and rollouts must be equal to the bit.
 """
 
 import argparse
@@ -24,13 +24,12 @@ STAGES = ("run1", "run2", "run3")
 SETTINGS = [
     "deterministic=true",
     "data=domains",
-    "chain.step_scale=0.02",
+    "chain.step_scale=0.01",
     "trainer.grpo.prompts_per_step=16",
     "trainer.grpo.samples_per_prompt=8",
-    "trainer.grpo.checkpoint_every=3",
-    "trainer.grpo.validate_every=3",
-    "trainer.resets.at_steps=[4]",
-    "trainer.warmup.steps=60",
+    "trainer.grpo.checkpoint_every=2",
+    "trainer.grpo.validate_every=2",
+    "trainer.warmup.steps=40",
     "rollout.max_num_seqs=128",
     "rollout.kv_cache_mb=128",
 ]

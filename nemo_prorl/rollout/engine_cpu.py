@@ -14,6 +14,7 @@ from nemo_prorl.rollout.engine_weights import WeightLoader
 
 _NORMS = "prorl_cpu"  # as vLLM calls who implements an operation; engine_setup chooses it
 _LANES = 32  # numbers that a compiled norm takes at a time, at most
+_ROWS = 4  # rows of a float32 product, at least
 _AHEAD = 64  # seeds of a response that are drawn at a time
 
 
@@ -95,9 +96,30 @@ def _sample_without_a_draw_a_token() -> None:
     TopKTopPSampler.forward_cpu = forward_cpu
 
 
+def _float32_heads_of_few_responses() -> None:
+    """A float32 product of fewer than 4 rows is summed in another order: pad those of a 16-bit model's float32 head.
+
+    Otherwise a response's log-probabilities would depend on how many others are under way, and so on the machine's
+    load.  Products in bf16, and float32 models' own, do not differ.
+    """
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    theirs = LogitsProcessor._apply_head
+
+    def apply_head(self: Any, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None) -> Tensor:
+        rows = hidden_states.shape[0]
+        if self.head_dtype == hidden_states.dtype or rows >= _ROWS:
+            return theirs(self, lm_head, hidden_states, embedding_bias)
+        padded = torch.nn.functional.pad(hidden_states, (0, 0, 0, _ROWS - rows))
+        return theirs(self, lm_head, padded, embedding_bias)[:rows]
+
+    LogitsProcessor._apply_head = apply_head
+
+
 class CpuWorker(WeightLoader):
     """Mixed into vLLM's worker on CPUs."""
 
 
 _register_norms()
 _sample_without_a_draw_a_token()
+_float32_heads_of_few_responses()

@@ -300,6 +300,16 @@ torch.manual_seed(0)
 other = theirs(sampler, torch.zeros(3, 9), {}, None, None)
 assert one[0].tolist() == other[0].tolist() and one[1] is other[1] is None
 
+# a float32 head on a 16-bit model: a row's logits do not depend on how many rows there are
+from vllm.model_executor.layers.logits_processor import LogitsProcessor, UnquantizedEmbeddingMethod
+from types import SimpleNamespace
+torch.set_num_threads(1)
+hidden, weight = (torch.randn(rows, 128, generator=draw).bfloat16() for rows in (64, 384))
+head = SimpleNamespace(weight=weight, quant_method=UnquantizedEmbeddingMethod.__new__(UnquantizedEmbeddingMethod))
+logits = [LogitsProcessor._apply_head(SimpleNamespace(head_dtype=torch.float32), head, hidden[:rows], None)
+          for rows in range(1, 65)]
+assert all(one.dtype == torch.float32 and torch.equal(one, logits[-1][:len(one)]) for one in logits)
+
 seeds = engine_cpu._Seeds()
 for k in range(1000):
     seeds.of({0: torch.Generator().manual_seed(k)}, 1)

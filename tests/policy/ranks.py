@@ -25,7 +25,6 @@ from nemo_prorl.algorithms.losses import LossConfig, denominator_terms
 from nemo_prorl.batch import Batch
 from nemo_prorl.errors import ProrlError, disk_full
 from nemo_prorl.launcher.link import free_port
-from nemo_prorl.policy.tools import export_hf, import_hf
 from nemo_prorl.policy.weights import HFFolder, model_keys_from_hf, write_hf_folder
 from nemo_prorl.settings import load
 from nemo_prorl.trainer import policy_loss
@@ -463,9 +462,6 @@ def main() -> None:
         write_model(out / f"half-{name}", config, torch.bfloat16)
     for layout in half.LAYOUTS:
         fork_ranks(layout.world, partial(half.measure, layout, out), out / f"half-{layout.name}", 120)
-
-    fork_ranks(1, lambda: import_hf(out / "half-qwen2", out / "imported"), out / "import-hf", 120)
-    fork_ranks(1, lambda: export_hf(out / "imported", out / "half-qwen2-again"), out / "export-hf", 120)
 
 
 if __name__ == "__main__":

@@ -269,16 +269,3 @@ def test_no_rank_waits_for_a_silent_one_beyond_the_deadline(measured: Measured) 
         assert kind in ("CheckpointError", "DeadlineExceeded")
         assert "/silent" in text
         assert seconds < 10
-
-
-def test_import_hf_and_export_hf_are_bit_equal_in_the_folders_own_dtype(ranks: Path) -> None:
-    original, again = (load_file(ranks / name / "model.safetensors") for name in ("half-qwen2", "half-qwen2-again"))
-    assert again.keys() == original.keys()
-    for name, value in original.items():
-        assert value.dtype == torch.bfloat16
-        assert again[name].dtype == torch.bfloat16
-        assert torch.equal(again[name], value), name
-    for file in ("config.json", "tokenizer.json"):
-        assert (ranks / "half-qwen2-again" / file).read_bytes() == (ranks / "half-qwen2" / file).read_bytes()
-    assert (ranks / "imported" / "state.json").is_file()
-    assert not list((ranks / "imported").rglob("*.safetensors"))

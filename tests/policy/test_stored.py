@@ -23,6 +23,9 @@ def test_import_and_export_are_each_other_s_inverse(name: str, dtype: torch.dtyp
     original, again = (load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "again"))
     assert original.keys() == again.keys()
     assert all(torch.equal(original[key], again[key]) and again[key].dtype == dtype for key in original)
+    for file in ("config.json", "tokenizer.json"):
+        assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "model" / file).read_bytes()
+    assert not list((tmp_path / "imported").rglob("*.safetensors"))
 
 
 def without(name: str, folder: Path) -> None:

@@ -36,3 +36,12 @@ def test_weak_scaling_makes_real_steps_on_two_ranks() -> None:
     ranks, step, *_ = last.split()
     assert int(ranks) == 2
     assert float(step) > 0.0
+
+
+@pytest.mark.nemo
+@pytest.mark.vllm
+@pytest.mark.timeout(1500)
+def test_the_gpu_cluster_s_configurations_go_through_on_cpu_ranks(tmp_path: Path) -> None:
+    """Import, engine, steps, kill, resume, next stage, export; Transformer Engine is a stand-in."""
+    told = run("te_rehearsal.py", "--out", str(tmp_path / "rehearsal"), seconds=1500)
+    assert told.count("the exported weights are run2's last, by sha256: True") == 2

@@ -43,6 +43,8 @@ math-verify pycosat pyfiglet reasoning-gym sortedcontainers zss
 ast-serialize librt mypy mypy-extensions pathspec pytest-timeout ruff types-pyyaml
 contourpy cycler fonttools kiwisolver matplotlib pillow pyparsing
 """
+# Those of engines are left out: an engine has a Python of its own, here as in a container.
+TESTS = "-m 'not slow and not vllm and not nemo'"
 FOR_TESTS = ("pytest-timeout",)  # what the tests need beside what the image and --in-place bring
 PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--quiet", "--no-deps", "--require-hashes")
 
@@ -221,7 +223,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Rehearse the container's set-up in a Python 3.12 with its versions.")
     parser.add_argument("--python", default="", help="a Python 3.12; default: python3.12, or pyenv's")
     parser.add_argument("--folder", type=Path, default=ROOT / ".venv" / "rehearsal", help="3.5 GB; kept")
-    parser.add_argument("--tests", default="-m 'not slow'", help="arguments of pytest; empty: no tests")
+    parser.add_argument("--tests", default=TESTS, help="arguments of pytest; empty: no tests")
     arguments = parser.parse_args()
     try:
         rehearse(arguments.python, arguments.folder.resolve(), shlex.split(arguments.tests))

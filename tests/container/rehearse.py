@@ -5,7 +5,7 @@
 The stand-in for the image holds torch 2.6.0, NeMo 2.3.1 and Megatron-Core 0.12.1 (image.lock, with its sources) and
 those packages of setup/train.lock that NeMo depends on.  It is made once, in a few minutes and 3.5 GB.  Each rehearsal
 works on a copy of it, made of hard links: `environments.py --in-place`, `--check` with its imports, an actor's step in
-float32 and in bf16 with megatron_amp_O2, and the quick tests.
+float32 and in bf16 with megatron_amp_O2, and some tests (--tests).
 
 What it does not prove: there is no GPU and nothing of CUDA but its runtime library; one stand-in that ends the process
 when it is called takes the place of torch's other CUDA libraries.  Transformer Engine has a name and a version only,
@@ -43,8 +43,8 @@ math-verify pycosat pyfiglet reasoning-gym sortedcontainers zss
 ast-serialize librt mypy mypy-extensions pathspec pytest-timeout ruff types-pyyaml
 contourpy cycler fonttools kiwisolver matplotlib pillow pyparsing
 """
-# Those of engines are left out: an engine has a Python of its own, here as in a container.
-TESTS = "-m 'not slow and not vllm and not nemo'"
+# What depends on torch, numpy and the reward packages.  An engine has a Python of its own, here as in a container.
+TESTS = "tests/algorithms tests/data -m 'not slow and not vllm and not nemo'"
 FOR_TESTS = ("pytest-timeout",)  # what the tests need beside what the image and --in-place bring
 PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--quiet", "--no-deps", "--require-hashes")
 

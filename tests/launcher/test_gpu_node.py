@@ -130,7 +130,7 @@ def test_a_driver_must_run_the_cuda_of_both_environments(tmp_path: Path) -> None
 
 def test_a_name_that_only_this_machine_understands_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = {"node0": "127.0.1.1", "node1": "10.0.0.5", "node2": "127.0.1.12"}
-    monkeypatch.setattr(network.socket, "gethostbyname", lambda name: addresses[name])
+    monkeypatch.setattr("socket.gethostbyname", lambda name: addresses[name])
     fault = network.loopback_fault(["node1"], {}, "node0")
     assert fault is not None
     assert "this machine's name node0 resolves to 127.0.1.1, where node1 cannot reach it" in fault
@@ -138,7 +138,7 @@ def test_a_name_that_only_this_machine_understands_is_refused(monkeypatch: pytes
     assert network.loopback_fault(["node1"], {"GLOO_SOCKET_IFNAME": "ib0"}, "node0") is None
     assert network.loopback_fault(["node2"], {}, "node0") is None  # one machine that plays several
     assert network.loopback_fault(["node0"], {}, "node1") is None
-    monkeypatch.setattr(network.socket, "gethostname", lambda: "node0")
+    monkeypatch.setattr("socket.gethostname", lambda: "node0")
     with pytest.raises(UnfitMachine, match="127.0.1.1"):
         node_module._require_reachable(settings.load([]), ["node1"])
 

@@ -72,7 +72,7 @@ def main() -> int:
         resumed = [e["step"] for e in events if e["event"] == "resume"]
         reset = [e["step"] for e in events if e["event"] == "reset_commit"]
         resets += len(reset)
-        told.append(f"{stage}: hard resets after steps {reset}, each killed after; went on from steps {resumed}")
+        told.append(f"{stage}: hard resets after steps {reset}, killed right after; went on from steps {resumed}")
         for what, same in compare(one / stage, other / stage):
             told.append(f"    {'equal' if same else 'DIFFERENT'}: {what}")
             failed |= not same

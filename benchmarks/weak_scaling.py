@@ -7,7 +7,7 @@ made up, so that engines take no time.  Seconds of a step, by where they go:
 
     model        Megatron's schedule: forward and backward passes of log-probabilities, reference and updates
     collectives  calls of torch.distributed outside of it, waiting for slower ranks included; also what rank 0 sends
-                 all others: the groups of a step, as blocks and as a whole (`RankZero`)
+                 the others: their rows of a step, in blocks and as a whole (`RankZero`)
     optimizer    Adam, norms and clipping
     framework    the rest: batches, micro-batches, advantages, diagnostics, the reference's swap, publication
 
@@ -72,7 +72,7 @@ class Run:
         self.cfg, self.policy, self.step, self._store, self._groups = cfg, policy, 0, store, groups
         self.resets = SimpleNamespace(check_reference=lambda step, gap: None)
         self._loss = LossConfig(kl_coef=0.1)
-        self._rank_0 = RankZero(cfg.trainer.deadlines)
+        self._rank_0 = RankZero(cfg.trainer.deadlines, policy.data_rank)
 
     @contextmanager
     def phase(self, name: str, metrics: Any) -> Iterator[None]:
@@ -86,24 +86,32 @@ class Run:
             for _ in weights:
                 pass
 
-    def collect(self, metrics: Any) -> list[Any]:
-        """As `run.collect`: blocks whose log-probabilities can be had early, then all groups; rank 0 has them."""
-        self._rank_0.result(lambda: self._blocks(self._groups))
-        groups: list[Any] = self._rank_0.result(lambda: self._groups)
-        return groups
+    def collect(self, metrics: Any) -> Any:
+        """As `run.collect`: each rank's rows of all blocks, none of which was scored before, and those to train on."""
+        from nemo_prorl.scores import GroupScores
 
-    def _blocks(self, groups: list[Any]) -> list[list[Any]]:
+        self._scores = GroupScores(self.policy)
+        judged, self._blocks = self._rank_0.share(self._deal)
+        return judged
+
+    def _deal(self) -> list[tuple[Any, list[Any]]]:
+        import torch
+
+        from nemo_prorl.batch import JudgedGroups
         from nemo_prorl.rollout.blocks import block_draws, block_sizes
         from nemo_prorl.scores import in_blocks
 
-        sizes = block_sizes(range(len(groups)), block_draws(self.policy.data_size, GROUP, 1))
-        return [list(block) for block in in_blocks(groups, sizes)]
+        size, judged = self.policy.data_size, JudgedGroups.of(self._groups)
+        rows = judged.rows_of_updates(self.cfg.trainer.grpo.updates_per_step, size)
+        sizes = block_sizes(range(len(self._groups)), block_draws(size, GROUP, 1))
+        blocks = [JudgedGroups.of(block) for block in in_blocks(self._groups, sizes)]
+        trained = judged.dealt([torch.cat(mine).tolist() for mine in rows])
+        return list(zip(trained, self._scores.deal(blocks), strict=True))
 
-    def logprobs(self, groups: list[Any], mine: Any, rows_B: Any) -> tuple[Any, ...]:
-        """As where engines and trainer share devices: in blocks, of which nothing was computed before."""
-        from nemo_prorl.scores import GroupScores
-
-        return GroupScores(self.policy).of_rows(self._blocks(groups), rows_B, mine.tokens_BT.shape[1])
+    def logprobs(self, mine: Any, rows_B: Any) -> tuple[Any, ...]:
+        """As where engines and trainer share devices."""
+        found: tuple[Any, ...] = self._scores.of_rows(self._blocks, rows_B, mine.tokens_BT.shape[1])
+        return found
 
     def before_updates(self, step: int, metrics: Any) -> Any:
         return self._loss
@@ -155,7 +163,15 @@ def one_rank(folder: Path, rows: int, steps: int, out: Path) -> None:
     clock = Clock()
     schedule = actor.get_forward_backward_func
     actor.get_forward_backward_func = lambda: clock.around("model", schedule())
-    for call in ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list", "barrier"):
+    for call in (
+        "all_reduce",
+        "all_gather",
+        "all_gather_object",
+        "broadcast",
+        "broadcast_object_list",
+        "scatter_object_list",
+        "barrier",
+    ):
         clock.watch("collectives", dist, call)
     clock.watch("collectives", actor, "grad_reductions")
     for method in ("prepare_grads", "get_grad_norm", "step_with_ready_grads", "zero_grad"):

@@ -6,13 +6,87 @@ A per-token value at position t belongs to the token at t; it is 0 outside the r
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nemo_prorl.micro_batches import Limits, deal, split_rows
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Responses as they travel between ranks: their tokens one after another, without padding.
+
+    token_N: int32, prompt and response of each row in turn.  logp_M: float32, the engine's log-probabilities of the
+    response tokens.  prompt_B, response_B: int64, tokens of each.  valid_B: bool, false where no token is trained on.
+    """
+
+    token_N: np.ndarray
+    logp_M: np.ndarray
+    prompt_B: np.ndarray
+    response_B: np.ndarray
+    valid_B: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+        logps: Sequence[Sequence[float]],
+        valid: Sequence[bool],
+    ) -> "Rows":
+        tokens = chain.from_iterable(chain(*pair) for pair in zip(prompts, responses, strict=True))
+        return cls(
+            np.fromiter(tokens, np.int32),
+            np.fromiter(chain.from_iterable(logps), np.float32),
+            np.array([len(prompt) for prompt in prompts], np.int64),
+            np.array([len(response) for response in responses], np.int64),
+            np.array(valid, bool),
+        )
+
+    @property
+    def length_B(self) -> np.ndarray:
+        """Tokens of prompt and response, int64."""
+        return self.prompt_B + self.response_B
+
+    def take(self, numbers: Sequence[int]) -> "Rows":
+        """Return some of the rows, in this order."""
+        tokens = np.split(self.token_N, np.cumsum(self.length_B))
+        logps = np.split(self.logp_M, np.cumsum(self.response_B))
+        return Rows(
+            np.concatenate([self.token_N[:0], *(tokens[b] for b in numbers)]),
+            np.concatenate([self.logp_M[:0], *(logps[b] for b in numbers)]),
+            *(values[list(numbers)] for values in (self.prompt_B, self.response_B, self.valid_B)),
+        )
+
+    def batch(self, width: int) -> "Batch":
+        """Return the rows padded to `width` positions, which is at least the longest row's length.
+
+        The targets (advantages, old and reference log-probabilities) are zeros until set.
+        """
+        shape = (len(self.valid_B), width)
+        tokens_BT, mask_BT = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
+        engine_logp_BT = torch.zeros(shape)
+        token_N, logp_M, length_B = (torch.from_numpy(v) for v in (self.token_N, self.logp_M, self.length_B))
+        tokens, logps = token_N.split(length_B.tolist()), logp_M.split(self.response_B.tolist())
+        for b, (prompt, length) in enumerate(zip(self.prompt_B.tolist(), length_B.tolist(), strict=True)):
+            tokens_BT[b, :length] = tokens[b]
+            mask_BT[b, prompt:length] = bool(self.valid_B[b])
+            engine_logp_BT[b, prompt:length] = logps[b]
+        zeros_BT = torch.zeros(shape)
+        return Batch(
+            tokens_BT,
+            mask_BT,
+            length_B,
+            engine_logp_BT,
+            old_logp_BT=zeros_BT,
+            ref_logp_BT=zeros_BT,
+            weight_BT=torch.ones(shape),
+            advantage_B=torch.zeros(shape[0]),
+        )
 
 
 @dataclass(frozen=True)
@@ -36,26 +110,9 @@ class Batch:
     def from_sequences(
         cls, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], logps: Sequence[Sequence[float]]
     ) -> "Batch":
-        """Pads token lists; the targets (advantages, old and reference log-probabilities) are zeros until set."""
-        lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
-        shape = (len(lengths), max(lengths, default=1))
-        tokens_BT, mask_BT = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
-        engine_logp_BT = torch.zeros(shape)
-        for b, (prompt, response, logp) in enumerate(zip(prompts, responses, logps, strict=True)):
-            tokens_BT[b, : lengths[b]] = torch.tensor([*prompt, *response], dtype=torch.int64)
-            mask_BT[b, len(prompt) : lengths[b]] = True
-            engine_logp_BT[b, len(prompt) : lengths[b]] = torch.tensor(logp, dtype=torch.float32)
-        zeros_BT = torch.zeros(shape)
-        return cls(
-            tokens_BT,
-            mask_BT,
-            torch.tensor(lengths, dtype=torch.int64),
-            engine_logp_BT,
-            old_logp_BT=zeros_BT,
-            ref_logp_BT=zeros_BT,
-            weight_BT=torch.ones(shape),
-            advantage_B=torch.zeros(shape[0]),
-        )
+        """Pad token lists to the longest; the targets are zeros until set."""
+        rows = Rows.of(prompts, responses, logps, [True] * len(prompts))
+        return rows.batch(max(rows.length_B.tolist(), default=1))
 
     def __len__(self) -> int:
         return self.tokens_BT.shape[0]
@@ -104,14 +161,17 @@ class Batch:
 
 @dataclass(frozen=True)
 class JudgedGroups:
-    """All groups of a step, the same on every rank: the rows of their responses, group after group.
+    """Groups of a step: numbers of all their responses, group after group, and the tokens of some.
 
-    reward_GN: float64, raw rewards.  valid_GN: bool, false where infrastructure failed to judge.  ended_GN: bool,
-    the response ended with eos.  length_GN: int64, its tokens.  version_B: int64, of the weights that made each row.
-    tasks: names, sorted.  task_B: int64, each row's place in them.
+    rows: tokens of all responses where the groups were collected; elsewhere of those `dealt` to this data rank.
+    length_B: int64, tokens of prompt and response.  reward_GN: float64, raw rewards.  valid_GN: bool, false where
+    infrastructure failed to judge.  ended_GN: bool, the response ended with eos.  length_GN: int64, its tokens.
+    version_B: int64, of the weights that made each response.  tasks: names, sorted.  task_B: int64, each response's
+    place in them.  draws: of each group.
     """
 
-    batch: Batch
+    rows: Rows
+    length_B: Tensor
     reward_GN: Tensor
     valid_GN: Tensor
     ended_GN: Tensor
@@ -119,25 +179,38 @@ class JudgedGroups:
     version_B: Tensor
     tasks: tuple[str, ...]
     task_B: Tensor
+    draws: tuple[int, ...]
 
     @classmethod
     def of(cls, groups: Sequence[Any]) -> "JudgedGroups":
-        """From groups with task, prompt_ids, responses (token_ids, logprobs), scores, valid, finished and version."""
-        rows = [(g.prompt_ids, r.token_ids, r.logprobs) for g in groups for r in g.responses]
-        batch = Batch.from_sequences([r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows])
+        """From groups with task, prompt_ids, responses (token_ids, logprobs), scores, valid, finished, version and
+        draw_index."""
+        responses = [r for g in groups for r in g.responses]
+        prompts = [g.prompt_ids for g in groups for _ in g.responses]
+        valid = [valid for g in groups for valid in g.valid]
+        rows = Rows.of(prompts, [r.token_ids for r in responses], [r.logprobs for r in responses], valid)
         shape = (len(groups), len(groups[0].responses) if groups else 0)
-        valid_GN = torch.tensor([g.valid for g in groups], dtype=torch.bool).reshape(shape)
         tasks = tuple(sorted({g.task for g in groups}))
         return cls(
-            batch.with_targets(mask_BT=batch.mask_BT & valid_GN.reshape(-1, 1)),
+            rows,
+            torch.from_numpy(rows.length_B),
             torch.tensor([g.scores for g in groups], dtype=torch.float64).reshape(shape),
-            valid_GN,
+            torch.tensor(valid, dtype=torch.bool).reshape(shape),
             torch.tensor([g.finished for g in groups], dtype=torch.bool).reshape(shape),
-            batch.mask_BT.sum(dim=1).reshape(shape),
+            torch.from_numpy(rows.response_B).reshape(shape),
             torch.tensor([g.version for g in groups for _ in g.responses], dtype=torch.int64),
             tasks,
             torch.tensor([tasks.index(g.task) for g in groups for _ in g.responses], dtype=torch.int64),
+            tuple(g.draw_index for g in groups),
         )
+
+    def dealt(self, parts: Sequence[Sequence[int]]) -> "list[JudgedGroups]":
+        """Return one for each part, with the tokens of these rows alone."""
+        return [replace(self, rows=self.rows.take(part)) for part in parts]
+
+    def batch(self) -> Batch:
+        """Return the rows that are here, padded to the longest response of all groups."""
+        return self.rows.batch(int(self.length_B.max()) if len(self.length_B) else 1)
 
     def valid_by_task(self) -> dict[str, Tensor]:
         """Which responses of each task have a reward, bool [G, N]."""
@@ -146,11 +219,11 @@ class JudgedGroups:
 
     def longest_GN(self, context_tokens: int, max_response_tokens: int | None) -> Tensor:
         """How many tokens each response might have had, int64, at least 1."""
-        prompt_GN = self.batch.length_B.reshape(self.length_GN.shape) - self.length_GN
+        prompt_GN = self.length_B.reshape(self.length_GN.shape) - self.length_GN
         return (context_tokens - prompt_GN).clamp(1, max_response_tokens)
 
-    def rows_of_updates(self, updates: int, rank: int, size: int) -> list[Tensor]:
-        """Row numbers of data rank `rank` of `size` in each mini-batch.
+    def rows_of_updates(self, updates: int, size: int) -> list[list[Tensor]]:
+        """Return for each of `size` data ranks the row numbers that it has in each mini-batch.
 
         A mini-batch is an equal share of the groups, in draw order; its rows are dealt out so that ranks have about
         equally many tokens.
@@ -158,8 +231,6 @@ class JudgedGroups:
         groups, samples = self.valid_GN.shape
         updates = max(1, min(updates, groups))
         bounds = [groups * k // updates * samples for k in range(updates + 1)]
-        length_B = self.batch.length_B.tolist()
-        return [
-            low + torch.tensor(deal(length_B[low:high], size)[rank], dtype=torch.int64)
-            for low, high in pairwise(bounds)
-        ]
+        length_B = self.length_B.tolist()
+        dealt = [(low, deal(length_B[low:high], size)) for low, high in pairwise(bounds)]
+        return [[low + torch.tensor(parts[rank], dtype=torch.int64) for low, parts in dealt] for rank in range(size)]

@@ -9,9 +9,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from nemo_prorl.algorithms.entropy import AdaptiveEntropy
 from nemo_prorl.algorithms.losses import LossConfig
 from nemo_prorl.algorithms.reset import best_step, learning_rate
-from nemo_prorl.batch import Batch
+from nemo_prorl.batch import Batch, JudgedGroups
 from nemo_prorl.config import Config
 from nemo_prorl.data.blend import Blend, LoadedSource, load_sources, without_long
 from nemo_prorl.data.generators import warmup_target
@@ -37,7 +38,7 @@ from nemo_prorl.recipe.retention import complete
 from nemo_prorl.recipe.summary import heldout_scores, summary
 from nemo_prorl.recipe.tolerances import kl_after_reset
 from nemo_prorl.recipe.warmup import warm_up
-from nemo_prorl.rollout.collected import CollectedBatch, Group
+from nemo_prorl.rollout.collected import CollectedBatch
 from nemo_prorl.rollout.prompts import PromptStream, Visit
 from nemo_prorl.rollout.publication import WeightStore, weights_folder
 from nemo_prorl.rollout.report import report_rollout
@@ -45,7 +46,7 @@ from nemo_prorl.run_checkpoints import Checkpoints
 from nemo_prorl.run_services import Services, die_with_parent
 from nemo_prorl.run_stopping import Stopping
 from nemo_prorl.run_trace import StepTraces
-from nemo_prorl.scores import GroupScores, in_blocks
+from nemo_prorl.scores import Dealt, GroupScores, deal_batch
 from nemo_prorl.tracing import RECORDER
 from nemo_prorl.trainer import policy_loss, train
 
@@ -82,7 +83,7 @@ class Run:
         self.tokens = 0
         self._published = -1
         self._scores: GroupScores | None = None  # of the present step; None one step off
-        self._block_sizes: list[int] = []
+        self._blocks: list[JudgedGroups] = []  # of the present step
         self._engines_sleep = False
         services = {"engine": cfg.rollout.engines, "rewards": cfg.trainer.num_nodes}
         self._traces = StepTraces(
@@ -103,7 +104,7 @@ class Run:
         folder = base if base.exists() else initial_model(cfg, self.dir)
         built = build_actor(cfg, folder, self.dir / "logs" / "nemo")  # type: ignore[arg-type]
         self.policy, self.loggers = built.actor, built.trainer.loggers
-        self._rank_0 = RankZero(cfg.trainer.deadlines)
+        self._rank_0 = RankZero(cfg.trainer.deadlines, self.policy.data_rank)
         self.checkpoints = Checkpoints(self)
         self.renderer = PromptRenderer(folder, grpo.context_tokens, grpo.max_response_tokens)
         train_sources, self.validation_sources = self._sources()
@@ -168,6 +169,10 @@ class Run:
         """The result of `work` on rank 0, on every rank; what it raises there is raised on every rank."""
         return self._rank_0.result(work)
 
+    def share(self, work: Callable[[], Sequence[T]]) -> T:
+        """This data rank's entry of what `work` makes on rank 0, where it is given all of them."""
+        return self._rank_0.share(work)
+
     @contextmanager
     def phase(self, name: str, metrics: Metrics) -> Iterator[None]:
         began = time.monotonic()
@@ -222,17 +227,16 @@ class Run:
         """The policy is not what was published under its version any more."""
         self._published = -1
 
-    def collect(self, metrics: Metrics) -> list[Group]:
-        """The groups of this step, the same on every rank."""
+    def collect(self, metrics: Metrics) -> JudgedGroups:
+        """The groups of this step, with the tokens of the rows that this data rank trains on."""
         step = metrics.step
         self._scores = None
         if not self.cfg.trainer.grpo.one_step_off:
             self._score_meanwhile(step)
-        batch = self.on_rank_0(lambda: self.services.supply.take(step, step - 1))
+        batch, judged, self._blocks = self.share(partial(self._take, step))
         report_rollout(metrics, batch)
         if self._scores is not None:
-            metrics.add("time/logprobs", self._scores.shares(batch.groups))
-            self._block_sizes = batch.blocks
+            metrics.add("time/logprobs", self._scores.shares(judged.draws))
         if self.cfg.rollout.sleep is not None:
             metrics.put("time/rollout/sleep_s", batch.sleep_s + self.sleep_engines())
         if self.cfg.data.retire_after is not None:
@@ -240,29 +244,35 @@ class Run:
         self.tokens += batch.generated_tokens
         self.rewards_s["wait"] += batch.reward_wait_s
         self.rewards_s["open"] += batch.reward_open_s
-        if self.rank == 0 and self.cfg.trainer.grpo.save_rollout_groups:
-            text = self.renderer.judged_text
-            texts = [[text(group.prompt_ids, r.token_ids) for r in group.responses] for group in batch.groups]
-            write_rollouts(self.dir, step, batch.groups, texts, self.cfg.trainer.grpo.save_rollout_groups)
         if self._one_step_off(step):
             self.on_rank_0(lambda: self.services.supply.begin(step + 1, step - 1, aside=True))
-        return batch.groups
+        return judged
+
+    def _take(self, step: int) -> list[Dealt]:
+        """The batch of a step as each data rank gets it; on rank 0."""
+        batch, grpo = self.services.supply.take(step, step - 1), self.cfg.trainer.grpo
+        if grpo.save_rollout_groups:
+            text = self.renderer.judged_text
+            texts = [[text(group.prompt_ids, r.token_ids) for r in group.responses] for group in batch.groups]
+            write_rollouts(self.dir, step, batch.groups, texts, grpo.save_rollout_groups)
+        return deal_batch(batch, grpo.updates_per_step, self.policy.data_size, self._scores)
 
     def _score_meanwhile(self, step: int) -> None:
         """Collects the batch of a step, and computes log-probabilities that can be had before it is complete: while
         engines on other devices generate, or while no more than verdicts are waited for."""
-        self._scores = GroupScores(self.policy)
+        scores = self._scores = GroupScores(self.policy)
         self.on_rank_0(lambda: self.services.supply.begin(step, step - 1))
-        while blocks := self.on_rank_0(lambda: self.services.supply.ready()):
+        while blocks := self.share(lambda: scores.deal([JudgedGroups.of(b) for b in self.services.supply.ready()])):
             busy = self.services.supply.training() if self.rank == 0 else nullcontext()
-            with RECORDER.span(f"log-probabilities of {sum(map(len, blocks))} groups", "logprobs"), busy:
-                self._scores.add(blocks)
+            groups = sum(len(block.draws) for block in blocks)
+            with RECORDER.span(f"log-probabilities of {groups} groups", "logprobs"), busy:
+                scores.add(blocks)
         self.on_rank_0(lambda: self.services.supply.finish())
 
-    def logprobs(self, groups: list[Group], mine: Batch, rows_B: Tensor) -> tuple[Tensor, ...]:
-        """(logp_BT, entropy_BT, ref_logp_BT) of `mine`, the rows `rows_B` of these groups."""
+    def logprobs(self, mine: Batch, rows_B: Tensor) -> tuple[Tensor, ...]:
+        """(logp_BT, entropy_BT, ref_logp_BT) of `mine`, the rows `rows_B` of the groups that were collected last."""
         if self._scores is not None:
-            return self._scores.of_rows(in_blocks(groups, self._block_sizes), rows_B, mine.tokens_BT.shape[1])
+            return self._scores.of_rows(self._blocks, rows_B, mine.tokens_BT.shape[1])
         return *self.policy.logprobs(mine), *self.policy.reference_logprobs(mine)
 
     def await_next(self, metrics: Metrics) -> None:

@@ -79,17 +79,16 @@ def train_step(run: "Run", step: int) -> Metrics:
         run.publish(version=step - 1)
 
     with run.phase("rollout", metrics):  # scored while others still generate; dynamic sampling inside
-        groups = run.collect(metrics)
-        judged = JudgedGroups.of(groups)
+        judged = run.collect(metrics)
     run.step = step
-    if not len(judged.batch):
+    if not len(judged.draws):
         run.alarm(step, "no group carries a signal; the step makes no update")
         return metrics
 
     with run.phase("logprobs", metrics):
-        rows = judged.rows_of_updates(cfg.updates_per_step, policy.data_rank, policy.data_size)
-        mine = judged.batch.rows(torch.cat(rows))
-        old_logp_BT, entropy_BT, ref_logp_BT = run.logprobs(groups, mine, torch.cat(rows))
+        rows = judged.rows_of_updates(cfg.updates_per_step, policy.data_size)[policy.data_rank]
+        mine = judged.batch()
+        old_logp_BT, entropy_BT, ref_logp_BT = run.logprobs(mine, torch.cat(rows))
         gap = policy.reduce(reference_gap(old_logp_BT, ref_logp_BT, mine.mask_BT))
         run.resets.check_reference(step, gap["mean_abs"])
         task_B = judged.task_B[torch.cat(rows)]

@@ -188,7 +188,7 @@ def test_what_rank_0_alone_has_is_named_on_rank_0_alone() -> None:
     own, wrong = {"services", "metrics_log", "journal", "requests"}, []
     for path in sorted(PACKAGE.glob("run*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "on_rank_0":
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("on_rank_0", "share"):
                 eager = [arg for arg in node.args if not isinstance(arg, ast.Lambda)]
                 names = {n.attr for arg in eager for n in ast.walk(arg) if isinstance(n, ast.Attribute)}
                 wrong += [f"{path.name}:{node.lineno}"] * bool(names & own)

@@ -22,12 +22,12 @@ from nemo_prorl.rank_zero import RankZero
 rank, folder = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
 groups = []
-for name in ("broadcast_object_list", "barrier"):
+for name in ("broadcast_object_list", "scatter_object_list", "barrier"):
     def noted(*values, real=getattr(dist, name), group=None):
         groups.append(group)
         return real(*values, group=group)
     setattr(dist, name, noted)
-zero = RankZero(DeadlinesConfig())
+zero = RankZero(DeadlinesConfig(), data_rank=1 - rank)
 
 def slowly():
     assert rank == 0
@@ -46,8 +46,14 @@ try:
     failure = zero.result(fails)
 except EngineFailure as error:
     failure = str(error)
+own = zero.share(lambda: ["of data rank 0", "of data rank 1"])
+try:
+    zero.share(fails)
+except EngineFailure as error:
+    failure += " for anyone: " + str(error)
 zero.barrier()
-own = len(groups) == 4 and all(group is zero._group is not dist.group.WORLD for group in groups)
+assert own == f"of data rank {1 - rank}"
+own = len(groups) == 6 and all(group is zero._group is not dist.group.WORLD for group in groups)
 print(json.dumps([found, failure, waited, spent, dist.get_backend(zero._group), own]))
 """
 
@@ -62,7 +68,7 @@ def test_all_ranks_have_what_rank_0_finds_or_fails_at_and_wait_for_it_idle(tmp_p
     for text in texts:
         found, failure, waited, spent, backend, own_group = json.loads(text)
         assert found == {"groups": [0, 1, 2, 3, 4]}
-        assert failure == "no engine left"
+        assert failure == "no engine left for anyone: no engine left"
         assert (backend, own_group) == ("gloo", True)  # not NCCL, whatever the default group is
         assert waited > 1.5
         assert spent < 0.25 * waited, "a rank that waits takes no core"

@@ -1,6 +1,6 @@
 """Log-probabilities block by block: they find their rows on any number of data ranks, and depend on nothing else."""
 
-import itertools
+import pickle
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_each_row_gets_its_own_numbers_whatever_was_ready_when(size: int, sample
     groups = groups_of(5, samples)
     judged = JudgedGroups.of(groups)
     wanted = Summed(0, 1)
-    all_BT = (*wanted.logprobs(judged.batch), *wanted.reference_logprobs(judged.batch))
+    all_BT = (*wanted.logprobs(judged.batch()), *wanted.reference_logprobs(judged.batch()))
     single = [[group] for group in groups_of(6, samples)]  # the last is surplus
     first, second = groups[:2], groups[2:]
     for blocks, ready in (
@@ -74,12 +74,14 @@ def test_each_row_gets_its_own_numbers_whatever_was_ready_when(size: int, sample
     ):
         policies = [Summed(rank, size) for rank in range(size)]
         scores = [GroupScores(policy) for policy in policies]  # type: ignore[arg-type]
-        for (policy, one), part in itertools.product(zip(policies, scores, strict=True), [*ready, blocks]):
-            policy.others, policy.asked = scores, [tuple(group.draw_index for group in block) for block in blocks]
-            one.add(part)
+        for part in [*ready, blocks]:
+            dealt = scores[0].deal([JudgedGroups.of(block) for block in part])  # as rank 0 does, for all
+            for policy, one, mine in zip(policies, scores, dealt, strict=True):
+                policy.others, policy.asked = scores, [tuple(group.draw_index for group in block) for block in blocks]
+                one.add(mine)
         for rank, one in enumerate(scores):
-            rows_B = torch.cat(judged.rows_of_updates(2, rank, size))
-            found = one.of_rows(blocks, rows_B, judged.batch.tokens_BT.shape[1])
+            rows_B = torch.cat(judged.rows_of_updates(2, size)[rank])
+            found = one.of_rows(dealt[rank], rows_B, judged.batch().tokens_BT.shape[1])
             for value_BT, whole_BT in zip(found, all_BT, strict=True):
                 torch.testing.assert_close(value_BT, whole_BT[rows_B].float(), rtol=0, atol=0)
         computed = {group.draw_index for part in [*ready, blocks] for block in part for group in block}
@@ -90,10 +92,10 @@ def test_each_row_gets_its_own_numbers_whatever_was_ready_when(size: int, sample
 
 def test_what_was_computed_in_time_and_in_vain_is_counted() -> None:
     groups, policy = groups_of(5, 4), Summed(0, 1)
-    scores = GroupScores(policy)  # type: ignore[arg-type]
-    assert scores.shares(groups) == {"ahead_share": 0.0, "wasted_share": 0.0}
-    scores.add([groups[1:3], groups[3:5]])
-    assert scores.shares(groups[:4]) == {"ahead_share": 0.75, "wasted_share": 0.25}
+    scores, draws = GroupScores(policy), [group.draw_index for group in groups]  # type: ignore[arg-type]
+    assert scores.shares(draws) == {"ahead_share": 0.0, "wasted_share": 0.0}
+    scores.add([JudgedGroups.of(groups[1:3]), JudgedGroups.of(groups[3:5])])
+    assert scores.shares(draws[:4]) == {"ahead_share": 0.75, "wasted_share": 0.25}
 
 
 def test_a_batch_in_blocks_by_hand() -> None:
@@ -102,3 +104,40 @@ def test_a_batch_in_blocks_by_hand() -> None:
     assert in_blocks([], []) == []
     with pytest.raises(ValueError, match=r"blocks of \[1, 3\] groups for 5 groups"):
         in_blocks(groups, [1, 3])
+
+
+def padded(groups: list[Group]) -> Batch:
+    """All rows of these groups, made one by one from lists."""
+    rows = [(group, r, valid) for group in groups for r, valid in zip(group.responses, group.valid, strict=True)]
+    lengths = [len(group.prompt_ids) + len(r.token_ids) for group, r, _ in rows]
+    tokens_BT, zeros_BT = torch.zeros(len(rows), max(lengths), dtype=torch.int64), torch.zeros(len(rows), max(lengths))
+    mask_BT, logp_BT = zeros_BT.bool(), zeros_BT.clone()
+    for b, (group, r, valid) in enumerate(rows):
+        begin = len(group.prompt_ids)
+        tokens_BT[b, : lengths[b]] = torch.tensor([*group.prompt_ids, *r.token_ids])
+        mask_BT[b, begin : lengths[b]] = valid
+        logp_BT[b, begin : lengths[b]] = torch.tensor(r.logprobs, dtype=torch.float32)
+    return Batch(
+        tokens_BT, mask_BT, torch.tensor(lengths), logp_BT, zeros_BT, zeros_BT, zeros_BT + 1, torch.zeros(len(rows))
+    )
+
+
+@pytest.mark.parametrize(("count", "size"), [(7, 1), (7, 3), (1, 5)])
+def test_what_travels_to_a_data_rank_is_its_rows_of_the_whole_batch(count: int, size: int) -> None:
+    """To the bit, at the width of the whole batch, and with none of the other ranks' tokens."""
+    groups = groups_of(count, 4)
+    draw = torch.Generator().manual_seed(2)
+    for response in (response for group in groups for response in group.responses):
+        response.logprobs[:] = torch.randn(len(response.token_ids), dtype=torch.float64, generator=draw).tolist()
+    judged, whole = JudgedGroups.of(groups), padded(groups)
+    parts = [torch.cat(rows) for rows in judged.rows_of_updates(2, size)]
+    assert torch.cat(parts).sort().values.tolist() == list(range(4 * count))
+    dealt = pickle.loads(pickle.dumps(judged.dealt([part.tolist() for part in parts])))
+    for part, mine in zip(parts, dealt, strict=True):
+        wanted, found = whole.rows(part), mine.batch()
+        for name in Batch.__dataclass_fields__:
+            assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+            assert getattr(found, name).dtype == getattr(wanted, name).dtype
+        assert mine.rows.token_N.nbytes == 4 * int(wanted.length_B.sum())
+        assert torch.equal(mine.length_B, whole.length_B)
+    assert len(JudgedGroups.of([]).dealt([[]] * size)[0].batch()) == 0

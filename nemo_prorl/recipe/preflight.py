@@ -9,7 +9,7 @@ Runs on every trainer rank, in a run directory that is thrown away afterwards (`
     fill         as many sequences as an engine has in flight, all but their last tokens as prompts: the KV cache
     generate     those last tokens, stop tokens off
     sleep        engines give their memory away (rollout.sleep)
-    batch        the step's responses on every rank, as a rollout hands them out
+    batch        a step's responses, of which each rank gets its own, as a rollout hands them out
     first update one micro-batch: the optimizer's moments come into being, and stay
     logprobs     of an update's rows of this rank, each filling the context
     reference    the same of the reference policy
@@ -198,9 +198,7 @@ def _train(run: "Run", plan: Plan, recorder: Recorder, loss: Loss) -> None:
     the optimizer has no moments before it."""
     policy, grpo = run.policy, run.cfg.trainer.grpo
     with recorder.part("batch"):
-        judged = JudgedGroups.of(run.on_rank_0(lambda: random_groups(plan, policy.shape.vocab, run.cfg.seed)))
-        rows = judged.rows_of_updates(plan.updates, policy.data_rank, plan.data_ranks)[0][: plan.tried_rows]
-        mine = judged.batch.rows(rows)
+        mine = run.share(lambda: tried_rows(plan, random_groups(plan, policy.shape.vocab, run.cfg.seed))).batch()
         advantage_B = torch.randn(len(mine), generator=torch.Generator().manual_seed(run.cfg.seed))
         mine = mine.with_targets(advantage_B=advantage_B)
     metrics = Metrics(1, run.cfg.stage)
@@ -225,6 +223,13 @@ def _train(run: "Run", plan: Plan, recorder: Recorder, loss: Loss) -> None:
         (ref_logp_BT,) = policy.reference_logprobs(mine)
     with recorder.part("update", **numbers):
         update(mine.with_targets(old_logp_BT=old_logp_BT, ref_logp_BT=ref_logp_BT))
+
+
+def tried_rows(plan: Plan, groups: list[Group]) -> list[JudgedGroups]:
+    """Return for each data rank the rows of the first update that it tries."""
+    judged = JudgedGroups.of(groups)
+    updates = judged.rows_of_updates(plan.updates, plan.data_ranks)
+    return judged.dealt([rows[0][: plan.tried_rows].tolist() for rows in updates])
 
 
 def random_groups(plan: Plan, vocab: int, seed: int) -> list[Group]:
@@ -289,4 +294,14 @@ def check_full(responses: Sequence[Response], tokens: int) -> None:
         )
 
 
-__all__ = ["GENERATED", "PLAN", "Plan", "Recorder", "check_full", "measure", "random_groups", "responses_of"]
+__all__ = [
+    "GENERATED",
+    "PLAN",
+    "Plan",
+    "Recorder",
+    "check_full",
+    "measure",
+    "random_groups",
+    "responses_of",
+    "tried_rows",
+]

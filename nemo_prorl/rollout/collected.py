@@ -5,7 +5,7 @@ Suffixes: G groups, N responses of a group.
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from nemo_prorl.algorithms.diagnostics import repetition
@@ -153,6 +153,11 @@ class CollectedBatch:
     def reward_hidden_share(self) -> float:
         """The share of reward time that ran beside other work; 1 when no reward was open."""
         return 1.0 - self.reward_wait_s / self.reward_open_s if self.reward_open_s else 1.0
+
+    def account(self) -> "CollectedBatch":
+        """Return the batch without texts, tokens and verdicts: what all ranks learn of it."""
+        left_out: dict[str, Any] = {"record": {}, "prompt_ids": [], "responses": [], "verdicts": []}
+        return replace(self, groups=[replace(group, **left_out) for group in self.groups])
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -13,7 +13,7 @@ from nemo_prorl.batch import Batch, JudgedGroups
 from nemo_prorl.errors import EngineFailure
 from nemo_prorl.micro_batches import Limits
 from nemo_prorl.recipe import preflight
-from nemo_prorl.recipe.preflight import Plan, Recorder, check_full, measure, random_groups
+from nemo_prorl.recipe.preflight import Plan, Recorder, check_full, measure, random_groups, tried_rows
 from nemo_prorl.rollout.one_engine import Response, SamplingParams
 
 SMALL = ["trainer.grpo.prompts_per_step=8", "trainer.grpo.samples_per_prompt=4", "rollout.max_num_seqs=6"]
@@ -41,9 +41,8 @@ def test_fewer_rows_need_fewer_prompts_which_still_make_them() -> None:
     plan = plan_of("cluster=h100_4x8", FOLDER, rows=3)
     assert (plan.rows, plan.tried_rows) == (32, 3)
     assert plan.tried_prompts == 6 * 4  # 3 rows of 32 ranks are 6 prompts' responses, in each of 4 updates
-    judged = JudgedGroups.of(random_groups(plan_of(*SMALL, rows=3), 50, 1))
     small = plan_of(*SMALL, rows=3)
-    assert len(judged.rows_of_updates(small.updates, 0, small.data_ranks)[0]) >= 3
+    assert [len(rows.batch()) for rows in tried_rows(small, random_groups(small, 50, 1))] == [3] * small.data_ranks
     assert plan_of(*SMALL, rows=10**6).tried_rows == plan_of(*SMALL).rows
 
 
@@ -56,7 +55,7 @@ def test_a_plan_passes_through_its_file(tmp_path: Path) -> None:
 def test_every_made_up_response_fills_the_context() -> None:
     plan = plan_of(*SMALL)
     groups = random_groups(plan, 50, 1)
-    batch = JudgedGroups.of(groups).batch
+    batch = JudgedGroups.of(groups).batch()
     assert batch.tokens_BT.shape == (8 * 4, plan.context)
     assert batch.length_B.tolist() == [plan.context] * 32
     assert batch.mask_BT.sum(dim=1).tolist() == [16] * 32  # trainer.grpo.max_response_tokens of the laptop
@@ -140,6 +139,9 @@ class Run:
 
     def on_rank_0(self, work: Any) -> Any:
         return work()
+
+    def share(self, work: Any) -> Any:
+        return work()[0]
 
     def before_updates(self, step: int, metrics: Any) -> Any:
         from nemo_prorl.algorithms.losses import LossConfig

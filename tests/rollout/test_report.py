@@ -109,11 +109,11 @@ def test_shaped_reward_by_task_by_hand() -> None:
 def test_entropy_and_kl_by_task_do_not_depend_on_how_rows_are_dealt_out(ranks: int) -> None:
     judged = judged_of_two_tasks()
     generator = torch.Generator().manual_seed(1)
-    old, ref, entropy = torch.randn(3, *judged.batch.mask_BT.shape, generator=generator)
+    old, ref, entropy = torch.randn(3, *judged.batch().mask_BT.shape, generator=generator)
 
     def of_rank(rank: int, size: int) -> dict[str, torch.Tensor]:
-        rows = torch.cat(judged.rows_of_updates(2, rank, size))
-        mask = judged.batch.mask_BT[rows]
+        rows = torch.cat(judged.rows_of_updates(2, size)[rank])
+        mask = judged.batch().mask_BT[rows]
         return sums_by_task(old[rows], ref[rows], entropy[rows], mask, judged.task_B[rows], judged.tasks)
 
     parts = [of_rank(rank, ranks) for rank in range(ranks)]

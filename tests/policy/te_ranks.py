@@ -46,7 +46,7 @@ LOCAL = Case(  # Megatron's own layers
 )
 BF16 = Case("bf16")
 ACROSS_RANKS = Case("float32-across", (*FLOAT32, *ACROSS), ranks=2)
-TENSORWISE = Case("tensorwise-across", ACROSS, "h100_4x8_fp8", ranks=2)
+TENSORWISE = Case("tensorwise-across", (*ACROSS, "model.first_last_layers_bf16=true"), "h100_4x8_fp8", ranks=2)
 DELAYED = Case("delayed", ("model.fp8_recipe=delayed",), "h100_4x8_fp8")
 CASES = [LOCAL, BF16, ACROSS_RANKS, TENSORWISE, DELAYED]
 RESUMED = [TENSORWISE, DELAYED]
@@ -108,6 +108,7 @@ def measure(case: Case, out: Path) -> None:
     actor = built(case, out)
     step, batch = updates_of(actor), fixed_batch()
     found: dict[str, Any] = {"logp": actor.logprobs(batch)[0], "layers": str(actor.module.decoder.layers[0])}
+    found["in_fp8"] = [any(getattr(part, "fp8", False) for part in x.modules()) for x in actor.module.decoder.layers]
     checkpoint.save(actor, out / "checkpoints" / f"{case.name}-0", {"step": 0})
     found["steps"] = [step() for _ in range(2)]
     checkpoint.save(actor, out / "checkpoints" / f"{case.name}-2", {"step": 2})

@@ -52,6 +52,11 @@ def test_in_16_and_8_bits_log_probabilities_are_off_by_their_rounding(case: Case
     assert error / 10 < off < error
 
 
+def test_the_first_and_the_last_layer_stay_in_bf16_where_so_asked(te_ranks: Path) -> None:
+    found = {case: measured(te_ranks, case)["in_fp8"] for case in (BF16, DELAYED, TENSORWISE)}
+    assert found == {BF16: [False] * 3, DELAYED: [True] * 3, TENSORWISE: [False, True, False]}
+
+
 @names([TENSORWISE, DELAYED])
 def test_fp8_updates_follow_a_pass_without_gradients(case: Case, te_ranks: Path) -> None:
     """Each step computes log-probabilities first; the stand-in keeps weights as Transformer Engine before 2.2.0."""

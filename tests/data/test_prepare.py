@@ -192,7 +192,7 @@ def test_a_truth_that_the_plugin_refuses_is_dropped(tmp_path: Path) -> None:
 
 def test_golds_are_judged_by_the_real_service(tmp_path: Path) -> None:
     """A row whose own answer no grader accepts goes; a check of some only finds those."""
-    wrong = [{"problem": "Find x.", "answer": "5 or \\boxed{7}"}]
+    wrong = [{"problem": "Find x.", "answer": "5 <think>"}]  # a thought that is never closed
     file = write(tmp_path / "f.jsonl", [*SUMS, *wrong])
     assert prepare("math", "--from", file, "--out", tmp_path / "out", "--check", "all") == 0
     told = manifest(tmp_path / "out")

@@ -104,6 +104,8 @@ def test_a_hard_reset_makes_kl_zero(undisturbed: Path) -> None:
 def test_killed_and_resumed_is_equal_to_the_bit(undisturbed: Path, disturbed: Path) -> None:
     """Also what two runs of one configuration are to each other: one was killed twice, one was not."""
     assert_equal_to_the_bit(undisturbed, disturbed)
+    resets = [(e["event"], e["step"]) for e in events_of(disturbed) if e["event"].startswith("reset")]
+    assert resets == [("reset_intent", 2), ("reset_commit", 2)]  # the commit is the resume's: the kill fell before it
 
 
 def assert_equal_to_the_bit(undisturbed: Path, disturbed: Path) -> None:
@@ -115,8 +117,6 @@ def assert_equal_to_the_bit(undisturbed: Path, disturbed: Path) -> None:
     rollouts = [(run / "rollouts" / f"step-{STEPS}.jsonl").read_text() for run in (undisturbed, disturbed)]
     assert rollouts[0] == rollouts[1]
     assert (disturbed / "metrics.lost.jsonl").is_file()  # step 3 stood in no checkpoint
-    resets = [(e["event"], e["step"]) for e in events_of(disturbed) if e["event"].startswith("reset")]
-    assert resets == [("reset_intent", 2), ("reset_commit", 2)]  # the commit is the resume's: the kill fell before it
 
 
 @pytest.mark.slow

@@ -30,6 +30,8 @@ _CACHES = {
 _NOT_AN_ENGINES = (
     *("GROUP_", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "NCCL_", "PYTHONPATH", "PYTORCH_", "RANK"),
     *("ROLE_", "TORCHELASTIC_", "TORCH_", "WORLD_SIZE"),
+    # compilers of the image's CUDA
+    *("CUDA_HOME", "CUDA_PATH", "TRITON_CUDA", "TRITON_CUOBJDUMP", "TRITON_CUPTI", "TRITON_NVDISASM", "TRITON_PTXAS"),
 )
 
 
@@ -63,6 +65,8 @@ def with_caches(environ: Mapping[str, str]) -> dict[str, str]:
     except KeyError:
         user = f"uid{os.getuid()}"
         values |= {"USER": user, "LOGNAME": user, "HOME": str(folder)}
+        if environ.get("HOME") == "/":  # Docker's, for a user without an entry
+            environ = {name: value for name, value in environ.items() if name != "HOME"}
     return {**values, **environ}
 
 

@@ -146,7 +146,7 @@ def _memory(cfg: DictConfig, chain: Chain) -> dict[str, Any]:
     left = f"{_bytes(room)}: {fit} for each engine" if room is not None else "unknown: rollout.device_memory_gb is null"
     kv_source = "as configured" if m.kv_configured is not None else "what is left"
     budget = cfg.trainer.grpo.checkpoint_budget_gb
-    fp8 = f"{_bytes(m.fp8_weights)}: of the layers' weights, kept between updates"
+    fp8 = f"{_bytes(m.fp8_weights)}: of the layers' weights, while the trainer works"
     return {
         f"memory of {of}": f"{_bytes(m.needed)} at least"
         + (f", of {_bytes(size)} ({device_source(cfg)})" if size is not None else ""),

@@ -170,7 +170,7 @@ def check_same_run(old: DictConfig, new: DictConfig) -> None:
     differences = []
     for key in sorted(before.keys() | after.keys()):
         was, wanted = before.get(key), after.get(key)
-        if was != wanted and not key.startswith(CHANGEABLE):
+        if was != wanted and not key.startswith(CHANGEABLE) and not _same_path(key, was, wanted):
             differences.append(f"{key}={wanted} (the run has {was})")
     if differences:
         raise ConfigError(
@@ -180,6 +180,14 @@ def check_same_run(old: DictConfig, new: DictConfig) -> None:
     was, wanted = old.trainer.grpo.max_steps, new.trainer.grpo.max_steps
     if wanted < was:
         raise ConfigError(f"trainer.grpo.max_steps={wanted}: {old.run_dir} was started for {was}; a run can only grow")
+
+
+def _same_path(key: str, was: Any, wanted: Any) -> bool:
+    """Return whether both name one path: a Slurm job makes relative ones absolute."""
+    is_path = key.startswith("data.") and key.endswith((".path", ".folder"))
+    if not (is_path or key == "pretrained_checkpoint.restore_from_path") or not (was and wanted):
+        return False
+    return Path(was).absolute() == Path(wanted).absolute()
 
 
 def conf_folder() -> Path:

@@ -42,6 +42,7 @@ def test_an_engine_gets_nothing_that_is_the_trainer_s(tmp_path: Path, monkeypatc
         "MASTER_ADDR",
         "MASTER_PORT",
     ]
+    foreign += ["TRITON_PTXAS_PATH", "CUDA_HOME"]
     foreign += ["RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTHONPATH"]
     for name in [*foreign, "CUDA_MODULE_LOADING"]:
         monkeypatch.setenv(name, "theirs")
@@ -58,6 +59,7 @@ def test_a_user_without_a_passwd_entry_gets_a_name_and_a_home(monkeypatch: pytes
     found = environment.with_caches(cache)
     assert (found["USER"], found["LOGNAME"], found["HOME"]) == ("uid12345", "uid12345", str(tmp_path))
     assert environment.with_caches({**cache, "HOME": "/x"})["HOME"] == "/x"
+    assert environment.with_caches({**cache, "HOME": "/"})["HOME"] == str(tmp_path)
 
 
 def test_a_cache_that_cannot_be_used_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,7 @@ class Driver:
         self.overrides = [f"stage={args.stage}", f"run_dir={self.run_dir}", *rest]
         self.asked: str | None = None  # to stop, and why
         self.ended = False  # by Slurm: a SIGTERM came
+        self.removed = False  # the container, as far as it could be
         self.line: Line | None = None
         self.plan: dict[str, Any] = {}
         self.launches = Launches(self.run_dir, self.job)
@@ -271,9 +272,12 @@ class Driver:
         self.tell_stop("SIGTERM: Slurm ends the job")
 
     def remove_container(self) -> None:
-        """Remove the job's container from its nodes: by pyxis's default it would stay there for ever."""
-        if self.args.container_image and self.job.id and not self.args.dry_run and not self.ended:
-            self.job.remove_container()
+        """Remove this start's container from its nodes, once: by pyxis's default it would stay there for ever."""
+        made = self.args.container_image and self.job.id and not self.args.dry_run
+        if made and not self.ended and not self.removed:
+            self.removed = True
+            if not self.job.remove_container():
+                say(f"the container pyxis_{self.job.container} may be left on a node: enroot remove removes it there")
 
     def tell_stop(self, reason: str) -> None:
         """Asks the run to stop, if it can be reached; else `_join` does.  In a thread: a handler waits for no lock."""

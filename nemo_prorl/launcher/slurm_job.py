@@ -48,7 +48,7 @@ class Job:
         nodelist = env.get("SLURM_JOB_NODELIST", "")
         self.nodes = output(["scontrol", "show", "hostnames", nodelist]).split() if nodelist else []
         self.partition = env.get("SLURM_JOB_PARTITION", "")
-        self.container = f"prorl_{self.id}"  # its name for pyxis, on each node
+        self.container = f"prorl_{self.id}_{self.restart}"  # its name for pyxis, on each node; no other start has it
 
     def fields(self) -> dict[str, str]:
         """Of `scontrol show job`; empty where there is no answer."""
@@ -122,11 +122,11 @@ class Job:
             _call(["scontrol", "update", f"JobId={self.id}", f"ExcNodeList={out}"])
         return True
 
-    def remove_container(self) -> None:
-        """Remove the container of this job from all nodes, where pyxis's `container_scope=job` does not do it."""
+    def remove_container(self) -> bool:
+        """Remove this start's container, where pyxis's `container_scope=job` does not; return whether all nodes did."""
         nodes = str(len(self.nodes))
         srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--overlap", "--mpi=none"]
-        _run([*srun, "enroot", "remove", "--force", f"pyxis_{self.container}"], subprocess.DEVNULL)
+        return _call([*srun, "enroot", "remove", "--force", f"pyxis_{self.container}"])
 
     def starts(self, host: str) -> bool:
         """Whether a node of the job starts a program."""

@@ -108,14 +108,14 @@ class Memory:
     weights: int
     gradients: int
     optimizer: int
-    fp8_weights: int  # Transformer Engine's FP8 copies of the weights, which stay between updates
+    fp8_weights: int  # Transformer Engine's FP8 copies of the weights, which the trainer's passes make and drop
     reference_swap: int  # the reference's weights on the GPU, while they are in use
     activations: int  # that the fullest pipeline stage keeps for the backward pass
     layer_work: int  # tensors of one layer alive in its backward pass
     logits_forward: int
     logits_backward: int
     trainer_peak: int  # the most that the trainer holds at once
-    trainer_resident: int  # what it holds while engines generate: weights, gradients, optimizer, FP8 copies
+    trainer_resident: int  # what it holds while engines generate: weights, gradients, optimizer
     engine_weights: int
     engine_work: int
     kv_sequence: int  # KV cache of one sequence that fills the context
@@ -330,7 +330,7 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
     optimizer = -(-mine * (2 * FLOAT32 + master) // layout.dp)
     fp8 = bool(_optional(cfg.model, "fp8"))
     fp8_weights = 2 * shape.layers // layout.pp * linear_weights(shape, layout.tp) * fp8
-    resident = weights + gradients + optimizer + fp8_weights
+    resident = weights + gradients + optimizer
 
     one = stage_activations(cfg, shape, layout, tokens)
     ends = 3 * tokens * shape.hidden * act  # around the output layer: into the last norm, out of it, predicted rows
@@ -356,7 +356,7 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
         layer_work=work,
         logits_forward=forward,
         logits_backward=backward,
-        trainer_peak=resident + max(updates, reference),
+        trainer_peak=resident + fp8_weights + max(updates, reference),
         trainer_resident=resident,
         **_engine(cfg, shape),
         reserve=CPU_RESERVE if cpu else RESERVE,

@@ -113,3 +113,14 @@ def test_the_commands_are_those_of_the_page() -> None:
         words = set(command.replace("--judge-url URL --judge-model NAME", "--judge-url --judge-model").split())
         words.discard("hub")
         assert any(out == name and words <= set(f"{first}{rest}".split()) for first, out, rest in shown), name
+
+
+def test_a_run_goes_on_where_a_slurm_job_made_its_paths_absolute(tmp_path: Path) -> None:
+    """As sbatch does with a container: the same folder, by another name."""
+    old, new, other = (
+        settings.load([*GPU, f"run_dir={tmp_path}", f"data.folder={folder}"])
+        for folder in (Path("prepared").absolute(), "prepared", "elsewhere")
+    )
+    settings.check_same_run(old, new)
+    with pytest.raises(ConfigError, match="data.folder=elsewhere"):
+        settings.check_same_run(old, other)

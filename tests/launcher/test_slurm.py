@@ -341,9 +341,9 @@ def test_a_container_is_made_once_a_job_and_removed_at_its_end(cluster: Cluster)
     assert cluster.run([CRASH, {"code": 0}], *IMAGE)[0] == 0
     *starts, removal = cluster.sruns()
     assert len(starts) == 2
-    assert all("--container-name=prorl_17:no_exec" in line for line in starts)
+    assert all("--container-name=prorl_17_0:no_exec" in line for line in starts)
     assert removal.endswith(
-        "--nodes=2 --ntasks=2 --ntasks-per-node=1 --overlap --mpi=none enroot remove --force pyxis_prorl_17"
+        "--nodes=2 --ntasks=2 --ntasks-per-node=1 --overlap --mpi=none enroot remove --force pyxis_prorl_17_0"
     )
 
 

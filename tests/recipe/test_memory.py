@@ -294,16 +294,17 @@ def test_weights_optimizer_fp8_copies_and_activations_are_those_of_megatrons_mod
         assert memory.gradients == measured["gradients"]
         assert 0 <= 32 * memory.optimizer - measured["optimizer"] < 32  # 32 ranks share it
         assert memory.fp8_weights == 2 * measured["linear"]
-        assert memory.trainer_resident == memory.weights + memory.gradients + memory.optimizer + memory.fp8_weights
+        assert memory.trainer_resident == memory.weights + memory.gradients + memory.optimizer
         layers = m.stage_activations(cfg, shape, one, measured["tokens"])
         assert layers == pytest.approx(measured["activations"], rel=0.02)
 
 
-def test_fp8_copies_stay_beside_engines_and_in_training() -> None:
+def test_fp8_copies_take_room_in_training_and_none_beside_engines() -> None:
     bf16, fp8 = (m.memory_of(settings.load([*H100, f"model.fp8={value}"])) for value in ("null", "hybrid"))
     copies = 2 * 28 * 1536 * (2048 + 1536 + 3 * 8960)  # bytes; qkv, output, gate, up and down of 28 layers
     assert (bf16.fp8_weights, fp8.fp8_weights) == (0, copies)
-    assert fp8.while_training - bf16.while_training == fp8.while_generating - bf16.while_generating == copies
+    assert fp8.while_training - bf16.while_training == copies
+    assert fp8.while_generating == bf16.while_generating
     halves = ["model.fp8=hybrid", "model.tensor_model_parallel_size=2"]
     assert m.memory_of(settings.load([*H100, *halves])).fp8_weights == copies // 2
     stages = ["model.fp8=hybrid", "model.pipeline_model_parallel_size=4"]

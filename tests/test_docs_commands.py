@@ -56,6 +56,7 @@ ELSEWHERE = {  # why not here
     "make": "tests/test_docs.py asks make what it would run, which is run in small here and in tests/test_main_job.py",
     "ablations.py": "hours of work: tests/test_docs.py looks for its options",
     "dev-cluster.sh": "tests/cluster starts such a cluster",
+    "lock.py": "asks a package index: tests/test_setup.py holds the lock that it wrote",
     "container": "no container engine here: tests/test_container.py holds the Dockerfile and what it calls",
 }
 
@@ -71,7 +72,7 @@ def way_of(page: str, words: Words) -> str:
         return "dev-cluster.sh"
     if "slurm/stage.sbatch" in words and program in ("sbatch", "bash"):
         return "stage.sbatch"
-    if program == "python":
+    if program.startswith("python"):
         return Path(words[1]).name
     if words[1:3] == ["rewards", "score"]:
         return "rewards score"

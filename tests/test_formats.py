@@ -262,7 +262,7 @@ def metrics_line() -> dict[str, Any]:
 
     metrics = Metrics(3, "none")
     response = SimpleNamespace(token_ids=[3, 4], logprobs=[-1.0, -1.0])
-    group = SimpleNamespace(task="math", prompt_ids=[1, 2], responses=[response] * 2, version=2)
+    group = SimpleNamespace(task="math", prompt_ids=[1, 2], responses=[response] * 2, version=2, draw_index=0)
     group.scores, group.valid, group.finished = [1.0, 0.0], [True, True], [True, False]
     shaping = ShapingConfig(overlong_tokens=1, cosine=True)
     advantages(JudgedGroups.of([group]), GRPOConfig(unfinished_penalty=0.5, shaping=shaping), metrics)

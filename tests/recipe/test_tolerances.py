@@ -1,5 +1,7 @@
 """Differences that are rounding, by precision."""
 
+from pathlib import Path
+
 import pytest
 
 from nemo_prorl import cli, settings
@@ -23,8 +25,9 @@ H100 = ["cluster=h100_4x8", "data=laptop", "pretrained_checkpoint.restore_from_p
     ],
 )
 def test_what_is_rounding_depends_on_the_precision(
-    overrides: list[str], reset: float, alarm: float, capsys: pytest.CaptureFixture[str]
+    overrides: list[str], reset: float, alarm: float, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    overrides = [*overrides, f"run_dir={tmp_path / 'run'}"]
     cfg = settings.load(overrides)
     assert (kl_after_reset(cfg), engine_gap_alarm(cfg)) == (reset, alarm)
     assert cli.main(["plan", *overrides]) == 0

@@ -83,7 +83,7 @@ def pairs(tests: Path) -> Iterator[Case]:
 
 
 def gold(folder: Path) -> Iterator[Case]:
-    """Each published answer, as the truth and as the answer."""
+    """Yield each published answer as the truth and, in a box, as the response."""
     for file in sorted(folder.glob("*.jsonl")):
         for line in file.read_text().splitlines():
             answers = json.loads(line)["answer"]

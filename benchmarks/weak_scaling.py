@@ -143,7 +143,7 @@ def groups_of(ranks: int, rows: int, vocab: int) -> list[Any]:
 
 
 def one_rank(folder: Path, rows: int, steps: int, out: Path) -> None:
-    """Runs in a process of its own; torchrun's variables say which rank it is."""
+    """Measure one rank, in its own process; torchrun's variables name the rank."""
     import torch
     import torch.distributed as dist
 

@@ -60,7 +60,7 @@ class RankZero:
             return None, error
 
     def barrier(self) -> None:
-        """Until all ranks are here."""
+        """Wait until all ranks are here."""
         if not self._alone:
             dist.barrier(group=self._group)
 

@@ -94,7 +94,7 @@ def work(emit: Emit, net: Any, optimizer: Any, shape: m.Shape, settings: Setting
 
 
 def planned(shape: m.Shape, settings: Settings, emit: Emit) -> dict[str, int]:
-    """What `prorl plan` says for one GPU with this model; empty, with a note, where OmegaConf is not installed."""
+    """Return the sizes that `prorl plan` gives for one GPU; empty, with a note, if OmegaConf is not installed."""
     try:
         from pathlib import Path
 

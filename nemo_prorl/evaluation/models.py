@@ -172,7 +172,7 @@ def longest_context(folder: Path) -> int | None:
 
 
 def cache_bytes(folder: Path, tokens: int, width: int) -> int | None:
-    """Of the keys and values of `tokens` in numbers of `width` bytes; None for a config.json that does not say."""
+    """Return the bytes of the KV cache for `tokens` at `width` bytes a number; None if config.json lacks the sizes."""
     config = json.loads((folder / "config.json").read_text())
     try:
         heads = config["num_attention_heads"]

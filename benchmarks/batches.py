@@ -1,4 +1,4 @@
-"""What it costs to hand a step's tokens from rank 0 to all ranks: pickled lists for everyone, or arrays of own rows.
+"""Measures what a step's tokens cost on their way from rank 0: pickled lists for all, or arrays of each rank's rows.
 
     .venv/train/bin/python benchmarks/batches.py                      1 million tokens
     .venv/train/bin/python benchmarks/batches.py --tokens 33554432    4096 responses of 8192 tokens; takes 8 GB
@@ -44,7 +44,7 @@ def groups_of(tokens: int, context: int) -> list[Group]:
 
 
 def padded_lists(groups: list[Group]) -> Batch:
-    """All rows as tensors, made row by row from lists."""
+    """Return all rows as tensors, made row by row from lists."""
     rows = [(g.prompt_ids, r) for g in groups for r in g.responses]
     lengths = [len(prompt) + len(r.token_ids) for prompt, r in rows]
     shape = (len(rows), max(lengths))
@@ -59,13 +59,13 @@ def padded_lists(groups: list[Group]) -> Batch:
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    """What it gives, and CPU seconds: other processes of this machine do not count."""
+    """Return the result of a call and its CPU seconds, in which other processes do not count."""
     began = time.process_time()
     return work(), time.process_time() - began
 
 
 def as_lists(groups: list[Group]) -> tuple[Batch, tuple[float, float, float], int]:
-    """What each rank gets as lists; seconds to serialise, unpickle and pad; bytes."""
+    """Return what each rank gets as lists, the seconds to serialise, unpickle and pad it, and its bytes."""
     text, dumps_s = timed(partial(pickle.dumps, groups))
     received, loads_s = timed(partial(pickle.loads, text))
     whole, pad_s = timed(partial(padded_lists, received))

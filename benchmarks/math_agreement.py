@@ -1,4 +1,4 @@
-"""How often the math reward agrees with what others published: gold answers, math-verify's test pairs, real responses.
+"""Measures how often the math reward agrees with published verdicts: gold answers, math-verify's tests, real responses.
 
     .venv/train/bin/python benchmarks/math_agreement.py --pairs MATH_VERIFY/tests --data DATA
         [--responses TORA/src/outputs] [--before OTHER_CHECKOUT] [--show]
@@ -42,7 +42,7 @@ class Case:
 
 
 def _boxed(text: str) -> str | None:
-    """The response that a pair's answer makes: as it stands where it has a box; None where nothing can be boxed."""
+    """Return a pair's answer as a response: unchanged if it has a box; None if nothing in it can be boxed."""
     if "\\boxed" in text or "\\fbox" in text:
         return text.replace("\\\\boxed", "\\boxed")
     found = [next(filter(None, groups)) for groups in _MATH.findall(text)]
@@ -54,7 +54,7 @@ def _boxed(text: str) -> str | None:
 
 
 def _truth(text: str) -> str | None:
-    """What stands in the truth's boxes, or in its formulas."""
+    """Return the contents of the truth's boxes, or of its formulas."""
     response = _boxed(text)
     if response is None or "\\boxed" in text:  # the plugin takes a boxed truth as it stands
         return response
@@ -93,7 +93,7 @@ def gold(folder: Path) -> Iterator[Case]:
 
 
 def responses(folder: Path) -> Iterator[Case]:
-    """Real responses; right where the number that ToRA's authors extracted equals the truth."""
+    """Yield real responses, right if the number that ToRA's authors extracted equals the truth."""
     for file in sorted(folder.rglob("gsm8k/*.jsonl")):
         for line in file.read_text().splitlines():
             row = json.loads(line)
@@ -138,7 +138,7 @@ def math_verify_alone(cases: list[Case]) -> tuple[list[bool], float]:
 
 
 def _of_other(checkout: Path, cases: list[Case]) -> tuple[list[bool], float]:
-    """`judge` in a process of its own, with another checkout's plugin."""
+    """Run `judge` in another process, with another checkout's plugin."""
     paths = [str(checkout), *(str(path.parent) for path in sorted(checkout.glob("reward_plugins/*/pyproject.toml")))]
     code = (
         "import json,sys; sys.path.insert(0, sys.argv[1]); import math_agreement as m;"

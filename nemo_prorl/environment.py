@@ -71,5 +71,5 @@ def with_caches(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def for_engine(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables without those that belong to the ranks, the job or the Python of the trainer."""
+    """Return the variables without those of the trainer's ranks, job and Python."""
     return {name: value for name, value in environ.items() if not name.startswith(_NOT_AN_ENGINES)}

@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json may say so that the actor computes the same model as the engine.
+"""Checks that the actor computes the model that a Hugging Face config.json describes, as the engine does.
 
 Standard library only: a folder that does not fit is refused before any GPU is allocated.
 """

@@ -1,4 +1,4 @@
-"""The environment of a run's processes: caches, users without a name or a home, what is not an engine's."""
+"""The environment of a run's processes: caches, users without a name or a home, variables kept from engines."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ def test_all_processes_keep_their_caches_below_one_folder(tmp_path: Path, monkey
 
 
 def test_an_engine_gets_nothing_that_is_the_trainer_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the image sets for its own torch, and enroot's hooks for a rank; launch.env is for all processes."""
+    """Variables of the image's torch and of enroot's hooks are dropped; launch.env is for all processes."""
     foreign = [
         "NCCL_IB_HCA",
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
@@ -80,7 +80,7 @@ def test_a_cache_that_cannot_be_used_is_refused(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.vllm
 @pytest.mark.nemo
 def test_a_run_needs_no_home_no_name_and_no_working_folder_of_its_own(tmp_path: Path) -> None:
-    """As in enroot or with `docker run --user`: home is read-only, the user has no passwd entry, all is elsewhere."""
+    """The run is made as in enroot: the home is read-only, the user has no passwd entry, the folder is another."""
     if not (ROOT / ".venv" / "rollout").is_dir():
         pytest.skip("no rollout environment: make setup")
     home, here = tmp_path / "home", tmp_path / "here"

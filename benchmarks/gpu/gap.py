@@ -1,4 +1,4 @@
-"""How far the engine's log-probabilities are from the trainer's, for the same weights and tokens: in bf16, in FP8.
+"""Measures how far the engine's log-probabilities are from the trainer's for the same weights and tokens.
 
 The engine draws responses at the training temperature; the real actor computes the log-probabilities of their tokens.
 """

@@ -44,7 +44,7 @@ def run(emit: Emit, settings: Settings) -> None:
 
 
 def built(shape: m.Shape, settings: Settings, emit: Emit) -> torch.nn.Module:
-    """With Megatron's compiled SwiGLU, as on the cluster, where the compiler works here."""
+    """Build the model with Megatron's compiled SwiGLU, or without it if the compiler does not work here."""
     if settings.cuda:
         net = m.build(shape, settings, fused=True)
         try:

@@ -167,7 +167,7 @@ def with_logprobs(batch: Any, old_BT: torch.Tensor, ref_BT: torch.Tensor) -> Any
 
 
 def updater(actor: Any, cfg: Any) -> Callable[[Any], dict[str, float]]:
-    """One optimizer step on a batch by the paper's loss; returns its sums and the gradient's norm."""
+    """Return a function that makes one optimizer step by the paper's loss and returns its sums and gradient norm."""
     from nemo_prorl.algorithms.losses import LossConfig, denominator_terms
     from nemo_prorl.trainer import policy_loss
 

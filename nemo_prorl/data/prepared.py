@@ -60,7 +60,7 @@ def missing_tasks(cfg: DictConfig) -> list[str]:
 
 
 def faults(cfg: DictConfig) -> list[str]:
-    """Return what is wrong with a run's data, each with the command or key that mends it."""
+    """Return the faults of a run's data, each with the command or key that mends it."""
     found = []
     if missing := missing_files(cfg):
         lines = []

@@ -41,7 +41,7 @@ VOCAB_MULTIPLE = 128  # of an imported embedding's rows; a run pads or cuts it t
 
 @dataclass(frozen=True)
 class Part:
-    """One Megatron parameter of one layer, or one that no layer has."""
+    """A Megatron parameter, of a layer or beside the layers."""
 
     key: str  # of the stored tensor
     layer: int | None
@@ -62,7 +62,7 @@ class Part:
 
 
 def parts_of(hf: dict[str, Any], padded_vocab: int) -> list[Part]:
-    """All parameters of a Qwen2 or Llama model with this config.json."""
+    """Return all parameters of a Qwen2 or Llama model with this config.json."""
     keys, shape = model_keys_from_hf(hf), Shape.of(hf, padded_vocab)
     hidden, ffn = keys["hidden_size"], keys["ffn_hidden_size"]
     qkv = (shape.heads + 2 * shape.groups) * shape.head_size

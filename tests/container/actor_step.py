@@ -1,4 +1,4 @@
-"""One step of the real actor, built as a run builds it, in the Python that runs this.  See rehearse.py.
+"""Runs a step of the real actor in the Python that starts this script.  See rehearse.py.
 
 python -m tests.container.actor_step float32|bf16_o2
 """

@@ -90,7 +90,7 @@ def find_python(given: str | None) -> str:
 
 
 def image_lines() -> list[str]:
-    """Return the lines of the stand-in's lock: image.lock, and what it leaves of train.lock."""
+    """Return the lines of the stand-in's lock: image.lock, and the packages of train.lock that it does not name."""
     ours = [line for line in IMAGE_LOCK.read_text().splitlines() if "--hash=" in line]
     other = {*NOT_IN_IMAGE.split()} | {line.split("==")[0] for line in ours}
     lines = [line for line in TRAIN_LOCK.read_text().splitlines() if "--hash=" in line]

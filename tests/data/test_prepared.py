@@ -26,7 +26,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(text: str) -> None:
-    """Each file of data=prorl is named, each with its command."""
+    """Assert that the text names every file of data=prorl with its command."""
     for name, command in PAPER.items():
         assert f"prepared/{name}/" in text
         assert f"prorl data prepare {command} --out prepared/{name}" in text
@@ -116,7 +116,7 @@ def test_the_commands_are_those_of_the_page() -> None:
 
 
 def test_a_run_goes_on_where_a_slurm_job_made_its_paths_absolute(tmp_path: Path) -> None:
-    """As sbatch does with a container: the same folder, by another name."""
+    """A job in a container names the same folder by its absolute path."""
     old, new, other = (
         settings.load([*GPU, f"run_dir={tmp_path}", f"data.folder={folder}"])
         for folder in (Path("prepared").absolute(), "prepared", "elsewhere")

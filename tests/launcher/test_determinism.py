@@ -1,4 +1,4 @@
-"""What the processes of a deterministic run on GPUs are started with."""
+"""The environment of a deterministic run's processes on GPUs."""
 
 from pathlib import Path
 

@@ -51,7 +51,7 @@ def _kernel(p: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, gr
 
 
 def use_lazy_adam() -> None:
-    """From now on Megatron takes this Adam as it takes Transformer Engine's: with nothing changed for CPUs."""
+    """Make Megatron use this Adam as it uses Transformer Engine's: without this project's changes for CPUs."""
     for name, value in dict(vars(distributed.DistributedOptimizer)).items():
         if value is not AS_ON_GPUS[name]:
             setattr(distributed.DistributedOptimizer, name, AS_ON_GPUS[name])

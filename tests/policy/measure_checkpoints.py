@@ -1,4 +1,4 @@
-"""What `ranks.py` runs of the optimizer's state: checkpoints before any step, after a reset, and between two Adams."""
+"""Measures checkpoints of the optimizer's state for `ranks.py`: before any step, after a reset, between two Adams."""
 
 from collections.abc import Callable
 from functools import partial
@@ -37,7 +37,7 @@ def counts(actor: Any) -> set[Any]:
 
 
 def attempted(work: Callable[[], Any]) -> Any:
-    """What `work` gives, or the error that it raises."""
+    """Return the result of `work`, or the text of the error that it raises."""
     try:
         return work()
     except BaseException as error:  # as torch raises those of a checkpoint
@@ -76,7 +76,7 @@ def of_one_adam(lazy: bool, out: Path) -> dict[str, Any]:
 
 
 def across(lazy: bool, out: Path) -> dict[str, Any]:
-    """What the other Adam saved, loaded into this one, under other settings of the optimizer, and one update more."""
+    """Load what the other Adam saved, under other settings of the optimizer, and make one more update."""
     from nemo_prorl.policy import checkpoint
 
     if lazy:
@@ -96,7 +96,7 @@ def across(lazy: bool, out: Path) -> dict[str, Any]:
 
 
 def write(work: Callable[[bool, Path], dict[str, Any]], lazy: bool, out: Path) -> None:
-    """What one rank does; rank 0 writes OUT/adam-WORK-KIND.pt."""
+    """Measure one rank; rank 0 writes OUT/adam-WORK-KIND.pt."""
     import torch.distributed as dist
 
     found = work(lazy, out)

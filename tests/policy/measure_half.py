@@ -1,4 +1,4 @@
-"""What `ranks.py` runs in 16 bits: weights in bf16, their masters, moments and gradients in float32."""
+"""Measures 16-bit ranks for `ranks.py`: weights in bf16; masters, moments and gradients in float32."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Run the real actor on Megatron's Transformer Engine layers, which a stand-in computes, and write down what it does.
+"""Runs the real actor on Megatron's Transformer Engine layers, computed by a stand-in, and writes its results.
 
     PYTHONPATH=.:tests/te_stand_in python tests/policy/te_ranks.py OUT
 
@@ -31,7 +31,7 @@ MODEL = QWEN2 | {"num_hidden_layers": 3}
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run the model."""
+    """A way to run the model."""
 
     name: str
     overrides: tuple[str, ...] = ()

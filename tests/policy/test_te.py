@@ -59,7 +59,7 @@ def test_the_first_and_the_last_layer_stay_in_bf16_where_so_asked(te_ranks: Path
 
 @names([TENSORWISE, DELAYED])
 def test_fp8_updates_follow_a_pass_without_gradients(case: Case, te_ranks: Path) -> None:
-    """Each step computes log-probabilities first; the stand-in keeps weights as Transformer Engine before 2.2.0."""
+    """A step computes log-probabilities first; the stand-in keeps weights as Transformer Engine does before 2.2.0."""
     steps = measured(te_ranks, case)["steps"]
     wanted = measured(te_ranks, LOCAL)["steps"]
     assert [s[1]["loss"] for s in steps] == pytest.approx([s[1]["loss"] for s in wanted], abs=0.02)
@@ -68,7 +68,7 @@ def test_fp8_updates_follow_a_pass_without_gradients(case: Case, te_ranks: Path)
 
 @names(RESUMED)
 def test_other_processes_go_on_to_the_bit(case: Case, te_ranks: Path) -> None:
-    """From a checkpoint after updates, and from one right after a hard reset; delayed scales come along."""
+    """Checkpoints after updates and right after a hard reset are loaded; delayed scales are in them."""
     again = torch.load(te_ranks / f"{case.name}-resumed.pt", weights_only=False)
     assert again == measured(te_ranks, case)["onward"]
 
@@ -79,7 +79,7 @@ def test_a_checkpoint_before_any_update_loads(te_ranks: Path) -> None:
 
 
 def test_an_imported_checkpoint_loads_into_transformer_engine_s_layers_and_into_megatron_s_own(te_ranks: Path) -> None:
-    """It holds weights alone: the optimizer begins, as in a run that begins with the model."""
+    """The checkpoint has weights alone: the optimizer begins as in a run that begins with the model."""
     wanted = load_file(te_ranks / "model" / "model.safetensors")
     for case in (BF16, LOCAL):
         found = torch.load(te_ranks / f"{case.name}-from-imported.pt", weights_only=False)

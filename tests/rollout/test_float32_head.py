@@ -47,7 +47,7 @@ def write_headed(folder: Path, tied: bool, seed: int) -> Path:
 
 
 def trainers_logprobs(model: Path, responses: list[Response], float32_head: bool) -> Tensor:
-    """Of all tokens of the responses to SHORT, one after the other."""
+    """Return the log-probabilities of all tokens of the responses to SHORT, in one list."""
     weights = load_file(model / "model.safetensors")
     rows = [prompt + response.token_ids for prompt, response in zip(SHORT, responses, strict=True)]
     before = torch.tensor([token for row in rows for token in row[len(SHORT[0]) - 1 : -1]])
@@ -103,7 +103,7 @@ def start(vllm_python: str, headed: dict[str, Path], tmp_path: Path) -> Iterator
 def test_a_float32_head_on_both_sides_gives_the_same_log_probabilities(
     start: Callable[..., EngineProcess], headed: dict[str, Path], kind: str
 ) -> None:
-    """From the start, and with weights that were loaded into the running engine."""
+    """The engine is compared at its start and after it has loaded other weights."""
     engine = start(f"{kind}0", "--float32-head")
     for version in (0, 1):
         model = headed[f"{kind}{version}"]

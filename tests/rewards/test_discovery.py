@@ -50,10 +50,10 @@ def test_two_packages_with_one_name_or_one_task_are_both_named(plugins: Path) ->
 def test_settings_are_checked() -> None:
     math = discover().plugin("math")
     assert make_plugin(math, {"time_budget_s": 2}).time_budget_s == 2.0
-    with pytest.raises(ConfigError, match=r"rewards\.plugins\.math\.budget=2: unknown setting; known: math_verify"):
+    with pytest.raises(ConfigError, match=r"rewards\.plugins\.math\.budget=2: unknown setting; known: time_budget_s"):
         make_plugin(math, {"budget": 2})
-    with pytest.raises(ConfigError, match=r"rewards\.plugins\.math\.math_verify='no': must be bool"):
-        make_plugin(math, {"math_verify": "no"})
+    with pytest.raises(ConfigError, match=r"rewards\.plugins\.math\.time_budget_s='no': must be float"):
+        make_plugin(math, {"time_budget_s": "no"})
     with pytest.raises(ConfigError, match=r"must be above 0"):
         make_plugin(math, {"time_budget_s": 0})
 

@@ -33,10 +33,9 @@ class MathReward(RewardPlugin):
 
     @dataclass(frozen=True)
     class Config:
-        """`time_budget_s`: CPU seconds of one answer; `math_verify`: whether math-verify is asked too."""
+        """`time_budget_s`: CPU seconds of one answer."""
 
         time_budget_s: float = 6.0
-        math_verify: bool = True
 
     config: Config
 
@@ -76,7 +75,7 @@ class MathReward(RewardPlugin):
         tolerance, unit = truth.get("tolerance"), truth.get("unit") or ""
 
         def same(one: str, other: str) -> bool:
-            return grading.same_answer(one, other, tolerance, unit, self.config.math_verify)
+            return grading.same_answer(one, other, tolerance, unit)
 
         if all_needed:
             return grading.all_of(answers, answer, same)

@@ -116,7 +116,7 @@ class StemReward(MathReward):
         right = letters(len(options)).index(right_letter(truth["answer"], options))
 
         def same(one: str, other: str) -> bool:
-            return grading.same_answer(one, other, math_verify=self.config.math_verify)
+            return grading.same_answer(one, other)
 
         texts = without_labels(options)
         named = chosen(answer, options, same)
@@ -134,20 +134,15 @@ class StemReward(MathReward):
         return any(same(one, answer) for one in answers)
 
     def _same(self, truth: str, answer: str, tolerance: float | None, unit: str) -> bool:
-        plain = grading.plain_verdict(truth, answer)
-        if plain:
-            return True
         value = truth_value(truth)
         if value is not None and len(truth.strip()) > 1:
             return truth_value(answer) == value
         if (verdict := self._by_form(truth, answer)) is not None:
             return verdict
-        listed_verdict = same_list(
-            truth, answer, lambda one, other: grading.same_answer(one, other, tolerance, unit, self.config.math_verify)
-        )
+        listed_verdict = same_list(truth, answer, lambda one, other: grading.same_answer(one, other, tolerance, unit))
         if listed_verdict is not None:
             return listed_verdict
-        return grading.same_answer(truth, answer, tolerance, unit, self.config.math_verify)
+        return grading.same_answer(truth, answer, tolerance, unit)
 
     def _by_form(self, truth: str, answer: str) -> bool | None:
         """The verdict on chemistry and on a lone letter; None for anything else."""

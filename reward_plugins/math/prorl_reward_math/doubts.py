@@ -7,6 +7,7 @@ from prorl_reward_math.latex import canonical
 MAX_PARSED_CHARS = 2000  # longer answers are compared by their canonical form only
 
 _COMMANDS = re.compile(r"\\[A-Za-z]+|[A-Za-z]{3,}")
+_NEGATED = re.compile(r"\bnot\b|\\(?:neq?|neg|lnot|not)(?![A-Za-z])")
 _UNEVALUATED = re.compile(r"\\(?:sum|prod|int|iint|lim|limsup|liminf)(?![A-Za-z])")
 _RELATION = re.compile(r"<|>|\\le|\\ge")
 _NAME = re.compile(r"[A-Za-z](?:\([A-Za-z]\))?|\\[a-z]+")
@@ -46,7 +47,7 @@ def must_not_ask(truth: str, answer: str) -> bool:
     """Return whether math-verify's verdict would count for nothing, or take too long."""
     if any(len(text) > MAX_PARSED_CHARS or is_huge(text) for text in (truth, answer)):
         return True
-    if _UNEVALUATED.search(answer) and not _UNEVALUATED.search(truth):
+    if any(pattern.search(answer) and not pattern.search(truth) for pattern in (_NEGATED, _UNEVALUATED)):
         return True
     expected, given = canonical(truth), canonical(answer)
     if _RELATION.search(given) and not _RELATION.search(expected) and _unsolved(given):

@@ -33,6 +33,8 @@ FROM nemo AS prorl
 ARG PYTHON
 COPY pyproject.toml README.md LICENSE ./
 COPY setup/ setup/
+COPY conf/ conf/
+COPY launcher/ launcher/
 COPY nemo_prorl/ nemo_prorl/
 # vLLM in an environment of its own, for its dependencies and NeMo's exclude each other.  The container's constraints on
 # pip are about NeMo's Python and must not hold here.  TORCH_INDEX: a package index with another build of torch.

@@ -18,7 +18,7 @@ from pathlib import Path
 from kill_resume import compare, lines
 from machine import describe
 
-from nemo_prorl.recipe.killpoints import VARIABLE
+from nemo_prorl.lifecycle.killpoints import VARIABLE
 
 STAGES = ("run1", "run2", "run3")
 SETTINGS = [

@@ -54,7 +54,7 @@ def build(shape: dict[str, int], folder: Path) -> Job:
 
     from nemo_prorl.algorithms.losses import LossConfig
     from nemo_prorl.batch import Batch
-    from nemo_prorl.data.laptop_model import build_base_model
+    from nemo_prorl.data.laptop.model import build_base_model
     from nemo_prorl.policy.build import build_actor
     from nemo_prorl.policy.weights import HFFolder, model_keys_from_hf
     from nemo_prorl.settings import load
@@ -88,7 +88,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 def measure(shape: dict[str, int], rounds: int) -> dict[str, Any]:
     """Medians over rounds, in seconds, and sizes."""
-    from nemo_prorl.recipe.retention import size_of
+    from nemo_prorl.lifecycle.retention import size_of
 
     with tempfile.TemporaryDirectory() as name:  # TMPDIR says where
         folder = Path(name)

@@ -47,9 +47,9 @@ PartitionName=high Nodes=ALL Default=NO MaxTime=INFINITE State=UP PriorityTier=1
 PartitionName=low Nodes=ALL Default=NO MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=120 PreemptMode=REQUEUE
 """
 PROGRAMS = {
-    "engine": "nemo_prorl/rollout/server.py",
+    "engine": "nemo_prorl/rollout/engine/server.py",
     "reward server": "nemo_prorl.rewards.server",
-    "trainer": "nemo_prorl.run",
+    "trainer": "nemo_prorl.rank",
     "supervisor": "nemo_prorl.launcher.node",
 }
 

@@ -15,8 +15,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from nemo_prorl.rollout.engine_requests import seed_of
-from nemo_prorl.rollout.engine_setup import cpu_options, is_cpu_build, set_environment
+from nemo_prorl.rollout.engine.requests import seed_of
+from nemo_prorl.rollout.engine.setup import cpu_options, is_cpu_build, set_environment
 
 
 def main() -> None:

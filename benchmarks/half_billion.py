@@ -57,7 +57,7 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from nemo_prorl.data.laptop_model import _shapes, build_tokenizer
+    from nemo_prorl.data.laptop.model import _shapes, build_tokenizer
 
     folder.mkdir(parents=True)
     build_tokenizer(["one two three"]).save_pretrained(folder)
@@ -138,7 +138,7 @@ def _memory_below(pid: int) -> Iterator[tuple[str, int]]:
         except (OSError, psutil.Error):
             continue
         values = {key: int(value) * 1024 for key, value in re.findall(r"^(Pss\w*): +(\d+) kB", text, re.MULTILINE)}
-        kinds = {"rollout": "engine", "EngineCore": "engine", "nemo_prorl.run": "trainer", "rewards": "rewards"}
+        kinds = {"rollout": "engine", "EngineCore": "engine", "nemo_prorl.rank": "trainer", "rewards": "rewards"}
         kind = next((label for word, label in kinds.items() if word in command), "other")
         yield f"{kind} {process.pid}", values.get("Pss", 0) - values.get("Pss_Shmem", 0)
 

@@ -3,7 +3,7 @@
     .venv/train/bin/python benchmarks/kill_resume.py [--kills 20] [--seed 1] [--out runs/kill_resume] [KEY=VALUE ...]
 
 A stage that begins from the one before with a hard reset, has more of them, and rolls back.  One of two equal runs is
-killed at each point of a checkpoint's write and of the reset transaction (nemo_prorl/recipe/killpoints.py), and at
+killed at each point of a checkpoint's write and of the reset transaction (nemo_prorl/lifecycle/killpoints.py), and at
 random moments: its trainer, its supervisor, or everything that it started, at once.  After each kill the same command
 goes on.  Weights, reference, metrics (all but time/), resets and rollouts must be equal to the bit.
 Settings that follow hold for all runs, such as cluster=laptop_bf16.
@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 from machine import describe
 
-from nemo_prorl.recipe.killpoints import POINTS, VARIABLE
+from nemo_prorl.lifecycle.killpoints import POINTS, VARIABLE
 
 STEPS = 24
 RUN = [
@@ -99,7 +99,7 @@ def wait(process: subprocess.Popen[bytes], until: Callable[[], bool] | None = No
 def kill(process: subprocess.Popen[bytes], target: str) -> None:
     """SIGKILL to a process of the run; returns when all of them are gone."""
     family = psutil.Process(process.pid).children(recursive=True)
-    trainers = [p for p in family if "nemo_prorl.run" in " ".join(p.cmdline())]
+    trainers = [p for p in family if "nemo_prorl.rank" in " ".join(p.cmdline())]
     victims = {"trainer": trainers, "supervisor": [], "everything": family}[target]
     if target != "trainer":
         process.kill()

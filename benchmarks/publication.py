@@ -62,7 +62,7 @@ def build_policy(hf: dict[str, Any], meet: Path) -> Any:
     import torch
     import torch.distributed as dist
 
-    from nemo_prorl.policy import cpu
+    from nemo_prorl.policy.cpu import shims as cpu
 
     cpu.enable()
     from megatron.core import parallel_state
@@ -71,7 +71,7 @@ def build_policy(hf: dict[str, Any], meet: Path) -> Any:
     from omegaconf import OmegaConf
 
     from nemo_prorl.policy.actor import Actor
-    from nemo_prorl.policy.cpu_layers import layer_spec
+    from nemo_prorl.policy.cpu.layers import layer_spec
 
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
@@ -135,7 +135,13 @@ class Engine:
         token.touch(0o600)
         token.write_text(secrets.token_hex(16))
         self._token, endpoint = token.read_text(), folder / "endpoint.json"
-        command = [".venv/rollout/bin/python", "-m", "nemo_prorl.rollout.server", "--model", str(folder / "model")]
+        command = [
+            ".venv/rollout/bin/python",
+            "-m",
+            "nemo_prorl.rollout.engine.server",
+            "--model",
+            str(folder / "model"),
+        ]
         command += ["--token-file", str(token), "--weights-dir", str(store), "--endpoint-file", str(endpoint)]
         command += ["--dtype", "bfloat16", "--threads", str(threads), "--kv-mb", "64", "--max-model-len", "128"]
         command += ["--max-num-seqs", "8", "--max-batched-tokens", "256", "--eager", "--health-s", "600"]

@@ -20,7 +20,7 @@ from typing import Any
 
 from machine import describe
 
-from nemo_prorl.recipe.killpoints import VARIABLE
+from nemo_prorl.lifecycle.killpoints import VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = [

@@ -35,7 +35,7 @@ from machine import describe
 
 from nemo_prorl.algorithms.reset import ASKING, Finding, Rules, replay
 from nemo_prorl.config import ResetRulesConfig
-from nemo_prorl.recipe.resets import rules_of
+from nemo_prorl.lifecycle.resets import rules_of
 
 STEPS, EVERY, NOISE, DROP = 2000, 10, 0.02, 0.10
 NAMES = ("math", "code", "stem", "puzzles", "instructions")

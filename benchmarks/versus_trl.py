@@ -99,7 +99,7 @@ class Memory(threading.Thread):
 def make_problems(folder: Path, count: int = 4000) -> Path:
     """A file of prompt records, and beside it the held-out ones of the laptop job's source."""
     from nemo_prorl.config import DataSource
-    from nemo_prorl.data.generators import generate
+    from nemo_prorl.data.laptop.generators import generate
 
     options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
     source = DataSource(name="chain_sum", generator="reasoning_gym:chain_sum", options=options, size=count)
@@ -114,7 +114,7 @@ def make_model(folder: Path, records: Path) -> Path:
     from omegaconf import OmegaConf
     from safetensors.torch import load_file, save_file
 
-    from nemo_prorl.data.laptop_model import EOS, SPECIAL, build_base_model
+    from nemo_prorl.data.laptop.model import EOS, SPECIAL, build_base_model
 
     prompts = [json.loads(line)["prompt"] for line in records.read_text().splitlines()]
     build_base_model(folder, OmegaConf.load(ROOT / "conf" / "model" / "laptop.yaml").model, 1, prompts)

@@ -67,7 +67,7 @@ class Run:
 
     def __init__(self, cfg: Any, policy: Any, store: Any, groups: list[Any]) -> None:
         from nemo_prorl.algorithms.losses import LossConfig
-        from nemo_prorl.rank_zero import RankZero
+        from nemo_prorl.leader import RankZero
 
         self.cfg, self.policy, self.step, self._store, self._groups = cfg, policy, 0, store, groups
         self.resets = SimpleNamespace(check_reference=lambda step, gap: None)
@@ -88,7 +88,7 @@ class Run:
 
     def collect(self, metrics: Any) -> Any:
         """As `run.collect`: each rank's rows of all blocks, none of which was scored before, and those to train on."""
-        from nemo_prorl.scores import GroupScores
+        from nemo_prorl.rollout.scores import GroupScores
 
         self._scores = GroupScores(self.policy)
         judged, self._blocks = self._rank_0.share(self._deal)
@@ -99,7 +99,7 @@ class Run:
 
         from nemo_prorl.batch import JudgedGroups
         from nemo_prorl.rollout.blocks import block_draws, block_sizes
-        from nemo_prorl.scores import in_blocks
+        from nemo_prorl.rollout.scores import in_blocks
 
         size, judged = self.policy.data_size, JudgedGroups.of(self._groups)
         rows = judged.rows_of_updates(self.cfg.trainer.grpo.updates_per_step, size)
@@ -239,7 +239,7 @@ def main() -> None:
     if args.one:
         one_rank(Path(args.one[0]), args.rows, args.steps, Path(args.one[1]))
         os._exit(0)
-    from nemo_prorl.data.laptop_model import build_base_model
+    from nemo_prorl.data.laptop.model import build_base_model
     from nemo_prorl.settings import load
 
     cores = len(os.sched_getaffinity(0))

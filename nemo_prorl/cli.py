@@ -107,7 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     from nemo_prorl.data.prepare import cli as data_cli
     from nemo_prorl.evaluation import cli as evaluation_cli
     from nemo_prorl.launcher import chain, doctor
-    from nemo_prorl.recipe import control, replay
+    from nemo_prorl.lifecycle import control
+    from nemo_prorl.planning import replay
     from nemo_prorl.report import cli as report_cli
     from nemo_prorl.rewards import reverify
 
@@ -174,9 +175,10 @@ def _warmup(arguments: argparse.Namespace) -> int | None:
 def _plan(arguments: argparse.Namespace) -> None:
     import json
 
-    from nemo_prorl import overview, settings
+    from nemo_prorl import settings
     from nemo_prorl.data.prepared import faults
-    from nemo_prorl.recipe.plan import plan_chain, read_rates
+    from nemo_prorl.planning import overview
+    from nemo_prorl.planning.plan import plan_chain, read_rates
 
     cfg = settings.load_run(arguments.overrides, arguments.config, need_data=False)
     for fault in faults(cfg):
@@ -191,7 +193,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _status(arguments: argparse.Namespace) -> None:
-    from nemo_prorl import status
+    from nemo_prorl.report import status
 
     sys.stdout.write(status.status(arguments.run_dir, arguments.json))
 

@@ -17,7 +17,7 @@ class CorrectionConfig:
     kind: str = "tis"  # none | tis | icepop | sequence_mask
     cap: float = 2.0  # upper bound of the importance weight pi_old / pi_engine
     floor: float = 0.5  # icepop, sequence_mask: tokens or sequences below it are masked
-    # mean absolute log-probability gap above which a step is reported; null: by precision (`recipe.tolerances`)
+    # mean absolute log-probability gap above which a step is reported; null: by precision (`planning.tolerances`)
     alarm: float | None = None
 
 
@@ -132,7 +132,7 @@ class ResetsConfig:
     roll_back: bool = False  # to the weights of the best validation since the last reset, where they are kept
     lr_factor: float = 1.0  # the learning rate is multiplied by it at each reset
     lr_warmup_steps: int = 0  # steps over which it rises again after a reset, because the moments start anew
-    # the mean absolute reference gap that the step after a reset may show; null: by precision (`recipe.tolerances`)
+    # the mean absolute reference gap that the step after a reset may show; null: by precision (`planning.tolerances`)
     kl_after_reset: float | None = None
     rules: ResetRulesConfig = field(default_factory=ResetRulesConfig)
 

@@ -28,10 +28,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nemo_prorl.checks import check
 from nemo_prorl.config import Config
 from nemo_prorl.data.prepared import check_data
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.settings_checks import check
 
 _log = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from nemo_prorl.algorithms.losses import LossConfig, denominator_terms, grpo_los
 from nemo_prorl.algorithms.shaping import Shaping, in_schedule, shaped_rewards
 from nemo_prorl.batch import Batch, JudgedGroups
 from nemo_prorl.errors import RolloutAbandoned, StoppedCleanly
+from nemo_prorl.lifecycle.control import reset_reason
 from nemo_prorl.metrics import Metrics
-from nemo_prorl.recipe.control import reset_reason
-from nemo_prorl.recipe.tolerances import engine_gap_alarm
+from nemo_prorl.planning.tolerances import engine_gap_alarm
 
 if TYPE_CHECKING:
-    from nemo_prorl.run import Run
+    from nemo_prorl.rank import Run
 
 
 def train(run: "Run") -> None:

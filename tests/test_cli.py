@@ -12,7 +12,9 @@ import yaml
 from omegaconf import DictConfig
 
 import nemo_prorl.launcher.job
-from nemo_prorl import cli, errors, overview, settings, status
+from nemo_prorl import cli, errors, settings
+from nemo_prorl.planning import overview
+from nemo_prorl.report import status
 
 Prorl = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -288,7 +288,7 @@ def test_the_choices_are_those_of_the_algorithms() -> None:
     from nemo_prorl.algorithms.advantages import ADVANTAGE_KINDS
     from nemo_prorl.algorithms.correction import CORRECTION_KINDS
     from nemo_prorl.algorithms.losses import AGGREGATIONS, KL_ESTIMATORS
-    from nemo_prorl.settings_checks import CHOICES
+    from nemo_prorl.checks import CHOICES
 
     assert CHOICES["trainer.grpo.advantage"] == ADVANTAGE_KINDS
     assert CHOICES["trainer.grpo.correction.kind"] == CORRECTION_KINDS
@@ -298,7 +298,7 @@ def test_the_choices_are_those_of_the_algorithms() -> None:
 
 def test_every_number_of_the_schema_has_a_range() -> None:
     """A number that is added to the schema needs a line in the tables of checks."""
-    from nemo_prorl import settings_checks as checks
+    from nemo_prorl import checks
 
     bounded = checks.AT_LEAST.keys() | checks.ABOVE.keys() | checks.CHOICES.keys()
 

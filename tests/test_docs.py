@@ -22,9 +22,10 @@ from nemo_prorl import cli, settings
 from nemo_prorl.algorithms import reset
 from nemo_prorl.config import Config
 from nemo_prorl.rewards.interface import RewardRequest, judge
-from nemo_prorl.rewards.sandbox.proof import open_sandbox
+from nemo_prorl.rewards.sandbox.levels import open_sandbox
 
 ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted(path for folder in ("nemo_prorl", "launcher") for path in (ROOT / folder).rglob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -128,7 +129,7 @@ def test_beside_every_formula_stands_its_function() -> None:
 def alarm_texts() -> dict[str, str]:
     """Where the package raises an alarm, and the longest piece of its text that is always the same."""
     found = {}
-    for path in sorted((ROOT / "nemo_prorl").rglob("*.py")):
+    for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or len(node.args) < 2:
                 continue
@@ -144,20 +145,20 @@ def test_every_alarm_has_a_cause_and_a_cure() -> None:
     told = page.split("## Alarms")[1].split("\n## ")[0]
     assert sum(bool(text) for text in texts.values()) >= 7
     assert {where: text for where, text in texts.items() if text not in told} == {}
-    assert [where for where, text in texts.items() if not text] == ["run.py:" + str(line_of_the_rules())]
+    assert [where for where, text in texts.items() if not text] == ["rank.py:" + str(line_of_the_rules())]
     for rule in (*reset.ASKING, *reset.ADVISING):
         assert f"`{rule}: ...`" in told
 
 
 def line_of_the_rules() -> int:
     """The one alarm whose text is a rule's finding."""
-    lines = (ROOT / "nemo_prorl" / "run.py").read_text().splitlines()
+    lines = (ROOT / "nemo_prorl" / "rank.py").read_text().splitlines()
     return next(number for number, line in enumerate(lines, 1) if "self.alarm(metrics.step, str(finding))" in line)
 
 
 def test_every_error_of_the_package_has_a_cause_and_a_cure() -> None:
     bases: dict[str, set[str]] = {}
-    for path in (ROOT / "nemo_prorl").rglob("*.py"):
+    for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 bases[node.name] = {base.id for base in node.bases if isinstance(base, ast.Name)}

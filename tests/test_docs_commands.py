@@ -24,14 +24,14 @@ from nemo_prorl.data.prepare.rows import Row
 from nemo_prorl.data.prepare.sources import SOURCES
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.launcher.slurm import CLUSTER
-from nemo_prorl.rewards.new import new_plugin
+from nemo_prorl.rewards.scaffold import new_plugin
 from tests.conftest import ROOT
 from tests.data.preparing import SUMS, TEST, touch_prepared, write
 from tests.data.test_prepare_judge import MODEL, Judge, pairs
 from tests.evaluation.test_evaluate import Address
 from tests.launcher.test_chain import Slurm
 from tests.report.made import evaluation, make_run
-from tests.rewards.test_new import COMMANDS as OF_THE_PLUGIN_PAGE
+from tests.rewards.test_scaffold import COMMANDS as OF_THE_PLUGIN_PAGE
 from tests.test_docs import COMMANDS as IN_SH_BLOCKS
 from tests.test_docs import PAGES, blocks, model_folder, stage_words
 from tests.whole_runs import SMALL
@@ -52,7 +52,7 @@ HERE = {  # in this process, on files made for it
 }
 WHOLE = {"prorl doctor", "prorl evaluate", "prorl control", "report --serve"}  # slow: with engines, ranks or a server
 ELSEWHERE = {  # why not here
-    "plugins.md": "tests/rewards/test_new.py runs the page's commands in their order",
+    "plugins.md": "tests/rewards/test_scaffold.py runs the page's commands in their order",
     "make": "tests/test_docs.py asks make what it would run, which is run in small here and in tests/test_main_job.py",
     "ablations.py": "hours of work: tests/test_docs.py looks for its options",
     "dev-cluster.sh": "tests/cluster starts such a cluster",

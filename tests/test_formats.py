@@ -257,7 +257,7 @@ def metrics_line() -> dict[str, Any]:
     from nemo_prorl.metrics import Metrics
     from nemo_prorl.rollout.collected import CollectedBatch, TaskTally
     from nemo_prorl.rollout.report import report_rollout
-    from nemo_prorl.scores import GroupScores
+    from nemo_prorl.rollout.scores import GroupScores
     from nemo_prorl.trainer import advantages, policy_loss, report_update
 
     metrics = Metrics(3, "none")
@@ -287,14 +287,14 @@ def metrics_line() -> dict[str, Any]:
     metrics.add("engine_gap", gap)
     metrics.add("stale_gap", gap)
     metrics.add("correction", {key: float(v) for key, v in corrected.items()})
-    for key in literal_keys("trainer.py") | literal_keys("run.py"):
+    for key in literal_keys("trainer.py") | literal_keys("rank.py"):
         if key not in metrics:
             metrics.put(key, 0.5)
     metrics.add("time/logprobs", GroupScores(None).shares([]))  # type: ignore[arg-type]
     load = Load(1)
     load.begin()
     metrics.add("time/rollout", load.end())
-    for phase in set(re.findall(r'phase\("(\w+)"', source("trainer.py") + source("run.py"))):
+    for phase in set(re.findall(r'phase\("(\w+)"', source("trainer.py") + source("rank.py"))):
         metrics.put(f"time/{phase}", 0.5)
     metrics.put("validation/sums", 0.5)
     return metrics.as_json()
@@ -331,7 +331,7 @@ def test_documented_metrics_are_written(metrics_line: dict[str, Any]) -> None:
 
 
 def test_journal_and_rollouts_fit(tmp_path: Path) -> None:
-    from nemo_prorl.recipe.records import Journal, write_rollouts
+    from nemo_prorl.lifecycle.records import Journal, write_rollouts
     from nemo_prorl.rollout.collected import Group
     from nemo_prorl.rollout.one_engine import Response
 
@@ -349,7 +349,7 @@ def test_journal_and_rollouts_fit(tmp_path: Path) -> None:
     assert against("journal-event", {"event": "party", "step": 1, "time": 0.0})
     assert against("journal-event", {"event": "reset_commit", "step": 1, "time": 0.0, "reason": "r"})
     schema = json.loads(SCHEMAS["journal-event"].read_text())
-    sources = "".join(source(name) for name in ("run.py", "run_checkpoints.py", "recipe/control.py"))
+    sources = "".join(source(name) for name in ("rank.py", "lifecycle/checkpoints.py", "lifecycle/control.py"))
     written = set(re.findall(r'journal\.append\(\s*"(\w+)"', sources))
     assert written == set(schema["properties"]["event"]["enum"])
 
@@ -364,8 +364,8 @@ def test_journal_and_rollouts_fit(tmp_path: Path) -> None:
 
 
 def test_summary_fits(tmp_path: Path) -> None:
-    from nemo_prorl.recipe.records import write_json
-    from nemo_prorl.recipe.summary import summary
+    from nemo_prorl.lifecycle.records import write_json
+    from nemo_prorl.lifecycle.summary import summary
 
     some: dict[str, Any] = {
         "finished": True,
@@ -392,7 +392,7 @@ def test_endpoints_fit(tmp_path: Path) -> None:
     from types import SimpleNamespace
 
     from nemo_prorl.rewards.server import write_endpoint
-    from nemo_prorl.rollout import server
+    from nemo_prorl.rollout.engine import server
 
     for state in ("ready", "stopped"):
         write_endpoint(tmp_path / "rewards-0.json", "http://127.0.0.1:1234", state)
@@ -407,9 +407,9 @@ def test_endpoints_fit(tmp_path: Path) -> None:
 
 
 def test_requests_to_a_run_and_what_its_hook_is_given_fit(tmp_path: Path) -> None:
-    from nemo_prorl.events import Events
-    from nemo_prorl.recipe.control import REQUESTS, _place
-    from nemo_prorl.recipe.records import Journal
+    from nemo_prorl.launcher.events import Events
+    from nemo_prorl.lifecycle.control import REQUESTS, _place
+    from nemo_prorl.lifecycle.records import Journal
 
     request = json.loads(_place(tmp_path, "reset")[1].read_text())
     assert against("control-request", request) == []
@@ -432,9 +432,9 @@ def test_state_fits() -> None:
     from nemo_prorl.algorithms.sampling import KeepRates
     from nemo_prorl.config import DataSource, ResetsConfig
     from nemo_prorl.data.blend import Blend
+    from nemo_prorl.lifecycle.records import code_sha256
+    from nemo_prorl.lifecycle.resets import Resets
     from nemo_prorl.metrics import Metrics
-    from nemo_prorl.recipe.records import code_sha256
-    from nemo_prorl.recipe.resets import Resets
 
     blend = Blend([(DataSource(name="sums"), [RECORD, {**RECORD, "id": "a-2"}])], seed=1, retire_after=1)
     blend.next()
@@ -463,7 +463,7 @@ def test_state_has_the_keys_that_a_run_saves() -> None:
     """The dicts in `Checkpoints.save`, read from its source, against the schema of a trained checkpoint."""
     schema = json.loads(SCHEMAS["state"].read_text())
     trained = schema["oneOf"][1]
-    tree = ast.parse(source("run_checkpoints.py"))
+    tree = ast.parse(source("lifecycle/checkpoints.py"))
     [function] = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "save"]
     dicts = [node for node in ast.walk(function) if isinstance(node, ast.Dict)]
     saved = {key.value for d in dicts for key in d.keys if isinstance(key, ast.Constant)}

@@ -11,7 +11,7 @@ import pytest
 HEAVY = {"torch", "nemo", "nemo_aligner", "megatron", "vllm", "transformers", "lightning", "numpy"}
 NEMO = {"nemo", "nemo_aligner", "megatron", "lightning", "pytorch_lightning", "transformer_engine", "apex"}
 PACKAGE = Path(__file__).resolve().parent.parent / "nemo_prorl"
-FILES = sorted(PACKAGE.rglob("*.py"))
+FILES = sorted([*PACKAGE.rglob("*.py"), *(PACKAGE / "launcher").rglob("*.py")])
 
 
 def imports(path: Path, top_level_only: bool = False) -> Iterator[tuple[str, int]]:
@@ -70,9 +70,9 @@ def test_algorithms_import_torch_only() -> None:
 
 
 def test_outside_the_policy_ranks_meet_in_one_place() -> None:
-    """Which waits without a GPU and long enough (rank_zero.py); a collective elsewhere would wait in NCCL."""
+    """Which waits without a GPU and long enough (leader.py); a collective elsewhere would wait in NCCL."""
     users = {str(path.relative_to(PACKAGE)) for path in FILES for name, _ in imports(path) if "distributed" in name}
-    assert {user for user in users if not user.startswith(("policy/", "algorithms/"))} == {"rank_zero.py"}
+    assert {user for user in users if not user.startswith(("policy/", "algorithms/"))} == {"leader.py"}
 
 
 def test_the_reward_interface_imports_the_standard_library_only() -> None:
@@ -81,7 +81,7 @@ def test_the_reward_interface_imports_the_standard_library_only() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["errors.py", "events.py", "deadlines.py", "config.py", "settings.py", "settings_checks.py", "data/prepared.py"],
+    ["errors.py", "launcher/events.py", "deadlines.py", "config.py", "settings.py", "checks.py", "data/prepared.py"],
 )
 def test_configuration_and_errors_are_light(name: str) -> None:
     light = {"omegaconf", "hydra", "yaml"}
@@ -90,13 +90,14 @@ def test_configuration_and_errors_are_light(name: str) -> None:
         for module in (
             "config",
             "errors",
-            "events",
-            "settings_checks",
+            "launcher.events",
+            "checks",
             "data.prepared",
-            "hf_config",
+            "data.hf_config",
             "deadlines",
-            "recipe.memory",
-            "recipe.memory_check",
+            "planning.memory",
+            "planning.memory_check",
+            "lifecycle.records",
         )
     }
     assert not offences([PACKAGE / name], light)
@@ -107,8 +108,8 @@ def test_nemo_is_imported_in_policy_only() -> None:
 
 
 def test_vllm_is_imported_by_the_engine_only() -> None:
-    """In the engine's process: the server and the modules of it, which begin with `engine_`."""
-    assert not {path for path in users_of({"vllm"}) if not path.startswith(("rollout/server.py", "rollout/engine_"))}
+    """Only rollout/engine/ runs in its environment."""
+    assert not {path for path in users_of({"vllm"}) if not path.startswith("rollout/engine/")}
 
 
 def test_the_trainer_knows_neither_nemo_nor_vllm_nor_http() -> None:
@@ -117,7 +118,7 @@ def test_the_trainer_knows_neither_nemo_nor_vllm_nor_http() -> None:
     if not path.exists():
         pytest.skip("trainer.py is not there yet")
     forbidden = NEMO | {"vllm", "http", "urllib", "requests", "aiohttp", "httpx"}
-    forbidden |= {f"nemo_prorl.{part}" for part in ("policy", "rollout", "rewards", "launcher", "run")}
+    forbidden |= {f"nemo_prorl.{part}" for part in ("policy", "rollout", "rewards", "launcher", "rank")}
     found = [name for name, _ in imports(path)]
     assert not [name for name in found if any(name == f or name.startswith(f + ".") for f in forbidden)]
 
@@ -129,8 +130,8 @@ def test_the_launcher_never_imports_policy() -> None:
 
 
 def test_lower_layers_do_not_import_upper_ones() -> None:
-    upper = {f"nemo_prorl.{part}" for part in ("trainer", "run", "launcher", "cli")}
-    lower = ("algorithms", "policy", "rollout", "rewards", "data", "recipe")
+    upper = {f"nemo_prorl.{part}" for part in ("trainer", "rank", "launcher", "cli")}
+    lower = ("algorithms", "policy", "rollout", "rewards", "data", "lifecycle", "planning")
     found = []
     for layer in lower:
         for path in sorted((PACKAGE / layer).rglob("*.py")):
@@ -186,7 +187,7 @@ def test_a_start_of_prorl_loads_nothing_heavy(arguments: list[str], tmp_path: Pa
 def test_what_rank_0_alone_has_is_named_on_rank_0_alone() -> None:
     """An argument is evaluated on every rank: `on_rank_0(self.services.x)` fails on those that have no services."""
     own, wrong = {"services", "metrics_log", "journal", "requests"}, []
-    for path in sorted(PACKAGE.glob("run*.py")):
+    for path in [PACKAGE / "rank.py", PACKAGE / "lifecycle" / "checkpoints.py"]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("on_rank_0", "share"):
                 eager = [arg for arg in node.args if not isinstance(arg, ast.Lambda)]

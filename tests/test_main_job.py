@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_prorl.status import run_state, status
+from nemo_prorl.report.status import run_state, status
 from tests.test_formats import against
 from tests.whole_runs import (
     STEPS,

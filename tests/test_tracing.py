@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from nemo_prorl.recipe.bottleneck import bottleneck
+from nemo_prorl.lifecycle.bottleneck import bottleneck
+from nemo_prorl.lifecycle.step_traces import StepTraces
 from nemo_prorl.rollout.load import Load
-from nemo_prorl.run_trace import StepTraces
 from nemo_prorl.tracing import Recorder, answer, lanes, timeline
 from tests.test_formats import against  # the schemas' own checker
 
@@ -62,7 +62,7 @@ def test_a_service_says_what_a_wrong_request_should_be() -> None:
 
 
 def test_what_is_missing_is_named_and_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_prorl.run_trace._END_S", 1.0)
+    monkeypatch.setattr("nemo_prorl.lifecycle.step_traces._END_S", 1.0)
     (tmp_path / "endpoints").mkdir()
     (tmp_path / "endpoints" / "token").write_text("t" * 16)
     traces = StepTraces(tmp_path, [2], rank=0, ranks=2, services={"engine": 1})

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from nemo_prorl.recipe import killpoints
+from nemo_prorl.lifecycle import killpoints
 
 STEPS = 4
 SMALL = [

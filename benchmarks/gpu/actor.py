@@ -70,7 +70,7 @@ def logprobs_and_updates(emit: Emit, actor: Any, cfg: Any, settings: Settings) -
 
 def memory(emit: Emit, actor: Any, cfg: Any, settings: Settings, resident: int | None) -> None:
     """What was measured beside what `prorl plan` says for one GPU with this model."""
-    from nemo_prorl.recipe.memory import memory_of
+    from nemo_prorl.planning.memory import memory_of
 
     numbers = memory_of(cfg, actor.shape.vocab).numbers()
     plan = {name: int(value or 0) for name, value in numbers.items()}

@@ -1,7 +1,7 @@
 """A vLLM engine beside a resident trainer: does it start, sleep, wake, take new weights and start again in the memory
 that the plan gives it, how long does each take, and what is free meanwhile?
 
-Talks to `nemo_prorl.rollout.server` over HTTP, as a run does.  The model is random; greedy answers before and after
+Talks to `rollout/engine/server.py` over HTTP, as a run does.  The model is random; greedy answers before and after
 must be the same.  The trainer is its plan's bytes in plain tensors: the sizes are its, its kernels are not there.
 """
 
@@ -39,7 +39,7 @@ def server(python: str, folder: Path, settings: Settings, *options: str) -> Iter
     token.touch(mode=0o600)
     token.write_text(TOKEN)
     endpoint.unlink(missing_ok=True)
-    command = [python, str(ROOT / "nemo_prorl" / "rollout" / "server.py"), "--sleep", "--eager"]
+    command = [python, str(ROOT / "nemo_prorl" / "rollout" / "engine" / "server.py"), "--sleep", "--eager"]
     command += [
         f"--model={folder / 'model'}",
         f"--token-file={token}",
@@ -91,7 +91,7 @@ def plan(settings: Settings, folder: Path) -> tuple[int, list[str]]:
     """(bytes of a resident trainer, the engine's options) of one of 32 ranks on this device, by the plan."""
     if not settings.cuda:
         return 0, [f"--kv-mb={SMALL_KV_MB}"]
-    from nemo_prorl.recipe.memory import memory_of
+    from nemo_prorl.planning.memory import memory_of
 
     cfg = real.config(settings, folder, "trainer.num_nodes=4", "trainer.devices=8", "rollout.engines=32")
     size = torch.cuda.mem_get_info()[1]

@@ -17,7 +17,7 @@ from gpu.common import Settings
 from nemo_prorl.algorithms.logprobs import chunked_logprobs
 from nemo_prorl.algorithms.losses import LossConfig, grpo_loss
 from nemo_prorl.launcher.link import free_port
-from nemo_prorl.policy import cpu
+from nemo_prorl.policy.cpu import shims as cpu
 
 TEMPERATURE, CHUNK = 1.2, 4096
 
@@ -121,7 +121,7 @@ def build(
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from nemo_prorl.policy.cpu_layers import layer_spec
+    from nemo_prorl.policy.cpu.layers import layer_spec
 
     config = config_of(shape, settings, fp8, fused, scales)
     model: Any = GPTModel(

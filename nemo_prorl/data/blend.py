@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nemo_prorl.config import DataConfig, DataSource
-from nemo_prorl.data.generators import Record, generate
+from nemo_prorl.data.laptop.generators import Record, generate
 from nemo_prorl.errors import CheckpointError, ConfigError, DataError
 
 _log = logging.getLogger(__name__)

@@ -186,10 +186,10 @@ def _parse(raw: bytes, where: str) -> Any:
 def _objects(path: str | Path) -> Iterator[tuple[str, int, Any]]:
     """(where, line or row, object) of each record in a file, which nobody has checked yet."""
     if Path(path).suffix == ".parquet":
-        from nemo_prorl.data import tables  # pyarrow is not for everybody who reads records
+        from nemo_prorl.data import parquet  # pyarrow is not for everybody who reads records
 
-        for number, row in tables.read_rows(path):
-            yield f"{path}:{number}", number, tables.record_of(row, f"{path}:{number}")
+        for number, row in parquet.read_rows(path):
+            yield f"{path}:{number}", number, parquet.record_of(row, f"{path}:{number}")
         return
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):

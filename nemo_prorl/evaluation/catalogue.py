@@ -155,7 +155,7 @@ def load_records(benchmark: Benchmark, data: Path | None, limit: int | None = No
         records = read_records(file, {benchmark.task})
     else:
         from nemo_prorl.config import DataSource
-        from nemo_prorl.data.generators import generate
+        from nemo_prorl.data.laptop.generators import generate
 
         assert benchmark.generate is not None
         try:

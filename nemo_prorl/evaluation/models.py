@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.recipe.retention import complete, step_of
+from nemo_prorl.lifecycle.retention import complete, step_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 
-from nemo_prorl.connections import allow_connections
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ProrlError
 from nemo_prorl.launcher.health import Health
@@ -15,6 +14,7 @@ from nemo_prorl.launcher.job import clear_endpoints
 from nemo_prorl.launcher.processes import Child, MergedLog, stop_all
 from nemo_prorl.launcher.supervisor import Node
 from nemo_prorl.rewards.client import ClientOptions, RewardClient
+from nemo_prorl.rewards.connections import allow_connections
 
 T = TypeVar("T")
 

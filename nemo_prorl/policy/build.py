@@ -12,7 +12,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.policy import cpu
+from nemo_prorl.policy.cpu import shims as cpu
 
 _log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Exact checkpoints in Megatron's distributed format, which loads at another parallel layout too.
 
-checkpoints/step-000040/        complete only when it has this name; written as step-000040.tmp (recipe/retention.py)
+checkpoints/step-000040/        complete only when it has this name; written as step-000040.tmp (lifecycle/retention.py)
     *.distcp .metadata common.pt metadata.json     weights, optimizer, reference policy
     rng-RANK.pt                                    random states of each rank
     state.json                                     what the run knows beside tensors, and the reference's sha256
@@ -40,11 +40,11 @@ from torch.distributed.checkpoint import save as torch_distributed_save
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import CheckpointError
+from nemo_prorl.lifecycle.killpoints import killpoint
+from nemo_prorl.lifecycle.retention import FORMAT, TEMPORARY, check_format, put_in_place
 from nemo_prorl.policy.actor import Actor
 from nemo_prorl.policy.host_memory import to_host
 from nemo_prorl.policy.weights import sha256_of
-from nemo_prorl.recipe.killpoints import killpoint
-from nemo_prorl.recipe.retention import FORMAT, TEMPORARY, check_format, put_in_place
 
 REFERENCE = "reference."
 _EXTRA = "_extra_state"  # of a module beside its parameters: FP8's scales and their history, where scales are delayed

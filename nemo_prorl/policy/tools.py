@@ -16,9 +16,9 @@ from torch import Tensor
 
 from nemo_prorl import settings
 from nemo_prorl.errors import CheckpointError, ConfigError
+from nemo_prorl.lifecycle.retention import FORMAT, OLD, TEMPORARY, TRASH, check_format, complete
 from nemo_prorl.policy.stored import read_policy, write_policy
 from nemo_prorl.policy.weights import Digests, HFFolder, dtype_of, write_hf_folder
-from nemo_prorl.recipe.retention import FORMAT, OLD, TEMPORARY, TRASH, check_format, complete
 
 _log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from nemo_prorl.data.hf_config import check_computed, rope_theta
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.hf_config import check_computed, rope_theta
 
 
 @dataclass(frozen=True)

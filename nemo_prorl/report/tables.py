@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from nemo_prorl.recipe.bottleneck import bottleneck
+from nemo_prorl.lifecycle.bottleneck import bottleneck
 from nemo_prorl.report.read import Curve, Run, number, step_of
 from nemo_prorl.report.series import keys_of, rounded
 

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     if args.rewards_command == "describe":
         return _describe(args.name)
     if args.rewards_command == "new":
-        from nemo_prorl.rewards.new import new_plugin
+        from nemo_prorl.rewards.scaffold import new_plugin
 
         _write(sys.stdout, new_plugin(args.name, args.dir or Path(args.name), args.sandbox))
         return 0

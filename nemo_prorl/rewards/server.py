@@ -31,9 +31,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from nemo_prorl import tracing
-from nemo_prorl.connections import allow_connections
 from nemo_prorl.errors import ConfigError, ProrlError
 from nemo_prorl.rewards.cli import add_server_arguments
+from nemo_prorl.rewards.connections import allow_connections
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest
 from nemo_prorl.rewards.service import RewardService, plan_pools

@@ -56,7 +56,7 @@ def plan_pools(
 
 def check_sandbox(unsafe_no_sandbox: bool = False) -> None:
     """Tries the sandbox on this machine.  Raises UnfitMachine where none holds and that is not allowed."""
-    from nemo_prorl.rewards.sandbox.proof import open_sandbox
+    from nemo_prorl.rewards.sandbox.levels import open_sandbox
 
     open_sandbox(unsafe_no_sandbox).close()
 

@@ -44,7 +44,7 @@ def load(name: str, settings: dict[str, object], unsafe_no_sandbox: bool) -> Rew
     points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name)
     plugin = make_plugin(discover(points).plugin(name), settings)
     if plugin.needs_sandbox:
-        from nemo_prorl.rewards.sandbox.proof import open_sandbox
+        from nemo_prorl.rewards.sandbox.levels import open_sandbox
 
         plugin.sandbox = open_sandbox(unsafe_no_sandbox, plugin.sandbox_packages)
     plugin.prepare()

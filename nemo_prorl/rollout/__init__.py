@@ -1,5 +1,5 @@
 """Rollouts: the vLLM server, its client, weight publication, and the collector of judged groups.
 
-`server.py` and the `engine_*.py` modules run in the rollout environment, where only vLLM and what it brings is
-installed.  The other modules run in the train environment and know no vLLM.
+`engine/` runs in the rollout environment, where only vLLM and its dependencies are installed.  The other modules run in
+the train environment and do not import vLLM.
 """

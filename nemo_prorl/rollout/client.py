@@ -20,7 +20,7 @@ import aiohttp
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DeadlineExceeded, EngineFailure, EngineRefused
-from nemo_prorl.rollout.engine_sleep import HELD_SUFFIX, HOLD_FILE
+from nemo_prorl.rollout.engine.sleep import HELD_SUFFIX, HOLD_FILE
 from nemo_prorl.rollout.load import Load
 from nemo_prorl.rollout.one_engine import EngineClient, Response, SamplingParams
 from nemo_prorl.rollout.scheduling import spread

@@ -19,9 +19,9 @@ from nemo_prorl.algorithms.reset import (
     replay,
     t_quantile,
 )
+from nemo_prorl.checks import RESET_RULES
 from nemo_prorl.config import ResetRulesConfig
-from nemo_prorl.recipe.resets import rules_of
-from nemo_prorl.settings_checks import RESET_RULES
+from nemo_prorl.lifecycle.resets import rules_of
 
 RULES = rules_of(ResetRulesConfig())
 # Without a plateau rule, which constant scores would set off.

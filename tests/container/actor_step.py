@@ -40,7 +40,7 @@ def step(out: Path, overrides: list[str]) -> None:
 def main() -> None:
     import torch
 
-    from nemo_prorl.policy import cpu
+    from nemo_prorl.policy.cpu import shims as cpu
 
     torch.set_num_threads(1)
     cpu.enable()

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_prorl.config import DataSource
-from nemo_prorl.data.generators import MATH_INSTRUCTION, PUZZLE_INSTRUCTION, generate, warmup_target
+from nemo_prorl.data.laptop.generators import MATH_INSTRUCTION, PUZZLE_INSTRUCTION, generate, warmup_target
 from nemo_prorl.data.records import validate_record
 from nemo_prorl.errors import ConfigError, DataError
 
@@ -120,8 +120,8 @@ def test_warmup_needs_one_answer_in_text() -> None:
 
 def test_import_is_light() -> None:
     code = (
-        "import sys, nemo_prorl.data.generators, nemo_prorl.data.blend, nemo_prorl.data.render, "
-        "nemo_prorl.data.laptop_model; "
+        "import sys, nemo_prorl.data.laptop.generators, nemo_prorl.data.blend, nemo_prorl.data.render, "
+        "nemo_prorl.data.laptop.model; "
         "assert not {'torch', 'reasoning_gym', 'transformers', 'sympy'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)

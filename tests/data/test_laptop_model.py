@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from nemo_prorl.config import DataSource
-from nemo_prorl.data.generators import generate, warmup_target
-from nemo_prorl.data.laptop_model import EOS, MARKUP, build_base_model, build_tokenizer, qwen2_config
+from nemo_prorl.data.laptop.generators import generate, warmup_target
+from nemo_prorl.data.laptop.model import EOS, MARKUP, build_base_model, build_tokenizer, qwen2_config
 from nemo_prorl.data.render import PromptRenderer
 from nemo_prorl.errors import ConfigError, DataError
 

@@ -17,9 +17,9 @@ import pytest
 
 from nemo_prorl import settings
 from nemo_prorl.config import DataConfig, DataSource
-from nemo_prorl.data import tables
+from nemo_prorl.data import parquet as tables
 from nemo_prorl.data.blend import Blend, load_sources
-from nemo_prorl.data.laptop_model import build_tokenizer
+from nemo_prorl.data.laptop.model import build_tokenizer
 from nemo_prorl.data.prepare import answers, output, puzzles, sources
 from nemo_prorl.data.prepare.filters import Contamination
 from nemo_prorl.data.prepare.gold import spread

@@ -11,7 +11,7 @@ import pytest
 
 from nemo_prorl import cli, settings
 from nemo_prorl.config import DataSource
-from nemo_prorl.data.generators import generate
+from nemo_prorl.data.laptop.generators import generate
 from nemo_prorl.data.prepared import PAPER, faults, missing_tasks, preparing, task_of
 from nemo_prorl.errors import ConfigError
 from tests.conftest import ROOT

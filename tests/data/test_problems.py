@@ -9,14 +9,14 @@ import pytest
 
 from nemo_prorl.config import DataSource
 from nemo_prorl.data.blend import load_sources
-from nemo_prorl.data.generators import Record, generate, warmup_target
-from nemo_prorl.data.laptop_model import build_tokenizer
-from nemo_prorl.data.problems import code, instructions, stem
+from nemo_prorl.data.laptop.generators import Record, generate, warmup_target
+from nemo_prorl.data.laptop.model import build_tokenizer
+from nemo_prorl.data.laptop.problems import code, instructions, stem
 from nemo_prorl.data.records import validate_record
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.rewards.discovery import discover, make_plugin
 from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, RewardResult
-from nemo_prorl.rewards.sandbox.proof import open_sandbox
+from nemo_prorl.rewards.sandbox.levels import open_sandbox
 from nemo_prorl.settings import load
 
 DOMAINS = ("code", "stem", "instructions")

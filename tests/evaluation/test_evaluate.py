@@ -138,7 +138,7 @@ def test_wrong_use_is_told(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def laptop_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The laptop job's model, untrained."""
-    from nemo_prorl.data.laptop_model import build_base_model
+    from nemo_prorl.data.laptop.model import build_base_model
     from nemo_prorl.evaluation.catalogue import catalogue, load_records
     from nemo_prorl.settings import load
 

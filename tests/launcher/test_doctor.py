@@ -19,7 +19,7 @@ from nemo_prorl import cli, settings
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.launcher.doctor import machine, model, network, nodes, storage
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask, output_of
-from nemo_prorl.recipe.memory import memory_of
+from nemo_prorl.planning.memory import memory_of
 
 LAPTOP = settings.load(["cluster=laptop"])
 

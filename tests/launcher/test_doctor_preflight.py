@@ -12,8 +12,8 @@ from nemo_prorl import cli, settings
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.launcher.doctor import preflight
 from nemo_prorl.launcher.doctor.preflight import Outcome
-from nemo_prorl.recipe.memory import memory_of
-from nemo_prorl.recipe.preflight import Plan
+from nemo_prorl.planning.memory import memory_of
+from nemo_prorl.planning.preflight import Plan
 from nemo_prorl.rollout.publication import WeightStore, weights_folder
 
 LAPTOP = settings.load(["cluster=laptop"])

@@ -109,7 +109,8 @@ def of_extra_state(lazy: bool, out: Path) -> dict[str, Any]:
 
     It also notes in which mode the model computes.
     """
-    from nemo_prorl.policy import checkpoint, cpu_layers
+    from nemo_prorl.policy import checkpoint
+    from nemo_prorl.policy.cpu import layers as cpu_layers
 
     modes: set[tuple[bool, bool]] = set()
 

@@ -8,8 +8,8 @@ import torch
 
 from nemo_prorl.algorithms.losses import LossConfig
 from nemo_prorl.config import WarmupConfig
+from nemo_prorl.lifecycle.warmup import warm_up
 from nemo_prorl.policy.weights import HFFolder
-from nemo_prorl.recipe.warmup import warm_up
 from nemo_prorl.trainer import policy_loss
 from tests.policy.ranks import Layout, config_of, fixed_batch, rows_of_rank
 

@@ -296,8 +296,8 @@ def killed_writes(actor: Any, out: Path) -> dict[str, list[Any]]:
 
     A second one is written: of step 2, and of step 1 again where only that comes past the point.
     """
+    from nemo_prorl.lifecycle import killpoints, retention
     from nemo_prorl.policy import checkpoint
-    from nemo_prorl.recipe import killpoints, retention
 
     def content(folder: Path) -> dict[str, bytes]:
         """The same of each write; torch notes a random identity in .metadata."""
@@ -442,7 +442,7 @@ def main() -> None:
     out = Path(sys.argv[1])
     for name, config in MODELS.items():
         write_model(out / name, config)
-    from nemo_prorl.policy import cpu
+    from nemo_prorl.policy.cpu import shims as cpu
     from tests.policy import measure_checkpoints as of  # sees Megatron as it is
     from tests.policy import measure_half as half
 

@@ -157,7 +157,7 @@ def main() -> None:
     out = Path(sys.argv[1])
     write_model(out / "model", MODEL, torch.bfloat16)
     (out / "imported-by.json").write_text(json.dumps(convert(out)))
-    from nemo_prorl.policy import cpu
+    from nemo_prorl.policy.cpu import shims as cpu
 
     cpu.enable(transformer_engine=True)
     import megatron.core.tensor_parallel.layers as layers

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_prorl.policy.cpu_kernels import linear, rotary, swiglu
+from nemo_prorl.policy.cpu.kernels import linear, rotary, swiglu
 
 
 def test_rotary_is_the_plain_rotation_and_has_its_gradient() -> None:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
-from nemo_prorl.recipe.killpoints import POINTS
+from nemo_prorl.lifecycle.killpoints import POINTS
 from tests.policy.ranks import (
     CLOSER,
     DATA_PARALLEL,

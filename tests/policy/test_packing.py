@@ -50,7 +50,7 @@ def test_attention_and_its_gradient_are_those_of_each_sequence_alone() -> None:
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from nemo_prorl.policy.cpu_layers import CausalAttention
+    from nemo_prorl.policy.cpu.layers import CausalAttention
 
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
     attention = CausalAttention(config, 1, AttnMaskType.causal, "self")
@@ -75,7 +75,7 @@ def test_groups_are_neighbours_of_similar_lengths() -> None:
 
 
 def test_a_rotation_is_that_of_the_position_in_the_sequence() -> None:
-    from nemo_prorl.policy.cpu_kernels import rotary, rotary_of_packed
+    from nemo_prorl.policy.cpu.kernels import rotary, rotary_of_packed
 
     packed = packed_of(batch_of())
     t, half = random(packed.tokens_1N.numel(), 2, 8), random(12, 1, 1, 4)

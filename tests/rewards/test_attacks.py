@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nemo_prorl.rewards.interface import Program
-from nemo_prorl.rewards.sandbox import client, proof, zygote
+from nemo_prorl.rewards.sandbox import client, levels, zygote
 from nemo_prorl.rewards.sandbox.client import ProcessSandbox, SandboxFailure
 from tests.background import Background
 from tests.rewards.attack_runs import GIVEN, OWN, attack, judge
@@ -74,7 +74,7 @@ def test_every_case_says_why() -> None:
 # --- what the cases have taught, one by one --------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=proof.LEVELS)
+@pytest.fixture(scope="module", params=levels.LEVELS)
 def box(request: pytest.FixtureRequest) -> Iterator[ProcessSandbox]:
     sandbox = ProcessSandbox(request.param)
     try:

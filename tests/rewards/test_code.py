@@ -12,7 +12,7 @@ from prorl_reward_code.plugin import MAX_SOURCE_CHARS, CodeReward
 from prorl_reward_code.truth import check, names_called
 
 from nemo_prorl.rewards.interface import RewardRequest, RewardResult
-from nemo_prorl.rewards.sandbox.proof import open_sandbox
+from nemo_prorl.rewards.sandbox.levels import open_sandbox
 
 F = "```"
 ONE, TWO = "print(1)\n", "print(2)\n"

@@ -12,16 +12,17 @@ from typing import Any
 
 import pytest
 
-from nemo_prorl import cli, run_services, settings
-from nemo_prorl.data.laptop_model import build_tokenizer
+from nemo_prorl import cli, settings
+from nemo_prorl.data.laptop.model import build_tokenizer
 from nemo_prorl.data.render import PromptRenderer
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.evaluation.catalogue import Sampling, catalogue
 from nemo_prorl.evaluation.sampling import Work, plan
 from nemo_prorl.evaluation.sources import Endpoint, LocalEngines
 from nemo_prorl.evaluation.store import Store
-from nemo_prorl.recipe.records import write_rollouts
+from nemo_prorl.lifecycle.records import write_rollouts
 from nemo_prorl.rewards.client import RewardClient
+from nemo_prorl.rollout import services as rollout_services
 from nemo_prorl.rollout.one_engine import Response
 from nemo_prorl.rollout.prompts import Visit
 from tests.rewards.conftest import RunningServer, StartServer
@@ -116,11 +117,11 @@ def test_training_validation_and_stored_rollouts(
 ) -> None:
     (tmp_path / "endpoints" / "engine-0.json").write_text("{}")  # counted only: the scripted engines stand in for it
     shutil.copy(tmp_path / "token", tmp_path / "endpoints" / "token")
-    monkeypatch.setattr(run_services, "EnginePool", lambda *_: Scripted(renderer))
+    monkeypatch.setattr(rollout_services, "EnginePool", lambda *_: Scripted(renderer))
     sizes = ["prompts_per_step=5", "samples_per_prompt=2", "context_tokens=256", "max_response_tokens=100"]
     cfg = settings.load(["trainer.grpo.updates_per_step=1", *(f"trainer.grpo.{size}" for size in sizes)])
     prompts = InTurn(renderer)
-    services = run_services.Services.connect(cfg, tmp_path, prompts, renderer)  # type: ignore[arg-type]
+    services = rollout_services.Services.connect(cfg, tmp_path, prompts, renderer)  # type: ignore[arg-type]
     rollouts = services.rollouts
     try:
         groups = rollouts.collect(1, 0).groups

@@ -10,7 +10,7 @@ import pytest
 
 from nemo_prorl import cli
 from nemo_prorl.errors import DataError, RewardFailure
-from nemo_prorl.recipe.records import write_rollouts
+from nemo_prorl.lifecycle.records import write_rollouts
 from nemo_prorl.rewards import reverify
 from nemo_prorl.rewards.interface import failed_verdict
 from nemo_prorl.rewards.service import RewardService

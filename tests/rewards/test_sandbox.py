@@ -18,7 +18,7 @@ import pytest
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import UnfitMachine
 from nemo_prorl.rewards.interface import Program, ProgramRun
-from nemo_prorl.rewards.sandbox import folders, proof, syscalls
+from nemo_prorl.rewards.sandbox import folders, levels, syscalls
 from nemo_prorl.rewards.sandbox.client import ProcessSandbox, SandboxFailure
 from nemo_prorl.rewards.sandbox.zygote import empty_folder
 from tests.rewards.conftest import ROOT, children_of, is_alive
@@ -26,7 +26,7 @@ from tests.rewards.conftest import ROOT, children_of, is_alive
 ADD = "a, b = map(int, input().split())\nprint(a + b)\n"
 
 
-@pytest.fixture(scope="module", params=proof.LEVELS)
+@pytest.fixture(scope="module", params=levels.LEVELS)
 def box(request: pytest.FixtureRequest) -> Iterator[ProcessSandbox]:
     sandbox = ProcessSandbox(request.param)
     try:
@@ -49,20 +49,20 @@ def right(expected: list[str]) -> Callable[[int, bytes], bool]:
 
 
 def test_every_escape_is_attempted_and_refused(box: ProcessSandbox) -> None:
-    found = proof.prove(box)
+    found = levels.prove(box)
     assert found.holds, found.line()
     assert bool(found.lacks) == (box.level == "reduced")
 
 
 def test_without_confinement_the_proof_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(proof._LACKS, "none", {})
-    source = proof._ESCAPES.read_text()
+    monkeypatch.setitem(levels._LACKS, "none", {})
+    source = levels._ESCAPES.read_text()
     kept = source.index("PLACES =")
-    monkeypatch.setattr(proof, "_ESCAPES", ReadingOnly(source[: source.index('@attempt("write a file')], kept))
+    monkeypatch.setattr(levels, "_ESCAPES", ReadingOnly(source[: source.index('@attempt("write a file')], kept))
     sandbox = ProcessSandbox("none")
     sandbox.start()
     try:
-        found = proof.prove(sandbox)
+        found = levels.prove(sandbox)
     finally:
         sandbox.close()
     assert not found.holds
@@ -83,7 +83,7 @@ class ReadingOnly:
     ("options", "level"), [((), "full"), (("--no-user-namespaces",), "reduced")], ids=["user", "closed"]
 )
 def test_a_user_without_rights_has_a_level_that_holds(options: tuple[str, ...], level: str) -> None:
-    code = "from nemo_prorl.rewards.sandbox import proof; b = proof.open_sandbox(); print(b.level); b.close()"
+    code = "from nemo_prorl.rewards.sandbox import levels; b = levels.open_sandbox(); print(b.level); b.close()"
     command = [sys.executable, str(ROOT / "tests/rewards/as_user.py"), *options, sys.executable, "-c", code]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}
@@ -110,8 +110,8 @@ def test_no_level_means_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     real = ProcessSandbox.start
     monkeypatch.setattr(ProcessSandbox, "start", refuse)
     with pytest.raises(UnfitMachine, match=r"full is out of order.*reduced is out of order.*unsafe_no_sandbox=true"):
-        proof.open_sandbox()
-    sandbox = proof.open_sandbox(unsafe=True)
+        levels.open_sandbox()
+    sandbox = levels.open_sandbox(unsafe=True)
     try:
         assert sandbox.level == "none"
         assert run(sandbox, ADD, "1 2").outputs == (b"3\n",)
@@ -120,9 +120,9 @@ def test_no_level_means_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_level_with_an_open_escape_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof, "_THREADS", "print('POSSIBLE')")  # as where nothing bounds them
+    monkeypatch.setattr(levels, "_THREADS", "print('POSSIBLE')")  # as where nothing bounds them
     with pytest.raises(UnfitMachine, match="a program can start 300 threads"):
-        proof.open_sandbox()
+        levels.open_sandbox()
 
 
 # --- what a program gets ---------------------------------------------------------------------------------------------
@@ -354,7 +354,7 @@ def descendants(pid: int) -> set[int]:
     return found | {below for child in found for below in descendants(child)}
 
 
-@pytest.mark.parametrize("level", proof.LEVELS)
+@pytest.mark.parametrize("level", levels.LEVELS)
 def test_nothing_outlives_its_caller(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     caller = subprocess.Popen([sys.executable, "-c", RUNS_FOR_EVER, level], stdout=subprocess.PIPE, env=environment)
@@ -411,12 +411,12 @@ def test_a_folder_is_emptied_however_deep_and_locked(tmp_path: Path) -> None:
     assert (outside / "keep").read_text() == "kept"
 
 
-@pytest.mark.parametrize("level", proof.LEVELS)
+@pytest.mark.parametrize("level", levels.LEVELS)
 def test_packages_can_be_imported_and_nothing_beside_them(level: str) -> None:
     source = "import numpy, sys\nfrom numpy import linalg\nprint(int(linalg.det(numpy.eye(int(input())))))"
     with contextlib.closing(ProcessSandbox(level, packages=("numpy", "no_such_package"))) as sandbox:
         sandbox.start()
-        found = proof.prove(sandbox)
+        found = levels.prove(sandbox)
         assert found.holds, found.line()
         assert run(sandbox, source, "2", "3").outputs == (b"1\n", b"1\n")
         assert "ModuleNotFoundError" in run(sandbox, "import torch").details[0]

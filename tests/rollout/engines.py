@@ -143,7 +143,7 @@ class EngineProcess:
             "max-model-len": 512,
         }
         flags = [f"--{name}={value}" for name, value in values.items()]
-        return [self.python, "-m", "nemo_prorl.rollout.server", "--eager", *flags, *self.arguments]
+        return [self.python, "-m", "nemo_prorl.rollout.engine.server", "--eager", *flags, *self.arguments]
 
     def environment(self) -> dict[str, str]:
         return {**os.environ, "PYTHONPATH": str(ROOT), **self.variables}

@@ -53,7 +53,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
-from nemo_prorl.rollout.engine_scheduler import AsyncWholeResponses, WholeResponses
+from nemo_prorl.rollout.engine.scheduler import AsyncWholeResponses, WholeResponses
 
 def step(scheduler, *outputs):
     base.update_from_output = lambda self, *_: {0: EngineCoreOutputs(outputs=list(outputs))}
@@ -98,7 +98,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
-from nemo_prorl.rollout.engine_scheduler import AsyncWholeResponses, WholeResponses
+from nemo_prorl.rollout.engine.scheduler import AsyncWholeResponses, WholeResponses
 
 STOP = 2
 class Request:
@@ -195,7 +195,7 @@ BLOCKS = """
 from types import SimpleNamespace
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
 from vllm.v1.request import RequestStatus
-from nemo_prorl.rollout.engine_scheduler import ask_once_a_block
+from nemo_prorl.rollout.engine.scheduler import ask_once_a_block
 
 def asked(kind, request, tokens, sizes=(8,), **more):
     places = []
@@ -239,8 +239,8 @@ import torch
 from vllm import ir
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 theirs = TopKTopPSampler.forward_cpu
-from nemo_prorl.rollout import engine_cpu
-from nemo_prorl.rollout.engine_setup import cpu_options
+from nemo_prorl.rollout.engine import cpu as engine_cpu
+from nemo_prorl.rollout.engine.setup import cpu_options
 assert TopKTopPSampler.forward_cpu is not theirs
 
 # norms: chosen by the engine's options, as vLLM's own, and left to vLLM where memory is not in one piece
@@ -325,7 +325,7 @@ MEMORY = """
 from types import SimpleNamespace
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import request_memory
-from nemo_prorl.rollout.engine_setup import gpu_options
+from nemo_prorl.rollout.engine.setup import gpu_options
 
 KV = 61_442 << 20  # what the plan gives the cache of an engine of cluster=h100_4x8
 options = gpu_options(SimpleNamespace(sleep=True, kv_mb=KV >> 20))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nemo_prorl.errors import ConfigError, UnfitMachine
-from nemo_prorl.rollout.engine_weights import read_header
+from nemo_prorl.rollout.engine.weights import read_header
 from nemo_prorl.rollout.publication import MARKER, WeightStore, _staged, weights_folder
 
 TENSORS = {

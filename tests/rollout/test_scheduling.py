@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import simulate
 
-from nemo_prorl.connections import allow_connections
+from nemo_prorl.rewards.connections import allow_connections
 from nemo_prorl.rollout.scheduling import is_fresh, spread
 
 SIZE = simulate.Size(engines=16, prompts=32, samples=8, cap=16384)

@@ -13,8 +13,8 @@ import pytest
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DeadlineExceeded
 from nemo_prorl.rollout.client import EnginePool
-from nemo_prorl.rollout.engine_requests import BadRequest
-from nemo_prorl.rollout.engine_sleep import (
+from nemo_prorl.rollout.engine.requests import BadRequest
+from nemo_prorl.rollout.engine.sleep import (
     HELD_SUFFIX,
     HOLD_FILE,
     PARTS,

@@ -49,7 +49,7 @@ class Oracles:
         return replace(draft, truth={**draft.truth, "tests": kept})
 
     def _opened(self) -> ProcessSandbox:
-        from nemo_prorl.rewards.sandbox.proof import open_sandbox
+        from nemo_prorl.rewards.sandbox.levels import open_sandbox
 
         if self._sandbox is None:
             self._sandbox = open_sandbox(self._unsafe)

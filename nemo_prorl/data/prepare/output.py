@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nemo_prorl.data import tables
+from nemo_prorl.data import parquet as tables
 from nemo_prorl.data.prepare.rows import sha256_of
 from nemo_prorl.errors import ConfigError
 

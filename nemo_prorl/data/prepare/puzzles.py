@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from nemo_prorl.config import DataSource
-from nemo_prorl.data.generators import generate
+from nemo_prorl.data.laptop.generators import generate
 from nemo_prorl.data.prepare.drafts import Draft, Drop
 from nemo_prorl.data.prepare.rows import Row
 from nemo_prorl.errors import ConfigError

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_prorl.data import tables
+from nemo_prorl.data import parquet as tables
 from nemo_prorl.errors import ConfigError, DataError
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".jsonl.gz")

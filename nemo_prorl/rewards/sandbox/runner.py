@@ -24,7 +24,7 @@ from _thread import _count as count_threads
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_prorl.rewards.sandbox import kernel, prelude, stand_ins
+from nemo_prorl.rewards.sandbox import kernel, prelude, shims
 from nemo_prorl.rewards.sandbox.independent import independent
 from nemo_prorl.rewards.sandbox.syscalls import for_process
 
@@ -136,7 +136,7 @@ def run_child(
     if count == 0:
         report(independent=_is_independent(job))
         os._exit(0)
-    stand_ins.add_for(job["source"], path)
+    shims.add_for(job["source"], path)
     tests = _Tests(job, files, code, report, path, state)
     for position in range(count):
         if not tests.run(first + position, position, position == count - 1, go_on):
@@ -187,7 +187,7 @@ class _Tests:
         self._folder = os.path.dirname(path)
         self._entries = os.listdir(self._folder)
         self._state = state
-        own_open = builtins.open is not state.builtins["open"]  # of `stand_ins`
+        own_open = builtins.open is not state.builtins["open"]  # of `shims`
         self._builtins = {**state.builtins, "open": builtins.open} if own_open else state.builtins
         self._namespace: dict[str, Any] | None = None
         self._finalizes = any(word in job["source"] for word in ("__del__", "weakref", "finalize"))

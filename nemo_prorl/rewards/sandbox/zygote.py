@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nemo_prorl.rewards.sandbox import confine, kernel, stand_ins
+from nemo_prorl.rewards.sandbox import confine, kernel, shims
 from nemo_prorl.rewards.sandbox.runner import Files, Limits, State, run_child
 from nemo_prorl.rewards.sandbox.syscalls import build_filter
 
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     plan = Plan(**json.loads(arguments[2]))
     for name in _PRELOADED.split():
         importlib.import_module(name)
-    stand_ins.add_builtins()
+    shims.add_builtins()
     kernel.set_default_thread_stack(THREAD_STACK_MB << 20)
     try:
         if plan.level == "full":
@@ -107,7 +107,7 @@ def _serve_confined(sock: socket.socket, plan: Plan, alive: int | None = None) -
         confine.build_root(view, plan.tmp_mb)
         folder = "/tmp"
         view = replace(view, packages=tuple(f"{confine.PACKAGES}/{os.path.basename(p)}" for p in view.packages))
-    sys.meta_path.append(stand_ins.Packages(view.packages))
+    sys.meta_path.append(shims.Packages(view.packages))
     if plan.level != "none":
         layers["identity"] = confine.drop_identity(view, folder, plan.uid)
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)

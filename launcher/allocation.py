@@ -1,0 +1,46 @@
+"""What a configuration asks of a Slurm job, as one line of JSON: `slurm.py` asks, which has none of our packages.
+
+python -m nemo_prorl.launcher.allocation OVERRIDE ...     exit code 2: the configuration is wrong
+"""
+
+import json
+import logging
+import sys
+from typing import Any
+
+from omegaconf import DictConfig
+
+from nemo_prorl.errors import ProrlError
+from nemo_prorl.planning.devices import devices_words, node_devices
+
+_log = logging.getLogger(__name__)
+
+
+def allocation(cfg: DictConfig) -> dict[str, Any]:
+    return {
+        "num_nodes": cfg.trainer.num_nodes,
+        "devices": node_devices(cfg),
+        "devices_words": devices_words(cfg),
+        "accelerator": cfg.trainer.accelerator,
+        "startup_s": cfg.trainer.deadlines.startup_s,
+        "node_s": cfg.trainer.deadlines.node_s,
+        "attempts": cfg.launch.attempts,
+        "env": dict(cfg.launch.env),
+    }
+
+
+def main() -> int:
+    from nemo_prorl import settings
+
+    logging.basicConfig(level=logging.INFO, format="prorl: %(message)s", stream=sys.stderr)
+    try:
+        cfg = settings.load_run(sys.argv[1:])
+    except ProrlError as error:
+        _log.error("%s", error)
+        return error.exit_code
+    sys.stdout.write(json.dumps(allocation(cfg)) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""`prorl doctor`: is this machine fit, and for this run?  One line a check, with the cure of what is not.
+
+    machine.py            Python, packages, rollout environment, memory, disk, sandbox, reward plugins
+    data.py               the files and tasks of a run's data
+    storage.py            a run's directory, /dev/shm and host memory against what planning.memory says it needs
+    devices.py            GPUs, driver, torch, NCCL
+    model.py              model folder: shape, tokenizer, eos, chat template
+    network.py            ports, interfaces, the Slurm allocation
+    nodes.py node_probe.py  clocks, run directory and versions of all nodes, through srun
+    preflight.py          one step at full context on this node, with everything that a run starts
+
+Each module measures facts and judges them by functions of those facts alone.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_prorl.errors import ConfigError
+from nemo_prorl.launcher.doctor.check import Check
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `doctor` to the main command line."""
+    text = "is this machine fit; with overrides or --config: for that run, too"
+    parser = commands.add_parser("doctor", help=text, description=text)
+    parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", default=[], help="KEY=VALUE, as in conf/")
+    parser.add_argument("--config", metavar="FILE", type=Path, help="a run's config.yaml, instead of conf/")
+    parser.add_argument("--nodes", action="store_true", help="compare all nodes of the run, through srun")
+    parser.add_argument("--srun", metavar="COMMAND", default="srun", help="how to call srun, with options of its own")
+    parser.add_argument(
+        "--preflight", action="store_true", help="on this node try one step at full context and batch: memory and time"
+    )
+    parser.add_argument(
+        "--rows", type=int, metavar="N", help="with --preflight: of an update's rows of a rank so many only"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object a check")
+    parser.add_argument(
+        "--rollout-python", type=Path, metavar="PYTHON", help="instead of the run's, or of .venv/rollout"
+    )
+    parser.set_defaults(run_command=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 where nothing fails, else 3.  Raises ConfigError for a configuration that cannot work anywhere."""
+    cfg = None
+    if args.rows is not None and (args.rows < 1 or not args.preflight):
+        raise ConfigError(f"--rows {args.rows}: must be 1 or more, and stand beside --preflight")
+    if args.overrides or args.config or args.nodes or args.preflight:
+        from nemo_prorl import settings
+
+        cfg = settings.load_run(args.overrides, args.config, need_data=False)
+    failed = False
+    found = checks(cfg, args.rollout_python, args.srun if args.nodes else None)
+    if cfg is not None and args.preflight:
+        from nemo_prorl.launcher.doctor import preflight
+
+        if args.rollout_python is not None:
+            cfg.rollout.python = str(args.rollout_python)
+        found = chain(found, preflight.of_run(cfg, args.rows))
+    for check in found:
+        failed = failed or check.state == "fail"
+        sys.stdout.write((json.dumps(asdict(check)) if args.json else check.line()) + "\n")
+        sys.stdout.flush()
+    return 3 if failed else 0
+
+
+def checks(cfg: "DictConfig | None" = None, python: Path | None = None, srun: str | None = None) -> Iterator[Check]:
+    """All checks in the order in which they are printed: of this machine, and of a run where `cfg` is given.
+
+    `python`: the rollout environment's, instead of the configuration's.  `srun`: compare the nodes by this command.
+    """
+    from nemo_prorl.launcher.doctor import data, devices, machine, model, network, nodes, storage
+
+    python = python or Path(cfg.rollout.python if cfg is not None else ".venv/rollout/bin/python")
+    on_gpu = cfg is not None and cfg.trainer.accelerator == "gpu"
+    yield machine.python()
+    yield machine.packages()
+    yield machine.rollout(python, on_gpu)
+    if cfg is None:
+        yield from machine.sizes()
+    else:
+        yield from data.of_run(cfg)
+        yield from storage.of_run(cfg)
+        yield from model.of_run(cfg)
+        yield from devices.of_run(cfg, python)
+        yield from network.of_run(cfg, os.environ)
+    yield from machine.sandbox()
+    yield from machine.plugins()
+    if cfg is not None and srun is not None:
+        yield from nodes.of_run(cfg, srun)

@@ -1,0 +1,149 @@
+"""Ports, network interfaces and the Slurm allocation against a configuration."""
+
+import os
+import socket
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from omegaconf import DictConfig
+
+from nemo_prorl.launcher.doctor.check import Check
+from nemo_prorl.launcher.link import free_port
+from nemo_prorl.launcher.slurm_job import Job
+from nemo_prorl.planning.devices import devices_words, node_devices
+
+_INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+
+
+@dataclass(frozen=True)
+class PortFacts:
+    """What became of opening ports on an address; `fault` is empty where all were opened and one was reached."""
+
+    address: str
+    wanted: int
+    opened: int
+    fault: str
+
+
+def of_run(cfg: DictConfig, environment: Mapping[str, str]) -> Iterator[Check]:
+    nodes = cfg.trainer.num_nodes
+    wanted = 2 + cfg.rollout.engines // nodes  # rendezvous and reward server beside a node's engines
+    try:
+        address = own_address() if nodes > 1 else "127.0.0.1"
+    except OSError as error:
+        text = f"this machine's name {socket.gethostname()!r} has no address: {error.strerror or error}"
+        yield Check("ports", "fail", text, "put it into /etc/hosts or DNS")
+    else:
+        yield ports_judged(measure_ports(address, wanted), nodes)
+        variables = {**dict(cfg.launch.env), **environment}
+        if nodes > 1 and (fault := loopback_fault(Job().nodes, variables)):
+            yield Check("network", "fail", fault)
+    yield from interfaces_judged(environment, os.listdir("/sys/class/net"))
+    if "SLURM_JOB_ID" in environment:
+        yield from allocation_judged(environment, cfg)
+
+
+def own_address() -> str:
+    """IPv4 address of this machine's name, by which other nodes find it.  Raises OSError."""
+    return socket.gethostbyname(socket.gethostname())
+
+
+def loopback_fault(peers: Collection[str], environment: Mapping[str, str], name: str | None = None) -> str | None:
+    """Return why ranks of other machines cannot reach this one; None where they can.
+
+    gloo listens at the address of this machine's own name, unless GLOO_SOCKET_IFNAME names an interface.  Where the
+    names of all nodes are loopback addresses, they are one machine, as with slurm/dev-cluster.sh.
+
+    Args:
+        peers: names of the run's other nodes.
+        name: of this machine.
+    """
+    name = name or socket.gethostname()
+    outside = [peer for peer in peers if not _address(peer).startswith("127.")]
+    own = _address(name)
+    if environment.get("GLOO_SOCKET_IFNAME") or not outside or not own.startswith("127."):
+        return None
+    return (
+        f"this machine's name {name} resolves to {own}, where {outside[0]} cannot reach it: the ranks would wait for"
+        f" each other in vain. Fix: let /etc/hosts or DNS give {name} the address by which nodes reach it (no line of"
+        f" 127.0.1.1 with {name}), or name the network's interface: +launch.env.GLOO_SOCKET_IFNAME=INTERFACE"
+    )
+
+
+def _address(name: str) -> str:
+    """Return the IPv4 address of a name; that of loopback where it has none, as gloo takes it."""
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return "127.0.0.1"
+
+
+def measure_ports(address: str, wanted: int) -> PortFacts:
+    """Opens `wanted` free ports at once, the last where a run's own are, and connects to that one."""
+    opened, fault = 0, ""
+    with ExitStack() as stack:
+        try:
+            server = None
+            for left in reversed(range(wanted)):
+                server = stack.enter_context(socket.create_server((address, 0 if left else free_port(address))))
+                opened += 1
+            if server is not None:
+                stack.enter_context(socket.create_connection(server.getsockname(), timeout=5))
+        except OSError as error:
+            fault = error.strerror or str(error)
+    return PortFacts(address, wanted, opened, fault)
+
+
+def ports_judged(facts: PortFacts, nodes: int) -> Check:
+    text = f"{facts.opened} of {facts.wanted} ports opened on {facts.address}"
+    if facts.fault:
+        cure = "look at `ulimit -n`, net.ipv4.ip_local_port_range and the firewall's rules for that address"
+        return Check("ports", "fail", f"{text}: {facts.fault}", cure)
+    if nodes > 1 and facts.address.startswith("127."):
+        cure = f"let /etc/hosts or DNS give {socket.gethostname()} the address by which nodes reach it; try --nodes"
+        return Check("ports", "warn", f"{text}, which other machines cannot reach", cure)
+    return Check("ports", "pass", text)
+
+
+def interfaces_judged(environment: Mapping[str, str], there: Collection[str]) -> Iterator[Check]:
+    """NCCL's and Gloo's choice of interfaces: prefixes, `=` before whole names, `^` before those to leave out."""
+    for key in _INTERFACES:
+        value = environment.get(key, "")
+        if not value or value.startswith("^"):
+            continue
+        whole, names = value.startswith("="), [name for name in value.lstrip("=").split(",") if name]
+        if any(name == n or (not whole and n.startswith(name)) for name in names for n in there):
+            yield Check("network", "pass", f"{key}={value}")
+        else:
+            cure = f"unset it, or name one of {', '.join(sorted(there))}"
+            yield Check("network", "fail", f"{key}={value}: no such interface here", cure)
+
+
+def allocation_judged(environment: Mapping[str, str], cfg: DictConfig) -> Iterator[Check]:
+    """What Slurm gave against trainer.num_nodes and trainer.devices, by the job's environment."""
+    nodes, devices = cfg.trainer.num_nodes, node_devices(cfg)
+    given = _number(environment, "SLURM_JOB_NUM_NODES")
+    gpus, cores = _number(environment, "SLURM_GPUS_ON_NODE"), _number(environment, "SLURM_CPUS_ON_NODE")
+    said = f"job {environment['SLURM_JOB_ID']}: {given} nodes, here {gpus or 0} GPUs and {cores} cores"
+    wanted = f"trainer.num_nodes={nodes} x {devices_words(cfg)}"
+    bad = False
+    if given is not None and given != nodes:
+        bad = True
+        yield Check("slurm", "fail", f"{said}; {wanted}", f"ask for --nodes={nodes}, or set trainer.num_nodes={given}")
+    if cfg.trainer.accelerator == "gpu" and (gpus or 0) < devices:
+        bad = True
+        cure = f"ask for --gpus-per-node={devices}, or set trainer.devices={gpus or 1} and the layout to it"
+        yield Check("slurm", "fail", f"{said}; {wanted}", cure)
+    processes = cfg.trainer.devices + cfg.rollout.engines // nodes
+    if cores is not None and cores < processes + cfg.rewards.workers:
+        bad = True
+        text = f"{said}; {processes} ranks and engines and rewards.workers={cfg.rewards.workers} share the cores"
+        yield Check("slurm", "warn", text, "ask for --exclusive or more --cpus-per-task, or lower rewards.workers")
+    if not bad:
+        yield Check("slurm", "pass", f"{said}, as the run wants: {wanted}")
+
+
+def _number(environment: Mapping[str, str], key: str) -> int | None:
+    value = environment.get(key, "")
+    return int(value) if value.isdigit() else None

@@ -1,0 +1,330 @@
+"""`--preflight`: one step at full context on this node (`planning.preflight`), and what it took against what is there.
+
+Everything of a run is started, with its configuration, in a folder beside its run directory that is removed at the end.
+"""
+
+import copy
+import fcntl
+import json
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_prorl.errors import ConfigError, ProrlError, disk_full
+from nemo_prorl.launcher.doctor.check import Check, gb
+from nemo_prorl.launcher.doctor.storage import available_memory, nearest
+from nemo_prorl.launcher.events import Events
+from nemo_prorl.planning.memory import Memory, memory_of
+
+if TYPE_CHECKING:
+    from nemo_prorl.config import Config
+    from nemo_prorl.planning.preflight import Plan
+
+_PREFIX = ".prorl-preflight-"
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|OutOfMemory|can't allocate memory|Cannot allocate memory|MemoryError|bad_alloc"
+    r"|No available memory for the cache blocks|larger than the available KV cache",
+    re.IGNORECASE,
+)
+_ENGINE_ENDED = re.compile(r"\bengine-\d+ ended")
+_LOG_NAME = re.compile(r"; its log is .*")  # in the folder that is removed
+_KILLED = re.compile(r"status -9\b")
+_ERROR = re.compile(r"\w(Error|Exception)\b")
+_ENGINE = ("engines", "publish", "fill", "generate", "sleep", "wake")
+_ENGINE_KEYS = (
+    "lower rollout.kv_cache_mb, rollout.max_num_seqs or rollout.max_batched_tokens, raise"
+    " rollout.tensor_parallel_size, or give the trainer less (model.micro_batch_tokens, model.micro_batch_size)"
+)
+_STATE_KEYS = "raise model.tensor_model_parallel_size or model.pipeline_model_parallel_size, or take more GPUs"
+_WORK_KEYS = (
+    "lower model.micro_batch_size or _tokens, trainer.grpo.logprob_chunk_tokens or rollout.kv_cache_mb, set"
+    " model.activations_checkpoint_granularity=full, or raise model.tensor_model_parallel_size"
+)
+_HOST_KEYS = "ask for more memory of the machine (Slurm: --mem=0), or lower trainer.devices a node"
+_CURES = {
+    "build": _STATE_KEYS,
+    **dict.fromkeys(_ENGINE, _ENGINE_KEYS),
+    "batch": f"{_HOST_KEYS}, or lower trainer.grpo.prompts_per_step",
+    "logprobs": "lower model.micro_batch_size or _tokens, trainer.grpo.logprob_chunk_tokens or rollout.kv_cache_mb",
+    "reference": "lower model.micro_batch_size or _tokens, trainer.grpo.logprob_chunk_tokens or rollout.kv_cache_mb",
+    "first update": _WORK_KEYS,
+    "update": _WORK_KEYS,
+    "checkpoint": f"{_HOST_KEYS}; trainer.grpo.async_checkpoints=false does not hold two at once",
+    "resume": f"{_STATE_KEYS}; or lower rollout.kv_cache_mb",
+}
+_LOG = "a start of the run would fail in the same way"
+LOG = "preflight.log"  # of all processes of a trial that failed; in the run directory, or the nearest folder above it
+SCARCE = 0.05  # of a device or a machine: less left is a warning
+
+
+@dataclass
+class Outcome:
+    """What a trial left.  `ranks`: the records of each rank (`planning.preflight.Recorder`); `failures`: in words, none
+    where all is well.  `first_free`, `lowest_free`: bytes of host memory before, and the least while it ran."""
+
+    ranks: list[list[dict[str, Any]]]
+    failures: list[str] = field(default_factory=list)
+    first_free: int = 0
+    lowest_free: int = 0
+    log: Path | None = None  # kept of a failure
+
+
+def of_run(cfg: DictConfig, rows: int | None = None) -> Iterator[Check]:
+    """Tries it.  `rows`: of the rows that a rank has in an update so many only."""
+    from nemo_prorl.planning.preflight import Plan
+
+    plan = Plan.of(cast("Config", cfg), rows)
+    try:
+        beside = nearest(Path(cfg.run_dir).absolute())
+        with _trial_folder(beside) as folder:
+            trial = trial_config(cfg, folder)
+            outcome = _try(trial, plan, folder)
+            if outcome.failures and (folder / "logs" / "all.log").is_file():
+                outcome.log = beside / LOG
+                shutil.copy(folder / "logs" / "all.log", outcome.log)
+    except (ProrlError, OSError) as error:
+        yield Check("preflight", "fail", disk_full(error) or str(error), "what a start of the run would say, too")
+        return
+    yield from judged(outcome, plan, trial, memory_of(trial))
+
+
+def trial_config(cfg: DictConfig, folder: Path) -> DictConfig:
+    """The run's configuration for this node alone, begun with its model.  Raises ConfigError: it needs more nodes."""
+    from nemo_prorl.checks import check
+
+    trial, nodes = copy.deepcopy(cfg), cfg.trainer.num_nodes
+    init = Path(cfg.run_dir).absolute() / "init"
+    trial.trainer.num_nodes, trial.rollout.engines = 1, cfg.rollout.engines // nodes
+    trial.trainer.warmup.steps = 0
+    trial.chain.after = trial.chain.start_from = trial.on_event = None
+    trial.rollout.max_restarts = 0
+    trial.run_dir = str(folder)
+    if trial.pretrained_checkpoint.restore_from_path is None and init.is_dir():
+        trial.pretrained_checkpoint.restore_from_path = str(init)
+    OmegaConf.update(trial, "exp_manager.explicit_log_dir", str(folder / "logs"))
+    for logger in ("create_wandb_logger", "create_tensorboard_logger"):
+        OmegaConf.update(trial, f"exp_manager.{logger}", False)
+    try:
+        check(trial)
+    except ConfigError as error:
+        if nodes == 1:
+            raise
+        raise ConfigError(f"one node of trainer.num_nodes={nodes} alone: {error}") from error
+    return trial
+
+
+@contextmanager
+def _trial_folder(beside: Path) -> Iterator[Path]:
+    """A folder on the run's own disk; removed at the end, and so is what an earlier trial that was killed left."""
+    for old in beside.glob(f"{_PREFIX}*"):
+        if not _in_use(old):
+            _remove_weights(old)
+            shutil.rmtree(old, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=beside))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_weights(trial: Path) -> None:
+    """What a killed trial left in /dev/shm."""
+    from nemo_prorl.rollout.publication import WeightStore, weights_folder
+
+    if (published := weights_folder(trial)).is_dir():
+        WeightStore(published).remove()
+
+
+def _in_use(folder: Path) -> bool:
+    """Whether somebody holds its lock; one just made has none yet, and counts as in use."""
+    try:
+        with (folder / ".lock").open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
+
+
+class _Heard(Events):
+    """Keeps what the supervisor says of a failure, instead of calling a hook."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(None, run_dir)
+        self.failures: list[str] = []
+
+    def failure(self, what: str, **fields: Any) -> None:
+        self.failures.append("\n".join([what, *map(str, fields.get("log", []))]))
+
+
+class _Lowest:
+    """Watches the host's free memory from a thread."""
+
+    def __init__(self) -> None:
+        self.first = self.lowest = available_memory({})[0]
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="preflight memory")
+
+    def _watch(self) -> None:
+        while not self._end.wait(0.5):
+            self.lowest = min(self.lowest, available_memory({})[0])
+
+    def __enter__(self) -> "_Lowest":
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._end.set()
+        self._thread.join()
+
+
+def _try(trial: DictConfig, plan: "Plan", folder: Path) -> Outcome:
+    """Runs it.  Raises what a start raises before any process is there."""
+    from nemo_prorl.launcher import job
+    from nemo_prorl.settings import resolved_yaml
+
+    plan.write(folder)
+    heard = _Heard(folder)
+    with _Lowest() as memory:
+        code = job.preflight(trial, resolved_yaml(trial), heard)
+    if code and not heard.failures:
+        heard.failures.append(f"the trainer ended with status {code}")
+    ranks = [_records(folder / f"preflight-{rank}.jsonl") for rank in range(trial.trainer.devices)]
+    return Outcome(ranks, heard.failures, memory.first, memory.lowest)
+
+
+def _records(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+# --- judging ---------------------------------------------------------------------------------------------------------
+
+
+def judged(outcome: Outcome, plan: "Plan", trial: DictConfig, memory: Memory) -> Iterator[Check]:
+    """`trial`: the configuration that was tried; `memory`: what `planning.memory` says of it."""
+    parts = parts_of(outcome.ranks)
+    for part, facts in parts.items():
+        yield Check("preflight", "pass", said_of(part, facts))
+    if outcome.failures:
+        yield failure_judged(outcome, trial)
+        return
+    if trial.trainer.accelerator == "gpu":
+        yield device_judged(parts, memory)
+    yield host_judged(outcome, parts, trial.trainer.devices)
+    yield Check("preflight", "pass", estimate(parts, plan))
+
+
+def parts_of(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """The parts that all ranks ended, in order: of each number the most of all ranks, of what is free the least."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for records in ranks:
+        for record in records:
+            if record["event"] == "end":
+                found.setdefault(record["part"], []).append(record)
+    return {
+        part: {
+            key: (min if key == "gpu_free" else max)(record[key] for record in records)
+            for key in records[0]
+            if key not in ("part", "event")
+        }
+        for part, records in found.items()
+        if len(records) == len(ranks)
+    }
+
+
+def said_of(part: str, facts: Mapping[str, Any]) -> str:
+    text = f"{part}: {facts['seconds']:.1f} s"
+    if "tokens" in facts:
+        text += f" for {facts['rows']} rows, {facts['tokens'] / max(facts['seconds'], 1e-9):,.0f} tokens/s"
+    peak = facts.get("gpu_peak", facts["host_peak"])
+    if part not in _ENGINE:  # the engines are other processes
+        text += f"; a rank's peak {gb(peak)}"
+    return text + (f", {gb(facts['gpu_free'])} of the GPU free" if "gpu_free" in facts else "")
+
+
+def failure_judged(outcome: Outcome, trial: DictConfig) -> Check:
+    """Quotes the error, says in which part it came, and names the keys to change where it is want of memory."""
+    part, text = _what_failed(outcome)
+    killed, memory = _KILLED.search(text) is not None, _OUT_OF_MEMORY.search(text) is not None
+    text = f"in {part!r}: {text}" + (f"; all processes' lines are in {outcome.log}" if outcome.log is not None else "")
+    if not killed and not memory:
+        return Check("preflight", "fail", text, _LOG)
+    host = trial.trainer.accelerator == "cpu" and part not in _ENGINE
+    cures = [f"the kernel kills a process when the host's memory is gone: {_HOST_KEYS}"] if killed else []
+    cures += [_CURES[part]] if host or not killed else []
+    cures += [_HOST_KEYS] if host and _HOST_KEYS not in "; ".join(cures) else []
+    return Check("preflight", "fail", text, "; or ".join(cures))
+
+
+def _what_failed(outcome: Outcome) -> tuple[str, str]:
+    """(part, words): a rank's own error if it is of memory, or if none was killed; else what the supervisor says, with
+    the line of the process's log that tells most."""
+    errors = [record for records in outcome.ranks for record in records if record["event"] == "error"]
+    errors.sort(key=lambda record: _OUT_OF_MEMORY.search(record["what"]) is None)
+    first, *rest = [line.strip() for line in outcome.failures[0].splitlines() if line.strip()]
+    first = _LOG_NAME.sub("", first)
+    if errors and (_OUT_OF_MEMORY.search(errors[0]["what"]) or not _KILLED.search(first)):
+        return str(errors[0]["part"]), str(errors[0]["what"])
+    cut_off = [str(records[-1]["part"]) for records in outcome.ranks if records and records[-1]["event"] == "begin"]
+    part = cut_off[0] if cut_off else "build"
+    if _ENGINE_ENDED.search(first) and part not in _ENGINE:
+        part = "engines"
+    for sign in (_OUT_OF_MEMORY, _ERROR):
+        if telling := next((line for line in reversed(rest) if sign.search(line)), ""):
+            return part, f"{first}: {telling}"
+    return part, first
+
+
+def device_judged(parts: Mapping[str, Mapping[str, Any]], memory: Memory) -> Check:
+    """The most that a rank held on its GPU, against the arithmetic that sized the KV cache, and what was left."""
+    part, peak = max(((name, facts["gpu_peak"]) for name, facts in parts.items()), key=lambda pair: pair[1])
+    free = min(facts["gpu_free"] for facts in parts.values())
+    total = max(facts["gpu_total"] for facts in parts.values())
+    text = (
+        f"GPU: {gb(peak)} in {part!r}, planned {gb(memory.trainer_peak)}; {gb(free)} of {gb(total)} were free at least"
+    )
+    if free < SCARCE * total:
+        cure = f"fragmentation can still end the run: {_WORK_KEYS}"
+        return Check("preflight", "warn", text, cure)
+    if peak > memory.trainer_peak:
+        cure = (
+            "it fits all the same; where more nodes or other sizes are to come, `prorl plan` says too little for them"
+        )
+        return Check("preflight", "warn", text, cure)
+    return Check("preflight", "pass", text)
+
+
+def host_judged(outcome: Outcome, parts: Mapping[str, Mapping[str, Any]], devices: int) -> Check:
+    part, peak = max(((name, facts["host_peak"]) for name, facts in parts.items()), key=lambda pair: pair[1])
+    text = f"host memory: a rank held {gb(peak)} at most, in {part!r}; {gb(outcome.lowest_free)} of"
+    text += f" {gb(outcome.first_free)} were left at least, beside {devices} ranks, engines and reward server"
+    if outcome.lowest_free < SCARCE * outcome.first_free:
+        return Check("preflight", "warn", text, f"the kernel kills a process when it is gone: {_HOST_KEYS}")
+    return Check("preflight", "pass", text)
+
+
+def estimate(parts: Mapping[str, Mapping[str, Any]], plan: "Plan") -> str:
+    """Seconds of a step whose responses all fill the context.
+
+    Each token is taken to cost what the last ones do, so the rollout's is an upper bound.  Rows are a rank's.
+    """
+    generated = parts["generate"]["tokens"] / max(parts["generate"]["seconds"], 1e-9)
+    nodes = plan.all_engines / plan.engines
+    rollout = plan.prompts * plan.samples * plan.response / nodes / generated
+    step_rows = plan.rows * plan.updates
+    scoring = sum(parts[name]["seconds"] / parts[name]["rows"] * step_rows for name in ("logprobs", "reference"))
+    updates = parts["update"]["seconds"] / parts["update"]["rows"] * step_rows
+    rest = parts["publish"]["seconds"] + parts["batch"]["seconds"] * plan.prompts / plan.tried_prompts
+    total = rollout + scoring + updates + rest
+    return (
+        f"a step whose responses all fill the context takes about {total:,.0f} s at most: rollout {rollout:,.0f},"
+        f" log-probabilities {scoring:,.0f}, updates {updates:,.0f}, publication and batch {rest:,.0f}"
+    )

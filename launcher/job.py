@@ -1,0 +1,160 @@
+"""A run, as node 0 leads it: one process at a time on a run directory, checks first, then the node's supervisor.
+
+Everything that can be wrong with the configuration or the data is said before any engine or rank starts.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from nemo_prorl.errors import ConfigError, ProrlError, UnfitMachine
+from nemo_prorl.launcher.events import Events
+from nemo_prorl.launcher.link import free_port
+from nemo_prorl.launcher.prepare import prepare
+from nemo_prorl.launcher.processes import MergedLog
+from nemo_prorl.launcher.supervisor import Node, Place
+
+_log = logging.getLogger(__name__)
+
+
+class StillInUse(ProrlError, RuntimeError):
+    """What is left of an earlier start of a job has not left the run directory; it may yet."""
+
+
+def run(cfg: DictConfig, config_text: str) -> int:
+    """Runs or continues the run of `cfg.run_dir` to its end; returns the exit code of the `prorl` command."""
+    run_dir = one_node(cfg)
+    with locked(run_dir):
+        if is_finished(run_dir, cfg.trainer.grpo.max_steps):
+            return 0
+        with Events(cfg.on_event, run_dir) as events:
+            code = _node(cfg, run_dir, prepare(cfg, run_dir, config_text), events).run()
+    if code == 0:
+        tell(run_dir)
+    return code
+
+
+def warmup(cfg: DictConfig, config_text: str) -> int:
+    """Only the run's supervised steps: makes RUN/base, a Hugging Face folder, from which `prorl train` goes on."""
+    run_dir = one_node(cfg)
+    with locked(run_dir):
+        if (run_dir / "base").exists():
+            _log.info("%s is there already", run_dir / "base")
+            return 0
+        with Events(cfg.on_event, run_dir) as events:
+            code = _node(cfg, run_dir, prepare(cfg, run_dir, config_text), events).run(only="warmup")
+    if code == 0:
+        sys.stdout.write(f"{run_dir / 'base'}\n")
+    return code
+
+
+def preflight(cfg: DictConfig, config_text: str, events: Events) -> int:
+    """Only one step at full context with random tokens, as `planning.preflight` does it by the run directory's Plan;
+    the exit code is the trainer's."""
+    run_dir = one_node(cfg)
+    with locked(run_dir):
+        return _node(cfg, run_dir, prepare(cfg, run_dir, config_text), events).run(only="preflight")
+
+
+def _node(cfg: DictConfig, run_dir: Path, tasks: list[str], events: Events) -> Node:
+    clear_endpoints(run_dir)
+    return Node(
+        cfg, run_dir, tasks, MergedLog(run_dir / "logs" / "all.log"), events, Place(port=free_port("127.0.0.1"))
+    )
+
+
+def one_node(cfg: DictConfig) -> Path:
+    """The run directory; raises ConfigError for a run that is one of several nodes."""
+    if cfg.trainer.num_nodes != 1:
+        raise ConfigError(
+            f"trainer.num_nodes={cfg.trainer.num_nodes}: this command runs one node; here set trainer.num_nodes=1,"
+            " rollout.engines and trainer.devices to what the machine has, or let Slurm start all nodes:"
+            " sbatch slurm/stage.sbatch STAGE"
+        )
+    return Path(cfg.run_dir).absolute()
+
+
+@contextmanager
+def locked(run_dir: Path, wait_s: float = 0.0) -> Iterator[None]:
+    """One process at a time works on a run directory; the lock ends with the process, and names its holder.
+
+    `wait_s`: how long to wait for a holder that is about to end.  Raises ConfigError while it is held (StillInUse after
+    a wait), UnfitMachine where the file system keeps no locks.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + wait_s
+    with (run_dir / ".lock").open("a+") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise UnfitMachine(
+                        f"run_dir={run_dir}: its file system keeps no locks ({error.strerror}); without them two jobs"
+                        " can write one run: mount it with them (Lustre: -o flock), or take another"
+                    ) from error
+                if time.monotonic() >= end:
+                    file.seek(0)
+                    holder = file.read().strip()
+                    text = f"run_dir={run_dir} is in use by another process{f': {holder}' if holder else ''}"
+                    raise (StillInUse(f"{text}, still after {wait_s:g} s") if wait_s else ConfigError(text)) from error
+                time.sleep(0.5)
+        file.truncate(0)
+        job = os.environ.get("SLURM_JOB_ID")
+        file.write(f"process {os.getpid()} on {socket.gethostname()}{f', Slurm job {job}' if job else ''}\n")
+        file.flush()
+        yield
+
+
+def is_finished(run_dir: Path, max_steps: int) -> bool:
+    """Whether nothing is left to do; then says so."""
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text())
+    except (OSError, ValueError):
+        return False
+    if not summary["finished"] or summary["step"] < max_steps:
+        return False
+    _log.info("%s is finished; more steps: trainer.grpo.max_steps=N, another run: run_dir=...", run_dir)
+    tell(run_dir)
+    return True
+
+
+def tell(run_dir: Path) -> None:
+    from nemo_prorl.launcher import outcome
+
+    outcome.tell(run_dir)
+
+
+def clear_endpoints(run_dir: Path) -> None:
+    """Nobody asks the services of an earlier process; those of this one have a token of their own."""
+    endpoints = run_dir / "endpoints"
+    for old in endpoints.iterdir():
+        old.unlink()
+    token = endpoints / "token"
+    with open(os.open(token, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+        file.write(secrets.token_urlsafe(32))
+
+
+__all__ = [
+    "clear_endpoints",
+    "is_finished",
+    "locked",
+    "one_node",
+    "preflight",
+    "prepare",
+    "run",
+    "tell",
+    "warmup",
+]

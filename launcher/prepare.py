@@ -1,0 +1,96 @@
+"""What is checked and made before any engine or rank starts; everything wrong with it is said here."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_prorl.config import Config
+from nemo_prorl.environment import cache_folder
+from nemo_prorl.errors import DataError, UnfitMachine
+from nemo_prorl.launcher.cores import Cores
+
+if TYPE_CHECKING:
+    from nemo_prorl.config import DataSource
+    from nemo_prorl.rewards.interface import RewardPlugin
+
+
+def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
+    """Checks data, rewards and the rollout environment, makes the run directory and the first model.
+
+    Returns the tasks of the data.  Raises ConfigError, UnfitMachine or DataError.
+    """
+    from nemo_prorl.checks import check_shape
+    from nemo_prorl.data.blend import load_sources, without_long
+    from nemo_prorl.data.render import PromptRenderer
+    from nemo_prorl.lifecycle.base_model import make_initial_model
+    from nemo_prorl.lifecycle.retention import check_continuable, clean, complete
+    from nemo_prorl.lifecycle.stages import origin
+    from nemo_prorl.rewards.discovery import discover, make_plugin
+    from nemo_prorl.rewards.service import check_sandbox
+
+    check_node(cfg)
+    train, validation = load_sources(cfg.data)
+    sources = [*train, *validation]
+    tasks = sorted({record["task"] for _, records in sources for record in records})
+    known = discover()
+    plugins = {task: known.plugin_of_task(task) for task in tasks}
+    settings = plain(cfg.rewards.plugins)
+    _check_truths(sources, {task: make_plugin(plugin, settings.get(plugin.name)) for task, plugin in plugins.items()})
+    if any(plugin.needs_sandbox for plugin in plugins.values()):
+        check_sandbox(cfg.rewards.unsafe_no_sandbox)
+    clean(run_dir / "checkpoints")
+    if own := complete(run_dir / "checkpoints"):
+        check_continuable(own[-1])
+    start = None if own else origin(cast(Config, cfg), run_dir)
+    folder = make_initial_model(cfg, run_dir, start)
+    check_shape(cfg.model, json.loads((folder / "config.json").read_text()), str(folder))
+    renderer = PromptRenderer(folder, cfg.trainer.grpo.context_tokens, cfg.trainer.grpo.max_response_tokens)
+    if (most := cfg.data.max_prompt_tokens) is not None:
+        sources = [*without_long(train, renderer.length, most), *validation]
+    for _, records in sources:
+        for record in records:
+            renderer.prompt_ids(record)
+    for name in ("logs", "endpoints", "checkpoints"):
+        (run_dir / name).mkdir(exist_ok=True)
+    (run_dir / "endpoints").chmod(0o700)
+    (run_dir / "config.yaml").write_text(config_text)
+    return tasks
+
+
+def _check_truths(
+    sources: "Sequence[tuple[DataSource, list[dict[str, Any]]]]", plugins: "dict[str, RewardPlugin]"
+) -> None:
+    """Asks each record's plugin whether it can judge by its truth.  Raises DataError: source, record, what is wrong."""
+    for source, records in sources:
+        for record in records:
+            try:
+                plugins[record["task"]].validate_truth(record["truth"])
+            except ValueError as error:
+                raise DataError(f"source {source.name!r}, record {record['id']!r}: {error}") from error
+
+
+def check_node(cfg: DictConfig, trains: bool = True) -> None:
+    """Raise UnfitMachine naming all that a node of a run lacks.
+
+    Args:
+        trains: False where only engines run, as in an evaluation.
+    """
+    from nemo_prorl.launcher.doctor.devices import of_node
+
+    python = Path(cfg.rollout.python)
+    if not os.access(python, os.X_OK):
+        raise UnfitMachine(f"rollout.python={python} is no Python that runs here; `make setup` makes .venv/rollout")
+    failed = [check for check in of_node(cfg, os.environ, python, trains) if check.state == "fail"]
+    if failed:
+        raise UnfitMachine("\n".join(f"{check.name}: {check.text}. Fix: {check.cure}" for check in failed))
+    Cores.of(cfg, os.sched_getaffinity(0))
+    cache_folder(os.environ)
+
+
+def plain(value: Any) -> Any:
+    """A part of the configuration as Python's own types."""
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

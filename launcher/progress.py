@@ -1,0 +1,94 @@
+"""The live display of a run, on standard error: one line a step, and what is going on meanwhile."""
+
+import json
+import logging
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from nemo_prorl.lifecycle.bottleneck import bottleneck
+
+_log = logging.getLogger(__name__)
+
+_PHASES = ("rollout", "logprobs", "updates", "ahead", "publish", "validate")
+_OURS = re.compile(r"^\S+ \S+ (INFO|WARNING|ERROR) (nemo_prorl\S*): (.*)$")
+
+
+class Progress:
+    """Follows metrics.jsonl from its present end, and the trainer's own log lines."""
+
+    def __init__(self, cfg: DictConfig, run_dir: Path) -> None:
+        self._total = cfg.trainer.grpo.max_steps
+        self._path = run_dir / "metrics.jsonl"
+        self._position = self._path.stat().st_size if self._path.is_file() else 0
+        self._terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self._began = time.monotonic()
+        self._status = "starting: importing NeMo, starting the rollout engine"
+        self._steps = 0
+        self._shown = 0.0
+        self._header = False
+
+    def line(self, text: str) -> None:
+        """A line of the trainer's log: ours are shown, NeMo's are in the log file."""
+        if match := _OURS.match(text):
+            self._print(match[3] if match[1] == "INFO" else f"{match[1]}: {match[3]}")
+
+    def update(self) -> None:
+        """Shows the steps that have come since, and on a terminal what is going on."""
+        if self._path.is_file():
+            size = self._path.stat().st_size
+            if size < self._position:  # a resume cut it
+                self._position = 0 if size == 0 else size
+            if size > self._position:
+                with self._path.open() as f:
+                    f.seek(self._position)
+                    text = f.read()
+                whole = text[: text.rfind("\n") + 1]
+                self._position += len(whole.encode())
+                for line in whole.splitlines():
+                    self._step(json.loads(line))
+        if self._terminal and time.monotonic() - self._shown > 0.5:
+            self._shown = time.monotonic()
+            sys.stderr.write(f"\r\033[K[{self._shown - self._began:5.0f} s] {self._status}")
+            sys.stderr.flush()
+
+    def _step(self, m: dict[str, Any]) -> None:
+        if not self._header:
+            self._header = True
+            self._print("    step  reward  held-out      kl  entropy  groups  tokens/s   s/step  where the time goes")
+        self._steps += 1
+        seconds = m.get("time/step") or 0.0
+        shares = ", ".join(
+            f"{name} {100 * (m.get(f'time/{name}') or 0.0) / seconds:.0f} %"
+            for name in _PHASES
+            if seconds and (m.get(f"time/{name}") or 0.0) / seconds >= 0.005
+        )
+        words, heldout = (shares, bottleneck([m])), m.get("validation/all")
+        self._print(
+            f"{m['step']:4d}/{self._total:<4d} {_number(m.get('reward/all'), '6.3f')}"
+            f"  {'' if heldout is None else format(heldout, '.3f'):>8} {_number(m.get('kl'), '8.1e')}"
+            f" {_number(m.get('entropy'), '7.3f')}"
+            f" {m.get('rollout/groups') or 0:4.0f}/{m.get('rollout/drawn') or 0:<4.0f}"
+            f"{_number(m.get('time/rollout/tokens_per_s'), '8.0f')} {seconds:8.2f}  {'; '.join(filter(None, words))}"
+        )
+        self._status = f"step {m['step'] + 1} of {self._total}"
+
+    def _print(self, text: str) -> None:
+        clear = "\r\033[K" if self._terminal else ""
+        sys.stderr.write(f"{clear}{text}\n")
+        sys.stderr.flush()
+
+    def close(self) -> None:
+        if self._terminal:
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()
+
+
+def _number(value: float | None, form: str) -> str:
+    width = int(re.match(r"\d+", form)[0])  # type: ignore[index]
+    return format(value, form) if value is not None else "-".rjust(width)

@@ -1,0 +1,496 @@
+"""What `slurm/stage.sbatch` runs on the job's first node: starts the node supervisors, and decides what follows an end.
+
+    slurm.py STAGE [--container-image IMG] [--container-mounts A:B] [--dry-run] [OVERRIDE ...]
+
+The cluster is h100_4x8 unless cluster=... says otherwise.
+
+0, 2, 3, 4            the job ends so; of 3, a node that is not fit is left out and the job requeued, where others are
+a crash               again in this allocation, at most `launch.attempts` times in a row without a new checkpoint
+USR1, preemption      the run is asked to stop; the job is requeued when it has, or when the time is nearly over
+a lost node           Slurm requeues the job itself; a node to blame twice, or that starts nothing, we leave out
+`prorl control stop`  75
+scancel               nothing is requeued: from a SIGTERM on, this process starts nothing and asks Slurm for nothing
+requeued behind us    this start is a ghost of the job, and ends
+
+RUN/launches.jsonl tells each attempt's beginning and end.  Standard library only, Python 3.9 at least: where the run is
+in a container this is outside of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import secrets
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).absolute().parent.parent.parent  # of the link nemo_prorl/launcher
+if not __package__:  # started by path: this folder's module names must not shadow anybody's
+    sys.path[0] = str(ROOT)
+
+from nemo_prorl.deadlines import Deadline  # noqa: E402
+from nemo_prorl.errors import DeadlineExceeded, ProrlError  # noqa: E402
+from nemo_prorl.launcher.launches import PREEMPTED, Launches  # noqa: E402
+from nemo_prorl.launcher.link import STARTER, Line, free_port, join  # noqa: E402
+from nemo_prorl.launcher.slurm_job import Job, output, say  # noqa: E402
+
+OWN_PYTHON = str(ROOT / ".venv" / "train" / "bin" / "python")
+IN_CONTAINER = "/opt/nemo_prorl"  # where the Dockerfile puts the project
+CLUSTER = "h100_4x8"  # what sbatch's lines ask for, where no cluster=... is given
+STOPPED = 75
+# Overrides that are paths; relative ones count from here, and not from the folder in which a container begins.
+_PATHS = re.compile(
+    r"pretrained_checkpoint\.restore_from_path|data\.folder|data\.(train|validation)\.\d+\.path|rollout\.python"
+    r"|chain\.start_from"
+)
+_DATA = "prepared"  # data.folder, where no override names it
+_ALL_ATTEMPTS = 10  # times launch.attempts: in a row without a new checkpoint, whoever's fault
+_SHOWN = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "NVTE_", "OMP_", "PRORL_", "SLURM_TOPOLOGY")
+_NOT_SHOWN = ("PRORL_LINK_TOKEN",)
+_SRUN_ENDS_S = 90.0  # after the leader told how the run ended
+_LAST_WORDS_S = 10.0  # for what the leader said last to arrive
+_LOCK_WAIT_S = 300.0  # for what is left of an earlier attempt to leave the run directory
+_REACH_S, _REACH_IMAGE_S = 300.0, 1800.0  # for the leader to listen; where an image is fetched first
+_LOOK_S = 60.0  # between looks whether the job is still this start of it
+_PATIENCE = 0.8  # of the time between the signal and the job's end is the run's, to stop
+_REQUEUE_EVERY_S, _REQUEUED_S = 10.0, 300.0  # tries, where Slurm does not answer; then, to be ended by Slurm
+_PLAN_TRIES, _PLAN_PAUSE_S = 3, 30.0  # to start the project's Python at all
+
+
+class Unfit(ProrlError):
+    """The allocation is not what the configuration asks for."""
+
+    exit_code = 3
+
+
+def arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="stage.sbatch", description="A stage of the run as a Slurm job.")
+    parser.add_argument("stage", metavar="STAGE", help="run1 ... run8, or none")
+    parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", help="KEY=VALUE, as for prorl train")
+    parser.add_argument("--container-image", default=os.environ.get("PRORL_CONTAINER_IMAGE"), help="for pyxis")
+    parser.add_argument("--container-mounts", default=os.environ.get("PRORL_CONTAINER_MOUNTS"), metavar="A:B,...")
+    given = os.environ.get("PRORL_PYTHON")
+    parser.add_argument("--python", default=given, help="with our packages; default: .venv/train's, or the image's")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be started, and start nothing")
+    args, rest = parser.parse_known_args(argv)
+    if wrong := [word for word in rest if word.startswith("-")]:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}; sbatch's own flags stand before the script's name")
+    args.overrides += rest
+    if "=" in args.stage:
+        parser.error(f"{args.stage}: the stage comes first, such as run1; none for a run that is no stage")
+    return args
+
+
+class Driver:
+    """One job from its start to its end or requeue."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.job = args, Job()
+        folder = f"runs/prorl/{args.stage}" if args.stage != "none" else "runs/laptop"
+        given = dict(text.partition("=")[::2] for text in args.overrides)
+        self.run_dir = Path(given.get("run_dir", folder)).absolute()
+        rest = [text for text in args.overrides if not text.startswith("run_dir=")]
+        rest = [absolute(text) for text in (rest if "cluster" in given else [f"cluster={CLUSTER}", *rest])]
+        if args.container_image and "data.folder" not in given:
+            rest.append(absolute(f"data.folder={_DATA}"))
+        self.overrides = [f"stage={args.stage}", f"run_dir={self.run_dir}", *rest]
+        self.asked: str | None = None  # to stop, and why
+        self.ended = False  # by Slurm: a SIGTERM came
+        self.removed = False  # the container, as far as it could be
+        self.line: Line | None = None
+        self.plan: dict[str, Any] = {}
+        self.launches = Launches(self.run_dir, self.job)
+
+    # --- commands --------------------------------------------------------------------------------------------------
+
+    def python(self) -> list[str]:
+        if self.args.python:
+            return [str(self.args.python)]
+        return ["python3"] if self.args.container_image else [OWN_PYTHON]
+
+    def srun(self, nodes: int) -> list[str]:
+        """One task a node with all of the node's processors, in the container where there is one."""
+        command = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none"]
+        if cpus := self.job.cpus():
+            command.append(f"--cpus-per-task={cpus}")
+        command += ["--mpi=none", "--export=ALL"]
+        if image := self.args.container_image:
+            command += [f"--container-image={image}", f"--container-workdir={IN_CONTAINER}"]
+            command += ["--no-container-mount-home"]
+            if (
+                self.job.id
+            ):  # made once a node and job, not for each start; no_exec: with mounts and namespaces of its own
+                command.append(f"--container-name={self.job.container}:no_exec")
+            if self.args.container_mounts:
+                command.append(f"--container-mounts={self.args.container_mounts}")
+            if ours := [name for name in os.environ if _is_shown(name)]:  # else the image's own values win
+                command.append(f"--container-env={','.join(sorted(ours))}")
+        return command
+
+    def node_command(self, port: int) -> list[str]:
+        wait = _LOCK_WAIT_S if self.job.restart or self.launches.begun_here > 1 else 0.0  # this one has begun already
+        command = [*self.srun(self.plan["num_nodes"]), "--kill-on-bad-exit=1", "--unbuffered", *self.python()]
+        command += ["-m", "nemo_prorl.launcher.node", "--starter", f"--nodes={self.plan['num_nodes']}"]
+        command += [f"--leader={self.job.host}:{port}", f"--silence-s={self.plan['node_s']:g}"]
+        command += [f"--join-s={self.plan['startup_s']:g}", f"--lock-wait-s={wait:g}"]
+        if self.launches.file.is_file():  # written here, to be seen there: else another folder has this name inside
+            command.append(f"--expect={self.launches.file}")
+        return [*command, *self.overrides]
+
+    def load_plan(self) -> None:
+        """What the configuration says of the job.  Ends this process where it is wrong."""
+        ask = ["-m", "nemo_prorl.launcher.allocation", *self.overrides]
+        if self.args.container_image and not self.args.dry_run:
+            command, env = [*self.srun(1), *self.python(), *ask], self.environment("")
+        else:
+            python = self.args.python or OWN_PYTHON
+            if not shutil.which(python):
+                raise Unfit(f"{python} is not there: make setup makes it; or --container-image=IMAGE after the stage")
+            command, env = [python, *ask], with_path()
+        for more in reversed(range(_PLAN_TRIES)):
+            done = subprocess.run(command, check=False, stdout=subprocess.PIPE, env=env, text=True)
+            if done.returncode in (0, 2, 3, 4) or self.ended or not more:
+                break
+            say(f"{shlex.join(command)} ended with {done.returncode}; again in {_PLAN_PAUSE_S:g} s")
+            self.wait(_PLAN_PAUSE_S)
+        if done.returncode:
+            self.warn_of_paths()
+            raise SystemExit(done.returncode if done.returncode in (2, 3, 4) else 1)
+        self.plan.update(json.loads(done.stdout.splitlines()[-1]))
+
+    def warn_of_paths(self) -> None:
+        """Say which paths lie under no mount of the container; only the image itself, or the site, may hold those."""
+        mounts = [word.split(":") for word in (self.args.container_mounts or "").split(",") if word]
+        inside = [Path(mount[1] if len(mount) > 1 else mount[0]) for mount in mounts] + [Path(IN_CONTAINER)]
+        for key, _, value in (text.partition("=") for text in self.overrides if self.args.container_image):
+            path = Path(value)
+            is_path = key == "run_dir" or (_PATHS.fullmatch(key) and value not in ("", "null"))
+            if not is_path or any(mount in (path, *path.parents) for mount in inside):
+                continue
+            place = path if key in ("run_dir", "data.folder") else path.parent
+            say(
+                f"{key}={value}: expected a path under a mount of the container; the mounts are"
+                f" {self.args.container_mounts or 'none'}. Fix: --container-mounts={place}:{place}, or the path by"
+                " which the container sees it."
+            )
+
+    # --- checks ----------------------------------------------------------------------------------------------------
+
+    def check_allocation(self) -> None:
+        """Raises Unfit unless the job has what the configuration asks for."""
+        wanted, devices, found = self.plan["num_nodes"], self.plan["devices"], len(self.job.nodes)
+        if not self.job.id:
+            raise Unfit("this is no Slurm job: start it with sbatch, or look at it with --dry-run")
+        if not shutil.which("srun"):
+            raise Unfit(
+                "srun is not here: where this script runs in a container, give the image to the script, not to sbatch:"
+                " sbatch slurm/stage.sbatch STAGE --container-image=IMAGE"
+            )
+        if found != wanted:
+            raise Unfit(
+                f"the job has {found} nodes, trainer.num_nodes={wanted}: sbatch --nodes={wanted} ..., or the override"
+                f" trainer.num_nodes={found} with rollout.engines to fit"
+            )
+        gpus = _gpus_on_node()
+        if self.plan["accelerator"] == "gpu" and gpus < devices:
+            raise Unfit(
+                f"the job has {gpus} GPUs a node, {self.plan['devices_words']}: sbatch --gpus-per-node={devices} ...,"
+                f" or the override trainer.devices={gpus or 'N'}"
+            )
+
+    def show(self) -> None:
+        job, plan = self.job, self.plan
+        say(f"job {job.id or '-'}, start {job.restart + 1}, nodes {' '.join(job.nodes) or '-'}")
+        say(f"run directory {self.run_dir}; {plan['num_nodes']} nodes x {plan['devices']} {plan['accelerator']}")
+        image = self.args.container_image
+        say(f"container {image}, mounts {self.args.container_mounts or 'none'}" if image else "no container")
+        for name, value in plan["env"].items():
+            mine = os.environ.get(name)
+            say(f"environment {name}={value if mine is None else f'{mine}, which wins over launch.env.{name}={value}'}")
+        for name, value in sorted(os.environ.items()):
+            if _is_shown(name) and name not in plan["env"]:
+                say(f"environment {name}={value}, from the job's own")
+        if plan["accelerator"] == "gpu" and (text := output(["nvidia-smi", "topo", "-m"])):
+            say(f"topology of {job.host}:\n{text.rstrip()}")
+
+    # --- the job ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        if not self.args.dry_run:
+            signal.signal(signal.SIGUSR1, self.on_usr1)
+            signal.signal(signal.SIGTERM, self.on_term)
+        try:
+            return self._run()
+        finally:
+            self.remove_container()
+
+    def _run(self) -> int:
+        self.load_plan()
+        self.show()
+        if self.args.dry_run:
+            self.warn_of_paths()
+            sys.stdout.write(shlex.join(self.node_command(port=0)) + "\n")
+            return 0
+        self.check_allocation()
+        while True:
+            if self.ended or not self.is_ours():
+                return STOPPED
+            if self.asked is not None:
+                return self.requeue(STOPPED)
+            own, every = self.launches.fruitless()
+            if own >= self.plan["attempts"] or every >= _ALL_ATTEMPTS * self.plan["attempts"]:
+                return self.give_up(every)
+            attempt = self.launches.begin()
+            outcome = self.attempt()
+            following, code = self.decide(outcome)
+            fields = {key: outcome.get(key) or None for key in ("host", "process", "status")}
+            told = "requeue" if following == "leave_out" else following
+            self.launches.end(attempt, code=outcome["code"], what=outcome["what"], next=told, **fields)
+            say(f"attempt {attempt} ended with {outcome['code']} {outcome['what']}: {told}")
+            if following in ("requeue", "leave_out"):
+                return self.requeue(code, outcome["host"] if following == "leave_out" else "")
+            if following != "again":
+                return code
+            self.wait(min(60.0, 5.0 * 2.0 ** self.launches.fruitless()[0]))
+
+    def on_usr1(self, *_: Any) -> None:
+        self.asked = self.asked or "SIGUSR1: the time limit is near"
+        self.tell_stop(self.asked)
+
+    def on_term(self, *_: Any) -> None:
+        self.ended = True
+        self.tell_stop("SIGTERM: Slurm ends the job")
+
+    def remove_container(self) -> None:
+        """Remove this start's container from its nodes, once: by pyxis's default it would stay there for ever."""
+        made = self.args.container_image and self.job.id and not self.args.dry_run
+        if made and not self.ended and not self.removed:
+            self.removed = True
+            if not self.job.remove_container():
+                say(f"the container pyxis_{self.job.container} may be left on a node: enroot remove removes it there")
+
+    def tell_stop(self, reason: str) -> None:
+        """Asks the run to stop, if it can be reached; else `_join` does.  In a thread: a handler waits for no lock."""
+        say(f"{reason}; the run is asked to stop")
+        if self.line is not None:
+            threading.Thread(target=self.line.send, args=("stop",), kwargs={"reason": reason}, daemon=True).start()
+
+    def attempt(self) -> dict[str, Any]:
+        """Starts the nodes once and waits for their end."""
+        token, port = secrets.token_urlsafe(32), free_port()
+        self.line = None
+        srun = subprocess.Popen(self.node_command(port), env=self.environment(token), stdin=subprocess.DEVNULL)
+        threading.Thread(target=self._join, args=(port, token, srun), daemon=True).start()
+        outcome = self._watch(srun)
+        line = self.line
+        end = time.monotonic() + _LAST_WORDS_S
+        while outcome is None and line is not None and time.monotonic() < end:
+            gone = line.lost  # looked at first: what it said last is there then
+            outcome = self._outcome(line)
+            if gone is not None:
+                outcome = outcome or self._lost(gone, self.silent_node())  # or Slurm ended it, for another node's sake
+                break
+            time.sleep(0.05)
+        if line is not None:
+            line.close()
+        self.line = None
+        return outcome or {"code": 1, "what": f"srun ended with status {srun.returncode} before the nodes had met"}
+
+    def _watch(self, srun: subprocess.Popen[bytes]) -> dict[str, Any] | None:
+        """Until srun has ended: by itself, or by us, where it takes longer than anything of it may."""
+        outcome: dict[str, Any] | None = None
+        began = looked = time.monotonic()
+        reach_s = _REACH_IMAGE_S if self.args.container_image else _REACH_S
+        over: float | None = None  # when srun is ended
+        stop_by: float | None = None
+        while srun.poll() is None:
+            time.sleep(0.2)
+            now, line = time.monotonic(), self.line
+            if line is not None and outcome is None:
+                gone = line.lost
+                outcome = self._outcome(line)
+                if outcome is None and gone is not None:
+                    outcome = self._lost(gone)
+            if outcome is not None:
+                over = over or now + _SRUN_ENDS_S
+            if self.asked is not None and stop_by is None:
+                stop_by = now + _PATIENCE * max(0.0, (self.job.end() or time.time() + 600.0) - time.time())
+            if outcome is None and line is None and now - began > reach_s:
+                outcome = {"code": 1, "what": f"the leader could not be reached for {reach_s:g} s"}
+            elif outcome is None and stop_by is not None and now > stop_by:
+                outcome = {"code": 1, "what": "the run did not stop in time"}
+            elif outcome is None and now - looked > _LOOK_S:
+                looked = now
+                if not self.is_ours():
+                    outcome = {"code": 1, "what": "Slurm has given the job to other nodes"}
+            if outcome is not None and (over is None or now > over):
+                _end(srun)
+        return outcome
+
+    def environment(self, token: str) -> dict[str, str]:
+        env = with_path()
+        if self.args.container_image:  # packages of this machine are none of the image's
+            env.pop("PYTHONPATH")
+        return {**env, "PRORL_LINK_TOKEN": token}
+
+    def _join(self, port: int, token: str, srun: subprocess.Popen[bytes]) -> None:
+        while srun.poll() is None:
+            try:
+                deadline = Deadline(5.0, "the leader")
+                line = join(self.job.host, port, token, STARTER, self.job.host, self.plan["node_s"], deadline)
+            except DeadlineExceeded:
+                continue
+            self.line = line
+            if self.asked is not None or self.ended:
+                line.send("stop", reason=self.asked or "SIGTERM")
+            return
+
+    def _lost(self, why: str, silent: str = "") -> dict[str, Any]:
+        """Of an attempt whose leader went without a word; `silent`: a node that does not answer either."""
+        return {"code": 1, "what": f"the leader was lost: {why}", "host": silent or self.job.host}
+
+    @staticmethod
+    def _outcome(line: Line) -> dict[str, Any] | None:
+        return next((m for m in line.messages() if m["kind"] == "outcome"), None)
+
+    # --- what follows ----------------------------------------------------------------------------------------------
+
+    def decide(self, outcome: dict[str, Any]) -> tuple[str, int]:
+        """(done | again | requeue | leave_out | give_up, this job's exit code).  May name the host to blame."""
+        code = outcome["code"]
+        if code == 0:
+            return "done", 0
+        following = self._following(outcome)
+        if self.ended:  # a SIGTERM came meanwhile: Slurm has decided
+            return "give_up", STOPPED if code == STOPPED else 1
+        return following
+
+    def _following(self, outcome: dict[str, Any]) -> tuple[str, int]:
+        code, state = outcome["code"], self.job.state()
+        if self.ended or (state is not None and not (state.ours and state.running)):
+            return "give_up", STOPPED if code == STOPPED else 1
+        if self.asked is not None:
+            return "requeue", STOPPED
+        if state is not None and state.preempted:
+            outcome["what"] = f"{PREEMPTED} {outcome['what']}".strip()
+            return "requeue", STOPPED
+        if code == STOPPED:
+            return ("requeue", STOPPED) if self.out_of_time() else ("give_up", STOPPED)
+        if code in (2, 4):
+            return "give_up", code
+        host = outcome["host"] = outcome.get("host") or (self.silent_node() if code == 1 else "")
+        if host and (code == 3 or self.blamed(host)) and self.job.spare(host):
+            return "leave_out", code
+        return ("give_up", 3) if code == 3 else ("again", 1)
+
+    def is_ours(self) -> bool:
+        """Whether Slurm still means this start of the job; where it does not answer, as before."""
+        state = self.job.state()
+        return state is None or state.ours
+
+    def out_of_time(self) -> bool:
+        """Whether the run stopped because of trainer.deadlines.job_s, not because somebody asked."""
+        try:
+            last = json.loads((self.run_dir / "journal.jsonl").read_text().splitlines()[-1])
+            return last["event"] == "stop" and "trainer.deadlines.job_s" in last["reason"]
+        except (OSError, ValueError, KeyError, IndexError):
+            return False
+
+    def silent_node(self) -> str:
+        """The first node of the job that starts nothing; empty where all do."""
+        return next((host for host in self.job.nodes if not self.ended and not self.job.starts(host)), "")
+
+    def blamed(self, host: str) -> bool:
+        """Whether this node ended the attempt before, too, or cannot start anything now."""
+        last = self.launches.last_end()
+        before = last is not None and last["restart"] == self.job.restart and last["host"] == host
+        return before or not self.job.starts(host)
+
+    def wait(self, seconds: float) -> None:
+        """Unless somebody wants the job to stop."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self.ended and self.asked is None:
+            time.sleep(0.2)
+
+    def give_up(self, attempts: int) -> int:
+        last = self.launches.last_end()
+        how = f"; the last one ended so: {last['what']}" if last else ""
+        say(
+            f"{attempts} attempts in a row made no new checkpoint after step {self.launches.step()} (launch.attempts):"
+            f" the job ends{how}. Its logs are in {self.run_dir / 'logs'}"
+        )
+        return 1
+
+    def requeue(self, code: int, without: str = "") -> int:
+        """Gives the job back to Slurm, which ends this process.  `without`: a node to be left out from now on."""
+        self.remove_container()
+        end = self.job.end() or time.time() + _REQUEUED_S
+        while not self.ended and self.is_ours():
+            if self.job.requeue(without):
+                say(f"requeued{f' without {without}' if without else ''}")
+                gone = time.monotonic() + _REQUEUED_S
+                while time.monotonic() < gone and not self.ended:
+                    time.sleep(0.2)
+                break
+            if time.time() + _REQUEUE_EVERY_S > end:
+                say("the job could not be requeued; the same sbatch command goes on from here")
+                break
+            time.sleep(_REQUEUE_EVERY_S)
+        return code
+
+
+def absolute(override: str) -> str:
+    """Return an override with its path made absolute, where it is one of a path."""
+    key, equals, value = override.partition("=")
+    if not _PATHS.fullmatch(key) or value in ("", "null") or value[0] in "/$\"'":
+        return override
+    return f"{key}{equals}{os.path.abspath(value)}"
+
+
+def _is_shown(name: str) -> bool:
+    return name.startswith(_SHOWN) and name not in _NOT_SHOWN
+
+
+def with_path() -> dict[str, str]:
+    """The environment of a Python that imports this very project."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """srun that outlives the run, as with a node that does not answer."""
+    say("srun has not ended; it is ended, and its tasks with it")
+    for number, seconds in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 5.0)):
+        process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+            return
+
+
+def _gpus_on_node() -> int:
+    """As Slurm tells a batch script."""
+    if (count := os.environ.get("SLURM_GPUS_ON_NODE", "")).isdigit():
+        return int(count)
+    return len([d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d])
+
+
+def main() -> NoReturn:
+    try:
+        code = Driver(arguments(sys.argv[1:])).run()
+    except ProrlError as error:
+        say(f"stage.sbatch: {error}")
+        code = error.exit_code
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

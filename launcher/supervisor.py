@@ -1,0 +1,380 @@
+"""The supervisor of one node: starts its reward server, engines and trainer ranks, keeps them up, ends them together.
+
+The same on a laptop and on each node of a cluster; there `peers` is the line to the other nodes' supervisors.
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from omegaconf import DictConfig
+
+import nemo_prorl
+from nemo_prorl.config import Config
+from nemo_prorl.environment import for_engine, with_caches
+from nemo_prorl.launcher.cores import Cores
+from nemo_prorl.launcher.determinism import variables_of_engines, variables_of_ranks
+from nemo_prorl.launcher.doctor.check import NoAnswer
+from nemo_prorl.launcher.events import Events
+from nemo_prorl.launcher.health import Health
+from nemo_prorl.launcher.prepare import plain
+from nemo_prorl.launcher.processes import Child, Lines, ProcessFailed, stop_all
+from nemo_prorl.launcher.progress import Progress
+from nemo_prorl.lifecycle.stopping import JOB_START
+from nemo_prorl.planning.devices import node_devices
+
+_log = logging.getLogger(__name__)
+
+PACKAGE = Path(nemo_prorl.__file__).parent
+_CLEAN = (0, 75)
+_HOLD_S = 6 * 3600.0  # for an engine to wait until the others wake: any phase of the trainer ends before
+# On a CPU: glibc gives a big tensor's memory back when it is freed, and the kernel makes the next one's anew, page by
+# page.  Up to so much of it stays with a process; larger tensors are mapped as ever.
+_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(64 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+_LAST_LINES, _LINE_CHARS = 15, 2000  # of a process's log, where its end is told
+# What says that a process is one of Slurm's own tasks: ours are not, and libraries would believe it.
+_TASK_VARIABLES = tuple(
+    f"SLURM_{name}" for name in ("PROCID", "LOCALID", "NODEID", "NTASKS", "NPROCS", "STEP", "TASK", "GTIDS")
+) + ("PMI", "OMPI_")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which node of the run this is, its own name, and where the ranks of all nodes meet."""
+
+    node: int = 0
+    nodes: int = 1
+    host: str = "127.0.0.1"
+    master: str = "127.0.0.1"
+    port: int = 0
+
+
+@dataclass(frozen=True)
+class End:
+    """How the processes of a node ended.  `code` is an exit code of `prorl`."""
+
+    code: int
+    what: str = ""
+    host: str = ""
+    process: str = ""
+    status: int | None = None
+    log: list[str] = field(default_factory=list)
+    at: float = field(default_factory=time.time, compare=False)  # seconds since 1970, when it was seen
+
+    @property
+    def clean(self) -> bool:
+        return self.code in _CLEAN
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Peers(Protocol):
+    """The other nodes of a run, as the supervisor of one sees them."""
+
+    def look(self, signal_ranks: Any) -> End | None:
+        """Takes note of what they say; what ends the run, if anything does."""
+
+    def agree(self, end: End | None) -> End:
+        """After this node's ranks ended (None: another's did): the end of the run, the same on all nodes."""
+
+
+class Alone:
+    """A run on one node has no others."""
+
+    def look(self, signal_ranks: Any) -> End | None:
+        return None
+
+    def agree(self, end: End | None) -> End:
+        return end or End(1)
+
+
+class Node:
+    """The supervisor of this node's processes."""
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        run_dir: Path,
+        tasks: Sequence[str],
+        merged: Lines,
+        events: Events | None = None,
+        place: Place | None = None,
+        peers: Peers | None = None,
+    ) -> None:
+        self.cfg, self.dir, self.tasks, self.events = cfg, run_dir, tasks, events
+        self.place, self.peers, self.merged = place or Place(), peers or Alone(), merged
+        self.endpoints, self.logs = run_dir / "endpoints", run_dir / "logs"
+        self.progress = Progress(cfg, run_dir) if self.place.node == 0 else None
+        self._signals: list[int] = []
+
+    def run(self, only: str | None = None) -> int:
+        """Starts everything, waits for the trainer's end, stops everything; the exit code is the trainer's.
+
+        `only="warmup"`: the trainer's supervised steps, which need no engine and no reward server.
+        `only="preflight"`: one step at full context (`planning.preflight`).
+        """
+        from nemo_prorl.rollout.publication import WeightStore, weights_folder
+
+        store = WeightStore(weights_folder(self.dir, self.place.node if self.place.nodes > 1 else None))
+        if stale := store.remove_stale():
+            _log.info("removed %d stale weight files of an earlier process from %s", len(stale), store.folder)
+        services = [] if only == "warmup" else self.services(store.folder)
+        ranks = self._ranks([only] if only else [])
+        health = Health(services, self.endpoints / "token", self.cfg.trainer.deadlines)
+        with self._forwarding_signals(ranks):
+            try:
+                for child in [*services, *ranks]:
+                    child.start()
+                return self._watch(services, ranks, health)
+            finally:
+                health.close()
+                stop_all(ranks, self.cfg.trainer.deadlines.stop_s)
+                stop_all(services, 2.0, quiet=True)  # they hold nothing worth a wait
+                if self.progress is not None:
+                    self.progress.close()
+                store.remove()
+
+    def services(self, weights: Path, engines: int | None = None, alone: bool = False) -> list[Child]:
+        """The node's reward server and its engines, to be started.  `weights`: the folder that engines may load from.
+
+        `engines`: how many, where not the node's share of them.  `alone`: no trainer shares the devices with them.
+        """
+        each = self.cfg.rollout.engines // self.place.nodes if engines is None else engines
+        return [self._rewards(), *(self._engine(k, weights, alone) for k in range(each))]
+
+    def _watch(self, services: Sequence[Child], ranks: Sequence[Child], health: Health) -> int:
+        def signal_ranks(number: int) -> None:
+            for rank in ranks:
+                rank.signal(number)
+
+        while True:
+            codes = [rank.process.poll() for rank in ranks if rank.process is not None]
+            end = self.peers.look(signal_ranks)
+            if end is not None or any(code is not None for code in codes):
+                return self._ended(ranks, end)
+            try:
+                for child in services:
+                    child.keep_up()
+            except ProcessFailed as failure:
+                if self.place.nodes == 1:
+                    raise
+                return self._over(End(1, str(failure), self.place.host))
+            health.update()
+            self._show()
+            time.sleep(0.1)
+
+    def _show(self) -> None:
+        if self.progress is not None:
+            self.progress.update()
+        if self.events is not None:
+            self.events.update()
+
+    def _ended(self, ranks: Sequence[Child], told: End | None) -> int:
+        """A rank ended, here or elsewhere: so does the run.  Gives the others a moment to end by themselves."""
+        at = time.time()
+        clean = told is not None and told.clean
+        end = time.monotonic() + (self.cfg.trainer.deadlines.stop_s if clean else 10.0)
+        while time.monotonic() < end and any(r.process is not None and r.process.poll() is None for r in ranks):
+            time.sleep(0.1)
+        end = time.monotonic() + 1.0
+        for rank in ranks:
+            if rank.process is not None and rank.process.poll() is not None:
+                rank.read_out(max(0.0, end - time.monotonic()))
+        if self.progress is not None:
+            self.progress.update()
+        codes = [r.process.poll() for r in ranks if r.process is not None]
+        ended = [(r, c) for r, c in zip(ranks, codes, strict=True) if c is not None]
+        if not ended:  # of this node none did
+            return self._over(None)
+        bad = sorted((c for c in ended if c[1] not in _CLEAN), key=lambda one: one[1] >= 0)  # killed ones first
+        if not bad:
+            return self._over(None if told is not None and not clean else End(max(c for _, c in ended)))
+        rank, code = bad[0]
+        what = f"{rank.name} ended with status {code}; its log is {rank.log_file}"
+        here = "" if self.place.nodes == 1 else self.place.host
+        log = [line[:_LINE_CHARS] for line in list(rank.tail)[-_LAST_LINES:]]
+        return self._over(End(code if code in (2, 3, 4) else 1, what, here, rank.name, code, log, at))
+
+    def _over(self, mine: End | None) -> int:
+        """What is said of the end, and its exit code."""
+        end = self.peers.agree(mine)
+        if end.clean or self.place.node > 0:
+            return end.code
+        where = f"{end.host}: " if end.host else ""
+        if self.events is not None:
+            self.events.failure(f"{where}{end.what}", process=end.process, status=end.status, log=end.log)
+        _log.error("%s%s%s", where, end.what, ", and ends:" if end.log else "")
+        for line in end.log:
+            _log.error("  %s", line)
+        return end.code
+
+    @contextmanager
+    def _forwarding_signals(self, ranks: Sequence[Child]) -> Iterator[None]:
+        """SIGTERM, SIGINT and SIGUSR1 ask the trainer to stop after its step; the second one ends the run at once."""
+
+        def forward(number: int, _: Any) -> None:
+            if number in self._signals:
+                raise KeyboardInterrupt
+            self._signals.append(number)
+            _log.warning("%s: the run stops after this step", signal.Signals(number).name)
+            for rank in ranks:
+                rank.signal(signal.SIGTERM)
+
+        wanted = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        before = {number: signal.signal(number, forward) for number in wanted}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _child(
+        self, name: str, command: list[str], env: dict[str, str], restarts: int, endpoint: bool, engine: bool = False
+    ) -> Child:
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(_TASK_VARIABLES)}
+        inherited = for_engine(inherited) if engine else inherited
+        heap = _HEAP if self.cfg.trainer.accelerator == "cpu" else {}
+        return Child(
+            name,
+            command,
+            with_caches({"PYTHONUNBUFFERED": "1", **heap, **dict(self.cfg.launch.env), **inherited, **env}),
+            self.logs / f"{name}.log",
+            self.merged,
+            restarts=restarts,
+            endpoint=self.endpoints / f"{name}.json" if endpoint else None,
+        )
+
+    @property
+    def _bind(self) -> str:
+        """The address that the services listen at: not to be reached from outside where nobody outside asks."""
+        return "127.0.0.1" if self.place.nodes == 1 else "0.0.0.0"
+
+    def _rewards(self) -> Child:
+        cfg, name = self.cfg, f"rewards-{self.place.node}"
+        command = [sys.executable, "-m", "nemo_prorl.rewards.server", "--workers", str(cfg.rewards.workers)]
+        command += ["--tasks", ",".join(self.tasks), "--token-file", str(self.endpoints / "token")]
+        command += ["--endpoint-file", str(self.endpoints / f"{name}.json"), "--parent-pid", str(os.getpid())]
+        command += ["--settings", json.dumps(plain(cfg.rewards.plugins))]
+        command += ["--host", self._bind, "--public-host", self.place.host]
+        command += ["--unsafe-no-sandbox"] if cfg.rewards.unsafe_no_sandbox else []
+        return self._child(name, command, {"OMP_NUM_THREADS": "1"}, cfg.rollout.max_restarts, True)
+
+    def _engine(self, local: int, weights: Path, alone: bool) -> Child:
+        """The node's engine `local`, 0-based; in its name it counts through all nodes."""
+        from nemo_prorl.lifecycle.base_model import initial_model
+        from nemo_prorl.rollout.engine.sleep import HOLD_FILE
+
+        cfg, rollout = self.cfg, self.cfg.rollout
+        index = self.place.node * (rollout.engines // self.place.nodes) + local
+        options = {
+            "model": initial_model(cast(Config, cfg), self.dir),
+            "token-file": self.endpoints / "token",
+            "weights-dir": weights,
+            "endpoint-file": self.endpoints / f"engine-{index}.json",
+            "index": index,
+            "parent-pid": os.getpid(),
+            "host": self._bind,
+            "public-host": self.place.host,
+            "dtype": rollout.dtype,
+            "tp": rollout.tensor_parallel_size,
+            "threads": rollout.threads,
+            "max-model-len": cfg.trainer.grpo.context_tokens,
+            "max-num-seqs": rollout.max_num_seqs,
+            "max-batched-tokens": rollout.max_batched_tokens,
+            "kv-mb": rollout.kv_cache_mb or (None if alone else self._kv_mb()),
+        }
+        if rollout.sleep is not None and not alone:
+            options |= {"hold-file": self.endpoints / HOLD_FILE, "hold-s": _HOLD_S}
+        command = [str(Path(rollout.python).absolute()), str(PACKAGE / "rollout" / "engine" / "server.py")]
+        command += [word for key, value in options.items() if value is not None for word in (f"--{key}", str(value))]
+        command += ["--float32-head"] if cfg.trainer.grpo.float32_head else []
+        command += ["--eager"] if rollout.eager else []
+        command += ["--sleep"] if rollout.sleep is not None and not alone else []
+        env = {**self._gpus(local, alone), **variables_of_engines(cfg)}
+        engine = self._child(f"engine-{index}", command, env, rollout.max_restarts, True, True)
+        if not alone and self._cores is not None:
+            engine.cores = self._cores.engines[local] or None
+        return engine
+
+    def _gpus(self, local: int, alone: bool) -> dict[str, str]:
+        """The GPUs of an engine: as many as its tensor parallel size, beside the trainer ranks of the same number, or
+        after the GPUs of all ranks (rollout.own_devices)."""
+        if self.cfg.trainer.accelerator != "gpu":
+            return {}
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")
+        ours = given.split(",") if given else [str(k) for k in range(node_devices(self.cfg))]
+        tp = self.cfg.rollout.tensor_parallel_size
+        first = local * tp + (self.cfg.trainer.devices if self.cfg.rollout.own_devices and not alone else 0)
+        return {"CUDA_VISIBLE_DEVICES": ",".join(ours[first : first + tp])}
+
+    @cached_property
+    def _cores(self) -> Cores | None:
+        from nemo_prorl.launcher.doctor.devices import query, visible
+
+        there = os.sched_getaffinity(0)
+        if self.cfg.trainer.accelerator != "gpu":
+            return Cores.of(self.cfg, there)
+        try:
+            buses = [gpu.bus for gpu in visible(query(), os.environ)]
+        except (NoAnswer, ValueError):
+            return None
+        return Cores.near_gpus(self.cfg, there, buses)
+
+    def _kv_mb(self) -> int | None:
+        """What is left of its GPU for the engine's cache, beside a trainer rank if one is there; None on a CPU: vLLM's
+        own share."""
+        from nemo_prorl.planning.memory import device_bytes, memory_of
+
+        room = memory_of(self.cfg).kv_room(device_bytes(self.cfg))
+        return None if room is None else room >> 20
+
+    def _ranks(self, arguments: list[str]) -> list[Child]:
+        devices, place = self.cfg.trainer.devices, self.place
+        apart = self._cores if self.cfg.trainer.accelerator == "cpu" else None
+        here = len(os.sched_getaffinity(0)) // devices if apart is None else len(apart.ranks[0])
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, here))
+        env = {
+            "WORLD_SIZE": str(devices * place.nodes),
+            "LOCAL_WORLD_SIZE": str(devices),
+            "GROUP_RANK": str(place.node),
+            "GROUP_WORLD_SIZE": str(place.nodes),
+            "MASTER_ADDR": place.master,
+            "MASTER_PORT": str(place.port),
+            "TORCHELASTIC_RUN_ID": "prorl",
+            "PRORL_SUPERVISOR_PID": str(os.getpid()),
+            JOB_START: _job_start(),
+            "OMP_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # a rank compiles four small functions: no pool of processes for it
+            **variables_of_ranks(self.cfg),
+        }
+        command = [sys.executable, "-m", "nemo_prorl.rank", str(self.dir), *arguments]
+        ranks = []
+        for k in range(devices):
+            rank = place.node * devices + k
+            own = {**env, "RANK": str(rank), "LOCAL_RANK": str(k)}
+            ranks.append(self._child(f"trainer-{rank}", command, own, 0, False))
+            if self._cores is not None:
+                ranks[k].cores = self._cores.ranks[k] or None
+        if self.progress is not None:
+            ranks[0].on_line = self.progress.line
+        return ranks
+
+
+_STARTED = time.time()
+
+
+def _job_start() -> str:
+    """When the job began that is paid for: Slurm's, or this command (which may run several stages)."""
+    return os.environ.get(JOB_START) or os.environ.get("SLURM_JOB_START_TIME") or str(_STARTED)

@@ -1,0 +1,1 @@
+"""The laptop's toy problems, and the small model that learns them."""

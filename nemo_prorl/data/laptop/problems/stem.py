@@ -1,0 +1,83 @@
+"""Small questions of science with the answer in a box, judged by the `stem` plugin."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from nemo_prorl.config import DataSource
+from nemo_prorl.data.laptop.problems import Draw, Record, kinds_of, number_of, options_of, rng_of
+from nemo_prorl.data.laptop.problems.arithmetic import INSTRUCTION
+
+_FACTORS = (("km", "m", 1000), ("m", "cm", 100), ("kg", "g", 1000), ("cm", "mm", 10), ("kV", "V", 1000))
+_LAWS = (
+    ("A car drives {} m/s for {} s. How far?", "m"),
+    ("A force of {} N acts over {} m. Which work?", "J"),
+    ("A current of {} A flows at {} V. Which power?", "W"),
+    ("A mass of {} kg gains {} m/s^2. Which force?", "N"),
+)
+_SYMBOLS = {
+    "iron": "Fe",
+    "gold": "Au",
+    "zinc": "Zn",
+    "lead": "Pb",
+    "tin": "Sn",
+    "neon": "Ne",
+    "copper": "Cu",
+    "silver": "Ag",
+}
+
+_Question = tuple[str, str, dict[str, Any]]  # the question, what goes in the box, the truth
+
+
+def stem(source: DataSource) -> Draw:
+    """Options: `kinds` (some of `units`, `laws`, `elements`), `max_value` (of a quantity to convert), `max_factor`
+    (of the first of two that are multiplied; the second has one digit).
+    """
+    options = options_of(source, {"kinds": KINDS, "max_value": 99, "max_factor": 19})
+    kinds = kinds_of(source, options["kinds"], KINDS)
+    highs = {key: number_of(source, options, key, 2, 999) for key in ("max_value", "max_factor")}
+
+    def draw(number: int) -> Record:
+        rng = rng_of(source, number)
+        question, answer, truth = _MAKERS[rng.choice(kinds)](rng, highs)
+        return {
+            "task": "stem",
+            "prompt": f"{question}\n{INSTRUCTION}",
+            "truth": truth,
+            "meta": {"target": f"\\boxed{{{answer}}}"},
+        }
+
+    return draw
+
+
+def _units(rng: random.Random, highs: dict[str, int]) -> _Question:
+    """A conversion; a number without its unit passes, one with another unit does not."""
+    larger, smaller, factor = rng.choice(_FACTORS)
+    value = rng.randint(1, highs["max_value"])
+    answer = str(value * factor)
+    return f"Convert {value} {larger} to {smaller}.", f"{answer} {smaller}", {"answer": answer, "unit": smaller}
+
+
+def _laws(rng: random.Random, highs: dict[str, int]) -> _Question:
+    """A product of two quantities, the second of one digit."""
+    question, unit = rng.choice(_LAWS)
+    one, other = rng.randint(1, highs["max_factor"]), rng.randint(1, 9)
+    answer = str(one * other)
+    return question.format(one, other), f"{answer} {unit}", {"answer": answer, "unit": unit}
+
+
+def _elements(rng: random.Random, highs: dict[str, int]) -> _Question:
+    """A choice of three; a guess is right every third time."""
+    options = rng.sample(sorted(_SYMBOLS), 3)
+    right = rng.randrange(3)
+    listed = " ".join(f"{letter}) {name}" for letter, name in zip("ABC", options, strict=True))
+    question = f"Which has the symbol {_SYMBOLS[options[right]]}? {listed}"
+    return question, "ABC"[right], {"answer": "ABC"[right], "options": options}
+
+
+_MAKERS: dict[str, Callable[[random.Random, dict[str, int]], _Question]] = {
+    "units": _units,
+    "laws": _laws,
+    "elements": _elements,
+}
+KINDS = list(_MAKERS)

@@ -1,0 +1,99 @@
+"""The chain of stages: where a stage finds the one before it (paper sec. 4.2)."""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_prorl.algorithms.reset import best_step
+from nemo_prorl.config import Config
+from nemo_prorl.errors import ConfigError
+from nemo_prorl.lifecycle.resets import policy_scores
+from nemo_prorl.lifecycle.retention import OLD, TEMPORARY, TRASH, complete, step_of
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that a stage begins from, and the run directory that holds it (None: it stands alone)."""
+
+    checkpoint: Path
+    run_dir: Path | None
+    newest: Path  # of that run: where it stood in its data
+
+
+def origin(cfg: Config, run_dir: Path) -> Origin | None:
+    """Where this stage begins; None where it begins with the model.
+
+    `chain.start_from` names a run directory, whose last checkpoint counts (with `trainer.resets.roll_back` the one of
+    its best validation), or one checkpoint.  Without it a stage with `chain.after` looks beside its own run directory.
+    Raises ConfigError if there is none, or if that run is not finished.
+    """
+    chain, given = cfg.chain, cfg.chain.start_from
+    if given is None and chain.after is None:
+        return None
+    folder = Path(given) if given is not None else run_dir.parent / str(chain.after)
+    if (folder / "state.json").is_file() and folder.suffix in (TEMPORARY, OLD, TRASH):
+        raise ConfigError(f"chain.start_from={given}: is no complete checkpoint; those have no ending in their name")
+    if (folder / "state.json").is_file():
+        run = folder.parent.parent
+        return Origin(folder, run if (run / "config.yaml").is_file() else None, folder)
+    key = f"chain.start_from={given}" if given is not None else f"stage={cfg.stage}"
+    if not (folder / "config.yaml").is_file():
+        what = "is neither a run directory nor a checkpoint"
+        if given is None:
+            what = f"follows {chain.after}, and there is no run in {folder}"
+        raise ConfigError(
+            f"{key}: {what}. Train that stage first, name its run directory or one of its checkpoints with"
+            " chain.start_from=PATH, or begin with the model: chain.after=null"
+        )
+    checkpoints = complete(folder / "checkpoints")
+    if not (summary := _finished(folder)) or not checkpoints:
+        there = f"its last checkpoint is {checkpoints[-1]}" if checkpoints else "it has no checkpoint"
+        raise ConfigError(
+            f"{key}: the run in {folder} is not finished; {there}. Finish it, or begin from one of its checkpoints:"
+            " chain.start_from=CHECKPOINT"
+        )
+    newest = checkpoints[-1]
+    if step_of(newest) != summary["step"]:
+        raise ConfigError(f"{key}: {folder} ended at step {summary['step']}, its newest checkpoint is {newest}")
+    return Origin(best_checkpoint(folder) if cfg.trainer.resets.roll_back else newest, folder, newest)
+
+
+def best_checkpoint(run_dir: Path) -> Path:
+    """The checkpoint of the best validation since the last hard reset, of those that are there; else the newest."""
+    checkpoints = {step_of(p): p for p in complete(run_dir / "checkpoints")}
+    newest = checkpoints[max(checkpoints)]
+    best = best_kept(json.loads((newest / "state.json").read_text()), checkpoints)
+    return newest if best is None else checkpoints[best]
+
+
+def best_kept(state: dict[str, Any], steps: Any) -> int | None:
+    """Of these steps the one with the best validation since the last hard reset, as a checkpoint's state tells it."""
+    done = state["resets"]["done"]
+    scores = policy_scores(state["validations"], done)
+    last = max((reset["step"] for reset in done), default=0)
+    return best_step({step: score for step, score in scores.items() if step in steps}, last)
+
+
+def _finished(run_dir: Path) -> dict[str, Any] | None:
+    try:
+        summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return summary if summary["finished"] else None
+
+
+def take_over_model(source: Path, folder: Path) -> None:
+    """RUN/init of a stage: the files of the stage before, linked where the disk can, so that either can be deleted."""
+    temporary = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.is_file():
+            try:
+                os.link(file, temporary / file.name)
+            except OSError:
+                shutil.copyfile(file, temporary / file.name)
+    os.replace(temporary, folder)

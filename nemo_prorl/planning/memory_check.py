@@ -1,0 +1,98 @@
+"""Whether a GPU holds a run, and which single changes would make it fit: `memory` judged."""
+
+import copy
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_prorl.errors import ConfigError
+from nemo_prorl.planning.memory import GB, Memory, device_source, memory_of, micro_batch_tokens, micro_batch_words
+
+
+def check_memory(cfg: DictConfig, device_bytes: float | None, vocab: int | None = None) -> Memory:
+    """The sizes of a checked configuration; raises ConfigError where a device of so many bytes cannot hold them.
+
+    The error names key and value, the bytes needed and there, and which changes would make it fit.  With
+    `device_bytes` None (a CPU) only the KV cache is judged: it must hold one sequence that fills the context, or vLLM
+    refuses to start.
+    """
+    memory = memory_of(cfg, vocab)
+    configured, context = memory.kv_configured, cfg.trainer.grpo.context_tokens
+    if configured is not None and configured < memory.kv_sequence:
+        raise ConfigError(
+            f"rollout.kv_cache_mb={cfg.rollout.kv_cache_mb}: {configured:,} bytes hold no whole sequence of"
+            f" trainer.grpo.context_tokens={context}, which needs {memory.kv_sequence:,};"
+            f" set it to {-(-memory.kv_sequence // 2**20)} or more, or null"
+        )
+    if device_bytes is None or memory.needed <= device_bytes:
+        return memory
+    fits = _what_fits(cfg, device_bytes, vocab)
+    parts = ", ".join(f"{name} {value / GB:.1f} GB" for name, value in _parts(memory).items())
+    raise ConfigError(
+        f"{_subject(cfg, memory)}: a GPU needs {memory.needed:,} bytes ({parts}),"
+        f" {device_source(cfg)} has {int(device_bytes):,}. "
+        + (f"It fits with {'; or '.join(fits)}" if fits else "No single change of layout or batch makes it fit")
+    )
+
+
+def _subject(cfg: DictConfig, memory: Memory) -> str:
+    """The keys that the need at its highest comes from, with their values, and when that is."""
+    work = f"{micro_batch_words(cfg)} with trainer.grpo.context_tokens={cfg.trainer.grpo.context_tokens}"
+    if not memory.engines_sleep and not memory.engines_apart:
+        return work
+    if memory.while_training >= memory.while_generating:
+        asleep = f", while the engines sleep (rollout.sleep={cfg.rollout.sleep})"
+        return f"{work}{'' if memory.engines_apart else asleep}"
+    kv_mb = "null" if cfg.rollout.kv_cache_mb is None else cfg.rollout.kv_cache_mb
+    if memory.engines_apart:
+        return f"rollout.kv_cache_mb={kv_mb} on an engine's own GPU (rollout.own_devices)"
+    return f"rollout.kv_cache_mb={kv_mb} beside the trainer's state, while engines generate"
+
+
+def _parts(memory: Memory) -> dict[str, int]:
+    """What `needed` adds up, by name."""
+    in_turn = memory.engines_sleep or memory.engines_apart
+    training = in_turn and memory.while_training >= memory.while_generating
+    parts = {}
+    if training or not memory.engines_apart:
+        fp8 = ", FP8 copies" if memory.fp8_weights else ""
+        parts[f"weights, gradients, optimizer{fp8}"] = memory.trainer_resident
+    if training or not in_turn:
+        parts["the most of the trainer's work"] = memory.trainer_peak - memory.trainer_resident
+    if not training:
+        parts["engine"] = memory.engine_weights + memory.engine_work
+        parts["KV cache"] = memory.kv_sequence if memory.kv_configured is None else memory.kv_configured
+    return parts | {"reserve": memory.reserve}
+
+
+def _what_fits(cfg: DictConfig, device_bytes: float, vocab: int | None) -> list[str]:
+    """Single changes with which the configuration fits, each with what it then needs."""
+    changes: list[dict[str, Any]] = []
+    if cfg.rollout.sleep is None and not cfg.rollout.own_devices:
+        changes.append({"rollout.sleep": 2})
+    if cfg.rollout.kv_cache_mb is not None:
+        changes.append({"rollout.kv_cache_mb": None})
+    micro = micro_batch_tokens(cfg) // cfg.trainer.grpo.context_tokens // 2
+    while micro >= 1:
+        changes.append({"model.micro_batch_size": micro})
+        micro //= 2
+    if micro_batch_tokens(cfg) > cfg.trainer.grpo.context_tokens:
+        changes.append({"model.micro_batch_tokens": cfg.trainer.grpo.context_tokens})
+    changes.append({"trainer.grpo.logprob_chunk_tokens": 1024})
+    recompute = {"granularity": "full", "method": "uniform", "num_layers": 1}
+    changes.append({f"model.activations_checkpoint_{name}": value for name, value in recompute.items()})
+    tp = 2 * cfg.model.tensor_model_parallel_size
+    ranks = cfg.trainer.num_nodes * cfg.trainer.devices
+    if not any(n % tp for n in (cfg.model.num_query_groups, cfg.model.make_vocab_size_divisible_by, ranks)):
+        changes.append({"model.tensor_model_parallel_size": tp, "model.sequence_parallel": True})
+    found, seen = [], set()
+    for change in changes:
+        other = copy.deepcopy(cfg)
+        for key, value in change.items():
+            OmegaConf.update(other, key, value, force_add=True)
+        needed, kind = memory_of(other, vocab).needed, tuple(change)
+        if needed <= device_bytes and kind not in seen:
+            seen.add(kind)
+            words = " ".join(f"{key}={'null' if value is None else value}" for key, value in change.items())
+            found.append(f"{words} (needs {needed / GB:.1f} GB)")
+    return found

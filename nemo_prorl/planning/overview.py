@@ -1,0 +1,230 @@
+"""Plain tables for a terminal: a run before it starts (`prorl plan`)."""
+
+from typing import Any
+
+from omegaconf import DictConfig
+
+from nemo_prorl.data.prepared import missing_files
+from nemo_prorl.planning.memory import (
+    GB,
+    PUBLISHED_VERSIONS,
+    RESERVE_PARTS,
+    Memory,
+    device_source,
+    micro_batch_tokens,
+    micro_batch_words,
+)
+from nemo_prorl.planning.plan import NAMES, PAPER_GPU_HOURS, Chain, Stage
+from nemo_prorl.planning.tolerances import engine_gap_alarm, kl_after_reset
+
+
+def plan(cfg: DictConfig, chain: Chain) -> str:
+    """The run, one line a matter; the recipe's chain, one line a stage; memory for the layout."""
+    refused = "".join(f"\n{stage.name}: {stage.refused}\n" for stage in chain.stages if stage.refused)
+    parts = (_table(run_rows(cfg)), _stage_table(chain) + refused, _table(_sources(chain)), _table(_memory(cfg, chain)))
+    return "\n".join(parts)
+
+
+def run_rows(cfg: DictConfig) -> dict[str, Any]:
+    """What a resolved configuration will do, by matter."""
+    trainer, grpo, model, rollout = cfg.trainer, cfg.trainer.grpo, cfg.model, cfg.rollout
+    tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
+    ranks = trainer.num_nodes * trainer.devices
+    responses = grpo.prompts_per_step * grpo.samples_per_prompt
+    resets = ", ".join(map(str, trainer.resets.at_steps)) or "at no fixed step"
+    return {
+        "run directory": cfg.run_dir,
+        "stage": cfg.stage,
+        "seed": f"{cfg.seed}{' (deterministic)' if cfg.deterministic else ''}",
+        "policy": f"{model.num_layers} layers x {model.hidden_size}, {model.num_attention_heads} heads,"
+        f" {model.num_query_groups} query groups, {_millions(model):.1f} million parameters without the vocabulary",
+        "first weights": cfg.pretrained_checkpoint.restore_from_path or "random, with a tokenizer made for the data",
+        "machines": f"{trainer.num_nodes} x {trainer.devices} {trainer.accelerator}, precision {trainer.precision}",
+        "parallel layout": f"TP {tp} x PP {pp} x DP {ranks // (tp * pp)}",
+        "rollout engines": f"{rollout.engines} x TP {rollout.tensor_parallel_size}, {rollout.dtype}"
+        + (f", on {'GPUs' if trainer.accelerator == 'gpu' else 'cores'} of their own" if rollout.own_devices else "")
+        + ("; one step off" if grpo.one_step_off else ""),
+        "warm-up": f"{trainer.warmup.steps} steps of {trainer.warmup.batch_size}, lr {trainer.warmup.lr:g}",
+        "steps": grpo.max_steps,
+        "a step": f"{grpo.prompts_per_step} prompts x {grpo.samples_per_prompt} = {responses} responses,"
+        f" {grpo.updates_per_step} updates of {responses // grpo.updates_per_step}, lr {model.optim.lr:g}",
+        "context": f"{grpo.context_tokens} tokens, temperature {grpo.temperature:g}",
+        "loss": f"{grpo.advantage}, {grpo.aggregation}, clip {grpo.clip_low:g}/{grpo.clip_high:g},"
+        f" KL {grpo.kl_coef:g} ({grpo.kl_estimator}), correction {grpo.correction.kind}",
+        "differences": f"policy and reference after a reset up to {kl_after_reset(cfg):g} a token; engine and trainer"
+        f" above {engine_gap_alarm(cfg):g} are reported",
+        "dynamic sampling": f"up to {grpo.dynamic_sampling.max_draw_factor:g} x the prompts"
+        if grpo.dynamic_sampling.enabled
+        else "off",
+        "hard resets": f"{trainer.resets.mode}; {resets}",
+        "checkpoints": f"every {grpo.checkpoint_every} steps, {grpo.keep_checkpoints} kept",
+        "validation": f"every {grpo.validate_every} steps, {grpo.validation_samples} a prompt, temperature"
+        f" {grpo.validation_temperature:g}",
+        "data": ", ".join(f"{s.name} ({s.weight:g})" for s in cfg.data.train),
+        "held out": ", ".join(s.name for s in cfg.data.validation) or "nothing",
+        "data files": _files(cfg),
+    }
+
+
+def _files(cfg: DictConfig) -> str:
+    named = sum(source.path is not None for part in (cfg.data.train, cfg.data.validation) for source in part)
+    if not named:
+        return "none: all problems are made on the spot"
+    missing = len(missing_files(cfg))
+    return f"{missing} of {named} are missing: the run would be refused" if missing else f"{named}, all there"
+
+
+def _stage_table(chain: Chain) -> str:
+    """One line a stage, the chosen one marked, and the totals."""
+    hours = f"{chain.accelerator.upper()} hours"
+    head = ("", "stage", "reset", "steps", "responses", "tokens <=", "generated ~", hours, "memory", "changes")
+    rows: list[tuple[str, ...]] = [head]
+    for stage in chain.stages:
+        mark = ">" if stage.chosen else ""
+        if stage.refused is not None:
+            rows.append((mark, stage.name, *[""] * 7, "refused, see below"))
+            continue
+        numbers = (stage.steps, stage.responses, stage.tokens_at_most, stage.tokens_estimated, stage.device_hours)
+        memory = _bytes(stage.memory_needed)
+        reset = "yes" if stage.hard_reset else "no"
+        rows.append((mark, stage.name, reset, *map(_count, numbers), memory, _changes(stage)))
+    rows.append(("", "in all", "", *map(_count, chain.totals.values()), "", ""))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [c.rjust(w) if 3 <= i <= 8 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip() + "\n")
+    return "".join(lines)
+
+
+def _changes(stage: Stage) -> str:
+    texts = []
+    for key, value in stage.changes.items():
+        text = ", ".join(map(str, value)) if isinstance(value, list) else _plain(value)
+        texts.append(f"{NAMES[key]} {text}" if key in NAMES else f"{key}={text}")
+    return "; ".join(texts) or "-"
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return "all"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _sources(chain: Chain) -> dict[str, Any]:
+    """Where the table's numbers are from."""
+    rates = chain.rates
+    length = f"{rates.mean_tokens:,.1f} tokens, " if rates.mean_tokens is not None else ""
+    dropped = f"; {rates.generated_per_trained:.2f} responses generated for each trained on" if length else ""
+    if length and rates.generated_per_trained == 1.0:
+        dropped = "; groups that dynamic sampling drops are not in it"
+    rows: dict[str, Any] = {
+        "tokens <=": "prompts and responses trained on, if each filled its context",
+        "generated ~": f"responses x mean length, no longer than the context allows{dropped}",
+        "mean response": length + rates.length_source,
+        f"{chain.accelerator.upper()} hours": rates.speed_source,
+    }
+    if rates.device_seconds_per_token is not None:
+        of = "generated ~" if length else "tokens <= (no mean length is known)"
+        rows[f"{chain.accelerator.upper()} hours"] = f"{of}; {rates.speed_source}"
+    rows["the paper's"] = (
+        f"about {PAPER_GPU_HOURS:,} GPU hours in all on 4 x 8 H100 80 GB (arXiv 2507.12507): a comparison, no forecast"
+    )
+    if chain.note:
+        rows["stages"] = chain.note
+    return rows
+
+
+def _memory(cfg: DictConfig, chain: Chain) -> dict[str, Any]:
+    """Bytes for the chosen run's layout, part by part."""
+    m, size = chain.memory, chain.device_bytes
+    of = "a GPU" if chain.accelerator == "gpu" else "a rank"
+    room = m.kv_room(size)
+    fit = (
+        f"{m.sequences(size)} sequences of {cfg.trainer.grpo.context_tokens} tokens" if room is not None else "unknown"
+    )
+    left = f"{_bytes(room)}: {fit} for each engine" if room is not None else "unknown: rollout.device_memory_gb is null"
+    kv_source = "as configured" if m.kv_configured is not None else "what is left"
+    budget = cfg.trainer.grpo.checkpoint_budget_gb
+    fp8 = f"{_bytes(m.fp8_weights)}: of the layers' weights, while the trainer works"
+    return {
+        f"memory of {of}": f"{_bytes(m.needed)} at least"
+        + (f", of {_bytes(size)} ({device_source(cfg)})" if size is not None else ""),
+        "  weights": f"{_bytes(m.weights)}; {m.parameters:,} parameters in all",
+        "  vocabulary": f"{chain.vocabulary[0]:,} ({chain.vocabulary[1]})",
+        "  gradients": _bytes(m.gradients),
+        "  optimizer": f"{_bytes(m.optimizer)}, spread over data-parallel ranks",
+        **({"  FP8 copies": fp8} if m.fp8_weights else {}),
+        "  activations": f"{_bytes(m.activations)}: micro-batch of {micro_batch_tokens(cfg):,} tokens"
+        f" ({micro_batch_words(cfg)}), recomputation"
+        f" {cfg.model.get('activations_checkpoint_granularity') or 'none'}",
+        "  one layer's work": _bytes(m.layer_work),
+        "  logits": f"{_bytes(m.logits_forward)} forward, {_bytes(m.logits_backward)} backward, chunks of"
+        f" {cfg.trainer.grpo.logprob_chunk_tokens} tokens x {cfg.trainer.grpo.logprob_chunk_words} words",
+        "  reference in use": f"{_bytes(m.reference_swap)} beside the policy's own weights",
+        "  trainer at most": f"{_bytes(m.trainer_peak)} of these at once"
+        + (f"; {_bytes(m.trainer_resident)} while engines generate" if m.engines_sleep else ""),
+        "  engine": f"{_bytes(m.engine_weights)} weights, {_bytes(m.engine_work)} work,"
+        f" {_bytes(m.kv_sequence)} KV cache a full sequence",
+        "  KV cache": f"{left} ({kv_source})" if room is not None else left,
+        "  engine's sleep": _sleep(cfg, m, size),
+        "  reserve": f"{_bytes(m.reserve)}, "
+        + (
+            "assumed: " + ", ".join(f"{name} {_bytes(part)}" for name, part in RESERVE_PARTS.items())
+            if of == "a GPU"
+            else "measured: the processes themselves"
+        ),
+        "host of a node": f"{_bytes(m.reference_host)} reference policy, {_bytes(m.snapshot_host)} while a checkpoint"
+        f" is written; /dev/shm {_bytes(m.published)}: {PUBLISHED_VERSIONS} versions of the weights",
+        "disk": f"{_bytes(m.checkpoint)} a checkpoint, {_bytes(m.checkpoints)} kept and being written"
+        + (f", held under {budget:g} GB" if budget is not None else ""),
+    }
+
+
+def _sleep(cfg: DictConfig, m: Memory, size: float | None) -> str:
+    """Who has a GPU when."""
+    if m.engines_apart:
+        return (
+            f"none: {_bytes(m.while_generating)} at least on an engine's GPU, {_bytes(m.while_training)} on a trainer's"
+        )
+    if cfg.rollout.sleep is None:
+        return "none: engine and trainer hold their memory side by side"
+    kept = "weights in host memory" if cfg.rollout.sleep == 1 else "weights dropped"
+    if not m.engines_sleep:
+        return f"level {cfg.rollout.sleep}; a CPU's engine stops serving and keeps its memory"
+    share = f"{_bytes(m.engine_bytes(size))} for the engine awake; " if size is not None else ""
+    return (
+        f"level {cfg.rollout.sleep}, {kept}; {share}{_bytes(m.while_training)} while the trainer works,"
+        f" {_bytes(m.while_generating)} at least while engines generate"
+    )
+
+
+def _bytes(number: float | None) -> str:
+    if number is None:
+        return "-"
+    for unit, size in (("GB", GB), ("MB", 1e6)):
+        if number >= size:
+            return f"{number / size:,.1f} {unit}"
+    return f"{number / 1e3:,.1f} kB"
+
+
+def _count(number: float | None) -> str:
+    """A count, shortly: 12,345; 6.55 million; 20.1 billion; one that nobody knows is a dash."""
+    if number is None:
+        return "-"
+    for size, unit in ((1e9, " billion"), (1e6, " million")):
+        if number >= size:
+            return f"{number / size:,.2f}{unit}"
+    return f"{number:,.0f}" if number >= 100 or float(number).is_integer() else f"{number:.3g}"
+
+
+def _millions(model: DictConfig) -> float:
+    """Parameters of the transformer layers in millions: attention, gate, up and down projections."""
+    hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
+    attention = 2 * hidden * hidden + 2 * hidden * hidden // heads * groups
+    return float(model.num_layers * (attention + 3 * hidden * model.ffn_hidden_size) / 1e6)
+
+
+def _table(rows: dict[str, Any]) -> str:
+    width = max(map(len, rows))
+    return "".join(f"{name:<{width}}  {value}\n" for name, value in rows.items())

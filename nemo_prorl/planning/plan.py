@@ -1,0 +1,282 @@
+"""The recipe's chain before it starts: what changes at each stage, tokens, hours and memory.  No torch, no GPU.
+
+    rates = read_rates(cfg, mean_tokens=4000, tokens_per_s=None, measured=Path("runs/other"))
+    chain = plan_chain(cfg, ["cluster=h100_4x8", "stage=run3"], rates)
+
+Nothing is invented: tokens are bounded by the context, and estimated only from a length that the user gives or that a
+run measured; hours need a throughput that the user gives or that a run of the same model on such a machine measured.
+"""
+
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_prorl import settings
+from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.planning.devices import node_devices
+from nemo_prorl.planning.memory import Memory, device_bytes, vocabulary
+from nemo_prorl.planning.memory_check import check_memory
+from nemo_prorl.planning.replay import read_lines
+
+PAPER_GPU_HOURS = 16_000  # in all, on 4 x 8 H100 with 80 GB (arXiv 2507.12507)
+GROUP = "stage"
+# Keys by which a stage is told from the one before, and how the table names them; others appear with their full key.
+NAMES = {
+    "data.tasks": "tasks",
+    "trainer.grpo.samples_per_prompt": "n",
+    "trainer.grpo.context_tokens": "context",
+    "trainer.grpo.unfinished_penalty": "penalty",
+}
+# Said in columns of their own, or following from other keys.
+NO_CHANGE = (
+    "stage",
+    "run_dir",
+    "chain.",
+    "trainer.grpo.max_steps",
+    "model.encoder_seq_length",
+    "model.micro_batch_tokens",
+    "exp_manager.",
+)
+# Keys by which a measured throughput belongs to a kind of model and machine.
+SAME_KIND = (
+    "trainer.accelerator",
+    "trainer.precision",
+    "rollout.dtype",
+    *(f"model.{key}" for key in ("num_layers", "hidden_size", "ffn_hidden_size", "num_query_groups")),
+)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Lengths and throughput, each with its source; None where nobody said."""
+
+    mean_tokens: float | None = None  # of a response, without its prompt
+    length_source: str = "not given: --mean-tokens N or --measured RUN would estimate it"
+    generated_per_trained: float = 1.0  # responses generated for each that is trained on: dynamic sampling drops some
+    device_seconds_per_token: float | None = None  # of all that is generated, by wall time of whole steps
+    speed_source: str = "not given: --tokens-per-s X or --measured RUN would tell the hours"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One line of the table.  A stage whose configuration is refused has only the reason."""
+
+    name: str
+    chosen: bool
+    refused: str | None = None
+    changes: dict[str, Any] = field(default_factory=dict)  # key: value, against the stage before
+    hard_reset: bool = False  # at its start
+    steps: int = 0
+    responses: int = 0  # trained on
+    tokens_at_most: int = 0  # prompts and responses trained on, if each filled its context
+    tokens_estimated: float | None = None  # generated, with those that dynamic sampling drops where that was measured
+    device_hours: float | None = None
+    memory_needed: int = 0  # bytes of a GPU
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The whole plan beside the rows of the run itself."""
+
+    stages: list[Stage]
+    totals: dict[str, float | None]
+    rates: Rates
+    devices: int
+    accelerator: str
+    vocabulary: tuple[int, str]
+    memory: Memory  # of the chosen run
+    device_bytes: float | None
+    note: str | None  # why the table has one line only
+
+    def as_json(self) -> dict[str, Any]:
+        """One JSON object; sizes in bytes, times in hours."""
+        room = {
+            "kv_room": self.memory.kv_room(self.device_bytes),
+            "sequences": self.memory.sequences(self.device_bytes),
+        }
+        return {
+            "stages": [asdict(stage) for stage in self.stages],
+            "totals": self.totals,
+            "rates": asdict(self.rates),
+            "devices": self.devices,
+            "accelerator": self.accelerator,
+            "paper": {
+                "gpu_hours": PAPER_GPU_HOURS,
+                "source": "arXiv 2507.12507, 4 x 8 H100 80 GB; no forecast of this run",
+            },
+            "vocabulary": {"rows": self.vocabulary[0], "source": self.vocabulary[1]},
+            "memory": {**self.memory.numbers(), **room, "device_bytes": self.device_bytes},
+            "note": self.note,
+        }
+
+
+def read_rates(cfg: DictConfig, mean_tokens: float | None, tokens_per_s: float | None, measured: Path | None) -> Rates:
+    """What the user gives goes before what `measured`, a run directory, has; raises ConfigError or DataError."""
+    rates, devices = Rates() if measured is None else _measured(cfg, measured, tokens_per_s is None), _devices(cfg)
+    changed: dict[str, Any] = {}
+    for option, value in (("--mean-tokens", mean_tokens), ("--tokens-per-s", tokens_per_s)):
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"{option}={value:g}: must be a finite number above 0")
+    if mean_tokens is not None:
+        changed |= {"mean_tokens": mean_tokens, "length_source": "given: --mean-tokens"}
+    if tokens_per_s is not None:
+        source = f"given: --tokens-per-s, {tokens_per_s:g} generated tokens/s by {devices} devices together"
+        changed |= {"device_seconds_per_token": devices / tokens_per_s, "speed_source": source}
+    return Rates(**(asdict(rates) | changed))
+
+
+def _measured(cfg: DictConfig, run: Path, with_speed: bool) -> Rates:
+    """From a run's metrics.jsonl: all tokens generated by all seconds of its steps, and mean length of a response."""
+    file = run / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(f"--measured {run}: holds no run: it has no config.yaml")
+    old, lines = _saved(file), read_lines(run / "metrics.jsonl")
+    sums = {"rollout/generated_tokens": 0.0, "time/step": 0.0, "rollout/groups": 0.0}
+    in_responses = 0.0
+    for line in lines:
+        for key in (*sums, "rollout/response_tokens"):
+            if not isinstance(line.get(key), int | float):
+                raise DataError(f"{run / 'metrics.jsonl'}: step {line['step']}: {key}: must be a number")
+        for key in sums:
+            sums[key] += line[key]
+        in_responses += line["rollout/response_tokens"] * line["rollout/groups"]
+    generated, seconds, groups = sums.values()
+    if min(generated, seconds, groups, in_responses) <= 0:
+        raise DataError(f"{run / 'metrics.jsonl'}: {generated:g} tokens in {seconds:g} s: nothing to measure by")
+    per_trained = generated / (in_responses * old.trainer.grpo.samples_per_prompt)
+    steps = f"{run}, steps {lines[0]['step']} to {lines[-1]['step']}"
+    lengths = {
+        "mean_tokens": in_responses / groups,
+        "length_source": f"measured: {steps}, context {old.trainer.grpo.context_tokens}",
+        "generated_per_trained": per_trained,
+    }
+    if not with_speed:
+        return Rates(**lengths)
+    for key in SAME_KIND:
+        was, wanted = OmegaConf.select(old, key), OmegaConf.select(cfg, key)
+        if was != wanted:
+            raise ConfigError(
+                f"--measured {run}: its {key}={was}, this plan's is {wanted}: its throughput says nothing about this"
+                " run's. Measure a run of the same model and kind of machine, or give --tokens-per-s X"
+            )
+    devices, here = _devices(old), _devices(cfg)
+    source = f"measured: {steps}, {generated / seconds:,.0f} tokens/s on {devices} {old.trainer.accelerator}"
+    source += f", in proportion for {here}" if here != devices else ""
+    return Rates(**lengths, device_seconds_per_token=seconds * devices / generated, speed_source=source)
+
+
+def _saved(file: Path) -> DictConfig:
+    """A run's configuration, of an older version too: just the keys that are read here must be in it."""
+    try:
+        cfg = OmegaConf.create(file.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--measured: {file} cannot be read as yaml: {error}") from error
+    grpo, trainer = ("samples_per_prompt", "context_tokens"), ("num_nodes", "devices", "accelerator")
+    keys = [*(f"trainer.grpo.{key}" for key in grpo), *(f"trainer.{key}" for key in trainer)]
+    if missing := [k for k in keys if not isinstance(cfg, DictConfig) or OmegaConf.select(cfg, k) is None]:
+        raise ConfigError(f"--measured: {file} is no run's configuration: it lacks {missing[0]}")
+    assert isinstance(cfg, DictConfig)
+    return cfg
+
+
+def plan_chain(cfg: DictConfig, overrides: list[str], rates: Rates, config_file: Path | None = None) -> Chain:
+    """The chain with the same overrides at each stage, and the memory of the chosen run.
+
+    A configuration that is not made from `overrides` and conf/ (a file, or what a run directory holds) is one run: the
+    table has its line only.  A stage that is refused is an error where a stage is chosen, since it belongs to the same
+    chain; without one (stage=none) its line says why.  Raises ConfigError.
+    """
+    memory = check_memory(cfg, device_bytes(cfg))
+    stages, note = [], None
+    if config_file is None and settings.load(overrides) == cfg:
+        stages = _stages(cfg, overrides, rates)
+    else:
+        note = "a saved configuration is one run; the whole chain is planned from conf/, in another run_dir"
+        stages = [_stage(cfg, None, cfg.stage, True, rates, memory)]
+    return Chain(
+        stages=stages,
+        totals=_totals(stages),
+        rates=rates,
+        devices=_devices(cfg),
+        accelerator=cfg.trainer.accelerator,
+        vocabulary=vocabulary(cfg),
+        memory=memory,
+        device_bytes=device_bytes(cfg),
+        note=note,
+    )
+
+
+def _stages(cfg: DictConfig, overrides: list[str], rates: Rates) -> list[Stage]:
+    others = [text for text in overrides if text.lstrip("+").split("=")[0] != GROUP]
+    stages: list[Stage] = []
+    before: DictConfig | None = None
+    for name in (option for option in settings.group_options()[GROUP] if option != "none"):
+        try:
+            now = cfg if name == cfg.stage else settings.load([*others, f"{GROUP}={name}"])
+            memory = check_memory(now, device_bytes(now))
+        except ConfigError as error:
+            if cfg.stage != "none":
+                raise ConfigError(f"{name} of the same chain: {error}") from error
+            stages.append(Stage(name, False, refused=str(error)))
+            continue
+        stages.append(_stage(now, before, name, name == cfg.stage, rates, memory))
+        before = now
+    return stages
+
+
+def _stage(cfg: DictConfig, before: DictConfig | None, name: str, chosen: bool, rates: Rates, memory: Memory) -> Stage:
+    grpo = cfg.trainer.grpo
+    responses = grpo.max_steps * grpo.prompts_per_step * grpo.samples_per_prompt
+    longest = min(grpo.context_tokens - 1, grpo.max_response_tokens or grpo.context_tokens)
+    bound, estimated, hours = responses * grpo.context_tokens, None, None
+    if rates.mean_tokens is not None:
+        estimated = responses * min(rates.mean_tokens, longest) * rates.generated_per_trained
+    if rates.device_seconds_per_token is not None:
+        hours = (bound if estimated is None else estimated) * rates.device_seconds_per_token / 3600
+    return Stage(
+        name=name,
+        chosen=chosen,
+        changes=_changes(before, cfg),
+        hard_reset=cfg.chain.hard_reset if cfg.stage != "none" else False,
+        steps=grpo.max_steps,
+        responses=responses,
+        tokens_at_most=bound,
+        tokens_estimated=estimated,
+        device_hours=hours,
+        memory_needed=memory.needed,
+    )
+
+
+def _changes(before: DictConfig | None, now: DictConfig) -> dict[str, Any]:
+    """Keys whose value differs from the stage before; of the first stage what the table has a name for."""
+    new = dict(_leaves(OmegaConf.to_container(now, resolve=True)))
+    if before is None:
+        return {key: new.get(key) for key in NAMES}
+    old = dict(_leaves(OmegaConf.to_container(before, resolve=True)))
+    keys = [*NAMES, *sorted((old.keys() | new.keys()) - NAMES.keys())]
+    return {key: new.get(key) for key in keys if old.get(key) != new.get(key) and not key.startswith(NO_CHANGE)}
+
+
+def _leaves(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """Full keys and values of a nested mapping; a list is one value."""
+    if not isinstance(tree, dict) or not tree:
+        return [(prefix, tree)]
+    return [leaf for key, value in tree.items() for leaf in _leaves(value, f"{prefix}.{key}" if prefix else str(key))]
+
+
+def _totals(stages: list[Stage]) -> dict[str, float | None]:
+    """Sums over the stages that are not refused; None where a number is not known."""
+    kept = [stage for stage in stages if stage.refused is None]
+    totals: dict[str, float | None] = {}
+    for name in ("steps", "responses", "tokens_at_most", "tokens_estimated", "device_hours"):
+        values = [getattr(stage, name) for stage in kept]
+        totals[name] = None if None in values else sum(values)
+    return totals
+
+
+def _devices(cfg: DictConfig) -> int:
+    return int(cfg.trainer.num_nodes) * node_devices(cfg)

@@ -1,0 +1,307 @@
+"""One training step at full context and batch with random tokens: what a run takes when its responses have grown.
+
+Real responses fill the context only after days; then it is too late to learn that a GPU's memory does not hold it.
+Runs on every trainer rank, in a run directory that is thrown away afterwards (`prorl doctor --preflight`):
+
+    build        policy, optimizer, reference
+    engines      engines and reward servers are ready
+    publish      weights to the engines
+    fill         as many sequences as an engine has in flight, all but their last tokens as prompts: the KV cache
+    generate     those last tokens, stop tokens off
+    sleep        engines give their memory away (rollout.sleep)
+    batch        a step's responses, of which each rank gets its own, as a rollout hands them out
+    first update one micro-batch: the optimizer's moments come into being, and stay
+    logprobs     of an update's rows of this rank, each filling the context
+    reference    the same of the reference policy
+    update       a whole one
+    wake         engines take their memory back, with new weights
+    checkpoint   written and complete
+    resume       the checkpoint loaded
+
+Each rank writes preflight-RANK.jsonl: a line when a part begins, and one when it ends or fails.
+"""
+
+import asyncio
+import json
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from nemo_prorl.algorithms.losses import denominator_terms
+from nemo_prorl.batch import Batch, JudgedGroups
+from nemo_prorl.config import Config
+from nemo_prorl.deadlines import Deadline
+from nemo_prorl.errors import EngineFailure
+from nemo_prorl.lifecycle.retention import complete
+from nemo_prorl.metrics import Metrics
+from nemo_prorl.planning.tolerances import engine_gap_alarm, kl_after_reset
+from nemo_prorl.rollout.client import EnginePool
+from nemo_prorl.rollout.collected import Group
+from nemo_prorl.rollout.one_engine import Response, SamplingParams, read_token
+
+if TYPE_CHECKING:
+    from nemo_prorl.rank import Run
+
+_log = logging.getLogger(__name__)
+
+PLAN = "preflight.json"
+MAX_IN_FLIGHT = 512  # of one engine: `EnginePool`'s default
+GENERATED = 64  # tokens that each engine sequence generates at the end of its context
+# (logp_BT, entropy_BT or None, micro-batch, denominator, config=...) -> (loss, sums): the trainer's
+Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much of a step this node does.  Of the whole run, which may have more nodes than are tried here."""
+
+    data_ranks: int  # of the run
+    prompts: int  # of a step
+    samples: int  # responses to each
+    updates: int  # of a step
+    rows: int  # that one rank gets in one update
+    tried_rows: int  # of them
+    context: int  # tokens
+    response: int  # of them, the longest response's
+    sequences: int  # in flight at one engine
+    generated: int  # tokens of each that are generated here
+    engines: int  # of this node
+    all_engines: int  # of the run
+
+    @classmethod
+    def of(cls, cfg: Config, rows: int | None = None) -> "Plan":
+        """For a run's configuration; `rows`: of an update's rows try so many only."""
+        grpo, model, nodes = cfg.trainer.grpo, cfg.model, cfg.trainer.num_nodes
+        ranks = nodes * cfg.trainer.devices
+        data_ranks = ranks // (model["tensor_model_parallel_size"] * model["pipeline_model_parallel_size"])
+        in_update = -(-grpo.prompts_per_step // grpo.updates_per_step * grpo.samples_per_prompt // data_ranks)
+        started = grpo.prompts_per_step * grpo.samples_per_prompt
+        if grpo.dynamic_sampling.enabled:
+            started = int(started * grpo.dynamic_sampling.oversubscription)
+        context = grpo.context_tokens
+        response = min(context - 1, grpo.max_response_tokens or context)
+        return cls(
+            data_ranks=data_ranks,
+            prompts=grpo.prompts_per_step,
+            samples=grpo.samples_per_prompt,
+            updates=grpo.updates_per_step,
+            rows=in_update,
+            tried_rows=in_update if rows is None else min(rows, in_update),
+            context=context,
+            response=response,
+            sequences=min(cfg.rollout.max_num_seqs, MAX_IN_FLIGHT, -(-started // cfg.rollout.engines)),
+            generated=min(GENERATED, response),
+            engines=cfg.rollout.engines // nodes,
+            all_engines=cfg.rollout.engines,
+        )
+
+    @property
+    def tried_prompts(self) -> int:
+        """Prompts of the step whose responses are made up: all, or as many as the rows that are tried need."""
+        if self.tried_rows == self.rows:
+            return self.prompts
+        return min(self.prompts, -(-self.tried_rows * self.data_ranks // self.samples) * self.updates)
+
+    def write(self, run_dir: Path) -> None:
+        (run_dir / PLAN).write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, run_dir: Path) -> "Plan":
+        return cls(**json.loads((run_dir / PLAN).read_text()))
+
+
+class Recorder:
+    """Time and memory of each part, in a file that is up to date whatever ends this process."""
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        self._file = run_dir / f"preflight-{rank}.jsonl"
+
+    @contextmanager
+    def part(self, name: str, **numbers: float) -> Iterator[None]:
+        """`numbers` go into the record as they are."""
+        self._write(part=name, event="begin")
+        _reset_peak()
+        began = time.monotonic()
+        try:
+            yield
+        except BaseException as error:
+            lines = str(error).strip().splitlines()
+            self._write(part=name, event="error", what=f"{type(error).__name__}: {lines[0] if lines else ''}"[:600])
+            raise
+        seconds = time.monotonic() - began
+        self._write(part=name, event="end", seconds=seconds, **numbers, **_memory())
+        _log.info("preflight: %s took %.1f s", name, seconds)
+
+    def _write(self, **fields: Any) -> None:
+        with self._file.open("a") as file:
+            file.write(json.dumps(fields) + "\n")
+
+
+def _reset_peak() -> None:
+    """From here on the peak counts anew: the GPU's, or that of this process (Linux)."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _memory() -> dict[str, int]:
+    """Bytes: this process's peak in host memory, and where there is a GPU the peak on it and what is free there."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    found = {"host_peak": int(status["VmHWM"].split()[0]) << 10}
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        found |= {"gpu_peak": torch.cuda.max_memory_allocated(), "gpu_free": free, "gpu_total": total}
+    return found
+
+
+def measure(run: "Run", loss: Loss) -> None:
+    """All parts, in the run directory of `run`, which must hold a Plan.  Raises what a part raises."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing to save
+    plan, recorder = Plan.read(run.dir), Recorder(run.dir, run.rank)
+    allowed, alarm = kl_after_reset(run.cfg), engine_gap_alarm(run.cfg)  # type: ignore[arg-type]
+    _log.info("a reset's step may differ from its reference by %g a token; engine gaps above %g alarm", allowed, alarm)
+    with recorder.part("build"):
+        run.build_policy()
+    with recorder.part("engines"):
+        run.connect()
+    with recorder.part("publish"):
+        run.publish(version=0)
+    _fill_engines(run, plan, recorder)
+    sleeps = run.cfg.rollout.sleep is not None
+    if sleeps:
+        with recorder.part("sleep"):
+            run.sleep_engines()
+    _train(run, plan, recorder, loss)
+    if sleeps:
+        with recorder.part("wake"):
+            run.publish(version=1)
+    with recorder.part("checkpoint"):
+        run.save_checkpoint(1, wait=True)
+    with recorder.part("resume"):
+        run.checkpoints.files.load(run.policy, complete(run.checkpoints.folder)[-1])
+
+
+def _train(run: "Run", plan: Plan, recorder: Recorder, loss: Loss) -> None:
+    """The parts of a step that the trainer does.  The first update is made before the others are measured, because
+    the optimizer has no moments before it."""
+    policy, grpo = run.policy, run.cfg.trainer.grpo
+    with recorder.part("batch"):
+        mine = run.share(lambda: tried_rows(plan, random_groups(plan, policy.shape.vocab, run.cfg.seed))).batch()
+        advantage_B = torch.randn(len(mine), generator=torch.Generator().manual_seed(run.cfg.seed))
+        mine = mine.with_targets(advantage_B=advantage_B)
+    metrics = Metrics(1, run.cfg.stage)
+    metrics.put("entropy", 0.0)
+    config = run.before_updates(1, metrics)
+    if grpo.adaptive_entropy.enabled:  # begins at 0, and takes memory once it is above
+        config = replace(config, entropy_coef=grpo.adaptive_entropy.maximum)
+
+    def update(batch: Batch) -> None:
+        share = denominator_terms(batch.mask_BT, grpo.aggregation, float(grpo.context_tokens))
+        denominator = policy.sum_over_data_ranks(float(share))
+        policy.update(batch, partial(loss, config=config), denominator, with_entropy=config.entropy_coef != 0.0)
+
+    numbers = {"rows": len(mine), "tokens": int(mine.length_B.sum())}
+    with recorder.part("first update"):
+        few = mine.rows(slice(0, policy.limits.rows_of_length(plan.context)))
+        few_logp_BT, _ = policy.logprobs(few)
+        update(few.with_targets(old_logp_BT=few_logp_BT, ref_logp_BT=few_logp_BT))
+    with recorder.part("logprobs", **numbers):
+        old_logp_BT, _ = policy.logprobs(mine)
+    with recorder.part("reference", **numbers):
+        (ref_logp_BT,) = policy.reference_logprobs(mine)
+    with recorder.part("update", **numbers):
+        update(mine.with_targets(old_logp_BT=old_logp_BT, ref_logp_BT=ref_logp_BT))
+
+
+def tried_rows(plan: Plan, groups: list[Group]) -> list[JudgedGroups]:
+    """Return for each data rank the rows of the first update that it tries."""
+    judged = JudgedGroups.of(groups)
+    updates = judged.rows_of_updates(plan.updates, plan.data_ranks)
+    return judged.dealt([rows[0][: plan.tried_rows].tolist() for rows in updates])
+
+
+def random_groups(plan: Plan, vocab: int, seed: int) -> list[Group]:
+    """Groups as a rollout gives them: every response fills the context with its prompt, and none ended by itself."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt = plan.context - plan.response
+
+    def response(index: int) -> Response:
+        tokens = torch.randint(vocab, (plan.response,), generator=generator).tolist()
+        return Response(index, tokens, torch.rand(plan.response, generator=generator).neg().tolist(), "length", 0)
+
+    def group(index: int) -> Group:
+        prompt_ids = torch.randint(vocab, (prompt,), generator=generator).tolist()
+        responses = [response(k) for k in range(plan.samples)]
+        verdicts = [{"score": float(k % 2), "detail": {}} for k in range(plan.samples)]
+        return Group(f"random-{index}", "preflight", {}, prompt_ids, 0, responses, verdicts, 1, 0, index)
+
+    return [group(index) for index in range(plan.tried_prompts)]
+
+
+def _fill_engines(run: "Run", plan: Plan, recorder: Recorder) -> None:
+    """The engines of this node at full context: prompts first, and then the last tokens of the same sequences.
+
+    The second request finds its prompt in the prefix cache, as far as that holds all of them, so its time is that of
+    generating.
+    """
+    deadlines, endpoints = run.cfg.trainer.deadlines, run.dir / "endpoints"
+    count, length = plan.sequences * plan.engines, plan.context - plan.generated
+    generator = torch.Generator().manual_seed(run.cfg.seed)
+    prompts = torch.randint(run.policy.shape.vocab, (count, length), generator=generator).tolist()
+
+    def ask(tokens: int) -> None:
+        sampling = SamplingParams(run.cfg.trainer.grpo.temperature, max_tokens=tokens, stop_token_ids=())
+        deadline = Deadline(deadlines.rollout_s, "full responses of random tokens (trainer.deadlines.rollout_s)")
+        pool = EnginePool(endpoints, read_token(endpoints / "token"), plan.engines)
+        check_full(asyncio.run(responses_of(pool, prompts, sampling, deadline)), tokens)
+
+    with recorder.part("fill", rows=count, tokens=count * length):
+        run.on_rank_0(partial(ask, 1))
+    with recorder.part("generate", rows=count, tokens=count * plan.generated):
+        run.on_rank_0(partial(ask, plan.generated))
+
+
+async def responses_of(
+    pool: EnginePool, prompts: Sequence[list[int]], sampling: SamplingParams, deadline: Deadline
+) -> list[Response]:
+    """One response to each prompt, all in flight at once.  Closes the pool."""
+    try:
+        groups = await asyncio.gather(*(pool.generate(p, [k], sampling, deadline) for k, p in enumerate(prompts)))
+    finally:
+        await pool.close()
+    return [response for group in groups for response in group]
+
+
+def check_full(responses: Sequence[Response], tokens: int) -> None:
+    """Raises EngineFailure where a response is shorter than asked for: then the engine was not filled."""
+    if short := [r for r in responses if len(r.token_ids) != tokens]:
+        lengths = sorted({len(r.token_ids) for r in short})
+        raise EngineFailure(
+            f"{len(short)} of {len(responses)} responses have {lengths[0]} to {lengths[-1]} tokens where {tokens} were"
+            " asked for, without stop tokens"
+        )
+
+
+__all__ = [
+    "GENERATED",
+    "PLAN",
+    "Plan",
+    "Recorder",
+    "check_full",
+    "measure",
+    "random_groups",
+    "responses_of",
+    "tried_rows",
+]

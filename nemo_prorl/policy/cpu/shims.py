@@ -1,0 +1,196 @@
+"""NeMo-Aligner's stack on a machine without CUDA: what must be told otherwise to torch, Megatron-Core and NeMo.
+
+NeMo 2.3 and Megatron-Core 0.12 take CUDA, apex and Transformer Engine for granted in a few dozen places.  `enable`
+changes just those, once, and only where CUDA is absent; nothing else in this project knows the difference.
+Each change says what fails without it.  Layers follow `model.transformer_engine`, as on a GPU.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_enabled = False
+
+
+def enable(transformer_engine: bool = False) -> None:
+    """Lets NeMo and Megatron run on the CPU.  Does nothing where CUDA is present; the second time, chooses layers only.
+
+    `transformer_engine`: layers and rotary positions are Transformer Engine's, as `model.transformer_engine` says.
+    """
+    global _enabled
+    if torch.cuda.is_available():
+        return
+    if not _enabled:
+        _enabled = True
+        _torch_without_cuda()
+        _megatron_without_cuda()
+        without_apex_and_te()
+        _cuda_tensors_on_the_cpu()  # last: what NeMo compiles when it is imported must find torch's own functions
+    if not transformer_engine:
+        _own_rotary_positions()
+
+
+def without_apex_and_te() -> None:
+    """Lets NeMo and Megatron run where neither is installed, also on a GPU; there for benchmarks only."""
+    distributed_optimizer_with_torch_adamw()
+    _nemo_without_apex_and_te()
+
+
+def enable_megatron() -> None:
+    """Megatron-Core alone, where NeMo is not installed."""
+    _torch_without_cuda()
+    _megatron_without_cuda()
+    _own_rotary_positions()
+    _cuda_tensors_on_the_cpu()
+
+
+_FACTORIES = [
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randn",
+    "randn_like",
+    "tensor",
+    "zeros",
+    "zeros_like",
+]
+
+
+def _cuda_means_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron names the device "cuda" in code: what is asked for there is made on the CPU."""
+
+    @functools.wraps(make)
+    def make_on_cpu(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            kwargs["device"] = "cpu"
+        return make(*args, **kwargs)
+
+    return make_on_cpu
+
+
+def _cuda_tensors_on_the_cpu() -> None:
+    """Single functions are changed: a TorchFunctionMode would see every call, 8,000 of them in an update."""
+    for name in _FACTORIES:
+        setattr(torch, name, _cuda_means_cpu(getattr(torch, name)))
+    tensor: Any = torch.Tensor
+    tensor.to, type_of = _cuda_means_cpu(tensor.to), tensor.type
+    tensor.cuda = lambda self, *_, **__: self
+
+    def type_(self: torch.Tensor, *to: Any, **options: Any) -> Any:
+        """The distributed optimizer checks the name."""
+        return type_of(self, *to, **options) if to or options else type_of(self).replace("torch.", "torch.cuda.")
+
+    tensor.type = type_
+
+
+def _torch_without_cuda() -> None:
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    cuda.manual_seed = torch.manual_seed
+    cuda.synchronize = lambda *_: None
+    cuda.set_device = lambda *_: None
+
+
+def _megatron_without_cuda() -> None:
+    import megatron.core.tensor_parallel.layers as layers
+    import megatron.core.tensor_parallel.random as rng
+    import megatron.core.transformer.mlp as mlp
+
+    from nemo_prorl.policy.cpu import kernels as cpu_kernels
+
+    rng._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    layers.linear_with_grad_accumulation_and_async_allreduce = cpu_kernels.linear(
+        layers.linear_with_grad_accumulation_and_async_allreduce
+    )
+    mlp.bias_swiglu_impl = cpu_kernels.swiglu  # else compiled, or slower than without fusion
+
+
+def _own_rotary_positions() -> None:
+    import megatron.core.models.common.embeddings.rope_utils as rope_utils
+
+    from nemo_prorl.policy.cpu import kernels as cpu_kernels
+
+    rope_utils.fused_apply_rotary_pos_emb = cpu_kernels.rotary  # else None, and `apply_rope_fusion` is refused
+    rope_utils.fused_apply_rotary_pos_emb_thd = cpu_kernels.rotary_of_packed
+
+
+def distributed_optimizer_with_torch_adamw() -> None:
+    """Without apex and Transformer Engine Megatron uses torch's AdamW; loading that has two faults."""
+    import megatron.core.optimizer.distrib_optimizer as module
+
+    optimizer = module.DistributedOptimizer
+    load, set_states = optimizer.load_state_dict, optimizer._set_main_param_and_optimizer_states
+    module.quantize_param_shard = lambda *_, **__: None  # raises without Transformer Engine
+
+    def set_states_with_step(self: Any, model_param: torch.nn.Parameter, tensors: dict) -> None:
+        """The step count travels in the parameter groups; Megatron looks for one saved with each parameter."""
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        counted = {"step": state["step"].clone()} if "step" in state else {}
+        set_states(self, model_param, {**counted, **tensors})
+
+    def load_with_own_steps(self: Any, state: dict) -> None:
+        """Megatron gives all parameters ONE step tensor, which then counts once for each of them."""
+        load(self, state)
+        for p_state in self.optimizer.state.values():
+            if "step" in p_state:
+                p_state["step"] = p_state["step"].clone()
+
+    optimizer._set_main_param_and_optimizer_states = set_states_with_step
+    optimizer.load_state_dict = load_with_own_steps
+
+
+def _nemo_without_apex_and_te() -> None:
+    import nemo.collections.nlp.models.language_modeling.megatron_gpt_model as gpt
+    import nemo.collections.nlp.models.nlp_model as nlp_model
+    import nemo.collections.nlp.modules.common.megatron.build_model as build
+    import nemo.collections.nlp.modules.common.megatron.megatron_init as init
+    import nemo.collections.nlp.modules.common.megatron.utils as utils
+    import nemo.collections.nlp.parts.nlp_overrides as overrides
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
+    from nemo.core.optim.mcore_optim import McoreDistributedOptimizer
+
+    from nemo_prorl.policy.cpu.layers import layer_spec
+
+    class Never:
+        """A class that nothing is an instance of."""
+
+    overrides.HAVE_APEX = True  # else the strategy drops Megatron's distributed optimizer
+    overrides.McoreDistributedOptimizer, overrides.MegatronDistributedFusedAdam = McoreDistributedOptimizer, Never
+    nlp_model.get_megatron_pretrained_bert_models = lambda: []
+    theirs = gpt.get_specs
+
+    def specs(name: str, config: Any = None, use_te: bool = True, *more: Any, **options: Any) -> Any:
+        return theirs(name, config, use_te, *more, **options) if use_te else layer_spec(config)
+
+    seed_torch = init._set_random_seed
+
+    def seed_megatron_too(seed: int) -> None:
+        """NeMo leaves it out when it counts no GPU; weights are drawn by it unless `use_cpu_initialization`."""
+        seed_torch(seed)
+        state = torch.get_rng_state()
+        model_parallel_cuda_manual_seed(seed)
+        torch.set_rng_state(state)
+
+    gpt.get_specs, init._set_random_seed = specs, seed_megatron_too
+    build.set_defaults_if_not_set_tensor_model_parallel_attributes = (
+        set_defaults_if_not_set_tensor_model_parallel_attributes
+    )
+    utils.listify_model = lambda model: model if isinstance(model, list) else [model]
+    utils.FusedLayerNorm = utils.FastLayerNorm = utils.MixedFusedRMSNorm = Never

@@ -1,1 +1,0 @@
-"""The prolonged run: its records, hard resets, warm-up and first model."""

@@ -1,0 +1,485 @@
+"""Rollout engine: one vLLM engine behind a small HTTP server.  Tokens in, tokens out; weights from a file.
+
+    python -m nemo_prorl.rollout.engine.server --model DIR --token-file FILE --weights-dir DIR --endpoint-file FILE
+
+Runs in the rollout environment, by module or by path.  Every request needs `Authorization: Bearer TOKEN`.
+
+POST /generate {"prompt": [ids], "seeds": [7, 8], "temperature": 1.2, "top_p": 1.0, "max_tokens": 64,
+                "stop_token_ids": [2], "weight_version": 3}
+    NDJSON, one line for each response the moment it ends: {"index", "token_ids", "logprobs", "finish_reason",
+    "weight_version"}; then {"done": n}.  Log-probabilities are of the distribution sampled from:
+    log_softmax(logits / temperature), cut by top_p if that is below 1.  The stop token is part of token_ids.  Empty
+    lines say that the server lives.  A stream without {"done"} was cut; {"error"} says why, if it could.
+    `logprobs` false leaves them out.  `weight_version` is optional: 409 if the engine holds another one.  `seed` and
+    `n` may stand for `seeds`.
+POST /weights {"path": FILE, "version": 3, "wait_s": 60}
+    Loads HF-named safetensors into the live engine once no response is in flight, and drops the prefix cache.
+    400: the file does not fit or lies elsewhere, the engine keeps its weights.  409: busy for longer than wait_s.
+POST /sleep {"level": 2, "wait_s": 60}, POST /wake {"parts": ["weights"]}
+    Gives the device's memory away once no response is in flight, and takes it back, all of it or part by part
+    (`sleep.py`).  While any part sleeps, and after level 2 until weights are loaded, /generate answers 409.
+POST /trace {"record": true} or {"record": false}
+    Records each response and each load of weights, until it is told to stop: then it answers with them.
+GET /health
+    200 with version, work in flight and processes; 503 if the engine core is dead or does not answer.
+
+Requests that arrive during an update wait for it.  Exit status 70: the core died, or an update, a sleep or a wake
+failed half-way; 2: wrong use.  No process survives this one (`guard.py`).
+"""
+
+import argparse
+import asyncio
+import contextlib
+import copy
+import gc
+import hmac
+import json
+import logging
+import os
+import socket
+import stat
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+from typing import Any
+
+ROOT = str(Path(__file__).resolve().parents[3])
+if not __package__:  # started by path: this folder's module names must not shadow anybody's
+    sys.path[0] = ROOT
+
+from nemo_prorl.rollout.engine.guard import Guard  # noqa: E402
+from nemo_prorl.rollout.engine.requests import (  # noqa: E402
+    BadRequest,
+    GenerateRequest,
+    Limits,
+    parse_generate,
+    parse_weights,
+)
+from nemo_prorl.rollout.engine.setup import is_cpu_build, limits_of, make_engine, set_environment  # noqa: E402
+from nemo_prorl.rollout.engine.sleep import (  # noqa: E402
+    HELD_SUFFIX,
+    EngineSleep,
+    Refused,
+    parse_sleep,
+    parse_wake,
+    wait_while_held,
+    when_idle,
+)
+from nemo_prorl.rollout.engine.trace import EngineTrace  # noqa: E402
+from nemo_prorl.rollout.engine.weights import Shapes, UnfitWeights, check_fits, shapes_of_model  # noqa: E402
+from nemo_prorl.tracing import RECORDER  # noqa: E402
+
+_log = logging.getLogger("nemo_prorl.rollout.engine.server")
+
+ENGINE_LOST = 70  # exit status: start a new engine
+UNPUBLISHED = -1  # weight version of an engine that still holds its model folder's weights
+HEARTBEAT_S = 10.0  # between empty lines in a stream in which nothing ends
+UPDATE_LIMIT_S = 300.0  # an update that takes longer counts as a hung core
+
+
+class Server:
+    """The engine and the requests on it.  All methods run on the event loop."""
+
+    def __init__(
+        self,
+        engine: Any,
+        limits: Limits,
+        shapes: Shapes,
+        weights_dir: str,
+        health_s: float,
+        sleep: EngineSleep | None = None,
+        name: str = "engine",
+    ) -> None:
+        self.engine, self.limits, self.shapes = engine, limits, shapes
+        self.sleeping = sleep or EngineSleep(engine, enabled=False, frees_memory=False)
+        self.recording = EngineTrace(engine, name)
+        self.weights_dir, self.health_s = weights_dir, health_s
+        self.version = UNPUBLISHED
+        self.worker_pids: list[int] = []
+        self.in_flight, self.requests, self.updating_since = 0, 0, 0.0
+        self.update = asyncio.Lock()
+        self.idle, self.open = asyncio.Event(), asyncio.Event()  # nothing in flight; no update under way
+        self.idle.set()
+        self.open.set()
+
+    async def start(self) -> None:
+        await self.engine.update_weight_version(str(self.version))
+        self.worker_pids = await self.engine.collective_rpc("prorl_process_id")
+
+    async def generate(self, body: Any) -> Any:
+        from starlette.responses import JSONResponse, StreamingResponse
+
+        request = parse_generate(body, self.limits)
+        if refusal := self.sleeping.refusal:
+            return JSONResponse({"error": refusal, "weight_version": self.version}, status_code=409)
+        await self.open.wait()
+        if request.weight_version not in (None, self.version):
+            error = f"the engine holds weights {self.version}, not {request.weight_version}; publish them first"
+            return JSONResponse({"error": error, "weight_version": self.version}, status_code=409)
+        return StreamingResponse(self._stream(request), media_type="application/x-ndjson")
+
+    async def _stream(self, request: GenerateRequest) -> AsyncIterator[str]:
+        """One engine request for each response: vLLM's own n > 1 hands all of them out together, at the end."""
+        await self.open.wait()
+        tasks = self._start(request)
+        self.in_flight += len(tasks)
+        self.idle.clear()
+        ended: asyncio.Queue[asyncio.Task[str]] = asyncio.Queue()
+        for task in tasks:
+            task.add_done_callback(self._ended)
+            task.add_done_callback(ended.put_nowait)
+        left = len(tasks)
+        try:
+            while left:
+                got = await _next_of(ended, HEARTBEAT_S)
+                left -= len(got)
+                yield "".join(task.result() for task in got) or "\n"
+            yield json.dumps({"done": len(tasks)}) + "\n"
+        except Exception as error:  # EngineDeadError above all; the response has begun, so it is said in the stream
+            _log.error("a request broke off: %s: %s", type(error).__name__, error)
+            yield json.dumps({"error": f"{type(error).__name__}: {error}"[:500]}) + "\n"
+        finally:  # also when the client hangs up.  No await here: it would be cancelled
+            for task in tasks:
+                task.cancel()  # takes the response out of the engine
+
+    def _start(self, request: GenerateRequest) -> "list[asyncio.Task[str]]":
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            n=1,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            max_tokens=request.max_tokens,
+            seed=request.seeds[0],
+            stop_token_ids=request.stop_token_ids,
+            ignore_eos=True,  # config.json's: the request says what stops
+            logprobs=0 if request.logprobs else None,
+            flat_logprobs=request.logprobs,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # a shallow copy instead of a deep one
+        )
+        prompt = tokens_input(request.prompt)  # as vLLM's renderer would make it, which takes a thread for each
+        tasks = []
+        for index, seed in enumerate(request.seeds):
+            one = copy.copy(params)  # checked once for all
+            one.seed = seed
+            tasks.append(asyncio.ensure_future(self._one(index, prompt, one)))
+        return tasks
+
+    async def _one(self, index: int, prompt: Any, params: Any) -> str:
+        """A response's line."""
+        self.requests += 1
+        final = None
+        async for result in self.engine.generate(prompt, params, f"r{self.requests}"):
+            final = result
+        if final is None or final.outputs[0].finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"response {index} was aborted")
+        output = final.outputs[0]
+        flat = output.logprobs  # None where not asked for; the sampled token comes first at each position
+        line = {
+            "index": index,
+            "token_ids": list(output.token_ids),
+            "logprobs": [] if flat is None else [flat.logprobs[start] for start in flat.start_indices],
+            "finish_reason": output.finish_reason,
+            "weight_version": int(output.weight_versions[-1].version),
+        }
+        return json.dumps(line) + "\n"
+
+    def _ended(self, task: "asyncio.Future[Any]") -> None:
+        self.in_flight -= 1
+        if not self.in_flight:
+            self.idle.set()
+        if not task.cancelled():
+            task.exception()  # looked at, so that asyncio does not report it a second time
+
+    async def weights(self, body: Any) -> Any:
+        from starlette.responses import JSONResponse
+
+        request = parse_weights(body)
+        check_fits(request.path, self.weights_dir, self.shapes)
+        async with self.update:
+            if self.sleeping.weights_asleep:
+                raise Refused(str(self.sleeping.refusal))
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.idle.wait(), request.wait_s)
+            if self.in_flight:
+                error = f"{self.in_flight} responses in flight for longer than {request.wait_s:g} s; not updated"
+                return JSONResponse({"error": error}, status_code=409)
+            self.open.clear()
+            self.updating_since = began = time.monotonic()
+            try:
+                await self._load(os.path.realpath(request.path), request.version)
+            except Exception as error:  # the model may be half old, half new: never serve from it
+                _log.critical("update to %d failed half-way: %s: %s", request.version, type(error).__name__, error)
+                asyncio.get_running_loop().call_later(0.5, os._exit, ENGINE_LOST)
+                return JSONResponse({"error": f"update failed, engine lost: {error}"[:500]}, status_code=500)
+            self.updating_since = 0.0
+            self.sleeping.loaded()
+            self._open_if_awake()
+        RECORDER.add(f"load weights {request.version}", "weights", began, time.monotonic())
+        return JSONResponse({"weight_version": request.version, "seconds": round(time.monotonic() - began, 4)})
+
+    async def _load(self, path: str, version: int) -> None:
+        await self.engine.collective_rpc("prorl_load_weights", args=(path,))
+        if not await self.engine.reset_prefix_cache():  # true unless blocks are in use; old prefixes would answer
+            raise RuntimeError("the prefix cache could not be dropped")
+        await self.engine.update_weight_version(str(version))  # vLLM stamps it on every response
+        self.version = version
+
+    def _open_if_awake(self) -> None:
+        if self.sleeping.refusal is None:
+            self.open.set()
+
+    async def sleep(self, body: Any) -> Any:
+        request = parse_sleep(body)
+        async with self.update:
+            await when_idle(self.idle, lambda: self.in_flight, request.wait_s)
+            self.open.clear()
+            return await self._change("sleep", self.sleeping.fall_asleep(request.level))
+
+    async def wake(self, body: Any) -> Any:
+        parts = parse_wake(body)
+        async with self.update:
+            return await self._change("wake", self.sleeping.wake(parts))
+
+    async def _change(self, what: str, work: Awaitable[dict[str, Any]]) -> Any:
+        """Falls asleep or wakes; an engine that did so by half holds memory that nobody counts on, and ends."""
+        from starlette.responses import JSONResponse
+
+        try:
+            return JSONResponse(await work)
+        except (BadRequest, Refused):
+            raise
+        except Exception as error:
+            _log.critical("the engine failed to %s: %s: %s", what, type(error).__name__, error)
+            asyncio.get_running_loop().call_later(0.5, os._exit, ENGINE_LOST)
+            return JSONResponse({"error": f"failed to {what}, engine lost: {error}"[:500]}, status_code=500)
+        finally:
+            self._open_if_awake()
+
+    async def trace(self, body: Any) -> Any:
+        from starlette.responses import JSONResponse
+
+        try:
+            return JSONResponse(self.recording.record(body))
+        except ValueError as error:
+            raise BadRequest(str(error)) from error
+
+    async def health(self) -> Any:
+        """Asks the core itself, so a hung one shows; during an update the core has no time, and the clock decides."""
+        from starlette.responses import JSONResponse
+
+        updating = self.updating_since > 0.0
+        if updating and time.monotonic() - self.updating_since > UPDATE_LIMIT_S:
+            return JSONResponse({"error": f"an update has taken over {UPDATE_LIMIT_S:g} s"}, status_code=503)
+        if not updating:
+            try:
+                await asyncio.wait_for(self.engine.get_weight_version(), self.health_s)
+            except Exception as error:
+                text = f"the engine core does not answer within {self.health_s:g} s: {type(error).__name__}"
+                return JSONResponse({"error": text}, status_code=503)
+        return JSONResponse(
+            {
+                "weight_version": self.version,
+                "in_flight": self.in_flight,
+                "in_engine": self.engine.get_num_unfinished_requests(),
+                "updating": updating,
+                "sleep": self.sleeping.account(),
+                "pid": os.getpid(),
+                "worker_pids": self.worker_pids,
+            }
+        )
+
+
+async def _next_of(queue: "asyncio.Queue[asyncio.Task[str]]", seconds: float) -> "list[asyncio.Task[str]]":
+    """All that is in a queue, waiting for the first; nothing after so many seconds."""
+    try:
+        async with asyncio.timeout(seconds):
+            got = [await queue.get()]
+    except TimeoutError:
+        return []
+    while not queue.empty():
+        got.append(queue.get_nowait())
+    return got
+
+
+async def leave_with(engine: Any, guard: Guard) -> None:
+    """Ends this process when the core has died or nobody guards it, so that the supervisor starts a new engine."""
+    while not engine.errored and not guard.lost:
+        await asyncio.sleep(0.2)
+    _log.critical("the engine core died" if engine.errored else "the guard process died")
+    await asyncio.sleep(0.5)  # open streams say their {"error"}
+    with contextlib.suppress(Exception):
+        engine.shutdown()
+    os._exit(ENGINE_LOST)
+
+
+def require_token(app: Any, token: str) -> Any:
+    """The same ASGI application for requests that bring the run's token; 401 for all others."""
+    from starlette.responses import JSONResponse
+
+    expected = f"Bearer {token}".encode()
+
+    async def guarded(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, expected):
+                refusal = JSONResponse({"error": "Authorization: Bearer TOKEN with the run's token is needed"}, 401)
+                await refusal(scope, receive, send)
+                return
+        await app(scope, receive, send)
+
+    return guarded
+
+
+def make_app(lifespan: Any) -> Any:
+    """Routes; `app.state.server` is set by the lifespan."""
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
+    async def call(request: Request) -> Any:
+        server: Server = app.state.server
+        try:
+            if request.url.path == "/health":
+                return await server.health()
+            body = await request.json()
+            return await getattr(server, request.url.path[1:])(body)  # of the routes below only
+        except (BadRequest, UnfitWeights) as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+        except Refused as error:
+            return JSONResponse({"error": str(error)}, status_code=409)
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            return JSONResponse({"error": f"the body is not JSON: {error}"}, status_code=400)
+
+    routes = [Route(path, call, methods=["POST"]) for path in ("/generate", "/weights", "/sleep", "/wake", "/trace")]
+    app = Starlette(routes=[*routes, Route("/health", call)], lifespan=lifespan)
+    return app
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(prog="nemo_prorl.rollout.engine.server", description="One rollout engine (vLLM).")
+    p.add_argument("--model", required=True, help="Hugging Face model folder: config.json and *.safetensors")
+    p.add_argument("--token-file", required=True, help="the run's token; a file that only its owner can read")
+    p.add_argument("--weights-dir", required=True, help="the only folder from which weights are loaded")
+    p.add_argument("--endpoint-file", help="written when ready: JSON with url, pid, state")
+    p.add_argument("--index", type=int, default=0, help="which engine of the run this is")
+    p.add_argument("--parent-pid", type=int, help="end when this process is gone")
+    p.add_argument("--host", default="127.0.0.1", help="the address to listen at")
+    p.add_argument("--public-host", help="the name that the endpoint file gives; default: --host")
+    p.add_argument("--port", type=int, default=0, help="0: any free one")
+    p.add_argument("--dtype", default="float32", help="float32, bfloat16, ...")
+    p.add_argument("--float32-head", action="store_true", help="compute logits in float32, whatever --dtype is")
+    p.add_argument("--tp", type=int, default=1, help="tensor parallel size")
+    p.add_argument("--threads", type=int, default=1, help="OpenMP threads (CPU builds of vLLM)")
+    p.add_argument("--max-model-len", type=int, default=512, help="tokens of prompt and response together")
+    p.add_argument("--max-num-seqs", type=int, default=256)
+    p.add_argument("--max-batched-tokens", type=int, default=4096)
+    p.add_argument("--kv-mb", type=int, help="KV cache in MiB; absent: vLLM's own share of the device")
+    p.add_argument("--eager", action="store_true", help="do not compile the model")
+    p.add_argument("--sleep", action="store_true", help="the engine can give its device's memory away and take it back")
+    p.add_argument("--hold-file", help="no memory is taken before this file is gone")
+    p.add_argument("--hold-s", type=float, default=3600.0, help="for the hold file to go")
+    p.add_argument("--health-s", type=float, default=30.0, help="the core must answer /health within this")
+    return p.parse_args(argv)
+
+
+def read_token(path: str) -> str:
+    """The token; ValueError unless the file is the user's own, unreadable to others and not empty."""
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_uid != os.getuid():
+        raise ValueError(f"{path}: must be a file of yours that nobody else can read (chmod 600)")
+    with open(path, encoding="ascii") as file:
+        token = file.read().strip()
+    if len(token) < 16:
+        raise ValueError(f"{path}: a token has 16 characters or more, this one {len(token)}")
+    return token
+
+
+def write_endpoint(args: argparse.Namespace, port: int) -> None:
+    """Says where this engine is, complete or not at all."""
+    host = args.public_host or args.host
+    endpoint = {
+        "kind": "engine",
+        "index": args.index,
+        "url": f"http://{host}:{port}",
+        "pid": os.getpid(),
+        "state": "ready",
+        "weights_dir": args.weights_dir,
+        "weight_version": UNPUBLISHED,
+    }
+    temporary = f"{args.endpoint_file}.{os.getpid()}.tmp"
+    with open(temporary, "w", encoding="ascii") as file:
+        json.dump(endpoint, file)
+    os.replace(temporary, args.endpoint_file)
+
+
+def remove_endpoint(path: str) -> None:
+    """Takes back what this process wrote; a successor's file stays."""
+    with contextlib.suppress(OSError, ValueError), open(path, encoding="ascii") as file:
+        if json.load(file)["pid"] == os.getpid():
+            os.unlink(path)
+
+
+def serve(args: argparse.Namespace, token: str, shapes: Shapes, guard: Guard) -> int:
+    """Starts the engine and serves until SIGTERM; returns the exit status."""
+    import uvicorn
+
+    sock = socket.create_server((args.host, args.port), backlog=4096)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio sets it only where the socket says TCP itself
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Any) -> AsyncIterator[None]:
+        engine = make_engine(args)
+        limits = limits_of(engine.model_config.hf_config, args.max_model_len)
+        sleep = EngineSleep(engine, args.sleep, frees_memory=not is_cpu_build())
+        name = f"engine-{args.index}"
+        server = app.state.server = Server(engine, limits, shapes, args.weights_dir, args.health_s, sleep, name)
+        await server.start()
+        gc.collect()
+        gc.freeze()  # vLLM and torch stay: they are not looked through while responses end
+        watch = asyncio.ensure_future(leave_with(engine, guard))
+        if args.endpoint_file:
+            write_endpoint(args, sock.getsockname()[1])
+        _log.info("engine %d serves %s on port %d", args.index, args.model, sock.getsockname()[1])
+        yield
+        watch.cancel()
+        if args.endpoint_file:
+            remove_endpoint(args.endpoint_file)
+        engine.shutdown()
+
+    app = require_token(make_app(lifespan), token)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="on")
+    server = uvicorn.Server(config)
+    server.run(sockets=[sock])
+    return 0 if server.started else ENGINE_LOST
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = arguments(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        token = read_token(args.token_file)
+        shapes = shapes_of_model(args.model)
+        guard = Guard(args.parent_pid)
+    except (OSError, ValueError) as error:
+        _log.error("%s", error)
+        return 2
+    set_environment(args.threads, args.eager)
+    if args.hold_file:
+        try:
+            told = os.path.splitext(args.endpoint_file or args.hold_file)[0] + HELD_SUFFIX
+            wait_while_held(args.hold_file, told, args.hold_s)
+        except TimeoutError as error:
+            _log.error("%s", error)
+            return ENGINE_LOST
+    return serve(args, token, shapes, guard)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

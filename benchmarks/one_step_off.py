@@ -1,4 +1,4 @@
-"""The laptop job on shared cores, and with its engine on a core of its own in turn and one step off: gain and cost.
+"""The laptop job on shared cores, and with its engine on a core of its own one step off: gain and cost.
 
     .venv/train/bin/python benchmarks/one_step_off.py          2 rounds of 12 steps each way (about 10 min on 2 cores)
     ... --rounds 1 --steps 4                                   less
@@ -25,8 +25,7 @@ from machine import describe
 
 SIDES = {
     "shared": ["cluster=laptop"],
-    "in turn": ["cluster=laptop_split"],
-    "one step off": ["cluster=laptop_split", "trainer.grpo.one_step_off=true"],
+    "one step off": ["cluster=laptop_split"],
 }
 WORK = [
     "trainer.grpo.context_tokens=128",

@@ -22,7 +22,7 @@ from machine import describe
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from nemo_prorl.rollout.one_engine import EngineClient, SamplingParams  # noqa: E402
+from nemo_prorl.rollout.endpoints import EngineClient, SamplingParams  # noqa: E402
 from tests.rollout.engines import TOKEN, EngineProcess, write_model  # noqa: E402
 
 REPEATS, RESPONSES = 7, 16

@@ -170,7 +170,7 @@ class Engine:
 def run(args: argparse.Namespace) -> Iterator[str]:
     import torch
 
-    from nemo_prorl.rollout.publication import WeightStore
+    from nemo_prorl.rollout.weights import WeightStore
 
     torch.set_num_threads(args.threads)
     hf = config_of(args.layers)

@@ -2,7 +2,7 @@
 
 .venv/train/bin/python benchmarks/reward_latency.py                     about 10 minutes on two quiet cores
 .venv/train/bin/python benchmarks/reward_latency.py --cases 1:32:4 --steps 1
-... cluster=laptop_split trainer.grpo.one_step_off=true                 KEY=VALUE: overrides of all
+... cluster=laptop_split                                                KEY=VALUE: overrides of all
 
 The laptop job with real vLLM, reward server and updates, and a reward plugin that sleeps for the latency and then
 judges by a hash of the response, so that half of all responses are right.  Random weights end a response where it
@@ -10,8 +10,7 @@ happens, so responses end one after the other.  A case is latency:prompts:sequen
 each, and how many an engine generates at a time (`rollout.max_num_seqs`), few for long generation.
 
 Hidden is 1 - (seconds a step waited for rewards and nothing else) / (seconds with a reward open), as in summary.json.
-The last verdict comes a latency after the last response: `generation alone` is what could be hidden behind generation
-and nothing else; with log-probabilities it is more by what of them is computed in that time (`ahead`, of the groups).
+The last verdict comes a latency after the last response: `generation alone` is what can be hidden behind generation.
 """
 
 import argparse
@@ -100,13 +99,13 @@ def run(
 def line_of(latency: float, metrics: dict[str, Any]) -> str:
     """One step as a line."""
     generating, opened, waited = (metrics[f"time/rollout/{k}_s"] for k in ("engine", "reward_open", "reward_wait"))
-    hidden, ahead = 1 - waited / opened, metrics.get("time/logprobs/ahead_share", 0.0)
+    hidden = 1 - waited / opened
     alone = 1 - latency / (generating + latency)
     verdict = "yes" if hidden >= GOAL else "NO"
     responses = metrics["rollout/drawn"] * SAMPLES
     return (
         f"{latency:9.1f} {metrics['step']:5.0f} {responses:10.0f} {generating:12.1f} {opened:14.1f} {waited:10.2f}"
-        f" {100 * alone:16.1f} % {100 * ahead:6.0f} % {100 * hidden:8.1f} %   {verdict}"
+        f" {100 * alone:16.1f} % {100 * hidden:8.1f} %   {verdict}"
     )
 
 
@@ -119,7 +118,7 @@ def main() -> None:
     write = sys.stdout.write
     write(f"{describe()}\nseconds {' '.join(args.overrides)}\n\n")
     write(f"{'latency':>9s} {'step':>5s} {'responses':>10s} {'generating':>12s}")
-    write(f" {'a reward open':>14s} {'waited':>10s} {'generation alone':>18s} {'ahead':>8s} {'hidden':>10s}")
+    write(f" {'a reward open':>14s} {'waited':>10s} {'generation alone':>18s} {'hidden':>10s}")
     write(f"   {100 * GOAL:.0f} % hidden\n")
     for case in args.cases:
         latency, prompts, sequences = (

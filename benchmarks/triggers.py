@@ -17,9 +17,9 @@ kl spike   KL is 5 times what it was, from a random step from 200 to 1,900 on.  
 
 Multiple testing.  100 quiet traces hold 200 evaluations x 5 scores x 100 = 100,000 tests, of two windows each.  At 4.6
 standard deviations (2.1e-6; an estimated deviation counts by Student's distribution) that makes 0.2 to 0.4 false alarms
-in all of them, less what `b` in `algorithms.reset` allows for the best of many levels and for what each evaluation must
-show alone.  Against 0.10 = 5 sd of one evaluation that leaves the mean of two or three: 5 / sqrt(1/3 + 1/10) = 7.6
-standard deviations of their difference to ten before.
+in all of them, less what `b` in `algorithms.reset_rules` allows for the best of many levels and for what each
+evaluation must show alone.  Against 0.10 = 5 sd of one evaluation that leaves the mean of two or three:
+5 / sqrt(1/3 + 1/10) = 7.6 standard deviations of their difference to ten before.
 """
 
 import argparse
@@ -33,9 +33,8 @@ from typing import Any
 
 from machine import describe
 
-from nemo_prorl.algorithms.reset import ASKING, Finding, Rules, replay
+from nemo_prorl.algorithms.reset_rules import ASKING, Finding, replay
 from nemo_prorl.config import ResetRulesConfig
-from nemo_prorl.lifecycle.resets import rules_of
 
 STEPS, EVERY, NOISE, DROP = 2000, 10, 0.02, 0.10
 NAMES = ("math", "code", "stem", "puzzles", "instructions")
@@ -83,14 +82,14 @@ def lines_of(
     return lines
 
 
-def told_of(lines: list[dict[str, Any]], rules: Rules, case: Case) -> list[Finding]:
+def told_of(lines: list[dict[str, Any]], rules: ResetRulesConfig, case: Case) -> list[Finding]:
     errors = (
         None if case.error is None else {s: dict.fromkeys(NAMES, case.error) for s in range(EVERY, STEPS + 1, EVERY)}
     )
     return replay(lines, rules, errors)
 
 
-def quiet(count: int, seed: int, rules: Rules, case: Case) -> str:
+def quiet(count: int, seed: int, rules: ResetRulesConfig, case: Case) -> str:
     false, traces, plateaus, wrong = dict.fromkeys(ASKING, 0), 0, 0, 0
     for trace in range(count):
         rng = random.Random(f"quiet {seed} {trace}")
@@ -109,7 +108,7 @@ def quiet(count: int, seed: int, rules: Rules, case: Case) -> str:
     )
 
 
-def drops(count: int, seed: int, rules: Rules, case: Case) -> str:
+def drops(count: int, seed: int, rules: ResetRulesConfig, case: Case) -> str:
     delays, early = [], 0
     for trace in range(count):
         rng = random.Random(f"drop {seed} {trace}")
@@ -125,7 +124,7 @@ def drops(count: int, seed: int, rules: Rules, case: Case) -> str:
     )
 
 
-def plateaus(count: int, seed: int, rules: Rules, case: Case) -> str:
+def plateaus(count: int, seed: int, rules: ResetRulesConfig, case: Case) -> str:
     delays, early = [], 0
     for trace in range(count):
         rng = random.Random(f"plateau {seed} {trace}")
@@ -140,7 +139,7 @@ def plateaus(count: int, seed: int, rules: Rules, case: Case) -> str:
     return f"plateau   {count} traces: found {len(delays)}, {middle}; told before it {early}"
 
 
-def spikes(count: int, seed: int, rules: Rules, case: Case) -> str:
+def spikes(count: int, seed: int, rules: ResetRulesConfig, case: Case) -> str:
     delays, early = [], 0
     for trace in range(count):
         rng = random.Random(f"spike {seed} {trace}")
@@ -159,7 +158,7 @@ def main() -> None:
     parser.add_argument("--traces", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    rules = rules_of(ResetRulesConfig())
+    rules = ResetRulesConfig()
     sys.stdout.write(f"{describe()}\n{args.traces} traces each, seed {args.seed}; {STEPS} steps, {len(NAMES)} scores\n")
     everything, few = (quiet, drops, plateaus, spikes), (quiet, drops)
     cases = {

@@ -24,9 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,24 +60,19 @@ class Clock:
         setattr(owner, attribute, self.around(name, getattr(owner, attribute)))
 
 
-class Run:
-    """What `train_step` asks of a run, with made-up rollouts."""
+class MadeUpRollouts:
+    """What `train_step` asks of its rollouts: weights are written, and groups that were made up are dealt out."""
 
-    def __init__(self, cfg: Any, policy: Any, store: Any, groups: list[Any]) -> None:
-        from nemo_prorl.algorithms.losses import LossConfig
-        from nemo_prorl.leader import RankZero
-
-        self.cfg, self.policy, self.step, self._store, self._groups = cfg, policy, 0, store, groups
-        self.resets = SimpleNamespace(check_reference=lambda step, gap: None)
-        self._loss = LossConfig(kl_coef=0.1)
-        self._rank_0 = RankZero(cfg.trainer.deadlines, policy.data_rank)
-
-    @contextmanager
-    def phase(self, name: str, metrics: Any) -> Iterator[None]:
-        yield
+    def __init__(self, cfg: Any, policy: Any, store: Any, groups: Any) -> None:
+        self._updates, self._policy, self._store, self._groups = (
+            cfg.trainer.grpo.updates_per_step,
+            policy,
+            store,
+            groups,
+        )
 
     def publish(self, version: int) -> None:
-        weights = self.policy.export_weights()
+        weights = self._policy.export_weights()
         if self._store is not None:
             self._store.write(weights, version)
         else:
@@ -87,37 +80,30 @@ class Run:
                 pass
 
     def collect(self, metrics: Any) -> Any:
-        """As `run.collect`: each rank's rows of all blocks, none of which was scored before, and those to train on."""
-        from nemo_prorl.rollout.scores import GroupScores
+        """As `Rollouts.collect`: each rank's rows to train on."""
+        return self._groups.share(self._deal)
 
-        self._scores = GroupScores(self.policy)
-        judged, self._blocks = self._rank_0.share(self._deal)
-        return judged
-
-    def _deal(self) -> list[tuple[Any, list[Any]]]:
+    def _deal(self, groups: list[Any]) -> Any:
         import torch
 
         from nemo_prorl.batch import JudgedGroups
-        from nemo_prorl.rollout.blocks import block_draws, block_sizes
-        from nemo_prorl.rollout.scores import in_blocks
 
-        size, judged = self.policy.data_size, JudgedGroups.of(self._groups)
-        rows = judged.rows_of_updates(self.cfg.trainer.grpo.updates_per_step, size)
-        sizes = block_sizes(range(len(self._groups)), block_draws(size, GROUP, 1))
-        blocks = [JudgedGroups.of(block) for block in in_blocks(self._groups, sizes)]
-        trained = judged.dealt([torch.cat(mine).tolist() for mine in rows])
-        return list(zip(trained, self._scores.deal(blocks), strict=True))
+        judged = JudgedGroups.of(groups)
+        rows = judged.rows_of_updates(self._updates, self._policy.data_size)
+        return judged.dealt([torch.cat(mine).tolist() for mine in rows])
 
-    def logprobs(self, mine: Any, rows_B: Any) -> tuple[Any, ...]:
-        """As where engines and trainer share devices."""
-        found: tuple[Any, ...] = self._scores.of_rows(self._blocks, rows_B, mine.tokens_BT.shape[1])
-        return found
 
-    def before_updates(self, step: int, metrics: Any) -> Any:
-        return self._loss
+def trainer_of(cfg: Any, policy: Any, store: Any, groups: list[Any]) -> Any:
+    """The trainer around made-up rollouts; nothing is saved, validated or reset."""
+    from nemo_prorl.leader import Leader
+    from nemo_prorl.trainer import Trainer, TrainerState
 
-    def alarm(self, step: int, what: str) -> None:
-        pass
+    leader = Leader(cfg.trainer.deadlines, policy.data_rank)
+    rollouts: Any = MadeUpRollouts(cfg, policy, store, leader.only(lambda: groups))
+    resets: Any = SimpleNamespace(check_reference=lambda step, gap: None, steps=[])
+    records: Any = SimpleNamespace(alarm=lambda step, what: None)
+    none: Any = None
+    return Trainer(cfg, policy, TrainerState(), rollouts, none, resets, none, none, records, none, none, none, leader)
 
 
 def groups_of(ranks: int, rows: int, vocab: int) -> list[Any]:
@@ -150,14 +136,13 @@ def one_rank(folder: Path, rows: int, steps: int, out: Path) -> None:
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     from nemo_prorl.policy.build import build_actor
-    from nemo_prorl.rollout.publication import WeightStore
+    from nemo_prorl.rollout.weights import WeightStore
     from nemo_prorl.settings import load
-    from nemo_prorl.trainer import train_step
 
     cfg = load([f"trainer.devices={world}", f"trainer.grpo.prompts_per_step={world * rows // GROUP}"])
     policy = build_actor(cfg, folder).actor
     store = WeightStore(out / "store") if rank == 0 else None
-    run = Run(cfg, policy, store, groups_of(world, rows, policy.shape.vocab) if rank == 0 else [])
+    trainer = trainer_of(cfg, policy, store, groups_of(world, rows, policy.shape.vocab) if rank == 0 else [])
     actor: Any = importlib.import_module("nemo_prorl.policy.actor")
 
     clock = Clock()
@@ -176,7 +161,7 @@ def one_rank(folder: Path, rows: int, steps: int, out: Path) -> None:
     clock.watch("collectives", actor, "grad_reductions")
     for method in ("prepare_grads", "get_grad_norm", "step_with_ready_grads", "zero_grad"):
         clock.watch("optimizer", policy.mcore_optimizer, method)
-    train = partial(train_step, run)  # type: ignore[arg-type]
+    train = trainer.train_step
     train(1)  # the first warms caches
     found = []
     for step in range(2, steps + 2):

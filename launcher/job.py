@@ -60,7 +60,7 @@ def warmup(cfg: DictConfig, config_text: str) -> int:
 
 
 def preflight(cfg: DictConfig, config_text: str, events: Events) -> int:
-    """Only one step at full context with random tokens, as `planning.preflight` does it by the run directory's Plan;
+    """Only one step at full context with random tokens, as `preflight` does it by the run directory's Plan;
     the exit code is the trainer's."""
     run_dir = one_node(cfg)
     with locked(run_dir):

@@ -20,10 +20,10 @@ from omegaconf import DictConfig
 
 import nemo_prorl
 from nemo_prorl.config import Config
-from nemo_prorl.environment import for_engine, with_caches
 from nemo_prorl.launcher.cores import Cores
 from nemo_prorl.launcher.determinism import variables_of_engines, variables_of_ranks
 from nemo_prorl.launcher.doctor.check import NoAnswer
+from nemo_prorl.launcher.environment import for_engine, with_caches
 from nemo_prorl.launcher.events import Events
 from nemo_prorl.launcher.health import Health
 from nemo_prorl.launcher.prepare import plain
@@ -121,15 +121,15 @@ class Node:
         """Starts everything, waits for the trainer's end, stops everything; the exit code is the trainer's.
 
         `only="warmup"`: the trainer's supervised steps, which need no engine and no reward server.
-        `only="preflight"`: one step at full context (`planning.preflight`).
+        `only="preflight"`: one step at full context (`preflight`).
         """
-        from nemo_prorl.rollout.publication import WeightStore, weights_folder
+        from nemo_prorl.rollout.weights import WeightStore, weights_folder
 
         store = WeightStore(weights_folder(self.dir, self.place.node if self.place.nodes > 1 else None))
         if stale := store.remove_stale():
             _log.info("removed %d stale weight files of an earlier process from %s", len(stale), store.folder)
         services = [] if only == "warmup" else self.services(store.folder)
-        ranks = self._ranks([only] if only else [])
+        ranks = self._ranks(only)
         health = Health(services, self.endpoints / "token", self.cfg.trainer.deadlines)
         with self._forwarding_signals(ranks):
             try:
@@ -338,7 +338,7 @@ class Node:
         room = memory_of(self.cfg).kv_room(device_bytes(self.cfg))
         return None if room is None else room >> 20
 
-    def _ranks(self, arguments: list[str]) -> list[Child]:
+    def _ranks(self, only: str | None) -> list[Child]:
         devices, place = self.cfg.trainer.devices, self.place
         apart = self._cores if self.cfg.trainer.accelerator == "cpu" else None
         here = len(os.sched_getaffinity(0)) // devices if apart is None else len(apart.ranks[0])
@@ -359,7 +359,8 @@ class Node:
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # a rank compiles four small functions: no pool of processes for it
             **variables_of_ranks(self.cfg),
         }
-        command = [sys.executable, "-m", "nemo_prorl.rank", str(self.dir), *arguments]
+        module = "nemo_prorl.preflight" if only == "preflight" else "nemo_prorl.rank"
+        command = [sys.executable, "-m", module, str(self.dir), *(["warmup"] if only == "warmup" else [])]
         ranks = []
         for k in range(devices):
             rank = place.node * devices + k

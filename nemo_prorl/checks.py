@@ -362,12 +362,10 @@ def _engines(cfg: DictConfig) -> None:
 
 
 def _one_step_off(cfg: DictConfig) -> None:
-    """Generating a step ahead needs devices for it, and a batch that is one version old must be taken and corrected."""
-    grpo, key = cfg.trainer.grpo, "trainer.grpo.one_step_off"
-    if not grpo.one_step_off:
-        return
+    """Engines with own devices work a step ahead: such a batch is a version old, must be taken, and be corrected."""
+    grpo, key = cfg.trainer.grpo, "rollout.own_devices"
     if not cfg.rollout.own_devices:
-        raise _wrong(key, True, "needs engines that work while the trainer does; set rollout.own_devices=true")
+        return
     if grpo.dynamic_sampling.max_staleness < 1:
         raise _wrong(key, True, "every batch is one version old; set trainer.grpo.dynamic_sampling.max_staleness=1")
     if grpo.correction.kind == "none":

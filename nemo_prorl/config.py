@@ -1,4 +1,4 @@
-"""The typed schema of a run's configuration.  Standard library and OmegaConf only.
+"""The typed schema of a run's configuration.  Standard library only.
 
 Each key has one owner: what the trainer needs stands under `trainer.grpo`, what NeMo's model needs under `model`.
 `model` and `exp_manager` hold NeMo's own keys, as their yaml in `conf/` lists them; everything else is typed here.
@@ -7,7 +7,7 @@ Each key has one owner: what the trainer needs stands under `trainer.grpo`, what
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import MISSING
+MISSING: Any = "???"  # OmegaConf's word for a key that must be given
 
 
 @dataclass
@@ -17,7 +17,7 @@ class CorrectionConfig:
     kind: str = "tis"  # none | tis | icepop | sequence_mask
     cap: float = 2.0  # upper bound of the importance weight pi_old / pi_engine
     floor: float = 0.5  # icepop, sequence_mask: tokens or sequences below it are masked
-    # mean absolute log-probability gap above which a step is reported; null: by precision (`planning.tolerances`)
+    # mean absolute log-probability gap above which a step is reported; null: by precision (`lifecycle.tolerances`)
     alarm: float | None = None
 
 
@@ -62,7 +62,6 @@ class GRPOConfig:
     """One training step (paper sec. 3, 4.1); `recipe.md` of the paper's numbers is `algorithm=prorl`."""
 
     max_steps: int = 100  # in all, for a run directory
-    one_step_off: bool = False  # a step's batch is made while the step before trains; needs rollout.own_devices
     prompts_per_step: int = 256
     samples_per_prompt: int = 16
     updates_per_step: int = 4  # mini-batches of prompts_per_step / updates_per_step prompts
@@ -101,7 +100,7 @@ class GRPOConfig:
 
 @dataclass
 class ResetRulesConfig:
-    """When a rule asks for a hard reset or advises (`algorithms.reset` has the formulas; `prorl replay` tries them)."""
+    """When a rule asks for a hard reset or advises: `algorithms.reset_rules` has the formulas."""
 
     asks: list[str] = field(default_factory=lambda: ["validation_drop", "plateau", "kl_spike"])  # others only advise
     cooldown_steps: int = 50  # after a reset or the start no rule asks for one, after a finding not again
@@ -132,7 +131,7 @@ class ResetsConfig:
     roll_back: bool = False  # to the weights of the best validation since the last reset, where they are kept
     lr_factor: float = 1.0  # the learning rate is multiplied by it at each reset
     lr_warmup_steps: int = 0  # steps over which it rises again after a reset, because the moments start anew
-    # the mean absolute reference gap that the step after a reset may show; null: by precision (`planning.tolerances`)
+    # the mean absolute reference gap that the step after a reset may show; null: by precision (`lifecycle.tolerances`)
     kl_after_reset: float | None = None
     rules: ResetRulesConfig = field(default_factory=ResetRulesConfig)
 
@@ -192,7 +191,9 @@ class RolloutConfig:
     python: str = ".venv/rollout/bin/python"
     engines: int = 1  # in all nodes together
     tensor_parallel_size: int = 1
-    own_devices: bool = False  # engines have GPUs (on a CPU: cores) on which nothing is trained
+    # Engines have GPUs (on a CPU: cores) on which nothing is trained, and generate a step's batch while the one before
+    # trains.
+    own_devices: bool = False
     dtype: str = "float32"
     threads: int = 1  # CPU engines only
     max_num_seqs: int = 256

@@ -1,74 +1,119 @@
-"""What rank 0 does for all ranks, and how they wait for it: without their GPU, and longer than rank 0 itself waits."""
+"""What rank 0 alone has and does for all ranks, and how the others wait for it: without their GPU, and with a deadline.
+
+    leader = Leader(deadlines, data_rank)
+    collector = leader.only(lambda: Collector(...))              # made on rank 0; the other ranks hold nothing
+    batch = collector.call(lambda c: c.take(step))               # on rank 0; its result on every rank
+    mine = collector.share(lambda c: [part for part in ...])     # each data rank gets its entry alone
+
+What only rank 0 has is the argument of the work, so no other rank can reach for it.
+"""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
 from nemo_prorl.config import DeadlinesConfig
 from nemo_prorl.errors import ProrlError
 
+P = TypeVar("P")
 T = TypeVar("T")
 _Done = tuple[T | None, ProrlError | None]
 
 
-class RankZero:
+class Leader:
     """A process group of all ranks by gloo.  Its methods are collectives of all trainer ranks.
 
-    A rank that waits in NCCL keeps a core and its GPU busy, which engines generate on.
+    A rank that waits in NCCL keeps a core and its GPU busy, on which engines generate.
     """
 
     def __init__(self, deadlines: DeadlinesConfig, data_rank: int) -> None:
-        """Each rank's process group exists by now.  `data_rank`: this rank's, for `share`."""
-        self._rank, self._alone = dist.get_rank(), dist.get_world_size() == 1
+        """Without a default process group this is the only rank.  `data_rank`: this rank's, for `LeaderOnly.share`."""
+        self.rank, ranks = 0, 1
+        if dist.is_initialized():
+            self.rank, ranks = dist.get_rank(), dist.get_world_size()
+        self._alone = ranks == 1
         self._group = None if self._alone else dist.new_group(backend="gloo", timeout=longest_wait(deadlines))
-        self._data_ranks = [data_rank] * dist.get_world_size()
+        self._data_ranks = [data_rank] * ranks
         if not self._alone:
             dist.all_gather_object(self._data_ranks, data_rank, group=self._group)
 
-    def result(self, work: Callable[[], T]) -> T:
-        """Return the result of `work` on rank 0, on every rank; raise on every rank what it raises there."""
-        box = [self._done(work)]
-        if not self._alone:
-            dist.broadcast_object_list(box, 0, group=self._group)
-        return _unpacked(box[0])
-
-    def share(self, work: Callable[[], Sequence[T]]) -> T:
-        """Return this data rank's entry of what `work` makes on rank 0: one entry for each data rank.
-
-        No rank receives another data rank's entry.  What `work` raises is raised on every rank.
-        """
-        done = self._done(work)
-        if self._alone:
-            return _unpacked(done)[0]
-        box: list[Any] = [None]
-        entries = None
-        if self._rank == 0:
-            values, failure = done
-            entries = [(None if values is None else values[data_rank], failure) for data_rank in self._data_ranks]
-        dist.scatter_object_list(box, entries, 0, group=self._group)
-        return _unpacked(box[0])
-
-    def _done(self, work: Callable[[], T]) -> "_Done[T]":
-        """Return what `work` gave or how it failed, on rank 0; elsewhere nothing."""
-        if self._rank != 0:
-            return None, None
-        try:
-            return work(), None
-        except ProrlError as error:
-            return None, error
+    def only(self, make: Callable[[], P]) -> "LeaderOnly[P]":
+        """Make a part on rank 0.  Raise on every rank what `make` raises there."""
+        made: list[P] = []
+        self.call(lambda: made.append(make()))
+        return LeaderOnly(self, made[0] if made else None)
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         if not self._alone:
             dist.barrier(group=self._group)
 
+    def call(self, work: Callable[[], T]) -> T:
+        """Return the result of `work` on rank 0, on every rank; raise on every rank what it raises there."""
+        return self._from_rank_0(_attempt(work) if self.rank == 0 else (None, None))
+
+    def _from_rank_0(self, done: "_Done[T]") -> T:
+        """Return on every rank what rank 0 gives here, or raise its failure."""
+        box = [done]
+        if not self._alone:
+            dist.broadcast_object_list(box, 0, group=self._group)
+        return _unpacked(box[0])
+
+    def _one_each(self, done: "_Done[Sequence[T]]") -> T:
+        """Return this data rank's entry of what rank 0 gives here, or raise its failure."""
+        if self._alone:
+            return _unpacked(done)[0]
+        box: list[Any] = [None]
+        entries = None
+        if self.rank == 0:
+            values, failure = done
+            entries = [(None if values is None else values[data_rank], failure) for data_rank in self._data_ranks]
+        dist.scatter_object_list(box, entries, 0, group=self._group)
+        return _unpacked(box[0])
+
+
+class LeaderOnly(Generic[P]):
+    """A part that rank 0 alone has.  `call` and `share` are collectives of all trainer ranks; `tell` is not."""
+
+    def __init__(self, leader: Leader, part: P | None) -> None:
+        self._leader, self._part = leader, part
+
+    def call(self, work: Callable[[P], T]) -> T:
+        """Return the result of `work` on rank 0, on every rank; raise on every rank what it raises there."""
+        return self._leader._from_rank_0(self._done(work))
+
+    def share(self, work: Callable[[P], Sequence[T]]) -> T:
+        """Return this data rank's entry of what `work` makes on rank 0: one entry for each data rank.
+
+        No rank receives another data rank's entry.  What `work` raises is raised on every rank.
+        """
+        return self._leader._one_each(self._done(work))
+
+    def tell(self, work: Callable[[P], object]) -> None:
+        """Do `work` on rank 0; the other ranks go on.  What it raises is raised on rank 0 alone."""
+        if self._part is not None:
+            work(self._part)
+
+    def _done(self, work: Callable[[P], T]) -> "_Done[T]":
+        if self._part is None:
+            return None, None
+        part = self._part
+        return _attempt(lambda: work(part))
+
 
 def longest_wait(deadlines: DeadlinesConfig) -> timedelta:
-    """Longer than anything that rank 0 waits for, since that has a deadline of its own and says what it was."""
+    """Return more than anything that rank 0 waits for, since that has a deadline of its own and names what it was."""
     d = deadlines
     return timedelta(seconds=d.startup_s + d.rollout_s + d.reward_s + d.publish_s + d.collective_s)
+
+
+def _attempt(work: Callable[[], T]) -> "_Done[T]":
+    try:
+        return work(), None
+    except ProrlError as error:
+        return None, error
 
 
 def _unpacked(done: "_Done[T]") -> T:

@@ -1,8 +1,12 @@
 """The metrics of one step: added wherever they arise, reduced once."""
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+
+from nemo_prorl.tracing import RECORDER
 
 
 class Metrics:
@@ -29,6 +33,14 @@ class Metrics:
             self._values[key] = (extreme(old, value) if total else value, 1.0)
         else:
             self._values[key] = (old + weight * value, total + weight)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Put the seconds that the body takes under `time/NAME`, and record them as a phase of the step's timeline."""
+        began = time.monotonic()
+        with RECORDER.span(name, "phase"):
+            yield
+        self.put(f"time/{name}", time.monotonic() - began)
 
     def __getitem__(self, key: str) -> float:
         value, total = self._values[key]

@@ -45,7 +45,6 @@ CHANGEABLE = (
     "on_event",
     "trainer.num_nodes",
     "trainer.devices",
-    "rollout.own_devices",
     "trainer.grpo.max_steps",  # may grow only
     "trainer.grpo.checkpoint_every",
     "trainer.grpo.keep_checkpoints",

@@ -125,7 +125,7 @@ def test_a_value_override_wins_over_its_group() -> None:
 SIZES = ["model.num_layers=4", "model.hidden_size=128", "model.ffn_hidden_size=384", "model.num_attention_heads=4"]
 SIZES += ["model.num_query_groups=2", "model.max_position_embeddings=32768", "trainer.grpo.context_tokens=128"]
 SIZES += ["trainer.grpo.max_response_tokens=null", "trainer.grpo.max_steps=120", "trainer.grpo.prompts_per_step=48"]
-AHEAD = ["cluster=laptop_split", "trainer.grpo.one_step_off=true"]
+AHEAD = ["cluster=laptop_split"]
 
 # Overrides, and what the message must name: key, value and the fix.
 WRONG: list[tuple[list[str], list[str]]] = [
@@ -235,14 +235,13 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["rollout.tensor_parallel_size=3"], ["rollout.tensor_parallel_size=3", "model.num_attention_heads=4"]),
     (["trainer.accelerator=gpu", "rollout.engines=2"], ["rollout.engines=2", "= 2 GPUs", "= 1 are there"]),
     (["cluster=laptop_split", "rollout.sleep=2"], ["rollout.sleep=2", "rollout.own_devices=true"]),
-    (["trainer.grpo.one_step_off=true"], ["trainer.grpo.one_step_off=True", "rollout.own_devices=true"]),
     (
         [*AHEAD, "trainer.grpo.dynamic_sampling.max_staleness=0"],
-        ["trainer.grpo.one_step_off=True", "trainer.grpo.dynamic_sampling.max_staleness=1"],
+        ["rollout.own_devices=True", "trainer.grpo.dynamic_sampling.max_staleness=1"],
     ),
     (
         [*AHEAD, "trainer.grpo.correction.kind=none"],
-        ["trainer.grpo.one_step_off=True", "trainer.grpo.correction.kind"],
+        ["rollout.own_devices=True", "trainer.grpo.correction.kind"],
     ),
     (["trainer.resets.at_steps=[3,500]"], ["trainer.resets.at_steps=[3, 500]", "500", "1 to 120"]),
     (["trainer.resets.at_steps=[0]"], ["trainer.resets.at_steps=[0]"]),

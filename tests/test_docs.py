@@ -19,7 +19,7 @@ import torch
 from omegaconf import DictConfig
 
 from nemo_prorl import cli, settings
-from nemo_prorl.algorithms import reset
+from nemo_prorl.algorithms import reset_rules
 from nemo_prorl.config import Config
 from nemo_prorl.rewards.interface import RewardRequest, judge
 from nemo_prorl.rewards.sandbox.levels import open_sandbox
@@ -145,15 +145,15 @@ def test_every_alarm_has_a_cause_and_a_cure() -> None:
     told = page.split("## Alarms")[1].split("\n## ")[0]
     assert sum(bool(text) for text in texts.values()) >= 7
     assert {where: text for where, text in texts.items() if text not in told} == {}
-    assert [where for where, text in texts.items() if not text] == ["rank.py:" + str(line_of_the_rules())]
-    for rule in (*reset.ASKING, *reset.ADVISING):
+    assert [where for where, text in texts.items() if not text] == [f"resets.py:{line_of_the_rules()}"]
+    for rule in (*reset_rules.ASKING, *reset_rules.ADVISING):
         assert f"`{rule}: ...`" in told
 
 
 def line_of_the_rules() -> int:
     """The one alarm whose text is a rule's finding."""
-    lines = (ROOT / "nemo_prorl" / "rank.py").read_text().splitlines()
-    return next(number for number, line in enumerate(lines, 1) if "self.alarm(metrics.step, str(finding))" in line)
+    lines = (ROOT / "nemo_prorl" / "lifecycle" / "resets.py").read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if ".alarm(metrics.step, str(finding))" in line)
 
 
 def test_every_error_of_the_package_has_a_cause_and_a_cure() -> None:

@@ -14,7 +14,7 @@ import torch
 from nemo_prorl.data.records import validate_record
 from nemo_prorl.errors import DataError, ProrlError
 from nemo_prorl.rewards.interface import RewardRequest, RewardResult, failed_verdict, verdict_of
-from nemo_prorl.rollout.load import Load
+from nemo_prorl.rollout.engine_load import EngineLoad
 from tests.test_docs import ROOT, blocks, inline_code, prose
 
 SCHEMAS = {p.name.removesuffix(".schema.json"): p for p in sorted((ROOT / "docs" / "schemas").glob("*.schema.json"))}
@@ -243,6 +243,7 @@ def test_requests_and_verdicts_fit() -> None:
 
 # --- what a run writes, through the code that writes it --------------------------------------------------------------
 
+NOTING = ("checkpoints", "control", "records", "resets", "validation")  # in the journal
 SCORES = {"all": {"mean": 0.25, "se": 0.1, "prompts": 4}, "tasks": {"sums": {"mean": 0.25, "se": 0.1, "prompts": 4}}}
 
 
@@ -255,9 +256,8 @@ def metrics_line() -> dict[str, Any]:
     from nemo_prorl.batch import Batch, JudgedGroups
     from nemo_prorl.config import GRPOConfig, ShapingConfig
     from nemo_prorl.metrics import Metrics
-    from nemo_prorl.rollout.collected import CollectedBatch, TaskTally
+    from nemo_prorl.rollout.groups import CollectedBatch, TaskTally
     from nemo_prorl.rollout.report import report_rollout
-    from nemo_prorl.rollout.scores import GroupScores
     from nemo_prorl.trainer import advantages, policy_loss, report_update
 
     metrics = Metrics(3, "none")
@@ -287,14 +287,14 @@ def metrics_line() -> dict[str, Any]:
     metrics.add("engine_gap", gap)
     metrics.add("stale_gap", gap)
     metrics.add("correction", {key: float(v) for key, v in corrected.items()})
-    for key in literal_keys("trainer.py") | literal_keys("rank.py"):
+    writers = ("trainer.py", "rollout/rollouts.py", "lifecycle/validation.py", "lifecycle/records.py")
+    for key in set().union(*map(literal_keys, writers)):
         if key not in metrics:
             metrics.put(key, 0.5)
-    metrics.add("time/logprobs", GroupScores(None).shares([]))  # type: ignore[arg-type]
-    load = Load(1)
+    load = EngineLoad(1)
     load.begin()
     metrics.add("time/rollout", load.end())
-    for phase in set(re.findall(r'phase\("(\w+)"', source("trainer.py") + source("rank.py"))):
+    for phase in set(re.findall(r'phase\("(\w+)"', "".join(map(source, writers)))):
         metrics.put(f"time/{phase}", 0.5)
     metrics.put("validation/sums", 0.5)
     return metrics.as_json()
@@ -332,8 +332,8 @@ def test_documented_metrics_are_written(metrics_line: dict[str, Any]) -> None:
 
 def test_journal_and_rollouts_fit(tmp_path: Path) -> None:
     from nemo_prorl.lifecycle.records import Journal, write_rollouts
-    from nemo_prorl.rollout.collected import Group
-    from nemo_prorl.rollout.one_engine import Response
+    from nemo_prorl.rollout.endpoints import Response
+    from nemo_prorl.rollout.groups import Group
 
     journal = Journal(tmp_path)
     journal.append("start", 0, stage="none", version="0.1.0")
@@ -349,13 +349,13 @@ def test_journal_and_rollouts_fit(tmp_path: Path) -> None:
     assert against("journal-event", {"event": "party", "step": 1, "time": 0.0})
     assert against("journal-event", {"event": "reset_commit", "step": 1, "time": 0.0, "reason": "r"})
     schema = json.loads(SCHEMAS["journal-event"].read_text())
-    sources = "".join(source(name) for name in ("rank.py", "lifecycle/checkpoints.py", "lifecycle/control.py"))
-    written = set(re.findall(r'journal\.append\(\s*"(\w+)"', sources))
+    files = ("rank.py", "trainer.py", *(f"lifecycle/{name}.py" for name in NOTING))
+    written = set(re.findall(r'(?:journal\.append|\.event)\(\s*"(\w+)"', "".join(map(source, files))))
     assert written == set(schema["properties"]["event"]["enum"])
 
     response = Response(0, [3, 4], [-1.0, -1.0], "stop", 2)
     group = Group("a-1", "math", RECORD, [1, 2], 0, [response], [verdict_of("a-1", RewardResult(1.0))], 3, 2, 7)
-    write_rollouts(tmp_path, 3, [group], [["2"]], -1)
+    write_rollouts(tmp_path, 3, [group], lambda prompt_ids, response_ids: "2")
     [line] = (tmp_path / "rollouts" / "step-3.jsonl").read_text().splitlines()
     rollout = json.loads(line)
     assert against("reward-request", rollout) == []
@@ -367,23 +367,24 @@ def test_summary_fits(tmp_path: Path) -> None:
     from nemo_prorl.lifecycle.records import write_json
     from nemo_prorl.lifecycle.summary import summary
 
+    line = {"time/rollout": 2.0, "time/step": 3.0, "time/rollout/reward_open_s": 1.0, "time/rollout/reward_wait_s": 0.5}
     some: dict[str, Any] = {
-        "finished": True,
         "step": 4,
         "stage": "none",
         "seed": 1,
-        "validations": {0: SCORES, 4: SCORES},
+        "scores": {0: SCORES, 4: SCORES},
         "resets": [{"step": 2, "reason": "at_steps", "reference_sha256": SHA}],
+        "lines": [{**line, "rollout/generated_tokens": 40}] * 2,
+        "checkpoint_s": 0.5,
         "hashes": {"weights_sha256": SHA, "reference_sha256": SHA},
-        "tokens": 40,
-        "phase_s": {"rollout": 2.0},
-        "rewards_s": {"wait": 0.5, "open": 1.0},
     }
-    bare = {**some, "finished": False, "validations": {}, "resets": [], "hashes": {}, "phase_s": {}}
-    bare["rewards_s"] = {"wait": 0.0, "open": 0.0}
+    bare = {**some, "scores": {}, "resets": [], "hashes": None, "lines": [], "checkpoint_s": 0.0}
     for values in (some, bare):
         write_json(tmp_path / "summary.json", summary(**values))
         assert against("summary", json.loads((tmp_path / "summary.json").read_text())) == []
+    times = summary(**some)["time"]
+    assert times["phase_s"] == {"checkpoint": 0.5, "rollout": 4.0}
+    assert (times["tokens_per_s"], times["reward_hidden_share"]) == (20.0, 0.5)
     assert against("summary", {**summary(**some), "weights_sha256": "short"})
     assert against("summary", {**summary(**some), "heldout": {"before": 0.5}})
 
@@ -426,49 +427,50 @@ def test_requests_to_a_run_and_what_its_hook_is_given_fit(tmp_path: Path) -> Non
     assert against("hook-event", {**given[0], "event": "party"})
 
 
-def test_state_fits() -> None:
-    """The parts of state.json from the objects whose state they are; the whole is checked by the next test."""
+def test_state_fits(tmp_path: Path) -> None:
+    """The parts of state.json from the objects whose state they are; whole runs' checkpoints are held to it, too."""
     from nemo_prorl.algorithms.entropy import AdaptiveEntropy
     from nemo_prorl.algorithms.sampling import KeepRates
-    from nemo_prorl.config import DataSource, ResetsConfig
+    from nemo_prorl.config import DataSource
     from nemo_prorl.data.blend import Blend
     from nemo_prorl.lifecycle.records import code_sha256
-    from nemo_prorl.lifecycle.resets import Resets
     from nemo_prorl.metrics import Metrics
+    from nemo_prorl.trainer import TrainerState
+    from tests.lifecycle.parts import NoCheckpoints, Parts
 
     blend = Blend([(DataSource(name="sums"), [RECORD, {**RECORD, "id": "a-2"}])], seed=1, retire_after=1)
     blend.next()
     blend.observe([("a-1", "solved")])
-    resets, rates = Resets(ResetsConfig()), KeepRates()
-    resets.record(2, "at_steps", SHA)
+    parts, rates = Parts(tmp_path), KeepRates()
+    parts.resets.perform(2, "at_steps", NoCheckpoints())
+    parts.validation.scores[0] = SCORES
     rates.update("math", True)
     state = {
-        **{"format": 2, "weights_sha256": SHA, "reference_sha256": SHA, "step": 2, "stage": "none", "version": "0.1.0"},
-        **{"blend": blend.state_dict(), "resets": resets.state_dict(), "validations": {0: SCORES}, "tokens": 40},
-        **{"rewards_s": {"wait": 0.5, "open": 1.0}, "phase_s": {"rollout": 2.0}, "metrics_bytes": 100},
+        **{"format": 3, "weights_sha256": SHA, "reference_sha256": SHA, "step": 2, "stage": "none", "version": "0.1.0"},
+        "code": code_sha256(),
+        "trainer": TrainerState(2).state_dict(),
+        **{name: getattr(parts, name).state_dict() for name in ("records", "validation", "resets")},
+        "prompts": blend.state_dict(),
         "rollouts": {"surplus": [], "draws": 4, "keep_rates": rates.state_dict()},
         "entropy": AdaptiveEntropy(0.2, 1e-4).state_dict(),
-        "code": code_sha256(),
-        "unfinished": None,
     }
-    assert against("state", {**state, "unfinished": Metrics(3, "none").to_json()}) == []
+    assert against("state", {**state, "trainer": TrainerState(3, Metrics(3, "none")).state_dict()}) == []
     assert against("state", state) == []
-    assert against("state", {**state, "format": 1})
+    assert against("state", {**state, "format": 2})
     assert against("state", {k: v for k, v in state.items() if k != "rollouts"})
-    imported = {"format": 2, "weights_sha256": SHA, "reference_sha256": SHA, "step": 0, "imported_from": "/models/x"}
+    imported = {"format": 3, "weights_sha256": SHA, "reference_sha256": SHA, "step": 0, "imported_from": "/models/x"}
     assert against("state", imported) == []
 
 
-def test_state_has_the_keys_that_a_run_saves() -> None:
-    """The dicts in `Checkpoints.save`, read from its source, against the schema of a trained checkpoint."""
-    schema = json.loads(SCHEMAS["state"].read_text())
-    trained = schema["oneOf"][1]
-    tree = ast.parse(source("lifecycle/checkpoints.py"))
-    [function] = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "save"]
-    dicts = [node for node in ast.walk(function) if isinstance(node, ast.Dict)]
-    saved = {key.value for d in dicts for key in d.keys if isinstance(key, ast.Constant)}
-    added = {"format", "weights_sha256", "reference_sha256"}  # by policy.checkpoint.save
-    assert saved | added == set(trained["required"]) == set(trained["properties"])
+def test_state_has_the_parts_that_a_run_saves() -> None:
+    """The names of the parts, read from where they are wired, against the schema of a trained checkpoint."""
+    trained = json.loads(SCHEMAS["state"].read_text())["oneOf"][1]
+    parts = re.search(r"parts: dict\[str, Stateful\] = \{(.*?)\n    \}", source("rank.py"), re.S)
+    assert parts is not None
+    about = {"format", "weights_sha256", "reference_sha256", "step", "stage", "version", "code"}
+    assert (
+        set(re.findall(r'"(\w+)":', parts.group(1))) | about == set(trained["required"]) == set(trained["properties"])
+    )
 
 
 def test_exit_codes_are_those_of_the_errors() -> None:

@@ -17,7 +17,7 @@ import json, sys, time
 import torch.distributed as dist
 from nemo_prorl.config import DeadlinesConfig
 from nemo_prorl.errors import EngineFailure
-from nemo_prorl.leader import RankZero
+from nemo_prorl.leader import Leader
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
@@ -27,34 +27,43 @@ for name in ("broadcast_object_list", "scatter_object_list", "barrier"):
         groups.append(group)
         return real(*values, group=group)
     setattr(dist, name, noted)
-zero = RankZero(DeadlinesConfig(), data_rank=1 - rank)
+leader = Leader(DeadlinesConfig(), data_rank=1 - rank)
 
-def slowly():
+def slowly(part):
     assert rank == 0
     time.sleep(2)
-    return {"groups": list(range(5))}
+    return {"groups": list(range(part))}
 
-zero.barrier()
+leader.barrier()
+only = leader.only(lambda: 5)
+told = []
+only.tell(told.append)  # no collective
+assert (told, len(groups)) == ([5] if rank == 0 else [], 2)
 began, spent = time.monotonic(), time.process_time()
-found = zero.result(slowly)
+found = only.call(slowly)
 waited, spent = time.monotonic() - began, time.process_time() - spent
 
-def fails():
+def fails(part=None):
     raise EngineFailure("no engine left")
 
 try:
-    failure = zero.result(fails)
+    failure = only.call(fails)
 except EngineFailure as error:
     failure = str(error)
-own = zero.share(lambda: ["of data rank 0", "of data rank 1"])
+own = only.share(lambda part: ["of data rank 0", "of data rank 1"])
 try:
-    zero.share(fails)
+    only.share(fails)
 except EngineFailure as error:
     failure += " for anyone: " + str(error)
-zero.barrier()
+try:
+    leader.only(fails)
+except EngineFailure as error:
+    failure += " in making: " + str(error)
+assert leader.call(lambda: rank) == 0
+leader.barrier()
 assert own == f"of data rank {1 - rank}"
-own = len(groups) == 6 and all(group is zero._group is not dist.group.WORLD for group in groups)
-print(json.dumps([found, failure, waited, spent, dist.get_backend(zero._group), own]))
+own = len(groups) == 9 and all(group is leader._group is not dist.group.WORLD for group in groups)
+print(json.dumps([found, failure, waited, spent, dist.get_backend(leader._group), own]))
 """
 
 
@@ -68,7 +77,7 @@ def test_all_ranks_have_what_rank_0_finds_or_fails_at_and_wait_for_it_idle(tmp_p
     for text in texts:
         found, failure, waited, spent, backend, own_group = json.loads(text)
         assert found == {"groups": [0, 1, 2, 3, 4]}
-        assert failure == "no engine left for anyone: no engine left"
+        assert failure == "no engine left for anyone: no engine left in making: no engine left"
         assert (backend, own_group) == ("gloo", True)  # not NCCL, whatever the default group is
         assert waited > 1.5
         assert spent < 0.25 * waited, "a rank that waits takes no core"

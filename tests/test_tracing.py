@@ -9,7 +9,7 @@ import pytest
 
 from nemo_prorl.lifecycle.bottleneck import bottleneck
 from nemo_prorl.lifecycle.step_traces import StepTraces
-from nemo_prorl.rollout.load import Load
+from nemo_prorl.rollout.engine_load import EngineLoad
 from nemo_prorl.tracing import Recorder, answer, lanes, timeline
 from tests.test_formats import against  # the schemas' own checker
 
@@ -81,8 +81,8 @@ def test_what_is_missing_is_named_and_not_waited_for(tmp_path: Path, monkeypatch
 def test_the_tail_of_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two engines with 50 responses each for 6 s; the last 2 of 100 take 4 s more, on one of them."""
     now = [0.0]
-    monkeypatch.setattr("nemo_prorl.rollout.load.time.monotonic", lambda: now[0])
-    load = Load(2)
+    monkeypatch.setattr("nemo_prorl.rollout.engine_load.time.monotonic", lambda: now[0])
+    load = EngineLoad(2)
     load.begin()
     for engine in ("engine-0", "engine-1"):
         load.changed(engine, 50)
@@ -103,8 +103,8 @@ def test_the_tail_of_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_time_without_an_engine_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of four is gone for 5 s of this rollout, and told twice; another fails and is gone at its end."""
     now = [0.0]
-    monkeypatch.setattr("nemo_prorl.rollout.load.time.monotonic", lambda: now[0])
-    load = Load(4)
+    monkeypatch.setattr("nemo_prorl.rollout.engine_load.time.monotonic", lambda: now[0])
+    load = EngineLoad(4)
     load.lost("engine-2")
     now[0] = 10.0
     load.begin()
@@ -133,10 +133,6 @@ def test_the_time_without_an_engine_that_failed(monkeypatch: pytest.MonkeyPatch)
         (
             {"time/rollout/idle_s": 8.0, "time/rollout/lost_s": 7.0},
             "waiting for engines that failed (70 % of the step)",
-        ),
-        (
-            {"time/rollout/idle_s": 5.0, "time/rollout/logprobs_s": 4.0},
-            "the trainer computes log-probabilities (40 % of the step)",
         ),
         ({"time/rollout/idle_s": None}, None),
         (

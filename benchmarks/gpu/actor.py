@@ -52,7 +52,7 @@ def logprobs_and_updates(emit: Emit, actor: Any, cfg: Any, settings: Settings) -
     old_BT, entropy_BT = actor.logprobs(batch)
     assert torch.isfinite(old_BT).all(), "log-probabilities are not finite"
     assert torch.isfinite(entropy_BT).all(), "entropies are not finite"
-    (ref_BT,) = actor.reference_logprobs(batch)
+    ref_BT = actor.reference_logprobs(batch)
     emit("reference, before any update", mean_logp_gap=float((old_BT - ref_BT)[batch.mask_BT].abs().mean()))
     batch = real.with_logprobs(batch, old_BT, ref_BT)
     norms: list[float] = []
@@ -89,7 +89,7 @@ def reset_save_load(emit: Emit, actor: Any, cfg: Any, batch: Any, folder: Path) 
     actor.set_reference()
     actor.reset_optimizer()
     old_BT, _ = actor.logprobs(batch)
-    (ref_BT,) = actor.reference_logprobs(batch)
+    ref_BT = actor.reference_logprobs(batch)
     gap = float((old_BT - ref_BT)[batch.mask_BT].abs().mean())
     emit("reference, right after a hard reset", mean_logp_gap=gap)
     batch = real.with_logprobs(batch, old_BT, ref_BT)

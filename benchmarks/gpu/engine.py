@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from gpu import real
 from gpu.common import Emit, Settings, Skipped
-from nemo_prorl.rollout.publication import WeightStore
+from nemo_prorl.rollout.weights import WeightStore
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a-token-of-this-measurement"

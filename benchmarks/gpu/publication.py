@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from gpu.common import Emit, Settings, Skipped, synchronize
-from nemo_prorl.rollout.publication import WeightStore
+from nemo_prorl.rollout.weights import WeightStore
 
 REPEATS = 5
 ROOM = 3  # times the model's size: two versions and the copy

@@ -1,4 +1,4 @@
-"""`--preflight`: one step at full context on this node (`planning.preflight`), and what it took against what is there.
+"""`--preflight`: one step at full context on this node (`preflight`), and what it took against what is there.
 
 Everything of a run is started, with its configuration, in a folder beside its run directory that is removed at the end.
 """
@@ -27,7 +27,7 @@ from nemo_prorl.planning.memory import Memory, memory_of
 
 if TYPE_CHECKING:
     from nemo_prorl.config import Config
-    from nemo_prorl.planning.preflight import Plan
+    from nemo_prorl.preflight import Plan
 
 _PREFIX = ".prorl-preflight-"
 _OUT_OF_MEMORY = re.compile(
@@ -68,7 +68,7 @@ SCARCE = 0.05  # of a device or a machine: less left is a warning
 
 @dataclass
 class Outcome:
-    """What a trial left.  `ranks`: the records of each rank (`planning.preflight.Recorder`); `failures`: in words, none
+    """What a trial left.  `ranks`: the records of each rank (`preflight.Recorder`); `failures`: in words, none
     where all is well.  `first_free`, `lowest_free`: bytes of host memory before, and the least while it ran."""
 
     ranks: list[list[dict[str, Any]]]
@@ -80,7 +80,7 @@ class Outcome:
 
 def of_run(cfg: DictConfig, rows: int | None = None) -> Iterator[Check]:
     """Tries it.  `rows`: of the rows that a rank has in an update so many only."""
-    from nemo_prorl.planning.preflight import Plan
+    from nemo_prorl.preflight import Plan
 
     plan = Plan.of(cast("Config", cfg), rows)
     try:
@@ -138,7 +138,7 @@ def _trial_folder(beside: Path) -> Iterator[Path]:
 
 def _remove_weights(trial: Path) -> None:
     """What a killed trial left in /dev/shm."""
-    from nemo_prorl.rollout.publication import WeightStore, weights_folder
+    from nemo_prorl.rollout.weights import WeightStore, weights_folder
 
     if (published := weights_folder(trial)).is_dir():
         WeightStore(published).remove()

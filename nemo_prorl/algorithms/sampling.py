@@ -4,10 +4,8 @@ Suffixes: G groups, N samples a group.  No clock, no thread, no randomness: whoe
 order gets the same decisions to the bit.
 """
 
-import copy
 import math
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -169,19 +167,6 @@ class DynamicSampler:
         self.dropped += not joins
         self._filling = self.kept + self.expected < self._wanted
         return joins
-
-    def settled(self, kept: Sequence[bool | None]) -> bool:
-        """Whether no prompt will be drawn any more, whatever the verdicts come to that are still open.
-
-        `kept`: of each undecided group in draw order, as for `decide`; None where it is open.  It plays them with all
-        that is open dropped: a group that is kept instead never makes for more draws.
-        """
-        worst = copy.deepcopy(self)
-        for known in kept:
-            if worst.done or worst.wants_more():
-                break
-            worst.decide(known is True)
-        return worst.done
 
     def wants_more(self) -> bool:
         """Whether another prompt is to be drawn now."""

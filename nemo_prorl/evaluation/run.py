@@ -175,7 +175,7 @@ async def _work(options: Options, cfg: DictConfig, model: Model, asked: Sequence
     from nemo_prorl.evaluation.sampling import Work, plan
     from nemo_prorl.evaluation.services import Services
     from nemo_prorl.evaluation.sources import LocalEngines
-    from nemo_prorl.rollout.one_engine import read_token
+    from nemo_prorl.rollout.endpoints import read_token
 
     source = _source(options, cfg, model)
     try:

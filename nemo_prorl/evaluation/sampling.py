@@ -14,7 +14,7 @@ from typing import Any
 from nemo_prorl.evaluation.catalogue import Benchmark, Sampling
 from nemo_prorl.evaluation.sources import Reply, Source
 from nemo_prorl.evaluation.store import Store
-from nemo_prorl.rollout.one_engine import response_seed
+from nemo_prorl.rollout.endpoints import response_seed
 
 _log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DataError, DeadlineExceeded, EngineFailure, EngineRefused
 from nemo_prorl.evaluation.catalogue import Sampling
 from nemo_prorl.rewards.interface import opened_thought
-from nemo_prorl.rollout.client import EnginePool
-from nemo_prorl.rollout.one_engine import Response, SamplingParams
+from nemo_prorl.rollout.endpoints import Response, SamplingParams
+from nemo_prorl.rollout.engines import EnginePool
 
 _log = logging.getLogger(__name__)
 

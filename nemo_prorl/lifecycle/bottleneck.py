@@ -28,7 +28,6 @@ def bottleneck(steps: Sequence[Mapping[str, Any]]) -> str | None:
     causes[f"waiting for the last {left:.0f} of {asked:.0f} responses"] = sum(
         number(m, "time/rollout/tail_s") for m in steps
     )
-    causes[_TRAINER["logprobs"]] += sum(number(m, "time/rollout/logprobs_s") for m in steps)
     causes["waiting for engines that failed"] = sum(number(m, "time/rollout/lost_s") for m in steps)
     causes["waiting for rewards"] = sum(number(m, "time/rollout/reward_wait_s") for m in steps)
     cause, longest = max(causes.items(), key=lambda one: one[1])

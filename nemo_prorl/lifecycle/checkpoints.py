@@ -1,215 +1,154 @@
-"""How a run is saved, continued, begun from the stage before, and hard reset.  Collectives of all trainer ranks."""
+"""How a run is saved and continued: the policy in Megatron's format, and named parts beside it in state.json.
+
+A part is anything with `state_dict` and `load_state_dict`.  All methods are collectives of all trainer ranks.
+"""
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from nemo_prorl import __version__
-from nemo_prorl.lifecycle import retention, stages
-from nemo_prorl.lifecycle.killpoints import killpoint
-from nemo_prorl.lifecycle.records import code_sha256, interrupted_reset
-from nemo_prorl.lifecycle.resets import policy_scores
-from nemo_prorl.metrics import Metrics
-
-if TYPE_CHECKING:
-    from nemo_prorl.rank import Run
+from nemo_prorl.algorithms.reset_rules import policy_scores
+from nemo_prorl.config import Config
+from nemo_prorl.leader import Leader
+from nemo_prorl.lifecycle import retention
+from nemo_prorl.lifecycle.records import Records, code_sha256
+from nemo_prorl.lifecycle.resets import Resets
+from nemo_prorl.lifecycle.validation import Validation
+from nemo_prorl.tracing import RECORDER
 
 _log = logging.getLogger(__name__)
 
 
-class Checkpoints:
-    """The checkpoints of a run: `begin` once, then `save` and `hard_reset` between steps."""
+class Stateful(Protocol):
+    """A part of a run that a checkpoint holds.  Its state is JSON; that of rank 0 is written."""
 
-    def __init__(self, run: "Run") -> None:
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Checkpoints:
+    """The checkpoints of a run, RUN/checkpoints/step-NNNNNN."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        folder: Path,
+        policy: Any,
+        parts: Mapping[str, Stateful],
+        validation: Validation,
+        resets: Resets,
+        records: Records,
+        leader: Leader,
+    ) -> None:
+        """`parts`: by name in state.json, in the order in which they are loaded.
+
+        `validation` and `resets` say which checkpoints stay (`trainer.grpo.keep_best`).
+        """
         from nemo_prorl.policy import checkpoint  # NeMo: on a CPU only after the policy was built
 
-        self.run, self.files = run, checkpoint
-        self.folder = run.dir / "checkpoints"
-        cfg = run.cfg.trainer
-        self._writer = checkpoint.Writer(run.policy, cfg.grpo.async_checkpoints, cfg.deadlines.collective_s)
-        self._saved: tuple[int, bool] | None = None
+        self._cfg, self._folder, self._policy, self._parts, self._files = cfg, folder, policy, parts, checkpoint
+        self._validation, self._resets, self._records = validation, resets, records
+        self._disk = leader.only(lambda: folder)  # rank 0 alone looks at it: what a slow shared disk shows may differ
+        seconds = cfg.trainer.deadlines.collective_s
+        self._writer = checkpoint.Writer(policy, cfg.trainer.grpo.async_checkpoints, seconds)
+        self._saved: object = None  # what the newest checkpoint holds
         code_sha256()  # of what runs: the files may change later
 
-    # --- beginning and going on ------------------------------------------------------------------------------------
+    # --- going on --------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Continues the newest checkpoint; without one starts, where there is a stage before from its checkpoint."""
-        run = self.run
-        run.on_rank_0(lambda: retention.clean(self.folder))
-        found = run.on_rank_0(lambda: retention.complete(self.folder))
-        if found:
-            self._resume(found[-1])
-        elif (start := run.on_rank_0(lambda: stages.origin(run.cfg, run.dir))) is not None:
-            self._start_stage(start)
-        else:
-            run.on_rank_0(self._start)
+    def newest(self) -> Path | None:
+        """Return the newest complete checkpoint, after unfinished ones were removed."""
+        self._disk.call(retention.clean)
+        found = self._disk.call(retention.complete)
+        return found[-1] if found else None
 
-    def _resume(self, folder: Path) -> None:
-        run = self.run
+    def resume(self, folder: Path) -> None:
+        """Load the policy and all parts: the run goes on as if never stopped."""
         retention.check_continuable(folder)
-        state = self.files.load(run.policy, folder)
-        run.step = state["step"]
-        run.validations = {int(step): scores for step, scores in state["validations"].items()}
-        run.resets.load_state_dict(state["resets"])
-        run.prompts.load_state_dict(state["blend"])
-        run.entropy.load_state_dict(state["entropy"])
-        run.tokens, run.rewards_s, run.phase_s = state["tokens"], state["rewards_s"], state["phase_s"]
-        if state["unfinished"] is not None:
-            run.unfinished = Metrics.from_json(state["unfinished"])
-        self._saved = run.step, run.unfinished is not None
-        run.on_rank_0(partial(self._recall, state))
-
-    def _recall(self, state: dict[str, Any]) -> None:
-        """Rank 0: records and rollouts go on where the checkpoint was taken."""
-        run = self.run
-        run.services.supply.load_state_dict(state["rollouts"])
-        run.metrics_log.cut(state["metrics_bytes"])
-        run.resets.recall(run.metrics_log.lines(), run.validations)
-        interrupted = interrupted_reset(run.journal.events())
-        run.journal.append("resume", run.step, stage=run.cfg.stage, version=__version__)
+        state = self._files.load(self._policy, folder)
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
+        self._saved = self._key(state["step"])
+        self._records.event("resume", state["step"], stage=self._cfg.stage, version=__version__)
         if state["code"] != code_sha256():
-            run.alarm(run.step, "the code is not that which wrote the checkpoint: the run goes on, perhaps not exactly")
-        last = run.resets.done[-1] if run.resets.done else {"step": None}
-        if interrupted == last["step"] == run.step:  # killed between the checkpoint of a reset and its commit
-            run.journal.append("reset_commit", **last)
-        if run.remaining_steps() or run.unfinished is not None:
-            run.write_summary(finished=False)
+            self._records.alarm(
+                state["step"], "the code is not that which wrote the checkpoint: the run goes on, perhaps not exactly"
+            )
 
-    def _start(self, **fields: Any) -> None:
-        """Rank 0: the records of a run that begins."""
-        self.run.metrics_log.cut(0)
-        self.run.journal.append("start", 0, stage=self.run.cfg.stage, version=__version__, **fields)
+    def load_all(self, folder: Path) -> dict[str, Any]:
+        """Load policy, reference and optimizer of any checkpoint; return its state."""
+        state: dict[str, Any] = self._files.load(self._policy, folder)
+        return state
 
-    def _start_stage(self, start: stages.Origin) -> None:
-        """Policy, master weights, reference, optimizer and the place in the data are those of the stage before."""
-        run = self.run
-        sha256 = self.files.load(run.policy, start.checkpoint)["weights_sha256"]
+    def carry(self, state: Mapping[str, Any]) -> None:
+        """Begin a stage where the stage before, whose state this is, stood in its data."""
+        for name in ("prompts", "rollouts"):
+            self._parts[name].carry(state[name])  # type: ignore[attr-defined]
 
-        def begin() -> None:
-            self._start(start_from=str(start.checkpoint), weights_sha256=sha256)
-            state = self.files.read_state(start.newest)  # the data moves on, also where the weights go back
-            if "blend" in state:  # not where it was imported
-                run.prompts.carry(state["blend"])
-                run.services.rollouts.keep_rates.load_state_dict(state["rollouts"]["keep_rates"])
-            if (version := state.get("version", __version__)) != __version__:
-                run.alarm(0, f"{start.checkpoint} was written by version {version}; this is {__version__}")
-            _log.info("stage %s begins from %s", run.cfg.stage, start.checkpoint)
+    def load_policy(self, step: int) -> None:
+        """Load the weights of an earlier step of this run, for a roll-back."""
+        self._files.load_policy(self._policy, retention.step_folder(self._folder, step))
 
-        run.on_rank_0(begin)
-        if run.cfg.chain.hard_reset:
-            self.hard_reset(0, f"stage {run.cfg.stage} begins")
-        else:
-            run.resets.continue_reference()
-            self.save(0)
+    def has(self, step: int) -> bool:
+        """Return whether the checkpoint of this step is complete and kept."""
+        return self._disk.call(lambda folder: retention.step_folder(folder, step) in retention.complete(folder))
 
     # --- saving ----------------------------------------------------------------------------------------------------
 
-    def save(self, step: int) -> None:
-        """A checkpoint from which the run goes on as if never stopped.  Does nothing the second time.
+    def due(self, step: int) -> bool:
+        """Return whether a step ends with a checkpoint: by cadence, at the end, and where its validation is the best.
 
-        It may still be being written on return; see `wait`.
+        Step 0 is what the run began with.  It is kept where a roll-back could go back to it.
         """
-        run, key = self.run, (step, self.run.unfinished is not None)
-        if self._saved == key:
-            return
+        grpo = self._cfg.trainer.grpo
+        is_best = step in self._validation.scores and step == self._validation.best_step(self._resets.done)
+        if step == 0:
+            return grpo.keep_best > 0 and is_best and self._cfg.trainer.resets.roll_back
+        return step % grpo.checkpoint_every == 0 or step == grpo.max_steps or (grpo.keep_best > 0 and is_best)
+
+    def save(self, step: int, wait: bool = False) -> None:
+        """Write a checkpoint from which the run goes on as if never stopped.  Does nothing the second time.
+
+        It may still be being written on return; with `wait` it is complete.
+        """
+        with RECORDER.span("checkpoint", "phase"):
+            if self._saved != (key := self._key(step)):
+                self._save(step)
+                self._saved = key
+            if wait:
+                self.wait()
+
+    def _save(self, step: int) -> None:
         began = time.monotonic()
-        mine = run.on_rank_0(
-            lambda: {
-                "metrics_bytes": run.metrics_log.length(),
-                "rollouts": run.services.supply.state_dict(),
-                "blend": run.prompts.state_dict(),
-                "entropy": run.entropy.state_dict(),
-                "code": code_sha256(),
-            }
-        )
-        state = {
-            "step": step,
-            "stage": run.cfg.stage,
-            "version": __version__,
-            "resets": run.resets.state_dict(),
-            "validations": run.validations,
-            "unfinished": run.unfinished.to_json() if run.unfinished is not None else None,
-            "tokens": run.tokens,
-            "rewards_s": run.rewards_s,
-            "phase_s": run.phase_s,
-            **mine,
-        }
-        self._writer.save(retention.step_folder(self.folder, step), state, self._retention())
-        self._saved = key
-        run.phase_s["checkpoint"] = run.phase_s.get("checkpoint", 0.0) + time.monotonic() - began
+        about = {"step": step, "stage": self._cfg.stage, "version": __version__, "code": code_sha256()}
+        state = {**about, **{name: part.state_dict() for name, part in self._parts.items()}}
+        self._writer.save(retention.step_folder(self._folder, step), state, partial(self._retain, *self._kept()))
+        self._records.checkpoint_took(time.monotonic() - began)
+
+    def _key(self, step: int) -> object:
+        """Return what tells two checkpoints of one step apart: whether it is finished, and its resets."""
+        return step, self._parts["trainer"].state_dict()["unfinished"] is not None, len(self._resets.done)
+
+    def _kept(self) -> tuple[dict[int, float], list[int]]:
+        """Return the scores that retention goes by, and the steps that it must keep, as they are now."""
+        best = self._validation.best_step(self._resets.done)
+        needed = [best] if best is not None and self._cfg.trainer.resets.roll_back else []
+        return policy_scores(self._validation.scores, self._resets.done), needed
+
+    def _retain(self, scores: dict[int, float], needed: list[int]) -> None:
+        """Remove the checkpoints that need not stay."""
+        grpo = self._cfg.trainer.grpo
+        budget = None if grpo.checkpoint_budget_gb is None else int(grpo.checkpoint_budget_gb * 1e9)
+        retention.retain(self._folder, scores, grpo.keep_checkpoints, grpo.keep_best, budget, needed=needed)
 
     def wait(self) -> None:
-        """Returns when the last checkpoint is complete.  Raises CheckpointError if it could not be written."""
+        """Return when the last checkpoint is complete.  Raises CheckpointError if it could not be written."""
         self._writer.wait()
 
     def drain(self, seconds: float) -> None:
-        """After a failure: so long may a checkpoint still take that is being written."""
+        """After a failure: give a checkpoint that is being written this long to end.  Not a collective."""
         self._writer.drain(seconds)
-
-    def _retention(self) -> Callable[[], object]:
-        """What removes the checkpoints that need not stay, by what is known now."""
-        grpo, best = self.run.cfg.trainer.grpo, self.run.best_validation()
-        return partial(
-            retention.retain,
-            self.folder,
-            policy_scores(self.run.validations, self.run.resets.done),
-            grpo.keep_checkpoints,
-            grpo.keep_best,
-            None if grpo.checkpoint_budget_gb is None else int(grpo.checkpoint_budget_gb * 1e9),
-            needed=[best] if best is not None and self.run.cfg.trainer.resets.roll_back else [],
-        )
-
-    # --- hard resets -----------------------------------------------------------------------------------------------
-
-    def hard_reset(self, step: int, reason: str) -> None:
-        """pi_ref <- pi_theta, optimizer anew, in one transaction: journal the intent, checkpoint, commit."""
-        run, resets = self.run, self.run.cfg.trainer.resets
-        self.wait()
-        back_to = self._best_before(step) if resets.roll_back else None
-        if run.rank == 0:
-            run.journal.append("reset_intent", step, reason=reason)
-        killpoint("reset:intent")
-        if back_to is not None:
-            self._roll_back(back_to)
-        if resets.parts != "optimizer":
-            run.policy.set_reference()
-        killpoint("reset:reference")
-        if resets.parts != "reference" or back_to is not None:  # the earlier step's moments are nobody's
-            run.policy.reset_optimizer()
-        killpoint("reset:optimizer")
-        sha256 = run.policy.reference_sha256()
-        run.resets.record(step, reason, sha256, back_to)
-        self._saved = None
-        self.save(step)
-        self.wait()
-        killpoint("reset:checkpointed")
-        if run.rank == 0:
-            run.journal.append("reset_commit", **run.resets.done[-1])
-            killpoint("reset:committed")
-            _log.info("hard reset after step %d (%s)%s", step, reason, f", back to step {back_to}" if back_to else "")
-
-    def _best_before(self, step: int) -> int | None:
-        """The step of the best validation since the last reset, if it is an earlier one and its weights are kept.
-
-        Chosen first and looked for then, so that what else happens to lie there changes nothing.
-        """
-        run, best = self.run, self.run.best_validation()
-        if best is None or best == step:
-            return None
-
-        def there() -> bool:
-            if retention.step_folder(self.folder, best) in retention.complete(self.folder):
-                return True
-            run.alarm(step, f"no roll-back: the checkpoint of step {best}, the best validation, is not kept")
-            return False
-
-        return best if run.on_rank_0(there) else None
-
-    def _roll_back(self, step: int) -> None:
-        """The weights of an earlier step; steps and data position move on.  Groups of the bad weights go."""
-        self.files.load_policy(self.run.policy, retention.step_folder(self.folder, step))
-        self.run.weights_changed()
-        self.run.on_rank_0(lambda: self.run.services.supply.drop())

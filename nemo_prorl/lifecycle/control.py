@@ -27,16 +27,22 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DeadlineExceeded, ProrlError, RewardFailure
 from nemo_prorl.lifecycle.records import Journal, Tail, last_lines
 from nemo_prorl.metrics import Metrics
 
+if TYPE_CHECKING:  # `prorl control` starts without torch
+    from nemo_prorl.leader import LeaderOnly
+    from nemo_prorl.lifecycle.checkpoints import Checkpoints
+    from nemo_prorl.lifecycle.stopping import Stopping
+    from nemo_prorl.lifecycle.validation import Validation
+
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 REQUESTS = {
     "reset": "a hard reset after the step under way",
@@ -194,44 +200,56 @@ def reset_reason(asked: Sequence[Request], reason: str | None) -> str | None:
     return "; ".join([*([reason] if reason else []), *named]) or None
 
 
-class ControlledRun(Protocol):
-    """What `serve` needs of a run."""
+class Control:
+    """Requests to a run, as all its ranks see them.  Its methods are collectives of all trainer ranks."""
 
-    rank: int
-    requests: Requests  # on rank 0
-    heldout: list[Any]
+    def __init__(
+        self,
+        requests: "LeaderOnly[Requests]",
+        validation: "Validation",
+        checkpoints: "Checkpoints",
+        stopping: "Stopping",
+    ) -> None:
+        self._requests, self._validation = requests, validation
+        self._checkpoints, self._stopping = checkpoints, stopping
 
-    def save_checkpoint(self, step: int, wait: bool = False) -> None: ...
-    def judge_heldout(self, metrics: Metrics) -> dict[str, Any]: ...
-    def ask_to_stop(self, reason: str) -> None: ...
+    def settle(self, step: int, reset_reasons: Sequence[str]) -> None:
+        """At a start: answer what an earlier process left.  `reset_reasons`: of the resets that were made."""
+        self._requests.call(lambda requests: requests.settle(step, reset_reasons))
 
+    def pending(self, step: int) -> list[Request]:
+        """Return what somebody asked for after this step: the same on all ranks."""
+        return self._requests.call(lambda requests: requests.pending(step))
 
-def serve(run: ControlledRun, asked: Sequence[Request], step: int) -> None:
-    """After a step, its hard reset and its checkpoint: the rest of what was asked for, and the answers.
+    def serve(self, asked: Sequence[Request], step: int) -> None:
+        """After a step, its hard reset and its checkpoint: do the rest of what was asked for, and answer all."""
+        for request in asked:
+            status, detail = self._served(request, step)
+            self._requests.call(partial(Requests.answer, request=request, step=step, status=status, detail=detail))
 
-    A collective: `asked` is the same on all ranks.
-    """
-    for request in asked:
-        status, detail = "done", f"hard reset after step {step}"
-        if request.what == "validate" and not run.heldout:
-            status, detail = "refused", "the run has no held-out prompts (data.validation is empty)"
-        elif request.what == "validate":
+    def _served(self, request: Request, step: int) -> tuple[str, str]:
+        """Return status and detail of the answer."""
+        if request.what == "validate":
+            if not self._validation.has_prompts:
+                return "refused", "the run has no held-out prompts (data.validation is empty)"
             try:
-                scores = run.judge_heldout(Metrics(step, ""))
+                scores = self._validation.judge(Metrics(step, ""))
             except RewardFailure as error:  # an extra validation ends no run
-                status, detail = "refused", str(error)
-            else:
-                tasks = ", ".join(f"{name} {score['mean']:.4f}" for name, score in scores["tasks"].items())
-                detail = f"held-out mean reward after step {step}: {scores['all']['mean']:.4f} ({tasks})"
-        elif request.what == "checkpoint":
-            run.save_checkpoint(step, wait=True)
-            detail = f"checkpoint of step {step}"
-        elif request.what == "stop":
-            run.save_checkpoint(step, wait=True)
-            run.ask_to_stop(f"control {request.id}")
-            detail = f"stopped after step {step}; the same command continues"
-        if run.rank == 0:
-            run.requests.answer(request, step, status, detail)
+                return "refused", str(error)
+            tasks = ", ".join(f"{name} {score['mean']:.4f}" for name, score in scores["tasks"].items())
+            return "done", f"held-out mean reward after step {step}: {scores['all']['mean']:.4f} ({tasks})"
+        if request.what == "checkpoint":
+            self._checkpoints.save(step, wait=True)
+            return "done", f"checkpoint of step {step}"
+        if request.what == "stop":
+            self._checkpoints.save(step, wait=True)
+            self._stopping.ask(f"control {request.id}")
+            return "done", f"stopped after step {step}; the same command continues"
+        return "done", f"hard reset after step {step}"
+
+    def close(self, step: int) -> None:
+        """At a clean end: whoever still waits learns that nothing comes of it."""
+        self._requests.tell(lambda requests: requests.close(step))
 
 
 def _content(path: Path) -> bytes:

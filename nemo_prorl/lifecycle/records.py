@@ -1,4 +1,4 @@
-"""What a run writes down: metrics.jsonl, journal.jsonl, summary.json and rollouts/.  Written by one rank only."""
+"""What a run writes down: metrics.jsonl, journal.jsonl, summary.json and rollouts/."""
 
 import functools
 import hashlib
@@ -6,11 +6,14 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import nemo_prorl
+from nemo_prorl.config import Config
+from nemo_prorl.lifecycle.summary import summary
+from nemo_prorl.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 
@@ -25,15 +28,95 @@ def code_sha256() -> str:
     return digest.hexdigest()
 
 
+class Records:
+    """Metrics, journal and summary of a run.  Every rank has one; that of rank 0 writes, the others do nothing.
+
+    Part of a checkpoint: the length of metrics.jsonl, so that a resume cuts off the lines of lost steps.
+    """
+
+    def __init__(self, cfg: Config, run_dir: Path, writes: bool, loggers: Iterable[Any] = ()) -> None:
+        """`loggers`: those of Lightning, which get each step's numbers too."""
+        self.dir, self._cfg, self._writes, self._loggers = run_dir, cfg, writes, list(loggers)
+        self._journal, self._metrics = Journal(run_dir), MetricsLog(run_dir, create=writes)
+        self._checkpoint_s = 0.0
+
+    def event(self, event: str, step: int, **fields: Any) -> None:
+        """Append to the journal."""
+        if self._writes:
+            self._journal.append(event, step, **fields)
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the journal so far; nothing on other ranks than 0."""
+        return self._journal.events() if self._writes else []
+
+    def alarm(self, step: int, what: str) -> None:
+        """Note what a person should look at, in the log and in the journal."""
+        if self._writes:
+            _log.warning("step %d: %s", step, what)
+            self._journal.append("alarm", step, what=what)
+
+    def log(self, metrics: Metrics) -> None:
+        """Write a step's line of metrics.jsonl, with the sum of its phases as `time/step`."""
+        seconds = sum(v for k, v in metrics.as_json().items() if k.startswith("time/") and k.count("/") == 1)
+        metrics.put("time/step", seconds)
+        if not self._writes:
+            return
+        values = metrics.as_json()
+        self._metrics.append(values)
+        numbers = {k: v for k, v in values.items() if isinstance(v, float)}
+        for logger in self._loggers:
+            logger.log_metrics(numbers, step=metrics.step)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl; nothing on other ranks than 0."""
+        return self._metrics.lines() if self._writes else []
+
+    def rollouts(self, step: int, groups: Sequence[Any], judged_text: Callable[[list[int], list[int]], str]) -> None:
+        """Write the groups that `trainer.grpo.save_rollout_groups` asks for, with the texts that verifiers saw."""
+        most = self._cfg.trainer.grpo.save_rollout_groups
+        if self._writes and most != 0:
+            write_rollouts(self.dir, step, groups if most < 0 else groups[:most], judged_text)
+
+    def checkpoint_took(self, seconds: float) -> None:
+        self._checkpoint_s += seconds
+
+    def summary(
+        self,
+        step: int,
+        scores: Mapping[int, dict[str, Any]],
+        resets: Sequence[dict[str, Any]],
+        hashes: Mapping[str, str] | None = None,
+    ) -> None:
+        """Write summary.json.  `scores`: validations by step.  `hashes`: of the weights, where the run is finished."""
+        if self._writes:
+            lines, cfg = self._metrics.lines(), self._cfg
+            value = summary(step, cfg.stage, cfg.seed, scores, resets, lines, self._checkpoint_s, hashes)
+            write_json(self.dir / "summary.json", value)
+
+    def begin(self) -> None:
+        """Start a run: lines that an earlier one left behind are moved away."""
+        if self._writes:
+            self._metrics.cut(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"metrics_bytes": self._metrics.length() if self._writes else 0, "checkpoint_s": self._checkpoint_s}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._checkpoint_s = float(state["checkpoint_s"])
+        if self._writes:
+            self._metrics.cut(state["metrics_bytes"])
+
+
 class MetricsLog:
     """metrics.jsonl: one object a step.
 
     A checkpoint records the file's length; a resume cuts the file to it, so that each step stands once.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, create: bool = True) -> None:
         self.path, self.lost = run_dir / "metrics.jsonl", run_dir / "metrics.lost.jsonl"
-        self.path.touch()
+        if create:
+            self.path.touch()
 
     def append(self, value: dict[str, Any]) -> None:
         with self.path.open("a") as f:
@@ -83,15 +166,6 @@ class Journal:
         return found
 
 
-def interrupted_reset(events: Iterable[dict[str, Any]]) -> int | None:
-    """The step of a hard reset that was begun and not committed, if the journal ends with one."""
-    begun = None
-    for event in events:
-        if event["event"] in ("reset_intent", "reset_commit"):
-            begun = event["step"] if event["event"] == "reset_intent" else None
-    return begun
-
-
 def write_json(path: Path, value: Any) -> None:
     """Replaces a JSON file as a whole."""
     temporary = path.with_name(path.name + ".tmp")
@@ -99,15 +173,16 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(temporary, path)
 
 
-def write_rollouts(run_dir: Path, step: int, groups: list[Any], texts: list[list[str]], how_many: int) -> None:
-    """rollouts/step-N.jsonl: requests with their verdicts, of the first `how_many` groups (-1: of all)."""
-    if how_many == 0:
-        return
+def write_rollouts(
+    run_dir: Path, step: int, groups: Sequence[Any], judged_text: Callable[[list[int], list[int]], str]
+) -> None:
+    """Write rollouts/step-N.jsonl: requests with their verdicts."""
     folder = run_dir / "rollouts"
     folder.mkdir(exist_ok=True)
     lines = []
-    for group, responses in list(zip(groups, texts, strict=True))[: how_many if how_many > 0 else None]:
-        for text, response, verdict in zip(responses, group.responses, group.verdicts, strict=True):
+    for group in groups:
+        for response, verdict in zip(group.responses, group.verdicts, strict=True):
+            text = judged_text(group.prompt_ids, response.token_ids)
             request = {**group.record, "response": text, "finished": response.finished}
             lines.append(json.dumps({**request, "verdict": verdict, "version": response.weight_version}))
     (folder / f"step-{step}.jsonl").write_text("".join(line + "\n" for line in lines))

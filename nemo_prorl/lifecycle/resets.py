@@ -1,45 +1,82 @@
-"""When the reference policy and the optimizer are reset (paper sec. 3.3.1), and the check that a reset is one."""
+"""Hard resets: pi_ref <- pi_theta and the optimizer anew (paper sec. 3.3.1): when, how, and the check that it was one.
 
+A reset is one transaction.  The journal gets `reset_intent`, policy and optimizer are reset, a checkpoint is written,
+the journal gets `reset_commit`.  A run that is killed before the checkpoint is complete goes on from the one before,
+and comes to the same reset again; one killed after it finds the reset in the checkpoint, and `settle` adds the commit.
+"""
+
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
-from nemo_prorl.algorithms.reset import Finding, History, Rules, decide
-from nemo_prorl.config import ResetRulesConfig, ResetsConfig
+from nemo_prorl.algorithms.reset_rules import Finding, History, decide
+from nemo_prorl.config import ResetsConfig
 from nemo_prorl.errors import ResetFailure
+from nemo_prorl.leader import Leader
+from nemo_prorl.lifecycle.killpoints import killpoint
+from nemo_prorl.lifecycle.records import Records
+from nemo_prorl.lifecycle.summary import standard_errors
+from nemo_prorl.lifecycle.validation import Validation
 from nemo_prorl.metrics import Metrics
+from nemo_prorl.rollout.rollouts import Rollouts
+
+_log = logging.getLogger(__name__)
 
 
-def rules_of(config: ResetRulesConfig) -> Rules:
-    """The rules' settings as plain values."""
-    values = {name: getattr(config, name) for name in Rules.__dataclass_fields__}
-    return Rules(**{**values, "asks": tuple(config.asks)})
+class _ResetPolicy(Protocol):
+    def set_reference(self) -> None: ...
+    def reset_optimizer(self) -> None: ...
+    def reference_sha256(self) -> str: ...
+
+
+class _Saves(Protocol):
+    """`lifecycle.checkpoints.Checkpoints`, which holds the resets among its parts."""
+
+    def save(self, step: int, wait: bool = False) -> None: ...
+    def wait(self) -> None: ...
+    def has(self, step: int) -> bool: ...
+    def load_policy(self, step: int) -> None: ...
 
 
 class Resets:
-    """Decides on hard resets, and checks that the step after one sees the policy equal to its reference.
+    """Decides on hard resets and makes them.  Part of a checkpoint.
 
-    Rank 0 alone keeps the history that the rules decide by; what they find there all ranks are told.
+    Rank 0 alone keeps the history that the rules decide by; all ranks learn what they find.
     """
 
-    def __init__(self, config: ResetsConfig, kl_allowed: float = 0.0) -> None:
-        """`kl_allowed`: the difference from its reference that the step after a reset may show."""
-        self.config, self._kl_allowed = config, kl_allowed
-        self.done: list[dict[str, Any]] = []
-        self.told: list[dict[str, Any]] = []  # findings, as a resumed history must know them
-        self._fresh = True  # at a run's start the policy is its reference too
-        self._history = History()
+    def __init__(
+        self,
+        config: ResetsConfig,
+        kl_allowed: float,
+        policy: _ResetPolicy,
+        rollouts: Rollouts,
+        validation: Validation,
+        records: Records,
+        leader: Leader,
+    ) -> None:
+        """`kl_allowed`: mean absolute log-probability gap to its reference that the step after a reset may show."""
+        self.config, self._kl_allowed, self._policy = config, kl_allowed, policy
+        self._rollouts, self._validation, self._records = rollouts, validation, records
+        self.done: list[dict[str, Any]] = []  # of this stage: step, reason, reference_sha256, rolled_back_to
+        self._found: list[dict[str, Any]] = []  # findings so far, which a resumed history must know
+        self._fresh = True  # whether the policy should equal its reference now, as at a run's start
+        self._history = leader.only(History)
 
-    def observe(self, line: Mapping[str, Any], scores: Mapping[str, Any] | None) -> list[Finding]:
-        """Rank 0, once a step: what the rules say of a line of metrics.jsonl and the validation of its step, if any."""
-        self._history.add(line, standard_errors(scores))
-        return [] if self.config.mode == "manual" else decide(self._history, rules_of(self.config.rules))
+    @property
+    def steps(self) -> list[int]:
+        """The steps after which there were resets; 0: at the start of a stage."""
+        return [reset["step"] for reset in self.done]
 
-    def decide(self, metrics: Metrics, findings: Iterable[Finding]) -> str | None:
-        """The reason to reset after this step's updates, if there is one.  Every rank, with rank 0's findings."""
-        findings = list(findings)
-        self._history.note(findings)
-        self.told += [asdict(finding) for finding in findings]
+    # --- when ------------------------------------------------------------------------------------------------------
+
+    def due(self, metrics: Metrics) -> str | None:
+        """Return the reason to reset after this step's updates, if there is one.  A collective; once a step."""
+        line, scores = metrics.as_json(), self._validation.scores.get(metrics.step)
+        findings = self._history.call(lambda history: self._observe(history, line, scores))
+        self._found += [asdict(finding) for finding in findings]
+        for finding in findings:
+            self._records.alarm(metrics.step, str(finding))
         if metrics.step in self.config.at_steps:
             return "at_steps"
         if self.config.every is not None and metrics.step % self.config.every == 0:
@@ -47,38 +84,67 @@ class Resets:
         asking = [str(finding) for finding in findings if finding.asks]
         return asking[0] if asking and self.config.mode == "auto" else None
 
-    def recall(self, lines: Iterable[Mapping[str, Any]], validations: Mapping[int, Mapping[str, Any]]) -> None:
-        """Rank 0, at a resume, after `load_state_dict`: the history from the lines of metrics.jsonl that count."""
-        self._history = History()
-        resets = {reset["step"] for reset in self.done}
-        told: dict[int, list[Finding]] = {}
-        for finding in self.told:
-            told.setdefault(finding["step"], []).append(Finding(**finding))
-        for line in lines:
-            step = int(line["step"])
-            self._history.add(line, standard_errors(validations.get(step)))
-            self._history.note(told.get(step, []))
-            if step in resets:
-                self._history.reset(step)
+    def _observe(self, history: History, line: Mapping[str, Any], scores: Mapping[str, Any] | None) -> list[Finding]:
+        history.add(line, standard_errors(scores))
+        findings = [] if self.config.mode == "manual" else decide(history, self.config.rules)
+        history.note(findings)
+        return findings
 
-    def record(self, step: int, reason: str, reference_sha256: str, rolled_back_to: int | None = None) -> None:
-        """A reset that is made now."""
-        reset = {"step": step, "reason": reason, "reference_sha256": reference_sha256}
-        self.done.append(reset if rolled_back_to is None else {**reset, "rolled_back_to": rolled_back_to})
-        self._history.reset(step)
+    # --- the transaction -------------------------------------------------------------------------------------------
+
+    def perform(self, step: int, reason: str, checkpoints: _Saves) -> None:
+        """Reset reference and optimizer after the updates of `step`; with `roll_back` from the best weights since."""
+        checkpoints.wait()
+        back_to = self._best_before(step, checkpoints) if self.config.roll_back else None
+        self._records.event("reset_intent", step, reason=reason)
+        killpoint("reset:intent")
+        if back_to is not None:  # steps and data go on; groups of the bad weights are not trained on
+            checkpoints.load_policy(back_to)
+            self._rollouts.drop()
+        if self.config.parts != "optimizer":
+            self._policy.set_reference()
+        killpoint("reset:reference")
+        if self.config.parts != "reference" or back_to is not None:  # the moments are those of other weights
+            self._policy.reset_optimizer()
+        killpoint("reset:optimizer")
+        reset = {"step": step, "reason": reason, "reference_sha256": self._policy.reference_sha256()}
+        self.done.append(reset if back_to is None else {**reset, "rolled_back_to": back_to})
+        self._history.tell(lambda history: history.reset(step))
         self._fresh = self.config.parts != "optimizer"
+        checkpoints.save(step, wait=True)
+        killpoint("reset:checkpointed")
+        self._records.event("reset_commit", **self.done[-1])
+        killpoint("reset:committed")
+        back = "" if back_to is None else f", back to step {back_to}"
+        _log.info("hard reset after step %d (%s)%s", step, reason, back)
+
+    def _best_before(self, step: int, checkpoints: _Saves) -> int | None:
+        """Return the step of the best validation since the last reset, if it is an earlier one whose weights are kept.
+
+        The step is chosen first and looked for then, so that other files in the folder change nothing.
+        """
+        best = self._validation.best_step(self.done)
+        if best is None or best == step:
+            return None
+        if checkpoints.has(best):
+            return best
+        self._records.alarm(step, f"no roll-back: the checkpoint of step {best}, the best validation, is not kept")
+        return None
+
+    def settle(self, step: int) -> None:
+        """At a resume: commit a reset that was killed between its checkpoint and its commit."""
+        interrupted = interrupted_reset(self._records.events())
+        if self.done and interrupted == self.done[-1]["step"] == step:
+            self._records.event("reset_commit", **self.done[-1])
+
+    # --- the check -------------------------------------------------------------------------------------------------
 
     def continue_reference(self) -> None:
         """A stage begins without a reset: its reference is not the policy."""
         self._fresh = False
 
-    @property
-    def steps(self) -> list[int]:
-        """After which steps there were resets; 0: at the start of a stage."""
-        return [reset["step"] for reset in self.done]
-
     def check_reference(self, step: int, mean_abs_gap: float) -> None:
-        """Before a step's updates.  Raises ResetFailure if the policy should be its reference and is not."""
+        """Before a step's updates: raise ResetFailure if the policy should equal its reference and does not."""
         fresh, self._fresh = self._fresh, False
         if fresh and not mean_abs_gap <= self._kl_allowed:
             raise ResetFailure(
@@ -86,27 +152,32 @@ class Resets:
                 f" ({self._kl_allowed:g} is allowed: trainer.resets.kl_after_reset)"
             )
 
+    # --- in a checkpoint -------------------------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
-        return {"done": self.done, "fresh": self._fresh, "told": self.told}
+        return {"done": self.done, "fresh": self._fresh, "found": self._found}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.done, self._fresh, self.told = list(state["done"]), bool(state["fresh"]), list(state["told"])
+        """Records and validation are loaded by now: the history is made from their lines."""
+        self.done, self._fresh, self._found = list(state["done"]), bool(state["fresh"]), list(state["found"])
+        self._history.tell(self._recall)
+
+    def _recall(self, history: History) -> None:
+        found: dict[int, list[Finding]] = {}
+        for finding in self._found:
+            found.setdefault(finding["step"], []).append(Finding(**finding))
+        for line in self._records.lines():
+            step = int(line["step"])
+            history.add(line, standard_errors(self._validation.scores.get(step)))
+            history.note(found.get(step, []))
+            if step in self.steps:
+                history.reset(step)
 
 
-def policy_scores(
-    validations: Mapping[int, Mapping[str, Any]], resets: Iterable[Mapping[str, Any]]
-) -> dict[int, float]:
-    """Mean validation scores by step, each of the weights that the checkpoint of that step holds.
-
-    Where a reset went back to an earlier step, those are that step's weights.
-    """
-    scores = {int(step): float(score["all"]["mean"]) for step, score in validations.items()}
-    for reset in resets:
-        if (back_to := reset.get("rolled_back_to")) is not None:
-            scores[reset["step"]] = scores[back_to]
-    return scores
-
-
-def standard_errors(scores: Mapping[str, Any] | None) -> dict[str, float]:
-    """Of a validation as the journal has it, by name."""
-    return {name: float(score["se"]) for name, score in scores["tasks"].items()} if scores else {}
+def interrupted_reset(events: Iterable[Mapping[str, Any]]) -> int | None:
+    """Return the step of a hard reset that was begun and not committed, if the journal ends with one."""
+    begun = None
+    for event in events:
+        if event["event"] in ("reset_intent", "reset_commit"):
+            begun = event["step"] if event["event"] == "reset_intent" else None
+    return begun

@@ -21,7 +21,7 @@ from nemo_prorl.lifecycle.killpoints import killpoint
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 2  # of state.json and of what lies beside it
+FORMAT = 3  # of state.json and of what lies beside it
 TEMPORARY, OLD, TRASH = ".tmp", ".old", ".trash"
 
 
@@ -54,13 +54,19 @@ def check_format(folder: Path, state: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{folder}: format {state.get('format')!r}, this version continues format {FORMAT} only")
 
 
+def read_state(folder: Path) -> dict[str, Any]:
+    """Return state.json of a checkpoint.  Raises CheckpointError where this code cannot continue it."""
+    try:
+        state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{folder} is no checkpoint: {e}") from e
+    check_format(folder, state)
+    return state
+
+
 def check_continuable(folder: Path) -> None:
     """Raises CheckpointError, in time for a start to cost nothing, if a run cannot go on from its checkpoint."""
-    try:
-        state = json.loads((folder / "state.json").read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} is no checkpoint: {error}") from error
-    check_format(folder, state)
+    state = read_state(folder)
     if state.get("version") != __version__:
         raise CheckpointError(f"{folder} was written by version {state.get('version')}; this is {__version__}")
 

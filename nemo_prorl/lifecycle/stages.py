@@ -3,14 +3,14 @@
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_prorl.algorithms.reset import best_step
+from nemo_prorl.algorithms.reset_rules import best_policy
 from nemo_prorl.config import Config
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.lifecycle.resets import policy_scores
 from nemo_prorl.lifecycle.retention import OLD, TEMPORARY, TRASH, complete, step_of
 
 
@@ -65,16 +65,14 @@ def best_checkpoint(run_dir: Path) -> Path:
     """The checkpoint of the best validation since the last hard reset, of those that are there; else the newest."""
     checkpoints = {step_of(p): p for p in complete(run_dir / "checkpoints")}
     newest = checkpoints[max(checkpoints)]
-    best = best_kept(json.loads((newest / "state.json").read_text()), checkpoints)
+    state = json.loads((newest / "state.json").read_text())
+    best = best_kept(state, checkpoints)
     return newest if best is None else checkpoints[best]
 
 
-def best_kept(state: dict[str, Any], steps: Any) -> int | None:
-    """Of these steps the one with the best validation since the last hard reset, as a checkpoint's state tells it."""
-    done = state["resets"]["done"]
-    scores = policy_scores(state["validations"], done)
-    last = max((reset["step"] for reset in done), default=0)
-    return best_step({step: score for step, score in scores.items() if step in steps}, last)
+def best_kept(state: dict[str, Any], steps: Iterable[int]) -> int | None:
+    """Return which of these steps has the best validation since the last hard reset, by a checkpoint's state."""
+    return best_policy(state["validation"]["scores"], state["resets"]["done"], steps)
 
 
 def _finished(run_dir: Path) -> dict[str, Any] | None:

@@ -1,11 +1,11 @@
 """The numbers that a run is judged by: held-out scores and summary.json."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_prorl.errors import RewardFailure
-from nemo_prorl.lifecycle.bottleneck import bottleneck
+from nemo_prorl.lifecycle.bottleneck import bottleneck, number
 
 _BESIDE = ("logprobs", "advantages", "updates", "ahead")  # phases in which engines generate, one step off
 
@@ -33,53 +33,78 @@ def heldout_scores(names: Sequence[str], groups: Sequence[Any]) -> dict[str, Any
     }
 
 
+def standard_errors(scores: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return the standard errors of a validation as the journal has it, by name."""
+    return {name: float(score["se"]) for name, score in scores["tasks"].items()} if scores else {}
+
+
 def summary(
-    *,
-    finished: bool,
     step: int,
     stage: str,
     seed: int,
-    validations: dict[int, dict[str, Any]],
-    resets: list[dict[str, Any]],
-    hashes: dict[str, str],
-    tokens: int,
-    phase_s: dict[str, float],
-    rewards_s: dict[str, float],
-    recent: Sequence[dict[str, Any]] = (),
+    scores: Mapping[int, dict[str, Any]],
+    resets: Sequence[dict[str, Any]],
+    lines: Sequence[Mapping[str, Any]],
+    checkpoint_s: float,
+    hashes: Mapping[str, str] | None,
 ) -> dict[str, Any]:
-    """summary.json, as docs/formats.md describes it.  `recent`: the last lines of metrics.jsonl."""
-    steps = sorted(validations)
-    heldout: dict[str, Any] = {}
-    if steps:
-        first, last = validations[steps[0]], validations[steps[-1]]
-        heldout = {
-            "before": first["all"]["mean"],
-            "after": last["all"]["mean"],
-            "before_se": first["all"]["se"],
-            "after_se": last["all"]["se"],
-            "prompts": last["all"]["prompts"],
-            "steps": [steps[0], steps[-1]],
-            "tasks": {
-                name: {"before": first["tasks"][name]["mean"], "after": last["tasks"][name]["mean"]}
-                for name in last["tasks"]
-            },
-        }
-    while_generating = ["rollout", *(_BESIDE if "ahead" in phase_s else [])]
-    rollout_s = sum(phase_s.get(phase, 0.0) for phase in while_generating)
-    opened, waited = rewards_s["open"], rewards_s["wait"]
+    """Return summary.json, as docs/formats.md describes it.
+
+    Args:
+        scores: validations by step.
+        lines: of metrics.jsonl.
+        checkpoint_s: seconds that checkpoints took from the training.
+        hashes: of the weights; None while the run is not finished.
+    """
     return {
-        "finished": finished,
-        "step": step,
+        "finished": hashes is not None,
+        "step": max(step, *scores, 0),
         "stage": stage,
         "seed": seed,
-        "heldout": heldout,
-        "weights_sha256": hashes.get("weights_sha256"),
-        "reference_sha256": hashes.get("reference_sha256"),
-        "resets": resets,
-        "time": {
-            "tokens_per_s": tokens / rollout_s if rollout_s else None,
-            "phase_s": phase_s,
-            "reward_hidden_share": 1.0 - waited / opened if opened else None,
-            "bottleneck": bottleneck(recent),
+        "heldout": _heldout(scores),
+        "weights_sha256": (hashes or {}).get("weights_sha256"),
+        "reference_sha256": (hashes or {}).get("reference_sha256"),
+        "resets": list(resets),
+        "time": _times(lines, checkpoint_s),
+    }
+
+
+def _heldout(scores: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+    """Return the first and the last validation side by side."""
+    if not scores:
+        return {}
+    steps = sorted(scores)
+    first, last = scores[steps[0]], scores[steps[-1]]
+    return {
+        "before": first["all"]["mean"],
+        "after": last["all"]["mean"],
+        "before_se": first["all"]["se"],
+        "after_se": last["all"]["se"],
+        "prompts": last["all"]["prompts"],
+        "steps": [steps[0], steps[-1]],
+        "tasks": {
+            name: {"before": first["tasks"][name]["mean"], "after": last["tasks"][name]["mean"]}
+            for name in last["tasks"]
         },
     }
+
+
+def _times(lines: Sequence[Mapping[str, Any]], checkpoint_s: float) -> dict[str, Any]:
+    """Return what the steps' seconds and tokens add up to."""
+    phase_s: dict[str, float] = {"checkpoint": checkpoint_s} if checkpoint_s else {}
+    for key in {key for line in lines for key in line if key.startswith("time/") and key.count("/") == 1}:
+        if key != "time/step":
+            phase_s[key.removeprefix("time/")] = _sum(lines, key)
+    while_generating = ["rollout", *(_BESIDE if "ahead" in phase_s else [])]
+    rollout_s = sum(phase_s.get(phase, 0.0) for phase in while_generating)
+    opened, waited = _sum(lines, "time/rollout/reward_open_s"), _sum(lines, "time/rollout/reward_wait_s")
+    return {
+        "tokens_per_s": _sum(lines, "rollout/generated_tokens") / rollout_s if rollout_s else None,
+        "phase_s": dict(sorted(phase_s.items())),
+        "reward_hidden_share": 1.0 - waited / opened if opened else None,
+        "bottleneck": bottleneck(lines[-10:]),
+    }
+
+
+def _sum(lines: Sequence[Mapping[str, Any]], key: str) -> float:
+    return sum(number(line, key) for line in lines)

@@ -4,12 +4,12 @@ import functools
 import shutil
 import subprocess
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 
 def node_devices(cfg: DictConfig) -> int:
     """GPUs that a node of the run uses (CPU: processes that compute): the trainer's, then the engines' own."""
-    if not OmegaConf.select(cfg, "rollout.own_devices"):  # runs made before there was this key have none
+    if not cfg.rollout.own_devices:
         return int(cfg.trainer.devices)
     return int(cfg.trainer.devices + cfg.rollout.engines // cfg.trainer.num_nodes * cfg.rollout.tensor_parallel_size)
 

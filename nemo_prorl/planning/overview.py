@@ -5,6 +5,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from nemo_prorl.data.prepared import missing_files
+from nemo_prorl.lifecycle.tolerances import engine_gap_alarm, kl_after_reset
 from nemo_prorl.planning.memory import (
     GB,
     PUBLISHED_VERSIONS,
@@ -15,7 +16,6 @@ from nemo_prorl.planning.memory import (
     micro_batch_words,
 )
 from nemo_prorl.planning.plan import NAMES, PAPER_GPU_HOURS, Chain, Stage
-from nemo_prorl.planning.tolerances import engine_gap_alarm, kl_after_reset
 
 
 def plan(cfg: DictConfig, chain: Chain) -> str:
@@ -42,8 +42,11 @@ def run_rows(cfg: DictConfig) -> dict[str, Any]:
         "machines": f"{trainer.num_nodes} x {trainer.devices} {trainer.accelerator}, precision {trainer.precision}",
         "parallel layout": f"TP {tp} x PP {pp} x DP {ranks // (tp * pp)}",
         "rollout engines": f"{rollout.engines} x TP {rollout.tensor_parallel_size}, {rollout.dtype}"
-        + (f", on {'GPUs' if trainer.accelerator == 'gpu' else 'cores'} of their own" if rollout.own_devices else "")
-        + ("; one step off" if grpo.one_step_off else ""),
+        + (
+            f", on {'GPUs' if trainer.accelerator == 'gpu' else 'cores'} of their own; one step off"
+            if rollout.own_devices
+            else ""
+        ),
         "warm-up": f"{trainer.warmup.steps} steps of {trainer.warmup.batch_size}, lr {trainer.warmup.lr:g}",
         "steps": grpo.max_steps,
         "a step": f"{grpo.prompts_per_step} prompts x {grpo.samples_per_prompt} = {responses} responses,"

@@ -10,10 +10,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from nemo_prorl.algorithms.reset import Finding, Rules, replay
+from nemo_prorl.algorithms.reset_rules import Finding, replay
+from nemo_prorl.config import ResetRulesConfig
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.lifecycle.records import Journal
-from nemo_prorl.lifecycle.resets import rules_of, standard_errors
+from nemo_prorl.lifecycle.summary import standard_errors
 
 _RULES = "trainer.resets.rules"
 
@@ -68,7 +69,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def read_rules(overrides: list[str], config: Path) -> Rules:
+def read_rules(overrides: list[str], config: Path) -> ResetRulesConfig:
     """The rules of a run's config.yaml, or the shipped ones, with overrides; checked as a configuration is."""
     from nemo_prorl import settings
 
@@ -76,7 +77,9 @@ def read_rules(overrides: list[str], config: Path) -> Rules:
     if config.is_file():  # only these keys: its data and models need not be on this machine, nor its version be ours
         own = OmegaConf.select(OmegaConf.load(config), _RULES) or {}
         given = [f"{_RULES}.{key}={'[' + ','.join(own[key]) + ']' if key == 'asks' else own[key]}" for key in own]
-    return rules_of(settings.load([*given, *(f"{_RULES}.{text}" for text in overrides)]).trainer.resets.rules)
+    cfg = settings.load([*given, *(f"{_RULES}.{text}" for text in overrides)])
+    rules: ResetRulesConfig = cfg.trainer.resets.rules
+    return rules
 
 
 def read_journal(folder: Path) -> tuple[dict[int, Mapping[str, float]], set[int]]:

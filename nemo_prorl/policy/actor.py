@@ -101,6 +101,7 @@ class Actor:
         self._pp_size = parallel_state.get_pipeline_model_parallel_world_size()
         if self._pp_size > 1:
             self.module.config.variable_seq_lengths = True  # stages tell each other the shape of each micro-batch
+        self.version = 0  # counts every change of the weights in use
         self._reference: dict[str, Tensor] = {}  # the rank's parameters by name, on the CPU; never changed in place
         self._reference_sha256: str | None = None  # once computed
         self.reset_optimizer()
@@ -144,18 +145,6 @@ class Actor:
         if self.data_size > 1:
             dist.all_gather_object(parts, value, group=parallel_state.get_data_parallel_group())
         return parts
-
-    def gather_values(self, value_N: Tensor) -> list[Tensor]:
-        """What each data rank gives, float32 on the CPU, in the order of ranks, on all of them; N is each rank's own,
-        and zeros may follow."""
-        if self.data_size == 1:
-            return [value_N]
-        group, most = parallel_state.get_data_parallel_group(), torch.tensor(len(value_N), device=self._device())
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-        padded_N = torch.nn.functional.pad(value_N.to(self._device()), (0, int(most) - len(value_N)))
-        parts = [torch.empty_like(padded_N) for _ in range(self.data_size)]
-        dist.all_gather(parts, padded_N, group=group)
-        return [part.cpu() for part in parts]
 
     # --- forward ---------------------------------------------------------------------------------------------------
 
@@ -256,10 +245,10 @@ class Actor:
         logp_BT, entropy_BT = self._forward_only(batch, temperature, with_entropy=True)
         return logp_BT, entropy_BT
 
-    def reference_logprobs(self, *batches: Batch) -> list[Tensor]:
-        """logp_BT of each batch by the reference policy, float32 on the CPU; on a GPU its weights are copied once."""
+    def reference_logprobs(self, batch: Batch) -> Tensor:
+        """logp_BT, float32 on the CPU, of the reference policy."""
         with self.reference_weights():
-            return [self._forward_only(batch, None, with_entropy=False)[0] for batch in batches]
+            return self._forward_only(batch, None, with_entropy=False)[0]
 
     @torch.no_grad()
     def _forward_only(self, batch: Batch, temperature: float | None, with_entropy: bool) -> tuple[Tensor, ...]:
@@ -345,6 +334,7 @@ class Actor:
             if leaf.config.clip_grad > 0:
                 clip_grad_by_total_norm_fp32(leaf.get_parameters(), leaf.config.clip_grad, grad_norm)
         optimizer.step_with_ready_grads()
+        self.version += 1
         return {**sums, "grad_norm": grad_norm}
 
     def reset_optimizer(self) -> None:

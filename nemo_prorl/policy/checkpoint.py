@@ -41,7 +41,7 @@ from torch.distributed.checkpoint import save as torch_distributed_save
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import CheckpointError
 from nemo_prorl.lifecycle.killpoints import killpoint
-from nemo_prorl.lifecycle.retention import FORMAT, TEMPORARY, check_format, put_in_place
+from nemo_prorl.lifecycle.retention import FORMAT, TEMPORARY, put_in_place, read_state
 from nemo_prorl.policy.actor import Actor
 from nemo_prorl.policy.host_memory import to_host
 from nemo_prorl.policy.weights import sha256_of
@@ -89,6 +89,7 @@ def _load_weights(actor: Actor, folder: Path, prefix: str = "") -> None:
         add_prefix_for_sharding(state, prefix)
     found = dist_checkpointing.load({"weights": state}, str(folder), strict=StrictHandling.IGNORE_ALL)
     _load_module(actor, found["weights"])  # which misses any parameter
+    actor.version += 1
 
 
 def _load_optimizer(actor: Actor, folder: Path) -> None:
@@ -202,7 +203,7 @@ class Writer:
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, folder: Path, state: dict[str, Any], on_complete: Callable[[], object] | None = None) -> None:
-        """Saves the actor as it is now; `state` (JSON) must be the same on all ranks.  A collective.
+        """Saves the actor as it is now, with `state` (JSON) of rank 0 beside it.  A collective.
 
         First waits for the write before, and raises as `wait`.  `on_complete` is called on rank 0, in the thread that
         writes, once the folder has its name.
@@ -289,18 +290,8 @@ class Writer:
 
 
 def save(actor: Actor, folder: Path, state: dict[str, Any]) -> None:
-    """Writes a checkpoint and returns when it is complete; `state` (JSON) must be the same on all ranks."""
+    """Writes a checkpoint and returns when it is complete; `state` (JSON) of rank 0 stands beside it."""
     Writer(actor, background=False, seconds=0).save(folder, state)
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    """state.json of a checkpoint; raises CheckpointError where this code cannot continue it."""
-    try:
-        state = json.loads((folder / "state.json").read_text())
-    except (OSError, ValueError) as e:
-        raise CheckpointError(f"{folder} is no checkpoint: {e}") from e
-    check_format(folder, state)
-    return state
 
 
 def load(actor: Actor, folder: Path) -> dict[str, Any]:

@@ -1,16 +1,13 @@
-"""An event loop in a thread of its own, and a clock of what is open on it."""
+"""An event loop in a thread of its own."""
 
 import asyncio
 import concurrent.futures
-import contextlib
 import logging
 import threading
-import time
-from collections.abc import Awaitable, Coroutine, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
-from nemo_prorl.errors import RolloutAbandoned, StoppedCleanly
+from nemo_prorl.errors import ProrlError, RolloutAbandoned, StoppedCleanly
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -33,13 +30,19 @@ class BackgroundLoop:
 
     def start(self, work: Coroutine[Any, Any, _T]) -> "concurrent.futures.Future[_T]":
         """Begins `work`, one at a time, and returns at once.  Raises StoppedCleanly or RolloutAbandoned as `result`."""
-        if self._loop.is_closed():
+        try:
+            self.check()
+        except ProrlError:
             work.close()
+            raise
+        return asyncio.run_coroutine_threadsafe(self._remembered(work), self._loop)
+
+    def check(self) -> None:
+        """Raise StoppedCleanly or RolloutAbandoned, if nothing may be started any more."""
+        if self._loop.is_closed():
             raise StoppedCleanly("the rollouts are closed")
         if self._abandoned:
-            work.close()
             raise RolloutAbandoned(_GIVEN_UP)
-        return asyncio.run_coroutine_threadsafe(self._remembered(work), self._loop)
 
     def result(self, future: "concurrent.futures.Future[_T]") -> _T:
         """Waits for what was started.  An interrupt of the caller (a signal) cancels it.
@@ -67,10 +70,6 @@ class BackgroundLoop:
             work.close()
             raise asyncio.CancelledError
         return await _first_error_of(work)
-
-    @property
-    def abandoned(self) -> bool:
-        return self._abandoned
 
     def abandon(self) -> None:
         """From any thread, for good: what runs is cancelled, `result` and whatever is started next raise
@@ -121,55 +120,3 @@ async def _first_error_of(work: Awaitable[_T]) -> _T:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         raise error from None
-
-
-class OpenClock:
-    """Seconds with engine work open, with reward work open, with reward work and nothing else, and with the trainer's
-    work while no engine has any.
-
-    Any thread may use it: the trainer's own work, which is not the event loop's, counts as something else.  So does
-    `elsewhere`: nobody waits for what is under way.
-    """
-
-    def __init__(self) -> None:
-        self.engine_s = self.reward_s = self.reward_only_s = self.trainer_s = 0.0
-        self._engine = self._reward = self._trainer = self._elsewhere = 0
-        self._since = time.monotonic()
-        self._lock = threading.Lock()
-
-    def _advance(self) -> None:
-        now = time.monotonic()
-        passed, self._since = now - self._since, now
-        self.engine_s += passed if self._engine else 0.0
-        self.reward_s += passed if self._reward else 0.0
-        waited_for = not self._engine and not self._trainer and not self._elsewhere
-        self.reward_only_s += passed if self._reward and waited_for else 0.0
-        self.trainer_s += passed if self._trainer and not self._engine else 0.0
-
-    def _changed(self, engine: int = 0, reward: int = 0, trainer: int = 0, elsewhere: int = 0) -> None:
-        with self._lock:
-            self._advance()
-            self._engine += engine
-            self._reward += reward
-            self._trainer += trainer
-            self._elsewhere += elsewhere
-
-    @contextlib.contextmanager
-    def _open(self, kind: str) -> Iterator[None]:
-        self._changed(**{kind: 1})
-        try:
-            yield
-        finally:
-            self._changed(**{kind: -1})
-
-    def engine(self) -> AbstractContextManager[None]:
-        return self._open("engine")
-
-    def reward(self) -> AbstractContextManager[None]:
-        return self._open("reward")
-
-    def trainer(self) -> AbstractContextManager[None]:
-        return self._open("trainer")
-
-    def elsewhere(self) -> AbstractContextManager[None]:
-        return self._open("elsewhere")

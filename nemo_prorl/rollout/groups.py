@@ -1,464 +1,169 @@
-"""Groups of judged responses, and the collector that fills a step's batch with them (paper sec. 3.3).
-
-Prompts are drawn in order; each response goes to the reward server the moment it ends; groups are decided in the order
-in which they were drawn.  So what is drawn and what is trained on depend on the verdicts in draw order and never on
-timing, and short responses are not favoured.
+"""What a rollout gives: judged groups, what a task's groups came to, and the batch of a step.
 
 Suffixes: G groups, N responses of a group.
 """
 
-import asyncio
-import logging
 import math
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
-import torch
-
-from nemo_prorl.algorithms.sampling import DynamicSampler, KeepRates, carries_signal
-from nemo_prorl.deadlines import Deadline
-from nemo_prorl.errors import DataError, RewardFailure, RolloutAbandoned
-from nemo_prorl.rollout.background import BackgroundLoop, OpenClock
-from nemo_prorl.rollout.blocks import Blocks, block_sizes
-from nemo_prorl.rollout.collected import CollectedBatch, Group, TaskTally
-from nemo_prorl.rollout.one_engine import Response, SamplingParams, response_seed
-from nemo_prorl.rollout.rollout_settings import GRACE_S, RolloutSettings
-from nemo_prorl.rollout.scheduling import is_fresh, sampler_of
-from nemo_prorl.tracing import RECORDER
-
-_log = logging.getLogger(__name__)
-
-_PATIENCE_S = 0.5  # that engines which stay awake are left alone while another draw is possible
+from nemo_prorl.algorithms.diagnostics import repetition
+from nemo_prorl.rollout.endpoints import Response
 
 
-class PromptVisit(Protocol):
-    """One prompt as the data blend hands it out.  `visit` counts how often this prompt was drawn before."""
+@dataclass(frozen=True)
+class Group:
+    """The N responses to one prompt, with their verdicts.
 
-    @property
-    def record(self) -> dict[str, Any]: ...
-    @property
-    def prompt_ids(self) -> list[int]: ...
-    @property
-    def visit(self) -> int: ...
-
-
-class Prompts(Protocol):
-    """An endless source of prompts, whose state its owner keeps."""
-
-    def next(self) -> PromptVisit: ...
-
-
-class Engines(Protocol):
-    """What the collector needs of `client.EnginePool`."""
-
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        seeds: Sequence[int],
-        sampling: SamplingParams,
-        deadline: Deadline,
-        on_response: Callable[[Response], None] | None = None,
-        version: int | None = None,
-    ) -> list[Response]: ...
-    async def publish(self, path: str, version: int, deadline: Deadline) -> None: ...
-    async def announce(self, path: str, version: int) -> None: ...
-    async def sleep(self, level: int, deadline: Deadline) -> int: ...
-    @property
-    def wake_failures(self) -> dict[str, str]: ...
-    async def health(self) -> dict[str, dict[str, Any]]: ...
-    async def close(self) -> None: ...
-
-
-class Rewards(Protocol):
-    """What the collector needs of the reward client: a verdict with "score" (None: infrastructure) and "detail"."""
-
-    async def score(self, request: dict[str, Any], deadline: Deadline) -> dict[str, Any]: ...
-    async def close(self) -> None: ...
-
-
-class Rollouts:
-    """Collects batches of judged groups.  Its requests run on a thread of its own; its methods wait for them.
-
-    `judged_text`: token ids of a prompt and of a response to it -> the text that verifiers see.
-    All methods raise what went wrong on that thread: DeadlineExceeded, EngineRefused, RewardFailure, DataError.
+    `step`: in which it was drawn.  `version`: of the weights that made it.  `draw_index`: counts draws of the run.
     """
 
-    def __init__(
-        self,
-        engines: Engines,
-        rewards: Rewards,
-        prompts: Prompts,
-        judged_text: Callable[[list[int], list[int]], str],
-        settings: RolloutSettings,
-    ) -> None:
-        self.settings = settings
-        self.keep_rates = KeepRates()
-        self._engines, self._rewards, self._prompts, self._judged_text = engines, rewards, prompts, judged_text
-        self._surplus: list[Group] = []
-        self._draws = 0
-        self._failures_in_a_row = 0
-        self._clock = OpenClock()
-        self._freed: int | None = None  # by engines that went to sleep before their collection was over
-        self._background = BackgroundLoop("rollouts")
-
-    def publish(self, path: str, version: int) -> list[tuple[str, str]]:
-        """Loads a weights file into all engines, waking those that sleep; returns when each holds it.
-
-        An engine that fails to wake is started again by its supervisor and waited for: returned are those, with what
-        they said.
-        """
-        deadline = self._change_deadline(f"publication of weights {version}")
-        self._background.run(self._engines.publish(str(path), version, deadline))
-        return sorted(self._engines.wake_failures.items())
-
-    def announce(self, path: str, version: int) -> None:
-        """Names the weights that engines load before they generate again; the wait is part of the next collection."""
-        self._background.run(self._engines.announce(str(path), version))
-
-    def sleep(self) -> int:
-        """Engines give their devices' memory away until the next publication; the bytes that this freed.
-
-        Nothing where rollout.sleep is null.  They may sleep since before the collection was over."""
-        if self.settings.sleep is None:
-            return 0
-        freed, self._freed = self._freed, None
-        return self._background.run(self._sleep()) if freed is None else freed
-
-    async def _sleep(self) -> int:
-        level = self.settings.sleep
-        assert level is not None
-        return await self._engines.sleep(level, self._change_deadline("the engines' sleep"))
-
-    def _change_deadline(self, what: str) -> Deadline:
-        """Where engines sleep, one of them may have to be started again."""
-        if self.settings.sleep is None:
-            return Deadline(self.settings.publish_s, f"{what} (trainer.deadlines.publish_s)")
-        seconds = self.settings.publish_s + self.settings.startup_s
-        return Deadline(seconds, f"{what} (trainer.deadlines.publish_s + startup_s)")
-
-    def health(self) -> dict[str, dict[str, Any]]:
-        """What each engine says of itself, by name."""
-        return self._background.run(self._engines.health())
-
-    def collect(self, step: int, version: int, on_block: Callable[[list[Group]], None] | None = None) -> CollectedBatch:
-        """Groups to train on in this step, made by these weights or by those of a recent step's surplus.
-
-        Returns when all that was started has ended, so nothing is in flight between steps.
-        `on_block` is called, on the collector's thread, with groups whose log-probabilities can be computed before it
-        returns.  Where engines have their own devices: each that is trained on unless enough others were drawn before
-        it, the moment it is judged.  Where trainer and engines share them: a block (`blocks`) that is trained on, once
-        the engines have nothing to do but verdicts are open; with `sleep` the engines sleep by then.
-        """
-        self.begin(step, version, on_block)
-        return self.end()
-
-    def begin(
-        self, step: int, version: int, on_block: Callable[[list[Group]], None] | None = None
-    ) -> "Future[CollectedBatch]":
-        """Starts what `collect` does.  Until `end` nothing else is asked of this object, but for `training`
-        and `elsewhere`.
-
-        Returns what tells that it is over; its result is `end`'s.
-        """
-        self._before = self._surplus, self._draws, self.keep_rates.state_dict()
-        self._clock, self._freed = OpenClock(), None
-        self._begun = self._background.start(self._collect(step, version, on_block))
-        return self._begun
-
-    def end(self) -> CollectedBatch:
-        """Waits for what was begun."""
-        try:
-            return self._background.result(self._begun)
-        except RolloutAbandoned:  # as if never begun
-            self._surplus, self._draws = self._before[:2]
-            self.keep_rates.load_state_dict(self._before[2])
-            raise
-
-    def training(self) -> AbstractContextManager[None]:
-        """Inside, the trainer works: a reward that is open then is not waited for."""
-        return self._clock.trainer()
-
-    def elsewhere(self) -> AbstractContextManager[None]:
-        """Inside, nobody waits for what is collected; its end may come after the collection's."""
-        return self._clock.elsewhere()
+    prompt_id: str
+    task: str
+    record: dict[str, Any]
+    prompt_ids: list[int]
+    visit: int
+    responses: list[Response]
+    verdicts: list[dict[str, Any]]
+    step: int
+    version: int
+    draw_index: int
 
     @property
-    def abandoned(self) -> bool:
-        """Whether somebody called `abandon`: nothing more is generated."""
-        return self._background.abandoned
+    def valid(self) -> list[bool]:
+        """False where infrastructure failed: that response has no reward and is masked."""
+        return [verdict["score"] is not None for verdict in self.verdicts]
 
-    def abandon(self) -> None:
-        """From another thread: whoever waits for a collection or a sample gets RolloutAbandoned."""
-        self._background.abandon()
+    @property
+    def scores(self) -> list[float]:
+        """Raw rewards in 0..1; 0 where not valid, which means nothing there."""
+        return [0.0 if verdict["score"] is None else float(verdict["score"]) for verdict in self.verdicts]
 
-    def drop_surplus(self) -> None:
-        """Groups that were left for the next step are not trained on."""
-        self._surplus = []
+    @property
+    def finished(self) -> list[bool]:
+        """Whether each response ended by itself."""
+        return [response.finished for response in self.responses]
 
-    def sample(
-        self,
-        prompts: Sequence[PromptVisit],
-        n: int,
-        temperature: float,
-        top_p: float,
-        seed: int,
-        version: int,
-        step: int = 0,
-    ) -> list[Group]:
-        """n judged responses to each prompt, in the order of prompts (validation): no dynamic sampling."""
-        work = _Work(step, version, n, temperature, top_p, seed, self._deadline("validation", step))
-        return self._background.run(self._sample(prompts, work))
+    def outcome(self, tolerance: float) -> str:
+        """What the valid raw rewards are: `mixed`, or all equal within `tolerance` and then `solved` (all 1),
+        `unsolved` (all 0) or `tied` (anything between); `unjudged` without any."""
+        rewards = [score for score, valid in zip(self.scores, self.valid, strict=True) if valid]
+        if not rewards:
+            return "unjudged"
+        low, high = min(rewards), max(rewards)
+        if high - low > tolerance:
+            return "mixed"
+        if low >= 1.0 - tolerance:
+            return "solved"
+        return "unsolved" if high <= tolerance else "tied"
 
-    def close(self) -> None:
-        """Cancels what runs (whoever waits gets StoppedCleanly) and ends the thread."""
-        self._background.close(self._disconnect())
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
-    async def _disconnect(self) -> None:
-        await self._engines.close()
-        await self._rewards.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint, between steps: JSON, exact."""
-        return {
-            "surplus": [group.to_json() for group in self._surplus],
-            "draws": self._draws,
-            "keep_rates": self.keep_rates.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._surplus = [Group.from_json(value) for value in state["surplus"]]
-        self._draws = int(state["draws"])
-        self.keep_rates.load_state_dict(state["keep_rates"])
-
-    def _deadline(self, what: str, step: int) -> Deadline:
-        return Deadline(self.settings.rollout_s, f"{what} at step {step} (trainer.deadlines.rollout_s)")
-
-    async def _sample(self, prompts: Sequence[PromptVisit], work: "_Work") -> list[Group]:
-        async with asyncio.TaskGroup() as running:
-            tasks = [running.create_task(self._group(visit, index, work)) for index, visit in enumerate(prompts)]
-        return [task.result() for task in tasks]
-
-    async def _collect(self, step: int, version: int, on_block: Callable[[list[Group]], None] | None) -> CollectedBatch:
-        settings, dynamic = self.settings, self.settings.dynamic_sampling
-        work = _Work(
-            step,
-            version,
-            settings.samples_per_prompt,
-            settings.temperature,
-            1.0,
-            settings.run_seed,
-            self._deadline("the rollout", step),
-            self._clock,
-            on_block,
-            Blocks(settings.prompts_per_step, settings.block_draws),
-        )
-        fresh = [group for group in self._surplus if is_fresh(group.version, step, dynamic.max_staleness)]
-        batch = CollectedBatch(step, version, settings.prompts_per_step, stale=len(self._surplus) - len(fresh))
-        sampler = sampler_of(settings.prompts_per_step, self.keep_rates, dynamic)
-        places: list[int] = []  # of the batch's groups, among all of this step
-        began = time.monotonic()
-        async with asyncio.TaskGroup() as running:
-            undecided: deque[Group | asyncio.Task[Group]] = deque(fresh)
-            for group in fresh:
-                sampler.carry(group.task)
-                self._is_judged(group, work.blocks.open(), work)
-            if on_block is not None and not settings.own_devices:
-                running.create_task(self._hand_out(sampler, work))
-            while not sampler.done:
-                while sampler.wants_more():
-                    undecided.append(self._draw(sampler, running, work))
-                self._decide(await _judged(undecided[0]), sampler, batch, places)
-                undecided.popleft()
-            self._surplus = [await _judged(group) for group in undecided]
-            batch.wall_s = time.monotonic() - began
-            work.end()
-        batch.blocks = block_sizes(places, settings.block_draws)
-        batch.carried, batch.drawn, batch.surplus = sampler.carried, sampler.started, len(self._surplus)
-        batch.generated_tokens, batch.sleep_s = work.generated_tokens, work.sleep_s
-        batch.engine_s, batch.reward_open_s = work.clock.engine_s, work.clock.reward_s
-        batch.reward_wait_s, batch.logprobs_s = work.clock.reward_only_s, work.clock.trainer_s
-        if not batch.full:
-            _log.warning(
-                "step %d trains on %d of %d groups: %d draws held no more with a signal (keep rates %s)",
-                step,
-                len(batch.groups),
-                batch.needed,
-                sampler.drawn,
-                {task: round(tally.keep_rate, 3) for task, tally in sorted(batch.tasks.items())},
-            )
-        return batch
-
-    def _draw(self, sampler: DynamicSampler, running: asyncio.TaskGroup, work: "_Work") -> "asyncio.Task[Group]":
-        visit = self._prompts.next()
-        sampler.dispatched(visit.record["task"])
-        index = self._draws
-        self._draws += 1
-        work.generating += 1
-        work.changed.set()
-        return running.create_task(self._group(visit, index, work, work.blocks.open()))
-
-    async def _hand_out(self, sampler: DynamicSampler, work: "_Work") -> None:
-        """Gives the trainer what it can compute while verdicts are open, from when the engines have nothing to do.
-
-        It begins once it is sure that nothing more is drawn: its work would slow the next draws, and engines that sleep
-        could not answer them.  Engines that stay awake are disturbed all the same where verdicts take long.
-        """
-        assert work.on_block is not None
-        loop, patience, settled = asyncio.get_running_loop(), math.inf, False
-        while not work.over:
-            await work.changed.wait()
-            work.changed.clear()
-            if work.over or work.generating:
-                patience = math.inf
-                continue
-            if patience == math.inf:
-                patience = loop.time() + _PATIENCE_S
-                loop.call_at(patience + 0.01, work.changed.set)
-            awake = self.settings.sleep is None
-            settled = settled or sampler.settled(work.blocks.last(sampler.undecided))
-            if not settled and not (awake and loop.time() >= patience):
-                continue
-            if not awake and self._freed is None:
-                began = loop.time()
-                with RECORDER.span("engines go to sleep", "publication"):
-                    self._freed = await self._sleep()
-                work.sleep_s = loop.time() - began
-            for block in work.blocks.ready():
-                work.on_block(block)
-
-    def _is_judged(self, group: Group, place: int, work: "_Work") -> None:
-        """Notes a judged group at its place of the step; on devices of its own the trainer may begin with it."""
-        joins = not self.settings.dynamic_sampling.enabled or self._carries_signal(group)
-        taught = group if joins and _can_teach(group) else None
-        work.blocks.judged(place, joins, taught)
-        if self.settings.own_devices and work.on_block is not None and taught is not None:
-            work.on_block([taught])
-        work.changed.set()
-
-    def _decide(self, group: Group, sampler: DynamicSampler, batch: CollectedBatch, places: list[int]) -> None:
-        """One decision, of the oldest undecided group."""
-        tolerance, place = self.settings.dynamic_sampling.tolerance, sampler.decided
-        kept = sampler.decide(self._carries_signal(group)) and _can_teach(group)
-        batch.tasks.setdefault(group.task, TaskTally()).add(group, kept, tolerance)
-        batch.outcomes.append((group.prompt_id, group.outcome(tolerance)))
-        if kept:
-            batch.groups.append(group)
-            places.append(place)
-
-    def _carries_signal(self, group: Group) -> bool:
-        rewards_GN, valid_GN = torch.tensor([group.scores], dtype=torch.float64), torch.tensor([group.valid])
-        return bool(carries_signal(rewards_GN, valid_GN, self.settings.dynamic_sampling.tolerance)[0])
-
-    async def _group(self, visit: PromptVisit, draw_index: int, work: "_Work", place: int | None = None) -> Group:
-        """Generates and judges one group; each response is judged from the moment it ends.
-
-        `place`: among the groups of a collection; None outside of one."""
-        record = visit.record
-        seeds = [response_seed(work.seed, record["id"], visit.visit, sample) for sample in range(work.samples)]
-        open_verdicts: dict[int, asyncio.Task[dict[str, Any]]] = {}
-        async with asyncio.TaskGroup() as judging:
-
-            def on_response(response: Response) -> None:
-                work.generated_tokens += len(response.token_ids)
-                open_verdicts[response.index] = judging.create_task(self._judge(visit, response, work.clock))
-
-            with work.clock.engine():
-                responses = await self._engines.generate(
-                    visit.prompt_ids,
-                    seeds,
-                    self._sampling(visit, work),
-                    work.deadline,
-                    on_response=on_response,
-                    version=work.version,
-                )
-            if place is not None:
-                work.generating -= 1
-                work.changed.set()
-        verdicts = [open_verdicts[index].result() for index in range(len(responses))]
-        values = (record["id"], record["task"], record, list(visit.prompt_ids), visit.visit, responses, verdicts)
-        group = Group(*values, work.step, work.version, draw_index)
-        if place is not None:
-            self._is_judged(group, place, work)
-        return group
-
-    def _sampling(self, visit: PromptVisit, work: "_Work") -> SamplingParams:
-        room = self.settings.context_tokens - len(visit.prompt_ids)
-        if room < 1:
-            raise DataError(
-                f"prompt {visit.record['id']}: {len(visit.prompt_ids)} tokens leave no room for a response in "
-                f"trainer.grpo.context_tokens={self.settings.context_tokens}"
-            )
-        most = self.settings.max_response_tokens
-        return SamplingParams(
-            temperature=work.temperature,
-            top_p=work.top_p,
-            max_tokens=room if most is None else min(room, most),
-            stop_token_ids=self.settings.stop_token_ids,
-        )
-
-    async def _judge(self, visit: PromptVisit, response: Response, clock: OpenClock) -> dict[str, Any]:
-        """The verdict on one response.  A missing score is counted, and after several in a row the run stops."""
-        record, text = visit.record, self._judged_text(visit.prompt_ids, response.token_ids)
-        request = {**record, "response": text, "finished": response.finished}
-        what = f"the verdict on {record['id']}, task {record['task']} (trainer.deadlines.reward_s)"
-        deadline = Deadline(self.settings.reward_s, what)
-        with clock.reward():
-            try:
-                async with asyncio.timeout(deadline.remaining + GRACE_S):
-                    verdict = await self._rewards.score(request, deadline)
-            except TimeoutError as error:
-                raise deadline.error() from error
-        score = verdict["score"]
-        if score is not None and not 0.0 <= float(score) <= 1.0:
-            raise RewardFailure(f"task {record['task']}: score {score!r} of {record['id']} is outside 0..1: {verdict}")
-        self._failures_in_a_row = self._failures_in_a_row + 1 if score is None else 0
-        if self._failures_in_a_row >= self.settings.max_infrastructure_failures:
-            raise RewardFailure(
-                f"{self._failures_in_a_row} responses in a row could not be judged "
-                f"(rewards.max_infrastructure_failures); the last: task {record['task']}, prompt {record['id']}: "
-                f"{verdict.get('detail')}"
-            )
-        return verdict
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "Group":
+        return cls(**{**value, "responses": [Response.from_json(r) for r in value["responses"]]})
 
 
 @dataclass
-class _Work:
-    """What the groups of one collection, or of a validation, have in common, and what they add up to.
+class TaskTally:
+    """What one task's decided groups of a step came to, kept or not, before any shaping."""
 
-    `generating`: groups that the engines have not answered yet.  `changed`: since `_hand_out` looked.
+    decided: int = 0
+    kept: int = 0
+    solved: int = 0  # groups; see Group.outcome
+    unsolved: int = 0
+    tied: int = 0
+    judged: int = 0  # responses with a reward
+    masked: int = 0  # responses that infrastructure failed
+    score_sum: float = 0.0
+    finished: int = 0
+    tokens: int = 0  # of responses
+    repetition_sum: float = 0.0
+
+    @classmethod
+    def total(cls, tallies: "Iterable[TaskTally]") -> "TaskTally":
+        """What several tasks came to together."""
+        parts = list(tallies)
+        return cls(**{f.name: sum(getattr(part, f.name) for part in parts) for f in fields(cls)})
+
+    @property
+    def responses(self) -> int:
+        return self.judged + self.masked
+
+    @property
+    def mean_score(self) -> float:
+        return self.score_sum / self.judged if self.judged else math.nan
+
+    @property
+    def keep_rate(self) -> float:
+        return self.kept / self.decided if self.decided else math.nan
+
+    def add(self, group: Group, kept: bool, tolerance: float) -> None:
+        """Counts a decided group; rewards that differ by no more than `tolerance` are equal."""
+        outcome = group.outcome(tolerance)
+        self.decided += 1
+        self.kept += kept
+        self.solved += outcome == "solved"
+        self.unsolved += outcome == "unsolved"
+        self.tied += outcome == "tied"
+        self.judged += sum(group.valid)
+        self.masked += len(group.valid) - sum(group.valid)
+        self.score_sum += sum(group.scores)
+        self.finished += sum(group.finished)
+        self.tokens += sum(len(response.token_ids) for response in group.responses)
+        self.repetition_sum += sum(repetition(response.token_ids) for response in group.responses)
+
+
+@dataclass
+class CollectedBatch:
+    """The groups to train on in a step, in draw order, and how they were found.
+
+    Fewer than `needed` when the cap of draws was reached first.
+    `engine_s`, `reward_open_s`: seconds with a request of that kind open.  `reward_wait_s`: seconds in which the step
+    waited for rewards and nothing else.
     """
 
     step: int
     version: int
-    samples: int
-    temperature: float
-    top_p: float
-    seed: int
-    deadline: Deadline
-    clock: OpenClock = field(default_factory=OpenClock)
-    on_block: Callable[[list[Group]], None] | None = None
-    blocks: Blocks = field(default_factory=lambda: Blocks(1, 1))
+    needed: int
+    groups: list[Group] = field(default_factory=list)
+    tasks: dict[str, TaskTally] = field(default_factory=dict)
+    outcomes: list[tuple[str, str]] = field(default_factory=list)  # prompt id, outcome; in the order of decisions
+    drawn: int = 0  # prompts drawn in this step
+    carried: int = 0  # groups taken over from the step before
+    stale: int = 0  # groups of earlier steps that were too old
+    surplus: int = 0  # groups left for the next step
     generated_tokens: int = 0
-    generating: int = 0
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    sleep_s: float = 0.0
-    over: bool = False
+    wall_s: float = 0.0
+    load: dict[str, float] = field(default_factory=dict)  # of the engines meanwhile (`rollout.engine_load`)
+    engine_s: float = 0.0
+    reward_open_s: float = 0.0
+    reward_wait_s: float = 0.0
 
-    def end(self) -> None:
-        """Nothing follows any more."""
-        self.over = True
-        self.changed.set()
+    @property
+    def full(self) -> bool:
+        return len(self.groups) >= self.needed
 
+    @property
+    def reward_hidden_share(self) -> float:
+        """The share of reward time that ran beside other work; 1 when no reward was open."""
+        return 1.0 - self.reward_wait_s / self.reward_open_s if self.reward_open_s else 1.0
 
-def _can_teach(group: Group) -> bool:
-    """Fewer than 2 valid responses have no advantage to learn from."""
-    return sum(group.valid) >= min(2, len(group.valid))
+    def account(self) -> "CollectedBatch":
+        """Return the batch without texts, tokens and verdicts: what all ranks learn of it."""
+        left_out: dict[str, Any] = {"record": {}, "prompt_ids": [], "responses": [], "verdicts": []}
+        return replace(self, groups=[replace(group, **left_out) for group in self.groups])
 
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
-async def _judged(group: "Group | asyncio.Task[Group]") -> Group:
-    return group if isinstance(group, Group) else await group
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "CollectedBatch":
+        parts = {
+            "groups": [Group.from_json(group) for group in value["groups"]],
+            "tasks": {task: TaskTally(**tally) for task, tally in value["tasks"].items()},
+            "outcomes": [(prompt_id, outcome) for prompt_id, outcome in value["outcomes"]],
+        }
+        return cls(**{**value, **parts})

@@ -9,7 +9,7 @@ from nemo_prorl.data.render import PromptRenderer
 
 
 @dataclass(frozen=True)
-class Visit:
+class PromptDraw:
     """One draw of a prompt record; `visit` counts the earlier ones of the same record."""
 
     record: dict[str, Any]
@@ -23,9 +23,9 @@ class PromptStream:
     def __init__(self, blend: Blend, renderer: PromptRenderer) -> None:
         self._blend, self._renderer = blend, renderer
 
-    def next(self) -> Visit:
+    def next(self) -> PromptDraw:
         record, visit = self._blend.next()
-        return Visit(record, self._renderer.prompt_ids(record), visit)
+        return PromptDraw(record, self._renderer.prompt_ids(record), visit)
 
     def position(self) -> list[tuple[int, int]]:
         """Where the stream stands, for `return_to`."""

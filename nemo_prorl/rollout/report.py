@@ -1,7 +1,7 @@
 """What a collected batch says of itself in metrics.jsonl."""
 
 from nemo_prorl.metrics import Metrics
-from nemo_prorl.rollout.collected import CollectedBatch, TaskTally
+from nemo_prorl.rollout.groups import CollectedBatch, TaskTally
 
 
 def report_rollout(metrics: Metrics, batch: CollectedBatch) -> None:
@@ -19,7 +19,7 @@ def report_rollout(metrics: Metrics, batch: CollectedBatch) -> None:
         metrics.put(f"rollout/{name}", getattr(batch, name))
     ages = [batch.step - 1 - group.version for group in batch.groups]
     metrics.put("rollout/staleness", sum(ages) / max(1, len(ages)))
-    for name in ("engine_s", "reward_open_s", "reward_wait_s", "logprobs_s"):
+    for name in ("engine_s", "reward_open_s", "reward_wait_s"):
         metrics.put(f"time/rollout/{name}", getattr(batch, name))
     metrics.add("time/rollout", batch.load)
     metrics.put("time/rollout/tokens_per_s", batch.generated_tokens / max(batch.wall_s, 1e-9))

@@ -1,7 +1,5 @@
 """Dynamic sampling: what is kept, how much is drawn, and that timing changes neither."""
 
-import copy
-import itertools
 import json
 import math
 import random
@@ -153,39 +151,6 @@ def test_a_margin_is_drawn_at_once_and_then_left_alone_while_enough_is_expected(
     assert sampler.full
     static = play([False] * 8, KeepRates(), enabled=False, margin=9.0)
     assert static[3] == [4, 4, 4, 4]
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_it_is_settled_only_if_nothing_is_drawn_whatever_the_open_verdicts_are(seed: int) -> None:
-    """All answers to up to 6 open verdicts are played, at random places of random steps."""
-    rng = random.Random(seed)
-    rates = KeepRates()
-    for _ in range(rng.randrange(30)):
-        rates.update(rng.choice("ab"), rng.random() < 0.6)
-    most, oversubscription, margin = rng.choice([5, 10, 40]), rng.choice([1.0, 1.5]), rng.choice([0.0, 0.0, 1.0, 3.0])
-    sampler = DynamicSampler(5, most, oversubscription, rates, enabled=seed % 8 > 0, margin=margin)
-    for _ in range(rng.choice([0, 0, 3])):
-        sampler.carry(rng.choice("ab"))
-    while not sampler.done:
-        while sampler.wants_more():
-            sampler.dispatched(rng.choice("ab"))
-        known: list[bool | None] = [rng.random() < 0.6 for _ in range(sampler.undecided)]
-        for place in rng.sample(range(len(known)), min(len(known), rng.randrange(7))):
-            known[place] = None
-        before = str(sampler), rates.state_dict()
-        settled = sampler.settled(known)
-        assert (str(sampler), rates.state_dict()) == before
-        draws = False
-        for answers in itertools.product([False, True], repeat=known.count(None)):
-            answer = iter(answers)
-            one = copy.deepcopy(sampler)
-            for kept in known:
-                if not one.done and not one.wants_more():
-                    one.decide(next(answer) if kept is None else kept)
-            draws |= not one.done
-        assert settled is not draws
-        sampler.decide(rng.random() < 0.6)
-    assert sampler.settled([None] * sampler.undecided)
 
 
 def test_oversubscription_leaves_a_surplus_which_the_next_step_judges_first() -> None:

@@ -21,7 +21,7 @@ def started(folder: Path, *overrides: str) -> tuple[Child, Child]:
     """A rank and an engine, as they would be started."""
     cfg = settings.load([*overrides, f"run_dir={folder}"])
     node = Node(cfg, folder, ["math"], MergedLog(folder / "all.log"))
-    return node._ranks([])[0], node.services(folder / "weights")[1]
+    return node._ranks(None)[0], node.services(folder / "weights")[1]
 
 
 def chosen(child: Child) -> dict[str, str]:

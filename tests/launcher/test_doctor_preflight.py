@@ -13,8 +13,8 @@ from nemo_prorl.errors import ConfigError
 from nemo_prorl.launcher.doctor import preflight
 from nemo_prorl.launcher.doctor.preflight import Outcome
 from nemo_prorl.planning.memory import memory_of
-from nemo_prorl.planning.preflight import Plan
-from nemo_prorl.rollout.publication import WeightStore, weights_folder
+from nemo_prorl.preflight import Plan
+from nemo_prorl.rollout.weights import WeightStore, weights_folder
 
 LAPTOP = settings.load(["cluster=laptop"])
 H100 = settings.load(["cluster=h100_4x8", "pretrained_checkpoint.restore_from_path=null", "stage=run2"])

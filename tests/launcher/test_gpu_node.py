@@ -191,7 +191,7 @@ def test_a_supervisor_takes_them_from_the_machine(smi: Smi, tmp_path: Path, monk
     node = Node(settings.load([*GPU, f"run_dir={tmp_path}"]), tmp_path, ["math"], MergedLog(tmp_path / "all.log"))
     engines = node.services(tmp_path / "weights")[1:]
     assert engines[7].cores == [mine[-1]]
-    assert node._ranks([])[7].cores == [mine[-1]]
+    assert node._ranks(None)[7].cores == [mine[-1]]
     monkeypatch.setenv("PATH", "/nowhere")  # no nvidia-smi: as before, all cores
     again = Node(settings.load([*GPU, f"run_dir={tmp_path}"]), tmp_path, ["math"], MergedLog(tmp_path / "all.log"))
     assert again.services(tmp_path / "weights")[1].cores is None

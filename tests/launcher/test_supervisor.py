@@ -24,7 +24,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 def trainer(folder: Path, *overrides: str) -> Child:
     cfg: DictConfig = load([f"run_dir={folder}", *overrides])
-    return Node(cfg, folder, ["chain_sum"], MergedLog(folder / "all.log"))._ranks([])[0]
+    return Node(cfg, folder, ["chain_sum"], MergedLog(folder / "all.log"))._ranks(None)[0]
 
 
 def test_memory_that_a_tensor_freed_on_a_cpu_is_there_for_the_next(tmp_path: Path) -> None:

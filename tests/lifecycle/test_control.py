@@ -16,9 +16,10 @@ import pytest
 from nemo_prorl import cli
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.lifecycle import control
-from nemo_prorl.lifecycle.control import Request, Requests
+from nemo_prorl.lifecycle.control import Control, Request, Requests
 from nemo_prorl.lifecycle.records import Journal
 from nemo_prorl.metrics import Metrics
+from tests.lifecycle.parts import leader
 
 STEPS = 6
 
@@ -33,10 +34,8 @@ class Run:
     `at` is called at each point where a kill would leave different files behind.
     """
 
-    rank = 0
-
     def __init__(self, folder: Path, at: Callable[[], None] = lambda: None, heldout: bool = True) -> None:
-        self.dir, self.at, self.heldout, self.stop = folder, at, ["prompt"] if heldout else [], ""
+        self.dir, self.at, self.has_prompts, self.stop = folder, at, heldout, ""
         (folder / ".lock").touch()  # the supervisor's
         os.utime(folder / ".lock")
         self.journal = Journal(folder)
@@ -49,6 +48,8 @@ class Run:
 
         self.journal.append = journal_append  # type: ignore[method-assign]
         self.requests = Requests(folder, self.journal, lambda step, what: self.journal.append("alarm", step, what=what))
+        itself: Any = self  # validation, checkpoints and stopping of the real one
+        self.control = Control(leader().only(lambda: self.requests), itself, itself, itself)
         self.saved = folder / "checkpoint.json"
         self.state: dict[str, Any] = {"step": 0, "weights": "", "resets": []}
         if self.saved.exists():
@@ -60,22 +61,22 @@ class Run:
                 self.journal.append("reset_commit", **done[-1])
         else:
             self.journal.append("start", 0)
-        self.requests.settle(self.state["step"], [reset["reason"] for reset in self.state["resets"]])
+        self.control.settle(self.state["step"], [reset["reason"] for reset in self.state["resets"]])
 
-    def save_checkpoint(self, step: int, wait: bool = False) -> None:
+    def save(self, step: int, wait: bool = False) -> None:
         temporary = self.saved.with_suffix(".tmp")
         temporary.write_text(json.dumps(self.state))
         self.at()
         os.replace(temporary, self.saved)
         self.at()
 
-    def judge_heldout(self, metrics: Metrics) -> dict[str, Any]:
+    def judge(self, metrics: Metrics) -> dict[str, Any]:
         score = {"mean": len(self.state["weights"]) / 100, "se": 0.1, "prompts": 4}
         scores = {"all": score, "tasks": {"sums": score}}
         self.journal.append("validation", metrics.step, **scores)
         return scores
 
-    def ask_to_stop(self, reason: str) -> None:
+    def ask(self, reason: str) -> None:
         self.stop = reason
 
     def train(self, before_the_look: Callable[[int], None] = lambda step: None, steps: int = STEPS) -> None:
@@ -83,18 +84,18 @@ class Run:
             step = self.state["step"] + 1
             self.state |= {"step": step, "weights": self.state["weights"] + f"u{step}"}
             before_the_look(step)
-            asked = self.requests.pending(step)
+            asked = self.control.pending(step)
             if reason := control.reset_reason(asked, None):
                 self.journal.append("reset_intent", step, reason=reason)
                 self.state["weights"] += "R"
                 self.state["resets"].append({"step": step, "reason": reason})
-                self.save_checkpoint(step)
+                self.save(step)
                 self.journal.append("reset_commit", step, reason=reason)
             elif step % 4 == 0:
-                self.save_checkpoint(step)
-            control.serve(self, asked, step)
+                self.save(step)
+            self.control.serve(asked, step)
         self.journal.append("stop" if self.stop else "finish", self.state["step"], reason=self.stop)
-        self.requests.close(self.state["step"])
+        self.control.close(self.state["step"])
 
 
 def place(folder: Path, what: str, name: str = "r-1", at: float = 1.0) -> Path:
@@ -366,7 +367,7 @@ def at_work(folder: Path, serve: bool = True) -> Iterator[Run]:
 
 
 def serve_once(run: Run) -> None:
-    control.serve(run, run.requests.pending(7), 7)
+    run.control.serve(run.control.pending(7), 7)
 
 
 def test_the_command_asks_waits_and_says_the_answer(
@@ -389,7 +390,7 @@ def test_the_command_asks_waits_and_says_the_answer(
 
 def test_a_no_is_exit_code_1(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with at_work(tmp_path) as run:
-        run.heldout = []
+        run.has_prompts = False
         assert cli.main(["control", str(tmp_path), "validate"]) == 1
     assert "validate was refused: the run has no held-out prompts" in caplog.text
 

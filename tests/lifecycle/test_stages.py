@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from nemo_prorl import settings
+from nemo_prorl.algorithms.reset_rules import policy_scores
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.launcher.chain import stage_names
-from nemo_prorl.lifecycle.resets import policy_scores
 from nemo_prorl.lifecycle.stages import best_kept, origin, take_over_model
 
 Make = Callable[..., Path]
@@ -28,7 +28,7 @@ def make(tmp_path: Path) -> Make:
         for step in steps:
             checkpoint = folder / "checkpoints" / f"step-{step:06d}"
             checkpoint.mkdir()
-            state = {"step": step, "resets": {"done": []}, "validations": validations}
+            state = {"step": step, "resets": {"done": []}, "validation": {"scores": validations}}
             (checkpoint / "state.json").write_text(json.dumps(state))
         (folder / "summary.json").write_text(json.dumps({"finished": finished, "step": max(steps, default=0)}))
         return folder
@@ -93,7 +93,7 @@ def test_with_roll_back_a_stage_begins_with_the_best_validation(make: Make, tmp_
 
 def test_the_best_is_that_since_the_last_reset_and_kept() -> None:
     scores = {step: {"all": {"mean": mean}} for step, mean in ((0, 0.9), (4, 0.2), (6, 0.4), (8, 0.4), (10, 0.3))}
-    state = {"resets": {"done": [{"step": 4}]}, "validations": scores}
+    state = {"resets": {"done": [{"step": 4}]}, "validation": {"scores": scores}}
     assert best_kept(state, {4, 6, 8, 10}) == 8  # the newest of equals; 0 lies before the reset
     assert best_kept(state, {4, 10}) == 10
     assert best_kept(state, {5}) is None
@@ -104,7 +104,7 @@ def test_after_a_roll_back_a_checkpoint_counts_as_what_it_went_back_to() -> None
     scores = {step: {"all": {"mean": mean}} for step, mean in ((10, 0.3), (20, 0.5), (30, 0.2), (40, 0.4))}
     done = [{"step": 10}, {"step": 30, "rolled_back_to": 20}]
     assert policy_scores(scores, done) == {10: 0.3, 20: 0.5, 30: 0.5, 40: 0.4}
-    assert best_kept({"resets": {"done": done}, "validations": scores}, {20, 30, 40}) == 30
+    assert best_kept({"resets": {"done": done}, "validation": {"scores": scores}}, {20, 30, 40}) == 30
 
 
 def test_what_is_still_being_written_is_no_beginning(make: Make, tmp_path: Path) -> None:

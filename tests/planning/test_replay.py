@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from nemo_prorl import cli, settings
-from nemo_prorl.algorithms.reset import Finding
+from nemo_prorl.algorithms.reset_rules import Finding
 from nemo_prorl.config import ResetsConfig
-from nemo_prorl.lifecycle.records import Journal, MetricsLog
-from nemo_prorl.lifecycle.resets import Resets
+from nemo_prorl.lifecycle.records import Journal
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.planning.replay import read_journal
+from tests.lifecycle.parts import NoCheckpoints, Parts
 
 SE = 0.01
 STEPS = 400
@@ -33,43 +33,42 @@ def validation(step: int) -> dict[str, Any] | None:
 
 
 class Run:
-    """The part of a run that decides on resets, with its files; two ranks' view of it."""
+    """The part of a run that decides on resets, with its files."""
 
     def __init__(self, folder: Path, mode: str, at_steps: tuple[int, ...] = ()) -> None:
-        folder.mkdir(exist_ok=True)
-        config = ResetsConfig(mode=mode, at_steps=list(at_steps))
-        self.rank_0, self.rank_1 = Resets(config), Resets(config)
-        self.log, self.journal = MetricsLog(folder), Journal(folder)
-        self.found: list[Finding] = []
+        self.folder, self.config = folder, ResetsConfig(mode=mode, at_steps=list(at_steps))
+        self.parts = Parts(folder, self.config)
 
     def go(self, steps: range) -> None:
         for step in steps:
             metrics = Metrics(step, "none")
             for key, value in values(step).items():
                 metrics.put(key, value)
-            self.log.append(metrics.as_json())
             if scores := validation(step):
-                self.journal.append("validation", step, **scores)
-            findings = self.rank_0.observe(metrics.as_json(), scores)
-            self.found += findings
-            reason = self.rank_0.decide(metrics, findings)
-            assert reason == self.rank_1.decide(metrics, findings)
-            if reason:
-                self.journal.append("reset_commit", step, reason=reason)
-                for rank in (self.rank_0, self.rank_1):
-                    rank.record(step, reason, "0" * 64)
+                self.parts.validation.scores[step] = {**scores, "all": {"mean": 0.0}}
+                self.parts.records.event("validation", step, **scores)
+            self.parts.records.log(metrics)
+            if reason := self.parts.resets.due(metrics):
+                self.parts.resets.perform(step, reason, NoCheckpoints())
+
+    def state(self) -> dict[str, Any]:
+        """As a checkpoint has it."""
+        parts = self.parts
+        states = {name: getattr(parts, name).state_dict() for name in ("records", "validation", "resets")}
+        return dict(json.loads(json.dumps(states)))
 
     def resume(self, state: dict[str, Any]) -> None:
-        config = self.rank_0.config
-        self.rank_0, self.rank_1 = Resets(config), Resets(config)
-        for rank in (self.rank_0, self.rank_1):
-            rank.load_state_dict(json.loads(json.dumps(state)))
-        validations = {s: v for s in range(1, STEPS + 1) if (v := validation(s))}
-        self.rank_0.recall(self.log.lines(), validations)
+        self.parts = Parts(self.folder, self.config)
+        for name in ("records", "validation", "resets"):
+            getattr(self.parts, name).load_state_dict(state[name])
+
+    @property
+    def found(self) -> list[Finding]:
+        return [Finding(**finding) for finding in self.parts.resets.state_dict()["found"]]
 
 
 def resets_of(run: Run) -> list[tuple[int, str]]:
-    return [(reset["step"], reset["reason"].split(":")[0]) for reset in run.rank_0.done]
+    return [(reset["step"], reset["reason"].split(":")[0]) for reset in run.parts.resets.done]
 
 
 def test_auto_resets_advise_tells_and_manual_is_silent(tmp_path: Path) -> None:
@@ -89,12 +88,11 @@ def test_a_resumed_run_decides_as_an_uninterrupted_one(tmp_path: Path, mode: str
     whole, cut = Run(tmp_path / "whole", mode), Run(tmp_path / "cut", mode)
     whole.go(range(1, STEPS + 1))
     cut.go(range(1, killed_after + 1))
-    cut.resume(cut.rank_0.state_dict())
+    cut.resume(cut.state())
     cut.go(range(killed_after + 1, STEPS + 1))
     assert cut.found == whole.found
     assert len(whole.found) >= 3
-    assert cut.rank_0.state_dict() == whole.rank_0.state_dict()
-    assert cut.rank_1.state_dict() == whole.rank_1.state_dict()
+    assert cut.state()["resets"] == whole.state()["resets"]
 
 
 @pytest.fixture

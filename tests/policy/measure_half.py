@@ -55,7 +55,7 @@ def measure(layout: Layout, out: Path) -> None:
         if moment == "reset":
             actor.set_reference()
             actor.reset_optimizer()
-            found["kl"] = float((actor.reference_logprobs(batch)[0] - actor.logprobs(batch)[0]).abs().max())
+            found["kl"] = float((actor.reference_logprobs(batch) - actor.logprobs(batch)[0]).abs().max())
         checkpoint.save(actor, written := saved.with_name(f"{saved.name}-{moment}"), {"step": 1})
         onward = update()
         checkpoint.load(actor, written)

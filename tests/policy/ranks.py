@@ -145,7 +145,7 @@ def measure(layout: Layout, out: Path) -> None:
     found: dict[str, Any] = {"exported": {k: v.clone() for k, v in actor.export_weights()}}
     found["rows"], found["micro_batches"] = len(mine), [len(rows) for rows, _ in actor._parts(mine)]
     found["logp"], found["entropy"] = actor.logprobs(everything)
-    (found["reference_logp"],) = actor.reference_logprobs(everything)
+    found["reference_logp"] = actor.reference_logprobs(everything)
     found["sums"] = actor.gradients(mine, loss, denominator, 1.2, with_entropy=True)
     found["gradients"] = dict(actor.export_gradients())
     found["updates"] = [actor.update(mine, loss, denominator, with_entropy=True) for _ in range(STEPS)]
@@ -200,7 +200,7 @@ def measure(layout: Layout, out: Path) -> None:
     checkpoint.load(actor, first)
     actor.set_reference()
     actor.reset_optimizer()
-    (ref_logp_BT,) = actor.reference_logprobs(everything)
+    ref_logp_BT = actor.reference_logprobs(everything)
     recorded = everything.with_targets(ref_logp_BT=torch.where(everything.mask_BT, ref_logp_BT, 0.0))
     recorded = recorded.rows(rows_of_rank(len(recorded), actor))
     for _ in range(RECORDED_UPDATES):
@@ -324,7 +324,7 @@ def killed_writes(actor: Any, out: Path) -> dict[str, list[Any]]:
             found[point] = [
                 (
                     p.name,
-                    checkpoint.read_state(p)["write"],
+                    retention.read_state(p)["write"],
                     (p / ".metadata").is_file() and content(p) == content(whole),
                 )
                 for p in retention.complete(folder)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nemo_prorl import cli, settings
+from nemo_prorl import cli, rank, settings
 from nemo_prorl.data.laptop.model import build_tokenizer
 from nemo_prorl.data.render import PromptRenderer
 from nemo_prorl.deadlines import Deadline
@@ -22,9 +22,9 @@ from nemo_prorl.evaluation.sources import Endpoint, LocalEngines
 from nemo_prorl.evaluation.store import Store
 from nemo_prorl.lifecycle.records import write_rollouts
 from nemo_prorl.rewards.client import RewardClient
-from nemo_prorl.rollout import services as rollout_services
-from nemo_prorl.rollout.one_engine import Response
-from nemo_prorl.rollout.prompts import Visit
+from nemo_prorl.rollout.endpoints import Response
+from nemo_prorl.rollout.engine_load import EngineLoad
+from nemo_prorl.rollout.prompts import PromptDraw
 from tests.rewards.conftest import RunningServer, StartServer
 
 # As DeepSeek-R1-Distill's since February 2025: earlier thoughts are cut away, and the prompt ends in an open one.
@@ -60,9 +60,8 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> PromptRenderer:
 class Scripted:
     """Engines that answer every prompt twice: with the answer in a thought that is cut off, then behind it."""
 
-    load = None
-
     def __init__(self, renderer: PromptRenderer) -> None:
+        self.load = EngineLoad(1)
         prompts = {tuple(renderer.prompt_ids(record)): record["task"] for record in RECORDS}
         self.answer_of = {ids: DOMAINS[task][1] for ids, task in prompts.items()}
         self.renderer = renderer
@@ -97,10 +96,16 @@ class InTurn:
     def __init__(self, renderer: PromptRenderer) -> None:
         self.renderer, self.drawn = renderer, 0
 
-    def next(self) -> Visit:
+    def next(self) -> PromptDraw:
         record = RECORDS[self.drawn % len(RECORDS)]
         self.drawn += 1
-        return Visit(record, self.renderer.prompt_ids(record), 0)
+        return PromptDraw(record, self.renderer.prompt_ids(record), 0)
+
+    def position(self) -> int:
+        return self.drawn
+
+    def return_to(self, position: int) -> None:
+        self.drawn = position
 
 
 @pytest.fixture
@@ -117,17 +122,16 @@ def test_training_validation_and_stored_rollouts(
 ) -> None:
     (tmp_path / "endpoints" / "engine-0.json").write_text("{}")  # counted only: the scripted engines stand in for it
     shutil.copy(tmp_path / "token", tmp_path / "endpoints" / "token")
-    monkeypatch.setattr(rollout_services, "EnginePool", lambda *_: Scripted(renderer))
+    monkeypatch.setattr(rank, "EnginePool", lambda *_: Scripted(renderer))
     sizes = ["prompts_per_step=5", "samples_per_prompt=2", "context_tokens=256", "max_response_tokens=100"]
     cfg = settings.load(["trainer.grpo.updates_per_step=1", *(f"trainer.grpo.{size}" for size in sizes)])
     prompts = InTurn(renderer)
-    services = rollout_services.Services.connect(cfg, tmp_path, prompts, renderer)  # type: ignore[arg-type]
-    rollouts = services.rollouts
+    collector = rank.connect(cfg, tmp_path, prompts, renderer)  # type: ignore[arg-type]
     try:
-        groups = rollouts.collect(1, 0).groups
-        held_out = rollouts.sample([prompts.next() for _ in RECORDS], 2, 1.0, 1.0, seed=1, version=0)
+        groups = collector.take(1, 0).groups
+        held_out = collector.sample([prompts.next() for _ in RECORDS], 2, 1.0, 1.0, step=0)
     finally:
-        rollouts.close()
+        collector.close()
     scores = {group.task: group.scores for group in groups}
     assert scores == {task: [0.0, 1.0] for task in DOMAINS}
     assert {group.task: group.scores for group in held_out} == scores
@@ -135,7 +139,7 @@ def test_training_validation_and_stored_rollouts(
 
     texts = [[renderer.judged_text(group.prompt_ids, r.token_ids) for r in group.responses] for group in groups]
     assert texts[0] == ["<think>\nHm. So \\boxed{7}", "<think>\nHm.</think>So \\boxed{7}"]
-    write_rollouts(tmp_path, 1, groups, texts, -1)
+    write_rollouts(tmp_path, 1, groups, collector.judged_text)
     capsys.readouterr()
     assert cli.main(["reverify", str(tmp_path), "--settings", "{}"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]

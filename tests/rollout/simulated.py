@@ -4,33 +4,27 @@ import asyncio
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from nemo_prorl.config import DynamicSamplingConfig
+from nemo_prorl.config import Config, DeadlinesConfig, DynamicSamplingConfig, GRPOConfig, RewardsConfig, TrainerConfig
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.rollout.collected import CollectedBatch
-from nemo_prorl.rollout.groups import Rollouts
-from nemo_prorl.rollout.one_engine import Response, SamplingParams
-from nemo_prorl.rollout.rollout_settings import RolloutSettings
-
-SETTINGS = RolloutSettings(
-    run_seed=1,
-    prompts_per_step=6,
-    samples_per_prompt=4,
-    temperature=1.2,
-    context_tokens=64,
-    dynamic_sampling=DynamicSamplingConfig(max_draw_factor=5.0),
-    rollout_s=60,
-    reward_s=30,
-)
+from nemo_prorl.rollout.collector import Collector
+from nemo_prorl.rollout.endpoints import Response, SamplingParams
+from nemo_prorl.rollout.engine_load import EngineLoad
+from nemo_prorl.rollout.groups import CollectedBatch
+from nemo_prorl.rollout.prompts import PromptDraw
 
 
-@dataclass(frozen=True)
-class Visit:
-    record: dict[str, Any]
-    prompt_ids: list[int]
-    visit: int
+def config(max_infrastructure_failures: int = 8, reward_s: float = 30.0, **grpo: Any) -> Config:
+    """A configuration of the collector; `grpo`: keys of `trainer.grpo` that differ from these."""
+    sampling = DynamicSamplingConfig(max_draw_factor=5.0)
+    few: dict[str, Any] = {"prompts_per_step": 6, "samples_per_prompt": 4, "context_tokens": 64}
+    trainer = TrainerConfig(
+        grpo=GRPOConfig(**{**few, "dynamic_sampling": sampling, **grpo}),
+        deadlines=DeadlinesConfig(rollout_s=60, reward_s=reward_s),
+    )
+    rewards = RewardsConfig(max_infrastructure_failures=max_infrastructure_failures)
+    return Config(seed=1, trainer=trainer, rewards=rewards)
 
 
 class Numbered:
@@ -39,10 +33,16 @@ class Numbered:
     def __init__(self, start: int = 0) -> None:
         self.drawn = start
 
-    def next(self) -> Visit:
+    def next(self) -> PromptDraw:
         k, self.drawn = self.drawn, self.drawn + 1
         record = {"id": f"p{k}", "task": "ab"[k % 2], "prompt": "?", "truth": {"k": k}}
-        return Visit(record, [3 + (5 * k + j) % 500 for j in range(8)], k // 100)
+        return PromptDraw(record, [3 + (5 * k + j) % 500 for j in range(8)], k // 100)
+
+    def position(self) -> int:
+        return self.drawn
+
+    def return_to(self, position: int) -> None:
+        self.drawn = position
 
 
 def decode(prompt_ids: list[int], ids: list[int]) -> str:
@@ -79,6 +79,7 @@ class Simulated:
         self.random, self.delay, self.seconds = random.Random(seed), delay, seconds
         self.asked: list[tuple[list[int], SamplingParams]] = []
         self.closed = False
+        self.load = EngineLoad(1)
 
     async def generate(
         self,
@@ -123,7 +124,7 @@ class Simulated:
 
 def summary(batch: CollectedBatch) -> dict[str, Any]:
     """All of a batch but the clock."""
-    counts = {k: v for k, v in vars(batch).items() if k not in ("groups", "tasks") and not k.endswith("_s")}
+    counts = {k: v for k, v in vars(batch).items() if k not in ("groups", "tasks", "load") and not k.endswith("_s")}
     return {
         **counts,
         "tasks": {k: vars(v) for k, v in batch.tasks.items()},
@@ -132,17 +133,17 @@ def summary(batch: CollectedBatch) -> dict[str, Any]:
 
 
 def collected(
-    engines: Any, rewards: Any, settings: RolloutSettings = SETTINGS, steps: int = 1, state: Any = None, start: int = 0
+    engines: Any, rewards: Any, cfg: Config | None = None, steps: int = 1, state: Any = None, start: int = 0
 ) -> tuple[list[CollectedBatch], dict[str, Any], int]:
     """Batches of some steps, the state after them, and how many prompts were drawn."""
     prompts = Numbered(start)
-    rollouts = Rollouts(engines, rewards, prompts, decode, settings)
+    collector = Collector(cfg or config(), engines, rewards, prompts, decode)
     if state is not None:
-        rollouts.load_state_dict(state)
+        collector.load_state_dict(state)
     first = 1 if state is None else state["next"]
     try:
-        batches = [rollouts.collect(step, step - 1) for step in range(first, first + steps)]
-        after = json.loads(json.dumps({**rollouts.state_dict(), "next": first + steps}))
+        batches = [collector.take(step, step - 1) for step in range(first, first + steps)]
+        after = json.loads(json.dumps({**collector.state_dict(), "next": first + steps}))
     finally:
-        rollouts.close()
+        collector.close()
     return batches, after, prompts.drawn

@@ -14,8 +14,8 @@ from aiohttp import web
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DeadlineExceeded, EngineRefused
-from nemo_prorl.rollout.client import EnginePool
-from nemo_prorl.rollout.one_engine import Response, SamplingParams
+from nemo_prorl.rollout.endpoints import Response, SamplingParams
+from nemo_prorl.rollout.engines import EnginePool
 
 SAMPLING = SamplingParams(max_tokens=4)
 Fault = Callable[["Fake", dict[str, Any], web.StreamResponse], Awaitable[bool]]

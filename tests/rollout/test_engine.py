@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import EngineFailure, EngineRefused
-from nemo_prorl.rollout.client import EnginePool
-from nemo_prorl.rollout.one_engine import EngineClient, Response, SamplingParams, response_seed
-from nemo_prorl.rollout.publication import WeightStore
+from nemo_prorl.rollout.endpoints import EngineClient, Response, SamplingParams, response_seed
+from nemo_prorl.rollout.engines import EnginePool
+from nemo_prorl.rollout.weights import WeightStore
 from tests.rollout.engines import (
     CONFIG,
     EOS,

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nemo_prorl.algorithms.logprobs import chunked_logprobs
-from nemo_prorl.rollout.one_engine import EngineClient, Response, SamplingParams
+from nemo_prorl.rollout.endpoints import EngineClient, Response, SamplingParams
 from tests.rollout.engines import CONFIG, EngineProcess, random_weights
 from tests.rollout.test_engine import SHORT, ask, load, published, with_client
 

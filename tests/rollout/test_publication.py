@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemo_prorl.errors import ConfigError, UnfitMachine
 from nemo_prorl.rollout.engine.weights import read_header
-from nemo_prorl.rollout.publication import MARKER, WeightStore, _staged, weights_folder
+from nemo_prorl.rollout.weights import MARKER, WeightStore, _staged, weights_folder
 
 TENSORS = {
     "model.a": torch.randn(5, 7, generator=torch.Generator().manual_seed(1)),
@@ -36,7 +36,7 @@ def test_a_written_file_holds_the_same_bits(tmp_path: Path, room: int) -> None:
 
 
 def test_data_larger_than_one_piece_moves_up_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_prorl.rollout.publication._COPY_BYTES", 33)
+    monkeypatch.setattr("nemo_prorl.rollout.weights._COPY_BYTES", 33)
     path = WeightStore(tmp_path / "w", header_room=8).write(TENSORS.items(), 1)
     assert all(torch.equal(load_file(path)[name], tensor) for name, tensor in TENSORS.items())
 

@@ -12,10 +12,10 @@ from nemo_prorl.algorithms.diagnostics import means_by_task, merge, sums_by_task
 from nemo_prorl.batch import JudgedGroups
 from nemo_prorl.config import GRPOConfig
 from nemo_prorl.metrics import Metrics
-from nemo_prorl.rollout.collected import CollectedBatch, TaskTally
+from nemo_prorl.rollout.groups import CollectedBatch, TaskTally
 from nemo_prorl.rollout.report import report_rollout
 from nemo_prorl.trainer import advantages, report_update
-from tests.rollout.test_groups import group_of
+from tests.rollout.test_collector import group_of
 
 MATH: dict[str, Any] = {
     "decided": 8,
@@ -47,7 +47,6 @@ def test_a_batch_by_hand() -> None:
         "engine_s": 1.5,
         "reward_open_s": 1.0,
         "reward_wait_s": 0.5,
-        "logprobs_s": 0.25,
     }
     tasks = {"math": TaskTally(**MATH), "code": TaskTally(**CODE)}
     assert reported(CollectedBatch(3, 2, 4, groups, tasks, **counts, **seconds)) == {
@@ -62,7 +61,6 @@ def test_a_batch_by_hand() -> None:
         **{"rollout/groups": 3, "rollout/masked": 1, "rollout/staleness": 2.0},
         **{f"rollout/{name}": value for name, value in counts.items()},
         **{"time/rollout/engine_s": 1.5, "time/rollout/reward_open_s": 1.0, "time/rollout/reward_wait_s": 0.5},
-        "time/rollout/logprobs_s": 0.25,
         "time/rollout/tokens_per_s": 350.0,
     }
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from nemo_prorl.rollout.endpoints import response_seed
 from nemo_prorl.rollout.engine.requests import BadRequest, Limits, parse_generate, parse_weights, seed_of
 from nemo_prorl.rollout.engine.weights import Shapes, UnfitWeights, check_fits, read_header, shapes_of_model
-from nemo_prorl.rollout.one_engine import response_seed
 
 LIMITS = Limits(context_tokens=512, vocab_size=512, stop_token_ids=(2,))
 GOOD = {"prompt": [5, 6], "max_tokens": 4}

@@ -12,7 +12,6 @@ import pytest
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DeadlineExceeded
-from nemo_prorl.rollout.client import EnginePool
 from nemo_prorl.rollout.engine.requests import BadRequest
 from nemo_prorl.rollout.engine.sleep import (
     HELD_SUFFIX,
@@ -25,6 +24,7 @@ from nemo_prorl.rollout.engine.sleep import (
     wait_while_held,
     when_idle,
 )
+from nemo_prorl.rollout.engines import EnginePool
 from tests.rollout.engines import TOKEN, EngineProcess
 from tests.rollout.test_client import SAMPLING, Fake, run, tokens
 from tests.rollout.test_engine import GREEDY, ask_all, http, load, published, same

@@ -5,7 +5,7 @@ import time
 TAIL_SHARE = 0.05  # of the most responses open at once: from where it stays at or below this, the rest is the tail
 
 
-class Load:
+class EngineLoad:
     """Responses open at all engines, noted whenever their number changes.
 
     `begin` starts a measurement, `end` gives it: numbers for metrics.jsonl under `time/rollout/`.

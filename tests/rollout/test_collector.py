@@ -5,7 +5,6 @@ import json
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,13 @@ from nemo_prorl.errors import (
     RolloutAbandoned,
     StoppedCleanly,
 )
-from nemo_prorl.rollout.background import OpenClock
-from nemo_prorl.rollout.client import EnginePool
-from nemo_prorl.rollout.collected import CollectedBatch, Group, TaskTally
-from nemo_prorl.rollout.groups import Rollouts
-from nemo_prorl.rollout.one_engine import Response, read_token
-from nemo_prorl.rollout.publication import WeightStore
+from nemo_prorl.rollout.collector import Collector, WaitClock
+from nemo_prorl.rollout.endpoints import Response, read_token
+from nemo_prorl.rollout.engines import EnginePool
+from nemo_prorl.rollout.groups import CollectedBatch, Group, TaskTally
+from nemo_prorl.rollout.weights import WeightStore
 from tests.rollout.engines import EngineProcess
-from tests.rollout.simulated import SETTINGS, EvenIsRight, Numbered, Simulated, collected, decode, summary
+from tests.rollout.simulated import EvenIsRight, Numbered, Simulated, collected, config, decode, summary
 
 
 @pytest.mark.vllm
@@ -39,15 +37,15 @@ def test_the_whole_path_with_a_real_engine(engine: EngineProcess, models: dict[s
     for delay in (0.0, 0.02):
         rewards = EvenIsRight(seed=1, delay=delay)
         pool = EnginePool(engine.endpoints, read_token(engine.token_file))
-        settings = replace(SETTINGS, dynamic_sampling=DynamicSamplingConfig(oversubscription=1.5))
-        rollouts = Rollouts(pool, rewards, Numbered(), decode, settings)
+        cfg = config(dynamic_sampling=DynamicSamplingConfig(oversubscription=1.5))
+        collector = Collector(cfg, pool, rewards, Numbered(), decode)
         try:
-            rollouts.publish(str(weights), 5)
-            assert rollouts.health()["engine-0"]["weight_version"] == 5
-            batch = rollouts.collect(1, 5)
-            held_out = rollouts.sample([Numbered(100).next()], 2, temperature=0.6, top_p=0.95, seed=9, version=5)
+            collector.publish(str(weights), 5)
+            assert collector.health()["engine-0"]["weight_version"] == 5
+            batch = collector.take(1, 5)
+            held_out = collector.sample([Numbered(100).next()], 2, 0.6, 0.95, step=5)
         finally:
-            rollouts.close()
+            collector.close()
         runs.append((summary(batch), [group.to_json() for group in held_out]))
     assert runs[0] == runs[1]
     assert batch.full
@@ -66,9 +64,9 @@ def test_the_whole_path_with_a_real_engine(engine: EngineProcess, models: dict[s
 
 def test_what_is_drawn_and_kept_does_not_depend_on_speed() -> None:
     dynamic = DynamicSamplingConfig(oversubscription=2.0, max_draw_factor=5.0)
-    settings = replace(SETTINGS, dynamic_sampling=dynamic)
-    runs = [collected(Simulated(seed, 0.02), EvenIsRight(seed, 0.02), settings, steps=4) for seed in range(3)] + [
-        collected(Simulated(), EvenIsRight(), settings, steps=4)
+    cfg = config(dynamic_sampling=dynamic)
+    runs = [collected(Simulated(seed, 0.02), EvenIsRight(seed, 0.02), cfg, steps=4) for seed in range(3)] + [
+        collected(Simulated(), EvenIsRight(), cfg, steps=4)
     ]
     (batches, state, drawn), *others = runs
     assert any(tally.kept < tally.decided for batch in batches for tally in batch.tasks.values())  # some are dropped
@@ -82,10 +80,10 @@ def test_what_is_drawn_and_kept_does_not_depend_on_speed() -> None:
 
 
 def test_a_resumed_collector_goes_on_as_if_nothing_had_been() -> None:
-    settings = replace(SETTINGS, dynamic_sampling=DynamicSamplingConfig(oversubscription=2.0, max_draw_factor=5.0))
-    whole, state, _ = collected(Simulated(), EvenIsRight(), settings, steps=4)
-    first, half, drawn = collected(Simulated(), EvenIsRight(), settings, steps=2)
-    second, end, _ = collected(Simulated(), EvenIsRight(), settings, steps=2, state=half, start=drawn)
+    cfg = config(dynamic_sampling=DynamicSamplingConfig(oversubscription=2.0, max_draw_factor=5.0))
+    whole, state, _ = collected(Simulated(), EvenIsRight(), cfg, steps=4)
+    first, half, drawn = collected(Simulated(), EvenIsRight(), cfg, steps=2)
+    second, end, _ = collected(Simulated(), EvenIsRight(), cfg, steps=2, state=half, start=drawn)
     assert half["surplus"]  # otherwise nothing is shown
     assert [summary(b) for b in first + second] == [summary(b) for b in whole]
     assert end == state
@@ -94,22 +92,22 @@ def test_a_resumed_collector_goes_on_as_if_nothing_had_been() -> None:
 @pytest.mark.parametrize("seconds", [0.0, 0.005, 0.02, 0.05, 0.1])
 def test_a_collection_that_is_given_up_leaves_no_trace(seconds: float) -> None:
     """Surplus, draws and keep rates are those of before, so that the checkpoint written then is exact."""
-    settings = replace(SETTINGS, dynamic_sampling=DynamicSamplingConfig(oversubscription=2.0, max_draw_factor=5.0))
-    rollouts = Rollouts(Simulated(delay=0.05), EvenIsRight(delay=0.05), Numbered(), decode, settings)
+    cfg = config(dynamic_sampling=DynamicSamplingConfig(oversubscription=2.0, max_draw_factor=5.0))
+    collector = Collector(cfg, Simulated(delay=0.05), EvenIsRight(delay=0.05), Numbered(), decode)
     try:
-        rollouts.collect(1, 1)
-        before = json.dumps(rollouts.state_dict())
+        collector.take(1, 1)
+        before = json.dumps(collector.state_dict())
         assert json.loads(before)["surplus"]
-        threading.Timer(seconds, rollouts.abandon).start()
+        threading.Timer(seconds, collector.abandon).start()
         with pytest.raises(RolloutAbandoned):
             for step in range(2, 50):
-                before = json.dumps(rollouts.state_dict())
-                rollouts.collect(step, step)
+                before = json.dumps(collector.state_dict())
+                collector.take(step, step)
         for _ in range(3):
-            assert json.dumps(rollouts.state_dict()) == before
+            assert json.dumps(collector.state_dict()) == before
             time.sleep(0.05)
     finally:
-        rollouts.close()
+        collector.close()
 
 
 class MixedIsRight(EvenIsRight):
@@ -120,9 +118,9 @@ class MixedIsRight(EvenIsRight):
 
 
 def test_groups_that_end_early_are_not_favoured() -> None:
-    settings = replace(SETTINGS, dynamic_sampling=DynamicSamplingConfig(oversubscription=3.0, max_draw_factor=5.0))
+    cfg = config(dynamic_sampling=DynamicSamplingConfig(oversubscription=3.0, max_draw_factor=5.0))
     slow_first = Simulated(seconds=lambda prompt: 0.2 if prompt < 6 else 0.0)  # 12 more are done long before
-    (batch,), state, drawn = collected(slow_first, MixedIsRight(), settings)
+    (batch,), state, drawn = collected(slow_first, MixedIsRight(), cfg)
     assert drawn == 18
     assert [group.draw_index for group in batch.groups] == [0, 1, 2, 3, 4, 5]
     assert [value["draw_index"] for value in state["surplus"]] == list(range(6, 18))
@@ -131,8 +129,8 @@ def test_groups_that_end_early_are_not_favoured() -> None:
 def test_surplus_is_trained_on_first_and_dropped_when_stale() -> None:
     for staleness, groups, stale in ((1, [6, 7, 8, 9, 10, 11], 0), (0, [18, 19, 20, 21, 22, 23], 12)):
         dynamic = DynamicSamplingConfig(oversubscription=3.0, max_draw_factor=5.0, max_staleness=staleness)
-        settings = replace(SETTINGS, dynamic_sampling=dynamic)
-        batches, _, _ = collected(Simulated(), MixedIsRight(), settings, steps=2)
+        cfg = config(dynamic_sampling=dynamic)
+        batches, _, _ = collected(Simulated(), MixedIsRight(), cfg, steps=2)
         assert [group.draw_index for group in batches[1].groups] == groups
         assert batches[1].stale == stale
         assert {group.version for group in batches[1].groups} == {0 if staleness else 1}
@@ -144,15 +142,15 @@ class AllRight(EvenIsRight):
 
 
 def test_at_the_cap_the_batch_is_smaller_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    settings = replace(SETTINGS, dynamic_sampling=DynamicSamplingConfig(max_draw_factor=2.5))
-    (batch,), _, drawn = collected(Simulated(), AllRight(), settings)
+    cfg = config(dynamic_sampling=DynamicSamplingConfig(max_draw_factor=2.5))
+    (batch,), _, drawn = collected(Simulated(), AllRight(), cfg)
     assert (len(batch.groups), batch.full, drawn, batch.drawn) == (0, False, 15, 15)
     assert {task: (t.decided, t.kept, t.mean_score) for task, t in batch.tasks.items()} == {
         "a": (8, 0, 1),
         "b": (7, 0, 1),
     }
     assert "trains on 0 of 6 groups" in caplog.text
-    static = replace(SETTINGS, dynamic_sampling=DynamicSamplingConfig(enabled=False))
+    static = config(dynamic_sampling=DynamicSamplingConfig(enabled=False))
     (batch,), _, drawn = collected(Simulated(), AllRight(), static)
     assert (len(batch.groups), drawn) == (6, 6)
 
@@ -215,7 +213,7 @@ class Uneven(EvenIsRight):
 @pytest.mark.parametrize("enabled", [True, False])
 def test_what_dynamic_sampling_drops_is_counted_by_kind(enabled: bool) -> None:
     dynamic = DynamicSamplingConfig(enabled=enabled, max_draw_factor=8.0)
-    (batch,), _, _ = collected(Simulated(), Uneven(), replace(SETTINGS, dynamic_sampling=dynamic))
+    (batch,), _, _ = collected(Simulated(), Uneven(), config(dynamic_sampling=dynamic))
     total = TaskTally.total(batch.tasks.values())
     assert total.decided == (24 if enabled else 6)
     kinds = (total.solved, total.unsolved, total.tied, total.decided - total.solved - total.unsolved - total.tied)
@@ -236,10 +234,8 @@ class Broken(EvenIsRight):
 
 
 def test_a_missing_verdict_masks_its_response_only() -> None:
-    settings = replace(
-        SETTINGS, max_infrastructure_failures=100, dynamic_sampling=DynamicSamplingConfig(max_draw_factor=2)
-    )
-    (batch,), _, _ = collected(Simulated(), Broken(2), settings)
+    cfg = config(100, dynamic_sampling=DynamicSamplingConfig(max_draw_factor=2))
+    (batch,), _, _ = collected(Simulated(), Broken(2), cfg)
     assert len(batch.groups) == 6
     for group in batch.groups:
         assert sorted(group.valid) == [False, False, True, True]
@@ -248,7 +244,7 @@ def test_a_missing_verdict_masks_its_response_only() -> None:
     assert batch.tasks["a"].mean_score == 0.5  # of those judged
     for enabled in (True, False):  # fewer than 2 valid responses: dropped, in static sampling too
         dynamic = DynamicSamplingConfig(max_draw_factor=2, enabled=enabled)
-        (batch,), _, _ = collected(Simulated(), Broken(3), replace(settings, dynamic_sampling=dynamic))
+        (batch,), _, _ = collected(Simulated(), Broken(3), config(100, dynamic_sampling=dynamic))
         assert batch.groups == []
 
 
@@ -283,7 +279,7 @@ class TooMuch(EvenIsRight):
 
 
 def test_what_goes_wrong_on_the_thread_surfaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_prorl.rollout.groups.GRACE_S", 0.1)
+    monkeypatch.setattr("nemo_prorl.rollout.collector._GRACE_S", 0.1)
     with pytest.raises(EngineRefused, match="512 is not"):
         collected(Refuses(), EvenIsRight())
     with pytest.raises(RewardFailure, match="no server"):
@@ -291,34 +287,34 @@ def test_what_goes_wrong_on_the_thread_surfaces(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RewardFailure, match=r"score 1.5 of p\d+ is outside 0..1".replace("..1", r"\.\.1")):
         collected(Simulated(), TooMuch())
     with pytest.raises(DeadlineExceeded, match=r"waited 0.2 s for the verdict on p\d+, task [ab]"):
-        collected(Simulated(), Hangs(), replace(SETTINGS, reward_s=0.2))
+        collected(Simulated(), Hangs(), config(reward_s=0.2))
     with pytest.raises(DataError, match="prompt p0: 8 tokens leave no room"):
-        collected(Simulated(), EvenIsRight(), replace(SETTINGS, context_tokens=8))
+        collected(Simulated(), EvenIsRight(), config(context_tokens=8))
 
 
 def test_closing_ends_a_collection_that_hangs() -> None:
     engines, rewards = Simulated(), Hangs()
-    rollouts = Rollouts(engines, rewards, Numbered(), decode, SETTINGS)
+    collector = Collector(config(), engines, rewards, Numbered(), decode)
     caught: list[BaseException] = []
 
     def collect() -> None:
         try:
-            rollouts.collect(1, 1)
+            collector.take(1, 1)
         except BaseException as error:
             caught.append(error)
 
     thread = threading.Thread(target=collect)
     thread.start()
     Deadline(10, "a reward request").wait_until(lambda: bool(rewards.requests) or bool(engines.asked))
-    rollouts.close()
+    collector.close()
     thread.join(20)
     assert not thread.is_alive()
     assert isinstance(caught[0], StoppedCleanly)
     assert engines.closed
     assert rewards.closed
-    rollouts.close()
+    collector.close()
     with pytest.raises(StoppedCleanly):
-        rollouts.collect(1, 1)
+        collector.take(1, 1)
 
 
 def test_a_response_is_judged_while_others_are_generated() -> None:
@@ -347,18 +343,18 @@ def test_a_response_is_judged_while_others_are_generated() -> None:
             asked.set()
             return await super().score(request, deadline)
 
-    settings = replace(SETTINGS, prompts_per_step=1, reward_s=20)
-    rollouts = Rollouts(WaitsForReward(), Tells(), Numbered(), decode, settings)
+    cfg = config(prompts_per_step=1, reward_s=20)
+    collector = Collector(cfg, WaitsForReward(), Tells(), Numbered(), decode)
     try:
-        assert len(rollouts.collect(1, 1).groups) == 1
+        assert len(collector.take(1, 1).groups) == 1
     finally:
-        rollouts.close()
+        collector.close()
 
 
 def test_the_clock_counts_reward_time_that_nothing_hides(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("nemo_prorl.rollout.background.time.monotonic", lambda: now[0])
-    clock = OpenClock()
+    monkeypatch.setattr("nemo_prorl.rollout.collector.time.monotonic", lambda: now[0])
+    clock = WaitClock()
 
     def passes(seconds: float) -> None:
         now[0] += seconds
@@ -370,30 +366,28 @@ def test_the_clock_counts_reward_time_that_nothing_hides(monkeypatch: pytest.Mon
             passes(4)
     with clock.reward():
         passes(1)
-        with clock.trainer():
-            passes(7)
-    with clock.trainer():
-        passes(100)
-    with clock.engine(), clock.trainer():
-        passes(3)
-    assert (clock.engine_s, clock.reward_s, clock.reward_only_s, clock.trainer_s) == (17, 12, 1, 107)
+        clock.wait(False)
+        passes(7)
+        clock.wait(True)
+        passes(2)
+    passes(100)
+    assert (clock.engine_s, clock.reward_s, clock.waited_s) == (14, 14, 3)
     batch = CollectedBatch(1, 1, 1, reward_open_s=5, reward_wait_s=1)
     assert batch.reward_hidden_share == pytest.approx(0.8)
 
 
 def test_sample_returns_groups_in_the_order_of_prompts_and_leaves_the_state_alone() -> None:
     engines = Simulated(1, 0.02)
-    rollouts = Rollouts(engines, EvenIsRight(2, 0.02), Numbered(), decode, SETTINGS)
+    collector = Collector(config(), engines, EvenIsRight(2, 0.02), Numbered(), decode)
     prompts = [Numbered(k).next() for k in (7, 3, 5)]
-    before = rollouts.state_dict()
+    before = collector.state_dict()
     try:
-        once = rollouts.sample(prompts, 3, 0.6, 0.95, seed=5, version=1)
-        twice = rollouts.sample(prompts, 3, 0.6, 0.95, seed=5, version=1)
-        other = rollouts.sample(prompts, 3, 0.6, 0.95, seed=6, version=1)
+        once = collector.sample(prompts, 3, 0.6, 0.95, step=1)
+        twice = collector.sample(prompts, 3, 0.6, 0.95, step=1)
     finally:
-        rollouts.close()
+        collector.close()
     assert [group.prompt_id for group in once] == ["p7", "p3", "p5"]
-    assert once == twice != other
+    assert once == twice
     assert {(s.temperature, s.top_p) for _, s in engines.asked} == {(0.6, 0.95)}
-    assert rollouts.state_dict() == before
+    assert collector.state_dict() == before
     assert [Group.from_json(json.loads(json.dumps(group.to_json()))) for group in once] == once

@@ -20,9 +20,9 @@ import aiohttp
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DeadlineExceeded, EngineFailure, EngineRefused
+from nemo_prorl.rollout.endpoints import EngineClient, Response, SamplingParams
 from nemo_prorl.rollout.engine.sleep import HELD_SUFFIX, HOLD_FILE
-from nemo_prorl.rollout.load import Load
-from nemo_prorl.rollout.one_engine import EngineClient, Response, SamplingParams
+from nemo_prorl.rollout.engine_load import EngineLoad
 from nemo_prorl.rollout.scheduling import spread
 
 _log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class EnginePool:
 
     def __init__(self, endpoints: str | Path, token: str, engines: int = 1, max_in_flight: int = 512) -> None:
         self.endpoints, self.engines, self.max_in_flight = Path(endpoints), engines, max_in_flight
-        self.load = Load(engines)
+        self.load = EngineLoad(engines)
         self.current: tuple[str, int] | None = None  # the published file and its version
         self.hold = self.endpoints / HOLD_FILE
         self.wake_failures: dict[str, str] = {}  # of the last publication: engine, what it said

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from nemo_prorl import environment
 from nemo_prorl.errors import UnfitMachine
+from nemo_prorl.launcher import environment
 from nemo_prorl.launcher.processes import Child, MergedLog
 from nemo_prorl.launcher.supervisor import Node
 from nemo_prorl.settings import load
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 USER = 12345  # has no passwd entry
 
 
 def children(folder: Path, *overrides: str) -> dict[str, Child]:
     node = Node(load([f"run_dir={folder}", *overrides]), folder, ["chain_sum"], MergedLog(folder / "all.log"))
-    return {child.name: child for child in [*node.services(folder), *node._ranks([])]}
+    return {child.name: child for child in [*node.services(folder), *node._ranks(None)]}
 
 
 def test_all_processes_keep_their_caches_below_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from nemo_prorl import cli, settings
-from nemo_prorl.config import ResetsConfig
 from nemo_prorl.errors import ResetFailure
-from nemo_prorl.lifecycle.resets import Resets
-from nemo_prorl.planning.tolerances import engine_gap_alarm, kl_after_reset
+from nemo_prorl.lifecycle.tolerances import engine_gap_alarm, kl_after_reset
+from tests.lifecycle.parts import Parts
 
 H100 = ["cluster=h100_4x8", "data=laptop", "pretrained_checkpoint.restore_from_path=null"]
 
@@ -36,7 +35,7 @@ def test_what_is_rounding_depends_on_the_precision(
     assert f"above {alarm:g} are reported" in line
 
 
-def test_the_step_after_a_reset_is_held_to_it() -> None:
-    Resets(ResetsConfig(), 1e-4).check_reference(1, 9e-5)
+def test_the_step_after_a_reset_is_held_to_it(tmp_path: Path) -> None:
+    Parts(tmp_path, kl_allowed=1e-4).resets.check_reference(1, 9e-5)
     with pytest.raises(ResetFailure, match="differ by 0.0002 .*0.0001 is allowed: trainer.resets.kl_after_reset"):
-        Resets(ResetsConfig(), 1e-4).check_reference(1, 2e-4)
+        Parts(tmp_path, kl_allowed=1e-4).resets.check_reference(1, 2e-4)

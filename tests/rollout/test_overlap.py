@@ -3,7 +3,6 @@
 import json
 import threading
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,21 +10,9 @@ import pytest
 from nemo_prorl.config import DynamicSamplingConfig
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import EngineRefused, RolloutAbandoned
-from nemo_prorl.rollout.collected import CollectedBatch
-from nemo_prorl.rollout.groups import Rollouts
-from nemo_prorl.rollout.load import Load
-from nemo_prorl.rollout.supply import Supply
-from tests.rollout.simulated import SETTINGS, EvenIsRight, Numbered, Simulated, decode, summary
-
-
-class Placed(Numbered):
-    """Prompts whose place can be kept, as the stream of a run has it."""
-
-    def position(self) -> list[tuple[int, int]]:
-        return [(self.drawn, 0)]
-
-    def return_to(self, position: list[tuple[int, int]]) -> None:
-        self.drawn = position[0][0]
+from nemo_prorl.rollout.groups import CollectedBatch
+from nemo_prorl.rollout.overlap import OneStepOff
+from tests.rollout.simulated import EvenIsRight, Numbered, Simulated, config, decode, summary
 
 
 class Trained:
@@ -33,24 +20,22 @@ class Trained:
 
     def __init__(self, engines: Any = None, rewards: Any = None, state: Any = None, **dynamic: Any) -> None:
         sampling = DynamicSamplingConfig(**{"max_draw_factor": 5.0, "max_staleness": 2, **dynamic})
-        self.prompts = Placed()
-        settings = replace(SETTINGS, dynamic_sampling=sampling)
-        self.rollouts = Rollouts(engines or Simulated(), rewards or EvenIsRight(), self.prompts, decode, settings)
-        self.supply = Supply(self.rollouts, self.prompts, Load(1))
+        self.prompts, cfg = Numbered(), config(dynamic_sampling=sampling)
+        self.collector = OneStepOff(cfg, engines or Simulated(), rewards or EvenIsRight(), self.prompts, decode)
         if state is not None:
-            self.prompts.return_to([tuple(place) for place in state["position"]])
-            self.supply.load_state_dict(state["supply"])
+            self.prompts.return_to(state["position"])
+            self.collector.load_state_dict(state["collector"])
 
     def step(self, step: int, last: bool = False) -> CollectedBatch:
-        batch = self.supply.take(step, step - 1)
+        batch = self.collector.take(step, step - 1)
         if not last:
-            self.supply.begin(step + 1, step - 1)
-        self.supply.finish()
+            self.collector.begin_next(step + 1, step - 1)
+        self.collector.finish_next()
         return batch
 
     def state(self) -> Any:
         """As a checkpoint has it."""
-        return json.loads(json.dumps({"position": self.prompts.position(), "supply": self.supply.state_dict()}))
+        return json.loads(json.dumps({"position": self.prompts.position(), "collector": self.collector.state_dict()}))
 
 
 def shown(batch: CollectedBatch) -> dict[str, Any]:
@@ -72,7 +57,7 @@ def run(steps: int, **options: Any) -> tuple[list[CollectedBatch], list[Any]]:
             batches.append(trained.step(step, last=step == steps))
             states.append(trained.state())
     finally:
-        trained.rollouts.close()
+        trained.collector.close()
     return batches, states
 
 
@@ -80,7 +65,7 @@ def test_a_batch_is_made_by_the_weights_of_the_step_before_and_speed_changes_not
     batches, states = run(4)
     assert [(b.step, b.version) for b in batches] == [(1, 0), (2, 0), (3, 1), (4, 2)]
     assert all({g.version for g in b.groups} <= {b.version, b.version - 1} for b in batches)
-    assert [state["supply"]["waiting"] is None for state in states] == [False, False, False, True]
+    assert [state["collector"]["waiting"] is None for state in states] == [False, False, False, True]
     slow, others = run(4, engines=Simulated(3, 0.02), rewards=EvenIsRight(3, 0.02))
     assert [shown(b) for b in slow] == [shown(b) for b in batches]
     assert without_clock(others) == without_clock(states)
@@ -97,53 +82,22 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_been(killed_after: in
             assert shown(again.step(step, last=step == 4)) == shown(whole[step - 1])
             assert without_clock(again.state()) == without_clock(states[step - 1])
     finally:
-        again.rollouts.close()
+        again.collector.close()
 
 
-def test_a_batch_of_before_there_were_blocks_has_single_groups() -> None:
-    (batch, *_), _ = run(1)
-    older = {key: value for key, value in batch.to_json().items() if key not in ("blocks", "logprobs_s", "sleep_s")}
-    assert CollectedBatch.from_json(json.loads(json.dumps(older))).blocks == [1] * len(batch.groups)
-
-
-def test_what_is_ready_comes_while_it_is_collected() -> None:
-    trained = Trained(engines=Simulated(delay=0.05), rewards=EvenIsRight(delay=0.05))
-    trained.rollouts.settings = replace(trained.rollouts.settings, own_devices=True)
-    try:
-        trained.supply.begin(1, 0)
-        found: list[int] = []
-        while blocks := trained.supply.ready():
-            with trained.supply.training():
-                found += [group.draw_index for block in blocks for group in block]
-                time.sleep(0.02)
-        trained.supply.finish()
-        batch = trained.supply.take(1, 0)
-        surplus = {group["draw_index"] for group in trained.supply.state_dict()["surplus"]}
-    finally:
-        trained.rollouts.close()
-    assert found
-    assert set(found) <= {group.draw_index for group in batch.groups} | surplus
-    assert trained.supply.ready() == []  # nothing is under way
-
-
-@pytest.mark.parametrize("aside", [True, False])
-def test_rewards_that_nobody_waits_for_are_hidden(aside: bool) -> None:
+def test_rewards_that_nobody_waits_for_are_hidden() -> None:
     trained = Trained(rewards=EvenIsRight(delay=0.2))
     try:
-        trained.supply.begin(1, 0, aside=aside)
-        begun = trained.supply._begun
-        assert begun is not None
-        Deadline(60, "the batch").wait_until(lambda: begun.over is not None)
-        trained.supply.finish()
-        batch = trained.supply.take(1, 0)
+        trained.collector.begin_next(1, 0)
+        Deadline(60, "the batch").wait_until(lambda: trained.collector._over is not None)
+        trained.collector.finish_next()
+        meanwhile = trained.collector.take(1, 0)
+        at_once = trained.collector.take(2, 1)
     finally:
-        trained.rollouts.close()
-    assert batch.reward_open_s > 0.0
-    assert batch.logprobs_s == 0.0
-    if aside:
-        assert batch.reward_wait_s < batch.reward_open_s / 2  # before `begin` returned
-    else:
-        assert batch.reward_wait_s > batch.reward_open_s / 2
+        trained.collector.close()
+    assert meanwhile.reward_open_s > 0.0
+    assert meanwhile.reward_wait_s < meanwhile.reward_open_s / 2  # before `begin_next` returned
+    assert at_once.reward_wait_s > at_once.reward_open_s / 2
 
 
 def test_a_batch_comes_back_from_json_as_it_was() -> None:
@@ -169,20 +123,20 @@ def test_a_batch_given_up_while_a_step_trains_was_never_begun(seconds: float) ->
     trained = Trained(engines, EvenIsRight(delay=0.05), oversubscription=2.0)
     try:
         trained.step(1)
-        batch = trained.supply.take(2, 1)
+        batch = trained.collector.take(2, 1)
         engines.delay = 5.0  # the next batch does not end before it is given up
         before = trained.state()
-        threading.Timer(seconds, trained.rollouts.abandon).start()
-        trained.supply.begin(3, 1)
-        assert trained.supply.finish() == 0.0
+        threading.Timer(seconds, trained.collector.abandon).start()
+        trained.collector.begin_next(3, 1)
+        assert trained.collector.finish_next() == 0.0
         assert trained.state() == before
-        assert before["supply"]["waiting"] is None
+        assert before["collector"]["waiting"] is None
         with pytest.raises(RolloutAbandoned):
-            trained.supply.take(3, 2)
+            trained.collector.take(3, 2)
         assert trained.state() == before
         assert len(batch.groups) == 6
     finally:
-        trained.rollouts.close()
+        trained.collector.close()
 
 
 def test_a_batch_that_waits_is_not_taken_once_the_run_stops() -> None:
@@ -190,13 +144,13 @@ def test_a_batch_that_waits_is_not_taken_once_the_run_stops() -> None:
     try:
         trained.step(1)
         before = trained.state()
-        trained.rollouts.abandon()
+        trained.collector.abandon()
         with pytest.raises(RolloutAbandoned):
-            trained.supply.take(2, 1)
+            trained.collector.take(2, 1)
         assert trained.state() == before
-        assert before["supply"]["waiting"]["step"] == 2
+        assert before["collector"]["waiting"]["step"] == 2
     finally:
-        trained.rollouts.close()
+        trained.collector.close()
 
 
 def test_what_fails_while_a_step_trains_is_said_at_its_end() -> None:
@@ -208,41 +162,40 @@ def test_what_fails_while_a_step_trains_is_said_at_its_end() -> None:
 
     trained = Trained(Refuses())
     try:
-        trained.supply.take(1, 0)
+        trained.collector.take(1, 0)
         with pytest.raises(EngineRefused, match="no such token"):
             for step in range(2, 6):
-                trained.supply.begin(step, step - 2)
-                trained.supply.finish()
-                trained.supply.take(step, step - 1)
+                trained.collector.begin_next(step, step - 2)
+                trained.collector.finish_next()
+                trained.collector.take(step, step - 1)
     finally:
-        trained.rollouts.close()
+        trained.collector.close()
 
 
 def test_engines_wait_for_a_slow_trainer_and_are_counted_busy_until_then() -> None:
     trained = Trained()
     try:
-        trained.supply.take(1, 0)
+        trained.collector.take(1, 0)
         began = time.monotonic()
-        trained.supply.begin(2, 0)
-        begun = trained.supply._begun
-        assert begun is not None
-        Deadline(20, "the batch").wait_until(lambda: begun.over is not None)
-        assert begun.over is not None
+        trained.collector.begin_next(2, 0)
+        Deadline(20, "the batch").wait_until(lambda: trained.collector._over is not None)
+        over = trained.collector._over
+        assert over is not None
         time.sleep(0.3)
-        assert 0.3 <= trained.supply.finish() <= time.monotonic() - begun.over
-        assert trained.supply.take(2, 1).load["idle_s"] <= begun.over - began
-        assert trained.supply.finish() == 0.0  # nothing was begun
+        assert 0.3 <= trained.collector.finish_next() <= time.monotonic() - over
+        assert trained.collector.take(2, 1).load["idle_s"] <= over - began
+        assert trained.collector.finish_next() == 0.0  # nothing was begun
     finally:
-        trained.rollouts.close()
+        trained.collector.close()
 
 
 def test_after_a_roll_back_nothing_of_the_bad_weights_is_left() -> None:
     trained = Trained(oversubscription=2.0)
     try:
         trained.step(1)
-        trained.supply.drop()
-        state = trained.state()["supply"]
+        trained.collector.drop()
+        state = trained.state()["collector"]
         assert (state["waiting"], state["surplus"]) == (None, [])
         assert {group.version for group in trained.step(2, last=True).groups} == {1}
     finally:
-        trained.rollouts.close()
+        trained.collector.close()

@@ -24,40 +24,37 @@ Each rank writes preflight-RANK.jsonl: a line when a part begins, and one when i
 import asyncio
 import json
 import logging
+import os
 import signal
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from nemo_prorl.algorithms.losses import denominator_terms
-from nemo_prorl.batch import Batch, JudgedGroups
+from nemo_prorl import rank
+from nemo_prorl.batch import JudgedGroups
 from nemo_prorl.config import Config
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import EngineFailure
-from nemo_prorl.lifecycle.retention import complete
+from nemo_prorl.lifecycle.stopping import Stopping
+from nemo_prorl.lifecycle.tolerances import engine_gap_alarm, kl_after_reset
 from nemo_prorl.metrics import Metrics
-from nemo_prorl.planning.tolerances import engine_gap_alarm, kl_after_reset
-from nemo_prorl.rollout.client import EnginePool
-from nemo_prorl.rollout.collected import Group
-from nemo_prorl.rollout.one_engine import Response, SamplingParams, read_token
-
-if TYPE_CHECKING:
-    from nemo_prorl.rank import Run
+from nemo_prorl.rollout.endpoints import Response, SamplingParams, read_token
+from nemo_prorl.rollout.engines import EnginePool
+from nemo_prorl.rollout.groups import Group
+from nemo_prorl.trainer import Trainer, update
 
 _log = logging.getLogger(__name__)
 
 PLAN = "preflight.json"
 MAX_IN_FLIGHT = 512  # of one engine: `EnginePool`'s default
 GENERATED = 64  # tokens that each engine sequence generates at the end of its context
-# (logp_BT, entropy_BT or None, micro-batch, denominator, config=...) -> (loss, sums): the trainer's
-Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -166,63 +163,68 @@ def _memory() -> dict[str, int]:
     return found
 
 
-def measure(run: "Run", loss: Loss) -> None:
-    """All parts, in the run directory of `run`, which must hold a Plan.  Raises what a part raises."""
+def measure(cfg: Config, run_dir: Path) -> None:
+    """Do all parts, in a run directory that holds a Plan.  Raises what a part raises."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing to save
-    plan, recorder = Plan.read(run.dir), Recorder(run.dir, run.rank)
-    allowed, alarm = kl_after_reset(run.cfg), engine_gap_alarm(run.cfg)  # type: ignore[arg-type]
+    plan, recorder = Plan.read(run_dir), Recorder(run_dir, int(os.environ.get("RANK", 0)))
+    allowed, alarm = kl_after_reset(cfg), engine_gap_alarm(cfg)  # type: ignore[arg-type]
     _log.info("a reset's step may differ from its reference by %g a token; engine gaps above %g alarm", allowed, alarm)
     with recorder.part("build"):
-        run.build_policy()
+        policy = rank.Policy(cfg, run_dir)
     with recorder.part("engines"):
-        run.connect()
+        trainer = rank.build(cfg, run_dir, policy, Stopping(cfg.trainer.deadlines))
+        rank.begin(trainer, run_dir)
     with recorder.part("publish"):
-        run.publish(version=0)
-    _fill_engines(run, plan, recorder)
-    sleeps = run.cfg.rollout.sleep is not None
+        trainer.rollouts.publish(version=0)
+    _fill_engines(trainer, run_dir, plan, recorder)
+    sleeps = cfg.rollout.sleep is not None
     if sleeps:
         with recorder.part("sleep"):
-            run.sleep_engines()
-    _train(run, plan, recorder, loss)
+            trainer.rollouts.sleep()
+    _train(trainer, plan, recorder)
     if sleeps:
         with recorder.part("wake"):
-            run.publish(version=1)
+            trainer.rollouts.publish(version=1)
     with recorder.part("checkpoint"):
-        run.save_checkpoint(1, wait=True)
+        trainer.checkpoints.save(1, wait=True)
     with recorder.part("resume"):
-        run.checkpoints.files.load(run.policy, complete(run.checkpoints.folder)[-1])
+        newest = trainer.checkpoints.newest()
+        assert newest is not None
+        trainer.checkpoints.load_all(newest)
 
 
-def _train(run: "Run", plan: Plan, recorder: Recorder, loss: Loss) -> None:
-    """The parts of a step that the trainer does.  The first update is made before the others are measured, because
-    the optimizer has no moments before it."""
-    policy, grpo = run.policy, run.cfg.trainer.grpo
+def _train(trainer: Trainer, plan: Plan, recorder: Recorder) -> None:
+    """Do the parts of a step that the trainer does.
+
+    The first update is made before the others are measured, because the optimizer has no moments before it.
+    """
+    policy, cfg = trainer.policy, trainer.cfg
+    grpo, metrics = cfg.trainer.grpo, Metrics(1, cfg.stage)
     with recorder.part("batch"):
-        mine = run.share(lambda: tried_rows(plan, random_groups(plan, policy.shape.vocab, run.cfg.seed))).batch()
-        advantage_B = torch.randn(len(mine), generator=torch.Generator().manual_seed(run.cfg.seed))
+        groups = trainer.rollouts.collector.share(
+            lambda _: tried_rows(plan, random_groups(plan, policy.shape.vocab, cfg.seed))
+        )
+        mine = groups.batch()
+        advantage_B = torch.randn(len(mine), generator=torch.Generator().manual_seed(cfg.seed))
         mine = mine.with_targets(advantage_B=advantage_B)
-    metrics = Metrics(1, run.cfg.stage)
     metrics.put("entropy", 0.0)
-    config = run.before_updates(1, metrics)
+    config = trainer.before_updates(metrics)
     if grpo.adaptive_entropy.enabled:  # begins at 0, and takes memory once it is above
         config = replace(config, entropy_coef=grpo.adaptive_entropy.maximum)
-
-    def update(batch: Batch) -> None:
-        share = denominator_terms(batch.mask_BT, grpo.aggregation, float(grpo.context_tokens))
-        denominator = policy.sum_over_data_ranks(float(share))
-        policy.update(batch, partial(loss, config=config), denominator, with_entropy=config.entropy_coef != 0.0)
 
     numbers = {"rows": len(mine), "tokens": int(mine.length_B.sum())}
     with recorder.part("first update"):
         few = mine.rows(slice(0, policy.limits.rows_of_length(plan.context)))
         few_logp_BT, _ = policy.logprobs(few)
-        update(few.with_targets(old_logp_BT=few_logp_BT, ref_logp_BT=few_logp_BT))
+        few = few.with_targets(old_logp_BT=few_logp_BT, ref_logp_BT=few_logp_BT)
+        update(policy, few, grpo, config, Metrics(1, cfg.stage))
     with recorder.part("logprobs", **numbers):
         old_logp_BT, _ = policy.logprobs(mine)
     with recorder.part("reference", **numbers):
-        (ref_logp_BT,) = policy.reference_logprobs(mine)
+        ref_logp_BT = policy.reference_logprobs(mine)
     with recorder.part("update", **numbers):
-        update(mine.with_targets(old_logp_BT=old_logp_BT, ref_logp_BT=ref_logp_BT))
+        mine = mine.with_targets(old_logp_BT=old_logp_BT, ref_logp_BT=ref_logp_BT)
+        update(policy, mine, grpo, config, metrics)
 
 
 def tried_rows(plan: Plan, groups: list[Group]) -> list[JudgedGroups]:
@@ -250,27 +252,28 @@ def random_groups(plan: Plan, vocab: int, seed: int) -> list[Group]:
     return [group(index) for index in range(plan.tried_prompts)]
 
 
-def _fill_engines(run: "Run", plan: Plan, recorder: Recorder) -> None:
-    """The engines of this node at full context: prompts first, and then the last tokens of the same sequences.
+def _fill_engines(trainer: Trainer, run_dir: Path, plan: Plan, recorder: Recorder) -> None:
+    """Fill the engines of this node at full context: prompts first, and then the last tokens of the same sequences.
 
     The second request finds its prompt in the prefix cache, as far as that holds all of them, so its time is that of
     generating.
     """
-    deadlines, endpoints = run.cfg.trainer.deadlines, run.dir / "endpoints"
+    cfg, endpoints = trainer.cfg, run_dir / "endpoints"
     count, length = plan.sequences * plan.engines, plan.context - plan.generated
-    generator = torch.Generator().manual_seed(run.cfg.seed)
-    prompts = torch.randint(run.policy.shape.vocab, (count, length), generator=generator).tolist()
+    generator = torch.Generator().manual_seed(cfg.seed)
+    prompts = torch.randint(trainer.policy.shape.vocab, (count, length), generator=generator).tolist()
 
     def ask(tokens: int) -> None:
-        sampling = SamplingParams(run.cfg.trainer.grpo.temperature, max_tokens=tokens, stop_token_ids=())
-        deadline = Deadline(deadlines.rollout_s, "full responses of random tokens (trainer.deadlines.rollout_s)")
+        sampling = SamplingParams(cfg.trainer.grpo.temperature, max_tokens=tokens, stop_token_ids=())
+        seconds = cfg.trainer.deadlines.rollout_s
+        deadline = Deadline(seconds, "full responses of random tokens (trainer.deadlines.rollout_s)")
         pool = EnginePool(endpoints, read_token(endpoints / "token"), plan.engines)
         check_full(asyncio.run(responses_of(pool, prompts, sampling, deadline)), tokens)
 
     with recorder.part("fill", rows=count, tokens=count * length):
-        run.on_rank_0(partial(ask, 1))
+        trainer.leader.call(partial(ask, 1))
     with recorder.part("generate", rows=count, tokens=count * plan.generated):
-        run.on_rank_0(partial(ask, plan.generated))
+        trainer.leader.call(partial(ask, plan.generated))
 
 
 async def responses_of(
@@ -294,14 +297,6 @@ def check_full(responses: Sequence[Response], tokens: int) -> None:
         )
 
 
-__all__ = [
-    "GENERATED",
-    "PLAN",
-    "Plan",
-    "Recorder",
-    "check_full",
-    "measure",
-    "random_groups",
-    "responses_of",
-    "tried_rows",
-]
+if __name__ == "__main__":
+    directory = Path(sys.argv[1])
+    rank.end(rank.main(partial(measure, rank.read(directory), directory)))

@@ -1,20 +1,24 @@
 """The step at full context that `prorl doctor --preflight` tries: how much, in which order, what is recorded."""
 
 import json
+import mmap
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
-from nemo_prorl import settings
+from nemo_prorl import preflight, rank, settings
+from nemo_prorl.algorithms.entropy import AdaptiveEntropy
 from nemo_prorl.batch import Batch, JudgedGroups
 from nemo_prorl.errors import EngineFailure
-from nemo_prorl.planning import preflight
-from nemo_prorl.planning.preflight import Plan, Recorder, check_full, measure, random_groups, tried_rows
 from nemo_prorl.policy.micro_batches import Limits
-from nemo_prorl.rollout.one_engine import Response, SamplingParams
+from nemo_prorl.preflight import Plan, Recorder, check_full, measure, random_groups, tried_rows
+from nemo_prorl.rollout.endpoints import Response, SamplingParams
+from nemo_prorl.trainer import Trainer, TrainerState, policy_loss
+from tests.lifecycle.parts import leader
 
 SMALL = ["trainer.grpo.prompts_per_step=8", "trainer.grpo.samples_per_prompt=4", "rollout.max_num_seqs=6"]
 FOLDER = "pretrained_checkpoint.restore_from_path=null"
@@ -74,8 +78,10 @@ def test_a_part_is_on_record_before_it_runs_and_after(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, 3)
     with recorder.part("logprobs", rows=2):
         assert records(tmp_path, 3) == [{"part": "logprobs", "event": "begin"}]
-        held = torch.ones(20_000_000)  # 80 MB
-        del held
+        held = mmap.mmap(-1, 80_000_000)  # goes back to the system at once, as memory of malloc might not
+        for page in range(0, len(held), mmap.PAGESIZE):
+            held[page] = 1
+        held.close()
     ended = records(tmp_path, 3)[-1]
     assert (ended["part"], ended["event"], ended["rows"]) == ("logprobs", "end", 2)
     with recorder.part("next"):
@@ -99,55 +105,45 @@ class Policy:
         self.calls.append(("logprobs", len(batch)))
         return -torch.ones_like(batch.weight_BT), batch.weight_BT
 
-    def reference_logprobs(self, batch: Batch) -> list[torch.Tensor]:
+    def reference_logprobs(self, batch: Batch) -> torch.Tensor:
         self.calls.append(("reference", len(batch)))
-        return [-torch.ones_like(batch.weight_BT)]
+        return -torch.ones_like(batch.weight_BT)
 
     def sum_over_data_ranks(self, value: float) -> float:
         return value
 
-    def update(self, batch: Batch, loss: Any, denominator: float, with_entropy: bool) -> None:
+    def set_learning_rate(self, rate: float) -> None: ...
+
+    def update(self, batch: Batch, loss: Any, denominator: float, with_entropy: bool) -> dict[str, float]:
         assert denominator == float(batch.mask_BT.sum()) > 0
         assert bool((batch.old_logp_BT == -1).all())  # the policy's own: a ratio of 1, whatever the tokens
         self.calls.append(("update", len(batch), with_entropy, loss.func))
+        return defaultdict(lambda: 1.0)
 
 
-class Run:
-    """What `measure` asks of a run."""
-
-    rank = 0
+class Parts:
+    """Stands in for `rank`: parts that note what they were asked, around the real leader and the trainer's maths."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
-        self.cfg, self.dir = settings.load([*SMALL, *overrides]), folder
+        self.cfg = cast(Any, settings.load([*SMALL, *overrides]))
         self.calls: list[Any] = []
-        self.policy = Policy(self.calls)
-        done = folder / "checkpoints" / "step-000001"
-        done.mkdir(parents=True)
-        (done / "state.json").write_text("{}")
         (folder / "endpoints").mkdir()
         (folder / "endpoints" / "token").touch(0o600)
-        loaded = SimpleNamespace(load=lambda policy, where: self.calls.append(("load", where.name)))
-        self.checkpoints = SimpleNamespace(files=loaded, folder=folder / "checkpoints")
-        cfg: Any = self.cfg
-        Plan.of(cfg).write(folder)
+        Plan.of(self.cfg).write(folder)
 
-    def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any, **named: Any) -> None:
-            self.calls.append((name, *arguments, *named.values()))
+    def note(self, name: str) -> Any:
+        return lambda *arguments, **named: self.calls.append((name, *arguments, *named.values()))
 
-        return call
-
-    def on_rank_0(self, work: Any) -> Any:
-        return work()
-
-    def share(self, work: Any) -> Any:
-        return work()[0]
-
-    def before_updates(self, step: int, metrics: Any) -> Any:
-        from nemo_prorl.algorithms.losses import LossConfig
-
-        assert "entropy" in metrics
-        return LossConfig(0.2, 0.4, None, 0.0, "k3", 0.0, "token")
+    def build(self, cfg: Any, *_: Any) -> Trainer:
+        self.calls.append(("build",))
+        alone, none = leader(), cast(Any, None)
+        checkpoints = SimpleNamespace(save=self.note("save"), load_all=self.note("load"), newest=lambda: Path("newest"))
+        rollouts = SimpleNamespace(
+            publish=self.note("publish"), sleep=self.note("sleep"), collector=alone.only(lambda: "a collector")
+        )
+        resets, entropy = SimpleNamespace(steps=[]), AdaptiveEntropy(0.2, 1e-4)
+        parts: list[Any] = [rollouts, none, resets, checkpoints, none, none, none, entropy, none, alone]
+        return Trainer(cfg, Policy(self.calls), TrainerState(), *parts)
 
 
 class Pool:
@@ -167,9 +163,6 @@ class Pool:
         pass
 
 
-def a_loss() -> None: ...
-
-
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> type[Pool]:
     Pool.asked = []
@@ -178,21 +171,33 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> type[Pool]:
     return Pool
 
 
-def test_all_parts_of_a_step_run_in_order_and_are_on_record(tmp_path: Path, engines: type[Pool]) -> None:
-    run: Any = Run(tmp_path)
-    measure(run, a_loss)  # type: ignore[arg-type]
+def measured(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> list[Any]:
+    """What `measure` asked of the parts."""
+    parts = Parts(folder, *overrides)
+    monkeypatch.setattr(rank, "Policy", lambda *_: parts.calls.append(("policy",)))
+    monkeypatch.setattr(rank, "build", parts.build)
+    monkeypatch.setattr(rank, "begin", lambda *_: parts.calls.append(("begin",)))
+    measure(parts.cfg, folder)
+    return parts.calls
+
+
+def test_all_parts_of_a_step_run_in_order_and_are_on_record(
+    tmp_path: Path, engines: type[Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = measured(tmp_path, monkeypatch)
     rows = 8 * 4 // 4
-    assert run.calls == [
-        ("build_policy",),
-        ("connect",),
+    assert calls == [
+        ("policy",),
+        ("build",),
+        ("begin",),
         ("publish", 0),
         ("logprobs", 3),
-        ("update", 3, False, a_loss),  # makes the moments, before anything is measured
+        ("update", 3, False, policy_loss),  # makes the moments, before anything is measured
         ("logprobs", rows),
         ("reference", rows),
-        ("update", rows, False, a_loss),
-        ("save_checkpoint", 1, True),
-        ("load", "step-000001"),
+        ("update", rows, False, policy_loss),
+        ("save", 1, True),
+        ("load", Path("newest")),
     ]
     lengths = [(length, sampling.max_tokens) for length, sampling in engines.asked]
     assert lengths == [(48, 1)] * 6 + [(48, 16)] * 6  # rollout.max_num_seqs at once; with 16 more the context is full
@@ -205,7 +210,8 @@ def test_all_parts_of_a_step_run_in_order_and_are_on_record(tmp_path: Path, engi
     assert {record["tokens"] for record in found[7:10]} == {rows * 64}
 
 
-def test_an_adaptive_entropy_bonus_is_tried_as_if_it_were_on(tmp_path: Path, engines: type[Pool]) -> None:
-    run: Any = Run(tmp_path, "trainer.grpo.adaptive_entropy.enabled=true")
-    measure(run, a_loss)  # type: ignore[arg-type]
-    assert [call[2] for call in run.calls if call[0] == "update"] == [True, True]
+def test_an_adaptive_entropy_bonus_is_tried_as_if_it_were_on(
+    tmp_path: Path, engines: type[Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = measured(tmp_path, monkeypatch, "trainer.grpo.adaptive_entropy.enabled=true")
+    assert [call[2] for call in calls if call[0] == "update"] == [True, True]

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from nemo_prorl.algorithms.reset import (
+from nemo_prorl.algorithms.reset_rules import (
     ADVISING,
     ASKING,
     Finding,
     History,
-    Rules,
-    best_step,
+    best_policy,
     decide,
     learning_rate,
     replay,
@@ -21,9 +20,8 @@ from nemo_prorl.algorithms.reset import (
 )
 from nemo_prorl.checks import RESET_RULES
 from nemo_prorl.config import ResetRulesConfig
-from nemo_prorl.lifecycle.resets import rules_of
 
-RULES = rules_of(ResetRulesConfig())
+RULES = ResetRulesConfig()
 # Without a plateau rule, which constant scores would set off.
 DROP = replace(RULES, plateau_steps=10**6, drop_sigma=4.0)
 SE = 0.02
@@ -39,7 +37,7 @@ def errors(lines: list[dict[str, Any]], *names: str) -> dict[int, dict[str, floa
     return {line["step"]: dict.fromkeys(names, SE) for line in lines}
 
 
-def told(lines: list[dict[str, Any]], rules: Rules, *names: str, **more: Any) -> list[tuple[str, int, str]]:
+def told(lines: list[dict[str, Any]], rules: ResetRulesConfig, *names: str, **more: Any) -> list[tuple[str, int, str]]:
     found = replay(lines, rules, errors(lines, *names or ("math",)), **more)
     return [(finding.rule, finding.step, finding.subject) for finding in found]
 
@@ -257,7 +255,7 @@ def test_order_is_drop_by_name_plateau_kl_advice() -> None:
 
 def test_rules_that_are_not_to_ask_advise() -> None:
     lines = scores([0.5] * 8 + [0.2, 0.2])
-    [found] = replay(lines, replace(DROP, asks=("plateau",)), errors(lines, "math"), act=True)
+    [found] = replay(lines, replace(DROP, asks=["plateau"]), errors(lines, "math"), act=True)
     assert (found.rule, found.asks) == ("validation_drop", False)
 
 
@@ -295,7 +293,10 @@ def test_the_learning_rate_after_resets() -> None:
     assert [learning_rate(2.0, step, [3, 5], 0.5, 0) for step in (3, 4, 6)] == [2.0, 1.0, 0.5]
 
 
-def test_the_best_step_is_the_newest_of_the_best() -> None:
-    assert best_step({0: 0.9, 4: 0.2, 6: 0.4, 8: 0.4, 10: 0.3}, 4) == 8
-    assert best_step({0: 0.9}, 4) is None
-    assert best_step({}, 0) is None
+def test_the_best_policy_is_the_newest_of_the_best_since_the_last_reset() -> None:
+    scores = {step: {"all": {"mean": mean}} for step, mean in ((0, 0.9), (4, 0.2), (6, 0.4), (8, 0.4), (10, 0.3))}
+    assert best_policy(scores, [{"step": 4}]) == 8
+    assert best_policy(scores, [{"step": 4}], steps=[4, 6, 99]) == 6
+    assert best_policy(scores, []) == 0
+    assert best_policy({0: scores[0]}, [{"step": 4}]) is None
+    assert best_policy({}, []) is None

@@ -20,34 +20,14 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from nemo_prorl.config import ResetRulesConfig
+
 ASKING = ("validation_drop", "plateau", "kl_spike")  # rules that may ask for a reset
 ADVISING = ("truncation", "length", "entropy")
 LEAST_DIFFERENCES = 12  # with fewer the scatter says nothing
 LEAST_BASELINE = 4  # evaluations
 SCATTER_POINTS = 100
 BLOCK_STEPS = 10  # length, truncation and entropy are looked at in means over so many steps
-
-
-@dataclass(frozen=True)
-class Rules:
-    """Settings of all rules; defaults, ranges and meanings are those of `trainer.resets.rules`."""
-
-    asks: tuple[str, ...]
-    cooldown_steps: int
-    drop_sigma: float
-    drop_min: float
-    drop_baseline: int
-    drop_confirm: int
-    plateau_steps: int
-    plateau_gain: float
-    plateau_sigma: float
-    kl_factor: float
-    kl_min: float
-    kl_sigma: float
-    kl_steps: int
-    truncation_rise: float
-    length_factor: float
-    entropy_share: float
 
 
 @dataclass(frozen=True)
@@ -127,12 +107,33 @@ def learning_rate(base: float, step: int, resets: Sequence[int], factor: float, 
     return full * min(1.0, (step - before[-1]) / warmup_steps) if before and warmup_steps else full
 
 
-def best_step(scores: Mapping[int, float], since: int) -> int | None:
-    """The step with the highest validation score from step `since` on, the newest of equals; None without any."""
-    return max((step for step in scores if step >= since), key=lambda step: (scores[step], step), default=None)
+def policy_scores(scores: Mapping[Any, Mapping[str, Any]], resets: Iterable[Mapping[str, Any]]) -> dict[int, float]:
+    """Return mean validation scores by step, each of the weights that the checkpoint of that step holds.
+
+    Where a reset went back to an earlier step, those are that step's weights.
+    """
+    found = {int(step): float(score["all"]["mean"]) for step, score in scores.items()}
+    for reset in resets:
+        if (back_to := reset.get("rolled_back_to")) is not None:
+            found[reset["step"]] = found[back_to]
+    return found
 
 
-def decide(history: History, rules: Rules) -> list[Finding]:
+def best_policy(
+    scores: Mapping[Any, Mapping[str, Any]], resets: Sequence[Mapping[str, Any]], steps: Iterable[int] | None = None
+) -> int | None:
+    """Return the step since the last hard reset whose weights scored best, the newest of equals; None without any.
+
+    `steps`: only these are looked at.
+    """
+    found = policy_scores(scores, resets)
+    if steps is not None:
+        found = {step: found[step] for step in steps if step in found}
+    since = max((reset["step"] for reset in resets), default=0)
+    return max((step for step in found if step >= since), key=lambda step: (found[step], step), default=None)
+
+
+def decide(history: History, rules: ResetRulesConfig) -> list[Finding]:
     """What the rules say after the history's last step, in the order drop (by name), plateau, KL, advice."""
     found = []
     since = history.began if history.last_reset is None else history.last_reset
@@ -144,7 +145,7 @@ def decide(history: History, rules: Rules) -> list[Finding]:
     return [finding for finding in found if not _silent(finding, history, rules)]
 
 
-def _silent(finding: Finding, history: History, rules: Rules) -> bool:
+def _silent(finding: Finding, history: History, rules: ResetRulesConfig) -> bool:
     told = history.told.get(f"{finding.rule} {finding.subject}")
     pause = max(rules.cooldown_steps, rules.plateau_steps if finding.rule == "plateau" else 0)
     return told is not None and history.step - told < pause
@@ -152,7 +153,7 @@ def _silent(finding: Finding, history: History, rules: Rules) -> bool:
 
 def replay(
     lines: Iterable[Mapping[str, Any]],
-    rules: Rules,
+    rules: ResetRulesConfig,
     standard_errors: Mapping[int, Mapping[str, float]] | None = None,
     resets: Iterable[int] = (),
     act: bool = False,
@@ -172,7 +173,7 @@ def replay(
 # --- the rules -------------------------------------------------------------------------------------------------------
 
 
-def _drops(history: History, rules: Rules) -> list[Finding]:
+def _drops(history: History, rules: ResetRulesConfig) -> list[Finding]:
     """A validation score far below the best it held (paper sec. 5.3: a sudden degradation on one benchmark).
 
     best = the highest mean of m = `drop_baseline` successive evaluations since the reset; seen = best - mean of
@@ -192,7 +193,9 @@ def _drops(history: History, rules: Rules) -> list[Finding]:
     return found
 
 
-def _drop(key: str, points: list[tuple[int, float]], width: int, history: History, rules: Rules) -> Finding | None:
+def _drop(
+    key: str, points: list[tuple[int, float]], width: int, history: History, rules: ResetRulesConfig
+) -> Finding | None:
     before, last = points[:-width], [value for _, value in points[-width:]]
     length = min(rules.drop_baseline, len(before))
     bound = _bound(before, history.errors.get(key, {}), rules.drop_sigma, points[-width:])
@@ -217,7 +220,7 @@ def _drop(key: str, points: list[tuple[int, float]], width: int, history: Histor
     return Finding("validation_drop", history.step, name, seen, threshold, "validation_drop" in rules.asks, what)
 
 
-def _plateau(history: History, rules: Rules, since: int) -> list[Finding]:
+def _plateau(history: History, rules: ResetRulesConfig, since: int) -> list[Finding]:
     """The blend surely gains less than `plateau_gain` over `plateau_steps` (paper sec. 4.2: improvements plateau).
 
     The blend is the mean of all validation scores that were measured throughout; gain = the slope of its least-squares
@@ -256,7 +259,7 @@ def _plateau(history: History, rules: Rules, since: int) -> list[Finding]:
     return [Finding("plateau", history.step, "blend", seen, rules.plateau_gain, "plateau" in rules.asks, what)]
 
 
-def _kl_spike(history: History, rules: Rules) -> list[Finding]:
+def _kl_spike(history: History, rules: ResetRulesConfig) -> list[Finding]:
     """KL to the reference far above what it was (paper sec. 3.3.1, 5.3: a sudden increase of KL).
 
     seen = median of the last 3 steps / median of the `kl_steps` before them, so that one odd batch is none.  A spike if
@@ -280,7 +283,7 @@ def _kl_spike(history: History, rules: Rules) -> list[Finding]:
     return [Finding("kl_spike", history.step, "kl", high / usual, threshold, "kl_spike" in rules.asks, what)]
 
 
-def _advice(history: History, rules: Rules) -> list[Finding]:
+def _advice(history: History, rules: ResetRulesConfig) -> list[Finding]:
     """Responses that no longer end or grow long (paper sec. 4.2, run 3), and collapsed entropy (sec. 3.2.1).
 
     The mean over the last block of 10 steps against the lowest block of the run (truncation: difference; length:

@@ -1,0 +1,422 @@
+"""The collector: fills a step's batch with groups of judged responses (paper sec. 3.3).  Rank 0 has it.
+
+    prompt --draw--> GENERATING --its responses end--> JUDGING --its verdicts are there--> JUDGED
+                                                                                              |
+             decided in the order in which they were drawn, as long as the batch has room     |
+                                                                                              v
+    no signal: DROPPED, perhaps another is drawn  <--  decide  -->  signal: KEPT, in the batch
+                                                          |
+                                 the batch is full: SURPLUS, decided first in the next step
+
+Each response goes to the reward server the moment it ends.  What is drawn and what is trained on depend on the verdicts
+in draw order and never on timing, so short responses are not favoured.  Which groups carry a signal, and when another
+prompt is drawn, is decided by `algorithms.sampling`.
+
+Suffixes: G groups, N responses of a group.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from nemo_prorl.algorithms.sampling import DynamicSampler, KeepRates, carries_signal
+from nemo_prorl.config import Config
+from nemo_prorl.deadlines import Deadline
+from nemo_prorl.errors import DataError, RewardFailure, RolloutAbandoned
+from nemo_prorl.rollout.background import BackgroundLoop
+from nemo_prorl.rollout.endpoints import Response, SamplingParams, response_seed
+from nemo_prorl.rollout.engine_load import EngineLoad
+from nemo_prorl.rollout.groups import CollectedBatch, Group, TaskTally
+from nemo_prorl.rollout.prompts import PromptDraw
+from nemo_prorl.rollout.scheduling import is_fresh, sampler_of
+
+_log = logging.getLogger(__name__)
+
+_GRACE_S = 5.0  # a reward client answers by its deadline, with an infrastructure failure if need be; otherwise it hangs
+
+
+class Prompts(Protocol):
+    """An endless source of prompts (`prompts.PromptStream`), whose state its owner keeps."""
+
+    def next(self) -> PromptDraw: ...
+    def position(self) -> Any: ...
+    def return_to(self, position: Any) -> None: ...
+
+
+class Engines(Protocol):
+    """What the collector needs of `engines.EnginePool`."""
+
+    load: EngineLoad
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        seeds: Sequence[int],
+        sampling: SamplingParams,
+        deadline: Deadline,
+        on_response: Callable[[Response], None] | None = None,
+        version: int | None = None,
+    ) -> list[Response]: ...
+    async def publish(self, path: str, version: int, deadline: Deadline) -> None: ...
+    async def announce(self, path: str, version: int) -> None: ...
+    async def sleep(self, level: int, deadline: Deadline) -> int: ...
+    @property
+    def wake_failures(self) -> dict[str, str]: ...
+    async def health(self) -> dict[str, dict[str, Any]]: ...
+    async def close(self) -> None: ...
+
+
+class Rewards(Protocol):
+    """What the collector needs of the reward client: a verdict with "score" (None: infrastructure) and "detail"."""
+
+    async def score(self, request: dict[str, Any], deadline: Deadline) -> dict[str, Any]: ...
+    async def close(self) -> None: ...
+
+
+@dataclass
+class _Before:
+    """What a collection that is abandoned goes back to."""
+
+    position: Any  # in the prompts
+    surplus: list[Group]
+    draws: int
+    keep_rates: dict[str, Any]
+
+
+class Collector:
+    """Collects batches of judged groups.  Its requests run on a thread of its own; its methods wait for them.
+
+    All methods raise what went wrong on that thread: DeadlineExceeded, EngineRefused, RewardFailure, DataError.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        engines: Engines,
+        rewards: Rewards,
+        prompts: Prompts,
+        judged_text: Callable[[list[int], list[int]], str],
+        stop_token_ids: tuple[int, ...] | None = None,
+    ) -> None:
+        """`judged_text`: token ids of a prompt and of a response to it -> the text that verifiers see."""
+        self.cfg, self.keep_rates = cfg, KeepRates()
+        self._engines, self._rewards, self._prompts = engines, rewards, prompts
+        self.judged_text, self._stop_token_ids = judged_text, stop_token_ids
+        self._surplus: list[Group] = []
+        self._draws = 0
+        self._failures_in_a_row = 0
+        self._clock = WaitClock()
+        self._background = BackgroundLoop("rollouts")
+
+    # --- a step's batch --------------------------------------------------------------------------------------------
+
+    def take(self, step: int, version: int) -> CollectedBatch:
+        """Return the groups to train on in this step, made by these weights or by those of a recent step's surplus.
+
+        Returns when all that was started has ended, so nothing is in flight between steps.  Raises RolloutAbandoned,
+        with everything as it was before, after somebody called `abandon`.
+        """
+        begun = self._begin(step, version)
+        return self._end(begun)
+
+    def _begin(self, step: int, version: int) -> "tuple[_Before, Future[CollectedBatch]]":
+        before = _Before(self._prompts.position(), self._surplus, self._draws, self.keep_rates.state_dict())
+        self._clock = WaitClock()
+        self._engines.load.begin()
+        return before, self._background.start(self._collect(step, version))
+
+    def _end(self, begun: "tuple[_Before, Future[CollectedBatch]]") -> CollectedBatch:
+        before, future = begun
+        try:
+            return self._background.result(future)
+        except RolloutAbandoned:  # as if never begun
+            self._prompts.return_to(before.position)
+            self._surplus, self._draws = before.surplus, before.draws
+            self.keep_rates.load_state_dict(before.keep_rates)
+            raise
+
+    async def _collect(self, step: int, version: int) -> CollectedBatch:
+        grpo = self.cfg.trainer.grpo
+        dynamic, needed = grpo.dynamic_sampling, grpo.prompts_per_step
+        work = _Work(
+            step,
+            version,
+            grpo.samples_per_prompt,
+            grpo.temperature,
+            1.0,
+            self._deadline("the rollout", step),
+            self._clock,
+        )
+        fresh = [group for group in self._surplus if is_fresh(group.version, step, dynamic.max_staleness)]
+        batch = CollectedBatch(step, version, needed, stale=len(self._surplus) - len(fresh))
+        sampler = sampler_of(needed, self.keep_rates, dynamic)
+        for group in fresh:
+            sampler.carry(group.task)
+        undecided: deque[Group | asyncio.Task[Group]] = deque(fresh)
+        began = time.monotonic()
+        async with asyncio.TaskGroup() as running:
+            while not sampler.done:
+                while sampler.wants_more():
+                    undecided.append(self._draw(sampler, running, work))
+                self._decide(await _judged(undecided[0]), sampler, batch)
+                undecided.popleft()
+            self._surplus = [await _judged(group) for group in undecided]
+        batch.wall_s = time.monotonic() - began
+        batch.load = self._engines.load.end()
+        batch.carried, batch.drawn, batch.surplus = sampler.carried, sampler.started, len(self._surplus)
+        batch.generated_tokens, batch.engine_s = work.generated_tokens, work.clock.engine_s
+        batch.reward_open_s, batch.reward_wait_s = work.clock.reward_s, work.clock.waited_s
+        if not batch.full:
+            _log.warning(
+                "step %d trains on %d of %d groups: %d draws held no more with a signal (keep rates %s)",
+                step,
+                len(batch.groups),
+                batch.needed,
+                sampler.drawn,
+                {task: round(tally.keep_rate, 3) for task, tally in sorted(batch.tasks.items())},
+            )
+        return batch
+
+    def _draw(self, sampler: DynamicSampler, running: asyncio.TaskGroup, work: "_Work") -> "asyncio.Task[Group]":
+        draw = self._prompts.next()
+        sampler.dispatched(draw.record["task"])
+        self._draws += 1
+        return running.create_task(self._group(draw, self._draws - 1, work))
+
+    def _decide(self, group: Group, sampler: DynamicSampler, batch: CollectedBatch) -> None:
+        """Decide the oldest undecided group.  This is where a group is kept or dropped."""
+        tolerance = self.cfg.trainer.grpo.dynamic_sampling.tolerance
+        kept = sampler.decide(_carries_signal(group, tolerance)) and _can_teach(group)
+        batch.tasks.setdefault(group.task, TaskTally()).add(group, kept, tolerance)
+        batch.outcomes.append((group.prompt_id, group.outcome(tolerance)))
+        if kept:
+            batch.groups.append(group)
+
+    def drop(self) -> None:
+        """Groups that were left for the next step are not trained on."""
+        self._surplus = []
+
+    # --- one group -------------------------------------------------------------------------------------------------
+
+    async def _group(self, draw: PromptDraw, draw_index: int, work: "_Work") -> Group:
+        """Generate and judge one group; each response is judged from the moment it ends."""
+        record = draw.record
+        seeds = [response_seed(self.cfg.seed, record["id"], draw.visit, sample) for sample in range(work.samples)]
+        open_verdicts: dict[int, asyncio.Task[dict[str, Any]]] = {}
+        async with asyncio.TaskGroup() as judging:
+
+            def on_response(response: Response) -> None:
+                work.generated_tokens += len(response.token_ids)
+                open_verdicts[response.index] = judging.create_task(self._judge(draw, response, work.clock))
+
+            with work.clock.engine():
+                responses = await self._engines.generate(
+                    draw.prompt_ids,
+                    seeds,
+                    self._sampling(draw, work),
+                    work.deadline,
+                    on_response=on_response,
+                    version=work.version,
+                )
+        verdicts = [open_verdicts[index].result() for index in range(len(responses))]
+        values = (record["id"], record["task"], record, list(draw.prompt_ids), draw.visit, responses, verdicts)
+        return Group(*values, work.step, work.version, draw_index)
+
+    def _sampling(self, draw: PromptDraw, work: "_Work") -> SamplingParams:
+        grpo = self.cfg.trainer.grpo
+        room = grpo.context_tokens - len(draw.prompt_ids)
+        if room < 1:
+            raise DataError(
+                f"prompt {draw.record['id']}: {len(draw.prompt_ids)} tokens leave no room for a response in "
+                f"trainer.grpo.context_tokens={grpo.context_tokens}"
+            )
+        most = grpo.max_response_tokens
+        return SamplingParams(
+            temperature=work.temperature,
+            top_p=work.top_p,
+            max_tokens=room if most is None else min(room, most),
+            stop_token_ids=self._stop_token_ids,
+        )
+
+    async def _judge(self, draw: PromptDraw, response: Response, clock: "WaitClock") -> dict[str, Any]:
+        """Return the verdict on one response.  A missing score is counted, and after several in a row the run stops."""
+        record, text = draw.record, self.judged_text(draw.prompt_ids, response.token_ids)
+        request = {**record, "response": text, "finished": response.finished}
+        what = f"the verdict on {record['id']}, task {record['task']} (trainer.deadlines.reward_s)"
+        deadline = Deadline(self.cfg.trainer.deadlines.reward_s, what)
+        with clock.reward():
+            try:
+                async with asyncio.timeout(deadline.remaining + _GRACE_S):
+                    verdict = await self._rewards.score(request, deadline)
+            except TimeoutError as error:
+                raise deadline.error() from error
+        score = verdict["score"]
+        if score is not None and not 0.0 <= float(score) <= 1.0:
+            raise RewardFailure(f"task {record['task']}: score {score!r} of {record['id']} is outside 0..1: {verdict}")
+        self._failures_in_a_row = self._failures_in_a_row + 1 if score is None else 0
+        if self._failures_in_a_row >= self.cfg.rewards.max_infrastructure_failures:
+            raise RewardFailure(
+                f"{self._failures_in_a_row} responses in a row could not be judged "
+                f"(rewards.max_infrastructure_failures); the last: task {record['task']}, prompt {record['id']}: "
+                f"{verdict.get('detail')}"
+            )
+        return verdict
+
+    def sample(
+        self, prompts: Sequence[PromptDraw], samples: int, temperature: float, top_p: float, step: int
+    ) -> list[Group]:
+        """Return judged responses to each prompt, in the order of prompts (validation): no dynamic sampling.
+
+        They are made by the weights that follow `step`.
+        """
+        work = _Work(step, step, samples, temperature, top_p, self._deadline("validation", step), WaitClock())
+        return self._background.run(self._sample(prompts, work))
+
+    async def _sample(self, prompts: Sequence[PromptDraw], work: "_Work") -> list[Group]:
+        async with asyncio.TaskGroup() as running:
+            tasks = [running.create_task(self._group(draw, index, work)) for index, draw in enumerate(prompts)]
+        return [task.result() for task in tasks]
+
+    # --- engines ---------------------------------------------------------------------------------------------------
+
+    def publish(self, path: str, version: int) -> list[tuple[str, str]]:
+        """Load a weights file into all engines, waking those that sleep; return when each holds it.
+
+        An engine that fails to wake is started again by its supervisor and waited for: returned are those, with their
+        errors.
+        """
+        self._background.run(self._engines.publish(path, version, self._change(f"publication of weights {version}")))
+        return sorted(self._engines.wake_failures.items())
+
+    def sleep(self) -> int:
+        """Engines give their devices' memory away until the next publication; return the bytes that this freed."""
+        level = self.cfg.rollout.sleep
+        assert level is not None
+        return self._background.run(self._engines.sleep(level, self._change("the engines' sleep")))
+
+    def health(self) -> dict[str, dict[str, Any]]:
+        """Return each engine's own account, by name."""
+        return self._background.run(self._engines.health())
+
+    def _change(self, what: str) -> Deadline:
+        """Return the deadline of a change to all engines; where they sleep, one may have to be started again."""
+        deadlines = self.cfg.trainer.deadlines
+        if self.cfg.rollout.sleep is None:
+            return Deadline(deadlines.publish_s, f"{what} (trainer.deadlines.publish_s)")
+        seconds = deadlines.publish_s + deadlines.startup_s
+        return Deadline(seconds, f"{what} (trainer.deadlines.publish_s + startup_s)")
+
+    def _deadline(self, what: str, step: int) -> Deadline:
+        return Deadline(self.cfg.trainer.deadlines.rollout_s, f"{what} at step {step} (trainer.deadlines.rollout_s)")
+
+    # --- stopping, and in a checkpoint -----------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """From another thread, for good: whoever waits for a collection or a sample gets RolloutAbandoned."""
+        self._background.abandon()
+
+    def close(self) -> None:
+        """Cancel what runs (whoever waits gets StoppedCleanly) and end the thread."""
+        self._background.close(self._disconnect())
+
+    async def _disconnect(self) -> None:
+        await self._engines.close()
+        await self._rewards.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint, when nothing is under way: JSON, exact."""
+        return {
+            "surplus": [group.to_json() for group in self._surplus],
+            "draws": self._draws,
+            "keep_rates": self.keep_rates.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._surplus = [Group.from_json(value) for value in state["surplus"]]
+        self._draws = int(state["draws"])
+        self.keep_rates.load_state_dict(state["keep_rates"])
+
+
+@dataclass
+class _Work:
+    """What the groups of one collection, or of a validation, have in common, and the tokens that they add up to."""
+
+    step: int
+    version: int
+    samples: int
+    temperature: float
+    top_p: float
+    deadline: Deadline
+    clock: "WaitClock"
+    generated_tokens: int = 0
+
+
+@dataclass
+class WaitClock:
+    """Seconds with an engine's request open, with a reward's open, and with rewards alone waited for.
+
+    Any thread may use it.  `waited_for` False: nobody waits for what is under way.
+    """
+
+    engine_s: float = 0.0
+    reward_s: float = 0.0
+    waited_s: float = 0.0
+    _engine: int = 0
+    _reward: int = 0
+    _waited_for: bool = True
+    _since: float = field(default_factory=time.monotonic)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def _change(self, engine: int = 0, reward: int = 0, waited_for: bool | None = None) -> None:
+        with self._lock:
+            now = time.monotonic()
+            passed, self._since = now - self._since, now
+            self.engine_s += passed if self._engine else 0.0
+            self.reward_s += passed if self._reward else 0.0
+            self.waited_s += passed if self._reward and not self._engine and self._waited_for else 0.0
+            self._engine += engine
+            self._reward += reward
+            self._waited_for = self._waited_for if waited_for is None else waited_for
+
+    def wait(self, waited_for: bool) -> None:
+        """From now on somebody waits for what is under way, or nobody."""
+        self._change(waited_for=waited_for)
+
+    @contextmanager
+    def engine(self) -> Iterator[None]:
+        self._change(engine=1)
+        try:
+            yield
+        finally:
+            self._change(engine=-1)
+
+    @contextmanager
+    def reward(self) -> Iterator[None]:
+        self._change(reward=1)
+        try:
+            yield
+        finally:
+            self._change(reward=-1)
+
+
+def _carries_signal(group: Group, tolerance: float) -> bool:
+    rewards_GN, valid_GN = torch.tensor([group.scores], dtype=torch.float64), torch.tensor([group.valid])
+    return bool(carries_signal(rewards_GN, valid_GN, tolerance)[0])
+
+
+def _can_teach(group: Group) -> bool:
+    """Fewer than 2 valid responses have no advantage to learn from."""
+    return sum(group.valid) >= min(2, len(group.valid))
+
+
+async def _judged(group: "Group | asyncio.Task[Group]") -> Group:
+    return group if isinstance(group, Group) else await group

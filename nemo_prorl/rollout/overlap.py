@@ -1,0 +1,81 @@
+"""One step off: a step's batch is collected while the step before it trains, by engines with devices of their own.
+
+The weights that make a batch are one step older than those that train on it; `algorithms.correction` makes up for it.
+
+    step s:  take(s)   begin_next(s + 1)   updates, while engines generate   finish_next()   step s+1:  take is at once
+"""
+
+import contextlib
+import time
+from concurrent.futures import Future
+from typing import Any
+
+from nemo_prorl.errors import RolloutAbandoned
+from nemo_prorl.rollout.collector import Collector, _Before
+from nemo_prorl.rollout.groups import CollectedBatch
+
+
+class OneStepOff(Collector):
+    """A collector whose next batch may be under way while the present one is trained on.
+
+    What was begun is to be finished before anything else is asked: so nothing is under way where a checkpoint is
+    written.  A finished batch waits for its step, and belongs to the state.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._waiting: CollectedBatch | None = None
+        self._next: tuple[_Before, Future[CollectedBatch]] | None = None
+        self._over: float | None = None  # monotonic, when what was begun was over
+
+    def take(self, step: int, version: int) -> CollectedBatch:
+        """Return the batch that waits for this step; without one it is collected now, from these weights."""
+        if self._waiting is None:
+            return super().take(step, version)
+        self._background.check()
+        batch, self._waiting = self._waiting, None
+        return batch
+
+    def announce(self, path: str, version: int) -> None:
+        """Name the weights that engines load before they generate again, while the trainer goes on."""
+        self._background.run(self._engines.announce(path, version))
+
+    def begin_next(self, step: int, version: int) -> None:
+        """Start to collect the batch of the next step, unless one waits.  `finish_next` raises what goes wrong."""
+        if self._waiting is None:
+            with contextlib.suppress(RolloutAbandoned):
+                self._over = None
+                self._next = self._begin(step, version)
+                self._clock.wait(False)
+                self._next[1].add_done_callback(self._note_end)
+
+    def _note_end(self, _: object) -> None:
+        self._over = time.monotonic()
+
+    def finish_next(self) -> float:
+        """Wait for what was begun, whose batch from then on waits for its step.
+
+        If somebody gave it up, all is as if it had never begun.  Returns the seconds since its end, in which the
+        engines had nothing to do.
+        """
+        begun, self._next = self._next, None
+        if begun is None:
+            return 0.0
+        asked = time.monotonic()
+        self._clock.wait(True)
+        with contextlib.suppress(RolloutAbandoned):
+            self._waiting = self._end(begun)
+        return max(0.0, asked - (self._over or asked))
+
+    def drop(self) -> None:
+        """What waits, and what was left over, is not trained on."""
+        self._waiting = None
+        super().drop()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "waiting": None if self._waiting is None else self._waiting.to_json()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        waiting = state.get("waiting")  # absent where the run before shared its devices
+        self._waiting = None if waiting is None else CollectedBatch.from_json(waiting)
+        super().load_state_dict(state)

@@ -1,0 +1,167 @@
+"""Rollouts as every trainer rank sees them: weights go out to the engines, a step's judged groups come in."""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from nemo_prorl.batch import JudgedGroups
+from nemo_prorl.config import Config
+from nemo_prorl.leader import Leader, LeaderOnly
+from nemo_prorl.metrics import Metrics
+from nemo_prorl.rollout.collector import Collector
+from nemo_prorl.rollout.groups import CollectedBatch
+from nemo_prorl.rollout.overlap import OneStepOff
+from nemo_prorl.rollout.prompts import PromptStream
+from nemo_prorl.rollout.report import report_rollout
+from nemo_prorl.rollout.weights import WeightStore, weights_folder
+from nemo_prorl.tracing import RECORDER
+
+_log = logging.getLogger(__name__)
+
+_Dealt = tuple[CollectedBatch, JudgedGroups]  # the batch without its tokens, and the rows of one data rank
+
+
+class _Weights(Protocol):
+    version: int
+    data_size: int
+
+    def export_weights(self) -> Any: ...
+
+
+class _Notes(Protocol):
+    """What this file needs of `lifecycle.records.Records`."""
+
+    def alarm(self, step: int, what: str) -> None: ...
+    def rollouts(self, step: int, groups: Sequence[Any], judged_text: Callable[[Any, Any], str]) -> None: ...
+
+
+class Rollouts:
+    """One a rank.  Part of a checkpoint.  Its methods are collectives of all trainer ranks."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        run_dir: Path,
+        policy: _Weights,
+        prompts: PromptStream,
+        collector: LeaderOnly[Collector],
+        records: _Notes,
+        leader: Leader,
+    ) -> None:
+        self.collector = collector
+        self._cfg, self._policy, self._prompts, self._records, self._leader = cfg, policy, prompts, records, leader
+        self._published: object = None  # the version that the engines have, and the policy's that it was
+        self._asleep = False
+        node = int(os.environ["GROUP_RANK"]) if cfg.trainer.num_nodes > 1 else None
+        first = int(os.environ.get("LOCAL_RANK", 0)) == 0  # of its node: writes the weights for the engines there
+        self._store = WeightStore(weights_folder(run_dir, node)) if first else None
+
+    # --- weights ---------------------------------------------------------------------------------------------------
+
+    def publish(self, version: int) -> None:
+        """Hand the policy's weights to all engines under this number, unless they have them; wake those that sleep."""
+        if self._published == (version, self._policy.version) and not self._asleep:
+            return
+        weights, path = self._policy.export_weights(), ""
+        with RECORDER.span(f"write weights {version}", "publication"):
+            if self._store is not None:
+                path = str(self._store.write(weights, version))
+            else:
+                for _ in weights:  # a collective
+                    pass
+            if self._cfg.rollout.sleep is not None and torch.cuda.is_available():
+                torch.cuda.empty_cache()  # of its work nothing is in use now: engines that wake take the room
+            self._leader.barrier()
+        self._published = version, self._policy.version
+        if self._cfg.rollout.own_devices:
+            self.collector.call(lambda collector: _ahead(collector).announce(path, version))
+            return
+        with RECORDER.span(f"engines load weights {version}", "publication"):
+            late = self.collector.call(lambda collector: collector.publish(path, version))
+        for name, error in late:
+            self._records.alarm(
+                version, f"{name} did not wake ({error}); it was started again and has weights {version}"
+            )
+        self._asleep = False
+
+    def sleep(self) -> float:
+        """Engines on the trainer's GPUs give their memory to it, where so configured; return the seconds it took."""
+        began = time.monotonic()
+        if self._cfg.rollout.sleep is not None:
+            with RECORDER.span("engines go to sleep", "publication"):
+                freed = self.collector.call(lambda collector: collector.sleep())
+            self._asleep = True
+            _log.info("the engines sleep: %.1f GB freed", freed / 1e9)
+        return time.monotonic() - began
+
+    # --- groups ----------------------------------------------------------------------------------------------------
+
+    def collect(self, metrics: Metrics) -> JudgedGroups:
+        """Return the groups of this step, with the tokens of the rows that this data rank trains on.
+
+        Where engines have their own devices, they begin with the next step's.
+        """
+        step = metrics.step
+        batch, mine = self.collector.share(partial(self._take, step))
+        report_rollout(metrics, batch)
+        if self._cfg.rollout.sleep is not None:
+            metrics.put("time/rollout/sleep_s", self.sleep())
+        if self._cfg.data.retire_after is not None:
+            self._retire(metrics, batch)
+        if self._goes_ahead(step):
+            self.collector.call(lambda collector: _ahead(collector).begin_next(step + 1, step - 1))
+        return mine
+
+    def _take(self, step: int, collector: Collector) -> list[_Dealt]:
+        """On rank 0: return the batch of a step as each data rank gets it."""
+        batch = collector.take(step, step - 1)
+        self._records.rollouts(step, batch.groups, collector.judged_text)
+        judged, account = JudgedGroups.of(batch.groups), batch.account()
+        updates = judged.rows_of_updates(self._cfg.trainer.grpo.updates_per_step, self._policy.data_size)
+        return [(account, mine) for mine in judged.dealt([torch.cat(rows).tolist() for rows in updates])]
+
+    def await_next(self, metrics: Metrics) -> None:
+        """Return when the batch that is collected while this step trains is complete."""
+        if self._goes_ahead(metrics.step):
+            with metrics.phase("ahead"):
+                idle_s = self.collector.call(lambda collector: _ahead(collector).finish_next())
+            metrics.put("time/ahead/engines_wait_s", idle_s)
+
+    def _goes_ahead(self, step: int) -> bool:
+        """Return whether the next step's batch is collected while this step trains."""
+        return self._cfg.rollout.own_devices and step < self._cfg.trainer.grpo.max_steps
+
+    def _retire(self, metrics: Metrics, batch: CollectedBatch) -> None:
+        """Count solved prompts: on every rank, so that all know how many are retired; rank 0 draws by it."""
+        before = self._prompts.retired
+        retired = self._prompts.observe(batch.outcomes)
+        metrics.put("data/retired", retired)
+        if retired < before:
+            self._records.alarm(metrics.step, "every training prompt was solved often enough to retire: all come back")
+
+    def drop(self) -> None:
+        """Groups that were left for the next step are not trained on."""
+        self.collector.call(lambda collector: collector.drop())
+
+    # --- in a checkpoint -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.collector.call(lambda collector: collector.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.collector.call(lambda collector: collector.load_state_dict(state))
+
+    def carry(self, state: dict[str, Any]) -> None:
+        """Begin a stage with what the stage before, whose state this is, knew of the tasks."""
+        self.collector.call(lambda collector: collector.keep_rates.load_state_dict(state["keep_rates"]))
+
+
+def _ahead(collector: Collector) -> OneStepOff:
+    assert isinstance(collector, OneStepOff)
+    return collector

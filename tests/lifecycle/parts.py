@@ -1,0 +1,47 @@
+"""The parts of a run that validate, reset and record, in one process, around a policy that only counts.
+
+Engines, rewards and checkpoints are not there: what they do with the real parts is tested by whole runs.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from nemo_prorl.config import Config, DeadlinesConfig, ResetsConfig
+from nemo_prorl.leader import Leader
+from nemo_prorl.lifecycle.records import Records
+from nemo_prorl.lifecycle.resets import Resets
+from nemo_prorl.lifecycle.validation import Validation
+
+SHA = "0" * 64
+
+
+def leader() -> Leader:
+    """Return the leader of a single rank."""
+    return Leader(DeadlinesConfig(), data_rank=0)
+
+
+class NoCheckpoints:
+    """Stands in for checkpoints that are written at once and none of which is kept."""
+
+    def save(self, step: int, wait: bool = False) -> None: ...
+    def wait(self) -> None: ...
+    def has(self, step: int) -> bool:
+        return False
+
+    def load_policy(self, step: int) -> None:
+        raise AssertionError(step)
+
+
+class Parts:
+    """Records, validation and resets of a run directory."""
+
+    def __init__(self, folder: Path, config: ResetsConfig | None = None, kl_allowed: float = 0.0) -> None:
+        folder.mkdir(exist_ok=True)
+        policy: Any = SimpleNamespace(set_reference=int, reset_optimizer=int, reference_sha256=lambda: SHA)
+        nothing: Any = None
+        self.records = Records(Config(stage="none"), folder, writes=True)
+        self.validation = Validation(Config(), [], nothing, self.records)
+        self.resets = Resets(
+            config or ResetsConfig(), kl_allowed, policy, nothing, self.validation, self.records, leader()
+        )

@@ -1,42 +1,59 @@
-"""What every test may use."""
+"""What every test may use, and how tests are shared out over the workers of `make test`."""
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import whole_runs
-from tests.background import Background
-from tests.policy.started import run_ranks, run_te_ranks
-from tests.rewards.attack_runs import run_attacks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
 
-
+# Files that take longest, begun first so that the workers end together.  Files of one row share a run, an engine or
+# ranks, which one worker starts once.
 LONG = (
-    "attacked",
-    "ranks",
-    "te_ranks",
-    "undisturbed",
-    "on_four_nodes",
-    "stage_run",
-    "disturbed",
-)  # in the order in which they are done
+    ("tests/test_main_job.py", "tests/cluster/test_whole_run.py"),
+    ("tests/policy/test_layouts.py", "tests/policy/test_half.py", "tests/policy/test_checkpoints.py"),
+    (
+        "tests/rollout/test_engine.py",
+        "tests/rollout/test_collector.py",
+        "tests/rollout/test_float32_head.py",
+        "tests/rollout/test_sleep.py",
+    ),
+    ("tests/rewards/test_attacks.py",),
+    ("tests/policy/test_te.py",),
+)
+
+
+def place(nodeid: str) -> int:
+    """Return the row of LONG that a test is in; the number of rows if it is in none."""
+    file = nodeid.split("::")[0]
+    return next((row for row, files in enumerate(LONG) if file in files), len(LONG))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What waits for a long run comes last, when it is done."""
+    """Put the long files first."""
+    items.sort(key=lambda item: place(item.nodeid))
 
-    def needs(item: pytest.Item) -> int:
-        names = getattr(item, "fixturenames", ())
-        return max((LONG.index(name) + 1 for name in names if name in LONG), default=0)
 
-    items.sort(key=needs)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each worker whole files, and all files of a row of LONG, in the order of the items."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class WholeFiles(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            row = place(nodeid)
+            return str(LONG[row][0]) if row < len(LONG) else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False
+    return WholeFiles(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -45,55 +62,30 @@ def root() -> Path:
     return ROOT
 
 
-@pytest.fixture(scope="session", autouse=True)
-def background(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Background]:
-    """The long runs that the selected tests need, under way from now on."""
-    runs = Background()
-    wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
-    if "attacked" in wanted:
-        runs.start("attacked", run_attacks, ROOT, tmp_path_factory.mktemp("attacked"), lane="sleeps")
-    if "ranks" in wanted:
-        runs.start("ranks", run_ranks, ROOT, tmp_path_factory.mktemp("ranks"))
-    if "te_ranks" in wanted:
-        runs.start("te_ranks", run_te_ranks, ROOT, tmp_path_factory.mktemp("te_ranks"))
-    if (ROOT / ".venv" / "rollout").is_dir():
-        folder = tmp_path_factory.mktemp("job")
-        if "undisturbed" in wanted:
-            runs.start("undisturbed", whole_runs.run_undisturbed, ROOT, folder)
-        of_it = {
-            "on_four_nodes": whole_runs.run_on_four_nodes,
-            "stage_run": whole_runs.run_stage,
-            "disturbed": whole_runs.run_disturbed,
-        }
-        for name, run in of_it.items():
-            if name in wanted:
-                runs.start(name, run, ROOT, folder / "undisturbed")
-    yield runs
-    runs.close()
-
-
-def result_of(background: Background, name: str) -> Path:
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the whole runs that several tests look at."""
     if not (ROOT / ".venv" / "rollout").is_dir():
         pytest.skip("no rollout environment: make setup")
-    return background.result(name)
+    return tmp_path_factory.mktemp("job")
 
 
 @pytest.fixture(scope="session")
-def undisturbed(background: Background) -> Path:
+def undisturbed(runs: Path) -> Path:
     """A finished run."""
-    return result_of(background, "undisturbed")
+    return whole_runs.run_undisturbed(ROOT, runs)
 
 
 @pytest.fixture(scope="session")
-def disturbed(undisturbed: Path, background: Background) -> Path:
+def disturbed(undisturbed: Path) -> Path:
     """The same run, killed in several ways and resumed each time."""
-    return result_of(background, "disturbed")
+    return whole_runs.run_disturbed(ROOT, undisturbed)
 
 
 @pytest.fixture(scope="session")
-def stage_run(undisturbed: Path, background: Background) -> Path:
+def stage_run(undisturbed: Path) -> Path:
     """A stage that begins from the finished run and was stopped."""
-    return result_of(background, "stage_run")
+    return whole_runs.run_stage(ROOT, undisturbed)
 
 
 @pytest.fixture

@@ -160,10 +160,3 @@ def run_stage(root: Path, undisturbed: Path) -> Path:
     job.process.send_signal(signal.SIGTERM)
     assert job.wait(120) == 75, job.text()
     return job.run_dir
-
-
-def run_on_four_nodes(_: Path, undisturbed: Path) -> Path:
-    """Its first steps as a job of an emulated cluster."""
-    from tests.cluster.whole import run_on_nodes  # torch
-
-    return run_on_nodes(undisturbed, "on_four_nodes", 4)

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from nemo_prorl.deadlines import Deadline
-from tests.background import Background
 from tests.cluster.conftest import unless_there_is_no_slurm
 from tests.cluster.emulated import Ended, cluster
 from tests.cluster.whole import STEPS, recorded, run_on_nodes, saved_tensors
@@ -29,10 +28,10 @@ OTHER = ("max_abs", "max_ratio", "min_ratio", "padding")
 
 
 @pytest.fixture(scope="session")
-def on_four_nodes(undisturbed: Path, background: Background) -> Path:
+def on_four_nodes(undisturbed: Path) -> Path:
     """The small run's first steps on four nodes: four data-parallel ranks, an engine and a reward server a node."""
     unless_there_is_no_slurm()
-    return background.result("on_four_nodes")
+    return run_on_nodes(undisturbed, "on_four_nodes", 4)
 
 
 def assert_same_maths(one: Path, other: Path, steps: int = STEPS) -> None:

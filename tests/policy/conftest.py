@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.background import Background
+from tests.policy.started import run_ranks, run_te_ranks
 
 
 @pytest.fixture(scope="session")
-def ranks(background: Background) -> Path:
+def ranks(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which `ranks.py` wrote what the real actor computes at each layout."""
-    return background.result("ranks")
+    return run_ranks(root, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="session")
-def te_ranks(background: Background) -> Path:
+def te_ranks(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which `te_ranks.py` wrote what the real actor does on a stand-in for Transformer Engine."""
-    return background.result("te_ranks")
+    return run_te_ranks(root, tmp_path_factory.mktemp("te_ranks"))
 
 
 @pytest.fixture(scope="session")

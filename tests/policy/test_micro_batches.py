@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nemo_prorl.batch import Batch
-from nemo_prorl.policy.micro_batches import MOST_PADDING, Limits, _cheapest_at, deal, split_rows
+from nemo_prorl.micro_batches import MOST_PADDING, Limits, _cheapest_at, deal, split_rows
 
-RECORDED = json.loads((Path(__file__).parents[1] / "benchmarks" / "results" / "lengths-laptop.json").read_text())
+RECORDED = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "lengths-laptop.json").read_text())
 
 
 def long_tail(rows: int, seed: int) -> list[int]:

@@ -46,7 +46,7 @@ def judge(condition: str) -> list[str]:
     return [*becomes, sys.executable, str(OWN / "judge.py"), str(_AT_ONCE)]
 
 
-def run_attacks(root: Path, out: Path) -> Path:
+def run_attacks(out: Path) -> Path:
     """The given programs, all as root and a part as a user: the folder of what the runner said, CONDITION.json."""
     for condition, options in (("root", ()), ("user", ("--only", *_AS_USER))):
         done = attack(GIVEN, judge(condition), *options)

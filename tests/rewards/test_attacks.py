@@ -13,8 +13,7 @@ import pytest
 from nemo_prorl.rewards.interface import Program
 from nemo_prorl.rewards.sandbox import client, levels, zygote
 from nemo_prorl.rewards.sandbox.client import ProcessSandbox, SandboxFailure
-from tests.background import Background
-from tests.rewards.attack_runs import GIVEN, OWN, attack, judge
+from tests.rewards.attack_runs import GIVEN, OWN, attack, judge, run_attacks
 
 
 def cases_of(folder: Path) -> list[dict[str, object]]:
@@ -22,9 +21,9 @@ def cases_of(folder: Path) -> list[dict[str, object]]:
 
 
 @pytest.fixture(scope="session")
-def attacked(background: Background) -> Path:
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the given programs did to the sandbox."""
-    return background.result("attacked")
+    return run_attacks(tmp_path_factory.mktemp("attacked"))
 
 
 @pytest.mark.parametrize("condition", ["root", "user"])

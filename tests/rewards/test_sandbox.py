@@ -374,7 +374,7 @@ def test_nothing_outlives_its_caller(level: str, tmp_path: Path, monkeypatch: py
 
 def test_many_programs_leave_nothing(box: ProcessSandbox) -> None:
     assert box._process is not None
-    keeper = box._process.pid  # not this process: runs in the background come and go below it
+    keeper = box._process.pid
 
     def state() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(descendants(keeper))

@@ -52,7 +52,7 @@ def padded_positions(lengths: Sequence[int], parts: Sequence[Sequence[int]], lim
 
 def table(lengths: list[int], ranks: int, schemes: dict[str, Any]) -> Iterator[str]:
     """A line for each scheme: padding, micro-batches of a rank, and the slowest rank's positions."""
-    from nemo_prorl.policy.micro_batches import deal, split_rows
+    from nemo_prorl.micro_batches import deal, split_rows
 
     yield f"{'':44s} {'padding':>8s} {'micro-batches':>14s} {'positions':>10s} {'slowest rank':>13s} {'made in':>13s}"
     in_turn = [list(range(rank, len(lengths), ranks)) for rank in range(ranks)]
@@ -110,7 +110,7 @@ def timed(lengths: list[int], schemes: dict[str, Any], rounds: int) -> Iterator[
 
 
 def main() -> None:
-    from nemo_prorl.policy.micro_batches import Limits
+    from nemo_prorl.micro_batches import Limits
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, help="a run directory with stored rollouts")

@@ -8,13 +8,12 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.launcher import chain_slurm
+from nemo_prorl.launcher.chain_slurm import ChainStage
 from nemo_prorl.launcher.slurm import CLUSTER
 from nemo_prorl.lifecycle.records import Journal
 
@@ -40,8 +39,6 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """The exit code of the first stage that does not end with 0; else 0.  Raises ConfigError before anything starts."""
     if not args.here:
-        from nemo_prorl.launcher import chain_slurm
-
         root = chain_slurm.project_root()
         folder, stages = read_chain(args.stages, args.overrides, root)
         if all(stage.finished for stage in stages):
@@ -60,29 +57,7 @@ def _given(args: argparse.Namespace, key: str) -> bool:
     return getattr(args, key.replace("-", "_")) is not None
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A stage as it will run: its overrides but for `stage=NAME`, and the checked configuration that they make."""
-
-    name: str
-    overrides: list[str]
-    cfg: DictConfig
-
-    @property
-    def run_dir(self) -> Path:
-        return Path(self.cfg.run_dir)
-
-    @property
-    def finished(self) -> bool:
-        """Whether nothing is left to do."""
-        try:
-            summary = json.loads((self.run_dir / "summary.json").read_text())
-        except (OSError, ValueError):
-            return False
-        return bool(summary["finished"] and summary["step"] >= self.cfg.trainer.grpo.max_steps)
-
-
-def read_chain(text: str, overrides: Sequence[str], root: Path | None = None) -> tuple[Path, list[Stage]]:
+def read_chain(text: str, overrides: Sequence[str], root: Path | None = None) -> tuple[Path, list[ChainStage]]:
     """The chain's folder and the stages that `--stages` names; raises ConfigError where one is wrong.
 
     `root`: where they will run, if not here but as Slurm jobs.  Then the chain's own paths become absolute, other
@@ -106,11 +81,11 @@ def read_chain(text: str, overrides: Sequence[str], root: Path | None = None) ->
     with contextlib.chdir(root or Path.cwd()):
         for name in names:
             words = [f"run_dir={folder / name}", *rest, *(first if name == names[0] else [])]
-            stages.append(Stage(name, words, settings.load_run([f"stage={name}", *default, *words])))
+            stages.append(ChainStage(name, words, settings.load_run([f"stage={name}", *default, *words])))
     return folder, stages
 
 
-def _run_here(folder: Path, stages: Sequence[Stage], dry_run: bool) -> int:
+def _run_here(folder: Path, stages: Sequence[ChainStage], dry_run: bool) -> int:
     from nemo_prorl import settings
     from nemo_prorl.launcher import job
 
@@ -145,7 +120,7 @@ def stage_names(text: str, known: Sequence[str]) -> list[str]:
 
 def tell(folder: Path, names: Sequence[str]) -> None:
     """Prints the stages as a table and draws FOLDER/curves.png."""
-    runs = [_Run(folder / name) for name in names]
+    runs = [_StageResults(folder / name) for name in names]
     rows = [("stage", "steps", "n", "tasks", "held-out before", "after", "entropy", "KL", "tokens", "hard resets")]
     for name, one in zip(names, runs, strict=True):
         heldout, metrics = one.summary["heldout"], one.metrics
@@ -171,7 +146,7 @@ def tell(folder: Path, names: Sequence[str]) -> None:
     sys.stdout.write(f"curves: {picture}\n")
 
 
-class _Run:
+class _StageResults:
     """What a finished stage wrote."""
 
     def __init__(self, folder: Path) -> None:
@@ -193,7 +168,7 @@ def _is_task(key: str) -> bool:
     return key.startswith("reward/") and key not in ("reward/all", "reward/shaped")
 
 
-def draw(names: Sequence[str], runs: Sequence[_Run], path: Path) -> None:
+def draw(names: Sequence[str], runs: Sequence[_StageResults], path: Path) -> None:
     """The chain as a picture, as the paper's Figure 1: one axis of steps, stages and resets marked."""
     import matplotlib
 

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from omegaconf import DictConfig
+
 import nemo_prorl
 from nemo_prorl.errors import ConfigError, ProrlError, UnfitMachine
 from nemo_prorl.lifecycle.records import write_json
 
 if TYPE_CHECKING:
     from nemo_prorl.config import Config
-    from nemo_prorl.launcher.chain import Stage
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +46,28 @@ def project_root() -> Path:
 
 
 @dataclass(frozen=True)
+class ChainStage:
+    """A stage as it will run: its overrides but for `stage=NAME`, and the checked configuration that they make."""
+
+    name: str
+    overrides: list[str]
+    cfg: DictConfig
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.cfg.run_dir)
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to do."""
+        try:
+            summary = json.loads((self.run_dir / "summary.json").read_text())
+        except (OSError, ValueError):
+            return False
+        return bool(summary["finished"] and summary["step"] >= self.cfg.trainer.grpo.max_steps)
+
+
+@dataclass(frozen=True)
 class _Launch:
     """How the stages of one call are submitted: from which folder, and what their commands have in common."""
 
@@ -53,14 +76,14 @@ class _Launch:
     flags: list[str]
     container: list[str]
 
-    def command(self, stage: "Stage", before: str | None) -> list[str]:
+    def command(self, stage: ChainStage, before: str | None) -> list[str]:
         """`before`: the job that must end well first.  The user's flags come after ours, so that theirs count."""
         waits = [f"--dependency=afterok:{before}", "--kill-on-invalid-dep=yes"] if before else []
         ours = ["sbatch", "--parsable", f"--job-name={self.folder.name}-{stage.name}", *waits]
         return [*ours, *self.flags, SCRIPT, stage.name, *self.container, *stage.overrides]
 
 
-def launch(root: Path, folder: Path, stages: "Sequence[Stage]", args: argparse.Namespace) -> None:
+def launch(root: Path, folder: Path, stages: Sequence[ChainStage], args: argparse.Namespace) -> None:
     """Submits the stages that are not finished; `args` are those of `prorl launch`.
 
     Raises ConfigError where a stage has no beginning or is at work; UnfitMachine without a script or Slurm, and with
@@ -101,7 +124,7 @@ def launch(root: Path, folder: Path, stages: "Sequence[Stage]", args: argparse.N
     sys.stdout.write(f"`prorl status {shlex.quote(str(folder))}` tells where the chain is\n")
 
 
-def _submit(how: _Launch, todo: "Sequence[Stage]", record: dict[str, Any], held: dict[str, Any] | None) -> None:
+def _submit(how: _Launch, todo: Sequence[ChainStage], record: dict[str, Any], held: dict[str, Any] | None) -> None:
     """Submits stage by stage and writes down each at once; takes all of it back where one fails."""
     entries = {entry["stage"]: entry for entry in record["stages"]}
     jobs: list[str] = []
@@ -162,7 +185,7 @@ def _sbatch_flags(text: str | None) -> list[str]:
     return flags
 
 
-def _check_beginnings(todo: "Sequence[Stage]") -> None:
+def _check_beginnings(todo: Sequence[ChainStage]) -> None:
     """Raises ConfigError for a stage that follows none of those before it here and finds no finished one either.
 
     Its job would say so too, but only after waiting in the queue.
@@ -176,7 +199,7 @@ def _check_beginnings(todo: "Sequence[Stage]") -> None:
             origin(cast("Config", stage.cfg), stage.run_dir)
 
 
-def _refuse_those_at_work(todo: "Sequence[Stage]", record: dict[str, Any] | None) -> None:
+def _refuse_those_at_work(todo: Sequence[ChainStage], record: dict[str, Any] | None) -> None:
     """Raises ConfigError for a stage whose job waits or runs."""
     names = [stage.name for stage in todo]
     jobs = {e["job"]: e["stage"] for e in (record or {"stages": []})["stages"] if e["job"] and e["stage"] in names}
@@ -188,7 +211,7 @@ def _refuse_those_at_work(todo: "Sequence[Stage]", record: dict[str, Any] | None
         )
 
 
-def _rehearsal(how: _Launch, todo: "Sequence[Stage]") -> str:
+def _rehearsal(how: _Launch, todo: Sequence[ChainStage]) -> str:
     """What `launch` would call, as lines for a shell, and the script."""
     lines = [f"cd {shlex.quote(str(how.root))}"]
     before = None

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_prorl.policy.micro_batches import Limits, deal, split_rows
+from nemo_prorl.micro_batches import Limits, deal, split_rows
 
 
 @dataclass(frozen=True)

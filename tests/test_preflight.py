@@ -14,7 +14,7 @@ from nemo_prorl import preflight, rank, settings
 from nemo_prorl.algorithms.entropy import AdaptiveEntropy
 from nemo_prorl.batch import Batch, JudgedGroups
 from nemo_prorl.errors import EngineFailure
-from nemo_prorl.policy.micro_batches import Limits
+from nemo_prorl.micro_batches import Limits
 from nemo_prorl.preflight import Plan, Recorder, check_full, measure, random_groups, tried_rows
 from nemo_prorl.rollout.endpoints import Response, SamplingParams
 from nemo_prorl.trainer import Trainer, TrainerState, policy_loss

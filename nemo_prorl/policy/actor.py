@@ -32,8 +32,8 @@ from nemo_prorl.algorithms.diagnostics import merge, reduction
 from nemo_prorl.algorithms.logprobs import chunked_logprobs
 from nemo_prorl.batch import Batch
 from nemo_prorl.errors import NonFiniteUpdate
+from nemo_prorl.micro_batches import Limits
 from nemo_prorl.policy.host_memory import to_host
-from nemo_prorl.policy.micro_batches import Limits
 from nemo_prorl.policy.packing import PackedBatch
 from nemo_prorl.policy.weights import HFFolder, Shape, rule_of, sha256_of
 

@@ -60,7 +60,7 @@ def write(runs: list[Path], evaluations: list[Path], samples: int, out: Path | N
         raise ConfigError(f"--out {out}: is a folder; name the file to write, such as {out / 'report.html'}")
     temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(page(data, title_of(data)), encoding="utf-8")
+        temporary.write_text(page(data), encoding="utf-8")
         os.replace(temporary, out)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -72,10 +72,3 @@ def write(runs: list[Path], evaluations: list[Path], samples: int, out: Path | N
     size = out.stat().st_size
     _log.info("%s: %.1f MB", out, size / 1e6)
     return out
-
-
-def title_of(data: dict[str, Any]) -> str:
-    """The page's title: what it shows."""
-    names = [curve["name"] for curve in data["curves"]]
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"ProRL report: {shown}"

@@ -16,18 +16,25 @@ _SCRIPTS = ("base.js", "chart.js", "panels.js", "samples.js", "evaluation.js", "
 _TELLING = ("reward/all", "validation/all", "kl", "entropy", "rollout/response_tokens", "keep_rate/all", "time/step")
 
 
-def page(data: dict[str, Any], title: str) -> str:
+def page(data: dict[str, Any]) -> str:
     """The whole file; with `live` in the data, an address on the same server, it asks there for newer data."""
     script = '(() => {\n"use strict";\n' + "\n".join(_asset(name) for name in _SCRIPTS) + "})();\n"
     parts = {
         "policy": _policy(script, bool(data.get("live"))),
-        "title": html.escape(title),
+        "title": html.escape(_title(data)),
         "style": _asset("page.css"),
         "summary": _summary(data),
         "data": embedded(data),
         "script": script,
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))  # once: parts are not searched
+
+
+def _title(data: dict[str, Any]) -> str:
+    """Return the page's title: the names of what it shows."""
+    names = [curve["name"] for curve in data["curves"]]
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"ProRL report: {shown}"
 
 
 def embedded(data: Any) -> str:

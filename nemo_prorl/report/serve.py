@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.errors import ConfigError, ProrlError
-from nemo_prorl.report.cli import title_of
 from nemo_prorl.report.data import page_data
 from nemo_prorl.report.page import page
 from nemo_prorl.report.read import run_folders
@@ -39,7 +38,7 @@ _HEADERS = {
 }
 
 
-class Source:
+class PageSource:
     """The data of the page, read again when a file of a run changed; several threads may ask."""
 
     def __init__(self, runs: list[Path], evaluations: list[Path], samples: int) -> None:
@@ -77,7 +76,7 @@ class Source:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: "Server"
+    server: "ReportServer"
     server_version = "prorl"
     sys_version = ""
     protocol_version = "HTTP/1.1"
@@ -107,9 +106,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode())
             return
         if self.path == "/":
-            self._answer(
-                HTTPStatus.OK, page(data, title_of(data)).encode(), {"Content-Type": "text/html; charset=utf-8"}
-            )
+            self._answer(HTTPStatus.OK, page(data).encode(), {"Content-Type": "text/html; charset=utf-8"})
         elif self.headers.get("If-None-Match") == tag:
             self._answer(HTTPStatus.NOT_MODIFIED, b"", {"ETag": tag})
         else:
@@ -131,12 +128,12 @@ class _Handler(BaseHTTPRequestHandler):
         _log.debug(format, *args)
 
 
-class Server(ThreadingHTTPServer):
+class ReportServer(ThreadingHTTPServer):
     """Listens on 127.0.0.1 only."""
 
     daemon_threads = True
 
-    def __init__(self, source: Source, port: int) -> None:
+    def __init__(self, source: PageSource, port: int) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.source = source
         names = ("127.0.0.1", "localhost")
@@ -159,10 +156,10 @@ def serve(runs: list[Path], evaluations: list[Path], samples: int, port: int) ->
     """Prints the address and answers until it is interrupted.  Raises ConfigError before that, if anything is wrong."""
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port {port}: must be 1 to 65535, or 0 for any that is free")
-    source = Source(runs, evaluations, samples)
+    source = PageSource(runs, evaluations, samples)
     source.data()  # what is wrong with the arguments is said now
     try:
-        server = Server(source, port)
+        server = ReportServer(source, port)
     except OSError as error:
         raise ConfigError(
             f"--port {port}: {os.strerror(error.errno or 0)}; give another, or 0 for any free one"

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.rewards.discovery import discover, make_plugin
 from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest
+from nemo_prorl.rewards.options import add_server_arguments, add_unsafe, parse_settings
 from nemo_prorl.rewards.service import RewardService, plan_pools
 
 _log = logging.getLogger(__name__)
@@ -71,39 +72,6 @@ def run(args: argparse.Namespace) -> int:
     from nemo_prorl.rewards import server  # starlette and uvicorn take a while to import
 
     return asyncio.run(server.serve(args))
-
-
-def parse_settings(text: str) -> dict[str, dict[str, Any]]:
-    """Settings by plugin name, from an option's JSON."""
-    try:
-        settings = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
-    if not isinstance(settings, dict) or not all(isinstance(value, dict) for value in settings.values()):
-        raise argparse.ArgumentTypeError('must be an object by plugin name, such as {"math": {"time_budget_s": 3}}')
-    return settings
-
-
-def add_unsafe(parser: argparse.ArgumentParser) -> None:
-    text = "where no sandbox holds, run code of the model with all rights of this user"
-    parser.add_argument("--unsafe-no-sandbox", action="store_true", help=text)
-
-
-def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """The server's options, for `prorl rewards serve` and `python -m nemo_prorl.rewards.server`."""
-    parser.add_argument("--workers", type=int, default=1, help="worker processes, shared out; one a plugin at least")
-    parser.add_argument("--tasks", default="", help="comma-separated tasks to judge; default: all that are known")
-    parser.add_argument("--settings", type=parse_settings, default={}, help="JSON object: plugin name -> its settings")
-    parser.add_argument("--token-file", type=Path, required=True, help="file that holds the run's token")
-    parser.add_argument("--endpoint-file", type=Path, help="written when ready: address, process and state")
-    parser.add_argument("--host", default="127.0.0.1", help="the address to listen at")
-    parser.add_argument("--public-host", help="the name that the endpoint file gives; default: --host")
-    parser.add_argument("--port", type=int, default=0, help="0: any free one")
-    parser.add_argument("--parent-pid", type=int, help="end when this process ends")
-    parser.add_argument("--max-queue", type=int, default=8192, help="waiting requests a plugin; more get 429")
-    parser.add_argument("--worker-memory-mb", type=int, default=4096, help="private memory of a worker")
-    add_unsafe(parser)
-    parser.add_argument("--drain-s", type=int, default=20, help="seconds to finish what was begun when stopped")
 
 
 def _write(out: TextIO, text: str) -> None:

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nemo_prorl.errors import ConfigError, DataError
-from nemo_prorl.rewards.cli import add_unsafe, opened, parse_settings, printable
+from nemo_prorl.rewards.cli import opened, printable
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import FAILURES, RewardRequest
+from nemo_prorl.rewards.options import add_unsafe, parse_settings
 from nemo_prorl.rewards.service import RewardService, plan_pools
 
 _log = logging.getLogger(__name__)

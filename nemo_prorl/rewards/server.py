@@ -32,10 +32,10 @@ from starlette.routing import Route
 
 from nemo_prorl import tracing
 from nemo_prorl.errors import ConfigError, ProrlError
-from nemo_prorl.rewards.cli import add_server_arguments
 from nemo_prorl.rewards.connections import allow_connections
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest
+from nemo_prorl.rewards.options import add_server_arguments
 from nemo_prorl.rewards.service import RewardService, plan_pools
 
 _log = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ async def _as_known(futures: list["asyncio.Future[dict[str, Any]]"], keys: list[
         yield "".join(lines).encode()
 
 
-class _Server(uvicorn.Server):  # type: ignore[misc,unused-ignore]
+class _UvicornServer(uvicorn.Server):  # type: ignore[misc,unused-ignore]
     """Uvicorn whose signals are ours: it would end by re-raising SIGTERM instead of exiting with 0."""
 
     @contextlib.contextmanager
@@ -250,7 +250,7 @@ async def serve(args: argparse.Namespace) -> int:
         ws="none",
         timeout_keep_alive=75,  # longer than a client keeps an idle connection, so that it never meets a closed one
     )
-    server = _Server(config)
+    server = _UvicornServer(config)
     listener = socket.create_server((args.host, args.port), backlog=1024)
     # asyncio sets it only where the socket says TCP itself; without it a small answer waits 40 ms for an ACK
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

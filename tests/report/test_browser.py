@@ -303,7 +303,7 @@ def test_a_live_page_follows_the_run_and_stays_where_the_reader_is(
         server.server_close()
         await page.until("document.querySelector('#live-text').textContent.startsWith('The server does not answer')")
 
-    server = serve.Server(serve.Source([folder], [], 100), 0)
+    server = serve.ReportServer(serve.PageSource([folder], [], 100), 0)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from nemo_prorl import cli
-from nemo_prorl.report.cli import title_of
 from nemo_prorl.report.data import page_data
 from nemo_prorl.report.page import page
 from tests.report.made import HOSTILE, make_hostile, make_run, write_lines
@@ -52,7 +51,7 @@ class Elements(HTMLParser):
 
 def written(folder: Path, **options: Any) -> tuple[str, Elements]:
     data = page_data([folder], [], 100) | options
-    text = page(data, title_of(data))
+    text = page(data)
     return text, Elements(text)
 
 

@@ -16,13 +16,13 @@ import pytest
 
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.report import serve
-from nemo_prorl.report.serve import Server, Source
+from nemo_prorl.report.serve import PageSource, ReportServer
 from tests.report.made import make_run, metrics_line
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[Server]:
-    with Server(Source([folder], [], 10), 0) as server:
+def served(folder: Path) -> Iterator[ReportServer]:
+    with ReportServer(PageSource([folder], [], 10), 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:
@@ -33,12 +33,14 @@ def served(folder: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def server(tmp_path: Path) -> Iterator[ReportServer]:
     with served(make_run(tmp_path / "run", 3)) as one:
         yield one
 
 
-def ask(server: Server, path: str = "/", method: str = "GET", **headers: str) -> tuple[int, bytes, dict[str, str]]:
+def ask(
+    server: ReportServer, path: str = "/", method: str = "GET", **headers: str
+) -> tuple[int, bytes, dict[str, str]]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
     try:
         connection.request(method, path, headers=headers)
@@ -48,11 +50,11 @@ def ask(server: Server, path: str = "/", method: str = "GET", **headers: str) ->
         connection.close()
 
 
-def test_it_listens_on_loopback_only(server: Server) -> None:
+def test_it_listens_on_loopback_only(server: ReportServer) -> None:
     assert server.socket.getsockname()[0] == "127.0.0.1"
 
 
-def test_the_page_and_its_data(server: Server) -> None:
+def test_the_page_and_its_data(server: ReportServer) -> None:
     status, body, headers = ask(server)
     assert status == 200
     assert b'"live":"/data.json"' in body
@@ -64,7 +66,7 @@ def test_the_page_and_its_data(server: Server) -> None:
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1", "127.0.0.1.evil.example:PORT", "", "localhost:1"])
-def test_other_hosts_are_refused(server: Server, host: str) -> None:
+def test_other_hosts_are_refused(server: ReportServer, host: str) -> None:
     for path in ("/", "/data.json"):
         status, body, _ = ask(server, path, Host=host.replace("PORT", str(server.server_port)))
         assert status == 421
@@ -72,11 +74,11 @@ def test_other_hosts_are_refused(server: Server, host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LOCALHOST"])
-def test_this_machine_is_answered(server: Server, host: str) -> None:
+def test_this_machine_is_answered(server: ReportServer, host: str) -> None:
     assert ask(server, Host=f"{host}:{server.server_port}")[0] == 200
 
 
-def test_a_request_with_two_hosts_or_none_is_refused(server: Server) -> None:
+def test_a_request_with_two_hosts_or_none_is_refused(server: ReportServer) -> None:
     for hosts in ("", f"Host: localhost:{server.server_port}\r\nHost: evil.example\r\n"):
         with socket.create_connection(("127.0.0.1", server.server_port), 10) as connection:
             connection.sendall(f"GET / HTTP/1.1\r\n{hosts}Connection: close\r\n\r\n".encode())
@@ -87,14 +89,14 @@ def test_a_request_with_two_hosts_or_none_is_refused(server: Server) -> None:
     "path",
     ["/../config.yaml", "/config.yaml", "//etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/data.json/..", "/?a", "/x"],
 )
-def test_no_path_leads_to_a_file(server: Server, path: str) -> None:
+def test_no_path_leads_to_a_file(server: ReportServer, path: str) -> None:
     status, body, _ = ask(server, path)
     assert status == 404
     assert body == b"there is / and /data.json\n"
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE"])
-def test_only_get_is_answered(server: Server, method: str) -> None:
+def test_only_get_is_answered(server: ReportServer, method: str) -> None:
     status, _, headers = ask(server, "/data.json", method)
     assert status == 405
     assert headers["allow"] == "GET"

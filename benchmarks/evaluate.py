@@ -27,7 +27,7 @@ from machine import describe
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.evaluation import models
 from nemo_prorl.evaluation.catalogue import Benchmark, choose, load_records
-from nemo_prorl.evaluation.run import Options, configuration, local_engines
+from nemo_prorl.evaluation.run import EvaluationOptions, configuration, local_engines
 from nemo_prorl.evaluation.sampling import Work, plan
 from nemo_prorl.evaluation.services import Services
 from nemo_prorl.evaluation.sources import LocalEngines
@@ -41,7 +41,7 @@ _BAR = 0.9
 class Ours:
     """The engines and the reward server of an evaluation, which stay up."""
 
-    def __init__(self, options: Options, prompts: int) -> None:
+    def __init__(self, options: EvaluationOptions, prompts: int) -> None:
         self.folder, self.benchmarks = options.out, options.benchmarks
         model = models.open_model(Path(options.model), options.out, "newest")
         assert model.folder is not None
@@ -178,7 +178,7 @@ def main() -> None:
         sampling = {"samples": args.samples, "context": context, "max_response": args.max_response}
         changed.append(one.changed(sampling))
     with tempfile.TemporaryDirectory() as text:
-        options = Options(args.model, tuple(changed), Path(text), overrides=tuple(args.overrides))
+        options = EvaluationOptions(args.model, tuple(changed), Path(text), overrides=tuple(args.overrides))
         ours = Ours(options, args.prompts)
         what = f"{args.samples} samples x {sum(map(len, ours.records.values()))} prompts, {args.repeats} rounds"
         rates = asyncio.run(measure(ours, str(Path(ours.cfg.rollout.python).absolute()), args.repeats))

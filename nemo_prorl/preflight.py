@@ -116,7 +116,7 @@ class Plan:
         return cls(**json.loads((run_dir / PLAN).read_text()))
 
 
-class Recorder:
+class TrialRecorder:
     """Time and memory of each part, in a file that is up to date whatever ends this process."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
@@ -166,7 +166,7 @@ def _memory() -> dict[str, int]:
 def measure(cfg: Config, run_dir: Path) -> None:
     """Do all parts, in a run directory that holds a Plan.  Raises what a part raises."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing to save
-    plan, recorder = Plan.read(run_dir), Recorder(run_dir, int(os.environ.get("RANK", 0)))
+    plan, recorder = Plan.read(run_dir), TrialRecorder(run_dir, int(os.environ.get("RANK", 0)))
     allowed, alarm = kl_after_reset(cfg), engine_gap_alarm(cfg)  # type: ignore[arg-type]
     _log.info("a reset's step may differ from its reference by %g a token; engine gaps above %g alarm", allowed, alarm)
     with recorder.part("build"):
@@ -193,7 +193,7 @@ def measure(cfg: Config, run_dir: Path) -> None:
         trainer.checkpoints.load_all(newest)
 
 
-def _train(trainer: Trainer, plan: Plan, recorder: Recorder) -> None:
+def _train(trainer: Trainer, plan: Plan, recorder: TrialRecorder) -> None:
     """Do the parts of a step that the trainer does.
 
     The first update is made before the others are measured, because the optimizer has no moments before it.
@@ -252,7 +252,7 @@ def random_groups(plan: Plan, vocab: int, seed: int) -> list[Group]:
     return [group(index) for index in range(plan.tried_prompts)]
 
 
-def _fill_engines(trainer: Trainer, run_dir: Path, plan: Plan, recorder: Recorder) -> None:
+def _fill_engines(trainer: Trainer, run_dir: Path, plan: Plan, recorder: TrialRecorder) -> None:
     """Fill the engines of this node at full context: prompts first, and then the last tokens of the same sequences.
 
     The second request finds its prompt in the prefix cache, as far as that holds all of them, so its time is that of

@@ -244,14 +244,14 @@ def _told_time(folder: Path, token: str) -> Iterator[tuple[str, int]]:
                     return
                 self.wfile.write(json.dumps(answer).encode() + b"\n")
 
-    class Server(socketserver.ThreadingTCPServer):
+    class Listener(socketserver.ThreadingTCPServer):
         daemon_threads = True
 
         def handle_error(self, request: object, client_address: object) -> None:
             """A node that breaks off is judged by what it printed."""
 
     host = own_address()
-    with Server((host, free_port(host)), Answers) as server:
+    with Listener((host, free_port(host)), Answers) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True, name="doctor")
         thread.start()
         try:

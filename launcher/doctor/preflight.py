@@ -67,8 +67,8 @@ SCARCE = 0.05  # of a device or a machine: less left is a warning
 
 
 @dataclass
-class Outcome:
-    """What a trial left.  `ranks`: the records of each rank (`preflight.Recorder`); `failures`: in words, none
+class TrialOutcome:
+    """What a trial left.  `ranks`: the records of each rank (`preflight.TrialRecorder`); `failures`: in words, none
     where all is well.  `first_free`, `lowest_free`: bytes of host memory before, and the least while it ran."""
 
     ranks: list[list[dict[str, Any]]]
@@ -186,7 +186,7 @@ class _Lowest:
         self._thread.join()
 
 
-def _try(trial: DictConfig, plan: "Plan", folder: Path) -> Outcome:
+def _try(trial: DictConfig, plan: "Plan", folder: Path) -> TrialOutcome:
     """Runs it.  Raises what a start raises before any process is there."""
     from nemo_prorl.launcher import job
     from nemo_prorl.settings import resolved_yaml
@@ -198,7 +198,7 @@ def _try(trial: DictConfig, plan: "Plan", folder: Path) -> Outcome:
     if code and not heard.failures:
         heard.failures.append(f"the trainer ended with status {code}")
     ranks = [_records(folder / f"preflight-{rank}.jsonl") for rank in range(trial.trainer.devices)]
-    return Outcome(ranks, heard.failures, memory.first, memory.lowest)
+    return TrialOutcome(ranks, heard.failures, memory.first, memory.lowest)
 
 
 def _records(file: Path) -> list[dict[str, Any]]:
@@ -208,7 +208,7 @@ def _records(file: Path) -> list[dict[str, Any]]:
 # --- judging ---------------------------------------------------------------------------------------------------------
 
 
-def judged(outcome: Outcome, plan: "Plan", trial: DictConfig, memory: Memory) -> Iterator[Check]:
+def judged(outcome: TrialOutcome, plan: "Plan", trial: DictConfig, memory: Memory) -> Iterator[Check]:
     """`trial`: the configuration that was tried; `memory`: what `planning.memory` says of it."""
     parts = parts_of(outcome.ranks)
     for part, facts in parts.items():
@@ -250,7 +250,7 @@ def said_of(part: str, facts: Mapping[str, Any]) -> str:
     return text + (f", {gb(facts['gpu_free'])} of the GPU free" if "gpu_free" in facts else "")
 
 
-def failure_judged(outcome: Outcome, trial: DictConfig) -> Check:
+def failure_judged(outcome: TrialOutcome, trial: DictConfig) -> Check:
     """Quotes the error, says in which part it came, and names the keys to change where it is want of memory."""
     part, text = _what_failed(outcome)
     killed, memory = _KILLED.search(text) is not None, _OUT_OF_MEMORY.search(text) is not None
@@ -264,7 +264,7 @@ def failure_judged(outcome: Outcome, trial: DictConfig) -> Check:
     return Check("preflight", "fail", text, "; or ".join(cures))
 
 
-def _what_failed(outcome: Outcome) -> tuple[str, str]:
+def _what_failed(outcome: TrialOutcome) -> tuple[str, str]:
     """(part, words): a rank's own error if it is of memory, or if none was killed; else what the supervisor says, with
     the line of the process's log that tells most."""
     errors = [record for records in outcome.ranks for record in records if record["event"] == "error"]
@@ -302,7 +302,7 @@ def device_judged(parts: Mapping[str, Mapping[str, Any]], memory: Memory) -> Che
     return Check("preflight", "pass", text)
 
 
-def host_judged(outcome: Outcome, parts: Mapping[str, Mapping[str, Any]], devices: int) -> Check:
+def host_judged(outcome: TrialOutcome, parts: Mapping[str, Mapping[str, Any]], devices: int) -> Check:
     part, peak = max(((name, facts["host_peak"]) for name, facts in parts.items()), key=lambda pair: pair[1])
     text = f"host memory: a rank held {gb(peak)} at most, in {part!r}; {gb(outcome.lowest_free)} of"
     text += f" {gb(outcome.first_free)} were left at least, beside {devices} ranks, engines and reward server"

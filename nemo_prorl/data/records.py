@@ -14,7 +14,7 @@ from nemo_prorl.errors import DataError
 _ROLES = ("system", "user", "assistant")
 
 
-class _Fault(Exception):
+class _FieldFault(Exception):
     """What is wrong with which field."""
 
 
@@ -22,12 +22,12 @@ def _need(holds: bool, field: str, value: Any, right: str) -> None:
     if not holds:
         shown = json.dumps(value, default=repr)
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        raise _Fault(f"field {field!r} is {shown}; it must be {right}")
+        raise _FieldFault(f"field {field!r} is {shown}; it must be {right}")
 
 
 def _has(obj: dict[str, Any], key: str, field: str, right: str) -> Any:
     if key not in obj:
-        raise _Fault(f"field {field!r} is missing; it must be {right}")
+        raise _FieldFault(f"field {field!r} is missing; it must be {right}")
     return obj[key]
 
 
@@ -46,7 +46,7 @@ def _texts(value: Any) -> bool:
 def _check_answer(truth: dict[str, Any]) -> None:
     """math and stem: `answer` (text or list) or `all_of`, with `tolerance`, `unit`, `options` where given."""
     if "answer" in truth and "all_of" in truth:
-        raise _Fault("field 'truth' has both 'answer' and 'all_of'; it must have one of them")
+        raise _FieldFault("field 'truth' has both 'answer' and 'all_of'; it must have one of them")
     if "all_of" in truth:
         _need(_texts(truth["all_of"]), "truth.all_of", truth["all_of"], "a list of answers, each a string")
     else:
@@ -67,7 +67,7 @@ def _check_code(truth: dict[str, Any]) -> None:
     """code: stdin tests, function tests (`fn_name`), or `asserts`; null fields, as of tables, are absent."""
     truth = {name: value for name, value in truth.items() if value is not None}
     if "tests" in truth and "asserts" in truth:
-        raise _Fault("field 'truth' has both 'tests' and 'asserts'; it must have one of them")
+        raise _FieldFault("field 'truth' has both 'tests' and 'asserts'; it must have one of them")
     if "asserts" in truth:
         _need(_texts(truth["asserts"]), "truth.asserts", truth["asserts"], "a list of assert statements")
     else:
@@ -150,7 +150,7 @@ def validate_record(obj: Any, where: str, tasks: Collection[str] | None = None) 
     """
     try:
         if not isinstance(obj, dict):
-            raise _Fault(f"a record must be a JSON object, not {type(obj).__name__}")
+            raise _FieldFault(f"a record must be a JSON object, not {type(obj).__name__}")
         record = {"source": "", "meta": {}, **obj}
         identity = _has(record, "id", "id", "a string, its own in the file")
         _need(_text(identity), "id", identity, "a string, not empty")
@@ -165,7 +165,7 @@ def validate_record(obj: Any, where: str, tasks: Collection[str] | None = None) 
         _need(isinstance(record["meta"], dict), "meta", record["meta"], "an object")
         if task in TRUTH_CHECKS:
             TRUTH_CHECKS[task](truth)
-    except _Fault as fault:
+    except _FieldFault as fault:
         raise DataError(f"{where}: {fault}") from None
     return record
 

@@ -99,10 +99,10 @@ def _run(
             raise ConfigError(f"--{name} {value}: must be at least 1")
     if not 0 <= seed < 2**63:
         raise ConfigError(f"--seed {seed}: must be in 0..2**63-1")
-    from nemo_prorl.evaluation.run import Options, evaluate
+    from nemo_prorl.evaluation.run import EvaluationOptions, evaluate
 
     return evaluate(
-        Options(
+        EvaluationOptions(
             model=model,
             benchmarks=benchmarks,
             out=args.out,

@@ -22,7 +22,7 @@ from nemo_prorl.evaluation.models import Model
 from nemo_prorl.evaluation.store import Store
 
 if TYPE_CHECKING:
-    from nemo_prorl.evaluation.sources import LocalEngines, Source
+    from nemo_prorl.evaluation.sources import LocalEngines, ResponseSource
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
 
 
 @dataclass(frozen=True)
-class Options:
+class EvaluationOptions:
     """What `prorl evaluate` was asked."""
 
     model: str
@@ -58,7 +58,7 @@ class Asked:
     store: Store
 
 
-def evaluate(options: Options) -> dict[str, Any]:
+def evaluate(options: EvaluationOptions) -> dict[str, Any]:
     """Makes or completes the evaluation in `options.out`; its results.json, as an object.
 
     Raises ConfigError, DataError and UnfitMachine before anything starts; StoppedCleanly where it was asked to stop.
@@ -93,7 +93,7 @@ def evaluate(options: Options) -> dict[str, Any]:
         return found
 
 
-def configuration(options: Options, folder: Path | None) -> DictConfig:
+def configuration(options: EvaluationOptions, folder: Path | None) -> DictConfig:
     """Engines, reward server and deadlines as a run has them, on this machine alone.
 
     `folder`: the model's Hugging Face folder; None: it is behind an address, or not exported yet.
@@ -170,7 +170,7 @@ def _asked(out: Path, benchmark: Benchmark, records: list[dict[str, Any]] | None
 # --- the work --------------------------------------------------------------------------------------------------------
 
 
-async def _work(options: Options, cfg: DictConfig, model: Model, asked: Sequence[Asked]) -> tuple[float, int]:
+async def _work(options: EvaluationOptions, cfg: DictConfig, model: Model, asked: Sequence[Asked]) -> tuple[float, int]:
     """Draws and judges what is missing; (seconds, tokens) of it."""
     from nemo_prorl.evaluation.sampling import Work, plan
     from nemo_prorl.evaluation.services import Services
@@ -207,7 +207,7 @@ async def _work(options: Options, cfg: DictConfig, model: Model, asked: Sequence
         await source.close()
 
 
-def _source(options: Options, cfg: DictConfig, model: Model) -> "Source":
+def _source(options: EvaluationOptions, cfg: DictConfig, model: Model) -> "ResponseSource":
     from nemo_prorl.evaluation.sources import Endpoint
 
     if model.folder is not None:

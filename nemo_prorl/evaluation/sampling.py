@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_prorl.evaluation.catalogue import Benchmark, Sampling
-from nemo_prorl.evaluation.sources import Reply, Source
+from nemo_prorl.evaluation.sources import Reply, ResponseSource
 from nemo_prorl.evaluation.store import Store
 from nemo_prorl.rollout.endpoints import response_seed
 
@@ -25,7 +25,7 @@ _Answer = tuple[int, str, str, bool]  # which store, prompt id, response, whethe
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredPlace:
     """Where a response belongs."""
 
     store: Store
@@ -41,15 +41,15 @@ class Draw:
     sampling: Sampling
     identity: str
     seeds: list[int] = field(default_factory=list)
-    places: list[list[Place]] = field(default_factory=list)
+    places: list[list[StoredPlace]] = field(default_factory=list)
 
 
 @dataclass
-class Plan:
+class EvaluationPlan:
     """What an evaluation still has to do."""
 
     draws: list[Draw]
-    unjudged: list[Place]
+    unjudged: list[StoredPlace]
     there: int  # responses that were there, or came from an equal one
 
     @property
@@ -63,18 +63,18 @@ def seed_of(run_seed: int, record: Mapping[str, Any], sample: int) -> int:
 
 
 def plan(
-    benchmarks: Sequence[tuple[Benchmark, Store, Sequence[dict[str, Any]]]], source: Source, run_seed: int
-) -> Plan:
+    benchmarks: Sequence[tuple[Benchmark, Store, Sequence[dict[str, Any]]]], source: ResponseSource, run_seed: int
+) -> EvaluationPlan:
     """Compares what is asked for with what is stored; copies what an equal piece of work has made already."""
     made = {(line["work"], line["seed"]): line for _, store, _ in benchmarks for line in store.lines.values()}
     draws: dict[str, Draw] = {}
-    waiting: dict[tuple[str, int], list[Place]] = {}
-    found = Plan([], [], 0)
+    waiting: dict[tuple[str, int], list[StoredPlace]] = {}
+    found = EvaluationPlan([], [], 0)
     for benchmark, store, records in benchmarks:
         for record in records:
             identity = source.identity(record, benchmark.sampling)
             for sample in range(benchmark.sampling.samples):
-                key, place = (record["id"], sample), Place(store, record, sample)
+                key, place = (record["id"], sample), StoredPlace(store, record, sample)
                 work = identity, seed_of(run_seed, record, sample)
                 line = store.lines.get(key)
                 if line is None and work in made:
@@ -97,16 +97,16 @@ def plan(
 class Work:
     """Does a plan.  Everything is stored the moment it is known, so a kill loses what was under way and no more."""
 
-    def __init__(self, source: Source, judge: Judge) -> None:
+    def __init__(self, source: ResponseSource, judge: Judge) -> None:
         self._source, self._judge = source, judge
         self._judging: set[asyncio.Task[None]] = set()
         self._verdicts: dict[_Answer, dict[str, Any]] = {}
-        self._unjudged: dict[_Answer, list[Place]] = {}  # by what is being judged
+        self._unjudged: dict[_Answer, list[StoredPlace]] = {}  # by what is being judged
         self.drawn = self.tokens = self.judged = 0
         self.seconds = 0.0
         self._failed: BaseException | None = None
 
-    async def do(self, todo: Plan) -> None:
+    async def do(self, todo: EvaluationPlan) -> None:
         """Raises what the source raises; what came before is stored."""
         began = time.monotonic()
         telling = asyncio.ensure_future(self._tell(todo, began))
@@ -153,7 +153,7 @@ class Work:
         if self._failed is not None:
             raise self._failed
 
-    def _start_judging(self, place: Place) -> None:
+    def _start_judging(self, place: StoredPlace) -> None:
         """An equal response to the same record takes over what the first one got."""
         line = place.store.lines[place.record["id"], place.sample]
         key: _Answer = (id(place.store), place.record["id"], line["response"], line["finished"])
@@ -178,11 +178,11 @@ class Work:
         for place in self._unjudged.pop(key):
             self._keep(place, verdict)
 
-    def _keep(self, place: Place, verdict: dict[str, Any]) -> None:
+    def _keep(self, place: StoredPlace, verdict: dict[str, Any]) -> None:
         place.store.judge(place.sample, verdict)
         self.judged += 1
 
-    async def _tell(self, todo: Plan, began: float) -> None:
+    async def _tell(self, todo: EvaluationPlan, began: float) -> None:
         while True:
             await asyncio.sleep(_TELL_EVERY_S)
             seconds = time.monotonic() - began

@@ -40,7 +40,7 @@ class Reply:
 OnReply = Callable[[int, Reply], None]
 
 
-class Source(Protocol):
+class ResponseSource(Protocol):
     """Draws responses."""
 
     at_a_time: int  # responses asked for at a time that keep it busy

@@ -43,7 +43,7 @@ _SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """A Qwen2 or Llama: what its sizes follow from."""
 
     layers: int
@@ -58,7 +58,7 @@ class Shape:
     qkv_bias: bool
 
     @classmethod
-    def of(cls, model: DictConfig, vocab: int) -> "Shape":
+    def of(cls, model: DictConfig, vocab: int) -> "ModelShape":
         divisor = model.make_vocab_size_divisible_by
         return cls(
             layers=model.num_layers,
@@ -192,26 +192,26 @@ def vocabulary(cfg: DictConfig) -> tuple[int, str]:
     return MADE_VOCABULARY, "assumed: the most that a tokenizer made for the data has"
 
 
-def linear_weights(shape: Shape, tp: int = 1) -> int:
+def linear_weights(shape: ModelShape, tp: int = 1) -> int:
     """Weights of one layer's matrix products on one tensor rank, without biases: what FP8 applies to."""
     attention = shape.hidden * (shape.queries + 2 * shape.kv) + shape.queries * shape.hidden
     return (attention + 3 * shape.hidden * shape.ffn) // tp
 
 
-def layer_parameters(shape: Shape, tp: int = 1) -> int:
+def layer_parameters(shape: ModelShape, tp: int = 1) -> int:
     """Of one layer on one tensor rank: q, k, v with their biases, output, gate, up, down; and both norms, whole."""
     biases = shape.queries + 2 * shape.kv if shape.qkv_bias else 0
     return linear_weights(shape, tp) + biases // tp + 2 * shape.hidden
 
 
-def parameters(shape: Shape, padded: bool = False) -> int:
+def parameters(shape: ModelShape, padded: bool = False) -> int:
     """Of the whole model: Hugging Face's count, or Megatron's with the padded vocabulary."""
     words = shape.padded_vocab if padded else shape.vocab
     embeddings = words * shape.hidden * (1 if shape.tied else 2)
     return shape.layers * layer_parameters(shape) + shape.hidden + embeddings
 
 
-def rank_parameters(shape: Shape, layout: Layout) -> int:
+def rank_parameters(shape: ModelShape, layout: Layout) -> int:
     """Of the fullest rank: a pipeline's first stage has the embedding, its last the output layer (tied: a copy)."""
     words = -(-shape.padded_vocab // layout.tp) * shape.hidden
     both_ends = layout.pp == 1 and not shape.tied
@@ -229,7 +229,7 @@ def activation_bytes(cfg: DictConfig) -> int:
     return weight_bytes(cfg)
 
 
-def layer_activations(cfg: DictConfig, shape: Shape, layout: Layout, tokens: int) -> int:
+def layer_activations(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens: int) -> int:
     """Bytes that one layer keeps of a micro-batch of `tokens` tokens for its backward pass.
 
     Korthikanti et al. (arXiv 2205.05198, sec. 4) count the tensors of a GPT layer: s b h (34 + 5 a s / h) bytes, over t
@@ -260,7 +260,7 @@ def layer_activations(cfg: DictConfig, shape: Shape, layout: Layout, tokens: int
     return int(tokens * per_token)
 
 
-def stage_activations(cfg: DictConfig, shape: Shape, layout: Layout, tokens: int) -> int:
+def stage_activations(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens: int) -> int:
     """Bytes that the layers of one pipeline stage keep of one micro-batch.
 
     Full recomputation keeps the input of each recomputed piece and, while that piece runs again, its layers
@@ -290,7 +290,7 @@ def micro_batch_budget(cfg: DictConfig) -> int | None:
     return None if value is None else int(value)
 
 
-def logits_bytes(cfg: DictConfig, shape: Shape, layout: Layout, tokens: int) -> tuple[int, int]:
+def logits_bytes(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens: int) -> tuple[int, int]:
     """(forward, backward) bytes of `algorithms.logprobs`: logits of logprob_chunk_tokens rows x logprob_chunk_words.
 
     Forward: float32 logits, twice where entropies are wanted, as old and reference log-probabilities always want them.
@@ -321,7 +321,7 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
     write.  A pipeline's first stage keeps one micro-batch for each stage (arXiv 2205.05198, sec. 4.2.3); its last has
     the logits.
     """
-    shape, layout = Shape.of(cfg.model, vocabulary(cfg)[0] if vocab is None else vocab), Layout.of(cfg)
+    shape, layout = ModelShape.of(cfg.model, vocabulary(cfg)[0] if vocab is None else vocab), Layout.of(cfg)
     grpo, size, act = cfg.trainer.grpo, weight_bytes(cfg), activation_bytes(cfg)
     mine, tokens = rank_parameters(shape, layout), micro_batch_tokens(cfg)
     master = FLOAT32 if size < FLOAT32 else 0
@@ -374,7 +374,7 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
     )
 
 
-def _engine(cfg: DictConfig, shape: Shape) -> dict[str, Any]:
+def _engine(cfg: DictConfig, shape: ModelShape) -> dict[str, Any]:
     """A vLLM engine's rank: weights, KV cache (keys and values of each layer; a rank has one group at least), and work.
 
     Work is what its start-up run needs: one layer's tensors of the largest batch of tokens, and the sampler's float32

@@ -15,7 +15,7 @@ from nemo_prorl.planning.memory import (
     micro_batch_tokens,
     micro_batch_words,
 )
-from nemo_prorl.planning.plan import NAMES, PAPER_GPU_HOURS, Chain, Stage
+from nemo_prorl.planning.plan import NAMES, PAPER_GPU_HOURS, Chain, PlannedStage
 
 
 def plan(cfg: DictConfig, chain: Chain) -> str:
@@ -100,7 +100,7 @@ def _stage_table(chain: Chain) -> str:
     return "".join(lines)
 
 
-def _changes(stage: Stage) -> str:
+def _changes(stage: PlannedStage) -> str:
     texts = []
     for key, value in stage.changes.items():
         text = ", ".join(map(str, value)) if isinstance(value, list) else _plain(value)

@@ -62,7 +62,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Stage:
+class PlannedStage:
     """One line of the table.  A stage whose configuration is refused has only the reason."""
 
     name: str
@@ -82,7 +82,7 @@ class Stage:
 class Chain:
     """The whole plan beside the rows of the run itself."""
 
-    stages: list[Stage]
+    stages: list[PlannedStage]
     totals: dict[str, float | None]
     rates: Rates
     devices: int
@@ -210,9 +210,9 @@ def plan_chain(cfg: DictConfig, overrides: list[str], rates: Rates, config_file:
     )
 
 
-def _stages(cfg: DictConfig, overrides: list[str], rates: Rates) -> list[Stage]:
+def _stages(cfg: DictConfig, overrides: list[str], rates: Rates) -> list[PlannedStage]:
     others = [text for text in overrides if text.lstrip("+").split("=")[0] != GROUP]
-    stages: list[Stage] = []
+    stages: list[PlannedStage] = []
     before: DictConfig | None = None
     for name in (option for option in settings.group_options()[GROUP] if option != "none"):
         try:
@@ -221,14 +221,16 @@ def _stages(cfg: DictConfig, overrides: list[str], rates: Rates) -> list[Stage]:
         except ConfigError as error:
             if cfg.stage != "none":
                 raise ConfigError(f"{name} of the same chain: {error}") from error
-            stages.append(Stage(name, False, refused=str(error)))
+            stages.append(PlannedStage(name, False, refused=str(error)))
             continue
         stages.append(_stage(now, before, name, name == cfg.stage, rates, memory))
         before = now
     return stages
 
 
-def _stage(cfg: DictConfig, before: DictConfig | None, name: str, chosen: bool, rates: Rates, memory: Memory) -> Stage:
+def _stage(
+    cfg: DictConfig, before: DictConfig | None, name: str, chosen: bool, rates: Rates, memory: Memory
+) -> PlannedStage:
     grpo = cfg.trainer.grpo
     responses = grpo.max_steps * grpo.prompts_per_step * grpo.samples_per_prompt
     longest = min(grpo.context_tokens - 1, grpo.max_response_tokens or grpo.context_tokens)
@@ -237,7 +239,7 @@ def _stage(cfg: DictConfig, before: DictConfig | None, name: str, chosen: bool, 
         estimated = responses * min(rates.mean_tokens, longest) * rates.generated_per_trained
     if rates.device_seconds_per_token is not None:
         hours = (bound if estimated is None else estimated) * rates.device_seconds_per_token / 3600
-    return Stage(
+    return PlannedStage(
         name=name,
         chosen=chosen,
         changes=_changes(before, cfg),
@@ -268,7 +270,7 @@ def _leaves(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
     return [leaf for key, value in tree.items() for leaf in _leaves(value, f"{prefix}.{key}" if prefix else str(key))]
 
 
-def _totals(stages: list[Stage]) -> dict[str, float | None]:
+def _totals(stages: list[PlannedStage]) -> dict[str, float | None]:
     """Sums over the stages that are not refused; None where a number is not known."""
     kept = [stage for stage in stages if stage.refused is None]
     totals: dict[str, float | None] = {}

@@ -52,7 +52,7 @@ NO_EXAMPLES = "the plugin gives no example: define examples(), or give --example
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckOutcome:
     """One check: "passed", "failed" or "skipped", and why; `mend` says how to make a failed one pass."""
 
     check: str
@@ -75,9 +75,9 @@ class Report:
     """The outcomes of all checks, in their order."""
 
     plugin: str
-    outcomes: list[Outcome]
+    outcomes: list[CheckOutcome]
 
-    def __getitem__(self, check: str) -> Outcome:
+    def __getitem__(self, check: str) -> CheckOutcome:
         return next(outcome for outcome in self.outcomes if outcome.check == check)
 
     @property
@@ -238,11 +238,11 @@ class _Skip(Exception):
     """Why a check could not be made."""
 
 
-class _Fault(Exception):
+class _CheckFailed(Exception):
     """What a check found."""
 
 
-def _outcome(trial: _Trial, check: str) -> Outcome:
+def _outcome(trial: _Trial, check: str) -> CheckOutcome:
     try:
         if check not in ("import", "start") and not trial.examples:
             raise _Skip(NO_EXAMPLES)
@@ -251,24 +251,24 @@ def _outcome(trial: _Trial, check: str) -> Outcome:
                 raise _Skip(trial.unfit)
             if trial.failed and check != "start":
                 raise _Skip("no worker starts")
-        return Outcome(check, "passed", _CHECKERS.get(check, _hostile)(trial, check))
+        return CheckOutcome(check, "passed", _CHECKERS.get(check, _hostile)(trial, check))
     except _Skip as why:
-        return Outcome(check, "skipped", str(why))
-    except _Fault as fault:
-        return Outcome(check, "failed", one_line(str(fault)), CHECKS[check])
+        return CheckOutcome(check, "skipped", str(why))
+    except _CheckFailed as fault:
+        return CheckOutcome(check, "failed", one_line(str(fault)), CHECKS[check])
 
 
 def _import(trial: _Trial, check: str) -> str:
     if trial.probe["import"] is None:
         raise _Skip(f"the plugin could not be tried: {trial.probe['failed']}")
     if trial.probe["import"]:
-        raise _Fault("importing its module " + "; ".join(trial.probe["import"]))
+        raise _CheckFailed("importing its module " + "; ".join(trial.probe["import"]))
     return "writes nothing, prints nothing, starts nothing, loads nothing heavy"
 
 
 def _start(trial: _Trial, check: str) -> str:
     if trial.failed:
-        raise _Fault(trial.failed)
+        raise _CheckFailed(trial.failed)
     if trial.unfit:
         raise _Skip(trial.unfit)
     return "a worker starts and prepares the plugin"
@@ -285,19 +285,19 @@ def _examples(trial: _Trial, check: str) -> str:
         if outcome in ("form", "killed"):
             continue  # other checks say so
         if outcome in ("raised", "died"):
-            raise _Fault(_shown(trial, case))
+            raise _CheckFailed(_shown(trial, case))
         good = verdict["score"] >= 1.0 - EXACT and verdict["correct"] is not False
         if case.kind == "good" and not good:
-            raise _Fault(f"{_shown(trial, case)}; it must be 1")
+            raise _CheckFailed(f"{_shown(trial, case)}; it must be 1")
         if case.kind == "bad" and (verdict["score"] >= 1.0 - EXACT or verdict["correct"]):
-            raise _Fault(f"{_shown(trial, case)}; it must be below 1, correct not true")
+            raise _CheckFailed(f"{_shown(trial, case)}; it must be below 1, correct not true")
     return f"{len(trial.examples)} good responses score 1, and {len(trial.examples)} bad ones less"
 
 
 def _form(trial: _Trial, check: str) -> str:
     for case in trial.cases:
         if _outcome_of(trial.first.get(case.id)) == "form":
-            raise _Fault(_shown(trial, case))
+            raise _CheckFailed(_shown(trial, case))
     return f"{len(trial.first)} results are well formed"
 
 
@@ -308,15 +308,17 @@ def _truth(trial: _Trial, check: str) -> str:
     for one, seen in zip(trial.trials, trial.probe["truths"], strict=True):
         where = f"{one.example}: truth.{one.key} {one.wrong}" if one.key else f"{one.example}: its truth"
         if seen["raised"] not in ("", "ValueError"):
-            raise _Fault(f"{where}: validate_truth raises {seen['raised']}: {seen['text']}")
+            raise _CheckFailed(f"{where}: validate_truth raises {seen['raised']}: {seen['text']}")
         if seen["raised"] and not one.key:
-            raise _Fault(f"{where} is refused: {seen['text']}")
+            raise _CheckFailed(f"{where} is refused: {seen['text']}")
         if seen["raised"] and one.key not in seen["text"]:
-            raise _Fault(f"{where}: refused without naming the field: {seen['text']}")
+            raise _CheckFailed(f"{where}: refused without naming the field: {seen['text']}")
         if one.key and one.wrong != "missing":
             accepted[one.example, one.key] = accepted.get((one.example, one.key), True) and not seen["raised"]
     if free := [f"{example}: truth.{key}" for (example, key), every in accepted.items() if every]:
-        raise _Fault(f"{free[0]} may be anything: null, true, -1.5, a string, a list and an object are all accepted")
+        raise _CheckFailed(
+            f"{free[0]} may be anything: null, true, -1.5, a string, a list and an object are all accepted"
+        )
     if not accepted:
         raise _Skip("the examples' truths have no field")
     return f"{len(accepted)} fields, each named where it is wrong"
@@ -327,11 +329,11 @@ def _thinking(trial: _Trial, check: str) -> str:
         verdict = trial.first.get(case.id)
         if verdict is None or verdict["score"] is None:
             if _outcome_of(verdict) in ("raised", "died"):
-                raise _Fault(_shown(trial, case))
+                raise _CheckFailed(_shown(trial, case))
             continue
         wanted = trial.first[case.equals]["score"] if case.equals else 0.0
         if wanted is not None and verdict["score"] != wanted:
-            raise _Fault(f"{_shown(trial, case)}; it must be {wanted}")
+            raise _CheckFailed(f"{_shown(trial, case)}; it must be {wanted}")
     return "what follows the last </think> is judged; an open <think> is no answer"
 
 
@@ -340,7 +342,7 @@ def _hostile(trial: _Trial, check: str) -> str:
     cases = trial.kind(check)
     bad = [case for case in cases if _outcome_of(trial.first.get(case.id)) in ("raised", "died")]
     if bad:
-        raise _Fault(f"{len(bad)} of {len(cases)} responses break it, such as {_shown(trial, bad[0])}")
+        raise _CheckFailed(f"{len(bad)} of {len(cases)} responses break it, such as {_shown(trial, bad[0])}")
     invalid = sum(_outcome_of(trial.first.get(case.id)) == "invalid" for case in cases)
     return f"{len(cases)} responses: all have a verdict, {invalid} of them invalid"
 
@@ -349,7 +351,9 @@ def _time(trial: _Trial, check: str) -> str:
     assert trial.spec is not None
     killed = [case for case in trial.cases if _outcome_of(trial.first.get(case.id)) == "killed"]
     if killed:
-        raise _Fault(f"{len(killed)} responses run over {trial.spec.budget_s:g} s, such as {_shown(trial, killed[0])}")
+        raise _CheckFailed(
+            f"{len(killed)} responses run over {trial.spec.budget_s:g} s, such as {_shown(trial, killed[0])}"
+        )
     slowest = max(trial.cases, key=lambda case: trial.seconds[case.id])
     limit = f"{trial.spec.budget_s:g} s of CPU, {WALL_FACTOR * trial.spec.budget_s:g} s in all"
     return f"slowest: {trial.seconds[slowest.id]:.2f} s ({slowest.label}); allowed: {limit}"
@@ -359,7 +363,7 @@ def _determinism(trial: _Trial, check: str) -> str:
     for case in trial.cases:
         first, second = trial.first.get(case.id), trial.second.get(case.id)
         if first is not None and second is not None and first != second:
-            raise _Fault(f"{case.label}: {_difference(first, second)}")
+            raise _CheckFailed(f"{case.label}: {_difference(first, second)}")
     if not trial.second:
         raise _Skip("no request has a verdict")
     return f"{len(trial.second)} requests have equal verdicts in another worker, order and hash seed"
@@ -376,7 +380,7 @@ def _concurrency(trial: _Trial, check: str) -> str:
     for name, verdict in trial.mixed:
         if verdict != trial.first[name]:
             label = next(case.label for case in trial.cases if case.id == name)
-            raise _Fault(f"{label}, beside others: {_difference(trial.first[name], verdict)}")
+            raise _CheckFailed(f"{label}, beside others: {_difference(trial.first[name], verdict)}")
     return f"{len(trial.mixed)} requests to two workers at once: no verdict changed"
 
 
@@ -384,7 +388,7 @@ def _network(trial: _Trial, check: str) -> str:
     if trial.plugin.needs_sandbox:
         raise _Skip("the plugin needs the sandbox, which has no network")
     if trial.probe["network"]:
-        raise _Fault("prepare() or score() uses the network: " + "; ".join(trial.probe["network"]))
+        raise _CheckFailed("prepare() or score() uses the network: " + "; ".join(trial.probe["network"]))
     if trial.probe["failed"]:
         raise _Skip(f"the plugin could not be tried: {trial.probe['failed']}")
     return "no address looked up, no connection made"

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from nemo_prorl import cli, settings
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.launcher.doctor import preflight
-from nemo_prorl.launcher.doctor.preflight import Outcome
+from nemo_prorl.launcher.doctor.preflight import TrialOutcome
 from nemo_prorl.planning.memory import memory_of
 from nemo_prorl.preflight import Plan
 from nemo_prorl.rollout.weights import WeightStore, weights_folder
@@ -138,7 +138,7 @@ def test_a_part_counts_when_all_ranks_ended_it_and_the_worst_of_them_is_told() -
 def test_a_failure_is_quoted_and_the_keys_to_change_are_named(
     ranks: list[list[dict[str, Any]]], said: str, text: str, cure: str
 ) -> None:
-    check = preflight.failure_judged(Outcome(ranks, [said], log=Path("/runs/preflight.log")), H100)
+    check = preflight.failure_judged(TrialOutcome(ranks, [said], log=Path("/runs/preflight.log")), H100)
     assert check.state == "fail"
     assert text in check.text
     assert cure in check.cure
@@ -147,13 +147,13 @@ def test_a_failure_is_quoted_and_the_keys_to_change_are_named(
 
 def test_on_a_cpu_the_machines_memory_is_named_too() -> None:
     what = "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
-    check = preflight.failure_judged(Outcome([error("update", what)], ["trainer-0 ended"]), LAPTOP)
+    check = preflight.failure_judged(TrialOutcome([error("update", what)], ["trainer-0 ended"]), LAPTOP)
     assert "model.micro_batch_size" in check.cure
     assert "--mem=0" in check.cure
 
 
 def test_what_ended_before_a_failure_is_told_and_no_estimate_follows() -> None:
-    outcome = Outcome([[*end("build"), *error("engines", "DeadlineExceeded: waited")]], ["trainer-0 ended"])
+    outcome = TrialOutcome([[*end("build"), *error("engines", "DeadlineExceeded: waited")]], ["trainer-0 ended"])
     checks = list(preflight.judged(outcome, plan(LAPTOP), LAPTOP, memory_of(LAPTOP)))
     assert [check.state for check in checks] == ["pass", "fail"]
 
@@ -176,7 +176,7 @@ def test_a_gpus_peak_is_held_against_the_plan_and_what_was_left(peak_share: floa
 
 @pytest.mark.parametrize(("lowest", "state"), [(10 * GB, "pass"), (GB, "warn")])
 def test_host_memory_that_is_nearly_gone_is_a_warning(lowest: int, state: str) -> None:
-    outcome = Outcome([], [], first_free=100 * GB, lowest_free=lowest)
+    outcome = TrialOutcome([], [], first_free=100 * GB, lowest_free=lowest)
     assert preflight.host_judged(outcome, {"update": {"host_peak": 3 * GB}}, 8).state == state
 
 

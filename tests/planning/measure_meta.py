@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_prorl import settings
-from nemo_prorl.planning.memory import Shape
+from nemo_prorl.planning.memory import ModelShape
 
 TOKENS = 8192
 H100 = ["cluster=h100_4x8", "pretrained_checkpoint.restore_from_path=null", "rollout.device_memory_gb=null"]
@@ -89,7 +89,7 @@ class Attention(torch.nn.Module):
         return out
 
 
-def model_of(shape: Shape, fused: bool) -> GPTModel:
+def model_of(shape: ModelShape, fused: bool) -> GPTModel:
     config = TransformerConfig(
         num_layers=shape.layers, hidden_size=shape.hidden, ffn_hidden_size=shape.ffn,
         num_attention_heads=shape.heads, num_query_groups=shape.groups, add_bias_linear=False,
@@ -135,7 +135,7 @@ def optimizer_bytes(model: torch.nn.Module) -> int:
 
 def measure(vocab: int, overrides: list[str]) -> dict[str, int]:
     cfg = settings.load([*H100, *overrides])
-    shape = Shape.of(cfg.model, vocab)
+    shape = ModelShape.of(cfg.model, vocab)
     with torch.device("meta"):
         model = model_of(shape, cfg.model.bias_activation_fusion)
         layers = model.decoder

@@ -27,8 +27,10 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def shape(layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: int, tied: bool, bias: bool) -> m.Shape:
-    return m.Shape(layers, hidden, ffn, heads, groups, hidden // heads, vocab, vocab, tied, bias)
+def shape(
+    layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: int, tied: bool, bias: bool
+) -> m.ModelShape:
+    return m.ModelShape(layers, hidden, ffn, heads, groups, hidden // heads, vocab, vocab, tied, bias)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,7 @@ def shape(layers: int, hidden: int, ffn: int, heads: int, groups: int, vocab: in
     ],
     ids=["qwen2-1.5b", "r1-distill-1.5b", "qwen2-0.5b", "qwen2-7b", "llama-3-8b"],
 )
-def test_parameters_are_those_of_published_models(model: m.Shape, published: int) -> None:
+def test_parameters_are_those_of_published_models(model: m.ModelShape, published: int) -> None:
     assert m.parameters(model) == published
 
 
@@ -138,7 +140,7 @@ def test_activations_are_within_the_papers_count_for_its_layer() -> None:
     fused = "model.bias_activation_fusion=true"
     cfg = settings.load([*H100, "model.num_query_groups=12", "model.ffn_hidden_size=6144", fused])
     one = m.Layout(1, 1, 1, False)
-    a_token = m.layer_activations(cfg, m.Shape.of(cfg.model, 151_936), one, 1) / 1536
+    a_token = m.layer_activations(cfg, m.ModelShape.of(cfg.model, 151_936), one, 1) / 1536
     masks = 1 + 1  # of the two dropouts
     swiglu = 2 * 4  # gate and up are both kept: 4 h more in 16 bits
     joined_values = 2 * 2  # queries and keys before rotation live on with the values
@@ -287,7 +289,7 @@ def test_weights_optimizer_fp8_copies_and_activations_are_those_of_megatrons_mod
     assert done.returncode == 0, done.stderr[-4000:]
     for overrides, measured in json.loads((tmp_path / "measured.json").read_text()).values():
         cfg = settings.load([*H100, "model.fp8=hybrid", "model.micro_batch_tokens=16384", *overrides])
-        memory, shape = m.memory_of(cfg, measured["vocab"]), m.Shape.of(cfg.model, measured["vocab"])
+        memory, shape = m.memory_of(cfg, measured["vocab"]), m.ModelShape.of(cfg.model, measured["vocab"])
         one = m.Layout(tp=1, pp=1, dp=1, sequence_parallel=False)
         assert m.rank_parameters(shape, one) == measured["parameters"]
         assert memory.weights == 2 * measured["parameters"]
@@ -357,7 +359,7 @@ def test_activations_and_checkpoints_are_those_of_the_real_actor(tmp_path: Path,
     overrides = [f"trainer.grpo.context_tokens={context}", f"model.micro_batch_size={rows}"]
     vocab = json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"]
     cfg = settings.load(overrides)
-    memory, shape = m.memory_of(cfg, vocab), m.Shape.of(cfg.model, vocab)
+    memory, shape = m.memory_of(cfg, vocab), m.ModelShape.of(cfg.model, vocab)
     assert m.parameters(shape, padded=True) == measured["megatron_parameters"]
     assert memory.weights == 4 * measured["megatron_parameters"]
     assert memory.activations == pytest.approx(measured["activations"], rel=0.03)

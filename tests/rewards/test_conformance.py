@@ -12,7 +12,7 @@ import pytest
 from nemo_prorl import cli
 from nemo_prorl.errors import ConfigError, DataError, UnfitMachine
 from nemo_prorl.rewards import conformance
-from nemo_prorl.rewards.conformance import CHECKS, Outcome, check_plugin
+from nemo_prorl.rewards.conformance import CHECKS, CheckOutcome, check_plugin
 from nemo_prorl.rewards.conformance_cases import make_cases, read_examples, shell
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import ENTRY_POINT_GROUP, Example
@@ -284,8 +284,8 @@ def test_hostile_texts_stand_where_the_answers_differ() -> None:
 
 
 def test_pytest_is_told_what_failed() -> None:
-    Outcome("form", "passed", "fine").require()
+    CheckOutcome("form", "passed", "fine").require()
     with pytest.raises(AssertionError, match="form: score is 2; do this"):
-        Outcome("form", "failed", "score is 2", "do this").require()
+        CheckOutcome("form", "failed", "score is 2", "do this").require()
     with pytest.raises(pytest.skip.Exception, match="no example"):
-        Outcome("form", "skipped", "no example").require()
+        CheckOutcome("form", "skipped", "no example").require()

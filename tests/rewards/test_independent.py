@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nemo_prorl.rewards.interface import Program, ProgramRun
-from nemo_prorl.rewards.sandbox.client import ProcessSandbox, _Run
+from nemo_prorl.rewards.sandbox.client import ProcessSandbox, _ProgramRun
 from nemo_prorl.rewards.sandbox.independent import independent
 
 ALONE = [
@@ -85,7 +85,7 @@ def both(
         patch.setattr(ProcessSandbox, "run_child", counted)
         with_it = box.run(program, passes)
         taken = children[0]
-        patch.setattr(_Run, "_ask_independent", lambda self, job, code: None)
+        patch.setattr(_ProgramRun, "_ask_independent", lambda self, job, code: None)
         without = box.run(program, passes)
     assert verdicts(with_it) == verdicts(without)
     assert with_it.details == without.details

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from nemo_prorl.rollout.endpoints import response_seed
-from nemo_prorl.rollout.engine.requests import BadRequest, Limits, parse_generate, parse_weights, seed_of
+from nemo_prorl.rollout.engine.requests import BadRequest, ModelLimits, parse_generate, parse_weights, seed_of
 from nemo_prorl.rollout.engine.weights import Shapes, UnfitWeights, check_fits, read_header, shapes_of_model
 
-LIMITS = Limits(context_tokens=512, vocab_size=512, stop_token_ids=(2,))
+LIMITS = ModelLimits(context_tokens=512, vocab_size=512, stop_token_ids=(2,))
 GOOD = {"prompt": [5, 6], "max_tokens": 4}
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

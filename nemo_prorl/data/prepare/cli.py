@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _options(arguments: argparse.Namespace) -> Any:
     """Checked against each other; raises ConfigError that names the option."""
-    from nemo_prorl.data.prepare.job import Options
+    from nemo_prorl.data.prepare.job import PrepareOptions
     from nemo_prorl.data.prepare.sources import source_of
 
     source = source_of(arguments.source)
@@ -103,7 +103,7 @@ def _options(arguments: argparse.Namespace) -> Any:
             raise ConfigError(f"--{option.replace('_', '-')} {getattr(arguments, option)}: must be at least 1")
     if not 0 <= arguments.overlap <= 1:
         raise ConfigError(f"--overlap {arguments.overlap:g}: must be from 0 (any words in a row count) to 1")
-    return Options(
+    return PrepareOptions(
         source=source,
         origin=arguments.origin,
         out=arguments.out,

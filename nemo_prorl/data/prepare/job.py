@@ -27,7 +27,7 @@ ALL = -1
 
 
 @dataclass(frozen=True)
-class Options:
+class PrepareOptions:
     """What the command line says.  `origin`: a path, `hub`, or None where the source is made here.
 
     `size`, `check`: None means all; `holdout`: None means what the source is for, `ALL` all.
@@ -73,7 +73,7 @@ class Item:
 class Preparation:
     """What is kept, what is dropped and why, and what the manifest will say."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: PrepareOptions) -> None:
         self.options = options
         self.read = 0
         self.items: list[Item] = []
@@ -344,7 +344,7 @@ class Preparation:
         return output.write_folder(opts.out, parts, self.dropped, opts.form, manifest)
 
 
-def prepare(options: Options, command: Sequence[str]) -> dict[str, Any]:
+def prepare(options: PrepareOptions, command: Sequence[str]) -> dict[str, Any]:
     """Runs all of it and returns the manifest.  Cheap filters come first, those that ask others last."""
     output.check_folder(options.out, options.source.name)
     job = Preparation(options)
@@ -360,7 +360,7 @@ def prepare(options: Options, command: Sequence[str]) -> dict[str, Any]:
     return job.write(command)
 
 
-def summary(options: Options, manifest: dict[str, Any]) -> str:
+def summary(options: PrepareOptions, manifest: dict[str, Any]) -> str:
     """What the command prints: counts, files, and how a run takes them."""
     counts = manifest["counts"]
     lines = [f"{options.name}: {counts['read']} read, {counts['kept']} kept"]

@@ -24,8 +24,8 @@ from typing import Any
 from nemo_prorl.errors import RewardFailure
 from nemo_prorl.rewards.interface import Program, ProgramRun
 from nemo_prorl.rewards.sandbox import folders
-from nemo_prorl.rewards.sandbox.runner import Limits
-from nemo_prorl.rewards.sandbox.zygote import MESSAGE_BYTES, STACK_MB, Plan
+from nemo_prorl.rewards.sandbox.runner import ProgramLimits
+from nemo_prorl.rewards.sandbox.zygote import MESSAGE_BYTES, STACK_MB, SandboxPlan
 
 TESTS_A_CHILD = 100  # two descriptors each, and a message carries 253
 OUTPUT_MB_A_CHILD = 512  # of all its tests, which bounds how many they are where outputs are large
@@ -109,7 +109,7 @@ class ProcessSandbox:
 
     def _start(self) -> None:
         self.folder = "" if self.level == "full" else folders.make()
-        plan = Plan(self.level, self.folder, self._tmp_mb, _FIRST_UID + os.getpid(), self._packages)
+        plan = SandboxPlan(self.level, self.folder, self._tmp_mb, _FIRST_UID + os.getpid(), self._packages)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         python = getattr(sys, "_base_executable", None) or sys.executable
         arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps(asdict(plan))]
@@ -149,7 +149,7 @@ class ProcessSandbox:
         """See `interface.Sandbox`.  Raises SandboxFailure where a known program fails too."""
         for _ in range(2):
             try:
-                return _Run(self, program, passes).result()
+                return _ProgramRun(self, program, passes).result()
             except (_Broken, OSError):
                 self.close()
                 self.start()
@@ -161,7 +161,7 @@ class ProcessSandbox:
     def is_sound(self) -> bool:
         """Whether a known program runs as it must."""
         try:
-            run = _Run(self, _KNOWN, lambda _, output: output == b"42\n", trusted=True).result()
+            run = _ProgramRun(self, _KNOWN, lambda _, output: output == b"42\n", trusted=True).result()
         except (_Broken, OSError):
             return False
         return run.outputs == (b"42\n",)
@@ -191,7 +191,9 @@ class ProcessSandbox:
                 for text in program.inputs[first : first + count]:
                     pairs.append((_memory_file("stdin", text), os.memfd_create("stdout")))
             descriptors = self._descriptor_limit(3 + 2 * len(pairs), program.output_mb)
-            limits = Limits(seconds, queued_s, program.memory_mb, program.output_mb, self._thread_limit(), descriptors)
+            limits = ProgramLimits(
+                seconds, queued_s, program.memory_mb, program.output_mb, self._thread_limit(), descriptors
+            )
             order = {"first": first, "count": count, "tests": len(pairs), "limits": asdict(limits)}
             order |= {"watched": self._watches, "go_on": go_on}
             fds = [job, report, code, *(pair[0] for pair in pairs), *(pair[1] for pair in pairs)]
@@ -312,7 +314,7 @@ def _read_report(child: _Child, text: bytes, first: int, count: int) -> None:
                 child.outputs[index] = entry["result"].encode("utf-8", "surrogatepass")
 
 
-class _Run:
+class _ProgramRun:
     """One program on all its inputs."""
 
     def __init__(

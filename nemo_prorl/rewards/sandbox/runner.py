@@ -34,7 +34,7 @@ _AS_THEY_ARE = frozenset({int, float, str, bool, type(None)})
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProgramLimits:
     """What one child may use.  `seconds`: of time in which it computes or sleeps; `queued_s`: of waiting for a CPU."""
 
     seconds: float
@@ -87,7 +87,7 @@ class _Report:
 
 
 @dataclass(frozen=True)
-class State:
+class InterpreterState:
     """The interpreter before any program ran.  Made before the fork: each object that a child touches costs a page."""
 
     builtins: dict[str, Any]
@@ -96,7 +96,7 @@ class State:
     environ: dict[str, str]
 
     @classmethod
-    def now(cls) -> "State":
+    def now(cls) -> "InterpreterState":
         """Sets what every program finds, and takes it down."""
         sys.argv[:] = ["main.py"]
         os.umask(0o022)
@@ -108,10 +108,10 @@ def run_child(
     first: int,
     count: int,
     go_on: bool,
-    limits: Limits,
+    limits: ProgramLimits,
     program: bytes | None,
     folder: str,
-    state: State,
+    state: InterpreterState,
 ) -> None:
     """In a fresh fork: confines itself, compiles, runs tests `first` to `first + count - 1`, and ends the process.
 
@@ -182,7 +182,9 @@ def _compiled(job: dict[str, Any], fd: int, report: _Report, path: str) -> Any:
 class _Tests:
     """The program and the state of this process that is set anew for each test."""
 
-    def __init__(self, job: dict[str, Any], files: Files, code: Any, report: _Report, path: str, state: State) -> None:
+    def __init__(
+        self, job: dict[str, Any], files: Files, code: Any, report: _Report, path: str, state: InterpreterState
+    ) -> None:
         self.job, self.files, self.code, self.report, self.path = job, files, code, report, path
         self._folder = os.path.dirname(path)
         self._entries = os.listdir(self._folder)

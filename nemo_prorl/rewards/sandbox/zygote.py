@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_prorl.rewards.sandbox import confine, kernel, shims
-from nemo_prorl.rewards.sandbox.runner import Files, Limits, State, run_child
+from nemo_prorl.rewards.sandbox.runner import Files, InterpreterState, ProgramLimits, run_child
 from nemo_prorl.rewards.sandbox.syscalls import build_filter
 
 MAX_FDS, MESSAGE_BYTES = 250, 4096
@@ -39,7 +39,7 @@ _PRELOADED = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class SandboxPlan:
     """What the caller wants: a level, the folder for temporary files (but for `full`), their bound, a user's number."""
 
     level: str
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
     """`arguments`: the socket's descriptor, the parent's number, and the plan as JSON."""
     sock = socket.socket(fileno=int(arguments[0]))
     _die_with(int(arguments[1]))
-    plan = Plan(**json.loads(arguments[2]))
+    plan = SandboxPlan(**json.loads(arguments[2]))
     for name in _PRELOADED.split():
         importlib.import_module(name)
     shims.add_builtins()
@@ -79,7 +79,7 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _serve_as_init(sock: socket.socket, plan: Plan) -> int:
+def _serve_as_init(sock: socket.socket, plan: SandboxPlan) -> int:
     """Forks the first process of the new process namespace, which serves; this one waits, so that both end together."""
     alive, held = os.pipe()
     init = os.fork()
@@ -98,7 +98,7 @@ def _serve_as_init(sock: socket.socket, plan: Plan) -> int:
         os._exit(code)
 
 
-def _serve_confined(sock: socket.socket, plan: Plan, alive: int | None = None) -> int:
+def _serve_confined(sock: socket.socket, plan: SandboxPlan, alive: int | None = None) -> int:
     """Confines this process as the level asks, says so, and serves.  `alive` reads as ended when our parent has."""
     view = confine.host_view(tuple(plan.packages))
     folder, full = plan.folder, plan.level == "full"
@@ -121,7 +121,7 @@ def _serve_confined(sock: socket.socket, plan: Plan, alive: int | None = None) -
     program = None if plan.level == "none" else build_filter(own_root=full)
     layers["seccomp"] = program is not None
     sock.send(json.dumps({"ready": layers}).encode())
-    server = _Server(sock, plan, folder, program)
+    server = _ChildServer(sock, plan, folder, program)
     gc.collect()
     gc.disable()
     gc.freeze()
@@ -129,12 +129,12 @@ def _serve_confined(sock: socket.socket, plan: Plan, alive: int | None = None) -
     return 0
 
 
-class _Server:
+class _ChildServer:
     """Runs one child at a time."""
 
-    def __init__(self, sock: socket.socket, plan: Plan, folder: str, program: bytes | None) -> None:
+    def __init__(self, sock: socket.socket, plan: SandboxPlan, folder: str, program: bytes | None) -> None:
         self._sock, self._plan, self._folder, self._program = sock, plan, folder, program
-        self._state = State.now()
+        self._state = InterpreterState.now()
         self._watch = plan.level != "full"
 
     def serve(self) -> None:
@@ -154,7 +154,7 @@ class _Server:
             self._sock.send(json.dumps(answer).encode())
 
     def _run(self, order: dict[str, Any], files: Files) -> dict[str, Any]:
-        limits = Limits(**order["limits"])
+        limits = ProgramLimits(**order["limits"])
         began = time.monotonic()
         pid = os.fork()
         if pid == 0:
@@ -213,7 +213,7 @@ class _Clock:
     has /proc; it is asked only where it matters.
     """
 
-    def __init__(self, sock: socket.socket, pid: int, pidfd: int, began: float, limits: Limits) -> None:
+    def __init__(self, sock: socket.socket, pid: int, pidfd: int, began: float, limits: ProgramLimits) -> None:
         self.queued_s = 0.0
         self._sock, self._pidfd, self._began, self._limits = sock, pidfd, began, limits
         self._cpu = (~pid << 3) | 2  # clock_getcpuclockid(3), which Python does not have

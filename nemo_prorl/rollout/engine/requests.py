@@ -17,7 +17,7 @@ class BadRequest(ValueError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class ModelLimits:
     """What the engine's model can take."""
 
     context_tokens: int
@@ -59,7 +59,7 @@ def json_object(body: Any, known: set[str]) -> dict[str, Any]:
     return body
 
 
-def parse_generate(body: Any, limits: Limits) -> GenerateRequest:
+def parse_generate(body: Any, limits: ModelLimits) -> GenerateRequest:
     """Checks a POST /generate body; raises BadRequest."""
     defaults: dict[str, Any] = {
         "prompt": None,
@@ -88,7 +88,7 @@ def parse_generate(body: Any, limits: Limits) -> GenerateRequest:
     )
 
 
-def _check_tokens(values: dict[str, Any], limits: Limits) -> None:
+def _check_tokens(values: dict[str, Any], limits: ModelLimits) -> None:
     prompt, stop, room = values["prompt"], values["stop_token_ids"], limits.context_tokens
     if not isinstance(prompt, list) or not prompt:
         raise BadRequest(f"prompt must be a non-empty list of token ids, not {str(prompt)[:40]!r}")

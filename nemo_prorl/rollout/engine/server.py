@@ -52,7 +52,7 @@ from nemo_prorl.rollout.engine.guard import Guard  # noqa: E402
 from nemo_prorl.rollout.engine.requests import (  # noqa: E402
     BadRequest,
     GenerateRequest,
-    Limits,
+    ModelLimits,
     parse_generate,
     parse_weights,
 )
@@ -78,13 +78,13 @@ HEARTBEAT_S = 10.0  # between empty lines in a stream in which nothing ends
 UPDATE_LIMIT_S = 300.0  # an update that takes longer counts as a hung core
 
 
-class Server:
+class EngineServer:
     """The engine and the requests on it.  All methods run on the event loop."""
 
     def __init__(
         self,
         engine: Any,
-        limits: Limits,
+        limits: ModelLimits,
         shapes: Shapes,
         weights_dir: str,
         health_s: float,
@@ -344,7 +344,7 @@ def make_app(lifespan: Any) -> Any:
     from starlette.routing import Route
 
     async def call(request: Request) -> Any:
-        server: Server = app.state.server
+        server: EngineServer = app.state.server
         try:
             if request.url.path == "/health":
                 return await server.health()
@@ -439,7 +439,7 @@ def serve(args: argparse.Namespace, token: str, shapes: Shapes, guard: Guard) ->
         limits = limits_of(engine.model_config.hf_config, args.max_model_len)
         sleep = EngineSleep(engine, args.sleep, frees_memory=not is_cpu_build())
         name = f"engine-{args.index}"
-        server = app.state.server = Server(engine, limits, shapes, args.weights_dir, args.health_s, sleep, name)
+        server = app.state.server = EngineServer(engine, limits, shapes, args.weights_dir, args.health_s, sleep, name)
         await server.start()
         gc.collect()
         gc.freeze()  # vLLM and torch stay: they are not looked through while responses end

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from nemo_prorl.rollout.engine.requests import Limits
+from nemo_prorl.rollout.engine.requests import ModelLimits
 
 ROOT = str(Path(__file__).resolve().parents[3])
 
@@ -98,8 +98,8 @@ def make_engine(args: argparse.Namespace) -> Any:
     )
 
 
-def limits_of(config: Any, context_tokens: int) -> Limits:
+def limits_of(config: Any, context_tokens: int) -> ModelLimits:
     """What the model's own config.json says."""
     eos = config.eos_token_id
     stop = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
-    return Limits(context_tokens, config.vocab_size, stop)
+    return ModelLimits(context_tokens, config.vocab_size, stop)

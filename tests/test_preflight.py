@@ -15,7 +15,7 @@ from nemo_prorl.algorithms.entropy import AdaptiveEntropy
 from nemo_prorl.batch import Batch, JudgedGroups
 from nemo_prorl.errors import EngineFailure
 from nemo_prorl.micro_batches import Limits
-from nemo_prorl.preflight import Plan, Recorder, check_full, measure, random_groups, tried_rows
+from nemo_prorl.preflight import Plan, TrialRecorder, check_full, measure, random_groups, tried_rows
 from nemo_prorl.rollout.endpoints import Response, SamplingParams
 from nemo_prorl.trainer import Trainer, TrainerState, policy_loss
 from tests.lifecycle.parts import leader
@@ -75,7 +75,7 @@ def test_a_response_that_ended_early_did_not_fill_the_engine() -> None:
 
 
 def test_a_part_is_on_record_before_it_runs_and_after(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, 3)
+    recorder = TrialRecorder(tmp_path, 3)
     with recorder.part("logprobs", rows=2):
         assert records(tmp_path, 3) == [{"part": "logprobs", "event": "begin"}]
         held = mmap.mmap(-1, 80_000_000)  # goes back to the system at once, as memory of malloc might not

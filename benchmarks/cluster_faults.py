@@ -79,6 +79,8 @@ class Case:
 
 
 class Bench:
+    """The cluster, the folders and the deadline that all faults share."""
+
     def __init__(self, slurm: Slurm, out: Path, base: Path, nodes: int, deadline: float) -> None:
         self.slurm, self.out, self.base, self.nodes, self.deadline = slurm, out, base, nodes, deadline
         self.drained = ""

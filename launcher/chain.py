@@ -200,15 +200,7 @@ def draw(names: Sequence[str], runs: Sequence[_StageResults], path: Path) -> Non
     for key in tasks:
         curve(axes[1, 0], key, key.removeprefix("reward/"))
     axes[1, 0].set_title("reward in training")
-    sources = sorted({name for r in runs for v in r.validations.values() for name in v["tasks"]})
-    for name in [*sources, None]:
-        points = []
-        for offset, one in zip(offsets, runs, strict=False):
-            for step, scores in sorted(one.validations.items()):
-                score = scores["all"] if name is None else scores["tasks"].get(name)
-                points += [(offset + step, score["mean"])] if score else []
-        style = {"color": "black", "linewidth": 2} if name is None else {"alpha": 0.7}
-        axes[1, 1].plot(*zip(*points, strict=True), marker=".", label=name or "all", **style)
+    _draw_validations(axes[1, 1], offsets, runs)
     axes[1, 1].set_title("mean reward on unseen problems")
     curve(axes[1, 2], "keep_rate/all", "groups with a signal")
     curve(axes[1, 2], "rollout/truncated", "responses cut off")
@@ -225,3 +217,16 @@ def draw(names: Sequence[str], runs: Sequence[_StageResults], path: Path) -> Non
         axis.legend(fontsize=7)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _draw_validations(axis: Any, offsets: Sequence[int], runs: Sequence[_StageResults]) -> None:
+    """Draw the mean reward on unseen problems, of each source and of all."""
+    sources = sorted({name for r in runs for v in r.validations.values() for name in v["tasks"]})
+    for name in [*sources, None]:
+        points = []
+        for offset, one in zip(offsets, runs, strict=False):
+            for step, scores in sorted(one.validations.items()):
+                score = scores["all"] if name is None else scores["tasks"].get(name)
+                points += [(offset + step, score["mean"])] if score else []
+        style = {"color": "black", "linewidth": 2} if name is None else {"alpha": 0.7}
+        axis.plot(*zip(*points, strict=True), marker=".", label=name or "all", **style)

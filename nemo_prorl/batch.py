@@ -183,8 +183,10 @@ class JudgedGroups:
 
     @classmethod
     def of(cls, groups: Sequence[Any]) -> "JudgedGroups":
-        """From groups with task, prompt_ids, responses (token_ids, logprobs), scores, valid, finished, version and
-        draw_index."""
+        """Build from groups.
+
+        A group has task, prompt_ids, responses (token_ids, logprobs), scores, valid, finished, version and draw_index.
+        """
         responses = [r for g in groups for r in g.responses]
         prompts = [g.prompt_ids for g in groups for _ in g.responses]
         valid = [valid for g in groups for valid in g.valid]

@@ -165,9 +165,12 @@ def check(cfg: DictConfig) -> None:
 
     Whether the data's files are there is checked by `data.prepared`: a plan and an evaluation do without them.
     """
-    _values(cfg)
+    _choices(cfg)
+    _ranges(cfg)
+    _pairs(cfg)
     _model_shape(cfg.model)
     _layout(cfg)
+    _kernels(cfg)
     _batch(cfg)
     _context(cfg)
     _engines(cfg)
@@ -182,8 +185,8 @@ def _wrong(key: str, value: Any, why: str) -> ConfigError:
     return ConfigError(f"{key}={value}: {why}")
 
 
-def _values(cfg: DictConfig) -> None:
-    """Ranges and names of single keys; null passes where the schema allows it."""
+def _choices(cfg: DictConfig) -> None:
+    """Check keys whose value is one of a few, and keys of `model` that must be whole numbers."""
     for key in MODEL_INTS:
         if key != "model.encoder_seq_length" and not _is_int(OmegaConf.select(cfg, key)):
             raise _wrong(key, OmegaConf.select(cfg, key), "must be a whole number")
@@ -191,6 +194,10 @@ def _values(cfg: DictConfig) -> None:
         if (value := OmegaConf.select(cfg, key)) not in choices or isinstance(value, bool):
             known = dict.fromkeys("null" if choice is None else str(choice) for choice in choices)
             raise _wrong(key, value, f"must be one of {', '.join(known)}")
+
+
+def _ranges(cfg: DictConfig) -> None:
+    """Check the bounds of single numbers; null passes where the schema allows it."""
     rules: list[tuple[dict[str, float], str, Callable[[float, float], bool]]] = [
         (AT_LEAST, "at least", lambda value, bound: value >= bound),
         (ABOVE, "above", lambda value, bound: value > bound),
@@ -206,6 +213,10 @@ def _values(cfg: DictConfig) -> None:
                 raise _wrong(key, value, f"must be a finite number, {word} {bound:g}")
             if not holds(value, bound):
                 raise _wrong(key, value, f"must be {word} {bound:g}")
+
+
+def _pairs(cfg: DictConfig) -> None:
+    """Check lists of two numbers, and keys that exclude or need each other."""
     for name in ("cosine_correct", "cosine_wrong"):
         if len(cfg.trainer.grpo.shaping[name]) != 2:
             key = f"trainer.grpo.shaping.{name}"
@@ -276,18 +287,22 @@ def _layout(cfg: DictConfig) -> None:
             f"{tp_key}={tp} x {pp_key}={pp} = {tp * pp} does not divide the {nodes * devices} ranks of"
             f" trainer.num_nodes={nodes} x trainer.devices={devices}; set trainer.devices to a multiple of {tp * pp}"
         )
-    te = OmegaConf.select(model, "transformer_engine")
+
+
+def _kernels(cfg: DictConfig) -> None:
+    """Check the precision and the keys that need Transformer Engine or a rotary embedding of their own."""
+    model, te = cfg.model, OmegaConf.select(cfg.model, "transformer_engine")
     if te and cfg.trainer.accelerator == "cpu" and find_spec("transformer_engine") is None:
         raise _wrong("model.transformer_engine", te, "needs a GPU; trainer.accelerator is cpu. Set it to false")
     precision, o2 = cfg.trainer.precision, bool(OmegaConf.select(model, "megatron_amp_O2"))
     if o2 != (half := str(precision).startswith("bf16")):
         why = "otherwise the model stays float32" if half else "it is for bf16 weights with float32 masters"
         raise _wrong("model.megatron_amp_O2", o2, f"must be {half} where trainer.precision={precision}; {why}")
-    own_rotary = OmegaConf.select(model, "transformer_engine") or OmegaConf.select(model, "apply_rope_fusion")
+    own_rotary = te or OmegaConf.select(model, "apply_rope_fusion")
     if OmegaConf.select(model, "packed_sequences") and not own_rotary:
         why = "needs model.apply_rope_fusion=true where model.transformer_engine=false, or packed_sequences=false"
         raise _wrong("model.packed_sequences", True, why)
-    if OmegaConf.select(model, "fp8") and not OmegaConf.select(model, "transformer_engine"):
+    if OmegaConf.select(model, "fp8") and not te:
         raise _wrong("model.fp8", model.fp8, "is Transformer Engine's; set model.transformer_engine=true, or fp8=null")
     if OmegaConf.select(model, "fp8") and "fp8_recipe" in model and model.fp8_recipe is None:
         raise _wrong("model.fp8_recipe", None, f"says no scales for model.fp8={model.fp8}; set it to tensorwise")

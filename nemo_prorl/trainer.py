@@ -196,8 +196,10 @@ class Trainer:
         return replace(loss_config(grpo), entropy_coef=coefficient)
 
     def report_gaps(self, metrics: Metrics, mine: Batch, version_B: Tensor) -> None:
-        """Report how far engine and trainer are apart where both have the same weights, and where the engine's were
-        older.  An alarm goes by the former."""
+        """Report how far engine and trainer are apart, with the same weights and with older ones in the engine.
+
+        An alarm goes by the former.
+        """
         fresh_BT = mine.mask_BT & (version_B == metrics.step - 1)[:, None]
         parts = {"engine_gap": fresh_BT, "stale_gap": mine.mask_BT & ~fresh_BT}
         gaps = {

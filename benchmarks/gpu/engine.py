@@ -1,5 +1,6 @@
-"""A vLLM engine beside a resident trainer: does it start, sleep, wake, take new weights and start again in the memory
-that the plan gives it, how long does each take, and what is free meanwhile?
+"""A vLLM engine beside a resident trainer, in the memory that the plan gives it.
+
+Measures whether it starts, sleeps, wakes, takes new weights and starts again, how long each takes, and what is free.
 
 Talks to `rollout/engine/server.py` over HTTP, as a run does.  The model is random; greedy answers before and after
 must be the same.  The trainer is its plan's bytes in plain tensors: the sizes are its, its kernels are not there.

@@ -1,5 +1,4 @@
-"""FP8 by Transformer Engine in the real actor: a pass without gradients, then an update; its log-probabilities beside
-those of bf16 with the same weights; its speed.
+"""FP8 by Transformer Engine in the real actor: log-probabilities beside those of bf16, an update, and the speed.
 
 Each way to compute is an actor in a process of its own.
 """

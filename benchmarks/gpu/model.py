@@ -40,9 +40,11 @@ class Shape:
         return cls(2, 64, 128, 4, 2, 512, 64) if settings.small else cls()
 
     def flops(self, tokens: int) -> tuple[float, float]:
-        """(forward, forward and backward) of a sequence: 2 a weight and token of each matrix product (the embedding is
-        none, the output layer is), and causal attention's two products over half of all pairs.  Backward counts twice;
-        what is computed again counts nothing."""
+        """Return the operations of a sequence: (forward, forward and backward).
+
+        Each matrix product counts 2 per weight and token (the output layer is one, the embedding is not); causal
+        attention counts its two products over half of all pairs.  Backward counts twice; recomputation does not count.
+        """
         head = self.hidden // self.heads
         wide = self.hidden + 2 * self.groups * head
         weights = self.layers * (self.hidden * (wide + self.hidden) + 3 * self.hidden * self.ffn)

@@ -68,8 +68,11 @@ SCARCE = 0.05  # of a device or a machine: less left is a warning
 
 @dataclass
 class TrialOutcome:
-    """What a trial left.  `ranks`: the records of each rank (`preflight.TrialRecorder`); `failures`: in words, none
-    where all is well.  `first_free`, `lowest_free`: bytes of host memory before, and the least while it ran."""
+    """What a trial left.
+
+    `ranks`: the records of each rank (`preflight.TrialRecorder`).  `failures`: in words, empty where all is well.
+    `first_free`, `lowest_free`: bytes of host memory before the trial, and the least while it ran.
+    """
 
     ranks: list[list[dict[str, Any]]]
     failures: list[str] = field(default_factory=list)
@@ -265,8 +268,11 @@ def failure_judged(outcome: TrialOutcome, trial: DictConfig) -> Check:
 
 
 def _what_failed(outcome: TrialOutcome) -> tuple[str, str]:
-    """(part, words): a rank's own error if it is of memory, or if none was killed; else what the supervisor says, with
-    the line of the process's log that tells most."""
+    """Return (part, words) of the failure.
+
+    A rank's own error comes first if it is about memory, or if no process was killed; otherwise the supervisor's words,
+    with the line of the process's log that says most.
+    """
     errors = [record for records in outcome.ranks for record in records if record["event"] == "error"]
     errors.sort(key=lambda record: _OUT_OF_MEMORY.search(record["what"]) is None)
     first, *rest = [line.strip() for line in outcome.failures[0].splitlines() if line.strip()]

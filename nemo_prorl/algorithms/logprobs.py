@@ -333,7 +333,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logp_N: Tensor | None, grad_entropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
-        """With p the probabilities, x the logits, H the entropy and L the log-sum-exp:
+        """Return the gradients, with p the probabilities, x the logits, H the entropy and L the log-sum-exp.
 
         d logp / dx_j = 1[j = target] - p_j        d H / dx_j = -p_j (x_j - L + H)
 

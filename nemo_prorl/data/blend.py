@@ -118,8 +118,11 @@ class Blend:
         return [weight / sum(weights) for weight in weights]
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able: the seed, and for each source its draws (and how many were carried over) and its records' hash;
-        where records may retire, which are, and the counts of the others."""
+        """Return the state as JSON values.
+
+        It holds the seed, and for each source its draws (and how many were carried over) and its records' hash; where
+        records may retire, those that have, and the counts of the others.
+        """
         return {
             "seed": self._seed,
             "sources": {

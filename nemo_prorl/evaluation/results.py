@@ -45,7 +45,7 @@ class Scored:
         return Scored([self.ids[i] for i in at], [self.parts[i] for i in at], [kept[i] for i in at])
 
     def pass_table(self, ks: Sequence[int]) -> Floats:
-        """[P, K]"""
+        """Return pass@k of each problem and each k, [P, K]."""
         n_P = [len(samples) for samples in self.samples]
         return pass_table(n_P, [sum(bool(s.correct) for s in samples) for samples in self.samples], ks)
 

@@ -66,8 +66,10 @@ class LocalEngines:
     def __init__(
         self, model: str, renderer: Any, stop: Sequence[int], at_each: int, engines: int, seconds: float
     ) -> None:
-        """`model`: its hash.  `renderer`: a data.render.PromptRenderer.  `at_each`: responses at a time that keep one
-        engine busy.  `seconds`: for all responses to a prompt.
+        """Use the engines of a run.
+
+        `model`: its hash.  `renderer`: a data.render.PromptRenderer.  `at_each`: responses at a time that keep one
+        engine busy.  `seconds`: limit for all responses to a prompt.
         """
         self.at_a_time = at_each * engines
         self._model, self._renderer, self._stop = model, renderer, tuple(sorted(stop))
@@ -132,7 +134,9 @@ class Endpoint:
         seconds: float,
         opens_thought: bool = False,
     ) -> None:
-        """`name`: what the server calls it.  `model`: its hash.  `seconds`: for one response, all tries together.
+        """Use a server with OpenAI's API.
+
+        `name`: the server's name of the model.  `model`: its hash.  `seconds`: limit for one response with all tries.
         `opens_thought`: the server's chat template ends the prompt in `<think>`.
         """
         self.at_a_time = at_a_time

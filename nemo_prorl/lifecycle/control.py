@@ -315,7 +315,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _look_for_run(run_dir: Path) -> str:
-    """ "" where a run is seen to work, else why that cannot be known.  Raises ConfigError where none does."""
+    """Return an empty text where a run is seen to work, otherwise why that cannot be known.
+
+    Raises ConfigError where no run works.
+    """
     if _locked(run_dir):
         return ""
     if not (run_dir / "config.yaml").is_file():

@@ -1,4 +1,6 @@
-"""The conformance kit: what every reward plugin must hold, tried in real workers.  `prorl rewards test` and pytest:
+"""The conformance kit: what every reward plugin must hold, tried in real workers.
+
+`prorl rewards test` runs it, and so does pytest:
 
     @pytest.mark.parametrize("check", CHECKS)
     def test_conformance(check):                  # `report`: check_plugin("my_plugin"), made once

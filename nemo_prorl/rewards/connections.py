@@ -4,8 +4,11 @@ import resource
 
 
 def allow_connections() -> None:
-    """As many open files as this user may have: each request to an engine is a connection, thousands on a cluster, and
-    so may be each response that a reward server judges."""
+    """Raise this process's limit of open files as far as this user may.
+
+    Each request to an engine is a connection, thousands on a cluster; so may be each response that a reward server
+    judges.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2**16 if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < wanted:

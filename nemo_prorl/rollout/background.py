@@ -72,9 +72,9 @@ class BackgroundLoop:
         return await _first_error_of(work)
 
     def abandon(self) -> None:
-        """From any thread, for good: what runs is cancelled, `result` and whatever is started next raise
-        RolloutAbandoned.
+        """Cancel what runs, for good; may be called from any thread.
 
+        From then on `result` and every new start raise RolloutAbandoned.
         `result` returns only when the cancelled work has ended: nothing goes on behind its caller's back.
         """
         self._abandoned = True

@@ -53,7 +53,8 @@ class EngineLoad:
 
         `responses` asked for; `tail_s` and `tail_responses`, the tail's length and how many it waited for; `idle_s`:
         seconds without work, mean over the engines; in the tail by how far they are from what they once held; `lost_s`:
-        seconds from an engine's failure until it answers again, mean over the engines."""
+        seconds from an engine's failure until it answers again, mean over the engines.
+        """
         assert self._began is not None, "begin was not called"
         began, over, self._began = self._began, time.monotonic() if over is None else over, None
         most = max(total for _, total, *_ in self._seen)

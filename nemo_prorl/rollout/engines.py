@@ -247,7 +247,8 @@ class EnginePool:
     async def _bring_up_to_date(self, slot: _Slot, deadline: Deadline) -> bool:
         """An engine that was restarted comes up with old weights: it gets the current file before it is asked.
 
-        Returns whether it was asked to load."""
+        Returns whether it was asked to load.
+        """
         if self.current is None or slot.loaded == self.current[1]:
             return False
         async with slot.loading:
@@ -308,7 +309,8 @@ class EnginePool:
     async def announce(self, path: str | Path, version: int) -> None:
         """From now on these weights are asked for: each engine loads them before its next response, and nobody waits.
 
-        For engines that stay awake."""
+        For engines that stay awake.
+        """
         self.current = (str(path), version)
         for slot in self._slots.values():
             slot.loaded = None  # also where it says so: an engine may hold weights of a run that was lost

@@ -46,8 +46,11 @@ class Group:
         return [response.finished for response in self.responses]
 
     def outcome(self, tolerance: float) -> str:
-        """What the valid raw rewards are: `mixed`, or all equal within `tolerance` and then `solved` (all 1),
-        `unsolved` (all 0) or `tied` (anything between); `unjudged` without any."""
+        """Return what the valid raw rewards are.
+
+        `mixed`; or, where all are equal within `tolerance`, `solved` (all 1), `unsolved` (all 0) or `tied` (anything
+        between); `unjudged` where there are none.
+        """
         rewards = [score for score, valid in zip(self.scores, self.valid, strict=True) if valid]
         if not rewards:
             return "unjudged"

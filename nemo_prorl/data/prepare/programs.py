@@ -93,8 +93,11 @@ def eurus(row: Row) -> Draft | Drop:
 
 
 def tested(row: Row) -> Draft | Drop:
-    """Rows of `problem` and `tests`: records' own form, a list of inputs with outputs or of args with expected values;
-    or `input_output`, as APPS has it, with `human_solutions` where there are any."""
+    """Read a row of `problem` and `tests`, or of `input_output` as APPS has it.
+
+    `tests`: the records' own form, a list of inputs with outputs or of args with expected values.  `input_output` may
+    come with `human_solutions`.
+    """
     question = row.text("problem", "question")
     if "tests" in row.values:
         tests = row.needed("tests")
@@ -110,8 +113,11 @@ def tested(row: Row) -> Draft | Drop:
 
 
 def humaneval(row: Row) -> Draft | Drop:
-    """HumanEval: a function to complete, and a `check` that asserts.  HumanEval+: arguments in its place, on which the
-    source's own solution says what is right."""
+    """Read a row of HumanEval or HumanEval+: a function to complete.
+
+    HumanEval has a `check` that asserts; HumanEval+ has arguments, for which the source's own solution gives the
+    expected values.
+    """
     prompt, name = row.text("prompt"), row.text("entry_point")
     row.needed("test", "plus_input")  # either form
     oracle = ""

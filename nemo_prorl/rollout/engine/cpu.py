@@ -1,5 +1,4 @@
-"""What vLLM's CPU build does in many small steps, in few.  What an engine answers stays the same, but for the norms'
-last bits.
+"""What vLLM's CPU build does in many small steps, in few; answers stay the same but for the norms' last bits.
 
 vLLM's worker imports this module before it makes the model: importing it changes vLLM in that process.
 """

@@ -68,21 +68,24 @@ def _check_tests(tests: Any, fields: tuple[str, str], style: str) -> None:
     if not isinstance(tests, list) or not tests:
         raise ValueError(f"truth.tests is {_shown(tests)}; it must be a list of at least one test")
     for index, test in enumerate(tests):
-        where = f"truth.tests[{index}]"
-        if not isinstance(test, dict):
-            raise ValueError(f"{where} is {_shown(test)}; it must be an object")
-        if "args" in test and fields[0] != "args":
-            raise ValueError(f"truth.fn_name is missing; {where} has 'args', so it must be the name of a function")
-        for name in fields:
-            if name not in test:
-                raise ValueError(f"{where}.{name} is missing; {style} has {fields[0]!r} and {fields[1]!r}")
-        if fields[0] == "args":
-            if not isinstance(test["args"], list):
-                raise ValueError(f"{where}.args is {_shown(test['args'])}; it must be a list")
-            continue
-        for name in fields:
-            if text_of(test[name]) is None:
-                raise ValueError(f"{where}.{name} is {_shown(test[name])}; it must be a string, or a list of lines")
+        _check_test(test, f"truth.tests[{index}]", fields, style)
+
+
+def _check_test(test: Any, where: str, fields: tuple[str, str], style: str) -> None:
+    if not isinstance(test, dict):
+        raise ValueError(f"{where} is {_shown(test)}; it must be an object")
+    if "args" in test and fields[0] != "args":
+        raise ValueError(f"truth.fn_name is missing; {where} has 'args', so it must be the name of a function")
+    for name in fields:
+        if name not in test:
+            raise ValueError(f"{where}.{name} is missing; {style} has {fields[0]!r} and {fields[1]!r}")
+    if fields[0] == "args":
+        if not isinstance(test["args"], list):
+            raise ValueError(f"{where}.args is {_shown(test['args'])}; it must be a list")
+        return
+    for name in fields:
+        if text_of(test[name]) is None:
+            raise ValueError(f"{where}.{name} is {_shown(test[name])}; it must be a string, or a list of lines")
 
 
 def _check_code(code: str, field: str) -> None:

@@ -1,1 +1,1 @@
-"""Reward plugin `math`: final answers in \\\\boxed{}."""
+r"""Reward plugin `math`: final answers in \boxed{}."""

@@ -1,1 +1,1 @@
-"""Reward plugin `stem`: science answers in \\\\boxed{}."""
+r"""Reward plugin `stem`: science answers in \boxed{}."""

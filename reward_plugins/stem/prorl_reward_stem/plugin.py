@@ -58,7 +58,7 @@ def unstyled_list(answer: str) -> str:
 
 
 def truth_value(text: str) -> bool | None:
-    """True or False of `True`, `Yes`, `\\text{false}`; None for anything else."""
+    r"""Return True or False of `True`, `Yes`, `\text{false}`; None for anything else."""
     return _TRUTH_VALUES.get(unstyled(text).strip(" .").casefold())
 
 

@@ -11,8 +11,9 @@ INSTRUCTION = "Answer in \\boxed{}."
 
 
 def arithmetic(source: DataSource) -> Draw:
-    """Options: `max_values` (of each number, so their count is the number of terms), `min_value` (of all, 0 or
-    more), `operators` (some of "+-*", the usual precedence).
+    """Make sums and products with the usual precedence.
+
+    Options: `max_values` (one per term), `min_value` (of all terms, 0 or more), `operators` (some of "+-*").
     """
     defaults: dict[str, Any] = {"max_values": [99, 99], "min_value": 0, "operators": "+-"}
     options = options_of(source, defaults)

@@ -16,8 +16,11 @@ _Problem = tuple[str, str, dict[str, Any]]  # what to write, the program, the tr
 
 
 def code(source: DataSource) -> Draw:
-    """Options: `kinds` (some of `sum`, `repeat`, `linear`, `bound`), `max_value` (of the numbers in them;
-    ten times as much where a value is bounded)."""
+    """Make small programming problems.
+
+    Options: `kinds` (some of `sum`, `repeat`, `linear`, `bound`), `max_value` (of their numbers; ten times as much
+    where a value is bounded).
+    """
     options = options_of(source, {"kinds": KINDS, "max_value": 99})
     kinds = kinds_of(source, options["kinds"], KINDS)
     high = number_of(source, options, "max_value", 9, 999)

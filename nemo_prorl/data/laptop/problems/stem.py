@@ -30,8 +30,10 @@ _Question = tuple[str, str, dict[str, Any]]  # the question, what goes in the bo
 
 
 def stem(source: DataSource) -> Draw:
-    """Options: `kinds` (some of `units`, `laws`, `elements`), `max_value` (of a quantity to convert), `max_factor`
-    (of the first of two that are multiplied; the second has one digit).
+    """Make science problems.
+
+    Options: `kinds` (some of `units`, `laws`, `elements`), `max_value` (of a quantity to convert), `max_factor` (of the
+    first of two that are multiplied; the second has one digit).
     """
     options = options_of(source, {"kinds": KINDS, "max_value": 99, "max_factor": 19})
     kinds = kinds_of(source, options["kinds"], KINDS)

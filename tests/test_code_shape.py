@@ -1,0 +1,44 @@
+"""What no linter checks: class names are unique, classes and functions stay small."""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PUBLIC_METHODS, LINES = 15, 60
+# Larger than that, until they are split.
+TO_SPLIT = {"Actor": 21, "Driver": 22}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+FILES = sorted([*ROOT.glob("nemo_prorl/**/*.py"), *ROOT.glob("launcher/**/*.py")])
+TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in FILES}
+
+
+def lines_of(function: Function) -> int:
+    """Return the lines of a function without its docstring: one that is documented well is not a long one."""
+    assert function.end_lineno is not None
+    first, docstring = function.body[0], ast.get_docstring(function, clean=False) is not None
+    documented = first.end_lineno - first.lineno + 1 if docstring and first.end_lineno is not None else 0
+    return function.end_lineno - function.lineno + 1 - documented
+
+
+def test_no_class_name_is_used_twice() -> None:
+    """A class in a class or in a function is named by that, too."""
+    names = [node.name for tree in TREES.values() for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert [name for name, times in Counter(names).items() if times > 1] == []
+
+
+def test_no_class_has_many_public_methods() -> None:
+    classes = [node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    public = {
+        one.name: sum(isinstance(node, Function) and not node.name.startswith("_") for node in one.body)
+        for one in classes
+    }
+    assert {name: methods for name, methods in public.items() if methods > PUBLIC_METHODS} == TO_SPLIT
+
+
+def test_no_function_is_long() -> None:
+    functions = [(file, node) for file, tree in TREES.items() for node in ast.walk(tree) if isinstance(node, Function)]
+    assert {f"{file}:{node.name}": lines_of(node) for file, node in functions if lines_of(node) > LINES} == {}

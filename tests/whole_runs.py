@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from nemo_prorl.lifecycle import killpoints
+from tests.ending import end_with_session
 
 STEPS = 4
 SMALL = [
@@ -43,7 +44,14 @@ class Job:
         env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
         env |= {killpoints.VARIABLE: kill_at} if kill_at else {}
         with self.log.open("w") as f:
-            self.process = subprocess.Popen(words, cwd=root, env=env, stdout=f, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                words,
+                cwd=root,
+                env=env,
+                stdout=f,
+                stderr=subprocess.STDOUT,
+                preexec_fn=end_with_session,  # noqa: PLW1509  it calls nothing but prctl
+            )
 
     def wait(self, seconds: float = 600.0) -> int:
         return self.process.wait(seconds)

@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -255,7 +256,11 @@ class _Block:
 
     def __init__(self, name: str, body: Callable[..., Any]) -> None:
         self._name, self._body, self._broken = name, body, False
-        self._compiled = torch.compile(body, dynamic=True)
+
+    @cached_property
+    def _compiled(self) -> Callable[..., Any]:
+        """The compiled function; torch imports its compiler here, for two seconds, and a CPU never does."""
+        return torch.compile(self._body, dynamic=True)
 
     def __call__(self, product_CW: Tensor, *arguments: Any) -> Any:
         if self._broken or 1 in product_CW.shape or not _is_compiled(product_CW):  # torch compiles extents of 1 anew

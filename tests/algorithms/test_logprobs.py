@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -263,6 +262,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]
 @pytest.mark.slow
 def test_compiled_blocks_give_the_same_results(compiled: Callable[[bool], None]) -> None:
     """For chunks and blocks of all sizes, the last ones shorter, with four compiled functions in all."""
+    from torch._dynamo.utils import counters  # an import of two seconds
+
     counters.clear()
     slopes: dict[str, Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]] = {
         "no entropy": lambda ab: (ab[0], torch.zeros_like(ab[1])),

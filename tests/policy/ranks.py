@@ -28,6 +28,7 @@ from nemo_prorl.launcher.link import free_port
 from nemo_prorl.policy.weights import HFFolder, model_keys_from_hf, write_hf_folder
 from nemo_prorl.settings import load
 from nemo_prorl.trainer import policy_loss
+from tests.ending import end_with_session
 from tests.policy.models import MODELS, write_model
 
 STEPS = 3
@@ -394,6 +395,7 @@ def fork_ranks(world: int, work: Callable[[], None], log: Path, seconds: float) 
     for rank in range(world):
         pid = os.fork()
         if pid == 0:
+            end_with_session()
             with log.with_suffix(f".{rank}.log").open("w") as f:
                 os.dup2(f.fileno(), 1)
                 os.dup2(f.fileno(), 2)

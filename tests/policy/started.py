@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.ending import end_with_session
+
 TE_STAND_IN = Path(__file__).parent.parent / "te_stand_in"
 
 
@@ -26,6 +28,8 @@ def _run(script: str, root: Path, out: Path, path: list[Path]) -> Path:
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=900, check=False, preexec_fn=end_with_session
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return out

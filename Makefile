@@ -1,6 +1,6 @@
 # make train     sets up what is missing and runs the laptop job (again: continues it)
 # make test      sets up what is missing and runs the tests;  make test-all: the slow ones too
-# make lint      format, lint and types
+# make check     the inner loop: format, lint, import contracts, types and the quick tests, in a minute
 # make gpu-evidence   what kernels, actor and engine take on this machine's GPU;  make gpu-wheels: what a bare one lacks
 # make clean     deletes both environments and caches; runs/ stays
 
@@ -19,7 +19,7 @@ EVIDENCE_PYTHON ?= $(or $(wildcard .venv/train/bin/python),python3)
 GPU_WHEELS ?= .gpu-wheels
 GPU_PYTHON ?= python3.12
 
-.PHONY: setup train test test-all lint gpu-evidence gpu-wheels clean
+.PHONY: setup train check test test-all gpu-evidence gpu-wheels clean
 
 setup:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null || { \
@@ -32,16 +32,21 @@ setup:
 train: setup
 	@$(BIN)/prorl train "run_dir=$(RUN)" $(ARGS)
 
-test: setup
-	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+# A worker a core, four at most: engines and ranks of several workers want memory.
+PYTEST := $(BIN)/python -m pytest --numprocesses=logical --maxprocesses=4
 
-test-all: setup
-	@$(BIN)/python -m pytest $(ARGS)
-
-lint: setup
+check: setup
 	@$(BIN)/ruff format --check
 	@$(BIN)/ruff check
+	@$(BIN)/lint-imports
 	@$(BIN)/mypy
+	@$(PYTEST) -m "not slow and not vllm and not nemo and not starts" $(ARGS)
+
+test: setup
+	@$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: setup
+	@$(PYTEST) $(ARGS)
 
 gpu-evidence:
 	@$(EVIDENCE_PYTHON) benchmarks/gpu_evidence.py \

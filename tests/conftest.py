@@ -15,8 +15,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Files that take longest, begun first so that the workers end together.  Files of one row share a run, an engine or
-# ranks, which one worker starts once.
+# Files that take longest, begun first so that the workers end together.  Files of one row share a run, an engine,
+# ranks or a cluster, which one worker starts once.
 LONG = (
     ("tests/test_main_job.py", "tests/cluster/test_whole_run.py"),
     ("tests/policy/test_layouts.py", "tests/policy/test_half.py", "tests/policy/test_checkpoints.py"),
@@ -28,6 +28,7 @@ LONG = (
     ),
     ("tests/rewards/test_attacks.py",),
     ("tests/policy/test_te.py",),
+    ("tests/cluster/test_stage.py", "tests/cluster/test_emulated.py"),
 )
 
 

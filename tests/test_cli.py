@@ -16,6 +16,8 @@ from nemo_prorl import cli, errors, settings
 from nemo_prorl.planning import overview
 from nemo_prorl.report import status
 
+pytestmark = pytest.mark.starts
+
 Prorl = Callable[..., subprocess.CompletedProcess[str]]
 
 

@@ -26,6 +26,8 @@ import in_place  # noqa: E402
 import lock as lock_module  # noqa: E402
 from lock import normal_name, read_pins  # noqa: E402
 
+pytestmark = pytest.mark.starts
+
 DOCKERFILE = ROOT / "Dockerfile"
 TRAIN_LOCK = ROOT / "setup" / "train.lock"
 SECRET = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|API_?KEY|PRIVATE|NGC_|_AUTH", re.I)

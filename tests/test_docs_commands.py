@@ -36,6 +36,8 @@ from tests.test_docs import COMMANDS as IN_SH_BLOCKS
 from tests.test_docs import PAGES, blocks, model_folder, stage_words
 from tests.whole_runs import SMALL
 
+pytestmark = pytest.mark.starts
+
 Words = list[str]
 
 HERE = {  # in this process, on files made for it

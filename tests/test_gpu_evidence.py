@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.starts
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "gpu_evidence.py"
 

@@ -33,6 +33,7 @@ def test_outside_the_policy_ranks_meet_in_one_place() -> None:
     assert {user for user in users if not user.startswith(("policy/", "algorithms/"))} == {"leader.py"}
 
 
+@pytest.mark.starts
 @pytest.mark.parametrize(
     "arguments",
     [

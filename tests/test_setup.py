@@ -17,6 +17,8 @@ sys.path.insert(0, str(ROOT / "setup"))
 import environments  # noqa: E402
 from lock import normal_name, read_pins  # noqa: E402
 
+pytestmark = pytest.mark.starts
+
 LOCKS = [ROOT / "setup" / "train.lock", ROOT / "setup" / "rollout.lock"]
 CUDA_LOCK = ROOT / "setup" / "rollout-cuda.lock"
 

@@ -364,6 +364,7 @@ def test_memory_is_an_eighth_of_the_naive_form_at_the_vocabulary_of_qwen(with_en
         assert float((found - right).norm()) <= 1e-5 * float(right.norm())
 
 
+@pytest.mark.starts
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
     """Real gloo processes.  In one case the second shard ends in padding, in the other it is nothing else."""
     vocabularies = (19, 11)

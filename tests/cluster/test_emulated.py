@@ -11,6 +11,8 @@ import pytest
 
 from tests.cluster.emulated import ROOT, Ended, NoSlurm, Slurm, cluster
 
+pytestmark = pytest.mark.starts
+
 
 def script(folder: Path, text: str) -> str:
     path = folder / "job.sh"

@@ -15,6 +15,8 @@ import pytest
 
 from tests.cluster.emulated import Ended, Slurm
 
+pytestmark = pytest.mark.starts
+
 STEPS = 5
 
 

@@ -15,6 +15,8 @@ import pytest
 from tests.conftest import ROOT
 from tests.data.preparing import SUMS, manifest, records
 
+pytestmark = pytest.mark.starts
+
 REPO, COMMIT = "agentica-org/DeepScaleR-Preview-Dataset", "0123456789abcdef0123456789abcdef01234567"
 FILES = {"deepscaler.json": json.dumps(SUMS).encode(), "README.md": b"# not data\n"}
 

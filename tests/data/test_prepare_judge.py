@@ -19,6 +19,8 @@ from nemo_prorl.data.prepare.judge import verdict_in
 from tests.data.preparing import Rows, dropped, manifest, prepare, records, refused, write
 from tests.test_formats import against
 
+pytestmark = pytest.mark.starts
+
 MODEL = "judge-1"
 
 

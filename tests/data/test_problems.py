@@ -19,6 +19,8 @@ from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, RewardResu
 from nemo_prorl.rewards.sandbox.levels import open_sandbox
 from nemo_prorl.settings import load
 
+pytestmark = pytest.mark.starts
+
 DOMAINS = ("code", "stem", "instructions")
 
 

@@ -14,6 +14,8 @@ import pytest
 from nemo_prorl.deadlines import Deadline
 from tests.test_formats import against
 
+pytestmark = pytest.mark.starts
+
 ROOT = Path(__file__).resolve().parents[2]
 VLLM = pytest.mark.skipif(not (ROOT / ".venv" / "rollout").is_dir(), reason="no rollout environment: make setup")
 

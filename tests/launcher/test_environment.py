@@ -13,6 +13,8 @@ from nemo_prorl.launcher.processes import Child, MergedLog
 from nemo_prorl.launcher.supervisor import Node
 from nemo_prorl.settings import load
 
+pytestmark = pytest.mark.starts
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 USER = 12345  # has no passwd entry
 

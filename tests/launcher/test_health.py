@@ -11,6 +11,8 @@ from nemo_prorl.config import DeadlinesConfig
 from nemo_prorl.launcher.health import Health
 from nemo_prorl.launcher.processes import Child, MergedLog, stop_all
 
+pytestmark = pytest.mark.starts
+
 SERVER = """
 import http.server, json, os, sys, time
 

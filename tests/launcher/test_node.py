@@ -12,6 +12,8 @@ from nemo_prorl.launcher.link import STARTER, Leader, Line, join
 from nemo_prorl.launcher.node import TOKEN, Following, Leading, blame, main
 from nemo_prorl.launcher.supervisor import End
 
+pytestmark = pytest.mark.starts
+
 KILLED = End(1, "trainer-2 ended with status -9", "node2", "trainer-2", -9, at=3.0)
 ABORTED = End(1, "trainer-3 ended with status -6", "node3", "trainer-3", -6, at=2.0)  # NCCL's, when a peer is gone
 FAILED = End(1, "trainer-0 ended with status 1", "node0", "trainer-0", 1, at=1.0)

@@ -14,6 +14,8 @@ from nemo_prorl.launcher.cores import Cores
 from nemo_prorl.launcher.link import free_port
 from nemo_prorl.launcher.processes import Child, MergedLog, ProcessFailed, stop_all
 
+pytestmark = pytest.mark.starts
+
 Start = Callable[..., Child]
 
 

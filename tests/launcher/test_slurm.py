@@ -19,6 +19,8 @@ import pytest
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.launcher.slurm_job import Job
 
+pytestmark = pytest.mark.starts
+
 ROOT = Path(__file__).resolve().parents[2]
 
 SRUN = """

@@ -11,6 +11,8 @@ from nemo_prorl.launcher.processes import Child, MergedLog
 from nemo_prorl.launcher.supervisor import Node
 from nemo_prorl.settings import load
 
+pytestmark = pytest.mark.starts
+
 MEBIBYTES, TURNS = 40, 20
 # Page faults while a process takes and frees the same memory again and again.
 FAULTS = f"""

@@ -281,6 +281,7 @@ def test_the_device_is_what_the_key_says() -> None:
     assert m.device_bytes(with_key(settings.load([]), 80)) is None  # a CPU
 
 
+@pytest.mark.nemo
 def test_weights_optimizer_fp8_copies_and_activations_are_those_of_megatrons_model(tmp_path: Path, root: Path) -> None:
     """Megatron's GPTModel on the meta device, 1.5B, 7B and 8B; activations within 2 %, everything else exactly."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("measure_meta.py")), str(tmp_path)]

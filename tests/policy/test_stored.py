@@ -13,6 +13,8 @@ from nemo_prorl.errors import CheckpointError, ConfigError
 from nemo_prorl.policy.tools import export_hf, import_hf
 from tests.policy.models import LLAMA_TIED, MODELS, QWEN2, write_model
 
+pytestmark = pytest.mark.starts
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)

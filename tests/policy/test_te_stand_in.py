@@ -11,6 +11,8 @@ import pytest
 from tests.policy.started import TE_STAND_IN
 from tests.policy.te_signatures import of_folder, of_repository
 
+pytestmark = pytest.mark.starts
+
 RECORDED = json.loads(Path(__file__).with_name("te_signatures.json").read_text())
 PIN = next(iter(RECORDED))
 

@@ -15,6 +15,8 @@ from nemo_prorl.rewards.sandbox import client, levels, zygote
 from nemo_prorl.rewards.sandbox.client import ProcessSandbox, SandboxFailure
 from tests.rewards.attack_runs import GIVEN, OWN, attack, judge, run_attacks
 
+pytestmark = pytest.mark.starts
+
 
 def cases_of(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "manifest.jsonl").read_text().splitlines()]

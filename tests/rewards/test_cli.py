@@ -13,6 +13,8 @@ from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.rewards import cli
 from tests.rewards.conftest import ROOT, request_of
 
+pytestmark = pytest.mark.starts
+
 MAIN = """
 import argparse, sys
 from nemo_prorl.errors import ProrlError

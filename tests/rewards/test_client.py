@@ -15,6 +15,8 @@ from nemo_prorl.rewards.pool import CHUNK
 from tests.rewards.conftest import StartServer, request_of
 from tests.rewards.test_server import http
 
+pytestmark = pytest.mark.starts
+
 Steps = Callable[[RewardClient], Awaitable[None]]
 
 

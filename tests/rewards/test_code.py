@@ -14,6 +14,8 @@ from prorl_reward_code.truth import check, names_called
 from nemo_prorl.rewards.interface import RewardRequest, RewardResult
 from nemo_prorl.rewards.sandbox.levels import open_sandbox
 
+pytestmark = pytest.mark.starts
+
 F = "```"
 ONE, TWO = "print(1)\n", "print(2)\n"
 

@@ -18,6 +18,8 @@ from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import ENTRY_POINT_GROUP, Example
 from tests.rewards.conftest import ROOT
 
+pytestmark = pytest.mark.starts
+
 Prorl = Callable[..., subprocess.CompletedProcess[str]]
 INSTALLED = sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)})
 

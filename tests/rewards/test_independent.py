@@ -10,6 +10,8 @@ from nemo_prorl.rewards.interface import Program, ProgramRun
 from nemo_prorl.rewards.sandbox.client import ProcessSandbox, _ProgramRun
 from nemo_prorl.rewards.sandbox.independent import independent
 
+pytestmark = pytest.mark.starts
+
 ALONE = [
     "print(int(input()) + 1)",
     "import sys\nfrom collections import Counter\nsys.setrecursionlimit(10**6)\nprint(Counter(sys.stdin.read()))",

@@ -27,6 +27,8 @@ from nemo_prorl.rollout.engine_load import EngineLoad
 from nemo_prorl.rollout.prompts import PromptDraw
 from tests.rewards.conftest import RunningServer, StartServer
 
+pytestmark = pytest.mark.starts
+
 # As DeepSeek-R1-Distill's since February 2025: earlier thoughts are cut away, and the prompt ends in an open one.
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'user' %}{{ '<|user|>' + message['content'] }}"

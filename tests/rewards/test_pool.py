@@ -14,6 +14,8 @@ from nemo_prorl.errors import RewardFailure
 from nemo_prorl.rewards.pool import PluginPool, PoolSpec, QueueFull
 from tests.rewards.conftest import is_alive, request_of
 
+pytestmark = pytest.mark.starts
+
 Steps = Callable[[PluginPool], Awaitable[None]]
 
 

@@ -15,6 +15,8 @@ from nemo_prorl.rewards import reverify
 from nemo_prorl.rewards.interface import failed_verdict
 from nemo_prorl.rewards.service import RewardService
 
+pytestmark = pytest.mark.starts
+
 Prorl = Callable[..., subprocess.CompletedProcess[str]]
 Capture = pytest.CaptureFixture[str]
 

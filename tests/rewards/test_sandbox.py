@@ -23,6 +23,8 @@ from nemo_prorl.rewards.sandbox.client import ProcessSandbox, SandboxFailure
 from nemo_prorl.rewards.sandbox.zygote import empty_folder
 from tests.rewards.conftest import ROOT, children_of, is_alive
 
+pytestmark = pytest.mark.starts
+
 ADD = "a, b = map(int, input().split())\nprint(a + b)\n"
 
 

@@ -24,6 +24,8 @@ from nemo_prorl.rewards.discovery import Registry
 from nemo_prorl.rewards.scaffold import new_plugin
 from tests.rewards.conftest import ROOT
 
+pytestmark = pytest.mark.starts
+
 DOCS = (ROOT / "docs" / "plugins.md").read_text()
 BLOCKS = re.findall(r"^```sh\n(.*?)^```", DOCS, re.M | re.S)
 COMMANDS = [line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()]

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 
 from tests.rewards.conftest import ROOT, RunningServer, StartServer, is_alive, request_of, wait_gone
+
+pytestmark = pytest.mark.starts
 
 
 def http(server: RunningServer, path: str, body: Any = None, token: str | None = "secret") -> tuple[int, Any]:

@@ -12,6 +12,8 @@ import pytest
 
 from tests.rollout.engines import ROOT
 
+pytestmark = pytest.mark.vllm
+
 MAIN = """
 import os, sys, traceback
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler

@@ -52,8 +52,8 @@ class Job:
 def build(shape: dict[str, int], folder: Path) -> Job:
     import torch
 
-    from nemo_prorl.algorithms.losses import LossConfig
     from nemo_prorl.batch import Batch
+    from nemo_prorl.config import GRPOConfig
     from nemo_prorl.data.laptop.model import build_base_model
     from nemo_prorl.policy.build import build_actor
     from nemo_prorl.policy.weights import HFFolder, model_keys_from_hf
@@ -74,7 +74,7 @@ def build(shape: dict[str, int], folder: Path) -> Job:
         advantage_B=torch.linspace(-1, 1, 8),
         weight_BT=torch.ones_like(logp_BT),
     )
-    job = Job(actor, batch, partial(policy_loss, config=LossConfig(kl_coef=0.1)))
+    job = Job(actor, batch, partial(policy_loss, config=GRPOConfig(kl_coef=0.1)))
     for _ in range(3):
         job.update()
     return job

@@ -80,7 +80,8 @@ def logprobs_of(form: str, hidden_NH: Any, weight_VH: Any, target_N: Any, chunk:
 def measure(form: str, args: argparse.Namespace, out: Path) -> dict[str, float]:
     import torch
 
-    from nemo_prorl.algorithms.losses import LossConfig, grpo_loss
+    from nemo_prorl.algorithms.losses import grpo_loss
+    from nemo_prorl.config import GRPOConfig
 
     torch.set_num_threads(args.threads)
     if form == "aligner":
@@ -107,7 +108,7 @@ def measure(form: str, args: argparse.Namespace, out: Path) -> dict[str, float]:
     logp_BT = logprobs_of(form, hidden_NH, weight_VH, target_N, args.chunk, args.block)[None]
     old_BT = logp_BT.detach() + 0.05 * torch.sin(torch.arange(args.tokens, device=args.device))
     loss, _ = grpo_loss(
-        logp_BT, old_BT, old_BT - 0.1, advantage_B, mask_BT, None, float(args.tokens), LossConfig(kl_coef=0.1)
+        logp_BT, old_BT, old_BT - 0.1, advantage_B, mask_BT, None, float(args.tokens), GRPOConfig(kl_coef=0.1)
     )
     loss.backward()
     peak, seconds = memory.peak(), time.monotonic() - began

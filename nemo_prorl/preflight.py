@@ -217,14 +217,14 @@ def _train(trainer: Trainer, plan: Plan, recorder: TrialRecorder) -> None:
         few = mine.rows(slice(0, policy.limits.rows_of_length(plan.context)))
         few_logp_BT, _ = policy.logprobs(few)
         few = few.with_targets(old_logp_BT=few_logp_BT, ref_logp_BT=few_logp_BT)
-        update(policy, few, grpo, config, Metrics(1, cfg.stage))
+        update(policy, few, config, Metrics(1, cfg.stage))
     with recorder.part("logprobs", **numbers):
         old_logp_BT, _ = policy.logprobs(mine)
     with recorder.part("reference", **numbers):
         ref_logp_BT = policy.reference_logprobs(mine)
     with recorder.part("update", **numbers):
         mine = mine.with_targets(old_logp_BT=old_logp_BT, ref_logp_BT=ref_logp_BT)
-        update(policy, mine, grpo, config, metrics)
+        update(policy, mine, config, metrics)
 
 
 def tried_rows(plan: Plan, groups: list[Group]) -> list[JudgedGroups]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 
 from nemo_prorl import __version__
 from nemo_prorl.algorithms.entropy import AdaptiveEntropy
@@ -58,7 +59,7 @@ class Policy:
 
         base = base_folder(cfg, run_dir)
         folder = base if base.exists() else initial_model(cfg, run_dir)
-        built = build_actor(cfg, folder, run_dir / "logs" / "nemo")  # type: ignore[arg-type]
+        built = build_actor(OmegaConf.structured(cfg), folder, run_dir / "logs" / "nemo")
         self.actor, self.loggers = built.actor, built.trainer.loggers
         self.leader = Leader(cfg.trainer.deadlines, self.actor.data_rank)
         self.renderer = PromptRenderer(folder, cfg.trainer.grpo.context_tokens, cfg.trainer.grpo.max_response_tokens)
@@ -230,7 +231,7 @@ def read(run_dir: Path) -> Config:
     from nemo_prorl.settings import read_config
 
     die_with_parent()
-    cfg: Any = read_config(run_dir / "config.yaml")
+    cfg: Any = OmegaConf.to_object(read_config(run_dir / "config.yaml"))
     setup_process(cfg, int(os.environ.get("RANK", 0)))
     return cfg
 

@@ -15,9 +15,9 @@ from nemo_prorl.algorithms.advantages import group_advantages
 from nemo_prorl.algorithms.correction import rollout_correction
 from nemo_prorl.algorithms.diagnostics import means_by_task, policy_diagnostics, reference_gap, sums_by_task
 from nemo_prorl.algorithms.entropy import AdaptiveEntropy
-from nemo_prorl.algorithms.losses import LossConfig, denominator_terms, grpo_loss
+from nemo_prorl.algorithms.losses import denominator_terms, grpo_loss
 from nemo_prorl.algorithms.reset_rules import learning_rate
-from nemo_prorl.algorithms.shaping import Shaping, in_schedule, shaped_rewards
+from nemo_prorl.algorithms.shaping import shaped_rewards
 from nemo_prorl.batch import Batch, JudgedGroups
 from nemo_prorl.config import Config, GRPOConfig
 from nemo_prorl.errors import RolloutAbandoned, StoppedCleanly
@@ -179,10 +179,10 @@ class Trainer:
         with metrics.phase("updates"):
             config = self.before_updates(metrics)
             for update_rows in torch.arange(len(mine)).split([len(r) for r in rows]):
-                update(policy, mine.rows(update_rows), cfg, config, metrics)
+                update(policy, mine.rows(update_rows), config, metrics)
         return metrics
 
-    def before_updates(self, metrics: Metrics) -> LossConfig:
+    def before_updates(self, metrics: Metrics) -> GRPOConfig:
         """Set the learning rate of this step; return its loss, with the coefficient that its entropy asks for."""
         resets, grpo = self.cfg.trainer.resets, self.cfg.trainer.grpo
         base = float(self.cfg.model["optim"]["lr"])
@@ -190,10 +190,10 @@ class Trainer:
         self.policy.set_learning_rate(lr)
         metrics.put("policy/lr", lr)
         if not grpo.adaptive_entropy.enabled:
-            return loss_config(grpo)
+            return grpo
         coefficient = self.entropy.update(self.leader.call(lambda: metrics["entropy"]))
         metrics.put("policy/entropy_coef", coefficient)
-        return replace(loss_config(grpo), entropy_coef=coefficient)
+        return replace(grpo, entropy_coef=coefficient)
 
     def report_gaps(self, metrics: Metrics, mine: Batch, version_B: Tensor) -> None:
         """Report how far engine and trainer are apart, with the same weights and with older ones in the engine.
@@ -217,22 +217,9 @@ class Trainer:
             self.records.alarm(metrics.step, f"engine and trainer differ by {mean:.3g} a token (correction.alarm)")
 
 
-def loss_config(grpo: GRPOConfig) -> LossConfig:
-    """Return what the loss of a token is made of."""
-    return LossConfig(
-        grpo.clip_low,
-        grpo.clip_high,
-        grpo.dual_clip,
-        grpo.kl_coef,
-        grpo.kl_estimator,
-        grpo.entropy_coef,
-        grpo.aggregation,
-    )
-
-
-def update(policy: Any, minibatch: Batch, cfg: GRPOConfig, config: LossConfig, metrics: Metrics) -> None:
+def update(policy: Any, minibatch: Batch, config: GRPOConfig, metrics: Metrics) -> None:
     """Make one optimizer step on a mini-batch."""
-    share = denominator_terms(minibatch.mask_BT, cfg.aggregation, float(cfg.context_tokens))
+    share = denominator_terms(minibatch.mask_BT, config.aggregation, float(config.context_tokens))
     denominator = policy.sum_over_data_ranks(float(share))
     if denominator > 0:  # otherwise nothing was left to learn from
         loss, with_entropy = partial(policy_loss, config=config), config.entropy_coef != 0.0
@@ -243,7 +230,7 @@ def advantages(judged: JudgedGroups, cfg: GRPOConfig, metrics: Metrics) -> Tenso
     """advantage_B, float32, of all responses from their shaped rewards (paper eq. 2)."""
     longest_GN = judged.longest_GN(cfg.context_tokens, cfg.max_response_tokens)
     reward_GN, changes = shaped_rewards(
-        judged.reward_GN, judged.ended_GN, judged.length_GN, longest_GN, shaping_of(cfg, metrics.step)
+        judged.reward_GN, judged.ended_GN, judged.length_GN, longest_GN, cfg, metrics.step
     )
     advantage_GN = group_advantages(reward_GN, judged.valid_GN, cfg.advantage)
     if bool(judged.valid_GN.any()):
@@ -255,23 +242,8 @@ def advantages(judged: JudgedGroups, cfg: GRPOConfig, metrics: Metrics) -> Tenso
     return advantage_GN.reshape(-1).float()
 
 
-def shaping_of(cfg: GRPOConfig, step: int) -> Shaping:
-    """The shapings that a configuration asks for at a step."""
-    by_length = cfg.shaping
-    return Shaping(
-        cfg.unfinished_penalty,
-        by_length.overlong_tokens,
-        by_length.overlong_penalty,
-        by_length.cosine and in_schedule(step, by_length.cosine_every, by_length.cosine_for),
-        tuple(by_length.cosine_correct),  # type: ignore[arg-type]
-        tuple(by_length.cosine_wrong),  # type: ignore[arg-type]
-        by_length.cosine_exceeded,
-        cfg.unfinished_factor,
-    )
-
-
 def policy_loss(
-    logp_BT: Tensor, entropy_BT: Tensor | None, micro: Batch, denominator: float, config: LossConfig
+    logp_BT: Tensor, entropy_BT: Tensor | None, micro: Batch, denominator: float, config: GRPOConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A micro-batch's share of the loss of an update, and its sums to report."""
     loss, sums = grpo_loss(

@@ -252,7 +252,6 @@ def metrics_line() -> dict[str, Any]:
     """A step's line: each number through the function that reports it in a run."""
     from nemo_prorl.algorithms.correction import rollout_correction
     from nemo_prorl.algorithms.diagnostics import means_by_task, reference_gap, sums_by_task
-    from nemo_prorl.algorithms.losses import LossConfig
     from nemo_prorl.batch import Batch, JudgedGroups
     from nemo_prorl.config import GRPOConfig, ShapingConfig
     from nemo_prorl.metrics import Metrics
@@ -278,7 +277,7 @@ def metrics_line() -> dict[str, Any]:
     )
     gap = {key: float(v) for key, v in reference_gap(logp_BT, logp_BT, batch.mask_BT).items()}
     _, corrected = rollout_correction(logp_BT, batch.engine_logp_BT, batch.mask_BT, "tis", 2.0, 0.5)
-    _, sums = policy_loss(logp_BT, None, batch, 4.0, LossConfig())
+    _, sums = policy_loss(logp_BT, None, batch, 4.0, GRPOConfig())
     whole = {"grad_norm": 1.0, "positions": 8.0, "padding": 0.0}
     report_update(metrics, {**{k: float(v) for k, v in sums.items()}, **whole})
     by_task = sums_by_task(logp_BT, logp_BT, -logp_BT, batch.mask_BT, torch.tensor([0, 0]), ["math"])

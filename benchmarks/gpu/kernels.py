@@ -13,7 +13,8 @@ from torch import Tensor
 from gpu import model
 from gpu.common import Emit, Settings, peak_bytes, seconds_of
 from nemo_prorl.algorithms.logprobs import chunked_logprobs
-from nemo_prorl.algorithms.losses import LossConfig, grpo_loss
+from nemo_prorl.algorithms.losses import grpo_loss
+from nemo_prorl.config import GRPOConfig
 
 TEMPERATURE = 1.2
 REPEATS = 5
@@ -85,7 +86,7 @@ def step(compute: LogProbs, hidden_NH: Tensor, weight_VH: Tensor, target_N: Tens
     mask_BT = torch.ones(1, len(target_N), dtype=torch.bool, device=target_N.device)
     advantage_B = torch.ones(1, device=target_N.device)
     loss, _ = grpo_loss(
-        logp_N[None], old_N[None], old_N[None] - 0.01, advantage_B, mask_BT, None, float(len(target_N)), LossConfig()
+        logp_N[None], old_N[None], old_N[None] - 0.01, advantage_B, mask_BT, None, float(len(target_N)), GRPOConfig()
     )
     loss.backward()
     return logp_N.detach()

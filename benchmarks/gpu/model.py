@@ -15,7 +15,8 @@ from torch import Tensor
 
 from gpu.common import Settings
 from nemo_prorl.algorithms.logprobs import chunked_logprobs
-from nemo_prorl.algorithms.losses import LossConfig, grpo_loss
+from nemo_prorl.algorithms.losses import grpo_loss
+from nemo_prorl.config import GRPOConfig
 from nemo_prorl.launcher.link import free_port
 from nemo_prorl.policy.cpu import shims as cpu
 
@@ -191,7 +192,7 @@ def update(model: Any, optimizer: Any, micro_batches: list[Tensor], old: list[Te
         logp_BT, _ = logprobs(model, tokens_BT, shape, with_entropy=False)
         mask_BT = torch.ones_like(logp_BT, dtype=torch.bool)
         advantage_B = torch.ones(len(tokens_BT), device=tokens_BT.device)
-        loss, _ = grpo_loss(logp_BT, old_BT, old_BT, advantage_B, mask_BT, None, float(count), LossConfig())
+        loss, _ = grpo_loss(logp_BT, old_BT, old_BT, advantage_B, mask_BT, None, float(count), GRPOConfig())
         loss.backward()
     model.finish_grad_sync()
     done, norm, _ = optimizer.step()

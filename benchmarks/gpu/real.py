@@ -168,11 +168,14 @@ def with_logprobs(batch: Any, old_BT: torch.Tensor, ref_BT: torch.Tensor) -> Any
 
 def updater(actor: Any, cfg: Any) -> Callable[[Any], dict[str, float]]:
     """Return a function that makes one optimizer step by the paper's loss and returns its sums and gradient norm."""
-    from nemo_prorl.algorithms.losses import LossConfig, denominator_terms
+    from nemo_prorl.algorithms.losses import denominator_terms
+    from nemo_prorl.config import GRPOConfig
     from nemo_prorl.trainer import policy_loss
 
     grpo = cfg.trainer.grpo
-    loss = partial(policy_loss, config=LossConfig(grpo.clip_low, grpo.clip_high, kl_coef=grpo.kl_coef))
+    loss = partial(
+        policy_loss, config=GRPOConfig(clip_low=grpo.clip_low, clip_high=grpo.clip_high, kl_coef=grpo.kl_coef)
+    )
 
     def update(batch: Any) -> dict[str, float]:
         sums: dict[str, float] = actor.update(batch, loss, float(denominator_terms(batch.mask_BT, "token")))

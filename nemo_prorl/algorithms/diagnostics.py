@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nemo_prorl.algorithms.losses import LossConfig, kl_estimate, token_ratio
+from nemo_prorl.algorithms.losses import kl_estimate, token_ratio
+from nemo_prorl.config import GRPOConfig
 
 _REDUCTIONS = {"mean_": "mean", "fraction_": "mean", "max_": "max", "min_": "min"}
 
@@ -76,7 +77,7 @@ def reference_gap(old_logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor) -> 
 
 
 def policy_diagnostics(
-    logp_BT: Tensor, old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor, config: LossConfig
+    logp_BT: Tensor, old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor, config: GRPOConfig
 ) -> dict[str, Tensor]:
     """How far an update has moved the policy, and what the clipping does to it.
 

@@ -4,47 +4,15 @@ Signs: the surrogate is an objective (higher is better); `grpo_loss` returns a l
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from nemo_prorl.config import GRPOConfig
+
 KL_ESTIMATORS = ("k1", "k2", "k3")
 AGGREGATIONS = ("token", "sequence", "constant")
 MAX_LOG_RATIO = 20.0  # exp of it is 4.9e8: far outside any clip range, and sums of it stay finite in float32
-
-
-@dataclass(frozen=True)
-class LossConfig:
-    """What the loss of a token is made of, and how tokens add up.
-
-    Raises ValueError, naming the field, for a value that makes no sense.
-    """
-
-    clip_low: float = 0.2
-    clip_high: float = 0.4
-    dual_clip: float | None = None  # bounds the objective of a negative advantage A at dual_clip * A
-    kl_coef: float = 1e-4
-    kl_estimator: str = "k3"
-    entropy_coef: float = 0.0
-    aggregation: str = "token"
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.clip_low <= 1.0:
-            raise ValueError(
-                f"clip_low is {self.clip_low}; the ratio's lower bound is 1 - clip_low, so 0 to 1 is right"
-            )
-        if not 0.0 <= self.clip_high < math.inf:
-            raise ValueError(f"clip_high is {self.clip_high}; 0 or more is right")
-        if self.dual_clip is not None and not 1.0 < self.dual_clip < math.inf:
-            raise ValueError(f"dual_clip is {self.dual_clip}; a number above 1 (3 is usual) or None is right")
-        if self.kl_estimator not in KL_ESTIMATORS:
-            raise ValueError(f"unknown kl_estimator {self.kl_estimator!r}; known are {', '.join(KL_ESTIMATORS)}")
-        if self.aggregation not in AGGREGATIONS:
-            raise ValueError(f"unknown aggregation {self.aggregation!r}; known are {', '.join(AGGREGATIONS)}")
-        for name in ("kl_coef", "entropy_coef"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name} is {getattr(self, name)}; a finite number is right")
 
 
 def token_ratio(logp_BT: Tensor, old_logp_BT: Tensor) -> Tensor:
@@ -55,7 +23,7 @@ def token_ratio(logp_BT: Tensor, old_logp_BT: Tensor) -> Tensor:
     return (logp_BT - old_logp_BT).clamp(max=MAX_LOG_RATIO).exp()
 
 
-def clipped_surrogate(ratio_BT: Tensor, advantage_BT: Tensor, config: LossConfig) -> Tensor:
+def clipped_surrogate(ratio_BT: Tensor, advantage_BT: Tensor, config: GRPOConfig) -> Tensor:
     """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) of each token (paper eq. 1, 3), an objective.
 
     With `dual_clip` c, a token of negative advantage never counts for less than c A (arXiv 1912.09729, eq. 5).
@@ -139,7 +107,7 @@ def grpo_loss(
     mask_BT: Tensor,
     weight_BT: Tensor | None,
     denominator: Tensor | float,
-    config: LossConfig,
+    config: GRPOConfig,
     entropy_BT: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A micro-batch's share of the loss of an optimizer step: shares add up over micro-batches and ranks.
@@ -160,7 +128,7 @@ def grpo_loss(
         mask_BT: bool, the response tokens that count.
         weight_BT: from `correction.rollout_correction`; None is 1 everywhere.
         denominator: sum of `denominator_terms` over the whole optimizer step, all ranks.
-        config: see LossConfig.
+        config: `clip_*`, `dual_clip`, `kl_*`, `entropy_coef` and `aggregation` are used.
         entropy_BT: entropy of each token's distribution; needed when entropy_coef is not 0, else only reported.
 
     All floating inputs are taken to float32 (float64 if logp is float64); only logp and entropy are differentiated.
@@ -214,11 +182,13 @@ def _check_inputs(
     ref_logp_BT: Tensor | None,
     mask_BT: Tensor,
     denominator: Tensor | float,
-    config: LossConfig,
+    config: GRPOConfig,
     entropy_BT: Tensor | None,
 ) -> None:
     if mask_BT.dtype != torch.bool:
         raise ValueError(f"mask_BT must be bool, got {mask_BT.dtype}")
+    if config.aggregation not in AGGREGATIONS:
+        raise ValueError(f"unknown aggregation {config.aggregation!r}; known are {', '.join(AGGREGATIONS)}")
     if config.kl_coef != 0.0 and ref_logp_BT is None:
         raise ValueError(f"kl_coef is {config.kl_coef}, so ref_logp_BT is needed")
     if config.entropy_coef != 0.0 and entropy_BT is None:

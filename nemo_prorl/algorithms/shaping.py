@@ -3,52 +3,41 @@
 Suffixes: G groups, N samples a group.  Lengths are response tokens.
 """
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Shaping:
-    """Which shapings apply, in this order: cosine in place of the raw reward, then what is taken off.
-
-    overlong_tokens: over how many tokens before the longest response the soft overlong penalty builds up; 0 is off.
-    correct, wrong: the cosine's values at length 0 and at the longest; exceeded: that of a response cut off there.
-    """
-
-    unfinished_penalty: float = 0.0
-    overlong_tokens: int = 0
-    overlong_penalty: float = 1.0
-    cosine: bool = False
-    correct: tuple[float, float] = (2.0, 1.0)
-    wrong: tuple[float, float] = (-10.0, 0.0)
-    exceeded: float = -10.0
-    unfinished_factor: float = 1.0
+from nemo_prorl.config import GRPOConfig
 
 
 def shaped_rewards(
-    reward_GN: Tensor, ended_GN: Tensor, length_GN: Tensor, longest_GN: Tensor, shaping: Shaping
+    reward_GN: Tensor, ended_GN: Tensor, length_GN: Tensor, longest_GN: Tensor, config: GRPOConfig, step: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The rewards that the advantages are made of, and what each shaping that is on changed, by its name.
+    """Return the rewards that the advantages are made of, and what each shaping that is on changed, by its name.
+
+    The cosine comes first, in place of the raw reward; then an unfinished response is scaled and lowered; then the
+    overlong penalty is taken off.
 
     Args:
         reward_GN: raw rewards in [0, 1]; nan (of an invalid response) stays nan.
         ended_GN: bool, the response ended with eos.
         length_GN, longest_GN: the response's tokens, and how many it might have had; at least 1.
+        config: `unfinished_*` and `shaping` are used.
+        step: from 1, for the cosine's schedule.
 
     Returns:
         reward_GN, float32 (float64 for float64 rewards), and name -> change [G, N].
     """
     steps = [("raw", reward_GN.to(torch.promote_types(reward_GN.dtype, torch.float32)))]
-    if shaping.cosine:
-        values = dict(zip(("correct_short", "correct_long"), shaping.correct, strict=True))
-        values |= dict(zip(("wrong_short", "wrong_long"), shaping.wrong, strict=True))
-        values |= {"exceeded": shaping.exceeded}
+    shaping = config.shaping
+    if shaping.cosine and in_schedule(step, shaping.cosine_every, shaping.cosine_for):
+        values = dict(zip(("correct_short", "correct_long"), shaping.cosine_correct, strict=True))
+        values |= dict(zip(("wrong_short", "wrong_long"), shaping.cosine_wrong, strict=True))
+        values |= {"exceeded": shaping.cosine_exceeded}
         cosine_GN = cosine_length_reward(steps[-1][1], length_GN, longest_GN, ended=ended_GN, **values)
         steps.append(("cosine", cosine_GN.to(steps[0][1].dtype)))
-    penalty, factor = shaping.unfinished_penalty, shaping.unfinished_factor
+    penalty, factor = config.unfinished_penalty, config.unfinished_factor
     if penalty or factor != 1.0:
         steps.append(("unfinished", shape_rewards(steps[-1][1], ended_GN, penalty, factor)))
     if shaping.overlong_tokens:

@@ -17,7 +17,8 @@ from nemo_prorl.algorithms.diagnostics import (
     repetition,
     sums_by_task,
 )
-from nemo_prorl.algorithms.losses import LossConfig, clipped_surrogate
+from nemo_prorl.algorithms.losses import clipped_surrogate
+from nemo_prorl.config import GRPOConfig
 
 
 def test_clip_counts_by_hand() -> None:
@@ -26,7 +27,7 @@ def test_clip_counts_by_hand() -> None:
     advantage = torch.tensor([1.0, -1.0, 1.0])
     old = torch.full((3, 5), -5.0)
     old[2] = math.nan
-    got = policy_diagnostics(old + ratio.log(), old, advantage, mask, LossConfig(dual_clip=3.0))
+    got = policy_diagnostics(old + ratio.log(), old, advantage, mask, GRPOConfig(dual_clip=3.0))
     assert {name: value.item() for name, value in got.items() if name not in ("ratio", "approx_kl")} == {
         "tokens": 10,
         "positive_tokens": 5,
@@ -46,7 +47,7 @@ def test_clip_counts_by_hand() -> None:
 @pytest.mark.parametrize("dual", [None, 2.0])
 def test_clipped_tokens_are_those_without_a_gradient(dual: float | None) -> None:
     generator = torch.Generator().manual_seed(0)
-    config = LossConfig(dual_clip=dual)
+    config = GRPOConfig(dual_clip=dual)
     old = torch.full((40, 5), -4.0, dtype=torch.float64)
     logp = (old + torch.randn(40, 5, generator=generator, dtype=torch.float64)).requires_grad_()
     advantage = torch.randn(40, generator=generator, dtype=torch.float64)
@@ -158,7 +159,7 @@ def test_merging_parts_equals_the_whole(seed: int) -> None:
     advantage = torch.randn(9, generator=generator)
     task = torch.tensor([0, 0, 0, 1, 1, 2, 2, 1, 2])  # no part has all of them
     measures = {
-        "policy": lambda r: policy_diagnostics(new[r], old[r], advantage[r], mask[r], LossConfig()),
+        "policy": lambda r: policy_diagnostics(new[r], old[r], advantage[r], mask[r], GRPOConfig()),
         "reference": lambda r: reference_gap(old[r], new[r], mask[r]),
         "tasks": lambda r: sums_by_task(old[r], new[r], old[r].exp(), mask[r], task[r], TASKS),
         "engine": lambda r: rollout_correction(old[r], new[r], mask[r], "icepop", 1.5, 0.7)[1],
@@ -184,7 +185,7 @@ def test_a_part_without_tokens_moves_no_extreme() -> None:
     mask = torch.tensor([[True, True], [False, False]])
     advantage = torch.ones(2)
     parts = [
-        policy_diagnostics(new[r], old[r], advantage[r], mask[r], LossConfig()) for r in (slice(0, 1), slice(1, 2))
+        policy_diagnostics(new[r], old[r], advantage[r], mask[r], GRPOConfig()) for r in (slice(0, 1), slice(1, 2))
     ]
     for first, second in (parts, parts[::-1]):
         merged = merge(first, second)
@@ -192,7 +193,7 @@ def test_a_part_without_tokens_moves_no_extreme() -> None:
         assert merged["max_ratio"].item() == pytest.approx(math.exp(0.7))
         assert min(first["min_ratio"], second["min_ratio"]).item() == pytest.approx(math.exp(0.5))  # as the actor does
     below = [
-        policy_diagnostics(-new[r], old[r], advantage[r], mask[r], LossConfig()) for r in (slice(0, 1), slice(1, 2))
+        policy_diagnostics(-new[r], old[r], advantage[r], mask[r], GRPOConfig()) for r in (slice(0, 1), slice(1, 2))
     ]
     assert max(below[0]["max_ratio"], below[1]["max_ratio"]).item() == pytest.approx(math.exp(-0.5))
 

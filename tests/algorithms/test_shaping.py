@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from nemo_prorl.algorithms.shaping import (
-    Shaping,
     cosine_length_reward,
     in_schedule,
     shape_rewards,
     shaped_rewards,
     soft_overlong_penalty,
 )
+from nemo_prorl.config import GRPOConfig, ShapingConfig
 
 
 def test_unfinished_responses_lose_the_penalty() -> None:
@@ -38,7 +38,7 @@ def test_unfinished_responses_keep_a_share_of_their_reward() -> None:
     assert shape_rewards(reward, ended, 0.0, 0.0)[0, :3].tolist() == [1.0, 0.0, 0.0]
     assert shape_rewards(reward, ended, 0.5, 0.5)[0, :3].tolist() == pytest.approx([1.0, -0.1, -0.25])
     shaped, changes = shaped_rewards(
-        reward, ended, torch.ones(1, 4), torch.full((1, 4), 9.0), Shaping(unfinished_factor=0.0)
+        reward, ended, torch.ones(1, 4), torch.full((1, 4), 9.0), GRPOConfig(unfinished_factor=0.0), 1
     )
     assert shaped[0, :3].tolist() == [1.0, 0.0, 0.0]
     assert shaped[0, 3].isnan()
@@ -75,7 +75,7 @@ def test_eos_on_the_very_last_token_does_not_exceed() -> None:
     """A response that fills the room and ends there is complete: only one that was cut off exceeded it."""
     full = torch.full((1, 4), 100)
     reward, ended = torch.tensor([[1.0, 0.0, 1.0, 0.0]]), torch.tensor([[True, True, False, False]])
-    shaped, _ = shaped_rewards(reward, ended, full, full, Shaping(cosine=True))
+    shaped, _ = shaped_rewards(reward, ended, full, full, GRPOConfig(shaping=ShapingConfig(cosine=True)), 1)
     assert shaped[0].tolist() == pytest.approx([1.0, 0.0, -10.0, -10.0], abs=1e-5)
 
 
@@ -83,8 +83,10 @@ def test_shapings_add_up_and_are_told_apart() -> None:
     reward = torch.tensor([[1.0, 0.5, 0.0, math.nan]], dtype=torch.float64)
     ended = torch.tensor([[True, False, False, False]])
     length, longest = torch.tensor([[10, 90, 100, 0]]), torch.tensor([[100, 100, 100, 50]])
-    shaping = Shaping(0.5, overlong_tokens=20, overlong_penalty=0.4, cosine=True)
-    shaped, changes = shaped_rewards(reward, ended, length, longest, shaping)
+    shaping = GRPOConfig(
+        unfinished_penalty=0.5, shaping=ShapingConfig(overlong_tokens=20, overlong_penalty=0.4, cosine=True)
+    )
+    shaped, changes = shaped_rewards(reward, ended, length, longest, shaping, 1)
 
     def at(share: float, score: float) -> float:
         c = 0.5 * (1 + math.cos(math.pi * share))
@@ -104,7 +106,7 @@ def test_shapings_add_up_and_are_told_apart() -> None:
 def test_without_shaping_the_raw_reward_stays() -> None:
     reward = torch.tensor([[1.0, 0.25]])
     ended, length = torch.tensor([[True, False]]), torch.tensor([[1, 2]])
-    shaped, changes = shaped_rewards(reward, ended, length, length + 5, Shaping())
+    shaped, changes = shaped_rewards(reward, ended, length, length + 5, GRPOConfig(), 1)
     assert torch.equal(shaped, reward)
     assert changes == {}
 

@@ -17,7 +17,8 @@ def step(out: Path, overrides: list[str]) -> None:
     """Build the actor; compute log-probabilities; update; save a checkpoint and load it."""
     import torch
 
-    from nemo_prorl.algorithms.losses import LossConfig, denominator_terms
+    from nemo_prorl.algorithms.losses import denominator_terms
+    from nemo_prorl.config import GRPOConfig
     from nemo_prorl.policy import build, checkpoint
     from nemo_prorl.policy.weights import HFFolder
     from nemo_prorl.trainer import policy_loss
@@ -29,7 +30,7 @@ def step(out: Path, overrides: list[str]) -> None:
     batch = ranks.fixed_batch()
     logp_BT = actor.logprobs(batch)[0]
     share = float(denominator_terms(batch.mask_BT, "token"))
-    stats = actor.update(batch, partial(policy_loss, config=LossConfig(kl_coef=0.1)), share)
+    stats = actor.update(batch, partial(policy_loss, config=GRPOConfig(kl_coef=0.1)), share)
     checkpoint.save(actor, out / "step-000001", {"step": 1})
     checkpoint.load(actor, out / "step-000001")
     dtype = next(actor.module.parameters()).dtype

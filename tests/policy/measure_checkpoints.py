@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nemo_prorl.algorithms.losses import LossConfig
+from nemo_prorl.config import GRPOConfig
 from nemo_prorl.policy.weights import HFFolder
 from nemo_prorl.trainer import policy_loss
 from tests.policy.lazy_adam import use_lazy_adam
@@ -25,7 +25,7 @@ def built(out: Path, *overrides: str) -> tuple[Any, Callable[[], list[Any]]]:
     actor = build_actor(config_of(LAYOUT, folder.config, *overrides), folder.path).actor
     batch = fixed_batch()
     mine = batch.rows(rows_of_rank(len(batch), actor))
-    loss = partial(policy_loss, config=LossConfig(kl_coef=0.1))
+    loss = partial(policy_loss, config=GRPOConfig(kl_coef=0.1))
     return actor, lambda: [actor.update(mine, loss, 200.0)["grad_norm"], actor.weights_sha256()]
 
 

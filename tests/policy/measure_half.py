@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from nemo_prorl.algorithms.losses import LossConfig
-from nemo_prorl.config import WarmupConfig
+from nemo_prorl.config import GRPOConfig, WarmupConfig
 from nemo_prorl.lifecycle.warmup import warm_up
 from nemo_prorl.policy.weights import HFFolder
 from nemo_prorl.trainer import policy_loss
@@ -20,7 +19,7 @@ LAYOUTS = [
     Layout("llama_tied", pp=2),
     Layout(dp=2, micro_batch=18, tokens=64, packed=True),
 ]
-LOSS = LossConfig(kl_coef=0.1, entropy_coef=0.01)
+LOSS = GRPOConfig(kl_coef=0.1, entropy_coef=0.01)
 DENOMINATOR = 99.0
 
 

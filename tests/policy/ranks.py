@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
-from nemo_prorl.algorithms.losses import LossConfig, denominator_terms
+from nemo_prorl.algorithms.losses import denominator_terms
 from nemo_prorl.batch import Batch
+from nemo_prorl.config import GRPOConfig
 from nemo_prorl.errors import ProrlError, disk_full
 from nemo_prorl.launcher.link import free_port
 from nemo_prorl.policy.weights import HFFolder, model_keys_from_hf, write_hf_folder
@@ -138,7 +139,7 @@ def measure(layout: Layout, out: Path) -> None:
     mine = everything.rows(rows_of_rank(len(everything), actor))
     share = denominator_terms(mine.mask_BT, "token")
     denominator = actor.sum_over_data_ranks(float(share))
-    config = LossConfig(kl_coef=0.1, entropy_coef=0.01)
+    config = GRPOConfig(kl_coef=0.1, entropy_coef=0.01)
 
     def loss(logp_BT: Any, entropy_BT: Any, micro: Batch, denominator: float) -> Any:
         return policy_loss(logp_BT, entropy_BT, micro, denominator, config)

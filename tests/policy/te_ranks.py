@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from nemo_prorl.algorithms.losses import LossConfig, denominator_terms
+from nemo_prorl.algorithms.losses import denominator_terms
 from nemo_prorl.batch import Batch
+from nemo_prorl.config import GRPOConfig
 from nemo_prorl.policy.tools import export_hf, import_hf
 from nemo_prorl.policy.weights import HFFolder, model_keys_from_hf
 from nemo_prorl.settings import load
@@ -88,7 +89,7 @@ def updates_of(actor: Any) -> Callable[[], Any]:
     """A step: log-probabilities without gradients, then an update, as in training."""
     batch = fixed_batch()
     denominator = float(denominator_terms(batch.mask_BT, "token"))
-    config = LossConfig(kl_coef=0.1, entropy_coef=0.01)
+    config = GRPOConfig(kl_coef=0.1, entropy_coef=0.01)
 
     def loss(logp_BT: Any, entropy_BT: Any, micro: Batch, denominator: float) -> Any:
         return policy_loss(logp_BT, entropy_BT, micro, denominator, config)

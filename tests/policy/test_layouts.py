@@ -115,7 +115,8 @@ def test_gradients_are_those_of_autograd_in_transformers(layout: Layout, ranks: 
     """The whole chain, loss included, against plain autograd in float64 on the HF model."""
     from transformers import AutoModelForCausalLM
 
-    from nemo_prorl.algorithms.losses import LossConfig, grpo_loss
+    from nemo_prorl.algorithms.losses import grpo_loss
+    from nemo_prorl.config import GRPOConfig
 
     batch = fixed_batch()
     model = AutoModelForCausalLM.from_pretrained(ranks / layout.model, attn_implementation="eager").double()
@@ -124,7 +125,7 @@ def test_gradients_are_those_of_autograd_in_transformers(layout: Layout, ranks: 
     entropy_BT = -(log_softmax.exp() * log_softmax).sum(-1)
     rest = (batch.old_logp_BT[:, 1:].double(), batch.ref_logp_BT[:, 1:].double(), batch.advantage_B.double())
     mask_BT, weight_BT = batch.mask_BT[:, 1:], batch.weight_BT[:, 1:].double()
-    config = LossConfig(kl_coef=0.1, entropy_coef=0.01)
+    config = GRPOConfig(kl_coef=0.1, entropy_coef=0.01)
     loss, _ = grpo_loss(logp_BT, *rest, mask_BT, weight_BT, float(mask_BT.sum()), config, entropy_BT)
     loss.backward()
     wanted = {name: p.grad.float() for name, p in model.named_parameters()}

@@ -114,7 +114,7 @@ def stopped_without_patience(root: Path, run: Path, waits_s: Sequence[float], *o
 
 
 def engine_process(job: Job) -> psutil.Process:
-    return next(p for p in job.children() if "rollout/server.py" in " ".join(p.cmdline()))
+    return next(p for p in job.children() if "rollout/engine/server.py" in " ".join(p.cmdline()))
 
 
 def gone(process: psutil.Process) -> bool:

@@ -43,7 +43,8 @@ def test_a_run_writes_what_the_contract_names(undisturbed: Path) -> None:
     assert 0.0 < summary["time"]["reward_hidden_share"] <= 1.0
     assert [m["step"] for m in metrics_of(undisturbed)] == list(range(1, STEPS + 1))
     assert not (undisturbed / "endpoints" / "engine-0.json").exists() or not any(
-        "rollout/engine/server.py" in " ".join(p.info["cmdline"] or []) and str(undisturbed) in " ".join(p.info["cmdline"])
+        "rollout/engine/server.py" in " ".join(p.info["cmdline"] or [])
+        and str(undisturbed) in " ".join(p.info["cmdline"])
         for p in psutil.process_iter(["cmdline"])
     )
 

@@ -60,8 +60,7 @@ def warmup(cfg: DictConfig, config_text: str) -> int:
 
 
 def preflight(cfg: DictConfig, config_text: str, events: Events) -> int:
-    """Only one step at full context with random tokens, as `preflight` does it by the run directory's Plan;
-    the exit code is the trainer's."""
+    """Do only one step at full context with random tokens, by the run directory's Plan; return the exit code."""
     run_dir = one_node(cfg)
     with locked(run_dir):
         return _node(cfg, run_dir, prepare(cfg, run_dir, config_text), events).run(only="preflight")

@@ -325,17 +325,26 @@ class Driver:
                 over = over or now + _SRUN_ENDS_S
             if self.asked is not None and stop_by is None:
                 stop_by = now + _PATIENCE * max(0.0, (self.job.end() or time.time() + 600.0) - time.time())
-            if outcome is None and line is None and now - began > reach_s:
-                outcome = {"code": 1, "what": f"the leader could not be reached for {reach_s:g} s"}
-            elif outcome is None and stop_by is not None and now > stop_by:
-                outcome = {"code": 1, "what": "the run did not stop in time"}
-            elif outcome is None and now - looked > _LOOK_S:
+            if outcome is None:
+                unreached = line is None and now - began > reach_s
+                outcome = self._too_late(reach_s if unreached else None, stop_by is not None and now > stop_by)
+            if outcome is None and now - looked > _LOOK_S:
                 looked = now
                 if not self.is_ours():
                     outcome = {"code": 1, "what": "Slurm has given the job to other nodes"}
             if outcome is not None and (over is None or now > over):
                 _end(srun)
         return outcome
+
+    @staticmethod
+    def _too_late(unreached_s: float | None, goes_on: bool) -> dict[str, Any] | None:
+        """Return the outcome of an attempt that ran out of time.
+
+        `unreached_s`: the leader could not be reached for this long.  `goes_on`: a run that should have stopped.
+        """
+        if unreached_s is not None:
+            return {"code": 1, "what": f"the leader could not be reached for {unreached_s:g} s"}
+        return {"code": 1, "what": "the run did not stop in time"} if goes_on else None
 
     def environment(self, token: str) -> dict[str, str]:
         env = with_path()

@@ -307,8 +307,10 @@ class Node:
         return engine
 
     def _gpus(self, local: int, alone: bool) -> dict[str, str]:
-        """The GPUs of an engine: as many as its tensor parallel size, beside the trainer ranks of the same number, or
-        after the GPUs of all ranks (rollout.own_devices)."""
+        """Return the GPUs of an engine, as many as its tensor parallel size.
+
+        They are those of the trainer ranks of the same number, or follow those of all ranks (rollout.own_devices).
+        """
         if self.cfg.trainer.accelerator != "gpu":
             return {}
         given = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -331,8 +333,10 @@ class Node:
         return Cores.near_gpus(self.cfg, there, buses)
 
     def _kv_mb(self) -> int | None:
-        """What is left of its GPU for the engine's cache, beside a trainer rank if one is there; None on a CPU: vLLM's
-        own share."""
+        """Return what is left of its GPU for the engine's cache, beside a trainer rank if one is there.
+
+        None on a CPU, where vLLM takes a share of its own.
+        """
         from nemo_prorl.planning.memory import device_bytes, memory_of
 
         room = memory_of(self.cfg).kv_room(device_bytes(self.cfg))

@@ -174,7 +174,7 @@ class Line:
         self._sock.close()
 
 
-class Leader:
+class LeadingNode:
     """The leader's side: a line for each other node, and one to who started them."""
 
     def __init__(

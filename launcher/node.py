@@ -22,7 +22,7 @@ from typing import Any
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DeadlineExceeded, ProrlError, UnfitMachine
-from nemo_prorl.launcher.link import Leader, Line, NodeLost, free_port, join
+from nemo_prorl.launcher.link import LeadingNode, Line, NodeLost, free_port, join
 from nemo_prorl.launcher.supervisor import End, Node, Place
 
 _log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class NodeUnfit(UnfitMachine):
 class Leading:
     """The other nodes, as the leader sees them."""
 
-    def __init__(self, leader: Leader, host: str = "", seconds: float = _ENDS_S) -> None:
+    def __init__(self, leader: LeadingNode, host: str = "", seconds: float = _ENDS_S) -> None:
         self.leader, self.host, self.seconds = leader, host, seconds
         self.decided: End | None = None
         self._ends: dict[int, End] = {}
@@ -128,7 +128,7 @@ class Sent:
         self._line.log(name, line)
 
 
-def lead(args: argparse.Namespace, leader: Leader, place: Place) -> End:
+def lead(args: argparse.Namespace, leader: LeadingNode, place: Place) -> End:
     """Node 0, from the configuration to the end of the run."""
     from nemo_prorl import settings
     from nemo_prorl.launcher import job
@@ -162,7 +162,7 @@ def lead(args: argparse.Namespace, leader: Leader, place: Place) -> End:
         return peers.decided or End(code)
 
 
-def _require_fit(leader: Leader, run_dir: Path) -> None:
+def _require_fit(leader: LeadingNode, run_dir: Path) -> None:
     """Raises NodeUnfit, or NodeLost, naming the node."""
     leader.tell("fit", run_dir=str(run_dir))
     for node, line in sorted(leader.lines.items()):
@@ -254,7 +254,7 @@ def _follow(args: argparse.Namespace, host: str, port: int, token: str) -> int:
 
 def _lead(args: argparse.Namespace, host: str, port: int, token: str) -> int:
     try:
-        leader = Leader(args.nodes, token, args.silence_s, port)
+        leader = LeadingNode(args.nodes, token, args.silence_s, port)
     except OSError as error:
         _log.error("port %d cannot be listened at: %s", port, error)
         return 1

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from nemo_prorl import preflight, rank, settings
 from nemo_prorl.algorithms.entropy import AdaptiveEntropy
@@ -125,7 +126,7 @@ class Parts:
     """Stands in for `rank`: parts that note what they were asked, around the real leader and the trainer's maths."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
-        self.cfg = cast(Any, settings.load([*SMALL, *overrides]))
+        self.cfg = cast(Any, OmegaConf.to_object(settings.load([*SMALL, *overrides])))
         self.calls: list[Any] = []
         (folder / "endpoints").mkdir()
         (folder / "endpoints" / "token").touch(0o600)

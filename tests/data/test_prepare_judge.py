@@ -216,7 +216,7 @@ def test_another_model_is_asked_anew_and_a_broken_cache_is_named(
 
 def test_the_grader_compares_boxed_answers_without_a_judge(tmp_path: Path) -> None:
     rows = pairs(4)
-    rows[0]["solution"] += "\nSo \\boxed{2000\\,\\text{g}}."
+    rows[0]["solution"] += "\nSo \\boxed{2\\,\\text{kg}}."
     rows[2]["solution"] += "\nSo \\boxed{6\\,\\text{kg}}."
     file = write(tmp_path / "scp.jsonl", rows)
     given = ("--agreement", "grader", "--check", 0)

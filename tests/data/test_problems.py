@@ -106,12 +106,17 @@ def test_a_number_without_its_unit_passes_and_another_unit_does_not(plugins: dic
         assert judged(plugins, record, f"\\boxed{{{truth['answer']}1 {truth['unit']}}}").score == 0.0
 
 
+FACTORS = {("km", "m"): 1000, ("m", "cm"): 100, ("kg", "g"): 1000, ("cm", "mm"): 10, ("kV", "V"): 1000}
+
+
 def test_truths_say_what_the_prompts_ask(plugins: dict[str, RewardPlugin]) -> None:
     for record in generate(source("stem", 200, kinds=["units"])):
-        asked = re.match(r"Convert (\d+ \w+) to (\w+)\.", record["prompt"])
+        asked = re.match(r"Convert (\d+) (\w+) to (\w+)\.", record["prompt"])
         assert asked is not None
-        assert asked[2] == record["truth"]["unit"]
-        assert judged(plugins, record, f"\\boxed{{{asked[1]}}}").score == 1.0  # the plugin knows the units itself
+        assert asked[3] == record["truth"]["unit"]
+        assert int(record["truth"]["answer"]) == int(asked[1]) * FACTORS[asked[2], asked[3]]
+        assert judged(plugins, record, f"\\boxed{{{record['truth']['answer']} {asked[3]}}}").score == 1.0
+        assert judged(plugins, record, f"\\boxed{{{asked[1]} {asked[2]}}}").score == 0.0  # the question is no answer
     for record in generate(source("stem", 200, kinds=["laws"])):
         one, other = map(int, re.findall(r"\b\d+\b", record["prompt"].replace("s^2", "s")))
         assert record["truth"]["answer"] == str(one * other)

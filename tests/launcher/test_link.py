@@ -8,19 +8,19 @@ import pytest
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DeadlineExceeded
-from nemo_prorl.launcher.link import STARTER, Leader, Line, NodeLost, join
+from nemo_prorl.launcher.link import STARTER, LeadingNode, Line, NodeLost, join
 
 SILENCE_S = 3.0
 
 
 @pytest.fixture
-def leader() -> Iterator[Leader]:
-    leader = Leader(3, "secret", SILENCE_S)
+def leader() -> Iterator[LeadingNode]:
+    leader = LeadingNode(3, "secret", SILENCE_S)
     yield leader
     leader.close(0.0)
 
 
-def joined(leader: Leader, node: int | str, token: str = "secret") -> Line:
+def joined(leader: LeadingNode, node: int | str, token: str = "secret") -> Line:
     return join("127.0.0.1", leader.port, token, node, f"host{node}", SILENCE_S, Deadline(5, "the leader"))
 
 
@@ -28,7 +28,7 @@ def until(ready: object, what: str, seconds: float = 10.0) -> None:
     Deadline(seconds, what).wait_until(ready)  # type: ignore[arg-type]
 
 
-def test_messages_and_logs_go_both_ways(leader: Leader) -> None:
+def test_messages_and_logs_go_both_ways(leader: LeadingNode) -> None:
     heard: list[tuple[str, str]] = []
     leader.on_log = lambda name, line: heard.append((name, line))
     nodes = [joined(leader, 1), joined(leader, 2)]
@@ -42,7 +42,7 @@ def test_messages_and_logs_go_both_ways(leader: Leader) -> None:
     assert leader.lines[1].messages() == []
 
 
-def test_who_started_the_nodes_is_none_of_them(leader: Leader) -> None:
+def test_who_started_the_nodes_is_none_of_them(leader: LeadingNode) -> None:
     line = joined(leader, STARTER)
     until(lambda: leader.starter is not None, "the starter")
     line.send("stop", reason="time")
@@ -53,7 +53,7 @@ def test_who_started_the_nodes_is_none_of_them(leader: Leader) -> None:
 
 
 @pytest.mark.parametrize(("node", "token"), [(1, "guess"), (3, "secret"), (-1, "secret"), ("x", "secret")])
-def test_strangers_are_not_let_in(leader: Leader, node: int | str, token: str) -> None:
+def test_strangers_are_not_let_in(leader: LeadingNode, node: int | str, token: str) -> None:
     line = joined(leader, node, token)
     until(lambda: line.lost is not None, "the connection to be closed")
     assert not leader.lines
@@ -61,7 +61,7 @@ def test_strangers_are_not_let_in(leader: Leader, node: int | str, token: str) -
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"\x00" * (1 << 21)])
-def test_what_is_no_message_is_not_let_in(leader: Leader, data: bytes) -> None:
+def test_what_is_no_message_is_not_let_in(leader: LeadingNode, data: bytes) -> None:
     with socket.create_connection(("127.0.0.1", leader.port), timeout=5) as sock:
         try:
             sock.sendall(data)
@@ -73,7 +73,7 @@ def test_what_is_no_message_is_not_let_in(leader: Leader, data: bytes) -> None:
     until(lambda: 1 in leader.lines, "a node after the stranger")
 
 
-def test_a_node_that_dies_is_noticed_at_once(leader: Leader) -> None:
+def test_a_node_that_dies_is_noticed_at_once(leader: LeadingNode) -> None:
     node = joined(leader, 1)
     until(lambda: 1 in leader.lines, "the node")
     began = time.monotonic()
@@ -84,7 +84,7 @@ def test_a_node_that_dies_is_noticed_at_once(leader: Leader) -> None:
         leader.lines[1].wait_for(("end",), Deadline(5, "its end"))
 
 
-def test_a_node_that_falls_silent_is_lost_and_one_that_lives_is_not(leader: Leader) -> None:
+def test_a_node_that_falls_silent_is_lost_and_one_that_lives_is_not(leader: LeadingNode) -> None:
     living = joined(leader, 1)
     with socket.create_connection(("127.0.0.1", leader.port)) as silent:
         silent.sendall(b'{"kind": "hello", "node": 2, "host": "frozen", "token": "secret"}\n')

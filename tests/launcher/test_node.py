@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.launcher.link import STARTER, Leader, Line, join
+from nemo_prorl.launcher.link import STARTER, LeadingNode, Line, join
 from nemo_prorl.launcher.node import TOKEN, Following, Leading, blame, main
 from nemo_prorl.launcher.supervisor import End
 
@@ -38,12 +38,12 @@ def test_the_cause_is_what_explains_the_other_ends(ends: list[End], cause: End |
     assert blame(ends) == cause
 
 
-def line_to(leader: Leader, node: int | str) -> Line:
+def line_to(leader: LeadingNode, node: int | str) -> Line:
     return join("127.0.0.1", leader.port, "secret", node, f"node{node}", 5.0, Deadline(5, "the leader"))
 
 
 def test_all_nodes_end_by_the_leader_s_word() -> None:
-    leader = Leader(3, "secret", 5.0)
+    leader = LeadingNode(3, "secret", 5.0)
     lines = [line_to(leader, 1), line_to(leader, 2)]
     leader.wait_for_all(Deadline(5, "the nodes"))
     leading, following = Leading(leader, seconds=3.0), [Following(line) for line in lines]
@@ -56,7 +56,7 @@ def test_all_nodes_end_by_the_leader_s_word() -> None:
 
 
 def test_a_clean_end_of_rank_0_is_one_whatever_a_node_does_afterwards() -> None:
-    leader = Leader(2, "secret", 5.0)
+    leader = LeadingNode(2, "secret", 5.0)
     line = line_to(leader, 1)
     leader.wait_for_all(Deadline(5, "the nodes"))
     line.close()
@@ -65,7 +65,7 @@ def test_a_clean_end_of_rank_0_is_one_whatever_a_node_does_afterwards() -> None:
 
 
 def test_a_node_ends_when_the_leader_is_gone() -> None:
-    leader = Leader(2, "secret", 5.0)
+    leader = LeadingNode(2, "secret", 5.0)
     peer = Following(line_to(leader, 1))
     leader.wait_for_all(Deadline(5, "the nodes"))
     assert peer.look(lambda number: None) is None
@@ -75,7 +75,7 @@ def test_a_node_ends_when_the_leader_is_gone() -> None:
 
 
 def test_the_starter_s_stop_reaches_the_ranks() -> None:
-    leader, signals = Leader(1, "secret", 5.0), []  # type: ignore[var-annotated]
+    leader, signals = LeadingNode(1, "secret", 5.0), []  # type: ignore[var-annotated]
     starter = line_to(leader, STARTER)
     leading = Leading(leader)
     starter.send("stop", reason="the time limit is near")
@@ -147,7 +147,7 @@ def test_the_ranks_port_is_chosen_when_the_run_is_prepared(tmp_path: Path, monke
     monkeypatch.setattr(prepare, "prepare", prepared)
     monkeypatch.setattr(node, "free_port", chosen)
     monkeypatch.setattr(node, "Node", Started)
-    leader = Leader(1, "secret", 5.0)
+    leader = LeadingNode(1, "secret", 5.0)
     words = [f"run_dir={tmp_path}", "cluster=slurm_dev", "trainer.num_nodes=1", "rollout.engines=1"]
     args = argparse.Namespace(overrides=words, expect=None, lock_wait_s=0.0)
     assert node.lead(args, leader, Place(host="a", master="a")).code == 75

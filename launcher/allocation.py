@@ -22,8 +22,6 @@ def allocation(cfg: DictConfig) -> dict[str, Any]:
         "devices": node_devices(cfg),
         "devices_words": devices_words(cfg),
         "accelerator": cfg.trainer.accelerator,
-        "startup_s": cfg.trainer.deadlines.startup_s,
-        "node_s": cfg.trainer.deadlines.node_s,
         "attempts": cfg.launch.attempts,
         "env": dict(cfg.launch.env),
     }

@@ -20,10 +20,10 @@ from omegaconf import DictConfig
 
 from nemo_prorl.errors import ConfigError, ProrlError, UnfitMachine
 from nemo_prorl.launcher.events import Events
-from nemo_prorl.launcher.link import free_port
+from nemo_prorl.launcher.peers import Place
 from nemo_prorl.launcher.prepare import prepare
-from nemo_prorl.launcher.processes import MergedLog
-from nemo_prorl.launcher.supervisor import Node, Place
+from nemo_prorl.launcher.processes import MergedLog, free_port
+from nemo_prorl.launcher.supervisor import Node
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def run(cfg: DictConfig, config_text: str) -> int:
         if is_finished(run_dir, cfg.trainer.grpo.max_steps):
             return 0
         with Events(cfg.on_event, run_dir) as events:
-            code = _node(cfg, run_dir, prepare(cfg, run_dir, config_text), events).run()
+            code = _node(cfg, run_dir, prepare(cfg, run_dir, config_text), events).run().code
     if code == 0:
         tell(run_dir)
     return code
@@ -53,7 +53,7 @@ def warmup(cfg: DictConfig, config_text: str) -> int:
             _log.info("%s is there already", run_dir / "base")
             return 0
         with Events(cfg.on_event, run_dir) as events:
-            code = _node(cfg, run_dir, prepare(cfg, run_dir, config_text), events).run(only="warmup")
+            code = _node(cfg, run_dir, prepare(cfg, run_dir, config_text), events).run(only="warmup").code
     if code == 0:
         sys.stdout.write(f"{run_dir / 'base'}\n")
     return code
@@ -63,7 +63,7 @@ def preflight(cfg: DictConfig, config_text: str, events: Events) -> int:
     """Do only one step at full context with random tokens, by the run directory's Plan; return the exit code."""
     run_dir = one_node(cfg)
     with locked(run_dir):
-        return _node(cfg, run_dir, prepare(cfg, run_dir, config_text), events).run(only="preflight")
+        return _node(cfg, run_dir, prepare(cfg, run_dir, config_text), events).run(only="preflight").code
 
 
 def _node(cfg: DictConfig, run_dir: Path, tasks: list[str], events: Events) -> Node:

@@ -3,8 +3,11 @@
 import contextlib
 import logging
 import os
+import random
 import signal
+import socket
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -16,6 +19,9 @@ from typing import Protocol
 from nemo_prorl.errors import ProrlError
 
 _log = logging.getLogger(__name__)
+
+_LINE_CHARS = 1 << 14  # of a line in the log of all processes; the process's own file has all of it
+_STOP = {signal.SIGUSR1}  # Slurm sends it to every process of a task; only the supervisor acts on it
 
 
 class ProcessFailed(ProrlError, RuntimeError):
@@ -40,6 +46,37 @@ class MergedLog:
             self._file.write(f"{name}: {line}\n")
 
 
+class StandardOutput:
+    """Every process's lines with its name in front on standard output, which `srun` forwards; whole lines."""
+
+    def __init__(self) -> None:
+        self._file, self._lock = sys.stdout, threading.Lock()
+
+    def write(self, name: str, line: str) -> None:
+        self.line(f"{name}: {line[:_LINE_CHARS]}")
+
+    def line(self, text: str) -> None:
+        with self._lock:
+            self._file.write(f"{text}\n")
+            self._file.flush()
+
+
+def free_port(host: str = "") -> int:
+    """Return a port to listen at in a while: if possible below those that the system gives to connections meanwhile."""
+    try:
+        with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+            below = int(file.read().split()[0])
+    except (OSError, ValueError):
+        below = 32768
+    tries = [random.SystemRandom().randrange(below - 12_000, below) for _ in range(100)] if below > 20_000 else []
+    for port in (*tries, 0):
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind((host, port))
+            found: int = s.getsockname()[1]
+            return found
+    raise OSError(f"no port of {host or 'this machine'} is free")
+
+
 @dataclass
 class Child:
     """One process and what it takes to start it again.  `restarts`: how often it may be, within an hour."""
@@ -61,9 +98,16 @@ class Child:
     _copier: threading.Thread | None = None
 
     def start(self) -> None:
-        """Starts the process in a session of its own.  Each of our programs ends by itself when this process does."""
+        """Start the process in a session of its own, deaf to SIGUSR1.  Our programs end when this process does."""
         if self.endpoint is not None:
             self.endpoint.unlink(missing_ok=True)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP)  # inherited
+        try:
+            self._launch()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP)
+
+    def _launch(self) -> None:
         self.process = subprocess.Popen(
             list(self.command),
             env=dict(self.env),

@@ -19,17 +19,14 @@ in a container this is outside of it.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import re
-import secrets
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,11 +35,10 @@ ROOT = Path(__file__).absolute().parent.parent.parent  # of the link nemo_prorl/
 if not __package__:  # started by path: this folder's module names must not shadow anybody's
     sys.path[0] = str(ROOT)
 
-from nemo_prorl.deadlines import Deadline  # noqa: E402
-from nemo_prorl.errors import DeadlineExceeded, ProrlError  # noqa: E402
+from nemo_prorl.errors import ProrlError  # noqa: E402
 from nemo_prorl.launcher.launches import PREEMPTED, Launches  # noqa: E402
-from nemo_prorl.launcher.link import STARTER, Line, free_port, join  # noqa: E402
 from nemo_prorl.launcher.slurm_job import Job, output, say  # noqa: E402
+from nemo_prorl.launcher.step import Step  # noqa: E402
 
 OWN_PYTHON = str(ROOT / ".venv" / "train" / "bin" / "python")
 IN_CONTAINER = "/opt/nemo_prorl"  # where the Dockerfile puts the project
@@ -56,11 +52,10 @@ _PATHS = re.compile(
 _DATA = "prepared"  # data.folder, where no override names it
 _ALL_ATTEMPTS = 10  # times launch.attempts: in a row without a new checkpoint, whoever's fault
 _SHOWN = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "NVTE_", "OMP_", "PRORL_", "SLURM_TOPOLOGY")
-_NOT_SHOWN = ("PRORL_LINK_TOKEN",)
-_SRUN_ENDS_S = 90.0  # after the leader told how the run ended
-_LAST_WORDS_S = 10.0  # for what the leader said last to arrive
+_SRUN_ENDS_S = 90.0  # after node 0 said how the run ended
+_LAST_WORDS_S = 10.0  # for the last lines to arrive after srun has ended
 _LOCK_WAIT_S = 300.0  # for what is left of an earlier attempt to leave the run directory
-_REACH_S, _REACH_IMAGE_S = 300.0, 1800.0  # for the leader to listen; where an image is fetched first
+_REACH_S, _REACH_IMAGE_S = 300.0, 1800.0  # for a supervisor to begin; where an image is fetched first
 _LOOK_S = 60.0  # between looks whether the job is still this start of it
 _PATIENCE = 0.8  # of the time between the signal and the job's end is the run's, to stop
 _REQUEUE_EVERY_S, _REQUEUED_S = 10.0, 300.0  # tries, where Slurm does not answer; then, to be ended by Slurm
@@ -107,7 +102,7 @@ class Driver:
         self.asked: str | None = None  # to stop, and why
         self.ended = False  # by Slurm: a SIGTERM came
         self.removed = False  # the container, as far as it could be
-        self.line: Line | None = None
+        self.step: Step | None = None
         self.plan: dict[str, Any] = {}
         self.launches = Launches(self.run_dir, self.job)
 
@@ -137,12 +132,11 @@ class Driver:
                 command.append(f"--container-env={','.join(sorted(ours))}")
         return command
 
-    def node_command(self, port: int) -> list[str]:
+    def node_command(self, attempt: int) -> list[str]:
         wait = _LOCK_WAIT_S if self.job.restart or self.launches.begun_here > 1 else 0.0  # this one has begun already
-        command = [*self.srun(self.plan["num_nodes"]), "--kill-on-bad-exit=1", "--unbuffered", *self.python()]
-        command += ["-m", "nemo_prorl.launcher.node", "--starter", f"--nodes={self.plan['num_nodes']}"]
-        command += [f"--leader={self.job.host}:{port}", f"--silence-s={self.plan['node_s']:g}"]
-        command += [f"--join-s={self.plan['startup_s']:g}", f"--lock-wait-s={wait:g}"]
+        command = [*self.srun(self.plan["num_nodes"]), "--kill-on-bad-exit=1", *self.python()]
+        command += ["-m", "nemo_prorl.launcher.node", f"--nodes={self.plan['num_nodes']}", f"--run-dir={self.run_dir}"]
+        command += [f"--attempt={self.job.id or '-'}.{self.job.restart}.{attempt}", f"--lock-wait-s={wait:g}"]
         if self.launches.file.is_file():  # written here, to be seen there: else another folder has this name inside
             command.append(f"--expect={self.launches.file}")
         return [*command, *self.overrides]
@@ -151,7 +145,7 @@ class Driver:
         """What the configuration says of the job.  Ends this process where it is wrong."""
         ask = ["-m", "nemo_prorl.launcher.allocation", *self.overrides]
         if self.args.container_image and not self.args.dry_run:
-            command, env = [*self.srun(1), *self.python(), *ask], self.environment("")
+            command, env = [*self.srun(1), *self.python(), *ask], self.environment()
         else:
             python = self.args.python or OWN_PYTHON
             if not shutil.which(python):
@@ -239,7 +233,7 @@ class Driver:
         self.show()
         if self.args.dry_run:
             self.warn_of_paths()
-            sys.stdout.write(shlex.join(self.node_command(port=0)) + "\n")
+            sys.stdout.write(shlex.join(self.node_command(1)) + "\n")
             return 0
         self.check_allocation()
         while True:
@@ -251,7 +245,7 @@ class Driver:
             if own >= self.plan["attempts"] or every >= _ALL_ATTEMPTS * self.plan["attempts"]:
                 return self.give_up(every)
             attempt = self.launches.begin()
-            outcome = self.attempt()
+            outcome = self.attempt(attempt)
             following, code = self.decide(outcome)
             fields = {key: outcome.get(key) or None for key in ("host", "process", "status")}
             told = "requeue" if following == "leave_out" else following
@@ -280,97 +274,53 @@ class Driver:
                 say(f"the container pyxis_{self.job.container} may be left on a node: enroot remove removes it there")
 
     def tell_stop(self, reason: str) -> None:
-        """Asks the run to stop, if it can be reached; else `_join` does.  In a thread: a handler waits for no lock."""
+        """Ask the run to stop.  Supervisors that have only begun end at once: they have nothing to save."""
         say(f"{reason}; the run is asked to stop")
-        if self.line is not None:
-            threading.Thread(target=self.line.send, args=("stop",), kwargs={"reason": reason}, daemon=True).start()
+        if self.step is not None:
+            self.step.stop()
 
-    def attempt(self) -> dict[str, Any]:
-        """Starts the nodes once and waits for their end."""
-        token, port = secrets.token_urlsafe(32), free_port()
-        self.line = None
-        srun = subprocess.Popen(self.node_command(port), env=self.environment(token), stdin=subprocess.DEVNULL)
-        threading.Thread(target=self._join, args=(port, token, srun), daemon=True).start()
-        outcome = self._watch(srun)
-        line = self.line
-        end = time.monotonic() + _LAST_WORDS_S
-        while outcome is None and line is not None and time.monotonic() < end:
-            gone = line.lost  # looked at first: what it said last is there then
-            outcome = self._outcome(line)
-            if gone is not None:
-                outcome = outcome or self._lost(gone, self.silent_node())  # or Slurm ended it, for another node's sake
-                break
-            time.sleep(0.05)
-        if line is not None:
-            line.close()
-        self.line = None
-        return outcome or {"code": 1, "what": f"srun ended with status {srun.returncode} before the nodes had met"}
+    def attempt(self, number: int) -> dict[str, Any]:
+        """Start the nodes once, wait for their end, and return it."""
+        log = self.run_dir / "logs" / "all.log"
+        self.step = step = Step(self.node_command(number), self.environment(), log)
+        if self.asked is not None or self.ended:  # meanwhile
+            step.stop()
+        ended = self._watch(step)
+        self.step = None
+        return {"code": 1, "what": ended} if ended else step.result(_LAST_WORDS_S)
 
-    def _watch(self, srun: subprocess.Popen[bytes]) -> dict[str, Any] | None:
-        """Until srun has ended: by itself, or by us, where it takes longer than anything of it may."""
-        outcome: dict[str, Any] | None = None
+    def _watch(self, step: Step) -> str:
+        """Wait until srun has ended; return why, where it is ended here and the run had not."""
         began = looked = time.monotonic()
         reach_s = _REACH_IMAGE_S if self.args.container_image else _REACH_S
         over: float | None = None  # when srun is ended
         stop_by: float | None = None
-        while srun.poll() is None:
+        why = ""
+        while step.process.poll() is None:
             time.sleep(0.2)
-            now, line = time.monotonic(), self.line
-            if line is not None and outcome is None:
-                gone = line.lost
-                outcome = self._outcome(line)
-                if outcome is None and gone is not None:
-                    outcome = self._lost(gone)
-            if outcome is not None:
-                over = over or now + _SRUN_ENDS_S
+            now = time.monotonic()
             if self.asked is not None and stop_by is None:
                 stop_by = now + _PATIENCE * max(0.0, (self.job.end() or time.time() + 600.0) - time.time())
-            if outcome is None:
-                unreached = line is None and now - began > reach_s
-                outcome = self._too_late(reach_s if unreached else None, stop_by is not None and now > stop_by)
-            if outcome is None and now - looked > _LOOK_S:
+            if step.outcome is not None:
+                over = over or now + _SRUN_ENDS_S
+            elif not step.heard and now - began > reach_s:
+                why, over = f"no supervisor has begun for {reach_s:g} s", now
+            elif stop_by is not None and now > stop_by:
+                why, over = "the run did not stop in time", now
+            elif now - looked > _LOOK_S:
                 looked = now
                 if not self.is_ours():
-                    outcome = {"code": 1, "what": "Slurm has given the job to other nodes"}
-            if outcome is not None and (over is None or now > over):
-                _end(srun)
-        return outcome
+                    why, over = "Slurm has given the job to other nodes", now
+            if over is not None and now >= over:
+                step.kill()
+                break
+        return why
 
-    @staticmethod
-    def _too_late(unreached_s: float | None, goes_on: bool) -> dict[str, Any] | None:
-        """Return the outcome of an attempt that ran out of time.
-
-        `unreached_s`: the leader could not be reached for this long.  `goes_on`: a run that should have stopped.
-        """
-        if unreached_s is not None:
-            return {"code": 1, "what": f"the leader could not be reached for {unreached_s:g} s"}
-        return {"code": 1, "what": "the run did not stop in time"} if goes_on else None
-
-    def environment(self, token: str) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         env = with_path()
         if self.args.container_image:  # packages of this machine are none of the image's
             env.pop("PYTHONPATH")
-        return {**env, "PRORL_LINK_TOKEN": token}
-
-    def _join(self, port: int, token: str, srun: subprocess.Popen[bytes]) -> None:
-        while srun.poll() is None:
-            try:
-                deadline = Deadline(5.0, "the leader")
-                line = join(self.job.host, port, token, STARTER, self.job.host, self.plan["node_s"], deadline)
-            except DeadlineExceeded:
-                continue
-            self.line = line
-            if self.asked is not None or self.ended:
-                line.send("stop", reason=self.asked or "SIGTERM")
-            return
-
-    def _lost(self, why: str, silent: str = "") -> dict[str, Any]:
-        """Of an attempt whose leader went without a word; `silent`: a node that does not answer either."""
-        return {"code": 1, "what": f"the leader was lost: {why}", "host": silent or self.job.host}
-
-    @staticmethod
-    def _outcome(line: Line) -> dict[str, Any] | None:
-        return next((m for m in line.messages() if m["kind"] == "outcome"), None)
+        return env
 
     # --- what follows ----------------------------------------------------------------------------------------------
 
@@ -467,22 +417,12 @@ def absolute(override: str) -> str:
 
 
 def _is_shown(name: str) -> bool:
-    return name.startswith(_SHOWN) and name not in _NOT_SHOWN
+    return name.startswith(_SHOWN)
 
 
 def with_path() -> dict[str, str]:
     """The environment of a Python that imports this very project."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """srun that outlives the run, as with a node that does not answer."""
-    say("srun has not ended; it is ended, and its tasks with it")
-    for number, seconds in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 5.0)):
-        process.send_signal(number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
-            return
 
 
 def _gpus_on_node() -> int:

@@ -1,6 +1,6 @@
 """The supervisor of one node: starts its reward server, engines and trainer ranks, keeps them up, ends them together.
 
-The same on a laptop and on each node of a cluster; there `peers` is the line to the other nodes' supervisors.
+The same on a laptop and on each node of a cluster; there `peers` are the supervisors of the other nodes.
 """
 
 import json
@@ -11,10 +11,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from omegaconf import DictConfig
 
@@ -26,6 +25,7 @@ from nemo_prorl.launcher.doctor.check import NoAnswer
 from nemo_prorl.launcher.environment import for_engine, with_caches
 from nemo_prorl.launcher.events import Events
 from nemo_prorl.launcher.health import Health
+from nemo_prorl.launcher.peers import End, Peers, Place
 from nemo_prorl.launcher.prepare import plain
 from nemo_prorl.launcher.processes import Child, Lines, ProcessFailed, stop_all
 from nemo_prorl.launcher.progress import Progress
@@ -47,57 +47,6 @@ _TASK_VARIABLES = tuple(
 ) + ("PMI", "OMPI_")
 
 
-@dataclass(frozen=True)
-class Place:
-    """Which node of the run this is, its own name, and where the ranks of all nodes meet."""
-
-    node: int = 0
-    nodes: int = 1
-    host: str = "127.0.0.1"
-    master: str = "127.0.0.1"
-    port: int = 0
-
-
-@dataclass(frozen=True)
-class End:
-    """How the processes of a node ended.  `code` is an exit code of `prorl`."""
-
-    code: int
-    what: str = ""
-    host: str = ""
-    process: str = ""
-    status: int | None = None
-    log: list[str] = field(default_factory=list)
-    at: float = field(default_factory=time.time, compare=False)  # seconds since 1970, when it was seen
-
-    @property
-    def clean(self) -> bool:
-        return self.code in _CLEAN
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-class Peers(Protocol):
-    """The other nodes of a run, as the supervisor of one sees them."""
-
-    def look(self, signal_ranks: Any) -> End | None:
-        """Takes note of what they say; what ends the run, if anything does."""
-
-    def agree(self, end: End | None) -> End:
-        """After this node's ranks ended (None: another's did): the end of the run, the same on all nodes."""
-
-
-class Alone:
-    """A run on one node has no others."""
-
-    def look(self, signal_ranks: Any) -> End | None:
-        return None
-
-    def agree(self, end: End | None) -> End:
-        return end or End(1)
-
-
 class Node:
     """The supervisor of this node's processes."""
 
@@ -112,13 +61,14 @@ class Node:
         peers: Peers | None = None,
     ) -> None:
         self.cfg, self.dir, self.tasks, self.events = cfg, run_dir, tasks, events
-        self.place, self.peers, self.merged = place or Place(), peers or Alone(), merged
         self.endpoints, self.logs = run_dir / "endpoints", run_dir / "logs"
+        self.place, self.merged = place or Place(), merged
+        self.peers = peers or Peers(self.endpoints, self.place)
         self.progress = Progress(cfg, run_dir) if self.place.node == 0 else None
         self._signals: list[int] = []
 
-    def run(self, only: str | None = None) -> int:
-        """Starts everything, waits for the trainer's end, stops everything; the exit code is the trainer's.
+    def run(self, only: str | None = None) -> End:
+        """Start everything, wait for the trainer's end, stop everything; return how the run ended.
 
         `only="warmup"`: the trainer's supervised steps, which need no engine and no reward server.
         `only="preflight"`: one step at full context (`preflight`).
@@ -152,14 +102,10 @@ class Node:
         each = self.cfg.rollout.engines // self.place.nodes if engines is None else engines
         return [self._rewards(), *(self._engine(k, weights, alone) for k in range(each))]
 
-    def _watch(self, services: Sequence[Child], ranks: Sequence[Child], health: Health) -> int:
-        def signal_ranks(number: int) -> None:
-            for rank in ranks:
-                rank.signal(number)
-
+    def _watch(self, services: Sequence[Child], ranks: Sequence[Child], health: Health) -> End:
         while True:
             codes = [rank.process.poll() for rank in ranks if rank.process is not None]
-            end = self.peers.look(signal_ranks)
+            end = self.peers.look()
             if end is not None or any(code is not None for code in codes):
                 return self._ended(ranks, end)
             try:
@@ -179,7 +125,7 @@ class Node:
         if self.events is not None:
             self.events.update()
 
-    def _ended(self, ranks: Sequence[Child], told: End | None) -> int:
+    def _ended(self, ranks: Sequence[Child], told: End | None) -> End:
         """A rank ended, here or elsewhere: so does the run.  Gives the others a moment to end by themselves."""
         at = time.time()
         clean = told is not None and told.clean
@@ -205,18 +151,18 @@ class Node:
         log = [line[:_LINE_CHARS] for line in list(rank.tail)[-_LAST_LINES:]]
         return self._over(End(code if code in (2, 3, 4) else 1, what, here, rank.name, code, log, at))
 
-    def _over(self, mine: End | None) -> int:
-        """What is said of the end, and its exit code."""
+    def _over(self, mine: End | None) -> End:
+        """Agree with the other nodes on the end of the run; node 0 reports a failure."""
         end = self.peers.agree(mine)
         if end.clean or self.place.node > 0:
-            return end.code
+            return end
         where = f"{end.host}: " if end.host else ""
         if self.events is not None:
             self.events.failure(f"{where}{end.what}", process=end.process, status=end.status, log=end.log)
         _log.error("%s%s%s", where, end.what, ", and ends:" if end.log else "")
         for line in end.log:
             _log.error("  %s", line)
-        return end.code
+        return end
 
     @contextmanager
     def _forwarding_signals(self, ranks: Sequence[Child]) -> Iterator[None]:

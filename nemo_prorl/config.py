@@ -156,7 +156,6 @@ class DeadlinesConfig:
     collective_s: float = 1800.0
     stop_s: float = 30.0
     health_s: float = 120.0  # an engine or reward server that does not answer for so long is started again
-    node_s: float = 60.0  # a node that says nothing for so long is lost
     finish_step_s: float = 120.0  # asked to stop: a rollout that is not done by then is given up
     job_s: float | None = None  # the run stops by itself before so many seconds have passed since its job's start
 

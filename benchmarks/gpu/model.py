@@ -17,7 +17,7 @@ from gpu.common import Settings
 from nemo_prorl.algorithms.logprobs import chunked_logprobs
 from nemo_prorl.algorithms.losses import grpo_loss
 from nemo_prorl.config import GRPOConfig
-from nemo_prorl.launcher.link import free_port
+from nemo_prorl.launcher.processes import free_port
 from nemo_prorl.policy.cpu import shims as cpu
 
 TEMPERATURE, CHUNK = 1.2, 4096

@@ -120,7 +120,7 @@ def config(settings: Settings, folder: Path, *overrides: str) -> Any:
 def build(settings: Settings, folder: Path, *overrides: str) -> tuple[Any, Any]:
     """(actor, its configuration); Skipped is raised where NeMo-Aligner or Megatron-Core is missing."""
     require("megatron.core", "nemo", "nemo_aligner")
-    from nemo_prorl.launcher.link import free_port
+    from nemo_prorl.launcher.processes import free_port
     from nemo_prorl.policy.build import build_actor
     from nemo_prorl.policy.cpu import shims as cpu
 

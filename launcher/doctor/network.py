@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 
 from nemo_prorl.launcher.doctor.check import Check
-from nemo_prorl.launcher.link import free_port
+from nemo_prorl.launcher.processes import free_port
 from nemo_prorl.launcher.slurm_job import Job
 from nemo_prorl.planning.devices import devices_words, node_devices
 

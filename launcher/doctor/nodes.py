@@ -28,7 +28,7 @@ from nemo_prorl.launcher.doctor import node_probe
 from nemo_prorl.launcher.doctor.check import Check, gb
 from nemo_prorl.launcher.doctor.network import own_address
 from nemo_prorl.launcher.doctor.storage import MTIME_SKEW_S, nearest
-from nemo_prorl.launcher.link import free_port
+from nemo_prorl.launcher.processes import free_port
 from nemo_prorl.planning.memory import memory_of
 
 SKEW_WARN_S, SKEW_FAIL_S = 1.0, 60.0  # between any two nodes; deadlines of the job are by the clock

@@ -5,20 +5,37 @@ short_run.py -m MODULE ...                       as Python does
 short_run.py rank RUN_DIR RANK STEPS RANKS       a stand-in of a trainer rank
 
 Rank 0 makes a checkpoint each 0.4 s.  Files in RUN_DIR/orders: `kill-RANK` makes that rank kill itself at each start,
-`kill-once-RANK` at one, and the others end with 1; `stop` makes all end with 75, as after `prorl control stop`;
-`hold-STEP` lets rank 0 make no step after that one before something ends it.
+`kill-once-RANK` at one; the others lose a connection and end with 1.  `stop` makes all end with 75, as after `prorl
+control stop`; `hold-STEP` lets rank 0 make no step after that one before something ends it.
 """
 
+import contextlib
 import json
 import os
 import runpy
 import signal
+import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def connect(run_dir: Path, number: int, ranks: int) -> list[socket.socket]:
+    """Return connections of rank 0 with every other rank, as torch's are."""
+    file = run_dir / "master"
+    if number > 0:
+        while not file.exists():
+            time.sleep(0.02)
+        host, _, port = file.read_text().rpartition(":")
+        return [socket.create_connection((host, int(port)))]
+    server = socket.create_server(("", 0))
+    file.with_suffix(".tmp").write_text(f"{os.environ['SLURMD_NODENAME']}:{server.getsockname()[1]}")
+    file.with_suffix(".tmp").replace(file)
+    return [server.accept()[0] for _ in range(ranks - 1)]
 
 
 def rank(run_dir: Path, number: int, steps: int, ranks: int) -> int:
@@ -31,23 +48,33 @@ def rank(run_dir: Path, number: int, steps: int, ranks: int) -> int:
         for path in orders.glob("hold-*"):
             path.unlink(missing_ok=True)
 
-    (run_dir / f"up-{number}").touch()
-    while not asked and not all((run_dir / f"up-{k}").exists() for k in range(ranks)):  # as torch's rendezvous
-        time.sleep(0.02)
+    def watch(peer: socket.socket) -> None:
+        """A collective fails when a rank is gone that has not said good-bye."""
+        with contextlib.suppress(OSError):
+            if peer.recv(1):
+                return
+        let_go()
+        os._exit(1)
+
+    def end(code: int) -> int:
+        for peer in peers:
+            with contextlib.suppress(OSError):
+                peer.send(b"!")
+        return code
+
+    peers = connect(run_dir, number, ranks)
+    for peer in peers:
+        threading.Thread(target=watch, args=(peer,), daemon=True).start()
     while True:
         done = max((int(p.name[5:]) for p in checkpoints.glob("step-*")), default=0)
         if done >= steps:
-            return 0
+            return end(0)
         if asked or (orders / "stop").exists() or (run_dir / "stopped").exists():
             (run_dir / "stopped").touch()  # ranks agree on a stop
             let_go()
-            return 75
-        if (run_dir / "died").exists():
-            let_go()
-            return 1
+            return end(75)
         if (orders / f"kill-{number}").exists() or (orders / f"kill-once-{number}").exists():
             (orders / f"kill-once-{number}").unlink(missing_ok=True)
-            (run_dir / "died").touch()
             let_go()
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.4 if number == 0 else 0.1)
@@ -68,7 +95,7 @@ def stand_in() -> None:
     from nemo_prorl.launcher.processes import Child
 
     def prepared(cfg: object, run_dir: Path, config_text: str) -> list[str]:
-        for path in (run_dir / "died", run_dir / "stopped", *run_dir.glob("up-*")):
+        for path in (run_dir / "stopped", run_dir / "master"):
             path.unlink(missing_ok=True)
         for name in ("logs", "endpoints", "checkpoints"):
             (run_dir / name).mkdir(exist_ok=True)

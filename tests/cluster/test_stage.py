@@ -34,7 +34,7 @@ class Stage:
     def submit(self, *flags: str, overrides: tuple[str, ...] = ()) -> int:
         ours = ["--nodes=2", "--gpus-per-node=0", "--mem=0", f"--output={self.log}", *flags]
         stage = ["slurm/stage.sbatch", "none", f"--python={self.python}", "cluster=slurm_dev", f"run_dir={self.run}"]
-        settings = ["trainer.num_nodes=2", "rollout.engines=2", "trainer.deadlines.node_s=15"]
+        settings = ["trainer.num_nodes=2", "rollout.engines=2"]
         return self.slurm.sbatch(*ours, *stage, *settings, f"trainer.grpo.max_steps={STEPS}", *overrides)
 
     def order(self, what: str) -> None:

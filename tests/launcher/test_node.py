@@ -1,16 +1,19 @@
 """How several nodes agree on the end of a run.  Whole runs on several nodes are in tests/cluster."""
 
 import argparse
-import signal
+import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.launcher.link import STARTER, LeadingNode, Line, join
-from nemo_prorl.launcher.node import TOKEN, Following, Leading, blame, main
-from nemo_prorl.launcher.supervisor import End
+from nemo_prorl.errors import DeadlineExceeded
+from nemo_prorl.launcher.node import main
+from nemo_prorl.launcher.peers import End, NodeEnded, Peers, Place, blame
+from nemo_prorl.launcher.processes import StandardOutput
+from nemo_prorl.launcher.step import OUTCOME
 
 pytestmark = pytest.mark.starts
 
@@ -18,7 +21,7 @@ KILLED = End(1, "trainer-2 ended with status -9", "node2", "trainer-2", -9, at=3
 ABORTED = End(1, "trainer-3 ended with status -6", "node3", "trainer-3", -6, at=2.0)  # NCCL's, when a peer is gone
 FAILED = End(1, "trainer-0 ended with status 1", "node0", "trainer-0", 1, at=1.0)
 BAD_DATA = End(4, "trainer-1 ended with status 4", "node1", "trainer-1", 4, at=0.5)
-LOST = End(1, "node 3 was lost: it said nothing", "node3", at=4.0)
+LOST = End(1, "engine-3 ended with status 1, 9 times within an hour", "node3", at=4.0)
 STOPPED = End(75, at=0.1)
 
 
@@ -38,55 +41,70 @@ def test_the_cause_is_what_explains_the_other_ends(ends: list[End], cause: End |
     assert blame(ends) == cause
 
 
-def line_to(leader: LeadingNode, node: int | str) -> Line:
-    return join("127.0.0.1", leader.port, "secret", node, f"node{node}", 5.0, Deadline(5, "the leader"))
+def peers_of(folder: Path, nodes: int, attempt: str = "1", seconds: float = 5.0) -> list[Peers]:
+    return [Peers(folder, Place(k, nodes, f"node{k}"), attempt, seconds) for k in range(nodes)]
 
 
-def test_all_nodes_end_by_the_leader_s_word() -> None:
-    leader = LeadingNode(3, "secret", 5.0)
-    lines = [line_to(leader, 1), line_to(leader, 2)]
-    leader.wait_for_all(Deadline(5, "the nodes"))
-    leading, following = Leading(leader, seconds=3.0), [Following(line) for line in lines]
-    lines[1].send("end", end=KILLED.to_json())
-    Deadline(5, "the end of a node").wait_until(lambda: leading.look(lambda number: None) is not None)
-    lines[0].send("end", end=FAILED.to_json())
-    assert leading.agree(FAILED) == KILLED
-    assert [peer.agree(None).code for peer in following] == [1, 1]
-    leader.close(0.0)
+def test_nodes_begin_when_all_are_fit(tmp_path: Path) -> None:
+    peers, met = peers_of(tmp_path, 3), list[list[str]]()
+    others = [threading.Thread(target=lambda p=p: met.append(p.meet(Deadline(10, "the nodes")))) for p in peers[1:]]
+    for thread in others:
+        thread.start()
+    assert not met
+    assert peers[0].meet(Deadline(10, "the nodes")) == ["node1", "node2"]
+    for thread in others:
+        thread.join(10)
+    assert sorted(met) == [["node0", "node1"], ["node0", "node2"]]
 
 
-def test_a_clean_end_of_rank_0_is_one_whatever_a_node_does_afterwards() -> None:
-    leader = LeadingNode(2, "secret", 5.0)
-    line = line_to(leader, 1)
-    leader.wait_for_all(Deadline(5, "the nodes"))
-    line.close()
-    assert Leading(leader, seconds=3.0).agree(End(0)) == End(0)
-    leader.close(0.0)
+def test_a_node_that_does_not_come_is_named(tmp_path: Path) -> None:
+    earlier = peers_of(tmp_path, 3, "0")
+    earlier[2].write_end(KILLED)  # an earlier start's, whose processes may still be there
+    leader, *_ = peers_of(tmp_path, 3)
+    with pytest.raises(DeadlineExceeded, match="waited 0.1 s for the nodes: node 1, 2 of 3 did not come"):
+        leader.meet(Deadline(0.1, "the nodes"))
 
 
-def test_a_node_ends_when_the_leader_is_gone() -> None:
-    leader = LeadingNode(2, "secret", 5.0)
-    peer = Following(line_to(leader, 1))
-    leader.wait_for_all(Deadline(5, "the nodes"))
-    assert peer.look(lambda number: None) is None
-    leader.close(0.0)
-    Deadline(5, "the loss").wait_until(lambda: peer.look(lambda number: None) is not None)
-    assert "the leader was lost" in peer.agree(FAILED).what
+def test_a_node_that_is_not_fit_ends_the_others_with_its_code(tmp_path: Path) -> None:
+    leader, other = peers_of(tmp_path, 2, seconds=0.1)
+    other.agree(End(3, "rollout.python=/no/python is no Python", "node1"))
+    with pytest.raises(NodeEnded, match="node1: rollout.python=/no/python") as caught:
+        leader.meet(Deadline(10, "the nodes"))
+    assert (caught.value.exit_code, caught.value.host) == (3, "node1")
 
 
-def test_the_starter_s_stop_reaches_the_ranks() -> None:
-    leader, signals = LeadingNode(1, "secret", 5.0), []  # type: ignore[var-annotated]
-    starter = line_to(leader, STARTER)
-    leading = Leading(leader)
-    starter.send("stop", reason="the time limit is near")
+def test_all_nodes_end_as_node_0_decides(tmp_path: Path) -> None:
+    peers, decisions = peers_of(tmp_path, 3), dict[int, End]()
+    assert peers[0].look() is None
 
-    def arrived() -> bool:
-        leading.look(signals.append)
-        return bool(signals)
+    def agree(node: int, end: End) -> None:
+        decisions[node] = peers[node].agree(end)
 
-    Deadline(5, "the stop").wait_until(arrived)
-    assert signals == [signal.SIGTERM]
-    leader.close(0.0)
+    threads = [threading.Thread(target=agree, args=(k, end)) for k, end in ((1, FAILED), (2, KILLED))]
+    for thread in threads:
+        thread.start()
+    Deadline(5, "the end of a node").wait_until(lambda: peers[0].look() is not None)
+    assert peers[0].agree(FAILED) == KILLED
+    for thread in threads:
+        thread.join(10)
+    assert decisions == {1: KILLED, 2: KILLED}
+
+
+def test_a_clean_end_of_rank_0_is_one_whatever_another_node_says(tmp_path: Path) -> None:
+    leader, other = peers_of(tmp_path, 2, seconds=0.1)
+    other.agree(FAILED)
+    assert leader.agree(STOPPED) == STOPPED
+    assert other.agree(FAILED) == STOPPED
+
+
+def test_ranks_of_node_0_that_outlive_the_others_have_failed(tmp_path: Path) -> None:
+    leader, other = peers_of(tmp_path, 2)
+    assert other.agree(STOPPED) == STOPPED
+    assert leader.agree(None).what == "the leading node's ranks did not end with the others"
+
+
+def test_a_disk_that_is_full_ends_a_node_with_its_own_end(tmp_path: Path) -> None:
+    assert peers_of(tmp_path / "missing", 2)[1].agree(FAILED) == FAILED
 
 
 @pytest.mark.parametrize(
@@ -98,32 +116,20 @@ def test_the_starter_s_stop_reaches_the_ranks() -> None:
     ],
 )
 def test_what_is_wrong_is_told_to_who_started_the_nodes(
-    override: str, code: int, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    override: str, code: int, told: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    import threading
-
-    from nemo_prorl.launcher.link import free_port
-
-    port, heard = free_port("127.0.0.1"), []
-    monkeypatch.setenv(TOKEN, "secret")
-
-    def listen() -> None:
-        line = join("127.0.0.1", port, "secret", STARTER, "here", 20.0, Deadline(20, "the leader"))
-        heard.append(line.wait_for(("outcome",), Deadline(20, "the outcome")))
-
-    thread = threading.Thread(target=listen)
-    thread.start()
-    overrides = [f"run_dir={tmp_path / 'run'}", override, *(["rollout.engines=4"] if "num_nodes" in override else [])]
-    assert main(["--nodes=1", "--node=0", "--starter", f"--leader=127.0.0.1:{port}", *overrides]) == code
-    thread.join()
-    assert heard[0]["code"] == code
-    assert told in heard[0]["what"]
+    run = tmp_path / "run"
+    overrides = [f"run_dir={run}", override, *(["rollout.engines=4"] if "num_nodes" in override else [])]
+    assert main(["--nodes=1", "--node=0", f"--run-dir={run}", "--attempt=1", *overrides]) == code
+    first, *_, last = capfd.readouterr().out.splitlines()
+    assert first.startswith("node-0: the supervisor of ")
+    outcome = json.loads(last.removeprefix(OUTCOME))
+    assert (outcome["code"], told in outcome["what"]) == (code, True)
 
 
 def test_the_ranks_port_is_chosen_when_the_run_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Preparing takes up to an hour, in which another process may take a port that was free before."""
     from nemo_prorl.launcher import node, prepare
-    from nemo_prorl.launcher.supervisor import Place
 
     order: list[Any] = []
 
@@ -131,8 +137,8 @@ def test_the_ranks_port_is_chosen_when_the_run_is_prepared(tmp_path: Path, monke
         def __init__(self, *parts: Any) -> None:
             order.append(parts[5].port)
 
-        def run(self) -> int:
-            return 75
+        def run(self) -> End:
+            return End(75)
 
     def prepared(*_: Any) -> list[str]:
         order.append("prepared")
@@ -147,9 +153,8 @@ def test_the_ranks_port_is_chosen_when_the_run_is_prepared(tmp_path: Path, monke
     monkeypatch.setattr(prepare, "prepare", prepared)
     monkeypatch.setattr(node, "free_port", chosen)
     monkeypatch.setattr(node, "Node", Started)
-    leader = LeadingNode(1, "secret", 5.0)
     words = [f"run_dir={tmp_path}", "cluster=slurm_dev", "trainer.num_nodes=1", "rollout.engines=1"]
-    args = argparse.Namespace(overrides=words, expect=None, lock_wait_s=0.0)
-    assert node.lead(args, leader, Place(host="a", master="a")).code == 75
+    args = argparse.Namespace(overrides=words, lock_wait_s=0.0)
+    place = Place(host="a")
+    assert node.lead(args, place, Peers(tmp_path / "endpoints", place), StandardOutput()).code == 75
     assert order == ["prepared", "chosen", 4711]
-    leader.close(0.0)

@@ -11,8 +11,7 @@ import pytest
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import UnfitMachine
 from nemo_prorl.launcher.cores import Cores
-from nemo_prorl.launcher.link import free_port
-from nemo_prorl.launcher.processes import Child, MergedLog, ProcessFailed, stop_all
+from nemo_prorl.launcher.processes import Child, MergedLog, ProcessFailed, free_port, stop_all
 
 pytestmark = pytest.mark.starts
 

@@ -1,6 +1,6 @@
 """What a job does after each way in which a run can end.  Stand-ins for Slurm's commands; tests/cluster has it.
 
-The stand-in `srun` leads as node 0 would, with the outcome that the test wrote, and `scontrol` answers from a file.
+The stand-in `srun` says what node 0 would, with the outcome that the test wrote, and `scontrol` answers from a file.
 """
 
 import ast
@@ -24,8 +24,9 @@ pytestmark = pytest.mark.starts
 ROOT = Path(__file__).resolve().parents[2]
 
 SRUN = """
-import json, os, sys, time
-from nemo_prorl.launcher.link import LeadingNode
+import json, os, signal, sys, time
+sys.path.insert(0, "ROOT")
+from nemo_prorl.launcher.step import OUTCOME
 if "true" in sys.argv:
     sys.exit(os.path.exists("dead-node"))
 with open("srun.txt", "a") as file:
@@ -42,25 +43,26 @@ told = outcomes.pop(0) if len(outcomes) > 1 else outcomes[0]
 json.dump(outcomes, open("outcomes.json", "w"))
 if told.get("deaf"):
     time.sleep(60)
-leader_at = next(word for word in sys.argv if word.startswith("--leader="))
-leader = LeadingNode(1, os.environ["PRORL_LINK_TOKEN"], 20.0, int(leader_at.rpartition(":")[2]))
+stops = []
+signal.signal(signal.SIGUSR1, lambda *_: stops.append(1))
+print("node-0: the supervisor has started", flush=True)
 if "checkpoint" in told:
     os.makedirs(f"run/checkpoints/step-{told['checkpoint']:06d}")
     open(f"run/checkpoints/step-{told['checkpoint']:06d}/state.json", "w").close()
 if told.get("hangs"):
     open("waiting", "w").close()
-    time.sleep(60)
-if told.get("dies"):
-    while leader.starter is None: time.sleep(0.05)
-    time.sleep(1)  # the other side has noticed, too
-    os._exit(137)
+    end = time.monotonic() + 60
+    while time.monotonic() < end: time.sleep(1)
+if "srun" in told:
+    print("srun: error: " + told["srun"], file=sys.stderr, flush=True)
+    time.sleep(0.5)
+    if told["code"] is None: sys.exit(137)
 if told.get("waits"):
     open("waiting", "w").close()
-    while leader.starter is None or not any(m["kind"] == "stop" for m in leader.starter.messages()): time.sleep(0.05)
+    while not stops: time.sleep(0.05)
 outcome = {"what": "", "host": "", "process": "", "status": None, "log": [], **told}
-leader.part(outcome)
-leader.close(20.0, starter=True)
-sys.exit(outcome["code"])
+print(OUTCOME + json.dumps(outcome), flush=True)
+sys.exit(0 if outcome["code"] == 75 else outcome["code"])
 """
 
 SCONTROL = """
@@ -86,8 +88,6 @@ PLAN = {
     "num_nodes": 2,
     "devices": 1,
     "accelerator": "cpu",
-    "startup_s": 300.0,
-    "node_s": 60.0,
     "attempts": 3,
     "env": {},
 }
@@ -197,11 +197,39 @@ def test_a_new_checkpoint_is_progress(cluster: Cluster) -> None:
     assert len(cluster.launches()) == 5
 
 
-def test_a_leader_that_dies_is_a_crash_of_its_node(cluster: Cluster) -> None:
-    assert cluster.run([{"dies": True}, {"code": 0}])[0] == 0
+@pytest.mark.parametrize(
+    ("says", "decision", "host", "what"),
+    [
+        ("b: task 1: Killed", None, "b", "the supervisor of b: Killed"),
+        ("b: task 1: Killed", {"code": 1, "what": "trainer-0 ended with status 1", "host": "a"}, "b", "Killed"),
+        ("Node failure on b", None, "b", "b was lost to Slurm"),
+        ("node[1-3]: tasks 1-3: Terminated", None, "", "node[1-3]: Terminated"),
+    ],
+)
+def test_what_srun_says_of_a_node_names_the_cause(
+    cluster: Cluster, says: str, decision: dict[str, Any] | None, host: str, what: str
+) -> None:
+    cluster.run([{"code": None, "srun": says, **(decision or {})}, {"code": 0}])
     lines = [json.loads(line) for line in (cluster.folder / "run" / "launches.jsonl").read_text().splitlines()]
-    assert lines[1]["host"] == "localhost"
-    assert lines[1]["what"].startswith("the leader was lost: ")
+    assert (lines[1]["code"], lines[1]["host"] or "", lines[1]["next"]) == (1, host, "again")
+    assert what in lines[1]["what"]
+
+
+@pytest.mark.parametrize(("code", "expected"), [(3, 3), (1, 1)])
+def test_an_exit_code_counts_where_node_0_says_nothing(cluster: Cluster, code: int, expected: int) -> None:
+    """A node that does not see the run directory can say so to srun alone."""
+    fault = {"code": None, "srun": f"b: task 1: Exited with exit code {code}"}
+    assert cluster.run([fault])[0] == expected
+
+
+def test_a_clean_end_counts_whatever_srun_says_of_another_node(cluster: Cluster) -> None:
+    assert cluster.run([{"code": 0, "srun": "b: task 1: Killed"}])[0] == 0
+
+
+def test_the_lines_of_all_nodes_are_in_one_log(cluster: Cluster) -> None:
+    (cluster.folder / "run" / "logs").mkdir(parents=True)
+    cluster.run([{"code": 0}])
+    assert (cluster.folder / "run" / "logs" / "all.log").read_text() == "node-0: the supervisor has started\n"
 
 
 def test_a_node_to_blame_twice_is_left_out_where_another_works(cluster: Cluster) -> None:
@@ -215,7 +243,7 @@ def test_a_node_that_starts_nothing_is_left_out_at_once_and_others_stay_left_out
     (cluster.folder / "nodes.txt").write_text(nodes_of("a allocated", "b down", "c mixed", "z idle"))
     (cluster.folder / "job.txt").write_text(JOB.replace("ExcNodeList=(null)", "ExcNodeList=z"))
     (cluster.folder / "dead-node").touch()
-    assert cluster.run([{"code": 1, "what": "node 1 was lost: it said nothing", "host": "b"}])[0] == 1
+    assert cluster.run([{"code": 1, "what": "b was lost to Slurm", "host": "b"}])[0] == 1
     assert cluster.asked() == ["requeue 17", "update JobId=17 ExcNodeList=z,b"]
 
 
@@ -333,7 +361,6 @@ def test_the_environment_is_shown_and_its_own_values_win(cluster: Cluster, monke
     assert "NCCL_DEBUG=INFO, which wins over launch.env.NCCL_DEBUG=WARN" in said
     assert "NCCL_IB_HCA=mlx5" in said
     assert "UCX_TLS=rc" in said
-    assert "PRORL_LINK_TOKEN" not in said
 
 
 IMAGE = ["--container-image=/images/prorl.sqsh", "--container-mounts=/lustre:/lustre,/data"]
@@ -409,11 +436,9 @@ def test_the_dry_run_of_the_script_needs_no_slurm_and_shows_the_container() -> N
 
 def test_the_script_s_python_may_be_an_old_one() -> None:
     """Outside a container it is the node's own: 3.9's grammar, annotations unevaluated, the standard library alone."""
-    files = [
-        ROOT / "nemo_prorl" / name for name in ("__init__.py", "errors.py", "deadlines.py", "launcher/__init__.py")
-    ]
+    files = [ROOT / "nemo_prorl" / name for name in ("__init__.py", "errors.py", "launcher/__init__.py")]
     files += [
-        ROOT / "nemo_prorl" / "launcher" / name for name in ("slurm.py", "slurm_job.py", "launches.py", "link.py")
+        ROOT / "nemo_prorl" / "launcher" / name for name in ("slurm.py", "slurm_job.py", "launches.py", "step.py")
     ]
     for file in files:
         tree = ast.parse(file.read_text(), feature_version=(3, 9))
@@ -422,9 +447,8 @@ def test_the_script_s_python_may_be_an_old_one() -> None:
         names |= {str(node.module) for node in imports if isinstance(node, ast.ImportFrom)}
         assert {name for name in names if name.split(".")[0] not in sys.stdlib_module_names} <= {
             "nemo_prorl.errors",
-            "nemo_prorl.deadlines",
             "nemo_prorl.launcher.launches",
-            "nemo_prorl.launcher.link",
+            "nemo_prorl.launcher.step",
             "nemo_prorl.launcher.slurm_job",
         }
         assert not imports or "__future__" in names, file
@@ -469,7 +493,7 @@ def test_a_run_that_does_not_stop_in_time_is_ended_and_requeued(
     assert cluster.asked() == ["requeue 17"]
 
 
-def test_a_leader_that_never_listens_is_a_failed_attempt(cluster: Cluster) -> None:
+def test_supervisors_that_never_begin_are_a_failed_attempt(cluster: Cluster) -> None:
     cluster.code += "s._REACH_S = 1.0; "
     assert cluster.run([{"code": 0, "deaf": True}])[0] == 1
     assert cluster.launches() == [(1, 1, "again"), (2, 1, "again"), (3, 1, "again")]

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from nemo_prorl import settings
 from nemo_prorl.data.laptop.model import build_base_model
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.launcher.link import free_port
+from nemo_prorl.launcher.processes import free_port
 from nemo_prorl.planning import memory as m
 from nemo_prorl.planning.devices import devices_words, node_devices
 from nemo_prorl.planning.memory_check import check_memory

@@ -25,7 +25,7 @@ from nemo_prorl.algorithms.losses import denominator_terms
 from nemo_prorl.batch import Batch
 from nemo_prorl.config import GRPOConfig
 from nemo_prorl.errors import ProrlError, disk_full
-from nemo_prorl.launcher.link import free_port
+from nemo_prorl.launcher.processes import free_port
 from nemo_prorl.policy.weights import HFFolder, model_keys_from_hf, write_hf_folder
 from nemo_prorl.settings import load
 from nemo_prorl.trainer import policy_loss

@@ -120,7 +120,8 @@ def main(argv: list[str] | None = None) -> int:
         end = _end(args, place, peers, output)
     if args.node == 0:
         output.line(OUTCOME + json.dumps(end.to_json()))
-    return 0 if end.clean else end.code  # srun kills the other nodes after any other code
+        return 0 if end.clean else end.code  # after any other code srun ends the other nodes
+    return 0 if end.clean or peers.decision is not None else end.code  # what node 0 has decided, it says itself
 
 
 def _end(args: argparse.Namespace, place: Place, peers: Peers, output: StandardOutput) -> End:

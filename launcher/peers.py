@@ -72,6 +72,7 @@ class Peers:
         self.place, self.launch = place, endpoints / f"launch-{attempt}.json"
         self._files = [endpoints / f"node-{k}-{attempt}.json" for k in range(place.nodes)]
         self._seconds, self._look_at = seconds, 0.0
+        self.decision: End | None = None  # node 0's, once it is known here
 
     def meet(self, deadline: Deadline) -> list[str]:
         """Say that this node is fit, wait until all nodes are, and return the names of the others.
@@ -109,9 +110,9 @@ class Peers:
         if self.place.nodes == 1:
             return end or End(1)
         if self.place.node == 0:
-            decided = end if end is not None and end.clean else self._decide(end)
-            self.write_end(decided)
-            return decided
+            self.decision = end if end is not None and end.clean else self._decide(end)
+            self.write_end(self.decision)
+            return self.decision
         mine = end or End(1)
         if not self.write_end(mine) or mine.clean:
             return mine
@@ -119,7 +120,8 @@ class Peers:
         while time.monotonic() < limit:
             leader = read(self._files[0])
             if leader is not None and leader["end"] is not None:
-                return End(**leader["end"])
+                self.decision = End(**leader["end"])
+                return self.decision
             time.sleep(0.2)
         return mine
 

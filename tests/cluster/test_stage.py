@@ -81,15 +81,16 @@ def test_a_stage_to_its_end(stage: Stage) -> None:
     assert (end["code"], end["next"], end["step"]) == (0, "done", STEPS)
 
 
-def test_a_killed_rank_starts_the_run_again_on_the_same_nodes(stage: Stage) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_starts_the_run_again_on_the_same_nodes(stage: Stage, rank: int) -> None:
     stage.order("hold-2")
     job = stage.submit()
     stage.until_step(2)
-    stage.order("kill-once-1")
+    stage.order(f"kill-once-{rank}")
     assert ended(stage, job, 60) == Ended("COMPLETED", 0, 0)
     assert stage.next() == [(1, "again"), (0, "done")]
     told = stage.launches()[0]
-    assert (told["host"], told["process"], told["status"]) == ("node1", "trainer-1", -9)
+    assert (told["host"], told["process"], told["status"]) == (f"node{rank}", f"trainer-{rank}", -9)
     assert stage.launches("begin")[1]["step"] >= 2
 
 

@@ -88,6 +88,7 @@ def test_all_nodes_end_as_node_0_decides(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(10)
     assert decisions == {1: KILLED, 2: KILLED}
+    assert peers[1].decision == KILLED
 
 
 def test_a_clean_end_of_rank_0_is_one_whatever_another_node_says(tmp_path: Path) -> None:
@@ -104,7 +105,8 @@ def test_ranks_of_node_0_that_outlive_the_others_have_failed(tmp_path: Path) -> 
 
 
 def test_a_disk_that_is_full_ends_a_node_with_its_own_end(tmp_path: Path) -> None:
-    assert peers_of(tmp_path / "missing", 2)[1].agree(FAILED) == FAILED
+    _, other = peers_of(tmp_path / "missing", 2)
+    assert (other.agree(FAILED), other.decision) == (FAILED, None)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Whether the services of a node answer.  One that lives and says nothing, a hung core, is killed and started again."""
+"""Health checks of a node's services: a process that runs but does not answer is killed, and so started again."""
 
 import json
 import logging
@@ -20,43 +20,45 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no pro
 
 
 class Health:
-    """Asks every service now and then, each in a thread of its own; `update` acts on what they said."""
+    """Checks every service regularly, each in a thread of its own; `update` acts on the results."""
 
     def __init__(self, services: Sequence[Child], token_file: Path, deadlines: DeadlinesConfig) -> None:
         self._token_file, self._deadlines = token_file, deadlines
         self._closed = threading.Event()
-        self._asked = [_Asked(child) for child in services]
-        for asked in self._asked:
-            threading.Thread(target=self._watch, args=(asked,), daemon=True, name=f"health {asked.child.name}").start()
+        self._services = [_Service(child) for child in services]
+        for service in self._services:
+            threading.Thread(
+                target=self._watch, args=(service,), daemon=True, name=f"health {service.child.name}"
+            ).start()
 
     def update(self) -> None:
-        """Kills what was silent too long.  In the supervisor's own thread, which starts it again."""
-        for asked in self._asked:
-            if asked.verdict is not None:
-                _log.warning("%s %s; it is killed and started again", asked.child.name, asked.verdict)
-                asked.child.kill_group()
-                asked.begin()
+        """Kill services that were silent too long.  Call it in the supervisor's thread, which starts them again."""
+        for service in self._services:
+            if service.verdict is not None:
+                _log.warning("%s %s; it is killed and started again", service.child.name, service.verdict)
+                service.child.kill_group()
+                service.begin()
 
     def close(self) -> None:
         self._closed.set()
 
-    def _watch(self, asked: "_Asked") -> None:
+    def _watch(self, service: "_Service") -> None:
         limit = self._deadlines.health_s
         while not self._closed.wait(min(_EVERY_S, limit / 4)):
-            process = asked.child.process
-            if process is None or process.poll() is not None or process.pid != asked.pid:
-                asked.begin()
+            process = service.child.process
+            if process is None or process.poll() is not None or process.pid != service.pid:
+                service.begin()
                 continue
             now = time.monotonic()
-            if (url := asked.url()) is None:
-                if asked.held:
-                    asked.since = now
-                elif now - asked.since > self._deadlines.startup_s:
-                    asked.verdict = f"was not ready {self._deadlines.startup_s:g} s (trainer.deadlines.startup_s) on"
+            if (url := service.url()) is None:
+                if service.held:
+                    service.since = now
+                elif now - service.since > self._deadlines.startup_s:
+                    service.verdict = f"was not ready {self._deadlines.startup_s:g} s (trainer.deadlines.startup_s) on"
             elif self._answers(url):
-                asked.since = time.monotonic()
-            elif time.monotonic() - asked.since > limit:
-                asked.verdict = f"does not answer for {limit:g} s (trainer.deadlines.health_s)"
+                service.since = time.monotonic()
+            elif time.monotonic() - service.since > limit:
+                service.verdict = f"does not answer for {limit:g} s (trainer.deadlines.health_s)"
 
     def _answers(self, url: str) -> bool:
         try:
@@ -68,15 +70,15 @@ class Health:
             return False
 
 
-class _Asked:
-    """One service, and since when it has been silent."""
+class _Service:
+    """One service, and the time since when it has been silent."""
 
     def __init__(self, child: Child) -> None:
         self.child = child
         self.begin()
 
     def begin(self) -> None:
-        """A process has just started, or none runs."""
+        """Begin to measure: a process has just started, or does not run."""
         process = self.child.process
         self.pid = None if process is None else process.pid
         self.since = time.monotonic()
@@ -84,17 +86,17 @@ class _Asked:
 
     @property
     def held(self) -> bool:
-        """Whether it is an engine that waits with its start until the others wake (`rollout.sleep`)."""
+        """Return whether this is an engine that delays its start until the others wake (`rollout.sleep`)."""
         return self.child.endpoint is not None and self.child.endpoint.with_suffix(HELD_SUFFIX).exists()
 
     def url(self) -> str | None:
-        """Where this very process said that it is ready."""
+        """Return the address at which the current process is ready; None before."""
         if self.child.endpoint is None:
             return None
         try:
-            told = json.loads(self.child.endpoint.read_text())
-            if told["pid"] != self.pid or told["state"] != "ready":
+            endpoint = json.loads(self.child.endpoint.read_text())
+            if endpoint["pid"] != self.pid or endpoint["state"] != "ready":
                 return None
-            return str(told["url"]) + _PATHS[told["kind"]]
+            return str(endpoint["url"]) + _PATHS[endpoint["kind"]]
         except (OSError, ValueError, KeyError, TypeError):
             return None

@@ -1,6 +1,6 @@
-"""A run, as node 0 leads it: one process at a time on a run directory, checks first, then the node's supervisor.
+"""A run on one node, and what node 0 does of a run on several: lock the run directory, check, start the supervisor.
 
-Everything that can be wrong with the configuration or the data is said before any engine or rank starts.
+Every fault of the configuration or the data is reported before any engine or rank starts.
 """
 
 import errno
@@ -29,11 +29,11 @@ _log = logging.getLogger(__name__)
 
 
 class StillInUse(ProrlError, RuntimeError):
-    """What is left of an earlier start of a job has not left the run directory; it may yet."""
+    """Processes of an earlier start of a job still work on the run directory; they may end yet."""
 
 
 def run(cfg: DictConfig, config_text: str) -> int:
-    """Runs or continues the run of `cfg.run_dir` to its end; returns the exit code of the `prorl` command."""
+    """Run or continue the run of `cfg.run_dir` to its end; return the exit code of the `prorl` command."""
     run_dir = one_node(cfg)
     with locked(run_dir):
         if is_finished(run_dir, cfg.trainer.grpo.max_steps):
@@ -46,7 +46,7 @@ def run(cfg: DictConfig, config_text: str) -> int:
 
 
 def warmup(cfg: DictConfig, config_text: str) -> int:
-    """Only the run's supervised steps: makes RUN/base, a Hugging Face folder, from which `prorl train` goes on."""
+    """Take only the supervised steps of a run: make RUN/base, a Hugging Face folder that `prorl train` begins with."""
     run_dir = one_node(cfg)
     with locked(run_dir):
         if (run_dir / "base").exists():
@@ -60,7 +60,7 @@ def warmup(cfg: DictConfig, config_text: str) -> int:
 
 
 def preflight(cfg: DictConfig, config_text: str, events: Events) -> int:
-    """Do only one step at full context with random tokens, by the run directory's Plan; return the exit code."""
+    """Take one step at full context with random tokens (`nemo_prorl.preflight`); return the trainer's exit code."""
     run_dir = one_node(cfg)
     with locked(run_dir):
         return _node(cfg, run_dir, prepare(cfg, run_dir, config_text), events).run(only="preflight").code
@@ -74,7 +74,7 @@ def _node(cfg: DictConfig, run_dir: Path, tasks: list[str], events: Events) -> N
 
 
 def one_node(cfg: DictConfig) -> Path:
-    """The run directory; raises ConfigError for a run that is one of several nodes."""
+    """Return the run directory.  Raises ConfigError for a run on several nodes."""
     if cfg.trainer.num_nodes != 1:
         raise ConfigError(
             f"trainer.num_nodes={cfg.trainer.num_nodes}: this command runs one node; here set trainer.num_nodes=1,"
@@ -86,10 +86,14 @@ def one_node(cfg: DictConfig) -> Path:
 
 @contextmanager
 def locked(run_dir: Path, wait_s: float = 0.0) -> Iterator[None]:
-    """One process at a time works on a run directory; the lock ends with the process, and names its holder.
+    """Hold the lock of a run directory, which ends with the process and names its holder.
 
-    `wait_s`: how long to wait for a holder that is about to end.  Raises ConfigError while it is held (StillInUse after
-    a wait), UnfitMachine where the file system keeps no locks.
+    Args:
+        wait_s: how long to wait for a holder that is about to end.
+
+    Raises:
+        ConfigError: another process holds the lock (StillInUse after a wait).
+        UnfitMachine: the file system keeps no locks.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + wait_s
@@ -118,7 +122,7 @@ def locked(run_dir: Path, wait_s: float = 0.0) -> Iterator[None]:
 
 
 def is_finished(run_dir: Path, max_steps: int) -> bool:
-    """Whether nothing is left to do; then says so."""
+    """Return whether nothing is left to do; if so, print the outcome."""
     try:
         summary = json.loads((run_dir / "summary.json").read_text())
     except (OSError, ValueError):
@@ -137,7 +141,7 @@ def tell(run_dir: Path) -> None:
 
 
 def clear_endpoints(run_dir: Path) -> None:
-    """Nobody asks the services of an earlier process; those of this one have a token of their own."""
+    """Remove the addresses of an earlier process's services, and write a new token for those of this one."""
     endpoints = run_dir / "endpoints"
     for old in endpoints.iterdir():
         old.unlink()

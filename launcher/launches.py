@@ -1,4 +1,4 @@
-"""RUN/launches.jsonl: each start of a run by a Slurm job and how it ended, and so whether the job gets anywhere.
+"""RUN/launches.jsonl: each start of a run by a Slurm job and how it ended, which shows whether the job progresses.
 
 Standard library only, Python 3.9 at least (see `slurm.py`).
 """
@@ -12,24 +12,24 @@ from typing import Any
 
 from nemo_prorl.launcher.slurm_job import Job, say
 
-PREEMPTED = "preempted"  # how the end of what was preempted begins
+PREEMPTED = "preempted"  # begins `what` of an attempt that preemption ended
 
 
 class Launches:
-    """The record of one job's attempts; it also counts those that a full disk keeps from being written."""
+    """The record of one job's attempts.  It also counts attempts that a full disk keeps from being written."""
 
     def __init__(self, run_dir: Path, job: Job) -> None:
         self.file = run_dir / "launches.jsonl"
         self._run_dir, self._job = run_dir, job
-        self._begins: list[int] = []  # steps at which this process began attempts
+        self._begins: list[int] = []  # the step at which each attempt of this process began
 
     @property
     def begun_here(self) -> int:
-        """Attempts by this process."""
+        """Return the number of attempts by this process."""
         return len(self._begins)
 
     def begin(self) -> int:
-        """The number of an attempt that begins, from 1."""
+        """Record that an attempt begins; return its number, from 1."""
         attempt = len(self._begun()) + 1
         self._begins.append(self.step())
         self._write("begin", attempt)
@@ -39,21 +39,21 @@ class Launches:
         self._write("end", attempt, **fields)
 
     def last_end(self) -> dict[str, Any] | None:
-        return next((told for told in reversed(self._told()) if told["event"] == "end"), None)
+        return next((record for record in reversed(self._records()) if record["event"] == "end"), None)
 
     def step(self) -> int:
-        """Of the newest complete checkpoint; -1 where there is none."""
+        """Return the step of the newest complete checkpoint; -1 without one."""
         found = (self._run_dir / "checkpoints").glob("step-*")
         steps = [int(p.name[5:]) for p in found if p.name[5:].isdigit() and (p / "state.json").is_file()]
         return max(steps, default=-1)
 
     def fruitless(self) -> tuple[int, int]:
-        """How many attempts in a row began where the run still stands: those that were its own fault, and all.
+        """Return how many attempts in a row made no new checkpoint: those that failed by themselves, and all.
 
-        Not its fault: what was preempted, or has no end because Slurm took the nodes away.
+        Preempted attempts, and those without an end because Slurm took the nodes away, did not fail by themselves.
         """
         now, own, every = self.step(), 0, 0
-        ends = {told["attempt"]: told for told in self._told() if told["event"] == "end"}
+        ends = {record["attempt"]: record for record in self._records() if record["event"] == "end"}
         for begun in reversed(self._begun()):
             if begun["step"] != now:
                 break
@@ -68,20 +68,20 @@ class Launches:
         return max(own, here), max(every, here)
 
     def _write(self, event: str, attempt: int, **fields: Any) -> None:
-        told = {"event": event, "job": self._job.id, "restart": self._job.restart, "attempt": attempt}
-        told.update(nodes=self._job.nodes, step=self.step(), time=round(time.time(), 3), **fields)
+        record = {"event": event, "job": self._job.id, "restart": self._job.restart, "attempt": attempt}
+        record.update(nodes=self._job.nodes, step=self.step(), time=round(time.time(), 3), **fields)
         try:
             self._run_dir.mkdir(parents=True, exist_ok=True)
             with self.file.open("a") as file:
-                file.write(json.dumps(told) + "\n")
+                file.write(json.dumps(record) + "\n")
         except OSError as error:  # a full disk must not end what still runs
             say(f"{self.file} cannot be written: {error}")
 
     def _begun(self) -> list[dict[str, Any]]:
-        return [told for told in self._told() if told["event"] == "begin"]
+        return [record for record in self._records() if record["event"] == "begin"]
 
-    def _told(self) -> list[dict[str, Any]]:
-        """The lines of this job."""
+    def _records(self) -> list[dict[str, Any]]:
+        """Return the records of this job."""
         found = []
         try:
             lines = self.file.read_text().splitlines()
@@ -89,9 +89,9 @@ class Launches:
             return []
         for line in lines:
             try:
-                told = json.loads(line)
+                record = json.loads(line)
             except ValueError:
                 continue  # cut off by a full disk or a crash
-            if told.get("job") == self._job.id:
-                found.append(told)
+            if record.get("job") == self._job.id:
+                found.append(record)
         return found

@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -24,13 +25,17 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DeadlineExceeded, ProrlError, UnfitMachine
 from nemo_prorl.launcher.peers import End, Peers, Place, read, write
 from nemo_prorl.launcher.processes import StandardOutput, free_port
-from nemo_prorl.launcher.step import OUTCOME
+from nemo_prorl.launcher.step import BEGUN, OUTCOME
 from nemo_prorl.launcher.supervisor import Node
 
 _log = logging.getLogger(__name__)
 
 _PREPARE_S = 3600.0  # for node 0 to check data and rewards
 _SEEN_S = 60.0  # for a file to show on a shared file system
+
+
+class _Stopped(BaseException):
+    """SIGUSR1 came before the ranks were started: there is nothing to save."""
 
 
 def lead(args: argparse.Namespace, place: Place, peers: Peers, output: StandardOutput) -> End:
@@ -56,7 +61,7 @@ def lead(args: argparse.Namespace, place: Place, peers: Peers, output: StandardO
             write(peers.launch, {"tasks": tasks, "master": place.master, "port": place.port})
             startup = Deadline(cfg.trainer.deadlines.startup_s, "the nodes (trainer.deadlines.startup_s)")
             _require_reachable(cfg, peers.meet(startup))
-            end = Node(cfg, run_dir, tasks, output, events, place, peers).run()
+            end = _run(Node(cfg, run_dir, tasks, output, events, place, peers))
         if end.code == 0:
             job.tell(run_dir)
         return end
@@ -78,7 +83,14 @@ def follow(args: argparse.Namespace, place: Place, peers: Peers, output: Standar
     place = replace(place, master=launch["master"], port=launch["port"])
     _require_reachable(cfg, [place.master])
     peers.meet(Deadline(cfg.trainer.deadlines.startup_s, "the nodes (trainer.deadlines.startup_s)"))
-    return Node(cfg, args.run_dir, launch["tasks"], output, None, place, peers).run()
+    return _run(Node(cfg, args.run_dir, launch["tasks"], output, None, place, peers))
+
+
+def _run(node: Node) -> End:
+    try:
+        return node.run()
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # too late to stop anything
 
 
 def _require_reachable(cfg: Any, peers: list[str]) -> None:
@@ -114,7 +126,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format=f"{args.host}: %(message)s", stream=sys.stderr)
     place, output = Place(args.node, args.nodes, args.host), StandardOutput()
-    output.write(f"node-{args.node}", f"the supervisor of {args.host} has started")
+    signal.signal(signal.SIGUSR1, _stop)
+    output.write(f"node-{args.node}", BEGUN + args.host)
     peers = Peers(args.run_dir / "endpoints", place, args.attempt)
     with contextlib.redirect_stdout(sys.stderr):
         end = _end(args, place, peers, output)
@@ -124,11 +137,17 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if end.clean or peers.decision is not None else end.code  # what node 0 has decided, it says itself
 
 
+def _stop(*_: Any) -> None:
+    raise _Stopped
+
+
 def _end(args: argparse.Namespace, place: Place, peers: Peers, output: StandardOutput) -> End:
     try:
         if args.expect is not None:
             _seen(args.expect)
         return (lead if place.node == 0 else follow)(args, place, peers, output)
+    except _Stopped:
+        end = End(75, "stopped before the run began")
     except ProrlError as error:
         _log.error("%s", error)
         unfit = args.host if error.exit_code == UnfitMachine.exit_code else ""

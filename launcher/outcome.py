@@ -1,4 +1,4 @@
-"""What a finished run says: what was learnt, task by task, on standard output, and its curves as a picture."""
+"""The outcome of a finished run: what was learnt, task by task, on standard output, and its curves as a picture."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def tell(run_dir: Path) -> None:
-    """Prints the outcome and draws RUN/curves.png."""
+    """Print the outcome and draw RUN/curves.png."""
     summary = json.loads((run_dir / "summary.json").read_text())
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     sys.stdout.write("\n".join(outcome(summary, metrics)) + "\n")
@@ -24,7 +24,7 @@ def tell(run_dir: Path) -> None:
 
 
 def outcome(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> list[str]:
-    """The lines to print."""
+    """Return the lines to print."""
     lines = [f"step {summary['step']}, stage {summary['stage']}, seed {summary['seed']}"]
     for key, name in (("reward/all", "reward in training"), ("entropy", "entropy"), ("kl", "KL to reference")):
         values = [m[key] for m in metrics if m.get(key) is not None]
@@ -42,7 +42,7 @@ def outcome(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> list[str]
 
 
 def verdict(heldout: dict[str, Any]) -> str:
-    """What was learnt, in one sentence, with its uncertainty."""
+    """Return what was learnt, in one sentence with its uncertainty."""
     before, after = heldout["before"], heldout["after"]
     gain = after - before
     error = math.hypot(heldout["before_se"], heldout["after_se"])
@@ -57,7 +57,7 @@ def verdict(heldout: dict[str, Any]) -> str:
 
 
 def sparkline(values: list[float], width: int = 48) -> str:
-    """The course of a number in one line of text."""
+    """Return the course of a number as one line of text."""
     size = max(1, -(-len(values) // width))
     means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
     low, high = min(means), max(means)
@@ -66,7 +66,7 @@ def sparkline(values: list[float], width: int = 48) -> str:
 
 
 def draw(summary: dict[str, Any], metrics: list[dict[str, Any]], path: Path) -> None:
-    """Held-out and training reward by task, entropy, KL and time as one picture."""
+    """Draw held-out and training reward by task, entropy, KL and time as one picture."""
     import matplotlib
 
     matplotlib.use("Agg")

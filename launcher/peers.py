@@ -20,7 +20,7 @@ from nemo_prorl.errors import DeadlineExceeded, ProrlError
 
 _log = logging.getLogger(__name__)
 
-_CLEAN = (0, 75)
+CLEAN = (0, 75)  # exit codes of a rank that has done its work, or stopped when it was asked
 _KILLED = tuple(-number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL))
 _ENDS_S = 15.0  # for the other nodes to write how they ended
 _LOOK_S = 1.0  # between two looks at the files of the others
@@ -51,7 +51,7 @@ class End:
 
     @property
     def clean(self) -> bool:
-        return self.code in _CLEAN
+        return self.code in CLEAN
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

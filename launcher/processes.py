@@ -25,17 +25,17 @@ _STOP = {signal.SIGUSR1}  # Slurm sends it to every process of a task; only the 
 
 
 class ProcessFailed(ProrlError, RuntimeError):
-    """A child of the supervisor ended that the run cannot do without."""
+    """A child of the supervisor ended, and the run cannot go on without it."""
 
 
 class Lines(Protocol):
-    """Where the lines of the processes go together."""
+    """The place where the lines of all processes come together."""
 
     def write(self, name: str, line: str) -> None: ...
 
 
 class MergedLog:
-    """RUN/logs/all.log: every process's lines with its name in front; one lock, whole lines."""
+    """RUN/logs/all.log: the lines of every process with its name in front.  One lock keeps lines whole."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1, errors="replace")
@@ -47,7 +47,7 @@ class MergedLog:
 
 
 class StandardOutput:
-    """Every process's lines with its name in front on standard output, which `srun` forwards; whole lines."""
+    """The lines of every process with its name in front, on standard output, which `srun` forwards; whole lines."""
 
     def __init__(self) -> None:
         self._file, self._lock = sys.stdout, threading.Lock()
@@ -79,7 +79,7 @@ def free_port(host: str = "") -> int:
 
 @dataclass
 class Child:
-    """One process and what it takes to start it again.  `restarts`: how often it may be, within an hour."""
+    """One process and all that is needed to start it again.  `restarts`: how often that may happen in an hour."""
 
     name: str
     command: Sequence[str]
@@ -87,9 +87,9 @@ class Child:
     log_file: Path
     merged: Lines
     restarts: int = 0
-    endpoint: Path | None = None  # removed before a start, so that nobody asks the dead
+    endpoint: Path | None = None  # removed before a start: it names the process of before
     on_line: Callable[[str], None] | None = None
-    cores: Collection[int] | None = None  # that it may use; None: all
+    cores: Collection[int] | None = None  # processors that it may use; None: all
     process: subprocess.Popen[str] | None = None
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=30))
     _ended: list[float] = field(default_factory=list)
@@ -119,7 +119,7 @@ class Child:
             start_new_session=True,
         )
         if self.cores is not None:  # its threads and children, which do not exist yet, inherit it
-            with contextlib.suppress(ProcessLookupError):  # it ended: whoever watches it says so
+            with contextlib.suppress(ProcessLookupError):  # it has ended already, which its watcher reports
                 os.sched_setaffinity(self.process.pid, self.cores)
         self._copier = threading.Thread(
             target=self._copy_output, args=(self.process,), daemon=True, name=f"log {self.name}"
@@ -128,7 +128,7 @@ class Child:
 
     def _copy_output(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdout is not None
-        for line in process.stdout:  # to the end, whatever a disk says: a full pipe would stop the process
+        for line in process.stdout:  # read on if the disk is full: a full pipe would stop the process
             line = line.rstrip("\n")
             try:
                 with self.log_file.open("a", errors="replace") as log:
@@ -145,17 +145,17 @@ class Child:
                 self.on_line(line)
 
     def read_out(self, seconds: float = 1.0) -> None:
-        """Waits for the last lines of a process that ended, so long at most: what it started may hold its output."""
+        """Wait for the last lines of an ended process, for a limited time: its children may hold its output open."""
         if self._copier is not None:
             self._copier.join(seconds)
 
     def signal(self, number: int) -> None:
-        """Signals the process, if it runs."""
+        """Signal the process, if it runs."""
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(number)
 
     def kill_group(self) -> None:
-        """Kills the process with all that it started in its session."""
+        """Kill the process and all that it started in its session."""
         if self.process is None:
             return
         try:
@@ -164,7 +164,7 @@ class Child:
             pass
 
     def keep_up(self) -> None:
-        """Restarts an ended process, later each time.  Raises ProcessFailed, with its last lines, past the cap."""
+        """Restart an ended process, with a longer pause each time.  Raises ProcessFailed after too many restarts."""
         if self.process is None or self.process.poll() is None:
             return
         now = time.monotonic()
@@ -185,7 +185,7 @@ class Child:
 
 
 def stop_all(children: Sequence[Child], seconds: float, quiet: bool = False) -> None:
-    """SIGTERM to all, SIGKILL to the groups of those still there after `seconds`; returns when all are gone."""
+    """Send SIGTERM to all, and SIGKILL to the groups of those that still run after `seconds`; wait for all."""
     for child in children:
         child.signal(signal.SIGTERM)
     end = time.monotonic() + seconds

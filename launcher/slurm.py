@@ -1,19 +1,21 @@
-"""What `slurm/stage.sbatch` runs on the job's first node: starts the node supervisors, and decides what follows an end.
+"""Run a stage as a Slurm job: start the supervisors of all nodes, and decide what follows each end of the run.
+
+`slurm/stage.sbatch` runs this on the first node of the job.
 
     slurm.py STAGE [--container-image IMG] [--container-mounts A:B] [--dry-run] [OVERRIDE ...]
 
 The cluster is h100_4x8 unless cluster=... says otherwise.
 
-0, 2, 3, 4            the job ends so; of 3, a node that is not fit is left out and the job requeued, where others are
-a crash               again in this allocation, at most `launch.attempts` times in a row without a new checkpoint
-USR1, preemption      the run is asked to stop; the job is requeued when it has, or when the time is nearly over
-a lost node           Slurm requeues the job itself; a node to blame twice, or that starts nothing, we leave out
-`prorl control stop`  75
-scancel               nothing is requeued: from a SIGTERM on, this process starts nothing and asks Slurm for nothing
-requeued behind us    this start is a ghost of the job, and ends
+0, 2, 3, 4            the job ends with this code; after 3 it is requeued without the unfit node, if others are there
+a crash               starts again in this allocation, at most `launch.attempts` times in a row without a new checkpoint
+USR1, preemption      the run is asked to stop; the job is requeued when the run has ended, or when time runs out
+a lost node           Slurm requeues the job; a node that fails twice in a row, or starts nothing, is left out
+`prorl control stop`  the job ends with 75
+scancel               nothing is requeued: after a SIGTERM this process starts nothing and asks Slurm for nothing
+requeued by Slurm     this start of the job is a ghost, and ends
 
-RUN/launches.jsonl tells each attempt's beginning and end.  Standard library only, Python 3.9 at least: where the run is
-in a container this is outside of it.
+RUN/launches.jsonl records the beginning and the end of each attempt.  Standard library only, Python 3.9 at least: this
+runs outside the container that the run may be in.
 """
 
 from __future__ import annotations
@@ -44,26 +46,26 @@ OWN_PYTHON = str(ROOT / ".venv" / "train" / "bin" / "python")
 IN_CONTAINER = "/opt/nemo_prorl"  # where the Dockerfile puts the project
 CLUSTER = "h100_4x8"  # what sbatch's lines ask for, where no cluster=... is given
 STOPPED = 75
-# Overrides that are paths; relative ones count from here, and not from the folder in which a container begins.
+# Overrides that are paths.  Relative paths are made absolute here, because a container begins in another folder.
 _PATHS = re.compile(
     r"pretrained_checkpoint\.restore_from_path|data\.folder|data\.(train|validation)\.\d+\.path|rollout\.python"
     r"|chain\.start_from"
 )
 _DATA = "prepared"  # data.folder, where no override names it
-_ALL_ATTEMPTS = 10  # times launch.attempts: in a row without a new checkpoint, whoever's fault
+_ALL_ATTEMPTS = 10  # times launch.attempts: attempts in a row without a new checkpoint, whatever ended them
 _SHOWN = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "NVTE_", "OMP_", "PRORL_", "SLURM_TOPOLOGY")
 _SRUN_ENDS_S = 90.0  # after node 0 said how the run ended
 _LAST_WORDS_S = 10.0  # for the last lines to arrive after srun has ended
-_LOCK_WAIT_S = 300.0  # for what is left of an earlier attempt to leave the run directory
-_REACH_S, _REACH_IMAGE_S = 300.0, 1800.0  # for a supervisor to begin; where an image is fetched first
-_LOOK_S = 60.0  # between looks whether the job is still this start of it
-_PATIENCE = 0.8  # of the time between the signal and the job's end is the run's, to stop
-_REQUEUE_EVERY_S, _REQUEUED_S = 10.0, 300.0  # tries, where Slurm does not answer; then, to be ended by Slurm
-_PLAN_TRIES, _PLAN_PAUSE_S = 3, 30.0  # to start the project's Python at all
+_LOCK_WAIT_S = 300.0  # for processes of an earlier attempt to leave the run directory
+_REACH_S, _REACH_IMAGE_S = 300.0, 1800.0  # for all supervisors to begin; where an image is fetched first
+_LOOK_S = 60.0  # between two checks that Slurm has not started the job elsewhere
+_PATIENCE = 0.8  # share of the time between the signal and the job's end that the run has to stop
+_REQUEUE_EVERY_S, _REQUEUED_S = 10.0, 300.0  # between two requests to requeue; for Slurm to end this process
+_PLAN_TRIES, _PLAN_PAUSE_S = 3, 30.0  # attempts to start the project's Python
 
 
 class Unfit(ProrlError):
-    """The allocation is not what the configuration asks for."""
+    """The allocation differs from what the configuration needs."""
 
     exit_code = 3
 
@@ -99,9 +101,9 @@ class Driver:
         if args.container_image and "data.folder" not in given:
             rest.append(absolute(f"data.folder={_DATA}"))
         self.overrides = [f"stage={args.stage}", f"run_dir={self.run_dir}", *rest]
-        self.asked: str | None = None  # to stop, and why
-        self.ended = False  # by Slurm: a SIGTERM came
-        self.removed = False  # the container, as far as it could be
+        self.asked: str | None = None  # why the run is to stop
+        self.ended = False  # Slurm ends the job: a SIGTERM came
+        self.removed = False  # the container
         self.step: Step | None = None
         self.plan: dict[str, Any] = {}
         self.launches = Launches(self.run_dir, self.job)
@@ -114,7 +116,7 @@ class Driver:
         return ["python3"] if self.args.container_image else [OWN_PYTHON]
 
     def srun(self, nodes: int) -> list[str]:
-        """One task a node with all of the node's processors, in the container where there is one."""
+        """Return an srun command of one task per node with all processors, in the container if there is one."""
         command = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none"]
         if cpus := self.job.cpus():
             command.append(f"--cpus-per-task={cpus}")
@@ -122,27 +124,26 @@ class Driver:
         if image := self.args.container_image:
             command += [f"--container-image={image}", f"--container-workdir={IN_CONTAINER}"]
             command += ["--no-container-mount-home"]
-            if (
-                self.job.id
-            ):  # made once a node and job, not for each start; no_exec: with mounts and namespaces of its own
+            if self.job.id:  # made once per node and job; no_exec: each start gets mounts and namespaces of its own
                 command.append(f"--container-name={self.job.container}:no_exec")
             if self.args.container_mounts:
                 command.append(f"--container-mounts={self.args.container_mounts}")
-            if ours := [name for name in os.environ if _is_shown(name)]:  # else the image's own values win
+            if ours := [name for name in os.environ if _is_shown(name)]:  # otherwise the image's values win
                 command.append(f"--container-env={','.join(sorted(ours))}")
         return command
 
     def node_command(self, attempt: int) -> list[str]:
-        wait = _LOCK_WAIT_S if self.job.restart or self.launches.begun_here > 1 else 0.0  # this one has begun already
+        """Return the command that starts the supervisors of all nodes."""
+        wait = _LOCK_WAIT_S if self.job.restart or self.launches.begun_here > 1 else 0.0  # this attempt has begun
         command = [*self.srun(self.plan["num_nodes"]), "--kill-on-bad-exit=1", *self.python()]
         command += ["-m", "nemo_prorl.launcher.node", f"--nodes={self.plan['num_nodes']}", f"--run-dir={self.run_dir}"]
         command += [f"--attempt={self.job.id or '-'}.{self.job.restart}.{attempt}", f"--lock-wait-s={wait:g}"]
-        if self.launches.file.is_file():  # written here, to be seen there: else another folder has this name inside
+        if self.launches.file.is_file():  # the nodes must see it; otherwise another folder has this name in there
             command.append(f"--expect={self.launches.file}")
         return [*command, *self.overrides]
 
     def load_plan(self) -> None:
-        """What the configuration says of the job.  Ends this process where it is wrong."""
+        """Read what the configuration needs of the job.  End this process if the configuration is wrong."""
         ask = ["-m", "nemo_prorl.launcher.allocation", *self.overrides]
         if self.args.container_image and not self.args.dry_run:
             command, env = [*self.srun(1), *self.python(), *ask], self.environment()
@@ -163,7 +164,7 @@ class Driver:
         self.plan.update(json.loads(done.stdout.splitlines()[-1]))
 
     def warn_of_paths(self) -> None:
-        """Say which paths lie under no mount of the container; only the image itself, or the site, may hold those."""
+        """Name the paths that lie under no mount of the container: only the image or the site can provide them."""
         mounts = [word.split(":") for word in (self.args.container_mounts or "").split(",") if word]
         inside = [Path(mount[1] if len(mount) > 1 else mount[0]) for mount in mounts] + [Path(IN_CONTAINER)]
         for key, _, value in (text.partition("=") for text in self.overrides if self.args.container_image):
@@ -181,7 +182,7 @@ class Driver:
     # --- checks ----------------------------------------------------------------------------------------------------
 
     def check_allocation(self) -> None:
-        """Raises Unfit unless the job has what the configuration asks for."""
+        """Raise Unfit unless the job has the nodes and GPUs that the configuration needs."""
         wanted, devices, found = self.plan["num_nodes"], self.plan["devices"], len(self.job.nodes)
         if not self.job.id:
             raise Unfit("this is no Slurm job: start it with sbatch, or look at it with --dry-run")
@@ -248,9 +249,9 @@ class Driver:
             outcome = self.attempt(attempt)
             following, code = self.decide(outcome)
             fields = {key: outcome.get(key) or None for key in ("host", "process", "status")}
-            told = "requeue" if following == "leave_out" else following
-            self.launches.end(attempt, code=outcome["code"], what=outcome["what"], next=told, **fields)
-            say(f"attempt {attempt} ended with {outcome['code']} {outcome['what']}: {told}")
+            next_ = "requeue" if following == "leave_out" else following
+            self.launches.end(attempt, code=outcome["code"], what=outcome["what"], next=next_, **fields)
+            say(f"attempt {attempt} ended with {outcome['code']} {outcome['what']}: {next_}")
             if following in ("requeue", "leave_out"):
                 return self.requeue(code, outcome["host"] if following == "leave_out" else "")
             if following != "again":
@@ -266,7 +267,7 @@ class Driver:
         self.tell_stop("SIGTERM: Slurm ends the job")
 
     def remove_container(self) -> None:
-        """Remove this start's container from its nodes, once: by pyxis's default it would stay there for ever."""
+        """Remove the container of this start from its nodes, once: by pyxis's default it would stay for ever."""
         made = self.args.container_image and self.job.id and not self.args.dry_run
         if made and not self.ended and not self.removed:
             self.removed = True
@@ -274,7 +275,7 @@ class Driver:
                 say(f"the container pyxis_{self.job.container} may be left on a node: enroot remove removes it there")
 
     def tell_stop(self, reason: str) -> None:
-        """Ask the run to stop.  Supervisors that have only begun end at once: they have nothing to save."""
+        """Ask the run to stop."""
         say(f"{reason}; the run is asked to stop")
         if self.step is not None:
             self.step.stop()
@@ -282,7 +283,7 @@ class Driver:
     def attempt(self, number: int) -> dict[str, Any]:
         """Start the nodes once, wait for their end, and return it."""
         log = self.run_dir / "logs" / "all.log"
-        self.step = step = Step(self.node_command(number), self.environment(), log)
+        self.step = step = Step(self.node_command(number), self.environment(), self.plan["num_nodes"], log)
         if self.asked is not None or self.ended:  # meanwhile
             step.stop()
         ended = self._watch(step)
@@ -290,21 +291,25 @@ class Driver:
         return {"code": 1, "what": ended} if ended else step.result(_LAST_WORDS_S)
 
     def _watch(self, step: Step) -> str:
-        """Wait until srun has ended; return why, where it is ended here and the run had not."""
+        """Wait until srun has ended.  Return why it was killed before the run had ended, or an empty string."""
         began = looked = time.monotonic()
         reach_s = _REACH_IMAGE_S if self.args.container_image else _REACH_S
-        over: float | None = None  # when srun is ended
+        over: float | None = None  # when srun is killed
         stop_by: float | None = None
         why = ""
         while step.process.poll() is None:
             time.sleep(0.2)
             now = time.monotonic()
+            step.forward_stop()
             if self.asked is not None and stop_by is None:
                 stop_by = now + _PATIENCE * max(0.0, (self.job.end() or time.time() + 600.0) - time.time())
             if step.outcome is not None:
                 over = over or now + _SRUN_ENDS_S
-            elif not step.heard and now - began > reach_s:
-                why, over = f"no supervisor has begun for {reach_s:g} s", now
+            elif step.missing and now - began > reach_s:
+                why, over = (
+                    f"{step.missing} of {self.plan['num_nodes']} supervisors have not begun for {reach_s:g} s",
+                    now,
+                )
             elif stop_by is not None and now > stop_by:
                 why, over = "the run did not stop in time", now
             elif now - looked > _LOOK_S:
@@ -325,12 +330,12 @@ class Driver:
     # --- what follows ----------------------------------------------------------------------------------------------
 
     def decide(self, outcome: dict[str, Any]) -> tuple[str, int]:
-        """(done | again | requeue | leave_out | give_up, this job's exit code).  May name the host to blame."""
+        """Return (done | again | requeue | leave_out | give_up, exit code of the job); may name the host to blame."""
         code = outcome["code"]
         if code == 0:
             return "done", 0
         following = self._following(outcome)
-        if self.ended:  # a SIGTERM came meanwhile: Slurm has decided
+        if self.ended:  # a SIGTERM came meanwhile: Slurm ends the job
             return "give_up", STOPPED if code == STOPPED else 1
         return following
 
@@ -353,12 +358,12 @@ class Driver:
         return ("give_up", 3) if code == 3 else ("again", 1)
 
     def is_ours(self) -> bool:
-        """Whether Slurm still means this start of the job; where it does not answer, as before."""
+        """Return whether this is the current start of the job; also True if Slurm does not answer."""
         state = self.job.state()
         return state is None or state.ours
 
     def out_of_time(self) -> bool:
-        """Whether the run stopped because of trainer.deadlines.job_s, not because somebody asked."""
+        """Return whether the run stopped because of trainer.deadlines.job_s, not because a user asked."""
         try:
             last = json.loads((self.run_dir / "journal.jsonl").read_text().splitlines()[-1])
             return last["event"] == "stop" and "trainer.deadlines.job_s" in last["reason"]
@@ -366,17 +371,17 @@ class Driver:
             return False
 
     def silent_node(self) -> str:
-        """The first node of the job that starts nothing; empty where all do."""
+        """Return the first node of the job that starts no program, or an empty string."""
         return next((host for host in self.job.nodes if not self.ended and not self.job.starts(host)), "")
 
     def blamed(self, host: str) -> bool:
-        """Whether this node ended the attempt before, too, or cannot start anything now."""
+        """Return whether this node ended the previous attempt, too, or cannot start a program now."""
         last = self.launches.last_end()
         before = last is not None and last["restart"] == self.job.restart and last["host"] == host
         return before or not self.job.starts(host)
 
     def wait(self, seconds: float) -> None:
-        """Unless somebody wants the job to stop."""
+        """Wait, at most until the job is to stop."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and not self.ended and self.asked is None:
             time.sleep(0.2)
@@ -391,7 +396,7 @@ class Driver:
         return 1
 
     def requeue(self, code: int, without: str = "") -> int:
-        """Gives the job back to Slurm, which ends this process.  `without`: a node to be left out from now on."""
+        """Give the job back to Slurm, which ends this process.  `without`: a node to leave out from now on."""
         self.remove_container()
         end = self.job.end() or time.time() + _REQUEUED_S
         while not self.ended and self.is_ours():
@@ -409,7 +414,7 @@ class Driver:
 
 
 def absolute(override: str) -> str:
-    """Return an override with its path made absolute, where it is one of a path."""
+    """Return an override, with its path made absolute if its value is a path."""
     key, equals, value = override.partition("=")
     if not _PATHS.fullmatch(key) or value in ("", "null") or value[0] in "/$\"'":
         return override
@@ -421,12 +426,12 @@ def _is_shown(name: str) -> bool:
 
 
 def with_path() -> dict[str, str]:
-    """The environment of a Python that imports this very project."""
+    """Return the environment of a Python that imports the project from here."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
 def _gpus_on_node() -> int:
-    """As Slurm tells a batch script."""
+    """Return the number of GPUs that Slurm has given to this node."""
     if (count := os.environ.get("SLURM_GPUS_ON_NODE", "")).isdigit():
         return int(count)
     return len([d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d])

@@ -1,7 +1,7 @@
-"""What Slurm knows of this job, and what it can be asked to do with it.
+"""The Slurm job that this process belongs to: what Slurm knows of it, and requests to Slurm.
 
-A SIGTERM to the job hits every process of it, so whatever asks Slurm ignores it: an answer that did not come must not
-read as one.  Standard library only, Python 3.9 at least (see `slurm.py`).
+A SIGTERM to the job reaches every process of it.  Commands that ask Slurm ignore it, so that a missing answer is not
+taken for an answer.  Standard library only, Python 3.9 at least (see `slurm.py`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _BROKEN = ("down", "drain", "fail", "maint", "unk", "power", "reboot", "inval")
 
 
 def say(text: str) -> None:
-    """A line of the job's output; also from a signal handler."""
+    """Write a line to the job's output; also from a signal handler."""
     os.write(sys.stderr.fileno(), f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
 
 
 @dataclass(frozen=True)
 class State:
-    """The job as Slurm sees it now.  `ours`: this very start of it; a requeued job has another on other nodes."""
+    """The job as Slurm sees it now.  `ours`: this start of it is the current one, not a start on other nodes."""
 
     ours: bool
     running: bool
@@ -38,7 +38,7 @@ class State:
 
 
 class Job:
-    """The Slurm job that this is, or would be."""
+    """The Slurm job of this process; without an id outside of a job."""
 
     def __init__(self) -> None:
         env = os.environ
@@ -48,10 +48,10 @@ class Job:
         nodelist = env.get("SLURM_JOB_NODELIST", "")
         self.nodes = output(["scontrol", "show", "hostnames", nodelist]).split() if nodelist else []
         self.partition = env.get("SLURM_JOB_PARTITION", "")
-        self.container = f"prorl_{self.id}_{self.restart}"  # its name for pyxis, on each node; no other start has it
+        self.container = f"prorl_{self.id}_{self.restart}"  # for pyxis on each node; unique for this start
 
     def fields(self) -> dict[str, str]:
-        """Of `scontrol show job`; empty where there is no answer."""
+        """Return the fields of `scontrol show job`; empty if Slurm does not answer."""
         text = output(["scontrol", "-o", "show", "job", self.id])
         found: dict[str, str] = {}
         for word in text.split():
@@ -61,7 +61,7 @@ class Job:
         return found
 
     def state(self) -> State | None:
-        """None where Slurm does not answer."""
+        """Return the state of the job; None if Slurm does not answer."""
         for look in range(_LOOKS):
             if look:
                 time.sleep(0.5)
@@ -71,13 +71,13 @@ class Job:
             ours = fields.get("Restarts", str(self.restart)) == str(self.restart)
             ours = ours and fields.get("BatchHost", self.host) in (self.host, "(null)")
             preempted, started = (fields.get(name, "") for name in ("PreemptTime", "StartTime"))
-            # As text: dates, or words such as None and Unknown.  A preemption of an earlier start is none of this one.
+            # Compared as text: dates, or words such as None and Unknown.  An earlier start's preemption does not count.
             now = preempted[:1].isdigit() and (preempted >= started or not started[:1].isdigit())
             return State(ours, fields["JobState"] == "RUNNING", now)
         return None
 
     def end(self) -> float | None:
-        """When the job's time is over, in seconds since 1970."""
+        """Return when the job's time is over, in seconds since 1970; None if that is not known."""
         if (told := os.environ.get("SLURM_JOB_END_TIME", "")).isdigit():
             return float(told)
         try:
@@ -86,14 +86,14 @@ class Job:
             return None
 
     def cpus(self) -> int | None:
-        """Processors that every node of the job has: Slurm writes 64(x3),32."""
+        """Return the number of processors that every node of the job has; Slurm writes 64(x3),32."""
         told = re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
         return min(map(int, told), default=None)
 
     def spare(self, host: str) -> bool:
-        """Whether without this node, and those left out already, the partition has enough that work, busy or not.
+        """Return whether the partition has enough healthy nodes, idle or busy, without `host` and those left out.
 
-        Counted are nodes with the same GPUs and features as this one.  False where the job names its nodes.
+        Only nodes with the same GPUs and features as `host` count.  False if the job was submitted with --nodelist.
         """
         fields = self.fields()
         if fields.get("ReqNodeList", "(null)") != "(null)":
@@ -113,7 +113,7 @@ class Job:
         return [] if nodelist in ("", "(null)") else output(["scontrol", "show", "hostnames", nodelist]).split()
 
     def requeue(self, without: str = "") -> bool:
-        """Gives the job back; `without`: not to this node any more, which Slurm takes of a waiting job only."""
+        """Requeue the job; return whether Slurm did.  `without`: a node to exclude, which only a waiting job can."""
         before = self.fields().get("ExcNodeList", "(null)") if without else ""
         if not _call(["scontrol", "requeue", self.id]):
             return False
@@ -129,7 +129,7 @@ class Job:
         return _call([*srun, "enroot", "remove", "--force", f"pyxis_{self.container}"])
 
     def starts(self, host: str) -> bool:
-        """Whether a node of the job starts a program."""
+        """Return whether a node of the job starts a program."""
         probe = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--mpi=none", "true"]
         try:
             done = subprocess.run(probe, check=False, stdin=subprocess.DEVNULL, timeout=_PROBE_S)
@@ -143,13 +143,13 @@ def _undisturbed() -> None:
 
 
 def output(command: list[str]) -> str:
-    """What a command says; empty where it fails."""
+    """Return the standard output of a command; empty if it fails."""
     done = _run(command, subprocess.DEVNULL)
     return done.stdout if isinstance(done, subprocess.CompletedProcess) and done.returncode == 0 else ""
 
 
 def _call(command: list[str]) -> bool:
-    """Whether a command was obeyed; else what it said stands in the job's output."""
+    """Return whether a command succeeded; otherwise write its message to the job's output."""
     done = _run(command, subprocess.STDOUT)
     if isinstance(done, Exception) or done.returncode:
         say(f"{shlex.join(command)}: {done if isinstance(done, Exception) else done.stdout.strip()}")

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from nemo_prorl.launcher.slurm_job import say
 
+BEGUN = "the supervisor has begun on "  # in the first line of each supervisor, which SIGUSR1 can stop from then on
 OUTCOME = "outcome of the run: "  # begins the line of standard output that says how the run ended, as JSON
 _ENDING_S = 15.0  # for srun to end after a SIGTERM
 # srun's words for the first task that fails, or the first node that is lost.
@@ -30,10 +31,10 @@ _SAID = (2, 3, 4)  # exit codes that mean the same wherever they come from
 class Step:
     """The supervisors of all nodes, as one `srun` runs them.  Their lines go to `log`, srun's own to standard error."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], nodes: int, log: Path) -> None:
         self.outcome: dict[str, Any] | None = None  # as node 0 says it
-        self.heard = False  # whether a supervisor has said anything
-        self._asked = False  # to stop
+        self.missing = nodes  # supervisors that have not begun
+        self._stop, self._stopped = False, False  # whether to stop, and whether the supervisors were told so
         self._log, self._fault = log, None  # type: Path, dict[str, Any] | None
         self.process = subprocess.Popen(
             list(command),
@@ -50,11 +51,20 @@ class Step:
             reader.start()
 
     def stop(self) -> None:
-        """Ask the run to stop, once: srun forwards the signal to all supervisors.  Also from a signal handler."""
-        asked, self._asked = self._asked, True
-        if not asked:  # a supervisor takes a second signal for an order to end at once
-            with contextlib.suppress(OSError):
-                self.process.send_signal(signal.SIGUSR1)
+        """Ask the run to stop, once all supervisors have begun: srun forwards the signal to them.
+
+        Call it from the main thread or from a signal handler.
+        """
+        self._stop = True
+        self.forward_stop()
+
+    def forward_stop(self) -> None:
+        """Send the signal that is due, once: a supervisor takes a second one for an order to end at once."""
+        if not self._stop or self._stopped or self.missing > 0:
+            return
+        self._stopped = True
+        with contextlib.suppress(OSError):
+            self.process.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
         """End srun, and the supervisors with it, where it does not end by itself."""
@@ -78,7 +88,7 @@ class Step:
 
     def _read_supervisors(self, stream: IO[str]) -> None:
         for line in stream:
-            self.heard = True
+            self.missing -= BEGUN in line and self.missing > 0
             if line.startswith(OUTCOME):
                 self.outcome = json.loads(line[len(OUTCOME) :])
                 continue

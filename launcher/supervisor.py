@@ -1,6 +1,6 @@
 """The supervisor of one node: starts its reward server, engines and trainer ranks, keeps them up, ends them together.
 
-The same on a laptop and on each node of a cluster; there `peers` are the supervisors of the other nodes.
+It is the same on a laptop and on each node of a cluster, where `peers` are the supervisors of the other nodes.
 """
 
 import json
@@ -25,7 +25,7 @@ from nemo_prorl.launcher.doctor.check import NoAnswer
 from nemo_prorl.launcher.environment import for_engine, with_caches
 from nemo_prorl.launcher.events import Events
 from nemo_prorl.launcher.health import Health
-from nemo_prorl.launcher.peers import End, Peers, Place
+from nemo_prorl.launcher.peers import CLEAN, End, Peers, Place
 from nemo_prorl.launcher.prepare import plain
 from nemo_prorl.launcher.processes import Child, Lines, ProcessFailed, stop_all
 from nemo_prorl.launcher.progress import Progress
@@ -35,13 +35,12 @@ from nemo_prorl.planning.devices import node_devices
 _log = logging.getLogger(__name__)
 
 PACKAGE = Path(nemo_prorl.__file__).parent
-_CLEAN = (0, 75)
-_HOLD_S = 6 * 3600.0  # for an engine to wait until the others wake: any phase of the trainer ends before
-# On a CPU: glibc gives a big tensor's memory back when it is freed, and the kernel makes the next one's anew, page by
-# page.  Up to so much of it stays with a process; larger tensors are mapped as ever.
+_HOLD_S = 6 * 3600.0  # for an engine to wait until the others wake; longer than any phase of the trainer
+# On a CPU, glibc returns the memory of a freed tensor to the kernel, which maps the next tensor's page by page.  With
+# these limits in bytes a process keeps the memory; only larger tensors are mapped anew.
 _HEAP = {"MALLOC_MMAP_THRESHOLD_": str(64 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
-_LAST_LINES, _LINE_CHARS = 15, 2000  # of a process's log, where its end is told
-# What says that a process is one of Slurm's own tasks: ours are not, and libraries would believe it.
+_LAST_LINES, _LINE_CHARS = 15, 2000  # of a process's log, in the report of its failure
+# Variables of Slurm's own tasks.  Our processes are not such tasks, but libraries would take them for it.
 _TASK_VARIABLES = tuple(
     f"SLURM_{name}" for name in ("PROCID", "LOCALID", "NODEID", "NTASKS", "NPROCS", "STEP", "TASK", "GTIDS")
 ) + ("PMI", "OMPI_")
@@ -95,9 +94,12 @@ class Node:
                 store.remove()
 
     def services(self, weights: Path, engines: int | None = None, alone: bool = False) -> list[Child]:
-        """The node's reward server and its engines, to be started.  `weights`: the folder that engines may load from.
+        """Return the node's reward server and its engines, ready to start.
 
-        `engines`: how many, where not the node's share of them.  `alone`: no trainer shares the devices with them.
+        Args:
+            weights: folder that engines may load from.
+            engines: their number; None: the node's share of all.
+            alone: no trainer shares the devices with the engines.
         """
         each = self.cfg.rollout.engines // self.place.nodes if engines is None else engines
         return [self._rewards(), *(self._engine(k, weights, alone) for k in range(each))]
@@ -126,7 +128,7 @@ class Node:
             self.events.update()
 
     def _ended(self, ranks: Sequence[Child], told: End | None) -> End:
-        """A rank ended, here or elsewhere: so does the run.  Gives the others a moment to end by themselves."""
+        """Return how the run ended, after a rank has ended here or elsewhere.  Other ranks may end by themselves."""
         at = time.time()
         clean = told is not None and told.clean
         end = time.monotonic() + (self.cfg.trainer.deadlines.stop_s if clean else 10.0)
@@ -142,7 +144,7 @@ class Node:
         ended = [(r, c) for r, c in zip(ranks, codes, strict=True) if c is not None]
         if not ended:  # of this node none did
             return self._over(None)
-        bad = sorted((c for c in ended if c[1] not in _CLEAN), key=lambda one: one[1] >= 0)  # killed ones first
+        bad = sorted((c for c in ended if c[1] not in CLEAN), key=lambda one: one[1] >= 0)  # killed ones first
         if not bad:
             return self._over(None if told is not None and not clean else End(max(c for _, c in ended)))
         rank, code = bad[0]
@@ -166,7 +168,7 @@ class Node:
 
     @contextmanager
     def _forwarding_signals(self, ranks: Sequence[Child]) -> Iterator[None]:
-        """SIGTERM, SIGINT and SIGUSR1 ask the trainer to stop after its step; the second one ends the run at once."""
+        """Have SIGTERM, SIGINT and SIGUSR1 stop the trainer after its step; the same one again ends the run at once."""
 
         def forward(number: int, _: Any) -> None:
             if number in self._signals:
@@ -202,7 +204,7 @@ class Node:
 
     @property
     def _bind(self) -> str:
-        """The address that the services listen at: not to be reached from outside where nobody outside asks."""
+        """Return the address that services listen at, which is only reachable from outside if other nodes need them."""
         return "127.0.0.1" if self.place.nodes == 1 else "0.0.0.0"
 
     def _rewards(self) -> Child:
@@ -216,7 +218,7 @@ class Node:
         return self._child(name, command, {"OMP_NUM_THREADS": "1"}, cfg.rollout.max_restarts, True)
 
     def _engine(self, local: int, weights: Path, alone: bool) -> Child:
-        """The node's engine `local`, 0-based; in its name it counts through all nodes."""
+        """Return the node's engine number `local`, from 0; its name counts the engines of all nodes."""
         from nemo_prorl.lifecycle.base_model import initial_model
         from nemo_prorl.rollout.engine.sleep import HOLD_FILE
 
@@ -253,9 +255,9 @@ class Node:
         return engine
 
     def _gpus(self, local: int, alone: bool) -> dict[str, str]:
-        """Return the GPUs of an engine, as many as its tensor parallel size.
+        """Return the variable that gives an engine its GPUs, one per tensor parallel rank.
 
-        They are those of the trainer ranks of the same number, or follow those of all ranks (rollout.own_devices).
+        They are those of the trainer ranks with the same numbers, or follow those of all ranks (rollout.own_devices).
         """
         if self.cfg.trainer.accelerator != "gpu":
             return {}
@@ -279,9 +281,9 @@ class Node:
         return Cores.near_gpus(self.cfg, there, buses)
 
     def _kv_mb(self) -> int | None:
-        """Return what is left of its GPU for the engine's cache, beside a trainer rank if one is there.
+        """Return the MiB of a GPU that are left for the engine's cache, beside a trainer rank if there is one.
 
-        None on a CPU, where vLLM takes a share of its own.
+        None on a CPU, where vLLM takes its own share.
         """
         from nemo_prorl.planning.memory import device_bytes, memory_of
 
@@ -327,5 +329,5 @@ _STARTED = time.time()
 
 
 def _job_start() -> str:
-    """When the job began that is paid for: Slurm's, or this command (which may run several stages)."""
+    """Return when the job began, in seconds since 1970: Slurm's, or this command, which may run several stages."""
     return os.environ.get(JOB_START) or os.environ.get("SLURM_JOB_START_TIME") or str(_STARTED)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DeadlineExceeded
+from nemo_prorl.launcher import node, prepare
 from nemo_prorl.launcher.node import main
 from nemo_prorl.launcher.peers import End, NodeEnded, Peers, Place, blame
 from nemo_prorl.launcher.processes import StandardOutput
@@ -124,15 +126,22 @@ def test_what_is_wrong_is_told_to_who_started_the_nodes(
     overrides = [f"run_dir={run}", override, *(["rollout.engines=4"] if "num_nodes" in override else [])]
     assert main(["--nodes=1", "--node=0", f"--run-dir={run}", "--attempt=1", *overrides]) == code
     first, *_, last = capfd.readouterr().out.splitlines()
-    assert first.startswith("node-0: the supervisor of ")
+    assert first.startswith("node-0: the supervisor has begun on ")
     outcome = json.loads(last.removeprefix(OUTCOME))
     assert (outcome["code"], told in outcome["what"]) == (code, True)
 
 
+def test_a_stop_before_the_run_began_is_a_clean_end(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A lead that takes long, as while data is checked."""
+    monkeypatch.setattr(node, "lead", lambda *_: signal.raise_signal(signal.SIGUSR1))
+    assert main(["--nodes=1", "--node=0", f"--run-dir={tmp_path}", "--attempt=1"]) == 0
+    assert json.loads(capfd.readouterr().out.splitlines()[-1].removeprefix(OUTCOME))["code"] == 75
+
+
 def test_the_ranks_port_is_chosen_when_the_run_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Preparing takes up to an hour, in which another process may take a port that was free before."""
-    from nemo_prorl.launcher import node, prepare
-
     order: list[Any] = []
 
     class Started:

@@ -181,6 +181,7 @@ def write(file: Path, content: dict[str, Any]) -> None:
 def read(file: Path) -> dict[str, Any] | None:
     """Return the content of a file that `write` wrote; None if it is not there."""
     try:
+        os.listdir(file.parent)  # makes NFS look again for a file that was not there before
         found = json.loads(file.read_text())
     except (OSError, ValueError):
         return None

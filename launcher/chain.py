@@ -14,7 +14,7 @@ from typing import Any
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.launcher import chain_slurm
 from nemo_prorl.launcher.chain_slurm import ChainStage
-from nemo_prorl.launcher.slurm import CLUSTER
+from nemo_prorl.launcher.submission import CLUSTER
 from nemo_prorl.lifecycle.records import Journal
 
 _log = logging.getLogger(__name__)

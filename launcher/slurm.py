@@ -22,12 +22,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
 import shlex
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -39,21 +35,12 @@ if not __package__:  # started by path: this folder's module names must not shad
 
 from nemo_prorl.errors import ProrlError  # noqa: E402
 from nemo_prorl.launcher.launches import PREEMPTED, Launches  # noqa: E402
-from nemo_prorl.launcher.slurm_job import Job, output, say  # noqa: E402
+from nemo_prorl.launcher.slurm_job import Job, say  # noqa: E402
 from nemo_prorl.launcher.step import Step  # noqa: E402
+from nemo_prorl.launcher.submission import Submission, arguments  # noqa: E402
 
-OWN_PYTHON = str(ROOT / ".venv" / "train" / "bin" / "python")
-IN_CONTAINER = "/opt/nemo_prorl"  # where the Dockerfile puts the project
-CLUSTER = "h100_4x8"  # what sbatch's lines ask for, where no cluster=... is given
 STOPPED = 75
-# Overrides that are paths.  Relative paths are made absolute here, because a container begins in another folder.
-_PATHS = re.compile(
-    r"pretrained_checkpoint\.restore_from_path|data\.folder|data\.(train|validation)\.\d+\.path|rollout\.python"
-    r"|chain\.start_from"
-)
-_DATA = "prepared"  # data.folder, where no override names it
 _ALL_ATTEMPTS = 10  # times launch.attempts: attempts in a row without a new checkpoint, whatever ended them
-_SHOWN = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "NVTE_", "OMP_", "PRORL_", "SLURM_TOPOLOGY")
 _SRUN_ENDS_S = 90.0  # after node 0 said how the run ended
 _LAST_WORDS_S = 10.0  # for the last lines to arrive after srun has ended
 _LOCK_WAIT_S = 300.0  # for processes of an earlier attempt to leave the run directory
@@ -64,164 +51,21 @@ _REQUEUE_EVERY_S, _REQUEUED_S = 10.0, 300.0  # between two requests to requeue; 
 _PLAN_TRIES, _PLAN_PAUSE_S = 3, 30.0  # attempts to start the project's Python
 
 
-class Unfit(ProrlError):
-    """The allocation differs from what the configuration needs."""
-
-    exit_code = 3
-
-
-def arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="stage.sbatch", description="A stage of the run as a Slurm job.")
-    parser.add_argument("stage", metavar="STAGE", help="run1 ... run8, or none")
-    parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", help="KEY=VALUE, as for prorl train")
-    parser.add_argument("--container-image", default=os.environ.get("PRORL_CONTAINER_IMAGE"), help="for pyxis")
-    parser.add_argument("--container-mounts", default=os.environ.get("PRORL_CONTAINER_MOUNTS"), metavar="A:B,...")
-    given = os.environ.get("PRORL_PYTHON")
-    parser.add_argument("--python", default=given, help="with our packages; default: .venv/train's, or the image's")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be started, and start nothing")
-    args, rest = parser.parse_known_args(argv)
-    if wrong := [word for word in rest if word.startswith("-")]:
-        parser.error(f"unrecognized arguments: {' '.join(wrong)}; sbatch's own flags stand before the script's name")
-    args.overrides += rest
-    if "=" in args.stage:
-        parser.error(f"{args.stage}: the stage comes first, such as run1; none for a run that is no stage")
-    return args
-
-
 class Driver:
     """One job from its start to its end or requeue."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.job = args, Job()
-        folder = f"runs/prorl/{args.stage}" if args.stage != "none" else "runs/laptop"
-        given = dict(text.partition("=")[::2] for text in args.overrides)
-        self.run_dir = Path(given.get("run_dir", folder)).absolute()
-        rest = [text for text in args.overrides if not text.startswith("run_dir=")]
-        rest = [absolute(text) for text in (rest if "cluster" in given else [f"cluster={CLUSTER}", *rest])]
-        if args.container_image and "data.folder" not in given:
-            rest.append(absolute(f"data.folder={_DATA}"))
-        self.overrides = [f"stage={args.stage}", f"run_dir={self.run_dir}", *rest]
+        self.job = Job()
+        self.submission = Submission(args, self.job)
+        self.run_dir, self.plan = self.submission.run_dir, self.submission.plan
+        self.launches = Launches(self.run_dir, self.job)
         self.asked: str | None = None  # why the run is to stop
         self.ended = False  # Slurm ends the job: a SIGTERM came
         self.removed = False  # the container
         self.step: Step | None = None
-        self.plan: dict[str, Any] = {}
-        self.launches = Launches(self.run_dir, self.job)
-
-    # --- commands --------------------------------------------------------------------------------------------------
-
-    def python(self) -> list[str]:
-        if self.args.python:
-            return [str(self.args.python)]
-        return ["python3"] if self.args.container_image else [OWN_PYTHON]
-
-    def srun(self, nodes: int) -> list[str]:
-        """Return an srun command of one task per node with all processors, in the container if there is one."""
-        command = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none"]
-        if cpus := self.job.cpus():
-            command.append(f"--cpus-per-task={cpus}")
-        command += ["--mpi=none", "--export=ALL"]
-        if image := self.args.container_image:
-            command += [f"--container-image={image}", f"--container-workdir={IN_CONTAINER}"]
-            command += ["--no-container-mount-home"]
-            if self.job.id:  # made once per node and job; no_exec: each start gets mounts and namespaces of its own
-                command.append(f"--container-name={self.job.container}:no_exec")
-            if self.args.container_mounts:
-                command.append(f"--container-mounts={self.args.container_mounts}")
-            if ours := [name for name in os.environ if _is_shown(name)]:  # otherwise the image's values win
-                command.append(f"--container-env={','.join(sorted(ours))}")
-        return command
-
-    def node_command(self, attempt: int) -> list[str]:
-        """Return the command that starts the supervisors of all nodes."""
-        wait = _LOCK_WAIT_S if self.job.restart or self.launches.begun_here > 1 else 0.0  # this attempt has begun
-        command = [*self.srun(self.plan["num_nodes"]), "--kill-on-bad-exit=1", *self.python()]
-        command += ["-m", "nemo_prorl.launcher.node", f"--nodes={self.plan['num_nodes']}", f"--run-dir={self.run_dir}"]
-        command += [f"--attempt={self.job.id or '-'}.{self.job.restart}.{attempt}", f"--lock-wait-s={wait:g}"]
-        if self.launches.file.is_file():  # the nodes must see it; otherwise another folder has this name in there
-            command.append(f"--expect={self.launches.file}")
-        return [*command, *self.overrides]
-
-    def load_plan(self) -> None:
-        """Read what the configuration needs of the job.  End this process if the configuration is wrong."""
-        ask = ["-m", "nemo_prorl.launcher.allocation", *self.overrides]
-        if self.args.container_image and not self.args.dry_run:
-            command, env = [*self.srun(1), *self.python(), *ask], self.environment()
-        else:
-            python = self.args.python or OWN_PYTHON
-            if not shutil.which(python):
-                raise Unfit(f"{python} is not there: make setup makes it; or --container-image=IMAGE after the stage")
-            command, env = [python, *ask], with_path()
-        for more in reversed(range(_PLAN_TRIES)):
-            done = subprocess.run(command, check=False, stdout=subprocess.PIPE, env=env, text=True)
-            if done.returncode in (0, 2, 3, 4) or self.ended or not more:
-                break
-            say(f"{shlex.join(command)} ended with {done.returncode}; again in {_PLAN_PAUSE_S:g} s")
-            self.wait(_PLAN_PAUSE_S)
-        if done.returncode:
-            self.warn_of_paths()
-            raise SystemExit(done.returncode if done.returncode in (2, 3, 4) else 1)
-        self.plan.update(json.loads(done.stdout.splitlines()[-1]))
-
-    def warn_of_paths(self) -> None:
-        """Name the paths that lie under no mount of the container: only the image or the site can provide them."""
-        mounts = [word.split(":") for word in (self.args.container_mounts or "").split(",") if word]
-        inside = [Path(mount[1] if len(mount) > 1 else mount[0]) for mount in mounts] + [Path(IN_CONTAINER)]
-        for key, _, value in (text.partition("=") for text in self.overrides if self.args.container_image):
-            path = Path(value)
-            is_path = key == "run_dir" or (_PATHS.fullmatch(key) and value not in ("", "null"))
-            if not is_path or any(mount in (path, *path.parents) for mount in inside):
-                continue
-            place = path if key in ("run_dir", "data.folder") else path.parent
-            say(
-                f"{key}={value}: expected a path under a mount of the container; the mounts are"
-                f" {self.args.container_mounts or 'none'}. Fix: --container-mounts={place}:{place}, or the path by"
-                " which the container sees it."
-            )
-
-    # --- checks ----------------------------------------------------------------------------------------------------
-
-    def check_allocation(self) -> None:
-        """Raise Unfit unless the job has the nodes and GPUs that the configuration needs."""
-        wanted, devices, found = self.plan["num_nodes"], self.plan["devices"], len(self.job.nodes)
-        if not self.job.id:
-            raise Unfit("this is no Slurm job: start it with sbatch, or look at it with --dry-run")
-        if not shutil.which("srun"):
-            raise Unfit(
-                "srun is not here: where this script runs in a container, give the image to the script, not to sbatch:"
-                " sbatch slurm/stage.sbatch STAGE --container-image=IMAGE"
-            )
-        if found != wanted:
-            raise Unfit(
-                f"the job has {found} nodes, trainer.num_nodes={wanted}: sbatch --nodes={wanted} ..., or the override"
-                f" trainer.num_nodes={found} with rollout.engines to fit"
-            )
-        gpus = _gpus_on_node()
-        if self.plan["accelerator"] == "gpu" and gpus < devices:
-            raise Unfit(
-                f"the job has {gpus} GPUs a node, {self.plan['devices_words']}: sbatch --gpus-per-node={devices} ...,"
-                f" or the override trainer.devices={gpus or 'N'}"
-            )
-
-    def show(self) -> None:
-        job, plan = self.job, self.plan
-        say(f"job {job.id or '-'}, start {job.restart + 1}, nodes {' '.join(job.nodes) or '-'}")
-        say(f"run directory {self.run_dir}; {plan['num_nodes']} nodes x {plan['devices']} {plan['accelerator']}")
-        image = self.args.container_image
-        say(f"container {image}, mounts {self.args.container_mounts or 'none'}" if image else "no container")
-        for name, value in plan["env"].items():
-            mine = os.environ.get(name)
-            say(f"environment {name}={value if mine is None else f'{mine}, which wins over launch.env.{name}={value}'}")
-        for name, value in sorted(os.environ.items()):
-            if _is_shown(name) and name not in plan["env"]:
-                say(f"environment {name}={value}, from the job's own")
-        if plan["accelerator"] == "gpu" and (text := output(["nvidia-smi", "topo", "-m"])):
-            say(f"topology of {job.host}:\n{text.rstrip()}")
-
-    # --- the job ---------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
-        if not self.args.dry_run:
+        if not self.submission.args.dry_run:
             signal.signal(signal.SIGUSR1, self.on_usr1)
             signal.signal(signal.SIGTERM, self.on_term)
         try:
@@ -231,12 +75,12 @@ class Driver:
 
     def _run(self) -> int:
         self.load_plan()
-        self.show()
-        if self.args.dry_run:
-            self.warn_of_paths()
-            sys.stdout.write(shlex.join(self.node_command(1)) + "\n")
+        self.submission.show()
+        if self.submission.args.dry_run:
+            self.submission.warn_of_paths()
+            sys.stdout.write(shlex.join(self._command(1)) + "\n")
             return 0
-        self.check_allocation()
+        self.submission.check_allocation()
         while True:
             if self.ended or not self.is_ours():
                 return STOPPED
@@ -258,6 +102,23 @@ class Driver:
                 return code
             self.wait(min(60.0, 5.0 * 2.0 ** self.launches.fruitless()[0]))
 
+    def _command(self, attempt: int) -> list[str]:
+        wait = _LOCK_WAIT_S if self.job.restart or self.launches.begun_here > 1 else 0.0  # this attempt has begun
+        return self.submission.node_command(attempt, wait, self.launches.file)
+
+    def load_plan(self) -> None:
+        """Read what the configuration needs of the job.  End this process if the configuration is wrong."""
+        for more in reversed(range(_PLAN_TRIES)):
+            done = self.submission.ask_plan()
+            if done.returncode in (0, 2, 3, 4) or self.ended or not more:
+                break
+            say(f"{shlex.join(done.args)} ended with {done.returncode}; again in {_PLAN_PAUSE_S:g} s")
+            self.wait(_PLAN_PAUSE_S)
+        if done.returncode:
+            self.submission.warn_of_paths()
+            raise SystemExit(done.returncode if done.returncode in (2, 3, 4) else 1)
+        self.plan.update(json.loads(done.stdout.splitlines()[-1]))
+
     def on_usr1(self, *_: Any) -> None:
         self.asked = self.asked or "SIGUSR1: the time limit is near"
         self.tell_stop(self.asked)
@@ -268,7 +129,7 @@ class Driver:
 
     def remove_container(self) -> None:
         """Remove the container of this start from its nodes, once: by pyxis's default it would stay for ever."""
-        made = self.args.container_image and self.job.id and not self.args.dry_run
+        made = self.submission.args.container_image and self.job.id and not self.submission.args.dry_run
         if made and not self.ended and not self.removed:
             self.removed = True
             if not self.job.remove_container():
@@ -283,7 +144,7 @@ class Driver:
     def attempt(self, number: int) -> dict[str, Any]:
         """Start the nodes once, wait for their end, and return it."""
         log = self.run_dir / "logs" / "all.log"
-        self.step = step = Step(self.node_command(number), self.environment(), self.plan["num_nodes"], log)
+        self.step = step = Step(self._command(number), self.submission.environment(), self.plan["num_nodes"], log)
         if self.asked is not None or self.ended:  # meanwhile
             step.stop()
         ended = self._watch(step)
@@ -293,7 +154,7 @@ class Driver:
     def _watch(self, step: Step) -> str:
         """Wait until srun has ended.  Return why it was killed before the run had ended, or an empty string."""
         began = looked = time.monotonic()
-        reach_s = _REACH_IMAGE_S if self.args.container_image else _REACH_S
+        reach_s = _REACH_IMAGE_S if self.submission.args.container_image else _REACH_S
         over: float | None = None  # when srun is killed
         stop_by: float | None = None
         why = ""
@@ -320,12 +181,6 @@ class Driver:
                 step.kill()
                 break
         return why
-
-    def environment(self) -> dict[str, str]:
-        env = with_path()
-        if self.args.container_image:  # packages of this machine are none of the image's
-            env.pop("PYTHONPATH")
-        return env
 
     # --- what follows ----------------------------------------------------------------------------------------------
 
@@ -411,30 +266,6 @@ class Driver:
                 break
             time.sleep(_REQUEUE_EVERY_S)
         return code
-
-
-def absolute(override: str) -> str:
-    """Return an override, with its path made absolute if its value is a path."""
-    key, equals, value = override.partition("=")
-    if not _PATHS.fullmatch(key) or value in ("", "null") or value[0] in "/$\"'":
-        return override
-    return f"{key}{equals}{os.path.abspath(value)}"
-
-
-def _is_shown(name: str) -> bool:
-    return name.startswith(_SHOWN)
-
-
-def with_path() -> dict[str, str]:
-    """Return the environment of a Python that imports the project from here."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-
-
-def _gpus_on_node() -> int:
-    """Return the number of GPUs that Slurm has given to this node."""
-    if (count := os.environ.get("SLURM_GPUS_ON_NODE", "")).isdigit():
-        return int(count)
-    return len([d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d])
 
 
 def main() -> NoReturn:

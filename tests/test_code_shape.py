@@ -7,8 +7,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLIC_METHODS, LINES = 15, 60
-# Larger than that, until they are split.
-TO_SPLIT = {"Actor": 21, "Driver": 22}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -40,7 +38,7 @@ def test_no_class_has_many_public_methods() -> None:
         one.name: sum(isinstance(node, Function) and not node.name.startswith("_") for node in one.body)
         for one in classes
     }
-    assert {name: methods for name, methods in public.items() if methods > PUBLIC_METHODS} == TO_SPLIT
+    assert {name: methods for name, methods in public.items() if methods > PUBLIC_METHODS} == {}
 
 
 def test_no_function_is_long() -> None:

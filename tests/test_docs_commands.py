@@ -23,7 +23,7 @@ from nemo_prorl.data.prepare.drafts import Draft
 from nemo_prorl.data.prepare.rows import Row
 from nemo_prorl.data.prepare.sources import SOURCES
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.launcher.slurm import CLUSTER
+from nemo_prorl.launcher.submission import CLUSTER
 from nemo_prorl.rewards.scaffold import new_plugin
 from tests.conftest import ROOT
 from tests.data.preparing import SUMS, TEST, touch_prepared, write

@@ -13,7 +13,7 @@ from nemo_prorl import cli, settings
 from nemo_prorl.errors import UnfitMachine
 from nemo_prorl.launcher import chain, chain_slurm
 from nemo_prorl.launcher.chain_slurm import JobState, job_states
-from nemo_prorl.launcher.slurm import CLUSTER
+from nemo_prorl.launcher.submission import CLUSTER
 from tests.conftest import ROOT
 from tests.test_formats import against
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nemo_prorl.micro_batches import Limits, deal, split_rows
@@ -24,11 +25,11 @@ class Rows:
     response tokens.  prompt_B, response_B: int64, tokens of each.  valid_B: bool, false where no token is trained on.
     """
 
-    token_N: np.ndarray
-    logp_M: np.ndarray
-    prompt_B: np.ndarray
-    response_B: np.ndarray
-    valid_B: np.ndarray
+    token_N: NDArray[np.int32]
+    logp_M: NDArray[np.float32]
+    prompt_B: NDArray[np.int64]
+    response_B: NDArray[np.int64]
+    valid_B: NDArray[np.bool_]
 
     @classmethod
     def of(
@@ -48,9 +49,10 @@ class Rows:
         )
 
     @property
-    def length_B(self) -> np.ndarray:
-        """Tokens of prompt and response, int64."""
-        return self.prompt_B + self.response_B
+    def length_B(self) -> NDArray[np.int64]:
+        """Tokens of prompt and response."""
+        length_B: NDArray[np.int64] = self.prompt_B + self.response_B
+        return length_B
 
     def take(self, numbers: Sequence[int]) -> "Rows":
         """Return some of the rows, in this order."""
@@ -59,7 +61,9 @@ class Rows:
         return Rows(
             np.concatenate([self.token_N[:0], *(tokens[b] for b in numbers)]),
             np.concatenate([self.logp_M[:0], *(logps[b] for b in numbers)]),
-            *(values[list(numbers)] for values in (self.prompt_B, self.response_B, self.valid_B)),
+            self.prompt_B[list(numbers)],
+            self.response_B[list(numbers)],
+            self.valid_B[list(numbers)],
         )
 
     def batch(self, width: int) -> "Batch":
@@ -71,7 +75,7 @@ class Rows:
         tokens_BT, mask_BT = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
         engine_logp_BT = torch.zeros(shape)
         token_N, logp_M, length_B = (torch.from_numpy(v) for v in (self.token_N, self.logp_M, self.length_B))
-        tokens, logps = token_N.split(length_B.tolist()), logp_M.split(self.response_B.tolist())
+        tokens, logps = torch.split(token_N, length_B.tolist()), torch.split(logp_M, self.response_B.tolist())
         for b, (prompt, length) in enumerate(zip(self.prompt_B.tolist(), length_B.tolist(), strict=True)):
             tokens_BT[b, :length] = tokens[b]
             mask_BT[b, prompt:length] = bool(self.valid_B[b])

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 _log = logging.getLogger(__name__)
 
 # torch 2.8 and later multiply 16-bit matrices into a float32 result on CUDA.
-_HAS_WIDE_PRODUCT = "dtype" in torch.ops.aten.mm.overloads()
+_HAS_WIDE_PRODUCT = "dtype" in torch.ops.aten.mm.overloads()  # type: ignore[no-untyped-call]
 
 
 def chunked_logprobs(
@@ -79,7 +79,7 @@ def chunked_logprobs(
     """
     _check(hidden_NH, weight_VH, target_N, temperature, vocab_size, vocab_start, chunk, block)
     words = min(max(vocab_size - vocab_start, 0), weight_VH.shape[0])
-    results: tuple[Tensor, Tensor | None] = _ChunkedLogprobs.apply(
+    results: tuple[Tensor, Tensor | None] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_NH,
         weight_VH,
         target_N,

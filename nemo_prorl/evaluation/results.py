@@ -51,7 +51,9 @@ class Scored:
 
     def rewards(self) -> Floats:
         """[P] mean reward of each prompt."""
-        return np.asarray([float(np.mean([s.score for s in samples])) for samples in self.samples])
+        return np.asarray(
+            [float(np.mean([s.score for s in samples if s.score is not None])) for samples in self.samples]
+        )
 
     @property
     def least_samples(self) -> int:

@@ -109,7 +109,7 @@ class Actor:
     # --- the module and its parameters -----------------------------------------------------------------------------
 
     @property
-    def module(self) -> torch.nn.Module:
+    def module(self) -> Any:
         """Megatron's GPTModel without its wrappers."""
         return self.model.get_model_module_list()[0]
 

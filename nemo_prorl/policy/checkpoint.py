@@ -35,8 +35,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.dist_checkpointing.validation import StrictHandling
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint import save as torch_distributed_save
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as torch_distributed_save
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import CheckpointError

@@ -13,15 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import (
-    FileSystemReader,
-    FileSystemWriter,
-    LoadPlan,
-    LoadPlanner,
-    SavePlan,
-    SavePlanner,
-)
-from torch.distributed.checkpoint import save as torch_distributed_save
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -29,8 +21,18 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_saver import save as torch_distributed_save
 
 from nemo_prorl.errors import CheckpointError, ConfigError
 from nemo_prorl.policy.weights import HFFolder, Rule, Shape, model_keys_from_hf, rule_of
@@ -106,9 +108,9 @@ class _Into(LoadPlanner):
         pass
 
     def set_up_planner(self, *_: Any, **__: Any) -> None: ...
-    def create_local_plan(self) -> LoadPlan: ...
+    def create_local_plan(self) -> LoadPlan: ...  # type: ignore[empty-body]
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]: ...  # type: ignore[empty-body]
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan: ...
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan: ...  # type: ignore[empty-body]
     def load_bytes(self, read_item: ReadItem, value: Any) -> None: ...
 
 
@@ -177,7 +179,10 @@ class _From(SavePlanner):
         return all_plans, Metadata(dict(found))
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        part = self.parts[write_item.index.fqn, write_item.index.offset]
+        index = write_item.index
+        if index.offset is None:
+            raise CheckpointError(f"{index.fqn}: a tensor without its place")
+        part = self.parts[index.fqn, index.offset]
         tensors = [self.folder.tensor(name) for name in part.rule.hf]
         return part.rule.to_local(tensors, self.shape, 0, 1).to(self.dtype).reshape(part.sizes)
 

@@ -194,7 +194,7 @@ class Digests:
 
     def add(self, name: str, tensor: Tensor) -> None:
         digest = hashlib.sha256(name.encode())
-        digest.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy())
+        digest.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy().data)
         self._of[name] = digest.digest()
 
     def sha256(self) -> str:
@@ -265,7 +265,7 @@ def _write_safetensors(file: Path, tensors: Iterator[tuple[str, Tensor]], dtype:
         for name, tensor in tensors:
             data = tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
             begin = f.tell() - start
-            f.write(data.view(torch.uint8).numpy())
+            f.write(data.view(torch.uint8).numpy().data)
             offsets = [begin, f.tell() - start]
             header[name] = {"dtype": _NAMES[data.dtype], "shape": list(data.shape), "data_offsets": offsets}
         text = json.dumps(header).encode()

@@ -171,7 +171,7 @@ def _staged(flat: Tensor, size: int = _STAGE_BYTES) -> Iterator[memoryview]:
         part = flat[number * size : (number + 1) * size]
         buffers[number % 2][: len(part)].copy_(part, non_blocking=True)
         if flat.is_cuda:
-            event = copied[number % 2] = torch.cuda.Event()
+            event = copied[number % 2] = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
 
     begin(0)

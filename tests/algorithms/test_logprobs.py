@@ -156,6 +156,7 @@ def test_no_tokens() -> None:
     assert entropy is not None
     (logp.sum() + entropy.sum()).backward()
     assert logp.shape == entropy.shape == (0,)
+    assert weight.grad is not None
     assert torch.equal(weight.grad, torch.zeros(6, 4))
 
 
@@ -360,6 +361,7 @@ def test_memory_is_an_eighth_of_the_naive_form_at_the_vocabulary_of_qwen(with_en
     assert full.peak >= 3 * 4 * tokens * vocab  # the instrument sees what it should
     assert 8 * (chunked.peak - gradients) <= full.peak - gradients, (chunked.peak, full.peak, gradients)
     for found, right in zip((hidden.grad, weight.grad), wanted, strict=True):
+        assert found is not None
         assert right is not None
         assert float((found - right).norm()) <= 1e-5 * float(right.norm())
 

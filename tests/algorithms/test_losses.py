@@ -253,6 +253,7 @@ def test_all_masked_is_a_zero_with_a_zero_gradient(aggregation: str, denominator
     )
     loss.backward()
     assert loss.item() == 0.0
+    assert nan.grad is not None
     assert torch.equal(nan.grad, torch.zeros_like(nan))
     assert all(value.item() == 0.0 for value in diagnostics.values())
     assert denominator_terms(torch.zeros_like(b.mask_BT), aggregation, CONSTANT).item() == 0.0

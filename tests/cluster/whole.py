@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests.cluster.emulated import Ended, cluster
 from tests.whole_runs import SMALL
@@ -35,7 +36,7 @@ def run_on_nodes(undisturbed: Path, name: str, nodes: int, *overrides: str) -> P
 
 def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """What a checkpoint holds of model, reference and optimizer, whole, whatever ranks wrote it."""
-    reader = dcp.FileSystemReader(checkpoint)
+    reader = FileSystemReader(checkpoint)
     found = reader.read_metadata().state_dict_metadata
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -44,7 +45,7 @@ def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that no process group is there
-        dcp.load(state, storage_reader=reader, no_dist=True)
+        load(state, storage_reader=reader, no_dist=True)
     return state
 
 

@@ -30,22 +30,26 @@ class LazyAdam(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["step"] = group["step"] + 1 if "step" in group else 1
-            for p in (p for p in group["params"] if p.grad is not None):
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
                 state = self.state[p]
                 if not state:
                     state |= {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-                _kernel(p, state["exp_avg"], state["exp_avg_sq"], group)
+                _kernel(p, p.grad, state["exp_avg"], state["exp_avg_sq"], group)
 
 
-def _kernel(p: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, group: dict[str, Any]) -> None:
+def _kernel(
+    p: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, group: dict[str, Any]
+) -> None:
     step, (beta1, beta2) = group["step"], group["betas"]
     if type(step) is not int:
         raise TypeError(f"multi_tensor_adam(): incompatible function arguments: step is {step!r}, an int is right")
-    exp_avg.mul_(beta1).add_(p.grad, alpha=1 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+    exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     denominator = (exp_avg_sq / (1 - beta2**step)).sqrt_().add_(group["eps"])
     p.sub_((exp_avg / (1 - beta1**step)).div_(denominator).add_(p, alpha=group["weight_decay"]), alpha=group["lr"])
 

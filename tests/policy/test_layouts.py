@@ -7,13 +7,14 @@ so that one near 0 moves its weight by what rounding says.
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from nemo_prorl.lifecycle.killpoints import POINTS
 from tests.policy.ranks import (
@@ -42,7 +43,7 @@ def names(layouts: list[Layout]) -> Any:
 def assert_same_tensors(found: dict[str, Any], wanted: dict[str, Any], relative: float, absolute: float) -> None:
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=relative, atol=absolute, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(found[name], value, rtol=relative, atol=absolute, msg=partial("{}: {}".format, name))
 
 
 def maths(sums: dict[str, float]) -> dict[str, float]:

@@ -64,7 +64,10 @@ def test_attention_and_its_gradient_are_those_of_each_sequence_alone() -> None:
     ]
     for ours, theirs in zip(standing(together), alone, strict=True):
         torch.testing.assert_close(ours, theirs)
-    sums = [sum((part * random(*part.shape)).sum() for part in parts) for parts in (standing(together), alone)]
+    sums = [
+        torch.stack([(part * random(*part.shape)).sum() for part in parts]).sum()
+        for parts in (standing(together), alone)
+    ]
     gradients = [torch.autograd.grad(total, inputs) for total in sums]
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs)

@@ -3,6 +3,7 @@
 vLLM's worker imports this module before it makes the model: importing it changes vLLM in that process.
 """
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -38,13 +39,15 @@ def _register_norms() -> None:
 
     compiled = hasattr(torch.ops._C, "rms_norm") and hasattr(torch.ops._C, "fused_add_rms_norm")
 
-    @ir.ops.rms_norm.register_impl(_NORMS, supported=compiled, supports_args=takes)
+    @ir.ops.rms_norm.register_impl(_NORMS, supported=compiled, supports_args=takes)  # type: ignore[untyped-decorator]
     def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
         out = torch.empty_like(x)
         torch.ops._C.rms_norm(out, x, weight, epsilon)
         return out
 
-    @ir.ops.fused_add_rms_norm.register_impl(_NORMS, supported=compiled, supports_args=takes_residual, inplace=True)
+    @ir.ops.fused_add_rms_norm.register_impl(  # type: ignore[untyped-decorator]
+        _NORMS, supported=compiled, supports_args=takes_residual, inplace=True
+    )
     def fused_add_rms_norm(
         x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -80,7 +83,8 @@ def _sample_without_a_draw_a_token() -> None:
     """vLLM draws a seed for each token from its response's generator, in a call of its own."""
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
-    theirs, seeds = TopKTopPSampler.forward_cpu, _Seeds()
+    theirs: Callable[..., tuple[Tensor, Tensor | None]] = TopKTopPSampler.forward_cpu
+    seeds = _Seeds()
 
     def forward_cpu(
         self: Any, logits: Tensor, generators: dict[int, Generator], k: Tensor | None, p: Tensor | None
@@ -90,7 +94,8 @@ def _sample_without_a_draw_a_token() -> None:
         logits = apply_top_k_top_p(logits, k, p)
         noise = seeds.of(generators, len(logits))
         logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
-        return torch.ops._C.fused_gumbel_argmax(logits.to(torch.float32), noise), logprobs
+        tokens: Tensor = torch.ops._C.fused_gumbel_argmax(logits.to(torch.float32), noise)
+        return tokens, logprobs
 
     TopKTopPSampler.forward_cpu = forward_cpu
 
@@ -103,7 +108,7 @@ def _float32_heads_of_few_responses() -> None:
     """
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
-    theirs = LogitsProcessor._apply_head
+    theirs: Callable[..., Tensor] = LogitsProcessor._apply_head
 
     def apply_head(self: Any, lm_head: Any, hidden_states: Tensor, embedding_bias: Tensor | None) -> Tensor:
         rows = hidden_states.shape[0]

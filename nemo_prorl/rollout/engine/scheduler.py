@@ -59,7 +59,7 @@ class _Held:
     prefill: Any = None  # how its prompt was computed: the first output says it
 
 
-class WholeResponses(Scheduler):
+class WholeResponses(Scheduler):  # type: ignore[misc]
     """Holds tokens back until their response ends.  Of log-probabilities it keeps the sampled token's alone."""
 
     ahead = False  # whether a step is scheduled while another runs
@@ -144,7 +144,7 @@ class WholeResponses(Scheduler):
         return super().finish_requests(request_ids, *args, **kwargs)
 
 
-class AsyncWholeResponses(WholeResponses, AsyncScheduler):
+class AsyncWholeResponses(WholeResponses, AsyncScheduler):  # type: ignore[misc]
     """The same where the next step is scheduled while this one runs, as vLLM does by itself on GPUs."""
 
     ahead = True

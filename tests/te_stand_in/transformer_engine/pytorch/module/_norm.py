@@ -32,7 +32,7 @@ class Norm(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(shape, **options)) if self.kind == "LayerNorm" else None
         for parameter in (self.weight, self.bias):
             if parameter is not None and sequence_parallel is not None:
-                parameter.sequence_parallel = sequence_parallel
+                parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def _normalized(self, x: Tensor) -> Tensor:
         return normalized(self.kind, x, self.weight, self.bias, self.eps, self.zero_centered_gamma)

@@ -56,7 +56,7 @@ class LayerNormLinear(LinearParts):
         self._make((in_features, out_features), settings)
         for parameter in (self.layer_norm_weight, self.layer_norm_bias):
             if parameter is not None:
-                parameter.sequence_parallel = self.sequence_parallel
+                parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool | None = False) -> Any:
         with self.prepare_forward(inp) as x:

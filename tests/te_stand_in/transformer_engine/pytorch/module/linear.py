@@ -62,7 +62,7 @@ class LinearParts(TransformerEngineBaseModule):
             1,
         )
         if self.use_bias and self.parallel_mode == "row":
-            self.bias.sequence_parallel = self.sequence_parallel
+            self.bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
         elif self.use_bias and self.parallel_mode == "column":
             bias: Any = self.bias
             bias.tensor_model_parallel, bias.partition_dim, bias.partition_stride = True, 0, 1

@@ -1,7 +1,7 @@
 """Adam whose moments exist from the first step on, and whose step is a number in the parameter group."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -110,7 +110,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _update(self, group: dict[str, Any], param: Tensor) -> None:
-        (beta1, beta2), state, grad = group["betas"], self.state[param], param.grad.float()
+        (beta1, beta2), state, grad = group["betas"], self.state[param], cast(Tensor, param.grad).float()
         weight = state["master_param"] if self.master_weights else param
         if not self.adam_w_mode:
             grad = grad + group["weight_decay"] * weight

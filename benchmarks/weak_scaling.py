@@ -89,7 +89,7 @@ class MadeUpRollouts:
         from nemo_prorl.batch import JudgedGroups
 
         judged = JudgedGroups.of(groups)
-        rows = judged.rows_of_updates(self._updates, self._policy.data_size)
+        rows = judged.rows_of_updates(self._updates, self._policy.data_ranks.size)
         return judged.dealt([torch.cat(mine).tolist() for mine in rows])
 
 
@@ -98,7 +98,7 @@ def trainer_of(cfg: Any, policy: Any, store: Any, groups: list[Any]) -> Any:
     from nemo_prorl.leader import Leader
     from nemo_prorl.trainer import Trainer, TrainerState
 
-    leader = Leader(cfg.trainer.deadlines, policy.data_rank)
+    leader = Leader(cfg.trainer.deadlines, policy.data_ranks.rank)
     rollouts: Any = MadeUpRollouts(cfg, policy, store, leader.only(lambda: groups))
     resets: Any = SimpleNamespace(check_reference=lambda step, gap: None, steps=[])
     records: Any = SimpleNamespace(alarm=lambda step, what: None)

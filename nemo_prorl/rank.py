@@ -61,7 +61,7 @@ class Policy:
         folder = base if base.exists() else initial_model(cfg, run_dir)
         built = build_actor(OmegaConf.structured(cfg), folder, run_dir / "logs" / "nemo")
         self.actor, self.loggers = built.actor, built.trainer.loggers
-        self.leader = Leader(cfg.trainer.deadlines, self.actor.data_rank)
+        self.leader = Leader(cfg.trainer.deadlines, self.actor.data_ranks.rank)
         self.renderer = PromptRenderer(folder, cfg.trainer.grpo.context_tokens, cfg.trainer.grpo.max_response_tokens)
         if not base.exists() and not retention.complete(run_dir / "checkpoints"):
             make_base(cfg, run_dir, self, base)

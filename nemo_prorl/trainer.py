@@ -148,16 +148,16 @@ class Trainer:
             return metrics
 
         with metrics.phase("logprobs"):
-            rows = judged.rows_of_updates(cfg.updates_per_step, policy.data_size)[policy.data_rank]
+            rows = judged.rows_of_updates(cfg.updates_per_step, policy.data_ranks.size)[policy.data_ranks.rank]
             numbers_B = torch.cat(rows)
             mine = judged.batch()
             old_logp_BT, entropy_BT = policy.logprobs(mine)
             ref_logp_BT = policy.reference_logprobs(mine)
-            gap = policy.reduce(reference_gap(old_logp_BT, ref_logp_BT, mine.mask_BT))
+            gap = policy.data_ranks.reduce(reference_gap(old_logp_BT, ref_logp_BT, mine.mask_BT))
             self.resets.check_reference(step, gap["mean_abs"])
             task_B = judged.task_B[numbers_B]
             sums = sums_by_task(old_logp_BT, ref_logp_BT, entropy_BT, mine.mask_BT, task_B, judged.tasks)
-            for key, value in means_by_task(policy.reduce(sums), judged.tasks).items():
+            for key, value in means_by_task(policy.data_ranks.reduce(sums), judged.tasks).items():
                 metrics.put(key, value)
 
         with metrics.phase("advantages"):
@@ -170,7 +170,7 @@ class Trainer:
                 cfg.correction.cap,
                 cfg.correction.floor,
             )
-            metrics.add("correction", policy.reduce(corrected))
+            metrics.add("correction", policy.data_ranks.reduce(corrected))
             mine = mine.with_targets(
                 old_logp_BT=old_logp_BT, ref_logp_BT=ref_logp_BT, advantage_B=advantage_B, weight_BT=weight_BT
             )
@@ -203,7 +203,7 @@ class Trainer:
         fresh_BT = mine.mask_BT & (version_B == metrics.step - 1)[:, None]
         parts = {"engine_gap": fresh_BT, "stale_gap": mine.mask_BT & ~fresh_BT}
         gaps = {
-            name: self.policy.reduce(reference_gap(mine.engine_logp_BT, mine.old_logp_BT, part_BT))
+            name: self.policy.data_ranks.reduce(reference_gap(mine.engine_logp_BT, mine.old_logp_BT, part_BT))
             for name, part_BT in parts.items()
         }
         tokens = sum(gap["tokens"] for gap in gaps.values())
@@ -220,7 +220,7 @@ class Trainer:
 def update(policy: Any, minibatch: Batch, config: GRPOConfig, metrics: Metrics) -> None:
     """Make one optimizer step on a mini-batch."""
     share = denominator_terms(minibatch.mask_BT, config.aggregation, float(config.context_tokens))
-    denominator = policy.sum_over_data_ranks(float(share))
+    denominator = policy.data_ranks.sum(float(share))
     if denominator > 0:  # otherwise nothing was left to learn from
         loss, with_entropy = partial(policy_loss, config=config), config.entropy_coef != 0.0
         report_update(metrics, policy.update(minibatch, loss, denominator, with_entropy=with_entropy))

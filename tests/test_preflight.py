@@ -97,7 +97,7 @@ class Policy:
     """Knows what it was asked."""
 
     shape = SimpleNamespace(vocab=50)
-    data_rank, data_size, limits = 0, 1, Limits(rows=3)
+    data_ranks, limits = SimpleNamespace(rank=0, size=1, sum=float), Limits(rows=3)
 
     def __init__(self, calls: list[Any]) -> None:
         self.calls = calls
@@ -109,9 +109,6 @@ class Policy:
     def reference_logprobs(self, batch: Batch) -> torch.Tensor:
         self.calls.append(("reference", len(batch)))
         return -torch.ones_like(batch.weight_BT)
-
-    def sum_over_data_ranks(self, value: float) -> float:
-        return value
 
     def set_learning_rate(self, rate: float) -> None: ...
 

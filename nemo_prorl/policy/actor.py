@@ -4,10 +4,8 @@ Shape suffixes: B responses of a (micro-)batch, T token positions, H hidden, N r
 A log-probability at position t is that of the token at t given what is before it, under softmax(logits / temperature).
 """
 
-import functools
 import logging
 import math
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,20 +20,20 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from nemo.collections.nlp.models.language_modeling.megatron_gpt_model import MegatronGPTModel
 from nemo.collections.nlp.parts.mixins.nlp_adapter_mixins import NLPAdapterModelMixin
 from nemo_aligner.utils.train_utils import grad_reductions, prepare_for_training_step, set_eval, set_sync_funcs
 from torch import Tensor
 
-from nemo_prorl.algorithms.diagnostics import merge, reduction
 from nemo_prorl.algorithms.logprobs import chunked_logprobs
 from nemo_prorl.batch import Batch
 from nemo_prorl.errors import NonFiniteUpdate
 from nemo_prorl.micro_batches import Limits
+from nemo_prorl.policy.data_ranks import DataRanks, merge_sums
 from nemo_prorl.policy.host_memory import to_host
 from nemo_prorl.policy.packing import PackedBatch
-from nemo_prorl.policy.weights import HFFolder, Shape, rule_of, sha256_of
+from nemo_prorl.policy.weights import HFFolder, Shape, sha256_of
+from nemo_prorl.policy.whole_weights import WholeWeights
 
 _log = logging.getLogger(__name__)
 
@@ -95,8 +93,8 @@ class Actor:
         packed = bool(model.cfg.get("packed_sequences"))
         self.limits = Limits(int(model.cfg.micro_batch_size), model.cfg.get("micro_batch_tokens"), multiple, packed)
         self._share_prompts = not model.cfg.get("transformer_engine")  # whose attention would have to know of it
-        self.data_rank = parallel_state.get_data_parallel_rank()
-        self.data_size = parallel_state.get_data_parallel_world_size()
+        self.data_ranks = DataRanks(self._device())
+        self.whole_weights = WholeWeights(self.module, self.shape)
         self._tp_size = parallel_state.get_tensor_model_parallel_world_size()
         self._pp_size = parallel_state.get_pipeline_model_parallel_world_size()
         if self._pp_size > 1:
@@ -122,29 +120,6 @@ class Actor:
 
     def _device(self) -> torch.device:
         return next(self.module.parameters()).device
-
-    def sum_over_data_ranks(self, value: float) -> float:
-        """A number summed over data ranks, in float64; the same on all tensor and pipeline ranks."""
-        total = torch.tensor(float(value), dtype=torch.float64, device=self._device())
-        if self.data_size > 1:
-            dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-        return float(total)
-
-    def reduce_sums(self, sums: dict[str, float]) -> dict[str, float]:
-        """Sums reported by this rank's rows, over all data ranks; keys that begin with max_ or min_ take that."""
-        return merge_sums(self.gather(sums))
-
-    def reduce(self, diagnostics: dict[str, Tensor]) -> dict[str, float]:
-        """Diagnostics of `algorithms` for this rank's rows, for all data ranks' rows by their own rules."""
-        merged = functools.reduce(merge, self.gather(diagnostics))
-        return {key: float(value) for key, value in merged.items()}
-
-    def gather(self, value: Any) -> list[Any]:
-        """What each data rank gives, in the order of ranks, on all of them."""
-        parts: list[Any] = [value] * self.data_size
-        if self.data_size > 1:
-            dist.all_gather_object(parts, value, group=parallel_state.get_data_parallel_group())
-        return parts
 
     # --- forward ---------------------------------------------------------------------------------------------------
 
@@ -200,11 +175,9 @@ class Actor:
     def _parts(self, batch: Batch) -> list[tuple[Tensor, _Micro]]:
         """Row numbers and micro-batches, on the device: equally many on all data ranks.  A collective."""
         parts = batch.micro_batches(self.limits)
-        if self.data_size > 1:
-            most = torch.tensor(len(parts), device=self._device())
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
-            if len(parts) < int(most):
-                parts = batch.micro_batches(self.limits, at_least=int(most))
+        most = self.data_ranks.most(len(parts))
+        if len(parts) < most:
+            parts = batch.micro_batches(self.limits, at_least=most)
         return [(rows, self._micro(micro)) for rows, micro in parts]
 
     def _micro(self, batch: Batch) -> _Micro:
@@ -288,7 +261,7 @@ class Actor:
         parallelism averages over its ranks: both are undone here, so that only `denominator` divides.
         """
         parts = self._parts(batch)
-        scale = len(parts) * self.data_size
+        scale = len(parts) * self.data_ranks.size
 
         def finish(micro: _Micro, hidden_BTH: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             logp_BT, entropy_BT = self._logprobs_of(micro, hidden_BTH, temperature, with_entropy)
@@ -305,7 +278,7 @@ class Actor:
             source = parallel_state.get_pipeline_model_parallel_last_rank()
             dist.broadcast_object_list(box, source, group=parallel_state.get_pipeline_model_parallel_group())
             sums = box[0]
-        return self.reduce_sums({**sums, **_counted(parts)})
+        return self.data_ranks.reduce_sums({**sums, **_counted(parts)})
 
     def update(
         self,
@@ -364,17 +337,8 @@ class Actor:
     # --- weights ---------------------------------------------------------------------------------------------------
 
     def import_weights(self, folder: HFFolder) -> None:
-        """Loads this rank's part of a Hugging Face model; master weights follow."""
-        offset = get_transformer_layer_offset(self.module.config)
-        tp_rank = parallel_state.get_tensor_model_parallel_rank()
-        for name, param in self.module.named_parameters():
-            rule = rule_of(name, offset, self.shape.tied)
-            local = rule.to_local([folder.tensor(h) for h in rule.hf], self.shape, tp_rank, self._tp_size)
-            if local.shape != param.shape:
-                raise ValueError(
-                    f"{folder.path}: {name} would be {tuple(local.shape)}, the model has {tuple(param.shape)}"
-                )
-            param.data.copy_(local)
+        """Load this rank's part of a Hugging Face model; master weights follow."""
+        self.whole_weights.load(folder)
         self.reload_masters()
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -382,63 +346,7 @@ class Actor:
 
         Tensors may be views of the weights: what must outlast the next update has to be copied.
         """
-        return self._whole({name: p.data for name, p in self.module.named_parameters()})
-
-    def export_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole gradient) of what `gradients` left, float32, on every rank.  A collective."""
-        (optimizer,), group = self._leaf_optimizers(), parallel_state.get_data_parallel_group()
-        found = {}
-        for name, p in self.module.named_parameters():
-            whole = torch.zeros(p.numel(), dtype=torch.float32, device=p.device)
-            if p in optimizer.model_param_gbuf_map:
-                place = optimizer._get_model_param_range_map(p)["param"]  # the part that this data rank has reduced
-                whole[place.start : place.end] = p.main_grad.reshape(-1)[place.start : place.end]
-            dist.all_reduce(whole, group=group)
-            found[name] = whole.reshape(p.shape)
-        return self._whole(found)
-
-    def _whole(self, local: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Gathers tensors that are cut as the parameters of these names are, under their Hugging Face names."""
-        tp_group, own_stage = (
-            parallel_state.get_tensor_model_parallel_group(),
-            parallel_state.get_pipeline_model_parallel_rank(),
-        )
-        for stage, name in self._parameters_of_all_stages():
-            rule = rule_of(name, self._layer_offsets[stage], self.shape.tied)
-            whole = [torch.empty(0)] * len(rule.hf)
-            if stage == own_stage:
-                shards = [local[name]]
-                if rule.cut is not None and self._tp_size > 1:
-                    shards = [torch.empty_like(local[name]) for _ in range(self._tp_size)]
-                    dist.all_gather(shards, local[name].contiguous(), group=tp_group)
-                whole = rule.to_hf(shards, self.shape)
-            for hf_name, tensor in zip(rule.hf, whole, strict=True):
-                yield hf_name, self._from_stage(stage, tensor) if self._pp_size > 1 else tensor
-
-    def _parameters_of_all_stages(self) -> list[tuple[int, str]]:
-        """(stage, name) of all parameters; a tied output layer is the embedding, and stands once."""
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        names = [name for name, _ in self.module.named_parameters()]
-        own = [(stage, name) for name in names if not (self.shape.tied and name == "output_layer.weight")]
-        mine = (own, get_transformer_layer_offset(self.module.config))
-        every: list[Any] = [mine] * self._pp_size
-        if self._pp_size > 1:
-            dist.all_gather_object(every, mine, group=parallel_state.get_pipeline_model_parallel_group())
-        self._layer_offsets = [offset for _, offset in every]
-        return [entry for entries, _ in every for entry in entries]
-
-    def _from_stage(self, stage: int, tensor: Tensor) -> Tensor:
-        """A tensor that pipeline stage `stage` has, on all stages."""
-        group = parallel_state.get_pipeline_model_parallel_group()
-        source = dist.get_process_group_ranks(group)[stage]
-        box: list[Any] = [(tuple(tensor.shape), tensor.dtype)]
-        dist.broadcast_object_list(box, source, group=group)
-        shape, dtype = box[0]
-        if parallel_state.get_pipeline_model_parallel_rank() != stage:
-            tensor = torch.empty(shape, dtype=dtype, device=self._device())
-        tensor = tensor.contiguous()
-        dist.broadcast(tensor, source, group=group)
-        return tensor
+        return self.whole_weights.gather({name: p.data for name, p in self.module.named_parameters()})
 
     def weights_sha256(self) -> str:
         """`sha256_of` the weights in use: the same at any layout.  A collective."""
@@ -490,13 +398,3 @@ def _counted(parts: Sequence[tuple[Tensor, _Micro]]) -> dict[str, float]:
         positions += of_all
         padding += filling if len(rows) else of_all
     return {"positions": float(positions), "padding": float(padding)}
-
-
-def merge_sums(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Adds reports key by key; keys that begin with max_ or min_ take the largest or smallest."""
-    merged: dict[str, float] = {}
-    combine: dict[str, Callable[[float, float], float]] = {"sum": operator.add, "max": max, "min": min}
-    for part in parts:
-        for key, value in part.items():
-            merged[key] = combine[reduction(key)](merged[key], value) if key in merged else value
-    return merged

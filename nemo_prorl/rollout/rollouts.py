@@ -29,7 +29,7 @@ _Dealt = tuple[CollectedBatch, JudgedGroups]  # the batch without its tokens, an
 
 class _Weights(Protocol):
     version: int
-    data_size: int
+    data_ranks: Any  # policy.data_ranks.DataRanks
 
     def export_weights(self) -> Any: ...
 
@@ -123,7 +123,7 @@ class Rollouts:
         batch = collector.take(step, step - 1)
         self._records.rollouts(step, batch.groups, collector.judged_text)
         judged, account = JudgedGroups.of(batch.groups), batch.account()
-        updates = judged.rows_of_updates(self._cfg.trainer.grpo.updates_per_step, self._policy.data_size)
+        updates = judged.rows_of_updates(self._cfg.trainer.grpo.updates_per_step, self._policy.data_ranks.size)
         return [(account, mine) for mine in judged.dealt([torch.cat(rows).tolist() for rows in updates])]
 
     def await_next(self, metrics: Metrics) -> None:

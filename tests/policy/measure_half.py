@@ -10,6 +10,7 @@ from nemo_prorl.config import GRPOConfig, WarmupConfig
 from nemo_prorl.lifecycle.warmup import warm_up
 from nemo_prorl.policy.weights import HFFolder
 from nemo_prorl.trainer import policy_loss
+from tests.policy.gradients import whole_gradients
 from tests.policy.ranks import Layout, config_of, fixed_batch, rows_of_rank
 
 LAYOUTS = [
@@ -43,7 +44,7 @@ def measure(layout: Layout, out: Path) -> None:
     found: dict[str, Any] = {"exported": {k: v.clone() for k, v in actor.export_weights()}}
     found["logp"], found["entropy"] = actor.logprobs(batch)
     found["sums"] = actor.gradients(mine, loss, DENOMINATOR, 1.2, with_entropy=True)
-    found["gradients"] = dict(actor.export_gradients())
+    found["gradients"] = whole_gradients(actor)
     (leaf,) = actor._leaf_optimizers()
     masters = [p for group in leaf.optimizer.param_groups for p in group["params"]]
     found["dtypes"] = {p.dtype for p in actor.module.parameters()}, {p.dtype for p in masters}

@@ -30,6 +30,7 @@ from nemo_prorl.policy.weights import HFFolder, model_keys_from_hf, write_hf_fol
 from nemo_prorl.settings import load
 from nemo_prorl.trainer import policy_loss
 from tests.ending import end_with_session
+from tests.policy.gradients import whole_gradients
 from tests.policy.models import MODELS, write_model
 
 STEPS = 3
@@ -124,7 +125,11 @@ def config_of(layout: Layout, hf: dict[str, Any], *overrides: str) -> Any:
 
 def rows_of_rank(rows: int, actor: Any) -> torch.Tensor:
     """Very unequal shares: one row for the first of two data ranks, which then has fewer rows than micro-batches."""
-    return torch.arange(rows) if actor.data_size == 1 else torch.arange(rows).tensor_split([1])[actor.data_rank]
+    return (
+        torch.arange(rows)
+        if actor.data_ranks.size == 1
+        else torch.arange(rows).tensor_split([1])[actor.data_ranks.rank]
+    )
 
 
 def measure(layout: Layout, out: Path) -> None:
@@ -138,7 +143,7 @@ def measure(layout: Layout, out: Path) -> None:
     everything = fixed_batch()
     mine = everything.rows(rows_of_rank(len(everything), actor))
     share = denominator_terms(mine.mask_BT, "token")
-    denominator = actor.sum_over_data_ranks(float(share))
+    denominator = actor.data_ranks.sum(float(share))
     config = GRPOConfig(kl_coef=0.1, entropy_coef=0.01)
 
     def loss(logp_BT: Any, entropy_BT: Any, micro: Batch, denominator: float) -> Any:
@@ -149,7 +154,7 @@ def measure(layout: Layout, out: Path) -> None:
     found["logp"], found["entropy"] = actor.logprobs(everything)
     found["reference_logp"] = actor.reference_logprobs(everything)
     found["sums"] = actor.gradients(mine, loss, denominator, 1.2, with_entropy=True)
-    found["gradients"] = dict(actor.export_gradients())
+    found["gradients"] = whole_gradients(actor)
     found["updates"] = [actor.update(mine, loss, denominator, with_entropy=True) for _ in range(STEPS)]
     found["weights"] = {k: v.clone() for k, v in actor.export_weights()}
     found["reference_after"] = actor.reference_sha256()

@@ -1,0 +1,83 @@
+"""The model's parameters, cut over tensor and pipeline ranks, from and to whole tensors with Hugging Face names."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+
+from nemo_prorl.policy.weights import HFFolder, Shape, rule_of
+
+
+class WholeWeights:
+    """Cuts whole tensors into this rank's part of a model, and puts the ranks' parts together."""
+
+    def __init__(self, module: Any, shape: Shape) -> None:
+        """`module`: Megatron's GPTModel, this rank's part."""
+        self._module, self._shape = module, shape
+        self._tp_size = parallel_state.get_tensor_model_parallel_world_size()
+        self._pp_size = parallel_state.get_pipeline_model_parallel_world_size()
+
+    def load(self, folder: HFFolder) -> None:
+        """Load this rank's part of a Hugging Face model.  Raises ValueError where a shape does not fit."""
+        offset = get_transformer_layer_offset(self._module.config)
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        for name, param in self._module.named_parameters():
+            rule = rule_of(name, offset, self._shape.tied)
+            local = rule.to_local([folder.tensor(h) for h in rule.hf], self._shape, tp_rank, self._tp_size)
+            if local.shape != param.shape:
+                raise ValueError(
+                    f"{folder.path}: {name} would be {tuple(local.shape)}, the model has {tuple(param.shape)}"
+                )
+            param.data.copy_(local)
+
+    def gather(self, local: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, whole tensor) on every rank.  A collective.
+
+        `local`: this rank's tensors by parameter name, cut as the parameters are.
+        """
+        own_stage = parallel_state.get_pipeline_model_parallel_rank()
+        for stage, name, offset in self._parameters_of_all_stages():
+            rule = rule_of(name, offset, self._shape.tied)
+            whole = [torch.empty(0)] * len(rule.hf)
+            if stage == own_stage:
+                shards = [local[name]]
+                if rule.cut is not None and self._tp_size > 1:
+                    shards = [torch.empty_like(local[name]) for _ in range(self._tp_size)]
+                    group = parallel_state.get_tensor_model_parallel_group()
+                    dist.all_gather(shards, local[name].contiguous(), group=group)
+                whole = rule.to_hf(shards, self._shape)
+            for hf_name, tensor in zip(rule.hf, whole, strict=True):
+                yield hf_name, self._from_stage(stage, tensor) if self._pp_size > 1 else tensor
+
+    def _parameters_of_all_stages(self) -> list[tuple[int, str, int]]:
+        """Return (stage, name, number of the stage's first layer) of all parameters.
+
+        A tied output layer is the embedding, and stands once.
+        """
+        stage, offset = (
+            parallel_state.get_pipeline_model_parallel_rank(),
+            get_transformer_layer_offset(self._module.config),
+        )
+        names = [name for name, _ in self._module.named_parameters()]
+        mine = [(stage, name, offset) for name in names if not (self._shape.tied and name == "output_layer.weight")]
+        every: list[Any] = [mine] * self._pp_size
+        if self._pp_size > 1:
+            dist.all_gather_object(every, mine, group=parallel_state.get_pipeline_model_parallel_group())
+        return [entry for entries in every for entry in entries]
+
+    def _from_stage(self, stage: int, tensor: Tensor) -> Tensor:
+        """Return on all stages a tensor that pipeline stage `stage` has."""
+        group = parallel_state.get_pipeline_model_parallel_group()
+        source = dist.get_process_group_ranks(group)[stage]
+        box: list[Any] = [(tuple(tensor.shape), tensor.dtype)]
+        dist.broadcast_object_list(box, source, group=group)
+        shape, dtype = box[0]
+        if parallel_state.get_pipeline_model_parallel_rank() != stage:
+            tensor = torch.empty(shape, dtype=dtype, device=next(self._module.parameters()).device)
+        tensor = tensor.contiguous()
+        dist.broadcast(tensor, source, group=group)
+        return tensor

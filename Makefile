@@ -32,8 +32,8 @@ setup:
 train: setup
 	@$(BIN)/prorl train "run_dir=$(RUN)" $(ARGS)
 
-# A worker a core, four at most: engines and ranks of several workers want memory.
-PYTEST := $(BIN)/python -m pytest --numprocesses=logical --maxprocesses=4
+# A worker more than cores, because many tests wait; four at most: engines and ranks want memory.
+PYTEST := $(BIN)/python -m pytest --numprocesses=$(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4)))
 
 check: setup
 	@$(BIN)/ruff format --check

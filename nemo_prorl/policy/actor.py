@@ -32,7 +32,7 @@ from nemo_prorl.micro_batches import Limits
 from nemo_prorl.policy.data_ranks import DataRanks, merge_sums
 from nemo_prorl.policy.host_memory import to_host
 from nemo_prorl.policy.packing import PackedBatch
-from nemo_prorl.policy.weights import HFFolder, Shape, sha256_of
+from nemo_prorl.policy.weights import Shape, sha256_of
 from nemo_prorl.policy.whole_weights import WholeWeights
 
 _log = logging.getLogger(__name__)
@@ -335,11 +335,6 @@ class Actor:
             group["lr"] = lr
 
     # --- weights ---------------------------------------------------------------------------------------------------
-
-    def import_weights(self, folder: HFFolder) -> None:
-        """Load this rank's part of a Hugging Face model; master weights follow."""
-        self.whole_weights.load(folder)
-        self.reload_masters()
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) of the weights in use, on every rank, in their dtype.  A collective.

@@ -91,7 +91,8 @@ def build_actor(
     cpu.enable(bool(cfg.model.get("transformer_engine")))
     built = _build(nemo_config(cfg, folder.path.resolve(), folder.config, log_dir), cfg, folder.config)
     if with_weights:
-        built.actor.import_weights(folder)
+        built.actor.whole_weights.load(folder)
+        built.actor.reload_masters()
     built.actor.set_reference()
     return built
 

@@ -68,10 +68,9 @@ LAYOUTS = [
     Layout(pp=2, packed=True),
     DATA_PARALLEL,
     Layout(tp=2, pp=2),
-    Layout(tp=2, pp=2, sp=True, micro_batch=18, tokens=64, packed=True),
     OTHER_MICRO_BATCHES,
     Layout("llama_tied"),
-    Layout("llama_tied", tp=2, pp=2, micro_batch=18, tokens=64, packed=True),
+    Layout("llama_tied", tp=2, pp=2, sp=True, micro_batch=18, tokens=64, packed=True),
 ]
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Files that take longest, begun first so that the workers end together.  Files of one row share a run, an engine,
 # ranks or a cluster, which one worker starts once.
 LONG = (
-    ("tests/test_main_job.py", "tests/cluster/test_whole_run.py"),
+    ("tests/test_main_job.py", "tests/test_frozen.py", "tests/cluster/test_whole_run.py"),
     ("tests/policy/test_layouts.py", "tests/policy/test_half.py", "tests/policy/test_checkpoints.py"),
     (
         "tests/rollout/test_engine.py",

@@ -1,4 +1,4 @@
-"""Checks of a resolved configuration: ranges, names, and what must fit together, with the arithmetic shown.
+"""Checks of a resolved configuration: each key by its line in `config`, and what must fit together with the arithmetic.
 
 Each check raises ConfigError naming the full key, its value and what would be right.  Looks at the files that the
 configuration names; imports OmegaConf and the standard library only.
@@ -6,150 +6,22 @@ configuration names; imports OmegaConf and the standard library only.
 
 import json
 import math
+import operator
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_prorl.config import ConfigKey, all_keys
 from nemo_prorl.data.hf_config import check_computed, rope_theta
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.planning.memory import device_bytes
 from nemo_prorl.planning.memory_check import check_memory
 
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "trainer.accelerator": ("cpu", "gpu"),
-    "trainer.precision": (32, "32", "32-true", "bf16", "bf16-mixed"),  # fp16 would need its loss scaled
-    "trainer.grpo.advantage": ("group_norm", "leave_one_out", "reinforce_pp_baseline"),
-    "trainer.grpo.aggregation": ("token", "sequence", "constant"),
-    "trainer.grpo.kl_estimator": ("k1", "k2", "k3"),
-    "trainer.grpo.correction.kind": ("none", "tis", "icepop", "sequence_mask"),
-    "trainer.resets.mode": ("manual", "advise", "auto"),
-    "trainer.resets.parts": ("both", "reference", "optimizer"),
-    "rollout.sleep": (None, 1, 2),
-    "rollout.dtype": ("float32", "bfloat16", "float16"),
-    "model.fp8": (None, "hybrid", "e4m3"),
-    "model.fp8_recipe": (None, "tensorwise", "delayed"),
-    "model.optim.name": ("mcore_distributed_optim",),
-    "model.position_embedding_type": ("rope",),
-    "model.normalization": ("rmsnorm",),
-    "model.activation": ("fast-swiglu",),
-}
-
-# Key: lowest value, and whether that value itself is allowed.
-AT_LEAST: dict[str, float] = {
-    "seed": 0,
-    "trainer.num_nodes": 1,
-    "trainer.devices": 1,
-    "trainer.gradient_clip_val": 0,
-    "trainer.grpo.max_steps": 1,
-    "trainer.grpo.prompts_per_step": 1,
-    "trainer.grpo.samples_per_prompt": 1,
-    "trainer.grpo.updates_per_step": 1,
-    "trainer.grpo.context_tokens": 2,
-    "trainer.grpo.max_response_tokens": 1,
-    "trainer.grpo.kl_coef": 0,
-    "trainer.grpo.entropy_coef": 0,
-    "trainer.grpo.adaptive_entropy.target": 0,
-    "trainer.grpo.adaptive_entropy.maximum": 0,
-    "trainer.grpo.unfinished_penalty": 0,
-    "trainer.grpo.unfinished_factor": 0,
-    "trainer.grpo.shaping.cosine_exceeded": -1000,
-    "trainer.grpo.shaping.cosine_every": 0,
-    "trainer.grpo.shaping.cosine_for": 0,
-    "trainer.grpo.shaping.overlong_tokens": 0,
-    "trainer.grpo.shaping.overlong_penalty": 0,
-    "trainer.grpo.logprob_chunk_tokens": 1,
-    "trainer.grpo.logprob_chunk_words": 1,
-    "trainer.grpo.correction.cap": 1,
-    "trainer.grpo.correction.floor": 0,
-    "trainer.grpo.dynamic_sampling.tolerance": 0,
-    "trainer.grpo.dynamic_sampling.max_draw_factor": 1,
-    "trainer.grpo.dynamic_sampling.oversubscription": 1,
-    "trainer.grpo.dynamic_sampling.margin": 0,
-    "trainer.grpo.dynamic_sampling.max_staleness": 0,
-    "trainer.grpo.checkpoint_every": 1,
-    "trainer.grpo.keep_checkpoints": 1,
-    "trainer.grpo.keep_best": 0,
-    "trainer.grpo.validate_every": 1,
-    "trainer.grpo.validation_samples": 1,
-    "trainer.grpo.validation_temperature": 0,
-    "trainer.grpo.save_rollout_groups": -1,
-    "launch.attempts": 1,
-    "trainer.resets.every": 1,
-    "trainer.resets.kl_after_reset": 0,
-    "trainer.resets.lr_warmup_steps": 0,
-    "trainer.resets.rules.cooldown_steps": 1,
-    "trainer.resets.rules.drop_min": 0,
-    "trainer.resets.rules.drop_baseline": 4,
-    "trainer.resets.rules.drop_confirm": 1,
-    "trainer.resets.rules.plateau_steps": 2,
-    "trainer.resets.rules.plateau_gain": 0,
-    "trainer.resets.rules.plateau_sigma": 0,
-    "trainer.resets.rules.kl_min": 0,
-    "trainer.resets.rules.kl_sigma": 0,
-    "trainer.resets.rules.kl_steps": 13,
-    "trainer.resets.rules.truncation_rise": 0,
-    "trainer.resets.rules.length_factor": 1,
-    "trainer.resets.rules.entropy_share": 0,
-    "chain.long_context_tokens": 2,
-    "data.retire_after": 1,
-    "data.max_prompt_tokens": 1,
-    "trainer.warmup.steps": 0,
-    "trainer.warmup.batch_size": 1,
-    "trainer.warmup.lr": 0,
-    "rollout.engines": 1,
-    "rollout.tensor_parallel_size": 1,
-    "rollout.threads": 1,
-    "rollout.max_num_seqs": 1,
-    "rollout.max_batched_tokens": 1,
-    "rollout.kv_cache_mb": 1,
-    "rollout.max_restarts": 0,
-    "rewards.workers": 1,
-    "rewards.max_infrastructure_failures": 1,
-    "model.num_layers": 1,
-    "model.hidden_size": 2,
-    "model.ffn_hidden_size": 1,
-    "model.num_attention_heads": 1,
-    "model.num_query_groups": 1,
-    "model.max_position_embeddings": 2,
-    "model.encoder_seq_length": 2,
-    "model.make_vocab_size_divisible_by": 1,
-    "model.tensor_model_parallel_size": 1,
-    "model.pipeline_model_parallel_size": 1,
-    "model.micro_batch_size": 1,
-    "model.optim.lr": 0,
-    "model.optim.weight_decay": 0,
-}
-ABOVE: dict[str, float] = {
-    "trainer.grpo.temperature": 0,
-    "trainer.grpo.clip_low": 0,
-    "trainer.grpo.clip_high": 0,
-    "trainer.grpo.dual_clip": 1,
-    "trainer.grpo.correction.alarm": 0,
-    "trainer.grpo.adaptive_entropy.step": 0,
-    "trainer.grpo.checkpoint_budget_gb": 0,
-    "trainer.resets.lr_factor": 0,
-    "chain.step_scale": 0,
-    "rollout.device_memory_gb": 0,
-    "trainer.grpo.validation_top_p": 0,
-    "trainer.resets.rules.drop_sigma": 0,
-    "trainer.resets.rules.kl_factor": 1,
-}
-AT_MOST: dict[str, float] = {
-    "trainer.grpo.unfinished_factor": 1,
-    "trainer.grpo.clip_low": 1,
-    "trainer.grpo.validation_top_p": 1,
-    "trainer.resets.rules.truncation_rise": 1,
-    "trainer.resets.rules.entropy_share": 1,
-}
-RESET_RULES = ("validation_drop", "plateau", "kl_spike")  # those that may ask for a hard reset
-
-# Keys of `model` that the checks and the actor compute with, so that a typed number must stand there.
-MODEL_INTS = tuple(key for key in AT_LEAST if key.startswith("model.") and ".optim." not in key)
 # NeMo's name of what a Hugging Face config.json says of the same model.
 SHAPE_KEYS = {
     "num_layers": "num_hidden_layers",
@@ -165,8 +37,9 @@ def check(cfg: DictConfig) -> None:
 
     Whether the data's files are there is checked by `data.prepared`: a plan and an evaluation do without them.
     """
-    _choices(cfg)
-    _ranges(cfg)
+    for key in all_keys():
+        for name, value in _values(cfg, key.name):
+            _check_value(name, value, key)
     _pairs(cfg)
     _model_shape(cfg.model)
     _layout(cfg)
@@ -185,34 +58,39 @@ def _wrong(key: str, value: Any, why: str) -> ConfigError:
     return ConfigError(f"{key}={value}: {why}")
 
 
-def _choices(cfg: DictConfig) -> None:
-    """Check keys whose value is one of a few, and keys of `model` that must be whole numbers."""
-    for key in MODEL_INTS:
-        if key != "model.encoder_seq_length" and not _is_int(OmegaConf.select(cfg, key)):
-            raise _wrong(key, OmegaConf.select(cfg, key), "must be a whole number")
-    for key, choices in CHOICES.items():
-        if (value := OmegaConf.select(cfg, key)) not in choices or isinstance(value, bool):
-            known = dict.fromkeys("null" if choice is None else str(choice) for choice in choices)
-            raise _wrong(key, value, f"must be one of {', '.join(known)}")
+def _values(cfg: DictConfig, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield a key with its value; one with `*` in its name for each item of the list."""
+    items, star, below = name.partition(".*.")
+    if not star:
+        yield name, OmegaConf.select(cfg, name)
+        return
+    for index in range(len(OmegaConf.select(cfg, items))):
+        yield from _values(cfg, f"{items}.{index}.{below}")
 
 
-def _ranges(cfg: DictConfig) -> None:
-    """Check the bounds of single numbers; null passes where the schema allows it."""
-    rules: list[tuple[dict[str, float], str, Callable[[float, float], bool]]] = [
-        (AT_LEAST, "at least", lambda value, bound: value >= bound),
-        (ABOVE, "above", lambda value, bound: value > bound),
-        (AT_MOST, "at most", lambda value, bound: value <= bound),
-    ]
-    rules.append(({f"trainer.deadlines.{key}": 0 for key in cfg.trainer.deadlines}, "above", lambda v, b: v > b))
-    for bounds, word, holds in rules:
-        for key, bound in bounds.items():
-            value = OmegaConf.select(cfg, key)
-            if value is None and _may_be_null(cfg, key):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise _wrong(key, value, f"must be a finite number, {word} {bound:g}")
-            if not holds(value, bound):
-                raise _wrong(key, value, f"must be {word} {bound:g}")
+def _check_value(name: str, value: Any, key: ConfigKey) -> None:
+    """Check a value by its key's choices and bounds."""
+    rule = key.rule
+    if value is None and key.optional:
+        return
+    if rule.choices:
+        items = value if OmegaConf.is_list(value) else [value]
+        if any(item not in rule.choices or isinstance(item, bool) for item in items):
+            known = dict.fromkeys([*(["null"] if key.optional else []), *map(str, rule.choices)])
+            raise _wrong(name, value, f"must be one of {', '.join(known)}")
+    for bound, word, holds in (
+        (rule.least, "at least", operator.ge),
+        (rule.above, "above", operator.gt),
+        (rule.most, "at most", operator.le),
+    ):
+        if bound is None:
+            continue
+        if key.kind is int and not _is_int(value):
+            raise _wrong(name, value, f"must be a whole number, {word} {bound:g}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise _wrong(name, value, f"must be a finite number, {word} {bound:g}")
+        if not holds(value, bound):
+            raise _wrong(name, value, f"must be {word} {bound:g}")
 
 
 def _pairs(cfg: DictConfig) -> None:
@@ -239,13 +117,6 @@ def _pairs(cfg: DictConfig) -> None:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _may_be_null(cfg: DictConfig, key: str) -> bool:
-    parent, name = key.rsplit(".", 1) if "." in key else ("", key)
-    node: Any = OmegaConf.select(cfg, parent) if parent else cfg
-    child = node._get_node(name) if isinstance(node, DictConfig) else None
-    return child is None or bool(child._metadata.optional)
 
 
 def _divides(divisor_key: str, divisor: int, key: str, value: int) -> None:
@@ -397,8 +268,6 @@ def _resets(cfg: DictConfig) -> None:
         traced = list(cfg.trainer.trace_steps)
         raise _wrong("trainer.trace_steps", traced, f"{outside[0]} is outside the run's steps, 1 to {last}")
     asks = list(cfg.trainer.resets.rules.asks)
-    if unknown := [name for name in asks if name not in RESET_RULES]:
-        raise _wrong("trainer.resets.rules.asks", asks, f"{unknown[0]} is none of the rules: {', '.join(RESET_RULES)}")
     if cfg.trainer.resets.roll_back and cfg.trainer.grpo.keep_best == 0:
         raise _wrong("trainer.grpo.keep_best", 0, "trainer.resets.roll_back needs the best weights kept: 1 or more")
     if cfg.trainer.resets.mode == "auto" and not asks:
@@ -456,12 +325,8 @@ def _source(key: str, source: DictConfig) -> None:
     if (source.path is None) == (source.generator is None):
         both = "both given" if source.path else "both null"
         raise ConfigError(f"{key} ({source.name}): path and generator are {both}; a source has one of them")
-    if source.size is not None and source.size < 1:
-        raise _wrong(f"{key}.size", source.size, "must be at least 1")
     if source.generator is not None and source.size is None:
         raise _wrong(f"{key}.size", None, "a generator needs the number of records to make")
-    if not (math.isfinite(source.weight) and source.weight > 0):
-        raise _wrong(f"{key}.weight", source.weight, "must be a finite number above 0")
 
 
 def check_command(text: str) -> str | None:

@@ -29,7 +29,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_prorl.checks import check
-from nemo_prorl.config import Config
+from nemo_prorl.config import Config, all_keys
 from nemo_prorl.data.prepared import check_data
 from nemo_prorl.errors import ConfigError
 
@@ -38,47 +38,6 @@ _log = logging.getLogger(__name__)
 # Sections whose keys have another owner: NeMo's own are those of the yaml in conf/, a plugin's are the plugin's.
 NEMO_SECTIONS = ("model", "exp_manager")
 FREE_SECTIONS = ("rewards.plugins", "launch.env", "data.train.*.options", "data.validation.*.options")
-
-# What a continued run may change, by the beginning of the key; everything else makes it another run.
-CHANGEABLE = (
-    "run_dir",
-    "on_event",
-    "trainer.num_nodes",
-    "trainer.devices",
-    "trainer.grpo.max_steps",  # may grow only
-    "trainer.grpo.checkpoint_every",
-    "trainer.grpo.keep_checkpoints",
-    "trainer.grpo.keep_best",
-    "trainer.grpo.checkpoint_budget_gb",
-    "trainer.grpo.async_checkpoints",
-    "trainer.grpo.save_rollout_groups",
-    "trainer.grpo.logprob_chunk_tokens",
-    "trainer.grpo.logprob_chunk_words",
-    "trainer.deadlines.",
-    "trainer.trace_steps",
-    "model.tensor_model_parallel_size",
-    "model.pipeline_model_parallel_size",
-    "model.virtual_pipeline_model_parallel_size",
-    "model.sequence_parallel",
-    "model.micro_batch_size",
-    "model.micro_batch_tokens",
-    "model.packed_sequences",
-    "exp_manager.",
-    "rollout.python",
-    "rollout.engines",
-    "rollout.tensor_parallel_size",
-    "rollout.threads",
-    "rollout.max_num_seqs",
-    "rollout.max_batched_tokens",
-    "rollout.kv_cache_mb",
-    "rollout.device_memory_gb",
-    "rollout.eager",
-    "rollout.sleep",
-    "rollout.max_restarts",
-    "rewards.workers",
-    "rewards.unsafe_no_sandbox",
-    "launch.",
-)
 
 
 def load(overrides: list[str], config_file: Path | None = None) -> DictConfig:
@@ -169,7 +128,7 @@ def check_same_run(old: DictConfig, new: DictConfig) -> None:
     differences = []
     for key in sorted(before.keys() | after.keys()):
         was, wanted = before.get(key), after.get(key)
-        if was != wanted and not key.startswith(CHANGEABLE) and not _same_path(key, was, wanted):
+        if was != wanted and not _may_change(key) and not _same_path(key, was, wanted):
             differences.append(f"{key}={wanted} (the run has {was})")
     if differences:
         raise ConfigError(
@@ -179,6 +138,12 @@ def check_same_run(old: DictConfig, new: DictConfig) -> None:
     was, wanted = old.trainer.grpo.max_steps, new.trainer.grpo.max_steps
     if wanted < was:
         raise ConfigError(f"trainer.grpo.max_steps={wanted}: {old.run_dir} was started for {was}; a run can only grow")
+
+
+def _may_change(key: str) -> bool:
+    """Return whether a continued run may change the key; everything else makes it another run."""
+    free = (known.name for known in all_keys() if known.rule.may_change)
+    return any(key == name or key.startswith(f"{name}.") for name in free)
 
 
 def _same_path(key: str, was: Any, wanted: Any) -> bool:

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-import re
+import runpy
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -12,7 +12,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl import settings
-from nemo_prorl.config import Config
+from nemo_prorl.config import Config, all_keys
 from nemo_prorl.errors import ConfigError
 from tests.data.preparing import touch_prepared
 
@@ -283,36 +283,42 @@ def test_a_wrong_value_is_named_with_its_fix(overrides: list[str], named: list[s
 
 
 def test_the_choices_are_those_of_the_algorithms() -> None:
-    """The checks cannot import torch, so they name the choices again."""
+    """The schema cannot import torch, so it names the choices again."""
     from nemo_prorl.algorithms.advantages import ADVANTAGE_KINDS
     from nemo_prorl.algorithms.correction import CORRECTION_KINDS
     from nemo_prorl.algorithms.losses import AGGREGATIONS, KL_ESTIMATORS
-    from nemo_prorl.checks import CHOICES
 
-    assert CHOICES["trainer.grpo.advantage"] == ADVANTAGE_KINDS
-    assert CHOICES["trainer.grpo.correction.kind"] == CORRECTION_KINDS
-    assert CHOICES["trainer.grpo.kl_estimator"] == KL_ESTIMATORS
-    assert CHOICES["trainer.grpo.aggregation"] == AGGREGATIONS
+    choices = {key.name: key.rule.choices for key in all_keys()}
+    assert choices["trainer.grpo.advantage"] == ADVANTAGE_KINDS
+    assert choices["trainer.grpo.correction.kind"] == CORRECTION_KINDS
+    assert choices["trainer.grpo.kl_estimator"] == KL_ESTIMATORS
+    assert choices["trainer.grpo.aggregation"] == AGGREGATIONS
 
 
 def test_every_number_of_the_schema_has_a_range() -> None:
-    """A number that is added to the schema needs a line in the tables of checks."""
-    from nemo_prorl import checks
+    bounded = {key.name for key in all_keys() if (key.rule.least, key.rule.above) != (None, None) or key.rule.choices}
+    numbers = {key.name for key in all_keys() if key.kind in (int, float)}
+    seeds = {"data.train.*.seed", "data.validation.*.seed"}  # any whole number
+    unused = {"model.virtual_pipeline_model_parallel_size", "model.micro_batch_tokens"}  # checked beside other keys
+    assert numbers - bounded == seeds | unused
 
-    bounded = checks.AT_LEAST.keys() | checks.ABOVE.keys() | checks.CHOICES.keys()
 
-    def numbers(kind: Any, prefix: str) -> list[str]:
-        found = []
-        for field in fields(kind):
-            hint = get_type_hints(kind)[field.name]
-            if is_dataclass(hint):
-                found += numbers(hint, f"{prefix}{field.name}.")
-            elif re.search(r"\b(int|float)\b", str(hint)) and "list" not in str(hint):
-                found.append(prefix + field.name)
-        return found
+def test_every_key_has_a_line_with_its_meaning() -> None:
+    """A field without a rule is a section of keys."""
 
-    missing = set(numbers(Config, "")) - bounded
-    assert not {key for key in missing if not key.startswith("trainer.deadlines.")}
+    def lines(section: Any, prefix: str = "") -> set[str]:
+        hints = get_type_hints(section)
+        kinds = {prefix + f.name: hints[f.name] for f in fields(section)}
+        below = [lines(kind, f"{name}.") for name, kind in kinds.items() if is_dataclass(kind)]
+        return {name for name, kind in kinds.items() if not is_dataclass(kind)}.union(*below)
+
+    assert lines(Config) <= {key.name for key in all_keys() if key.rule.meaning}
+
+
+def test_the_page_of_all_keys_is_up_to_date() -> None:
+    docs = Path(__file__).resolve().parent.parent / "docs"
+    written = runpy.run_path(str(docs / "configuration.py"))["page"]()
+    assert (docs / "configuration.md").read_text() == written, "python docs/configuration.py writes it anew"
 
 
 class TestModelFolder:

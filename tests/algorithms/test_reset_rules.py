@@ -18,8 +18,7 @@ from nemo_prorl.algorithms.reset_rules import (
     replay,
     t_quantile,
 )
-from nemo_prorl.checks import RESET_RULES
-from nemo_prorl.config import ResetRulesConfig
+from nemo_prorl.config import RESET_RULES, ResetRulesConfig
 
 RULES = ResetRulesConfig()
 # Without a plateau rule, which constant scores would set off.

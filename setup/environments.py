@@ -4,11 +4,10 @@
     python3 setup/environments.py --in-place     # in NeMo's container: into the Python that is there
     python3 setup/environments.py --check        # is it still what it was, and can it run this project?
 
-`.venv/train` holds NeMo and the `prorl` command, `.venv/rollout` holds vLLM.  What stands is kept: a stamp inside an
-environment names the lock file, the Python and the projects it was made for, and is written last, after every file of
-every package was found with its right size.  Without a fitting stamp the steps run again (pip skips what is there), so
-a set-up that was interrupted is continued and never used half-made.  Standard library only; exit code 3 when this
-machine is not fit.  All that pip says goes to `.venv/NAME.log`.
+`.venv/train` holds NeMo and the `prorl` command, `.venv/rollout` holds vLLM.  A stamp inside an environment names the
+lock file, the Python and the projects it was made for, and is written last.  An environment without a fitting stamp is
+made anew from pip's cache, so a set-up that was interrupted is never used half-made.  Standard library only; exit code
+3 when this machine is not fit.  All that pip says goes to `.venv/NAME.log`.
 
 NVIDIA's container brings torch, NeMo and Megatron, built for its GPUs.  There `--in-place` adds this project, its
 plugins and those packages of `setup/container.txt` that are not there, and replaces nothing.
@@ -28,13 +27,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from in_place import IMPORTS, faults, installed, missing_lines, names_of, replacements
-from lock import normal_name, read_pins
+from lock import read_pins
 
 ROOT = Path(__file__).resolve().parent.parent
 VENVS = ROOT / ".venv"
@@ -43,6 +42,7 @@ STAMP = "prorl-setup.json"
 NEEDED = ROOT / "setup" / "container.txt"
 KEPT = "in-place.json"  # in .venv: {name: version} of all that was there before `--in-place` added anything
 BASE = ("torch", "nemo-toolkit", "megatron-core", "transformer-engine")  # what only the container can bring
+BUILDERS = ("setuptools", "wheel")
 PIP = ["-m", "pip", "--disable-pip-version-check", "--no-input"]
 _log = logging.getLogger("setup")
 
@@ -67,7 +67,7 @@ ADVICE = [
         r"|No matching distribution found|Connection broken|Connection refused",
         "The package index could not be reached, or lacks a file. Check the network. Behind a proxy set HTTPS_PROXY;"
         " for another index set PIP_INDEX_URL; for a company's certificate set PIP_CERT; for files on disk set"
-        " PIP_FIND_LINKS. Then run again: what was installed is kept.",
+        " PIP_FIND_LINKS. Then run again: what was fetched is kept.",
     ),
 ]
 
@@ -122,15 +122,10 @@ def directive(lock: Path, key: str) -> str:
 
 
 def pythons_found() -> list[str]:
-    """Names of the Python commands on PATH, with the version each answers."""
-    found = {}
-    for folder in os.environ.get("PATH", "").split(os.pathsep):
-        for path in Path(folder).glob("python3*") if folder else []:
-            if re.fullmatch(r"python3(\.\d+)?", path.name) and path.name not in found:
-                told = subprocess.run([str(path), "--version"], capture_output=True, text=True, check=False)
-                if told.returncode == 0:
-                    found[path.name] = told.stdout.strip()
-    return [f"{name} ({version})" for name, version in sorted(found.items())]
+    """Return the names of the Python commands on PATH."""
+    folders = os.environ.get("PATH", "").split(os.pathsep)
+    names = {path.name for folder in folders if folder for path in Path(folder).glob("python3*")}
+    return sorted(name for name in names if re.fullmatch(r"python3(\.\d+)?", name))
 
 
 def check_python(lock: Path) -> None:
@@ -141,9 +136,8 @@ def check_python(lock: Path) -> None:
             f"Found: {', '.join(pythons_found()) or 'no other Python'}.\n"
             f"Name the right one: make PYTHON=/path/to/python{needed} ..."
         )
-    for module, package in (("venv", f"python{needed}-venv"), ("ensurepip", f"python{needed}-venv")):
-        if subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, check=False).returncode:
-            raise Unfit(f"{sys.executable} lacks the module {module}. On Debian and Ubuntu: apt install {package}")
+    if subprocess.run([sys.executable, "-c", "import venv, ensurepip"], capture_output=True, check=False).returncode:
+        raise Unfit(f"{sys.executable} lacks venv or ensurepip. On Debian and Ubuntu: apt install python{needed}-venv")
 
 
 def check_room(environments: list[Environment]) -> None:
@@ -165,12 +159,8 @@ def check_room(environments: list[Environment]) -> None:
             )
 
 
-def run_pip(
-    env: Environment, arguments: list[str], doing: str, count: int = 0, variables: Mapping[str, str] | None = None
-) -> None:
+def run_pip(env: Environment, arguments: list[str], doing: str, count: int = 0) -> None:
     """Runs pip inside the environment, tells its progress, and turns a failure into advice.
-
-    `variables` are the process's environment where it is not this one's.
 
     pip compiles what it writes.  That takes a third of its time, but without it every start of NeMo takes twice as
     long where PYTHONDONTWRITEBYTECODE is set (37 s of CPU for 18 s).
@@ -178,23 +168,20 @@ def run_pip(
     _log.info("%s: %s", env.name, doing)
     start, seen = time.monotonic(), 0
     said: list[str] = []
+    command = [str(env.python), *PIP, "install", "--progress-bar", "off", *arguments]
     with (VENVS / f"{env.name}.log").open("a") as log:
-        command = [str(env.python), *PIP, "install", "--progress-bar", "off", *arguments]
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=variables
-        )
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
         assert process.stdout is not None
         for line in process.stdout:
             log.write(line)
-            said = [*said[-200:], line]
-            if line.startswith(("Collecting ", "Processing ", "Requirement already")):
+            said.append(line)
+            seconds = time.monotonic() - start
+            if line.startswith("Installing collected"):
+                _log.info("%s:   all fetched after %.0f s, writing them", env.name, seconds)
+            elif line.startswith(("Collecting ", "Processing ", "Requirement already")):
                 seen += 1
                 if count and seen % 50 == 0:
-                    _log.info(
-                        "%s:   %d of %d packages fetched, %.0f s", env.name, seen, count, time.monotonic() - start
-                    )
-            elif line.startswith("Installing collected") and count:
-                _log.info("%s:   all fetched after %.0f s, writing them", env.name, time.monotonic() - start)
+                    _log.info("%s:   %d of %d packages fetched, %.0f s", env.name, seen, count, seconds)
     if process.wait():
         raise Unfit(failure(env, doing, "".join(said)))
 
@@ -207,64 +194,41 @@ def failure(env: Environment, doing: str, said: str) -> str:
     return f"{env.name}: this step failed: {doing}\n{shown}\n{advice}\nThe whole log: {VENVS / f'{env.name}.log'}"
 
 
-def install_locked(env: Environment, torch_index: str) -> None:
-    """Everything the lock file names, as it stands; torch last, with the rest as constraints."""
-    _, pins = read_pins(env.lock.read_text())
-    lines = [line for line in env.lock.read_text().splitlines() if "--hash=" in line]
-    builders = [line for line in lines if normal_name(line.split("==")[0]) in ("setuptools", "wheel")]
-    torch = f"torch=={directive(env.lock, 'torch')}"
-    exact = ["--no-deps", "--require-hashes", "--no-build-isolation"]
+def locked_lines(lock: Path) -> dict[str, str]:
+    """Return {name: line} of a lock file."""
+    return {line.split("==")[0]: line for line in lock.read_text().splitlines() if "--hash=" in line}
+
+
+def install_lines(env: Environment, lines: Iterable[str], doing: str, *options: str) -> None:
+    """Installs what lines of a lock file name, as they stand."""
     with tempfile.TemporaryDirectory() as folder:
-        first, constraints = Path(folder, "builders.txt"), Path(folder, "constraints.txt")
-        first.write_text("\n".join(builders) + "\n")
-        constraints.write_text("".join(f"{name}=={version}\n" for name, version in pins.items()))
-        run_pip(env, [*exact, "-r", str(first)], "what builds packages")
-        usual = f"{len(pins)} packages from {env.lock.name} (usually {env.minutes:g} min)"
-        run_pip(env, [*exact, "-r", str(env.lock)], usual, len(pins))
-        index = ["--index-url", torch_index] if torch_index else []
-        run_pip(env, [*index, "-c", str(constraints), torch], f"{torch} (usually 0.3 min; a CUDA build takes longer)")
+        wanted = Path(folder, "wanted.txt")
+        wanted.write_text("\n".join(lines) + "\n")
+        exact = ["--no-deps", "--require-hashes", "--no-build-isolation", *options]
+        run_pip(env, [*exact, "-r", str(wanted)], doing, len(list(lines)))
 
 
-def install_projects(env: Environment, variables: Mapping[str, str] | None = None) -> None:
-    """This project and its plugins, editable, without anything they depend on."""
+def install_locked(env: Environment, torch_index: str) -> None:
+    """Installs everything the lock file names, as it stands; torch last, with the rest as constraints."""
+    lines = locked_lines(env.lock)
+    install_lines(env, [lines[name] for name in BUILDERS if name in lines], "what builds packages")
+    install_lines(env, lines.values(), f"{len(lines)} packages from {env.lock.name} (usually {env.minutes:g} min)")
+    torch = f"torch=={directive(env.lock, 'torch')}"
+    index = ["--index-url", torch_index] if torch_index else []
+    with tempfile.NamedTemporaryFile("w") as constraints:
+        constraints.writelines(f"{name}=={version}\n" for name, version in read_pins(env.lock.read_text())[1].items())
+        constraints.flush()
+        doing = f"{torch} (usually 0.3 min; a CUDA build takes longer)"
+        run_pip(env, [*index, "-c", constraints.name, torch], doing)
+
+
+def install_projects(env: Environment) -> None:
+    """Installs this project and its plugins, editable, without anything they depend on."""
     if env.projects:
         editable = [part for project in env.projects for part in ("--editable", str(project))]
-        exact = ["--no-deps", "--no-build-isolation"]
-        run_pip(env, [*exact, *editable], "this project and its plugins", variables=variables)
-
-
-# Runs inside the environment: prints what differs from the pins, one line each.  A file that two packages write
-# (nemo-toolkit and nemo-aligner both bring a folder `tests`) has the size of the later one.
-_VERIFY = """
-import collections, importlib.metadata, json, os, re, sys
-pins, found, claims = json.load(sys.stdin), {}, collections.Counter()
-for d in importlib.metadata.distributions():
-    found[re.sub(r"[-_.]+", "-", d.metadata["Name"] or "").lower()] = d
-    claims.update(str(f) for f in d.files or [])
-for name, version in pins.items():
-    d = found.get(name)
-    if d is None or d.version.split("+")[0] != version:
-        print(name, "is", d and d.version, "instead of", version)
-        continue
-    for f in d.files or []:
-        try:
-            size = os.stat(f.locate()).st_size
-        except OSError:
-            size = -1
-        changed = size != f.size and claims[str(f)] == 1
-        if f.size is not None and (size < 0 or changed) and not str(f).endswith((".pyc", "RECORD")):
-            print(name, "lacks or changed", f)
-            break
-"""
-
-
-def damage(env: Environment) -> list[str]:
-    """What in the environment is not as its packages' own records say; empty when all is well."""
-    pins = {**read_pins(env.lock.read_text())[1], "torch": directive(env.lock, "torch")}
-    told = subprocess.run(
-        [str(env.python), "-c", _VERIFY], input=json.dumps(pins), capture_output=True, text=True, check=False
-    )
-    return told.stdout.splitlines() if told.returncode == 0 else [told.stderr.strip()]
+        run_pip(env, ["--no-deps", "--no-build-isolation", *editable], "this project and its plugins")
+    if env.name == "rollout":  # the command needs packages of the train environment
+        (env.folder / "bin" / "prorl").unlink(missing_ok=True)
 
 
 def make(env: Environment, torch_index: str) -> None:
@@ -274,47 +238,18 @@ def make(env: Environment, torch_index: str) -> None:
         return
     start = time.monotonic()
     _log.info("%s: setting up %s", env.name, env.folder)
-    locked = {key: value for key, value in stamp.items() if key != "projects"}
-    if not locked.items() <= old.items():
-        (env.folder / STAMP).unlink(missing_ok=True)
-        if env.folder.exists() and not usable(env, old):
+    (env.folder / STAMP).unlink(missing_ok=True)
+    if {**stamp, "projects": ""} != {**old, "projects": ""}:
+        if env.folder.exists():
             shutil.rmtree(env.folder)
-        if not env.folder.exists():
-            _log.info("%s: a new environment for Python %s", env.name, stamp["python"])
-            subprocess.run([sys.executable, "-m", "venv", str(env.folder)], check=True)
+        _log.info("%s: a new environment for Python %s", env.name, stamp["python"])
+        subprocess.run([sys.executable, "-m", "venv", str(env.folder)], check=True)
         install_locked(env, torch_index)
-        if wrong := damage(env):
-            _log.info("%s: some packages are incomplete (%s)", env.name, "; ".join(wrong[:3]))
-            names = {normal_name(line.split()[0]) for line in wrong}
-            reinstall(env, names)
-            if wrong := damage(env):
-                raise Unfit(f"{env.folder} is damaged: {'; '.join(wrong[:5])}\nDelete that folder and run again.")
     install_projects(env)
     partial = env.folder / (STAMP + ".partial")
     partial.write_text(json.dumps(stamp, indent=1) + "\n")
     partial.replace(env.folder / STAMP)
     _log.info("%s: ready after %.0f s", env.name, time.monotonic() - start)
-
-
-def usable(env: Environment, old: dict[str, str]) -> bool:
-    """Whether pip inside an unstamped or outdated environment can be built upon."""
-    if old and old["folder"] != str(env.folder):
-        return False  # it was moved: its commands name the old place
-    probe = "import sys, pip; print('{}.{}'.format(*sys.version_info))"
-    try:
-        told = subprocess.run([str(env.python), "-c", probe], capture_output=True, text=True, check=False)
-    except OSError:
-        return False
-    return told.returncode == 0 and told.stdout.strip() == "{}.{}".format(*sys.version_info)
-
-
-def reinstall(env: Environment, names: set[str]) -> None:
-    """Writes the files of some locked packages again."""
-    lines = [line for line in env.lock.read_text().splitlines() if normal_name(line.split("==")[0]) in names]
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "again.txt").write_text("\n".join(lines) + "\n")
-        exact = ["--no-deps", "--require-hashes", "--no-build-isolation", "--force-reinstall"]
-        run_pip(env, [*exact, "-r", str(Path(folder, "again.txt"))], f"again: {', '.join(sorted(names))}")
 
 
 class InPlace(Environment):
@@ -331,7 +266,7 @@ def install_in_place(env: Environment, dry_run: bool) -> None:
     Its own constraints on pip are put aside: they also hold back packages that are not there, and nothing that is
     there is touched anyway.
     """
-    there, lines = installed(), env.lock.read_text().splitlines()
+    there, lines = installed(), locked_lines(env.lock)
     if lacking := [name for name in BASE if name not in there]:
         raise Unfit(
             f"{sys.executable} has no {', '.join(lacking)}: --in-place is for NVIDIA's NeMo container."
@@ -342,49 +277,43 @@ def install_in_place(env: Environment, dry_run: bool) -> None:
     _log.info(
         "in place: %s has %d packages, all kept; added: %s", sys.executable, len(there), " ".join(added) or "none"
     )
-    builders = [line for line in lines if normal_name(line.split("==")[0]) in ("setuptools", "wheel")]
-    builders = [line for line in builders if there.get(line.split("==")[0]) != line.split()[0].split("==")[1]]
     if dry_run:
         return
+    builders = [lines[name] for name in BUILDERS if not lines[name].startswith(f"{name}=={there.get(name)} ")]
     VENVS.mkdir(exist_ok=True)
     if not (VENVS / KEPT).exists():  # a second run must not take for the container's what the first one added
-        (VENVS / KEPT).write_text(json.dumps(there, indent=1, sort_keys=True) + "\n")
-    variables = {key: value for key, value in os.environ.items() if key != "PIP_CONSTRAINT"}
-    exact = ["--no-deps", "--require-hashes", "--no-build-isolation"]
+        write_kept(there)
+    os.environ.pop("PIP_CONSTRAINT", None)
     with tempfile.TemporaryDirectory() as folder:
-        wanted = Path(folder, "wanted.txt")
         if builders:  # beside the container's own, which stay
-            wanted.write_text("\n".join(builders) + "\n")
-            run_pip(env, [*exact, "--target", folder, "-r", str(wanted)], "what builds packages", variables=variables)
-            variables["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+            install_lines(env, builders, "what builds packages", "--target", folder)
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
         if missing:
-            wanted.write_text("\n".join(missing) + "\n")
-            run_pip(env, [*exact, "-r", str(wanted)], f"{len(missing)} packages", len(missing), variables)
-        install_projects(env, variables)
+            install_lines(env, missing, f"{len(missing)} packages")
+        install_projects(env)
         replaced, _ = replacements(names_of(env.projects), env.lock, NEEDED)
         if replaced:
-            for need in replaced.values():
-                _log.info("in place: replaced, as too old: %s", need)
-            wanted.write_text("\n".join(line for line in lines if line.split("==")[0] in replaced) + "\n")
-            run_pip(env, [*exact, "-r", str(wanted)], "what was too old", variables=variables)
-            kept = json.loads((VENVS / KEPT).read_text())
-            kept.update({name: read_pins("\n".join(lines))[1][name] for name in replaced if name in kept})
-            (VENVS / KEPT).write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+            _log.info("in place: replaced, as too old: %s", "; ".join(map(str, replaced.values())))
+            install_lines(env, [lines[name] for name in replaced], "what was too old")
+            pins, kept = read_pins(env.lock.read_text())[1], json.loads((VENVS / KEPT).read_text())
+            write_kept({name: pins[name] if name in replaced else version for name, version in kept.items()})
+
+
+def write_kept(versions: Mapping[str, str]) -> None:
+    (VENVS / KEPT).write_text(json.dumps(versions, indent=1, sort_keys=True) + "\n")
 
 
 def faults_in_place(env: Environment, imports: list[str]) -> list[str]:
     """What keeps this Python from running this project, and what was changed in it; empty when all is well."""
     pins = read_pins(env.lock.read_text())[1]
     kept = VENVS / KEPT
-    if kept.exists():
-        before, changed = json.loads(kept.read_text()), []
-    elif Path(sys.prefix) == env.folder:
-        before, changed = {}, damage(env)
-    else:
+    if not kept.exists() and Path(sys.prefix) != env.folder:
         raise Unfit(f"{kept} is not there, so what the container brought is not known. Run --in-place first.")
+    before = json.loads(kept.read_text()) if kept.exists() else {}
     series = {n: ".".join(pins[n].split(".")[:2]) for n in ("nemo-toolkit", "megatron-core", "nemo-aligner")}
     refused = replacements(names_of(env.projects), env.lock, NEEDED)[1]
-    return [*changed, *faults(env.python, before, series, env.projects, imports), *refused]
+    _log.info("checking %s: its packages, then importing %s (half a minute)", env.python, ", ".join(imports))
+    return [*faults(env.python, before, series, env.projects, imports), *refused]
 
 
 def check(arguments: argparse.Namespace, wanted: list[Environment]) -> None:
@@ -393,10 +322,8 @@ def check(arguments: argparse.Namespace, wanted: list[Environment]) -> None:
     for env in wanted:
         if env.name == "train":
             wrong += faults_in_place(env, [name for name in arguments.imports.split(",") if name])
-        elif not env.stamped():
-            wrong.append(f"{env.folder} is not there or not whole; run --only {env.name} first")
-        else:
-            wrong += [f"{env.name}: {line}" for line in damage(env)]
+        elif env.stamped().get("lock") != env.stamp("")["lock"]:
+            wrong.append(f"{env.folder} is not there, or not made from {env.lock.name}; run --only {env.name} first")
     if wrong:
         raise Unfit("this is not fit to run the project:\n" + "\n".join(f"  {line}" for line in wrong))
     there = installed()
@@ -421,14 +348,10 @@ def main() -> int:
     parser.add_argument("--rollout-lock", type=Path, default=ROOT / "setup" / "rollout.lock")
     parser.add_argument("--only", choices=["train", "rollout", "trl"], help="one environment; trl: for a benchmark")
     parser.add_argument("--torch-index", default="", help="package index that has the torch build to install")
-    parser.add_argument(
-        "--in-place", action="store_true", help="add train to the Python that runs this (a container's)"
-    )
+    parser.add_argument("--in-place", action="store_true", help="add train to the Python that runs this, a container's")
     parser.add_argument("--check", action="store_true", help="only look whether that Python and rollout are fit")
     parser.add_argument("--imports", default=IMPORTS, metavar="A,B", help="modules that --check imports")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="only look whether it could be done, and say what would be"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and whether it can be")
     arguments = parser.parse_args()
     if arguments.in_place and arguments.only not in (None, "train"):
         parser.error(f"--in-place is for train; {arguments.only} has an environment of its own")
@@ -467,7 +390,7 @@ def main() -> int:
         _log.error("\nset-up failed: %s", error)
         return UNFIT
     except KeyboardInterrupt:
-        _log.error("\nset-up stopped; the same command continues it")
+        _log.error("\nset-up stopped; the same command begins again with what was fetched")
         return 130
     return 0
 

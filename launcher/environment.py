@@ -25,6 +25,11 @@ _CACHES = {
     "TVM_FFI_CACHE_DIR": "tvm-ffi",
     "VLLM_CACHE_ROOT": "vllm",
 }
+# Warnings of libraries about each other, by their beginnings: nothing that a user of this project could change.
+_QUIET = (
+    "The pynvml package is deprecated",  # torch, where NeMo's pynvml is installed
+    "`torch.distributed.reduce_op` is deprecated",  # vLLM
+)
 # An engine is no rank, and has a torch and NCCL of its own.  NVIDIA's image and the hooks of enroot set these for the
 # image's: MASTER_ADDR, RANK, NCCL_*, PYTHONPATH, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE (float32 products in 19 bits).
 _NOT_AN_ENGINES = (
@@ -57,7 +62,10 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 
 
 def with_caches(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with those of all caches, and a name and a home where the user has no passwd entry."""
+    """Return the variables with those of all caches, and a name and a home where the user has no passwd entry.
+
+    Python's warnings of `_QUIET` are filtered in processes with these variables.  What the user sets goes before.
+    """
     folder = cache_folder(environ)
     values = {name: str(folder / below) for name, below in _CACHES.items()}
     try:
@@ -67,7 +75,8 @@ def with_caches(environ: Mapping[str, str]) -> dict[str, str]:
         values |= {"USER": user, "LOGNAME": user, "HOME": str(folder)}
         if environ.get("HOME") == "/":  # Docker's, for a user without an entry
             environ = {name: value for name, value in environ.items() if name != "HOME"}
-    return {**values, **environ}
+    quiet = [*(f"ignore:{message}:FutureWarning" for message in _QUIET), environ.get("PYTHONWARNINGS")]
+    return {**values, **environ, "PYTHONWARNINGS": ",".join(filter(None, quiet))}
 
 
 def for_engine(environ: Mapping[str, str]) -> dict[str, str]:

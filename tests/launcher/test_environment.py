@@ -64,6 +64,27 @@ def test_a_user_without_a_passwd_entry_gets_a_name_and_a_home(monkeypatch: pytes
     assert environment.with_caches({**cache, "HOME": "/"})["HOME"] == str(tmp_path)
 
 
+@pytest.mark.starts
+def test_only_the_named_warnings_of_libraries_are_filtered(tmp_path: Path) -> None:
+    """torch warns of NeMo's pynvml when it is imported, unless the variables are there."""
+    code = """
+import warnings, torch
+for text in ("`torch.distributed.reduce_op` is deprecated, use", "ours is deprecated", "theirs is deprecated"):
+    warnings.warn(text, FutureWarning)
+"""
+    given = {**os.environ, "PRORL_CACHE": str(tmp_path), "PYTHONWARNINGS": "ignore:theirs"}
+    quiet = environment.with_caches(given)
+    loud, told = (
+        subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stderr
+        for env in (given, quiet)
+    )
+    assert "pynvml package is deprecated" in loud
+    assert "reduce_op" in loud
+    assert [line.split(": ", 1)[1] for line in told.splitlines() if "Warning" in line] == [
+        "FutureWarning: ours is deprecated"
+    ]
+
+
 def test_a_cache_that_cannot_be_used_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UnfitMachine, match="PRORL_CACHE=.*/file/sub: expected a folder .*Fix: set PRORL_CACHE"):

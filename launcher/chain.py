@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import logging
 import re
 import shlex
@@ -14,8 +13,9 @@ from typing import Any
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.launcher import chain_slurm
 from nemo_prorl.launcher.chain_slurm import ChainStage
+from nemo_prorl.launcher.curves import OF_A_CHAIN, RunResults, draw
 from nemo_prorl.launcher.submission import CLUSTER
-from nemo_prorl.lifecycle.records import Journal
+from nemo_prorl.planning.columns import columns
 
 _log = logging.getLogger(__name__)
 
@@ -120,113 +120,35 @@ def stage_names(text: str, known: Sequence[str]) -> list[str]:
 
 def tell(folder: Path, names: Sequence[str]) -> None:
     """Prints the stages as a table and draws FOLDER/curves.png."""
-    runs = [_StageResults(folder / name) for name in names]
+    import yaml
+
+    runs = {name: RunResults(folder / name) for name in names}
     rows = [("stage", "steps", "n", "tasks", "held-out before", "after", "entropy", "KL", "tokens", "hard resets")]
-    for name, one in zip(names, runs, strict=True):
-        heldout, metrics = one.summary["heldout"], one.metrics
+    for name, run in runs.items():
+        config = yaml.safe_load((folder / name / "config.yaml").read_text())
+        heldout, metrics = run.summary["heldout"], run.metrics
+        tasks = {key.removeprefix("reward/") for line in metrics for key in line if key.startswith("reward/")}
         rows.append(
             (
                 name,
-                str(one.summary["step"]),
-                str(one.config["trainer"]["grpo"]["samples_per_prompt"]),
-                " ".join(sorted({key.removeprefix("reward/") for m in metrics for key in m if _is_task(key)})),
+                str(run.summary["step"]),
+                str(config["trainer"]["grpo"]["samples_per_prompt"]),
+                " ".join(sorted(tasks - {"all", "shaped"})),
                 f"{heldout['before']:.3f}" if heldout else "-",
                 f"{heldout['after']:.3f}" if heldout else "-",
                 _last(metrics, "entropy", ".2f"),
                 _last(metrics, "kl", ".3f"),
                 f"{sum(m['rollout/generated_tokens'] for m in metrics):.0f}",
-                ", ".join(f"{r['step']} ({r['reason']})" for r in one.summary["resets"]) or "-",
+                ", ".join(f"{r['step']} ({r['reason']})" for r in run.summary["resets"]) or "-",
             )
         )
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.write(columns(rows))
     picture = folder / "curves.png"
-    draw(names, runs, picture)
+    draw(runs, OF_A_CHAIN, picture)
     sys.stdout.write(f"curves: {picture}\n")
 
 
-class _StageResults:
-    """What a finished stage wrote."""
-
-    def __init__(self, folder: Path) -> None:
-        import yaml
-
-        self.summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-        self.metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        self.config: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())
-        self.validations = {e["step"]: e for e in Journal(folder).events() if e["event"] == "validation"}
-
-
 def _last(metrics: list[dict[str, Any]], key: str, form: str) -> str:
-    """The last value of a metric that there is."""
+    """Return the last value of a metric that there is."""
     values = [m[key] for m in metrics if m.get(key) is not None]
     return format(values[-1], form) if values else "-"
-
-
-def _is_task(key: str) -> bool:
-    return key.startswith("reward/") and key not in ("reward/all", "reward/shaped")
-
-
-def draw(names: Sequence[str], runs: Sequence[_StageResults], path: Path) -> None:
-    """The chain as a picture, as the paper's Figure 1: one axis of steps, stages and resets marked."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(2, 3, figsize=(15, 7), constrained_layout=True)
-    offsets = [0]
-    for one in runs:
-        offsets.append(offsets[-1] + one.summary["step"])
-
-    def curve(axis: Any, key: str, label: str) -> None:
-        points = [
-            (o + m["step"], m[key])
-            for o, r in zip(offsets, runs, strict=False)
-            for m in r.metrics
-            if m.get(key) is not None
-        ]
-        if points:
-            axis.plot(*zip(*points, strict=True), label=label, linewidth=1)
-
-    curve(axes[0, 0], "kl", "KL")
-    axes[0, 0].set_title("KL to the reference policy, nats a token")
-    curve(axes[0, 1], "entropy", "entropy")
-    axes[0, 1].set_title("entropy, nats a token")
-    curve(axes[0, 2], "rollout/response_tokens", "mean length")
-    axes[0, 2].set_title("response length, tokens")
-    tasks = sorted({key for r in runs for m in r.metrics for key in m if _is_task(key)})
-    for key in tasks:
-        curve(axes[1, 0], key, key.removeprefix("reward/"))
-    axes[1, 0].set_title("reward in training")
-    _draw_validations(axes[1, 1], offsets, runs)
-    axes[1, 1].set_title("mean reward on unseen problems")
-    curve(axes[1, 2], "keep_rate/all", "groups with a signal")
-    curve(axes[1, 2], "rollout/truncated", "responses cut off")
-    axes[1, 2].set_title("dynamic sampling, truncation")
-    for axis in axes.flat:
-        for name, offset, one in zip(names, offsets, runs, strict=False):
-            axis.axvline(offset + 0.5, color="grey", linewidth=0.5)
-            axis.text(offset + 0.5, 1.0, name, transform=axis.get_xaxis_transform(), fontsize=7, va="bottom")
-            for reset in one.summary["resets"]:
-                axis.axvline(offset + reset["step"] + 0.5, color="firebrick", linestyle="--", linewidth=1)
-        axis.set_title(axis.get_title(), pad=14, fontsize=10)
-        axis.set_xlabel("step of the chain (dashed: hard reset)")
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def _draw_validations(axis: Any, offsets: Sequence[int], runs: Sequence[_StageResults]) -> None:
-    """Draw the mean reward on unseen problems, of each source and of all."""
-    sources = sorted({name for r in runs for v in r.validations.values() for name in v["tasks"]})
-    for name in [*sources, None]:
-        points = []
-        for offset, one in zip(offsets, runs, strict=False):
-            for step, scores in sorted(one.validations.items()):
-                score = scores["all"] if name is None else scores["tasks"].get(name)
-                points += [(offset + step, score["mean"])] if score else []
-        style = {"color": "black", "linewidth": 2} if name is None else {"alpha": 0.7}
-        axis.plot(*zip(*points, strict=True), marker=".", label=name or "all", **style)

@@ -1,7 +1,5 @@
 """The live display of a run, on standard error: one line a step, and what is going on meanwhile."""
 
-import json
-import logging
 import os
 import re
 import sys
@@ -12,8 +10,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from nemo_prorl.lifecycle.bottleneck import bottleneck
-
-_log = logging.getLogger(__name__)
+from nemo_prorl.lifecycle.records import Tail
 
 _PHASES = ("rollout", "logprobs", "updates", "ahead", "publish", "validate")
 _OURS = re.compile(r"^\S+ \S+ (INFO|WARNING|ERROR) (nemo_prorl\S*): (.*)$")
@@ -24,13 +21,13 @@ class Progress:
 
     def __init__(self, cfg: DictConfig, run_dir: Path) -> None:
         self._total = cfg.trainer.grpo.max_steps
-        self._path = run_dir / "metrics.jsonl"
-        self._position = self._path.stat().st_size if self._path.is_file() else 0
+        self._lines = Tail(run_dir / "metrics.jsonl")
         self._terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self._began = time.monotonic()
-        self._status = "starting: importing NeMo, starting the rollout engine"
-        self._steps = 0
+        self._status = "starting: importing NeMo, starting the rollout engine (half a minute)"
         self._shown = 0.0
+        if not self._terminal:  # half a minute without a line otherwise
+            self._print(self._status)
         self._header = False
 
     def line(self, text: str) -> None:
@@ -40,18 +37,8 @@ class Progress:
 
     def update(self) -> None:
         """Shows the steps that have come since, and on a terminal what is going on."""
-        if self._path.is_file():
-            size = self._path.stat().st_size
-            if size < self._position:  # a resume cut it
-                self._position = 0 if size == 0 else size
-            if size > self._position:
-                with self._path.open() as f:
-                    f.seek(self._position)
-                    text = f.read()
-                whole = text[: text.rfind("\n") + 1]
-                self._position += len(whole.encode())
-                for line in whole.splitlines():
-                    self._step(json.loads(line))
+        for line in self._lines.read():
+            self._step(line)
         if self._terminal and time.monotonic() - self._shown > 0.5:
             self._shown = time.monotonic()
             sys.stderr.write(f"\r\033[K[{self._shown - self._began:5.0f} s] {self._status}")
@@ -61,7 +48,6 @@ class Progress:
         if not self._header:
             self._header = True
             self._print("    step  reward  held-out      kl  entropy  groups  tokens/s   s/step  where the time goes")
-        self._steps += 1
         seconds = m.get("time/step") or 0.0
         shares = ", ".join(
             f"{name} {100 * (m.get(f'time/{name}') or 0.0) / seconds:.0f} %"

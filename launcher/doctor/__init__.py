@@ -1,7 +1,6 @@
 """`prorl doctor`: is this machine fit, and for this run?  One line a check, with the cure of what is not.
 
     machine.py            Python, packages, rollout environment, memory, disk, sandbox, reward plugins
-    data.py               the files and tasks of a run's data
     storage.py            a run's directory, /dev/shm and host memory against what planning.memory says it needs
     devices.py            GPUs, driver, torch, NCCL
     model.py              model folder: shape, tokenizer, eos, chat template
@@ -40,9 +39,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--preflight", action="store_true", help="on this node try one step at full context and batch: memory and time"
     )
-    parser.add_argument(
-        "--rows", type=int, metavar="N", help="with --preflight: of an update's rows of a rank so many only"
-    )
+    parser.add_argument("--rows", type=int, metavar="N", help="with --preflight: try only N rows of each rank's update")
     parser.add_argument("--json", action="store_true", help="one JSON object a check")
     parser.add_argument(
         "--rollout-python", type=Path, metavar="PYTHON", help="instead of the run's, or of .venv/rollout"
@@ -75,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def checks(cfg: "DictConfig | None" = None, python: Path | None = None, srun: str | None = None) -> Iterator[Check]:
-    """All checks in the order in which they are printed: of this machine, and of a run where `cfg` is given.
+    """Yield all checks in the order in which they are printed: of this machine, and of a run where `cfg` is given.
 
     `python`: the rollout environment's, instead of the configuration's.  `srun`: compare the nodes by this command.
     """
-    from nemo_prorl.launcher.doctor import data, devices, machine, model, network, nodes, storage
+    from nemo_prorl.launcher.doctor import devices, machine, model, network, nodes, storage
 
     python = python or Path(cfg.rollout.python if cfg is not None else ".venv/rollout/bin/python")
     on_gpu = cfg is not None and cfg.trainer.accelerator == "gpu"
@@ -89,7 +86,7 @@ def checks(cfg: "DictConfig | None" = None, python: Path | None = None, srun: st
     if cfg is None:
         yield from machine.sizes()
     else:
-        yield from data.of_run(cfg)
+        yield from data(cfg)
         yield from storage.of_run(cfg)
         yield from model.of_run(cfg)
         yield from devices.of_run(cfg, python)
@@ -98,3 +95,12 @@ def checks(cfg: "DictConfig | None" = None, python: Path | None = None, srun: st
     yield from machine.plugins()
     if cfg is not None and srun is not None:
         yield from nodes.of_run(cfg, srun)
+
+
+def data(cfg: "DictConfig") -> Iterator[Check]:
+    """Yield what is missing of a run's data.  A start judges by the same function."""
+    from nemo_prorl.data.prepared import faults
+
+    found = [Check("data", "fail", fault) for fault in faults(cfg)]
+    sources = ", ".join(source.name for source in (*cfg.data.train, *cfg.data.validation))
+    yield from found or [Check("data", "pass", sources)]

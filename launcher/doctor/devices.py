@@ -44,19 +44,13 @@ _IMAGE = (
     " (docs/container.md)"
 )
 _TORCH = """
-import ctypes, torch
-driver = ctypes.c_int(0)
-try:
-    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(driver))
-except OSError:
-    pass
-there = torch.cuda.is_available()
+import torch
 try:
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None
 except Exception:
     nccl = None
-answer({"torch": torch.__version__, "cuda": torch.version.cuda, "driver_cuda": driver.value, "nccl": nccl,
-        "gpus": torch.cuda.device_count() if there else 0})
+answer({"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl,
+        "gpus": torch.cuda.device_count() if torch.cuda.is_available() else 0})
 """
 
 
@@ -80,7 +74,6 @@ class TorchFacts:
 
     torch: str
     cuda: str | None  # that it was built for; None: a CPU build
-    driver_cuda: int  # the newest that the driver runs, as 1000 major + 10 minor; 0: no driver
     nccl: str | None
     gpus: int
 
@@ -227,16 +220,13 @@ def driver_judged(cuda: Mapping[str, str | None], runs: int, driver: str) -> Che
     for name, version in cuda.items():
         if version is not None and (major := int(version.split(".")[0])) > runs // 1000:
             text = f"torch of {name} is built for CUDA {version}; driver {driver} runs CUDA {newest} at most"
-            return Check("driver", "fail", text, driver_cure(version, major))
+            package = f"cuda-compat-{version.replace('.', '-')}"
+            cure = (
+                f"a driver of {DRIVERS.get(major, 'a newer branch')} or newer, the package {package} in the image"
+                f" (data-centre GPUs), or torch for CUDA {major - 1} in that environment (docs/container.md)"
+            )
+            return Check("driver", "fail", text, cure)
     return Check("driver", "pass", f"{driver}, CUDA {newest}")
-
-
-def driver_cure(version: str, major: int) -> str:
-    package = f"cuda-compat-{version.replace('.', '-')}"
-    return (
-        f"a driver of {DRIVERS.get(major, 'a newer branch')} or newer, the package {package} in the image (data-centre"
-        f" GPUs), or torch for CUDA {major - 1} in that environment (docs/container.md)"
-    )
 
 
 def _version(distribution: str) -> str | None:
@@ -333,10 +323,6 @@ def torch_judged(name: str, facts: TorchFacts, wanted: int, words: str) -> Check
     if facts.cuda is None:
         cure = "install torch for CUDA into that environment: leave TORCH_INDEX empty, or name PyTorch's CUDA index"
         return Check(name, "fail", f"torch {facts.torch} is a build for CPUs", cure)
-    major, driver_major = int(facts.cuda.split(".")[0]), facts.driver_cuda // 1000
-    if facts.driver_cuda and driver_major < major:
-        cure = driver_cure(facts.cuda, major)
-        return Check(name, "fail", f"{text}; the driver runs CUDA {driver_major} at most", cure)
     if facts.gpus < wanted:
         cure = "look at CUDA_VISIBLE_DEVICES, the container's devices and `nvidia-smi`; trainer.devices must be there"
         return Check(name, "fail", f"{text} of {words}", cure)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import psutil
+
 import nemo_prorl
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask
 from nemo_prorl.rewards.discovery import discover
@@ -74,27 +76,20 @@ def vllm_judged(found: dict[str, str], locked: str | None, on_gpu: bool, python:
 
 def sizes() -> Iterator[Check]:
     """Memory, /dev/shm and disk, where no configuration says what is needed."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
-    free = kib["MemAvailable"] * 1024 / _GIB
-    text = f"{free:.0f} GiB available of {kib['MemTotal'] * 1024 / _GIB:.0f}"
+    memory = psutil.virtual_memory()
+    free = memory.available / _GIB
+    text = f"{free:.0f} GiB available of {memory.total / _GIB:.0f}"
     yield Check("memory", "warn" if free < 6 else "pass", text, "the laptop job takes about 6 GiB" if free < 6 else "")
-    yield _shm(shutil.disk_usage("/dev/shm").free / _GIB)
-    yield _disk(shutil.disk_usage(".").free / _GIB)
-
-
-def _shm(free: float) -> Check:
+    free = shutil.disk_usage("/dev/shm").free / _GIB
     text = f"{free:.1f} GiB free in /dev/shm, through which weights go to the engines"
     if free < 0.25:
-        return Check("shm", "fail", text, "free it, or give the container more (--shm-size): three times the weights")
-    return Check("shm", "pass" if free >= 12 else "warn", text, "" if free >= 12 else "a 1.5B model takes 9 GiB of it")
-
-
-def _disk(free: float) -> Check:
-    text = f"{free:.0f} GiB free here"
-    if free < 10:
-        return Check("disk", "warn", text, "the environments take 7 GiB, the checkpoints of a 1.5B model 25 GiB each")
-    return Check("disk", "pass", text)
+        yield Check("shm", "fail", text, "free it, or give the container more (--shm-size): three times the weights")
+    else:
+        little = "" if free >= 12 else "a 1.5B model takes 9 GiB of it"
+        yield Check("shm", "warn" if little else "pass", text, little)
+    free = shutil.disk_usage(".").free / _GIB
+    little = "" if free >= 10 else "the environments take 7 GiB, the checkpoints of a 1.5B model 25 GiB each"
+    yield Check("disk", "warn" if little else "pass", f"{free:.0f} GiB free here", little)
 
 
 def sandbox() -> Iterator[Check]:

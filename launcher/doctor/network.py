@@ -127,21 +127,19 @@ def allocation_judged(environment: Mapping[str, str], cfg: DictConfig) -> Iterat
     gpus, cores = _number(environment, "SLURM_GPUS_ON_NODE"), _number(environment, "SLURM_CPUS_ON_NODE")
     said = f"job {environment['SLURM_JOB_ID']}: {given} nodes, here {gpus or 0} GPUs and {cores} cores"
     wanted = f"trainer.num_nodes={nodes} x {devices_words(cfg)}"
-    bad = False
+    wrong = []
     if given is not None and given != nodes:
-        bad = True
-        yield Check("slurm", "fail", f"{said}; {wanted}", f"ask for --nodes={nodes}, or set trainer.num_nodes={given}")
+        cure = f"ask for --nodes={nodes}, or set trainer.num_nodes={given}"
+        wrong.append(Check("slurm", "fail", f"{said}; {wanted}", cure))
     if cfg.trainer.accelerator == "gpu" and (gpus or 0) < devices:
-        bad = True
         cure = f"ask for --gpus-per-node={devices}, or set trainer.devices={gpus or 1} and the layout to it"
-        yield Check("slurm", "fail", f"{said}; {wanted}", cure)
+        wrong.append(Check("slurm", "fail", f"{said}; {wanted}", cure))
     processes = cfg.trainer.devices + cfg.rollout.engines // nodes
     if cores is not None and cores < processes + cfg.rewards.workers:
-        bad = True
         text = f"{said}; {processes} ranks and engines and rewards.workers={cfg.rewards.workers} share the cores"
-        yield Check("slurm", "warn", text, "ask for --exclusive or more --cpus-per-task, or lower rewards.workers")
-    if not bad:
-        yield Check("slurm", "pass", f"{said}, as the run wants: {wanted}")
+        cure = "ask for --exclusive or more --cpus-per-task, or lower rewards.workers"
+        wrong.append(Check("slurm", "warn", text, cure))
+    yield from wrong or [Check("slurm", "pass", f"{said}, as the run wants: {wanted}")]
 
 
 def _number(environment: Mapping[str, str], key: str) -> int | None:

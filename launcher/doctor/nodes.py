@@ -1,14 +1,12 @@
 """All nodes of a run compared: clocks, the shared run directory, versions, GPUs, /dev/shm.
 
-`node_probe.py` runs once a node through srun and prints what it finds; meanwhile this process tells the time and writes
-files when asked, on a port of this machine's address.  `judged` needs the nodes' facts alone.
+`node_probe.py` runs once a node through srun and prints what it finds; meanwhile this process tells the time on a port
+of this machine's address, and replaces a file in the shared folder.  `judged` needs the nodes' facts alone.
 """
 
 import fcntl
 import json
 import os
-import re
-import secrets
 import shlex
 import shutil
 import socketserver
@@ -33,6 +31,7 @@ from nemo_prorl.planning.memory import memory_of
 
 SKEW_WARN_S, SKEW_FAIL_S = 1.0, 60.0  # between any two nodes; deadlines of the job are by the clock
 STALE_WARN_S = 1.0
+BEAT_S = 0.05  # between two replacements of the file that nodes watch
 DEADLINE_S = 150.0  # for srun to start the probes and for them to end
 
 
@@ -58,8 +57,8 @@ def of_run(cfg: DictConfig, srun: str) -> Iterator[Check]:
     count = cfg.trainer.num_nodes
     try:
         shared = nearest(Path(cfg.run_dir).absolute())
-        with _trial_folder(shared) as (folder, token), _told_time(folder, token) as (host, port):
-            probe = [sys.executable, "-P", node_probe.__file__, host, str(port), token, str(folder)]
+        with _trial_folder(shared) as folder, _clock() as (host, port):
+            probe = [sys.executable, "-P", node_probe.__file__, host, str(port), str(folder)]
             output, errors = run_probes([*shlex.split(srun), *task_options(count), *probe])
             found = parse(output)
             hidden = [n.node for n in found if not n.folder_fault and not (folder / f"node-{n.node}").exists()]
@@ -122,23 +121,18 @@ def judged(
         yield Check("nodes", "pass", names)
     if not nodes:
         return
-    yield from _reach(nodes)
+    for facts in nodes:
+        if facts.reach_fault:
+            cure = "let this machine's name resolve to an address that nodes reach, and open their firewalls"
+            yield Check("nodes: net", "fail", f"{facts.node} cannot connect to {facts.reach_fault}", cure)
     yield from _clocks(nodes)
-    yield from _folder(nodes, hidden)
-    yield from _alike(nodes)
+    wrong = [check for facts in nodes for check in _folder(facts, facts.node in hidden)]
+    yield from wrong or [Check("nodes: dir", "pass", "shared, replaced files are seen, locks hold")]
+    wrong = [check for facts in nodes[1:] for check in _unlike(facts, nodes[0])]
+    yield from wrong or [Check("nodes: same", "pass", f"versions and GPUs ({_counted(nodes[0].gpus)})")]
     if small := [f"{n.node} {gb(n.shm_free)}" for n in nodes if n.shm_free < published]:
         text = f"/dev/shm has less than the {gb(published)} of two versions of the weights: {', '.join(small)}"
         yield Check("nodes: shm", "fail", text, "free it there, or give the containers more (--shm-size)")
-
-
-def _reach(nodes: Sequence[NodeFacts]) -> Iterator[Check]:
-    for facts in nodes:
-        if facts.reach_fault:
-            text = f"{facts.node} cannot connect to {facts.reach_fault}"
-            cure = (
-                "let this machine's name resolve to an address that nodes reach, and open their firewalls to each other"
-            )
-            yield Check("nodes: net", "fail", text, cure)
 
 
 def _clocks(nodes: Sequence[NodeFacts]) -> Iterator[Check]:
@@ -154,60 +148,37 @@ def _clocks(nodes: Sequence[NodeFacts]) -> Iterator[Check]:
     yield Check("nodes: clock", state, text, "" if state == "pass" else cure)
 
 
-def _folder(nodes: Sequence[NodeFacts], hidden: Sequence[str]) -> Iterator[Check]:
-    """The run directory from every node."""
-    bad = False
-    for facts in nodes:
-        fault = facts.folder_fault or ("its files are not seen here" if facts.node in hidden else "")
-        if fault:
-            bad = True
-            cure = "put run_dir on a filesystem that all nodes mount at the same path, writable"
-            yield Check("nodes: dir", "fail", f"{facts.node}: {fault}", cure)
-            continue
-        if facts.lock_holds is False:
-            bad = True
-            text = f"{facts.node}: a lock held elsewhere does not count, so two jobs could work on one run"
-            yield Check(
-                "nodes: dir", "warn", text, "mount it with locks between nodes (Lustre: -o flock; NFS: local_lock=none)"
-            )
-        if facts.mtime_skew_s is not None and abs(facts.mtime_skew_s) > MTIME_SKEW_S:
-            bad = True
-            text = f"{facts.node}: files' times are {facts.mtime_skew_s:+.1f} s from its clock"
-            yield Check("nodes: dir", "warn", text, "let NTP or chrony set the clocks of file server and node")
-        if facts.reach_fault:
-            continue  # then nobody replaced a file for it
-        if facts.stale_s is None:
-            bad = True
-            text = f"{facts.node}: a file replaced elsewhere read as before for {node_probe.STALE_S:g} s"
-            yield Check(
-                "nodes: dir", "fail", text, "lower the mount's attribute caching (NFS: actimeo=1), or use another"
-            )
-        elif facts.stale_s > STALE_WARN_S:
-            bad = True
-            text = f"{facts.node}: a file replaced elsewhere read as before for {facts.stale_s:.1f} s"
-            yield Check("nodes: dir", "warn", text, "services are found so much later: NFS: actimeo=1")
-    if not bad:
-        yield Check("nodes: dir", "pass", "shared, replaced files are seen, locks hold")
+def _folder(facts: NodeFacts, hidden: bool) -> Iterator[Check]:
+    """Yield what is wrong with the run directory as a node sees it."""
+    name, node = "nodes: dir", facts.node
+    if fault := facts.folder_fault or ("its files are not seen here" if hidden else ""):
+        cure = "put run_dir on a filesystem that all nodes mount at the same path, writable"
+        yield Check(name, "fail", f"{node}: {fault}", cure)
+        return
+    if facts.lock_holds is False:
+        cure = "mount it with locks between nodes (Lustre: -o flock; NFS: local_lock=none)"
+        yield Check(name, "warn", f"{node}: a lock held elsewhere does not count: two jobs could work on a run", cure)
+    if facts.mtime_skew_s is not None and abs(facts.mtime_skew_s) > MTIME_SKEW_S:
+        text = f"{node}: files' times are {facts.mtime_skew_s:+.1f} s from its clock"
+        yield Check(name, "warn", text, "let NTP or chrony set the clocks of file server and node")
+    late = f"{node}: a file replaced elsewhere read as before for"
+    if facts.stale_s is None:
+        cure = "lower the mount's attribute caching (NFS: actimeo=1), or use another"
+        yield Check(name, "fail", f"{late} {node_probe.STALE_S:g} s", cure)
+    elif facts.stale_s > STALE_WARN_S:
+        yield Check(name, "warn", f"{late} {facts.stale_s:.1f} s", "services are found so much later: NFS: actimeo=1")
 
 
-def _alike(nodes: Sequence[NodeFacts]) -> Iterator[Check]:
-    """Versions must be equal, GPUs should."""
-    first = nodes[0]
-    bad = False
-    for facts in nodes[1:]:
-        keys = sorted(first.versions.keys() | facts.versions.keys())
-        unlike = [k for k in keys if first.versions.get(k) != facts.versions.get(k)]
-        if unlike:
-            bad = True
-            said = ", ".join(f"{k} {facts.versions.get(k)}, not {first.versions.get(k)}" for k in unlike)
-            text = f"{facts.node} has {said} as {first.node}"
-            yield Check("nodes: same", "fail", text, "start all nodes from one image or one shared environment")
-        if facts.gpus != first.gpus:
-            bad = True
-            text = f"GPUs of {facts.node}: {_counted(facts.gpus)}; of {first.node}: {_counted(first.gpus)}"
-            yield Check("nodes: same", "warn", text, "ask for nodes of one kind (--constraint), with one driver")
-    if not bad:
-        yield Check("nodes: same", "pass", f"versions and GPUs ({_counted(first.gpus)})")
+def _unlike(facts: NodeFacts, first: NodeFacts) -> Iterator[Check]:
+    """Yield how a node differs from the first: versions must be equal, GPUs should."""
+    keys = sorted(first.versions.keys() | facts.versions.keys())
+    if unlike := [k for k in keys if first.versions.get(k) != facts.versions.get(k)]:
+        said = ", ".join(f"{k} {facts.versions.get(k)}, not {first.versions.get(k)}" for k in unlike)
+        text = f"{facts.node} has {said} as {first.node}"
+        yield Check("nodes: same", "fail", text, "start all nodes from one image or one shared environment")
+    if facts.gpus != first.gpus:
+        text = f"GPUs of {facts.node}: {_counted(facts.gpus)}; of {first.node}: {_counted(first.gpus)}"
+        yield Check("nodes: same", "warn", text, "ask for nodes of one kind (--constraint), with one driver")
 
 
 def _counted(gpus: Sequence[str]) -> str:
@@ -215,34 +186,43 @@ def _counted(gpus: Sequence[str]) -> str:
 
 
 @contextmanager
-def _trial_folder(run_dir: Path) -> Iterator[tuple[Path, str]]:
-    """A folder in the run directory with a token, and a lock that is held; removed at the end."""
-    folder, token = Path(tempfile.mkdtemp(prefix=".prorl-doctor-", dir=run_dir)), secrets.token_hex(16)
+def _trial_folder(run_dir: Path) -> Iterator[Path]:
+    """A folder in the run directory, with a lock that is held and a file that is replaced; removed at the end."""
+    folder, end = Path(tempfile.mkdtemp(prefix=".prorl-doctor-", dir=run_dir)), threading.Event()
+
+    def beat() -> None:
+        (folder / "beat.tmp").write_text(str(time.monotonic()))
+        os.replace(folder / "beat.tmp", folder / "beat")
+
+    def beats() -> None:
+        while not end.wait(BEAT_S):
+            beat()
+
+    thread = threading.Thread(target=beats, daemon=True, name="doctor's beat")
     try:
-        (folder / "token").write_text(token)
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            handle = os.open(folder, os.O_RDONLY)
-            os.fsync(handle)
-            os.close(handle)
-            yield folder, token
+            beat()
+            thread.start()
+            yield folder
     finally:
+        end.set()
+        if thread.is_alive():
+            thread.join()
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
-def _told_time(folder: Path, token: str) -> Iterator[tuple[str, int]]:
-    """Answers the probes while it lasts: the time, or a file of theirs in the folder written anew."""
+def _clock() -> Iterator[tuple[str, int]]:
+    """Tell the time to the probes while it lasts; yields the address."""
 
-    class Answers(socketserver.StreamRequestHandler):
+    class Answer(socketserver.StreamRequestHandler):
         timeout = 60.0
         disable_nagle_algorithm = True
 
         def handle(self) -> None:
-            for line in iter(lambda: self.rfile.readline(4096), b""):
-                if (answer := _answer(line, folder, token)) is None:
-                    return
-                self.wfile.write(json.dumps(answer).encode() + b"\n")
+            while self.rfile.readline(16):
+                self.wfile.write(f"{time.time()}\n".encode())
 
     class Listener(socketserver.ThreadingTCPServer):
         daemon_threads = True
@@ -251,29 +231,11 @@ def _told_time(folder: Path, token: str) -> Iterator[tuple[str, int]]:
             """A node that breaks off is judged by what it printed."""
 
     host = own_address()
-    with Listener((host, free_port(host)), Answers) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True, name="doctor")
+    with Listener((host, free_port(host)), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True, name="doctor's clock")
         thread.start()
         try:
             yield host, server.server_address[1]
         finally:
             server.shutdown()
             thread.join()
-
-
-def _answer(line: bytes, folder: Path, token: str) -> dict[str, float] | None:
-    """The answer to one request; None for one that is not of our probes."""
-    try:
-        asked = json.loads(line)
-        if not secrets.compare_digest(str(asked["token"]), token):
-            return None
-        if asked["what"] == "time":
-            return {"time": time.time()}
-        if asked["what"] != "write" or not re.fullmatch(r"seen-[\w.-]+", asked["name"]):
-            return None
-    except (ValueError, KeyError, TypeError):
-        return None
-    temporary = folder / f"{asked['name']}.tmp"
-    temporary.write_text(str(asked["text"]))
-    os.replace(temporary, folder / asked["name"])
-    return {"time": time.time()}

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -168,25 +167,23 @@ class _Heard(Events):
         self.failures.append("\n".join([what, *map(str, fields.get("log", []))]))
 
 
-class _Lowest:
-    """Watches the host's free memory from a thread."""
+@contextmanager
+def _watched_memory(outcome: TrialOutcome) -> Iterator[None]:
+    """Note the host's free memory, and the least while this lasts."""
+    end = threading.Event()
+    outcome.first_free = outcome.lowest_free = available_memory({})[0]
 
-    def __init__(self) -> None:
-        self.first = self.lowest = available_memory({})[0]
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True, name="preflight memory")
+    def watch() -> None:
+        while not end.wait(0.5):
+            outcome.lowest_free = min(outcome.lowest_free, available_memory({})[0])
 
-    def _watch(self) -> None:
-        while not self._end.wait(0.5):
-            self.lowest = min(self.lowest, available_memory({})[0])
-
-    def __enter__(self) -> "_Lowest":
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._end.set()
-        self._thread.join()
+    thread = threading.Thread(target=watch, daemon=True, name="preflight memory")
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
 
 
 def _try(trial: DictConfig, plan: "Plan", folder: Path) -> TrialOutcome:
@@ -195,13 +192,12 @@ def _try(trial: DictConfig, plan: "Plan", folder: Path) -> TrialOutcome:
     from nemo_prorl.settings import resolved_yaml
 
     plan.write(folder)
-    heard = _Heard(folder)
-    with _Lowest() as memory:
+    heard, outcome = _Heard(folder), TrialOutcome([])
+    with _watched_memory(outcome):
         code = job.preflight(trial, resolved_yaml(trial), heard)
-    if code and not heard.failures:
-        heard.failures.append(f"the trainer ended with status {code}")
-    ranks = [_records(folder / f"preflight-{rank}.jsonl") for rank in range(trial.trainer.devices)]
-    return TrialOutcome(ranks, heard.failures, memory.first, memory.lowest)
+    outcome.failures = heard.failures or ([f"the trainer ended with status {code}"] if code else [])
+    outcome.ranks = [_records(folder / f"preflight-{rank}.jsonl") for rank in range(trial.trainer.devices)]
+    return outcome
 
 
 def _records(file: Path) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from omegaconf import DictConfig
 
 from nemo_prorl.launcher.doctor.check import GB, Check, gb
@@ -67,7 +68,7 @@ def measure_folder(run_dir: Path) -> FolderFacts:
         skew = stamp.stat().st_mtime - (before + time.time()) / 2
         return FolderFacts(
             path=there,
-            filesystem=filesystem_of(there, Path("/proc/self/mounts").read_text()),
+            filesystem=filesystem_of(there),
             free=shutil.disk_usage(there).free,
             held=_bytes_under(run_dir / "checkpoints"),
             replace_fault=_fault(_replace, trial),
@@ -143,15 +144,11 @@ def _lock(folder: Path) -> str:
     return "two held the same lock"
 
 
-def filesystem_of(path: Path, mounts: str) -> str:
-    """The type of the filesystem that a path lies on, by the lines of /proc/self/mounts."""
-    best, kind = "", "unknown"
-    real = os.path.realpath(path)
-    for line in mounts.splitlines():
-        point, found = line.split()[1].replace("\\040", " "), line.split()[2]
-        if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
-            best, kind = point, found
-    return kind
+def filesystem_of(path: Path) -> str:
+    """Return the type of the filesystem that a path lies on."""
+    kinds = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}  # of two the later shows
+    real = Path(os.path.realpath(path))
+    return kinds.get(max((point for point in kinds if real.is_relative_to(point)), key=len, default=""), "unknown")
 
 
 def folder_judged(facts: FolderFacts, nodes: int) -> Iterator[Check]:
@@ -162,29 +159,26 @@ def folder_judged(facts: FolderFacts, nodes: int) -> Iterator[Check]:
         "fsync fails": (facts.sync_fault, "a checkpoint would not outlive a crash: use another filesystem"),
         "flock fails": (facts.lock_fault, "mount it with locks (Lustre: -o flock; NFS: no nolock), or use another"),
     }
-    bad = False
-    for what, (fault, cure) in faults.items():
-        if fault:
-            bad = True
-            yield Check("run_dir", "fail", f"{where}: {what}: {fault}", cure)
+    wrong = [
+        Check("run_dir", "fail", f"{where}: {what}: {fault}", cure) for what, (fault, cure) in faults.items() if fault
+    ]
+
+    def warn(text: str, cure: str) -> None:
+        wrong.append(Check("run_dir", "warn", f"{where}: {text}", cure))
+
     if abs(facts.mtime_skew_s) > MTIME_SKEW_S:
-        bad = True
-        text = f"{where}: files' times are {facts.mtime_skew_s:+.1f} s from this machine's clock"
-        yield Check("run_dir", "warn", text, "let NTP or chrony set the clocks of file server and machine")
+        text = f"files' times are {facts.mtime_skew_s:+.1f} s from this machine's clock"
+        warn(text, "let NTP or chrony set the clocks of file server and machine")
     if not facts.sync_fault and facts.sync_s > SLOW_SYNC_S:
-        bad = True
-        text = f"{where}: one small file took {facts.sync_s:.1f} s to reach the disk"
-        yield Check("run_dir", "warn", text, "checkpoints and the journal wait for it: use a faster one, or ask why")
+        text = f"one small file took {facts.sync_s:.1f} s to reach the disk"
+        warn(text, "checkpoints and the journal wait for it: use a faster one, or ask why")
     if facts.filesystem in _IN_MEMORY:
-        bad = True
-        text = f"{where}: is gone when the machine or the container is"
-        yield Check("run_dir", "warn", text, "name a disk that stays: run_dir=...")
+        warn("is gone when the machine or the container is", "name a disk that stays: run_dir=...")
     elif nodes > 1 and not facts.filesystem.startswith(_REMOTE):
-        bad = True
-        text = f"{where}: a disk of this machine, as it seems; {nodes} nodes share run_dir"
-        yield Check("run_dir", "warn", text, "put it on a shared filesystem, and look with --nodes")
-    if not bad:
-        yield Check("run_dir", "pass", f"{where}: replace, fsync ({facts.sync_s * 1e3:.0f} ms), flock, times")
+        text = f"a disk of this machine, as it seems; {nodes} nodes share run_dir"
+        warn(text, "put it on a shared filesystem, and look with --nodes")
+    found = f"{where}: replace, fsync ({facts.sync_s * 1e3:.0f} ms), flock, times"
+    yield from wrong or [Check("run_dir", "pass", found)]
 
 
 def checkpoint_room(memory: Memory, budget_gb: float | None) -> int:
@@ -239,9 +233,7 @@ def host_judged(available: tuple[int, str], parts: Mapping[str, int]) -> Check:
 
 def available_memory(environment: Mapping[str, str], cgroups: Path = Path("/sys/fs/cgroup")) -> tuple[int, str]:
     """(bytes, by what): the least of the machine's, the control groups' above this process, and Slurm's."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
-    found = [(kib["MemAvailable"] * 1024, "this machine")]
+    found = [(psutil.virtual_memory().available, "this machine")]
     inside = next((s[3:].strip("/") for s in _read(Path("/proc/self/cgroup")).splitlines() if s.startswith("0::")), "")
     folder = cgroups / inside
     while folder == cgroups or cgroups in folder.parents:

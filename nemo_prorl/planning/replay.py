@@ -15,6 +15,7 @@ from nemo_prorl.config import ResetRulesConfig
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.lifecycle.records import Journal
 from nemo_prorl.lifecycle.summary import standard_errors
+from nemo_prorl.planning.columns import columns
 
 _RULES = "trainer.resets.rules"
 
@@ -111,7 +112,4 @@ def table(findings: list[Finding], lines: list[dict[str, Any]], resets: list[int
         return text + "no rule speaks\n"
     rows = [("step", "rule", "does", "seen")]
     rows += [(str(f.step), f.rule, "asks for a reset" if f.asks else "advises", f.what) for f in findings]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return text + "".join(
-        "  ".join([*(c.ljust(w) for c, w in zip(r, widths, strict=False)), r[3]]) + "\n" for r in rows
-    )
+    return text + columns(rows)

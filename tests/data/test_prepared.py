@@ -76,12 +76,12 @@ def test_the_doctor_names_them_as_a_failed_check() -> None:
     from nemo_prorl.launcher.doctor import data, model
 
     cfg = settings.load_run(GPU, need_data=False)
-    [check] = data.of_run(cfg)
+    [check] = data(cfg)
     assert (check.name, check.state) == ("data", "fail")
     refused(check.text)
     assert model.source_with_messages(cfg) is None  # looks into the files that are there
     touch_prepared(Path("prepared"))
-    assert [check.state for check in data.of_run(cfg)] == ["pass"]
+    assert [check.state for check in data(cfg)] == ["pass"]
 
 
 def test_a_file_of_ones_own_is_named_too() -> None:

@@ -1,0 +1,86 @@
+"""Curves of a run, or of the runs of a chain one after the other, as a picture: hard resets and stages are marked."""
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+Panel = tuple[str, dict[str, str]]  # title; key of metrics.jsonl: label.  A key that ends in * stands for all such.
+
+VALIDATION: Panel = ("mean reward on unseen problems", {"validation/*": ""})
+REWARD: Panel = ("reward in training (T of the rollout)", {"reward/*": ""})
+SAMPLING: Panel = (
+    "dynamic sampling",
+    {"keep_rate/all": "groups with a signal", "rollout/truncated": "responses cut off"},
+)
+ENTROPY: Panel = ("entropy, nats a token", {"entropy": "entropy"})
+KL: Panel = ("KL to the reference policy, nats a token", {"kl": "KL"})
+SECONDS: Panel = (
+    "seconds a step",
+    {f"time/{phase}": phase for phase in ("rollout", "logprobs", "updates", "ahead", "publish")},
+)
+LENGTH: Panel = ("response length, tokens", {"rollout/response_tokens": "mean length"})
+OF_A_RUN = [VALIDATION, REWARD, SAMPLING, ENTROPY, KL, SECONDS]
+OF_A_CHAIN = [KL, ENTROPY, LENGTH, REWARD, VALIDATION, SAMPLING]
+
+
+class RunResults:
+    """What a finished run wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        self.summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+        self.metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The metrics, after a step 0 with the validation before the first step."""
+        heldout = self.summary["heldout"]
+        before = {f"validation/{name}": score["before"] for name, score in heldout.get("tasks", {}).items()}
+        return [{"step": 0, **before, "validation/all": heldout.get("before")}, *self.metrics]
+
+
+def draw(runs: Mapping[str, RunResults], panels: list[Panel], path: Path) -> None:
+    """Draw six panels of `runs`, by name."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(2, 3, figsize=(15, 7), constrained_layout=True)
+    begins = list(accumulate((run.summary["step"] for run in runs.values()), initial=0))[:-1]
+    for axis, (title, keys) in zip(axes.flat, panels, strict=True):
+        for key, label in _curves(keys, runs):
+            points = [
+                (begin + row["step"], row[key])
+                for begin, run in zip(begins, runs.values(), strict=True)
+                for row in run.rows
+                if row.get(key) is not None
+            ]
+            style = {"color": "black", "linewidth": 2} if label == "all" else {"linewidth": 1}
+            if points:
+                axis.plot(*zip(*points, strict=True), label=label, marker="." if "validation" in key else "", **style)
+        for (name, run), begin in zip(runs.items(), begins, strict=True):
+            if len(runs) > 1:
+                axis.axvline(begin + 0.5, color="grey", linewidth=0.5)
+                axis.text(begin + 0.5, 1.0, name, transform=axis.get_xaxis_transform(), fontsize=7, va="bottom")
+            for reset in run.summary["resets"]:
+                axis.axvline(begin + reset["step"] + 0.5, color="firebrick", linestyle="--", linewidth=1)
+        axis.set_title(title, pad=14, fontsize=10)
+        axis.set_xlabel("step (dashed: hard reset)")
+        axis.grid(alpha=0.3)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _curves(keys: Mapping[str, str], runs: Mapping[str, RunResults]) -> Iterator[tuple[str, str]]:
+    """Yield each key with its label; for one that ends in * those of all runs, without the shaped reward."""
+    for key, label in keys.items():
+        if not key.endswith("*"):
+            yield key, label
+            continue
+        begin = key.removesuffix("*")
+        found = {name for run in runs.values() for row in run.rows for name in row if name.startswith(begin)}
+        yield from ((name, name.removeprefix(begin)) for name in sorted(found - {"reward/shaped"}))

@@ -253,12 +253,11 @@ class JobState:
 
 
 def job_states(jobs: Sequence[str]) -> dict[str, JobState]:
-    """Of each job, from the queue, else from the controller's memory, else from the accounting; else `GONE`.
+    """Return each job's state from the controller, else from the accounting; else `GONE`.
 
     Raises UnfitMachine where there is no Slurm, or it does not answer.
     """
     found = queued(jobs)
-    found |= {job: shown for job in jobs if job not in found and (shown := _shown(job)) is not None}
     if missing := [job for job in jobs if job not in found]:
         found |= _accounted(missing)
     return {job: found.get(job, JobState(GONE, "")) for job in jobs}
@@ -275,19 +274,12 @@ def queued(jobs: Sequence[str]) -> dict[str, JobState]:
     return {row[0]: JobState(row[1], _reason(row[2] if len(row) > 2 else "")) for row in rows}
 
 
-def _shown(job: str) -> JobState | None:
-    """`scontrol show job`, which knows a job for some minutes after its end."""
-    told = _call_if_there(["scontrol", "-o", "show", "job", job])
-    if told is None or told.returncode:
-        return None
-    fields = dict(word.split("=", 1) for word in told.stdout.split() if "=" in word)
-    return JobState(fields["JobState"], _reason(fields.get("Reason", ""))) if "JobState" in fields else None
-
-
 def _accounted(jobs: Sequence[str]) -> dict[str, JobState]:
     """What the accounting, where a cluster keeps one, says of the jobs' last start."""
-    told = _call_if_there(["sacct", "-X", "-n", "-P", "-j", ",".join(jobs), "-o", "JobID,State,Reason"])
-    if told is None or told.returncode:
+    if shutil.which("sacct") is None:
+        return {}
+    told = _call(["sacct", "-X", "-n", "-P", "-j", ",".join(jobs), "-o", "JobID,State,Reason"], _ASK_S)
+    if told.returncode:
         return {}
     rows = [line.split("|") for line in told.stdout.splitlines() if line.count("|") == 2]
     return {job: JobState(state.split()[0], _reason(reason)) for job, state, reason in rows if state}
@@ -295,10 +287,6 @@ def _accounted(jobs: Sequence[str]) -> dict[str, JobState]:
 
 def _reason(text: str) -> str:
     return "" if text.strip() in ("None", "(null)", "none") else text.strip()
-
-
-def _call_if_there(words: list[str]) -> "subprocess.CompletedProcess[str] | None":
-    return _call(words, _ASK_S) if shutil.which(words[0]) else None
 
 
 def _call(words: list[str], seconds: float, folder: Path | None = None) -> "subprocess.CompletedProcess[str]":

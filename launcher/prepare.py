@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_prorl.config import Config
+from nemo_prorl.config import Config, DataSource
 from nemo_prorl.errors import DataError, UnfitMachine
 from nemo_prorl.launcher.cores import Cores
 from nemo_prorl.launcher.environment import cache_folder
 
 if TYPE_CHECKING:
-    from nemo_prorl.config import DataSource
     from nemo_prorl.rewards.interface import RewardPlugin
 
 

@@ -186,8 +186,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     rates = read_rates(cfg, arguments.mean_tokens, arguments.tokens_per_s, arguments.measured)
     chain = plan_chain(cfg, arguments.overrides, rates, arguments.config)
     if arguments.json:
-        rows = {name: str(value) for name, value in overview.run_rows(cfg).items()}
-        sys.stdout.write(json.dumps({"run": rows, **chain.as_json()}, indent=1) + "\n")
+        sys.stdout.write(json.dumps({"run": overview.run_rows(cfg), **chain.as_json()}, indent=1) + "\n")
     else:
         sys.stdout.write(overview.plan(cfg, chain))
 

@@ -59,7 +59,7 @@ def load(overrides: list[str], config_file: Path | None = None) -> DictConfig:
     else:
         cfg = read_config(config_file)
     for override in values:
-        for key, value in _leaves(override.value(), override.key_or_group, into_lists=False):
+        for key, value in leaves(override.value(), override.key_or_group, into_lists=False):
             _apply(cfg, key, value, override.is_add())
     try:
         missing = sorted(OmegaConf.missing_keys(cfg))
@@ -110,7 +110,7 @@ def read_config(path: Path) -> DictConfig:
         raise ConfigError(f"{path} holds no configuration: it must be a yaml mapping")
     cfg = OmegaConf.structured(Config)
     try:
-        for key, value in _leaves(read):
+        for key, value in leaves(read):
             _require_known(cfg, key, value)
         return OmegaConf.merge(cfg, read)  # type: ignore[return-value]
     except ConfigError as error:
@@ -124,7 +124,7 @@ def check_same_run(old: DictConfig, new: DictConfig) -> None:
 
     A run may grow (`max_steps`) and change its parallel layout, cadences of checkpoints, deadlines and logging.
     """
-    before, after = (dict(_leaves(OmegaConf.to_container(cfg, resolve=True))) for cfg in (old, new))
+    before, after = (dict(leaves(OmegaConf.to_container(cfg, resolve=True))) for cfg in (old, new))
     differences = []
     for key in sorted(before.keys() | after.keys()):
         was, wanted = before.get(key), after.get(key)
@@ -257,7 +257,7 @@ def _unknown(cfg: DictConfig, key: str, here: str, part: str, node: Any, value: 
         length = f"a list of {len(node)}" if isinstance(node, ListConfig) else "a single value"
         return f"unknown key {key} (={value}): {where} is {length}"
     known = sorted({str(k) for k in node} | (set(group_options()) if not here else set()))
-    everywhere = [k for k, _ in _leaves(OmegaConf.to_container(cfg, resolve=False))]
+    everywhere = [k for k, _ in leaves(OmegaConf.to_container(cfg, resolve=False))]
     same_name = [k for k in everywhere if k.split(".")[-1] == key.split(".")[-1]]
     prefix = f"{here}." if here else ""
     near = [prefix + name for name in difflib.get_close_matches(part, known, n=1)]
@@ -279,7 +279,7 @@ def _is_free(key: str) -> bool:
     return False
 
 
-def _leaves(tree: Any, prefix: str = "", into_lists: bool = True) -> Iterator[tuple[str, Any]]:
+def leaves(tree: Any, prefix: str = "", into_lists: bool = True) -> Iterator[tuple[str, Any]]:
     """Full keys and values of everything that is not itself a non-empty mapping or a list of mappings."""
     branches: Iterable[tuple[Any, Any]] = ()
     if isinstance(tree, dict):
@@ -289,7 +289,7 @@ def _leaves(tree: Any, prefix: str = "", into_lists: bool = True) -> Iterator[tu
     if prefix and not branches:
         yield prefix, tree
     for key, value in branches:
-        yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key), into_lists)
+        yield from leaves(value, f"{prefix}.{key}" if prefix else str(key), into_lists)
 
 
 def _same_kind(old: Any, new: Any) -> bool:

@@ -3,8 +3,6 @@
 import os
 import socket
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
@@ -16,26 +14,15 @@ from nemo_prorl.planning.devices import devices_words, node_devices
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
-@dataclass(frozen=True)
-class PortFacts:
-    """What became of opening ports on an address; `fault` is empty where all were opened and one was reached."""
-
-    address: str
-    wanted: int
-    opened: int
-    fault: str
-
-
 def of_run(cfg: DictConfig, environment: Mapping[str, str]) -> Iterator[Check]:
     nodes = cfg.trainer.num_nodes
-    wanted = 2 + cfg.rollout.engines // nodes  # rendezvous and reward server beside a node's engines
     try:
         address = own_address() if nodes > 1 else "127.0.0.1"
     except OSError as error:
         text = f"this machine's name {socket.gethostname()!r} has no address: {error.strerror or error}"
         yield Check("ports", "fail", text, "put it into /etc/hosts or DNS")
     else:
-        yield ports_judged(measure_ports(address, wanted), nodes)
+        yield port_judged(address, port_fault(address), nodes)
         variables = {**dict(cfg.launch.env), **environment}
         if nodes > 1 and (fault := loopback_fault(Job().nodes, variables)):
             yield Check("network", "fail", fault)
@@ -79,28 +66,22 @@ def _address(name: str) -> str:
         return "127.0.0.1"
 
 
-def measure_ports(address: str, wanted: int) -> PortFacts:
-    """Opens `wanted` free ports at once, the last where a run's own are, and connects to that one."""
-    opened, fault = 0, ""
-    with ExitStack() as stack:
-        try:
-            server = None
-            for left in reversed(range(wanted)):
-                server = stack.enter_context(socket.create_server((address, 0 if left else free_port(address))))
-                opened += 1
-            if server is not None:
-                stack.enter_context(socket.create_connection(server.getsockname(), timeout=5))
-        except OSError as error:
-            fault = error.strerror or str(error)
-    return PortFacts(address, wanted, opened, fault)
+def port_fault(address: str) -> str:
+    """Return why a free port on an address cannot be opened or reached; empty where it can."""
+    try:
+        with socket.create_server((address, free_port(address))) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
-def ports_judged(facts: PortFacts, nodes: int) -> Check:
-    text = f"{facts.opened} of {facts.wanted} ports opened on {facts.address}"
-    if facts.fault:
+def port_judged(address: str, fault: str, nodes: int) -> Check:
+    text = f"a port on {address} is opened and reached"
+    if fault:
         cure = "look at `ulimit -n`, net.ipv4.ip_local_port_range and the firewall's rules for that address"
-        return Check("ports", "fail", f"{text}: {facts.fault}", cure)
-    if nodes > 1 and facts.address.startswith("127."):
+        return Check("ports", "fail", f"no port on {address} can be opened and reached: {fault}", cure)
+    if nodes > 1 and address.startswith("127."):
         cure = f"let /etc/hosts or DNS give {socket.gethostname()} the address by which nodes reach it; try --nodes"
         return Check("ports", "warn", f"{text}, which other machines cannot reach", cure)
     return Check("ports", "pass", text)

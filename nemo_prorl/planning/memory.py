@@ -220,13 +220,8 @@ def rank_parameters(shape: ModelShape, layout: Layout) -> int:
 
 
 def weight_bytes(cfg: DictConfig) -> int:
-    """Of one weight in use: 2 where Megatron holds 16-bit weights beside float32 masters."""
+    """Return the bytes of a weight in use, and of an activation: 2 under bf16, beside float32 masters."""
     return 2 if str(cfg.trainer.precision).startswith("bf16") else FLOAT32
-
-
-def activation_bytes(cfg: DictConfig) -> int:
-    """Of one activation: 2 under bf16, else 4."""
-    return weight_bytes(cfg)
 
 
 def layer_activations(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens: int) -> int:
@@ -248,7 +243,7 @@ def layer_activations(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens
     (Transformer Engine's, torch's on the CPU), which keeps no scores, so selective recomputation saves nothing more.
     On a GPU without Transformer Engine the scores are kept (heads x tokens each), unless recomputed selectively.
     """
-    size, cpu = activation_bytes(cfg), cfg.trainer.accelerator == "cpu"
+    size, cpu = weight_bytes(cfg), cfg.trainer.accelerator == "cpu"
     norms = (6 if cpu else 4) * shape.hidden
     fused = _optional(cfg.model, "bias_activation_fusion")
     cut = 3 * shape.queries + 3 * shape.kv + (3 if fused else 4) * shape.ffn
@@ -271,7 +266,7 @@ def stage_activations(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens
     full = layer_activations(cfg, shape, layout, tokens)
     if _optional(cfg.model, "activations_checkpoint_granularity") != "full":
         return layers * full
-    entry = tokens * shape.hidden * activation_bytes(cfg) // (layout.tp if layout.sequence_parallel else 1)
+    entry = tokens * shape.hidden * weight_bytes(cfg) // (layout.tp if layout.sequence_parallel else 1)
     count = min(layers, _optional(cfg.model, "activations_checkpoint_num_layers") or 1)
     if _optional(cfg.model, "activations_checkpoint_method") == "block":
         return count * entry + (layers - count + 1) * full
@@ -280,14 +275,11 @@ def stage_activations(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens
 
 def micro_batch_tokens(cfg: DictConfig) -> int:
     """Positions of the largest micro-batch: full rows up to model.micro_batch_size, or model.micro_batch_tokens."""
-    rows, budget = cfg.model.micro_batch_size * cfg.trainer.grpo.context_tokens, micro_batch_budget(cfg)
+    rows, budget = (
+        cfg.model.micro_batch_size * cfg.trainer.grpo.context_tokens,
+        _optional(cfg.model, "micro_batch_tokens"),
+    )
     return int(rows if budget is None else min(rows, budget))
-
-
-def micro_batch_budget(cfg: DictConfig) -> int | None:
-    """model.micro_batch_tokens; runs made before there was this key have none."""
-    value = _optional(cfg.model, "micro_batch_tokens")
-    return None if value is None else int(value)
 
 
 def logits_bytes(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens: int) -> tuple[int, int]:
@@ -298,7 +290,7 @@ def logits_bytes(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens: int
     of hidden states, in float32, and of the whole output weight, in its own dtype.  16-bit models: float32 copies of
     the rows and words that are multiplied, and a float32 sum for one block of words.
     """
-    grpo, size = cfg.trainer.grpo, activation_bytes(cfg)
+    grpo, size = cfg.trainer.grpo, weight_bytes(cfg)
     rows, all_words = min(grpo.logprob_chunk_tokens, tokens), -(-shape.padded_vocab // layout.tp)
     words, half = min(grpo.logprob_chunk_words, all_words), size < FLOAT32
     bonus = bool(grpo.entropy_coef) or bool(grpo.adaptive_entropy.enabled)
@@ -322,7 +314,7 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
     the logits.
     """
     shape, layout = ModelShape.of(cfg.model, vocabulary(cfg)[0] if vocab is None else vocab), Layout.of(cfg)
-    grpo, size, act = cfg.trainer.grpo, weight_bytes(cfg), activation_bytes(cfg)
+    grpo, size = cfg.trainer.grpo, weight_bytes(cfg)
     mine, tokens = rank_parameters(shape, layout), micro_batch_tokens(cfg)
     master = FLOAT32 if size < FLOAT32 else 0
     grad = FLOAT32 if _optional(cfg.model, "optim.grad_sync_dtype") in (None, "fp32", 32) else size
@@ -333,11 +325,13 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
     resident = weights + gradients + optimizer
 
     one = stage_activations(cfg, shape, layout, tokens)
-    ends = 3 * tokens * shape.hidden * act  # around the output layer: into the last norm, out of it, predicted rows
+    ends = 3 * tokens * shape.hidden * size  # around the output layer: into the last norm, out of it, predicted rows
     rows = grpo.prompts_per_step // grpo.updates_per_step * grpo.samples_per_prompt
-    in_one = cfg.model.micro_batch_size if micro_batch_budget(cfg) is None else 1  # of a budget's: one at least
+    in_one = (
+        cfg.model.micro_batch_size if _optional(cfg.model, "micro_batch_tokens") is None else 1
+    )  # of a budget's: one at least
     in_flight = min(layout.pp, max(1, rows // layout.dp // in_one))
-    work = tokens * act * (2 * shape.hidden + 3 * shape.ffn // layout.tp)
+    work = tokens * size * (2 * shape.hidden + 3 * shape.ffn // layout.tp)
     forward, backward = logits_bytes(cfg, shape, layout, tokens)
     updates = max(one * in_flight + work, one + ends + max(backward, work))
     cpu = cfg.trainer.accelerator == "cpu"
@@ -381,7 +375,7 @@ def _engine(cfg: DictConfig, shape: ModelShape) -> dict[str, Any]:
     logits, log-probabilities and probabilities of each sequence beside the logits themselves.
     """
     rollout, context = cfg.rollout, cfg.trainer.grpo.context_tokens
-    tp, size = rollout.tensor_parallel_size, _SIZES.get(rollout.dtype, activation_bytes(cfg))
+    tp, size = rollout.tensor_parallel_size, _SIZES.get(rollout.dtype, weight_bytes(cfg))
     batch = max(rollout.max_batched_tokens, context)  # as rollout.server asks for it
     work = batch * size * (4 * shape.hidden + 3 * shape.ffn // tp)
     head = max(size, FLOAT32) if cfg.trainer.grpo.float32_head else size
@@ -406,7 +400,7 @@ def _kept(grpo: DictConfig) -> int:
 
 def micro_batch_words(cfg: DictConfig) -> str:
     """The key that limits a micro-batch, with its value."""
-    size, budget = cfg.model.micro_batch_size, micro_batch_budget(cfg)
+    size, budget = cfg.model.micro_batch_size, _optional(cfg.model, "micro_batch_tokens")
     if budget is not None and budget < size * cfg.trainer.grpo.context_tokens:
         return f"model.micro_batch_tokens={budget}"
     return f"model.micro_batch_size={size}"

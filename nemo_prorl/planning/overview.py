@@ -6,12 +6,15 @@ from omegaconf import DictConfig
 
 from nemo_prorl.data.prepared import missing_files
 from nemo_prorl.lifecycle.tolerances import engine_gap_alarm, kl_after_reset
+from nemo_prorl.planning.columns import columns
 from nemo_prorl.planning.memory import (
     GB,
     PUBLISHED_VERSIONS,
     RESERVE_PARTS,
     Memory,
+    ModelShape,
     device_source,
+    layer_parameters,
     micro_batch_tokens,
     micro_batch_words,
 )
@@ -21,23 +24,29 @@ from nemo_prorl.planning.plan import NAMES, PAPER_GPU_HOURS, Chain, PlannedStage
 def plan(cfg: DictConfig, chain: Chain) -> str:
     """The run, one line a matter; the recipe's chain, one line a stage; memory for the layout."""
     refused = "".join(f"\n{stage.name}: {stage.refused}\n" for stage in chain.stages if stage.refused)
-    parts = (_table(run_rows(cfg)), _stage_table(chain) + refused, _table(_sources(chain)), _table(_memory(cfg, chain)))
+    parts = (
+        columns(run_rows(cfg).items()),
+        _stage_table(chain) + refused,
+        columns(_sources(chain).items()),
+        columns(_memory(cfg, chain).items()),
+    )
     return "\n".join(parts)
 
 
-def run_rows(cfg: DictConfig) -> dict[str, Any]:
+def run_rows(cfg: DictConfig) -> dict[str, str]:
     """What a resolved configuration will do, by matter."""
     trainer, grpo, model, rollout = cfg.trainer, cfg.trainer.grpo, cfg.model, cfg.rollout
     tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
     ranks = trainer.num_nodes * trainer.devices
     responses = grpo.prompts_per_step * grpo.samples_per_prompt
+    millions = model.num_layers * layer_parameters(ModelShape.of(model, vocab=1)) / 1e6
     resets = ", ".join(map(str, trainer.resets.at_steps)) or "at no fixed step"
     return {
         "run directory": cfg.run_dir,
         "stage": cfg.stage,
         "seed": f"{cfg.seed}{' (deterministic)' if cfg.deterministic else ''}",
         "policy": f"{model.num_layers} layers x {model.hidden_size}, {model.num_attention_heads} heads,"
-        f" {model.num_query_groups} query groups, {_millions(model):.1f} million parameters without the vocabulary",
+        f" {model.num_query_groups} query groups, {millions:.1f} million parameters without the vocabulary",
         "first weights": cfg.pretrained_checkpoint.restore_from_path or "random, with a tokenizer made for the data",
         "machines": f"{trainer.num_nodes} x {trainer.devices} {trainer.accelerator}, precision {trainer.precision}",
         "parallel layout": f"TP {tp} x PP {pp} x DP {ranks // (tp * pp)}",
@@ -48,7 +57,7 @@ def run_rows(cfg: DictConfig) -> dict[str, Any]:
             else ""
         ),
         "warm-up": f"{trainer.warmup.steps} steps of {trainer.warmup.batch_size}, lr {trainer.warmup.lr:g}",
-        "steps": grpo.max_steps,
+        "steps": str(grpo.max_steps),
         "a step": f"{grpo.prompts_per_step} prompts x {grpo.samples_per_prompt} = {responses} responses,"
         f" {grpo.updates_per_step} updates of {responses // grpo.updates_per_step}, lr {model.optim.lr:g}",
         "context": f"{grpo.context_tokens} tokens, temperature {grpo.temperature:g}",
@@ -92,12 +101,7 @@ def _stage_table(chain: Chain) -> str:
         reset = "yes" if stage.hard_reset else "no"
         rows.append((mark, stage.name, reset, *map(_count, numbers), memory, _changes(stage)))
     rows.append(("", "in all", "", *map(_count, chain.totals.values()), "", ""))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [c.rjust(w) if 3 <= i <= 8 else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip() + "\n")
-    return "".join(lines)
+    return columns(rows, right=range(3, 9))
 
 
 def _changes(stage: PlannedStage) -> str:
@@ -114,14 +118,14 @@ def _plain(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _sources(chain: Chain) -> dict[str, Any]:
+def _sources(chain: Chain) -> dict[str, str]:
     """Where the table's numbers are from."""
     rates = chain.rates
     length = f"{rates.mean_tokens:,.1f} tokens, " if rates.mean_tokens is not None else ""
     dropped = f"; {rates.generated_per_trained:.2f} responses generated for each trained on" if length else ""
     if length and rates.generated_per_trained == 1.0:
         dropped = "; groups that dynamic sampling drops are not in it"
-    rows: dict[str, Any] = {
+    rows = {
         "tokens <=": "prompts and responses trained on, if each filled its context",
         "generated ~": f"responses x mean length, no longer than the context allows{dropped}",
         "mean response": length + rates.length_source,
@@ -138,7 +142,7 @@ def _sources(chain: Chain) -> dict[str, Any]:
     return rows
 
 
-def _memory(cfg: DictConfig, chain: Chain) -> dict[str, Any]:
+def _memory(cfg: DictConfig, chain: Chain) -> dict[str, str]:
     """Bytes for the chosen run's layout, part by part."""
     m, size = chain.memory, chain.device_bytes
     of = "a GPU" if chain.accelerator == "gpu" else "a rank"
@@ -219,15 +223,3 @@ def _count(number: float | None) -> str:
         if number >= size:
             return f"{number / size:,.2f}{unit}"
     return f"{number:,.0f}" if number >= 100 or float(number).is_integer() else f"{number:.3g}"
-
-
-def _millions(model: DictConfig) -> float:
-    """Parameters of the transformer layers in millions: attention, gate, up and down projections."""
-    hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
-    attention = 2 * hidden * hidden + 2 * hidden * hidden // heads * groups
-    return float(model.num_layers * (attention + 3 * hidden * model.ffn_hidden_size) / 1e6)
-
-
-def _table(rows: dict[str, Any]) -> str:
-    width = max(map(len, rows))
-    return "".join(f"{name:<{width}}  {value}\n" for name, value in rows.items())

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl import settings
@@ -134,7 +133,7 @@ def _measured(cfg: DictConfig, run: Path, with_speed: bool) -> Rates:
     file = run / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"--measured {run}: holds no run: it has no config.yaml")
-    old, lines = _saved(file), read_lines(run / "metrics.jsonl")
+    old, lines = settings.read_config(file), read_lines(run / "metrics.jsonl")
     sums = {"rollout/generated_tokens": 0.0, "time/step": 0.0, "rollout/groups": 0.0}
     in_responses = 0.0
     for line in lines:
@@ -167,20 +166,6 @@ def _measured(cfg: DictConfig, run: Path, with_speed: bool) -> Rates:
     source = f"measured: {steps}, {generated / seconds:,.0f} tokens/s on {devices} {old.trainer.accelerator}"
     source += f", in proportion for {here}" if here != devices else ""
     return Rates(**lengths, device_seconds_per_token=seconds * devices / generated, speed_source=source)
-
-
-def _saved(file: Path) -> DictConfig:
-    """A run's configuration, of an older version too: just the keys that are read here must be in it."""
-    try:
-        cfg = OmegaConf.create(file.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--measured: {file} cannot be read as yaml: {error}") from error
-    grpo, trainer = ("samples_per_prompt", "context_tokens"), ("num_nodes", "devices", "accelerator")
-    keys = [*(f"trainer.grpo.{key}" for key in grpo), *(f"trainer.{key}" for key in trainer)]
-    if missing := [k for k in keys if not isinstance(cfg, DictConfig) or OmegaConf.select(cfg, k) is None]:
-        raise ConfigError(f"--measured: {file} is no run's configuration: it lacks {missing[0]}")
-    assert isinstance(cfg, DictConfig)
-    return cfg
 
 
 def plan_chain(cfg: DictConfig, overrides: list[str], rates: Rates, config_file: Path | None = None) -> Chain:
@@ -255,19 +240,12 @@ def _stage(
 
 def _changes(before: DictConfig | None, now: DictConfig) -> dict[str, Any]:
     """Keys whose value differs from the stage before; of the first stage what the table has a name for."""
-    new = dict(_leaves(OmegaConf.to_container(now, resolve=True)))
+    new = dict(settings.leaves(OmegaConf.to_container(now, resolve=True), into_lists=False))
     if before is None:
         return {key: new.get(key) for key in NAMES}
-    old = dict(_leaves(OmegaConf.to_container(before, resolve=True)))
+    old = dict(settings.leaves(OmegaConf.to_container(before, resolve=True), into_lists=False))
     keys = [*NAMES, *sorted((old.keys() | new.keys()) - NAMES.keys())]
     return {key: new.get(key) for key in keys if old.get(key) != new.get(key) and not key.startswith(NO_CHANGE)}
-
-
-def _leaves(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    """Full keys and values of a nested mapping; a list is one value."""
-    if not isinstance(tree, dict) or not tree:
-        return [(prefix, tree)]
-    return [leaf for key, value in tree.items() for leaf in _leaves(value, f"{prefix}.{key}" if prefix else str(key))]
 
 
 def _totals(stages: list[PlannedStage]) -> dict[str, float | None]:

@@ -269,12 +269,11 @@ def test_a_tokenizer_that_does_not_load(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_ports() -> None:
-    facts = network.measure_ports("127.0.0.1", 3)
-    assert facts == network.PortFacts("127.0.0.1", 3, 3, "")
-    assert states([network.ports_judged(facts, 1), network.ports_judged(facts, 2)]) == ["pass", "warn"]
-    elsewhere = network.measure_ports("192.0.2.1", 1)  # an address kept for documentation: nobody's
-    assert elsewhere.opened == 0
-    assert states([network.ports_judged(elsewhere, 1)]) == ["fail"]
+    fault = network.port_fault("127.0.0.1")
+    assert fault == ""
+    assert states([network.port_judged("127.0.0.1", fault, nodes) for nodes in (1, 2)]) == ["pass", "warn"]
+    elsewhere = network.port_fault("192.0.2.1")  # an address kept for documentation: nobody's
+    assert states([network.port_judged("192.0.2.1", elsewhere, 1)]) == ["fail"]
 
 
 def test_a_machine_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,8 +138,8 @@ def test_a_throughput_of_another_model_or_machine_is_refused(tmp_path: Path) -> 
         ({"measured": Path("gone")}, ConfigError, "--measured gone: holds no run"),
         ({"measured": Path("idle")}, DataError, "nothing to measure by"),
         ({"measured": Path("short")}, DataError, "step 1: time/step: must be a number"),
-        ({"measured": Path("empty")}, ConfigError, "it lacks trainer.grpo.samples_per_prompt"),
-        ({"measured": Path("text")}, ConfigError, "it lacks trainer.grpo.samples_per_prompt"),
+        ({"measured": Path("empty")}, ConfigError, "empty/config.yaml holds no configuration"),
+        ({"measured": Path("text")}, ConfigError, "text/config.yaml holds no configuration"),
     ],
 )
 def test_what_is_wrong_is_said(rates: dict[str, Any], kind: type[Exception], said: str, tmp_path: Path) -> None:

@@ -313,7 +313,7 @@ def faults_in_place(env: Environment, imports: list[str]) -> list[str]:
     series = {n: ".".join(pins[n].split(".")[:2]) for n in ("nemo-toolkit", "megatron-core", "nemo-aligner")}
     refused = replacements(names_of(env.projects), env.lock, NEEDED)[1]
     _log.info("checking %s: its packages, then importing %s (half a minute)", env.python, ", ".join(imports))
-    return [*faults(env.python, before, series, env.projects, imports), *refused]
+    return [*faults(before, series, env.projects, imports), *refused]
 
 
 def check(arguments: argparse.Namespace, wanted: list[Environment]) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -126,25 +126,12 @@ def names_of(projects: Iterable[Path]) -> list[str]:
     return [match[1] for match in found if match]
 
 
-# Runs inside the environment: prints each thing that is wrong, one line each.
-_CHECK = """
-import importlib, json, os, re, sys
-asked = json.load(sys.stdin)
-sys.path.insert(0, asked["setup"])
-from in_place import distributions, unmet
+# Prints what does not import, one line each.
+_IMPORT = """
+import importlib, os, sys
 say = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what the imports print is no finding
-found = distributions()
-for name, version in asked["kept"].items():
-    if name not in found or found[name].version != version:
-        print(name, "was", version, "and is", found[name].version if name in found else "gone", file=say)
-for name, series in asked["series"].items():
-    version = found[name].version if name in found else "missing"
-    if not re.match(re.escape(series) + r"(\\D|$)", version):
-        print(name, "is", version, "and must be", series + ".*", file=say)
-for need in unmet(asked["projects"]):
-    print(need, file=say)
-for module in asked["imports"]:
+for module in sys.argv[1:]:
     try:
         importlib.import_module(module)
     except BaseException as error:
@@ -153,28 +140,23 @@ for module in asked["imports"]:
 
 
 def faults(
-    python: Path, kept: Mapping[str, str], series: Mapping[str, str], projects: Sequence[Path], imports: Sequence[str]
+    kept: Mapping[str, str], series: Mapping[str, str], projects: Sequence[Path], imports: Sequence[str]
 ) -> list[str]:
-    """What keeps `python` from running this project; empty when all is well.
+    """Return what keeps this Python from running this project; empty when all is well.
 
     `kept` are versions {name: version} that must be as they were, `series` beginnings of versions, `projects` folders
     of installed projects whose dependencies must be there in fitting versions, `imports` modules that must import.
     """
-    asked = {
-        "setup": str(Path(__file__).resolve().parent),
-        "kept": dict(kept),
-        "series": dict(series),
-        "projects": names_of(projects),
-        "imports": list(imports),
-    }
+    found = installed()
+    wrong = [
+        f"{n} was {version} and is {found.get(n, 'gone')}" for n, version in kept.items() if found.get(n) != version
+    ]
+    for name, begin in series.items():
+        if not re.match(re.escape(begin) + r"(\D|$)", version := found.get(name, "missing")):
+            wrong.append(f"{name} is {version} and must be {begin}.*")
+    wrong += map(str, unmet(names_of(projects)))
     with tempfile.TemporaryDirectory() as folder:  # NeMo makes one below its cache when it is imported
-        told = subprocess.run(
-            [str(python), "-c", _CHECK],
-            input=json.dumps(asked),
-            capture_output=True,
-            text=True,
-            env={**os.environ, "XDG_CACHE_HOME": folder},
-            check=False,
-        )
-    died = [f"the check itself ended with {told.returncode}: {told.stderr[-500:]}"] if told.returncode else []
-    return [*told.stdout.splitlines(), *died]
+        command, env = [sys.executable, "-c", _IMPORT, *imports], {**os.environ, "XDG_CACHE_HOME": folder}
+        done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    died = [f"the imports ended with {done.returncode}: {done.stderr[-500:]}"] if done.returncode else []
+    return [*wrong, *done.stdout.splitlines(), *died]

@@ -298,10 +298,10 @@ def test_the_project_goes_in_and_what_was_there_stays(container: tuple[Path, Pat
 
 def test_faults_are_named() -> None:
     project = ROOT / "reward_plugins" / "math"
-    assert in_place.faults(Path(sys.executable), {}, {"nemo-toolkit": "2.3"}, [project], ["json"]) == []
+    assert in_place.faults({}, {"nemo-toolkit": "2.3"}, [project], ["json"]) == []
     kept = {"torch": "0.1", "never-there": "1"}
     series = {"megatron-core": "0.1", "apex": "1.0"}  # 0.12 is not of the series 0.1
-    told = in_place.faults(Path(sys.executable), kept, series, [project], ["no_such_module"])
+    told = in_place.faults(kept, series, [project], ["no_such_module"])
     assert len(told) == 5
     for part in ("torch was 0.1 and is ", "never-there was 1 and is gone", "must be 0.1.*", "apex is missing"):
         assert any(part in line for line in told), part
@@ -310,7 +310,7 @@ def test_faults_are_named() -> None:
 
 def test_a_project_that_is_not_installed_is_a_fault(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "not-installed"\n')
-    told = in_place.faults(Path(sys.executable), {}, {}, [tmp_path], [])
+    told = in_place.faults({}, {}, [tmp_path], [])
     assert told == ["this project needs not-installed which is missing"]
 
 

@@ -1,4 +1,4 @@
-"""What a configuration asks of a Slurm job, as one line of JSON: `slurm.py` asks, which has none of our packages.
+"""Prints what a configuration needs of a Slurm job, as a line of JSON, for `slurm.py`, which has none of our packages.
 
 python -m nemo_prorl.launcher.allocation OVERRIDE ...     exit code 2: the configuration is wrong
 """

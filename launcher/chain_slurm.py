@@ -59,7 +59,7 @@ class ChainStage:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to do."""
+        """Return whether nothing is left to do."""
         try:
             summary = json.loads((self.run_dir / "summary.json").read_text())
         except (OSError, ValueError):
@@ -69,7 +69,7 @@ class ChainStage:
 
 @dataclass(frozen=True)
 class _Launch:
-    """How the stages of one call are submitted: from which folder, and what their commands have in common."""
+    """The folder and the options that the commands of one call share."""
 
     root: Path
     folder: Path
@@ -149,7 +149,7 @@ def _submit(how: _Launch, todo: Sequence[ChainStage], record: dict[str, Any], he
 
 
 def _sbatch(words: list[str], root: Path, stage: str) -> str:
-    """The job's id."""
+    """Submit a stage; return the job's id."""
     told = _call(words, _SUBMIT_S, root)
     job = told.stdout.strip().partition(";")[0]  # ID;CLUSTER where there are several clusters
     if told.returncode or not job.isdecimal():
@@ -158,7 +158,7 @@ def _sbatch(words: list[str], root: Path, stage: str) -> str:
 
 
 def _take_back(jobs: Sequence[str]) -> str:
-    """Cancels jobs and says so."""
+    """Cancel jobs; return a sentence about it."""
     if not jobs:
         return "nothing was submitted"
     try:
@@ -172,7 +172,7 @@ def _take_back(jobs: Sequence[str]) -> str:
 
 
 def _sbatch_flags(text: str | None) -> list[str]:
-    """The words of `--sbatch`; raises ConfigError for flags that are the chain's own."""
+    """Return the words of `--sbatch`; raises ConfigError for flags that are the chain's own."""
     try:
         flags = shlex.split(text or "")
     except ValueError as error:
@@ -212,7 +212,7 @@ def _refuse_those_at_work(todo: Sequence[ChainStage], record: dict[str, Any] | N
 
 
 def _rehearsal(how: _Launch, todo: Sequence[ChainStage]) -> str:
-    """What `launch` would call, as lines for a shell, and the script."""
+    """Return the commands of `launch` as lines for a shell, and the script."""
     lines = [f"cd {shlex.quote(str(how.root))}"]
     before = None
     for stage in todo:
@@ -223,7 +223,7 @@ def _rehearsal(how: _Launch, todo: Sequence[ChainStage]) -> str:
 
 
 def _as_given(args: argparse.Namespace) -> list[str]:
-    """The call of `prorl launch`, to be given again."""
+    """Return the call of `prorl launch`, to be given again."""
     options = {"--sbatch": args.sbatch, "--container-image": args.container_image}
     options |= {"--container-mounts": args.container_mounts}
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
@@ -231,7 +231,7 @@ def _as_given(args: argparse.Namespace) -> list[str]:
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """FOLDER/chain.json, where there is one."""
+    """Return FOLDER/chain.json, if it is there."""
     try:
         record: dict[str, Any] = json.loads((folder / RECORD).read_text())
     except FileNotFoundError:
@@ -264,7 +264,7 @@ def job_states(jobs: Sequence[str]) -> dict[str, JobState]:
 
 
 def queued(jobs: Sequence[str]) -> dict[str, JobState]:
-    """Those of the jobs that squeue knows: waiting, running, and ended a few minutes ago."""
+    """Return the jobs that squeue knows: waiting, running, and ended a few minutes ago."""
     told = _call(["squeue", "-h", "-t", "all", "-j", ",".join(jobs), "-o", "%i %T %r"], _ASK_S)
     if told.returncode and "Invalid job id" in told.stderr:  # one job was asked for, and is forgotten
         return {}
@@ -275,7 +275,7 @@ def queued(jobs: Sequence[str]) -> dict[str, JobState]:
 
 
 def _accounted(jobs: Sequence[str]) -> dict[str, JobState]:
-    """What the accounting, where a cluster keeps one, says of the jobs' last start."""
+    """Return the state of the jobs' last start in the accounting, if the cluster keeps one."""
     if shutil.which("sacct") is None:
         return {}
     told = _call(["sacct", "-X", "-n", "-P", "-j", ",".join(jobs), "-o", "JobID,State,Reason"], _ASK_S)

@@ -26,7 +26,7 @@ OF_A_CHAIN = [KL, ENTROPY, LENGTH, REWARD, VALIDATION, SAMPLING]
 
 
 class RunResults:
-    """What a finished run wrote."""
+    """The summary and the metrics of a finished run."""
 
     def __init__(self, folder: Path) -> None:
         self.summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())

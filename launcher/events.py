@@ -70,7 +70,7 @@ class Events:
         self.close()
 
     def failure(self, what: str, **fields: Any) -> None:
-        """The run ends because of this."""
+        """Call the hook with the failure that ends the run."""
         self.update()  # first what it wrote down itself
         self.tell("failure", last_step(self.dir), what, **fields)
 
@@ -87,7 +87,7 @@ class Events:
         self._proceed()
 
     def update(self) -> None:
-        """Tells what came into the journal since, and looks after the calls under way."""
+        """Call the hook for new lines of the journal, and look after the calls under way."""
         if not self.command:
             return
         for line in self._journal.read():
@@ -102,7 +102,7 @@ class Events:
         self._proceed()
 
     def close(self) -> None:
-        """Gives what is still to be told a few seconds; what then still runs is killed."""
+        """Give waiting calls a few seconds, then kill those that still run."""
         self.update()
         end = time.monotonic() + self._grace_s
         try:
@@ -117,7 +117,7 @@ class Events:
             self._running, self._waiting = [], deque()
 
     def _proceed(self) -> None:
-        """Takes note of calls that ended, kills those that take too long, starts those that may."""
+        """Note ended calls, kill slow ones, and start waiting ones."""
         for call in list(self._running):
             status = call.process.poll()
             if status is None and time.monotonic() >= call.end:
@@ -159,7 +159,7 @@ class Events:
         self._complain(f"for {call.what} it {why}")
 
     def _complain(self, text: str) -> None:
-        """In the hook's log each time, in the run's once."""
+        """Write to the hook's log each time, to the run's once."""
         self._note(text)
         if not self._complained:
             _log.warning("on_event=%s: %s; %s has more, and tells of later ones", self.command[0], text, self.log_file)
@@ -181,7 +181,7 @@ class Events:
 
 
 def last_step(run_dir: Path) -> int:
-    """The last step that metrics.jsonl holds; 0 without one."""
+    """Return the last step in metrics.jsonl; 0 without one."""
     for line in reversed(last_lines(run_dir / "metrics.jsonl")):
         if isinstance(line.get("step"), int):
             return int(line["step"])

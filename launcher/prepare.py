@@ -1,4 +1,4 @@
-"""What is checked and made before any engine or rank starts; everything wrong with it is said here."""
+"""Checks and makes what a run needs before any engine or rank starts."""
 
 import json
 import os
@@ -91,5 +91,5 @@ def check_node(cfg: DictConfig, trains: bool = True) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A part of the configuration as Python's own types."""
+    """Return a part of the configuration as Python's own types."""
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

@@ -1,4 +1,4 @@
-"""The live display of a run, on standard error: one line a step, and what is going on meanwhile."""
+"""The live display of a run on standard error: one line per step, and the present activity."""
 
 import os
 import re
@@ -31,12 +31,12 @@ class Progress:
         self._header = False
 
     def line(self, text: str) -> None:
-        """A line of the trainer's log: ours are shown, NeMo's are in the log file."""
+        """Show a line of the trainer's log if it is ours; NeMo's are in the log file."""
         if match := _OURS.match(text):
             self._print(match[3] if match[1] == "INFO" else f"{match[1]}: {match[3]}")
 
     def update(self) -> None:
-        """Shows the steps that have come since, and on a terminal what is going on."""
+        """Print new steps, and on a terminal the present activity."""
         for line in self._lines.read():
             self._step(line)
         if self._terminal and time.monotonic() - self._shown > 0.5:

@@ -330,7 +330,7 @@ def _source(key: str, source: DictConfig) -> None:
 
 
 def check_command(text: str) -> str | None:
-    """What is wrong with a value of `on_event`, or None.  Looks on this machine, in the present directory and PATH."""
+    """Return the fault of a value of `on_event`, or None.  Looks on this machine, in the present directory and PATH."""
     try:
         words = shlex.split(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""One training step at full context and batch with random tokens: what a run takes when its responses have grown.
+"""Tries one training step at full context and batch with random tokens, as a run needs it when responses have grown.
 
 Real responses fill the context only after days; then it is too late to learn that a GPU's memory does not hold it.
 Runs on every trainer rank, in a run directory that is thrown away afterwards (`prorl doctor --preflight`):
@@ -59,7 +59,7 @@ GENERATED = 64  # tokens that each engine sequence generates at the end of its c
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of a step this node does.  Of the whole run, which may have more nodes than are tried here."""
+    """The share of a step that this node tries.  The run may have more nodes than are tried."""
 
     data_ranks: int  # of the run
     prompts: int  # of a step
@@ -76,7 +76,7 @@ class Plan:
 
     @classmethod
     def of(cls, cfg: Config, rows: int | None = None) -> "Plan":
-        """For a run's configuration; `rows`: of an update's rows try so many only."""
+        """Plan for a run's configuration; `rows`: try only this many rows of an update."""
         grpo, model, nodes = cfg.trainer.grpo, cfg.model, cfg.trainer.num_nodes
         ranks = nodes * cfg.trainer.devices
         data_ranks = ranks // (model["tensor_model_parallel_size"] * model["pipeline_model_parallel_size"])
@@ -103,7 +103,7 @@ class Plan:
 
     @property
     def tried_prompts(self) -> int:
-        """Prompts of the step whose responses are made up: all, or as many as the rows that are tried need."""
+        """Return the number of prompts whose responses are made up: all, or as many as the tried rows need."""
         if self.tried_rows == self.rows:
             return self.prompts
         return min(self.prompts, -(-self.tried_rows * self.data_ranks // self.samples) * self.updates)
@@ -144,7 +144,7 @@ class TrialRecorder:
 
 
 def _reset_peak() -> None:
-    """From here on the peak counts anew: the GPU's, or that of this process (Linux)."""
+    """Reset the peaks of the GPU's memory and of this process's (Linux)."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -153,7 +153,7 @@ def _reset_peak() -> None:
 
 
 def _memory() -> dict[str, int]:
-    """Bytes: this process's peak in host memory, and where there is a GPU the peak on it and what is free there."""
+    """Return in bytes this process's peak in host memory, and on a GPU its peak and the free memory."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     found = {"host_peak": int(status["VmHWM"].split()[0]) << 10}
     if torch.cuda.is_initialized():
@@ -235,7 +235,7 @@ def tried_rows(plan: Plan, groups: list[Group]) -> list[JudgedGroups]:
 
 
 def random_groups(plan: Plan, vocab: int, seed: int) -> list[Group]:
-    """Groups as a rollout gives them: every response fills the context with its prompt, and none ended by itself."""
+    """Return groups as a rollout gives them; every response fills the context with its prompt, and has no eos."""
     generator = torch.Generator().manual_seed(seed)
     prompt = plan.context - plan.response
 
@@ -279,7 +279,7 @@ def _fill_engines(trainer: Trainer, run_dir: Path, plan: Plan, recorder: TrialRe
 async def responses_of(
     pool: EnginePool, prompts: Sequence[list[int]], sampling: SamplingParams, deadline: Deadline
 ) -> list[Response]:
-    """One response to each prompt, all in flight at once.  Closes the pool."""
+    """Return a response to each prompt, all in flight at once.  Closes the pool."""
     try:
         groups = await asyncio.gather(*(pool.generate(p, [k], sampling, deadline) for k, p in enumerate(prompts)))
     finally:

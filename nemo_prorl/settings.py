@@ -1,4 +1,4 @@
-"""From overrides to a checked configuration: composes `conf/` with Hydra, merges it into the typed schema, checks it.
+"""Makes a checked configuration of overrides: composes `conf/` with Hydra, merges it into the typed schema, checks it.
 
     cfg = load(["cluster=laptop", "trainer.grpo.max_steps=6"])          # pure: looks at conf/ and the named files only
     cfg = load_run(["run_dir=runs/laptop"])                             # continues what the run directory holds
@@ -41,7 +41,7 @@ FREE_SECTIONS = ("rewards.plugins", "launch.env", "data.train.*.options", "data.
 
 
 def load(overrides: list[str], config_file: Path | None = None) -> DictConfig:
-    """The resolved, checked configuration, typed by `config.Config`; raises ConfigError.
+    """Return the resolved, checked configuration, typed by `config.Config`; raises ConfigError.
 
     `overrides` are Hydra's: groups (`cluster=laptop`) and values (`trainer.grpo.max_steps=6`).  With `config_file`
     that file is the whole configuration and only values can be overridden.
@@ -75,7 +75,7 @@ def load(overrides: list[str], config_file: Path | None = None) -> DictConfig:
 
 
 def load_run(overrides: list[str], config_file: Path | None = None, need_data: bool = True) -> DictConfig:
-    """As `load`, but continues the run that `run_dir` holds, where it holds one.
+    """Load as `load` does, but continue the run that `run_dir` holds, if any.
 
     Then the run's own configuration is the base, and `check_same_run` judges what the overrides change.  The command
     that started the run, groups and all, continues it too.
@@ -96,12 +96,12 @@ def load_run(overrides: list[str], config_file: Path | None = None, need_data: b
 
 
 def resolved_yaml(cfg: DictConfig) -> str:
-    """The configuration as yaml without interpolations: what `config.yaml` of a run directory holds."""
+    """Return the configuration as yaml without interpolations, as `config.yaml` of a run directory holds it."""
     return OmegaConf.to_yaml(cfg, resolve=True)
 
 
 def read_config(path: Path) -> DictConfig:
-    """A saved configuration file, merged into the schema and not yet checked; raises ConfigError naming the file."""
+    """Return a saved configuration file, merged into the schema, not yet checked; raises ConfigError."""
     try:
         read = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -120,7 +120,7 @@ def read_config(path: Path) -> DictConfig:
 
 
 def check_same_run(old: DictConfig, new: DictConfig) -> None:
-    """Raises ConfigError when `new` is not a continuation of the run whose configuration is `old`.
+    """Raise ConfigError if `new` is not a continuation of the run whose configuration is `old`.
 
     A run may grow (`max_steps`) and change its parallel layout, cadences of checkpoints, deadlines and logging.
     """
@@ -155,12 +155,12 @@ def _same_path(key: str, was: Any, wanted: Any) -> bool:
 
 
 def conf_folder() -> Path:
-    """The folder with the shipped configuration, wherever the package is installed."""
+    """Return the folder with the shipped configuration, wherever the package is installed."""
     return Path(str(importlib.resources.files("nemo_prorl") / "conf"))
 
 
 def group_options() -> dict[str, list[str]]:
-    """Names of the shipped options of each group."""
+    """Return the names of the shipped options of each group."""
     folders = sorted(p for p in conf_folder().iterdir() if p.is_dir())
     return {folder.name: sorted(p.stem for p in folder.glob("*.yaml")) for folder in folders}
 
@@ -182,7 +182,7 @@ def _parse(overrides: list[str]) -> list[Override]:
 
 
 def _compose(groups: list[Override]) -> DictConfig:
-    """The shipped configuration with these groups chosen, in struct mode on top of the schema."""
+    """Return the shipped configuration with these groups chosen, in struct mode on top of the schema."""
     options = group_options()
     for chosen in groups:
         group, name = chosen.key_or_group, chosen.value()
@@ -218,7 +218,7 @@ def _folder_of_stage(stage: str) -> str:
 
 
 def _apply(cfg: DictConfig, key: str, value: Any, add: bool) -> None:
-    """Sets one value; raises ConfigError for an unknown key or a value of another type."""
+    """Set one value; raises ConfigError for an unknown key or a value of another type."""
     if add and key.startswith(tuple(f"{section}." for section in NEMO_SECTIONS)):
         OmegaConf.update(cfg, key, value, force_add=True)  # a key of NeMo's that no shipped file sets
         return
@@ -232,7 +232,7 @@ def _apply(cfg: DictConfig, key: str, value: Any, add: bool) -> None:
 
 
 def _require_known(cfg: DictConfig, key: str, value: Any) -> Any:
-    """The present value at `key`; raises ConfigError with suggestions when the configuration has no such key."""
+    """Return the present value at `key`; raises ConfigError with suggestions if the configuration has no such key."""
     node: Any = cfg
     parts = key.split(".")
     for depth, part in enumerate(parts):
@@ -270,7 +270,7 @@ def _unknown(cfg: DictConfig, key: str, here: str, part: str, node: Any, value: 
 
 
 def _is_free(key: str) -> bool:
-    """Whether a key lies in a section whose keys belong to a plugin or a generator."""
+    """Return whether a key lies in a section whose keys belong to a plugin or a generator."""
     parts = key.split(".")
     for section in FREE_SECTIONS:
         pattern = section.split(".")
@@ -280,7 +280,7 @@ def _is_free(key: str) -> bool:
 
 
 def leaves(tree: Any, prefix: str = "", into_lists: bool = True) -> Iterator[tuple[str, Any]]:
-    """Full keys and values of everything that is not itself a non-empty mapping or a list of mappings."""
+    """Yield full keys and values of everything that is not itself a non-empty mapping or a list of mappings."""
     branches: Iterable[tuple[Any, Any]] = ()
     if isinstance(tree, dict):
         branches = tree.items()
@@ -293,7 +293,7 @@ def leaves(tree: Any, prefix: str = "", into_lists: bool = True) -> Iterator[tup
 
 
 def _same_kind(old: Any, new: Any) -> bool:
-    """Whether `new` can stand where NeMo's yaml has `old`; an interpolation or null may stand anywhere."""
+    """Return whether `new` can replace `old` of NeMo's yaml; an interpolation or null may stand anywhere."""
     if new is None or (isinstance(new, str) and new.startswith("${")):
         return True
     if isinstance(old, bool) or isinstance(new, bool):
@@ -310,7 +310,7 @@ def _same_kind(old: Any, new: Any) -> bool:
 
 
 def _kind(kind: Any, optional: bool) -> str:
-    """A type in words."""
+    """Return a type in words."""
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     if kind in names:
         name = names[kind]
@@ -322,7 +322,7 @@ def _kind(kind: Any, optional: bool) -> str:
 
 
 def _type_message(cfg: DictConfig, key: str, value: Any, error: OmegaConfBaseException) -> str:
-    """What to say of a value that the schema refuses: the expected type where the schema has the key."""
+    """Return the message for a value that the schema refuses, with the expected type if the schema has the key."""
     name = str(error.full_key or key)
     if key and not name.startswith(key) and is_dataclass(error.object_type):  # a key in an item of a list
         known = [field.name for field in fields(error.object_type)]

@@ -23,7 +23,7 @@ MAX_SPANS = 200_000  # of a process: a trace that was never asked for again must
 
 
 def boot_id() -> str:
-    """Names the machine and its boot: processes with the same one share CLOCK_MONOTONIC."""
+    """Return a name of the machine and its boot: processes with the same name share CLOCK_MONOTONIC."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -93,7 +93,7 @@ RECORDER = Recorder()
 
 
 def answer(body: Any, process: str) -> dict[str, Any]:
-    """What a service answers to {"record": true} or {"record": false}; ValueError for anything else."""
+    """Return the reply of a service to {"record": true} or {"record": false}; ValueError for anything else."""
     if not isinstance(body, dict) or not isinstance(body.get("record"), bool):
         raise ValueError('the body must be {"record": true} or {"record": false}')
     if not body["record"]:
@@ -103,7 +103,7 @@ def answer(body: Any, process: str) -> dict[str, Any]:
 
 
 def lanes(spans: Sequence[tuple[float, float]]) -> list[int]:
-    """For spans in order of their begin, the first lane that is free then; what nests or overlaps gets another."""
+    """Return a lane for each span, in order of their begin: the first that is free then."""
     free: list[int] = []
     busy: list[tuple[float, int]] = []
     found = []
@@ -119,7 +119,7 @@ def lanes(spans: Sequence[tuple[float, float]]) -> list[int]:
 def timeline(
     step: int, window: tuple[float, float], parts: Sequence[dict[str, Any]], missing: dict[str, str]
 ) -> dict[str, Any]:
-    """One trace of the parts.  The first part is of the process whose clock `window` and the axis go by.
+    """Merge the parts into one trace.  `window` and the time axis go by the clock of the first part's process.
 
     A part may carry `wall_offset`, seconds by which its wall clock is ahead of the first's, as its asker measured it.
     What ended before the window or began after it is left out; times are microseconds from the window's begin.
@@ -160,7 +160,7 @@ def timeline(
 
 
 def _events_of(pid: int, name: str, spans: list[dict[str, Any]], shift: float) -> list[dict[str, Any]]:
-    """A process's events: its name, a track for each category and lane, and its spans."""
+    """Return a process's events: its name, a track for each category and lane, and its spans."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "ts": 0, "args": {"name": name}}
     ]

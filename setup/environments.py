@@ -95,7 +95,7 @@ class Environment:
         return self.folder / "bin" / "python"
 
     def stamp(self, torch_index: str) -> dict[str, str]:
-        """What the environment is made from; equal to the stamp inside it, nothing needs to be done."""
+        """Return what the environment is made from; nothing is to be done if the stamp inside is equal."""
         projects = "".join(p.name + (p / "pyproject.toml").read_text() for p in self.projects)
         return {
             "folder": str(self.folder),
@@ -114,7 +114,7 @@ class Environment:
 
 
 def directive(lock: Path, key: str) -> str:
-    """The value of a `# key: value` line at the head of a lock file."""
+    """Return the value of a `# key: value` line at the head of a lock file."""
     for line in read_pins(lock.read_text())[0]:
         if match := re.match(rf"#\s*{key}:\s*(\S+)", line):
             return match[1]
@@ -187,7 +187,7 @@ def run_pip(env: Environment, arguments: list[str], doing: str, count: int = 0) 
 
 
 def failure(env: Environment, doing: str, said: str) -> str:
-    """What to tell when pip failed: the step, pip's own error lines, and what can be done."""
+    """Return the message for a failure of pip: the step, pip's own error lines, and a cure."""
     errors = [line for line in said.splitlines() if re.match(r"\s*(ERROR|error|OSError)", line)][:4]
     shown = "\n".join(f"  pip: {line.strip()}" for line in errors or said.splitlines()[-4:])
     advice = next((text for pattern, text in ADVICE if re.search(pattern, said)), "Run again, or read the log.")
@@ -261,7 +261,7 @@ class InPlace(Environment):
 
 
 def install_in_place(env: Environment, dry_run: bool) -> None:
-    """Adds to this Python what it lacks, and replaces what is too old, of the names in setup/container.txt.
+    """Adds the packages of setup/container.txt that this Python lacks, and replaces those that are too old.
 
     Its own constraints on pip are put aside: they also hold back packages that are not there, and nothing that is
     there is touched anyway.
@@ -304,7 +304,7 @@ def write_kept(versions: Mapping[str, str]) -> None:
 
 
 def faults_in_place(env: Environment, imports: list[str]) -> list[str]:
-    """What keeps this Python from running this project, and what was changed in it; empty when all is well."""
+    """Return what keeps this Python from running this project, and what was changed in it; empty when all is well."""
     pins = read_pins(env.lock.read_text())[1]
     kept = VENVS / KEPT
     if not kept.exists() and Path(sys.prefix) != env.folder:

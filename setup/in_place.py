@@ -1,4 +1,4 @@
-"""What `environments.py --in-place` and `--check` ask about a container's Python.  Standard library and pip only."""
+"""Answers questions of `environments.py` about a container's Python.  Standard library and pip only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def installed() -> dict[str, str]:
 
 
 def missing_lines(lock: Path, needed: Path, there: Mapping[str, str]) -> list[str]:
-    """The lines of `lock` for those names in `needed` that are not there in any version."""
+    """Return the lines of `lock` for the names in `needed` that are not installed in any version."""
     names = [normal_name(line) for line in needed.read_text().splitlines() if line and not line.startswith("#")]
     locked = {normal_name(line.split("==")[0]): line for line in lock.read_text().splitlines() if "--hash=" in line}
     if unknown := sorted(set(names) - set(locked)):

@@ -1,4 +1,4 @@
-"""`prorl doctor`: is this machine fit, and for this run?  One line a check, with the cure of what is not.
+"""`prorl doctor`: is this machine fit, and for this run?  Prints one line per check, with a cure if it fails.
 
     machine.py            Python, packages, rollout environment, memory, disk, sandbox, reward plugins
     storage.py            a run's directory, /dev/shm and host memory against what planning.memory says it needs
@@ -98,7 +98,7 @@ def checks(cfg: "DictConfig | None" = None, python: Path | None = None, srun: st
 
 
 def data(cfg: "DictConfig") -> Iterator[Check]:
-    """Yield what is missing of a run's data.  A start judges by the same function."""
+    """Check the data of a run, by the function that a start uses."""
     from nemo_prorl.data.prepared import faults
 
     found = [Check("data", "fail", fault) for fault in faults(cfg)]

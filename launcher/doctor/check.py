@@ -1,4 +1,4 @@
-"""What a check says, and how a fact is asked of another process.  Judgements are functions of measured facts."""
+"""The result of a check, and ways to ask another process for a fact.  Judgements are functions of measured facts."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ _MARK = "PRORL "  # begins the line of a probe's answer: what libraries print at
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at: `state` is "pass", "warn" or "fail"; `cure` says what to do about the last two."""
+    """The result of a check: `state` is "pass", "warn" or "fail"; `cure` says what to do about the last two."""
 
     name: str
     state: str
@@ -28,7 +28,7 @@ class NoAnswer(Exception):
 
 
 def output_of(command: Sequence[str], seconds: float) -> str:
-    """Standard output of a program.  Raises NoAnswer."""
+    """Return the standard output of a program.  Raises NoAnswer."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False)
     except subprocess.TimeoutExpired as error:
@@ -42,7 +42,7 @@ def output_of(command: Sequence[str], seconds: float) -> str:
 
 
 def ask(python: str, code: str, arguments: Sequence[str] = (), seconds: float = 120.0) -> Any:
-    """What `code` passes to `answer(...)` in another Python, whose imports take seconds.  Raises NoAnswer."""
+    """Return what `code` passes to `answer(...)` in another Python, whose imports take seconds.  Raises NoAnswer."""
     head = f"import json\ndef answer(value):\n    print({_MARK!r} + json.dumps(value), flush=True)\n"
     lines = output_of([python, "-c", head + code, *arguments], seconds).splitlines()
     told = [line.removeprefix(_MARK) for line in lines if line.startswith(_MARK)]
@@ -52,7 +52,7 @@ def ask(python: str, code: str, arguments: Sequence[str] = (), seconds: float = 
 
 
 def gb(number: float) -> str:
-    """Bytes in words: GB of 10^9 of them, or MB of 10^6."""
+    """Return bytes in words: GB of 10^9 of them, or MB of 10^6."""
     if number < GB:
         return f"{number / 1e6:.0f} MB"
     return f"{number / GB:.1f} GB" if number < 10 * GB else f"{number / GB:.0f} GB"

@@ -56,7 +56,7 @@ answer({"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl,
 
 @dataclass(frozen=True)
 class Gpu:
-    """One line of nvidia-smi."""
+    """A GPU as a line of nvidia-smi shows it."""
 
     name: str
     memory: int
@@ -70,7 +70,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """What torch of one environment says."""
+    """The versions of torch in one environment, and the GPUs that it sees."""
 
     torch: str
     cuda: str | None  # that it was built for; None: a CPU build
@@ -79,7 +79,7 @@ class TorchFacts:
 
 
 def of_run(cfg: DictConfig, rollout_python: Path) -> Iterator[Check]:
-    """Nothing for a CPU configuration."""
+    """Check GPUs, driver and torch of both environments; yields nothing for a CPU configuration."""
     if cfg.trainer.accelerator != "gpu":
         return
     yield from of_node(cfg, os.environ, rollout_python)
@@ -241,7 +241,7 @@ def _wants_bf16(cfg: DictConfig) -> bool:
 
 
 def parse_smi(text: str) -> list[Gpu]:
-    """The lines of `nvidia-smi --query-gpu`.  Raises ValueError for another form, naming the line."""
+    """Return the GPUs that `nvidia-smi --query-gpu` printed.  Raises ValueError for another form, naming the line."""
     gpus = []
     for line in text.strip().splitlines():
         try:
@@ -256,7 +256,7 @@ def parse_smi(text: str) -> list[Gpu]:
 
 
 def gpus_judged(gpus: Sequence[Gpu], wanted: int, needed_bytes: float | None, words: str) -> Iterator[Check]:
-    """Number, kind and memory.  `words`: the keys that want so many; `needed_bytes`: rollout.device_memory_gb."""
+    """Judge number, kind and memory.  `words`: the keys that want so many; `needed_bytes`: rollout.device_memory_gb."""
     names = ", ".join(f"{sum(g.name == n for g in gpus)} x {n}" for n in dict.fromkeys(g.name for g in gpus)) or "none"
     if len(gpus) < wanted:
         cure = (
@@ -318,7 +318,7 @@ def layers_judged(version: str | None, scales: str | None) -> Check:
 
 
 def torch_judged(name: str, facts: TorchFacts, wanted: int, words: str) -> Check:
-    """Whether torch of an environment sees the GPUs, and why not.  `words`: the keys that want so many."""
+    """Judge whether torch of an environment sees the GPUs.  `words`: the keys that want so many."""
     text = f"torch {facts.torch}, CUDA {facts.cuda}, sees {facts.gpus} GPUs"
     if facts.cuda is None:
         cure = "install torch for CUDA into that environment: leave TORCH_INDEX empty, or name PyTorch's CUDA index"

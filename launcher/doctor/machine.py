@@ -1,4 +1,4 @@
-"""Checks of this machine by itself: Python, environments, memory, disk, sandbox, reward plugins."""
+"""Checks of this machine: Python, environments, memory, disk, sandbox, reward plugins."""
 
 import os
 import re
@@ -45,7 +45,7 @@ def packages() -> Check:
 
 
 def rollout(python: Path, on_gpu: bool) -> Check:
-    """vLLM in the rollout environment."""
+    """Check vLLM in the rollout environment."""
     try:
         found = ask(str(python), _VLLM, seconds=60)
     except NoAnswer as error:
@@ -55,7 +55,7 @@ def rollout(python: Path, on_gpu: bool) -> Check:
 
 
 def locked_version(lock: Path) -> str | None:
-    """The version of vLLM that the lock file names; None where the package lies without its repository."""
+    """Return the version of vLLM that the lock file names; None if the package lies without its repository."""
     found = re.search(r"^vllm(?:-cpu)?==([^\s\\]+)", lock.read_text(), re.M) if lock.is_file() else None
     return found[1] if found else None
 
@@ -75,7 +75,7 @@ def vllm_judged(found: dict[str, str], locked: str | None, on_gpu: bool, python:
 
 
 def sizes() -> Iterator[Check]:
-    """Memory, /dev/shm and disk, where no configuration says what is needed."""
+    """Check memory, /dev/shm and disk, if no configuration says what is needed."""
     memory = psutil.virtual_memory()
     free = memory.available / _GIB
     text = f"{free:.0f} GiB available of {memory.total / _GIB:.0f}"
@@ -93,7 +93,7 @@ def sizes() -> Iterator[Check]:
 
 
 def sandbox() -> Iterator[Check]:
-    """The level that would be used, after every escape was attempted at each; what it lacks is a warning."""
+    """Find the level that would be used, by trying every escape at each; what the level lacks is a warning."""
     proofs = levels.survey()
     best = next((p for p in proofs if p.holds), None)
     for tried in proofs:

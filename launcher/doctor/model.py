@@ -51,7 +51,7 @@ class TokenizerFacts:
 
 
 def of_run(cfg: DictConfig) -> Iterator[Check]:
-    """The given folder, or the one that the run has made; before its first start there may be none."""
+    """Check the given folder, or the one that the run made at its first start."""
     folder = initial_model(cast(Config, cfg), Path(cfg.run_dir))
     if not folder.is_dir():
         yield Check("model", "pass", f"{folder} is made at the first start")
@@ -78,7 +78,7 @@ def of_run(cfg: DictConfig) -> Iterator[Check]:
 
 
 def read_json(file: Path, optional: bool = False) -> dict[str, Any] | None:
-    """A JSON object; None for an optional file that is not there.  Raises ConfigError naming the file."""
+    """Return a JSON object; None for an optional file that is not there.  Raises ConfigError naming the file."""
     if optional and not file.is_file():
         return None
     try:
@@ -91,7 +91,7 @@ def read_json(file: Path, optional: bool = False) -> dict[str, Any] | None:
 
 
 def shape_judged(model: DictConfig, config: dict[str, Any], folder: str) -> Check:
-    """As a start judges it."""
+    """Judge the model's shape as a start does."""
     try:
         check_shape(model, config, folder)
     except ConfigError as error:
@@ -101,7 +101,7 @@ def shape_judged(model: DictConfig, config: dict[str, Any], folder: str) -> Chec
 
 
 def vocabulary_judged(facts: TokenizerFacts, rows: Any) -> Check:
-    """Each id needs a row of the embedding; more rows than ids are padding."""
+    """Check that each id has a row of the embedding; more rows than ids are padding."""
     if not isinstance(rows, int):
         return Check(
             "tokenizer", "fail", f"config.json: vocab_size={rows}", "write the embedding's number of rows there"
@@ -145,7 +145,7 @@ def _said(ids: set[int]) -> str:
 
 
 def source_with_messages(cfg: DictConfig) -> str | None:
-    """Name of the first source, of those with a file, that has a prompt which is a message list."""
+    """Return the name of the first source with a file that has a prompt which is a message list."""
     for source in (*cfg.data.train, *cfg.data.validation):
         if source.path is None or not Path(source.path).is_file():  # doctor/data.py names the missing ones
             continue

@@ -32,7 +32,7 @@ def of_run(cfg: DictConfig, environment: Mapping[str, str]) -> Iterator[Check]:
 
 
 def own_address() -> str:
-    """IPv4 address of this machine's name, by which other nodes find it.  Raises OSError."""
+    """Return the IPv4 address of this machine's name, by which other nodes find it.  Raises OSError."""
     return socket.gethostbyname(socket.gethostname())
 
 
@@ -102,7 +102,7 @@ def interfaces_judged(environment: Mapping[str, str], there: Collection[str]) ->
 
 
 def allocation_judged(environment: Mapping[str, str], cfg: DictConfig) -> Iterator[Check]:
-    """What Slurm gave against trainer.num_nodes and trainer.devices, by the job's environment."""
+    """Compare what Slurm gave with trainer.num_nodes and trainer.devices, by the job's environment."""
     nodes, devices = cfg.trainer.num_nodes, node_devices(cfg)
     given = _number(environment, "SLURM_JOB_NUM_NODES")
     gpus, cores = _number(environment, "SLURM_GPUS_ON_NODE"), _number(environment, "SLURM_CPUS_ON_NODE")

@@ -1,4 +1,4 @@
-"""One node's part of `prorl doctor --nodes`: run as a program, once a node, by srun.  Standard library only.
+"""The part of `prorl doctor --nodes` that srun runs on each node.  Standard library only.
 
     python node_probe.py HOST PORT FOLDER
 
@@ -51,7 +51,7 @@ def node_name() -> str:
 
 
 def shared(folder: Path) -> dict[str, Any]:
-    """What the folder looks like from here."""
+    """Return how the folder behaves as seen from this node."""
     mine = folder / f"node-{node_name()}"
     temporary = mine.with_suffix(".tmp")
     try:
@@ -68,7 +68,7 @@ def shared(folder: Path) -> dict[str, Any]:
 
 
 def locks(folder: Path) -> dict[str, Any]:
-    """Whether doctor's lock, held on another machine, keeps this one out."""
+    """Return whether doctor's lock, held on another machine, keeps this one out."""
     with (folder / "lock").open("r+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,7 +98,7 @@ def versions() -> dict[str, str]:
 
 
 def gpus() -> list[str]:
-    """Name and driver of each GPU; none where nvidia-smi does not answer."""
+    """Return name and driver of each GPU; none if nvidia-smi does not answer."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         told = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
@@ -110,9 +110,9 @@ def gpus() -> list[str]:
 def main() -> None:
     host, port, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     signal.alarm(90)
-    report = {"node": node_name(), "versions": versions(), "gpus": gpus()}
-    report["shm_free"] = shutil.disk_usage("/dev/shm").free
-    sys.stdout.write(MARK + json.dumps({**report, **clock(host, port), **shared(folder)}) + "\n")
+    here = {"versions": versions(), "gpus": gpus(), "shm_free": shutil.disk_usage("/dev/shm").free}
+    report = {"node": node_name(), **here, **clock(host, port), **shared(folder)}
+    sys.stdout.write(MARK + json.dumps(report) + "\n")
 
 
 if __name__ == "__main__":

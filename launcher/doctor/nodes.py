@@ -1,4 +1,4 @@
-"""All nodes of a run compared: clocks, the shared run directory, versions, GPUs, /dev/shm.
+"""Compares the nodes of a run: clocks, the shared run directory, versions, GPUs, /dev/shm.
 
 `node_probe.py` runs once a node through srun and prints what it finds; meanwhile this process tells the time on a port
 of this machine's address, and replaces a file in the shared folder.  `judged` needs the nodes' facts alone.
@@ -37,7 +37,7 @@ DEADLINE_S = 150.0  # for srun to start the probes and for them to end
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What one node said; None where it could not be found out."""
+    """The facts about one node; None if they could not be found out."""
 
     node: str
     versions: dict[str, str]
@@ -53,7 +53,7 @@ class NodeFacts:
 
 
 def of_run(cfg: DictConfig, srun: str) -> Iterator[Check]:
-    """Runs the probes in the run directory, or where it is to be made, and judges."""
+    """Run the probes in the run directory, or where it is to be made, and judge."""
     count = cfg.trainer.num_nodes
     try:
         shared = nearest(Path(cfg.run_dir).absolute())
@@ -69,12 +69,12 @@ def of_run(cfg: DictConfig, srun: str) -> Iterator[Check]:
 
 
 def task_options(count: int) -> list[str]:
-    """One task a node, beside whatever the job already runs."""
+    """Return srun's options for one task per node, beside what the job already runs."""
     return [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--overlap"]
 
 
 def run_probes(command: Sequence[str], seconds: float = DEADLINE_S) -> tuple[str, str]:
-    """(output, last line of the errors); srun is asked to end when the time is up, which ends its tasks."""
+    """Return (output, last line of the errors); srun is asked to end when the time is up, which ends its tasks."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -94,7 +94,7 @@ def run_probes(command: Sequence[str], seconds: float = DEADLINE_S) -> tuple[str
 
 
 def parse(output: str) -> list[NodeFacts]:
-    """What the probes printed, by node; lines of others, broken lines and unknown keys are passed over."""
+    """Read what the probes printed, by node; other lines, broken lines and unknown keys are skipped."""
     known, found = {field.name for field in fields(NodeFacts)}, {}
     for line in output.splitlines():
         _, mark, text = line.partition(node_probe.MARK)  # srun --label writes the task before it
@@ -136,7 +136,7 @@ def judged(
 
 
 def _clocks(nodes: Sequence[NodeFacts]) -> Iterator[Check]:
-    """Each node's clock was compared with this process's: the difference of two is that of their nodes."""
+    """Judge the largest difference of two clocks; each was compared with this process's."""
     asked = sorted((-facts.ahead_s, facts.ahead_error_s, facts.node) for facts in nodes if facts.ahead_s is not None)
     if len(asked) < 2:
         return

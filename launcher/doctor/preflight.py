@@ -1,4 +1,4 @@
-"""`--preflight`: one step at full context on this node (`preflight`), and what it took against what is there.
+"""`--preflight` tries one step at full context on this node (`preflight`) and compares its needs with the machine.
 
 Everything of a run is started, with its configuration, in a folder beside its run directory that is removed at the end.
 """
@@ -67,7 +67,7 @@ SCARCE = 0.05  # of a device or a machine: less left is a warning
 
 @dataclass
 class TrialOutcome:
-    """What a trial left.
+    """The records and failures of a trial.
 
     `ranks`: the records of each rank (`preflight.TrialRecorder`).  `failures`: in words, empty where all is well.
     `first_free`, `lowest_free`: bytes of host memory before the trial, and the least while it ran.
@@ -81,7 +81,7 @@ class TrialOutcome:
 
 
 def of_run(cfg: DictConfig, rows: int | None = None) -> Iterator[Check]:
-    """Tries it.  `rows`: of the rows that a rank has in an update so many only."""
+    """Try a step.  `rows`: try only this many rows of each rank's update."""
     from nemo_prorl.preflight import Plan
 
     plan = Plan.of(cast("Config", cfg), rows)
@@ -100,7 +100,7 @@ def of_run(cfg: DictConfig, rows: int | None = None) -> Iterator[Check]:
 
 
 def trial_config(cfg: DictConfig, folder: Path) -> DictConfig:
-    """The run's configuration for this node alone, begun with its model.  Raises ConfigError: it needs more nodes."""
+    """Return the run's configuration for this node alone.  Raises ConfigError if one node does not do."""
     from nemo_prorl.checks import check
 
     trial, nodes = copy.deepcopy(cfg), cfg.trainer.num_nodes
@@ -139,7 +139,7 @@ def _trial_folder(beside: Path) -> Iterator[Path]:
 
 
 def _remove_weights(trial: Path) -> None:
-    """What a killed trial left in /dev/shm."""
+    """Remove the weights that a killed trial left in /dev/shm."""
     from nemo_prorl.rollout.weights import WeightStore, weights_folder
 
     if (published := weights_folder(trial)).is_dir():
@@ -147,7 +147,7 @@ def _remove_weights(trial: Path) -> None:
 
 
 def _in_use(folder: Path) -> bool:
-    """Whether somebody holds its lock; one just made has none yet, and counts as in use."""
+    """Return whether a process holds the folder's lock; a folder without a lock yet counts as in use."""
     try:
         with (folder / ".lock").open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -187,7 +187,7 @@ def _watched_memory(outcome: TrialOutcome) -> Iterator[None]:
 
 
 def _try(trial: DictConfig, plan: "Plan", folder: Path) -> TrialOutcome:
-    """Runs it.  Raises what a start raises before any process is there."""
+    """Run the trial.  Raises what a start raises before any process is there."""
     from nemo_prorl.launcher import job
     from nemo_prorl.settings import resolved_yaml
 
@@ -222,7 +222,7 @@ def judged(outcome: TrialOutcome, plan: "Plan", trial: DictConfig, memory: Memor
 
 
 def parts_of(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """The parts that all ranks ended, in order: of each number the most of all ranks, of what is free the least."""
+    """Return the parts that all ranks ended: the largest number of all ranks, but the smallest of what is free."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for records in ranks:
         for record in records:
@@ -250,7 +250,7 @@ def said_of(part: str, facts: Mapping[str, Any]) -> str:
 
 
 def failure_judged(outcome: TrialOutcome, trial: DictConfig) -> Check:
-    """Quotes the error, says in which part it came, and names the keys to change where it is want of memory."""
+    """Quote the error and its part, and name the keys to change if memory was short."""
     part, text = _what_failed(outcome)
     killed, memory = _KILLED.search(text) is not None, _OUT_OF_MEMORY.search(text) is not None
     text = f"in {part!r}: {text}" + (f"; all processes' lines are in {outcome.log}" if outcome.log is not None else "")
@@ -286,7 +286,7 @@ def _what_failed(outcome: TrialOutcome) -> tuple[str, str]:
 
 
 def device_judged(parts: Mapping[str, Mapping[str, Any]], memory: Memory) -> Check:
-    """The most that a rank held on its GPU, against the arithmetic that sized the KV cache, and what was left."""
+    """Compare the most that a rank held on its GPU with the planned bytes, and with the room left."""
     part, peak = max(((name, facts["gpu_peak"]) for name, facts in parts.items()), key=lambda pair: pair[1])
     free = min(facts["gpu_free"] for facts in parts.values())
     total = max(facts["gpu_total"] for facts in parts.values())
@@ -314,7 +314,7 @@ def host_judged(outcome: TrialOutcome, parts: Mapping[str, Mapping[str, Any]], d
 
 
 def estimate(parts: Mapping[str, Mapping[str, Any]], plan: "Plan") -> str:
-    """Seconds of a step whose responses all fill the context.
+    """Estimate the seconds of a step whose responses all fill the context.
 
     Each token is taken to cost what the last ones do, so the rollout's is an upper bound.  Rows are a rank's.
     """

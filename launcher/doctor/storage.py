@@ -26,7 +26,7 @@ _IN_MEMORY = ("tmpfs", "ramfs", "overlay")
 
 @dataclass(frozen=True)
 class FolderFacts:
-    """What was found in a folder; a `_fault` is empty where all is well."""
+    """The facts about a folder; a `_fault` is empty if all is well."""
 
     path: Path
     filesystem: str
@@ -40,7 +40,7 @@ class FolderFacts:
 
 
 def of_run(cfg: DictConfig) -> Iterator[Check]:
-    """Run directory, /dev/shm, host memory."""
+    """Check run directory, /dev/shm and host memory."""
     memory, run_dir = memory_of(cfg), Path(cfg.run_dir).absolute()
     try:
         facts = measure_folder(run_dir)
@@ -82,14 +82,14 @@ def measure_folder(run_dir: Path) -> FolderFacts:
 
 
 def nearest(run_dir: Path) -> Path:
-    """The run directory, or the nearest folder above it that is there.  Raises OSError where it is a file."""
+    """Return the run directory, or the nearest folder above it that exists.  Raises OSError where it is a file."""
     if run_dir.exists() and not run_dir.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "it is a file", str(run_dir))
     return next(folder for folder in (run_dir, *run_dir.parents) if folder.is_dir())
 
 
 def _bytes_under(folder: Path) -> int:
-    """A run may be working there: what vanishes meanwhile does not count."""
+    """Return the bytes under a folder; files that a running job removes meanwhile do not count."""
     total = 0
     for file in folder.rglob("*"):
         with suppress(FileNotFoundError):
@@ -105,7 +105,7 @@ def _fault(trial: Callable[[Path], str], folder: Path) -> str:
 
 
 def _sync(folder: Path) -> str:
-    """A file and its folder on the disk, as a checkpoint is committed."""
+    """Write a file and its folder to the disk, as a checkpoint is committed."""
     with (folder / "synced").open("w") as file:
         file.write("x" * 4096)
         file.flush()
@@ -119,7 +119,7 @@ def _sync(folder: Path) -> str:
 
 
 def _replace(folder: Path) -> str:
-    """A file is replaced while somebody reads it: a second open must see the new one, whole."""
+    """Replace a file while it is read: a second open must see the new file, whole."""
     target, new = folder / "target", folder / "target.tmp"
     target.write_text("old")
     with target.open() as before:
@@ -133,7 +133,7 @@ def _replace(folder: Path) -> str:
 
 
 def _lock(folder: Path) -> str:
-    """A second open of a locked file must not get the lock."""
+    """Open a locked file twice: the second must not get the lock."""
     path = folder / "lock"
     with path.open("w") as first, path.open("w") as second:
         fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -152,7 +152,7 @@ def filesystem_of(path: Path) -> str:
 
 
 def folder_judged(facts: FolderFacts, nodes: int) -> Iterator[Check]:
-    """What a run directory must do: checkpoints and endpoints are renamed into place, one run holds its lock."""
+    """Judge a run directory: checkpoints and endpoints are renamed into place, one run holds its lock."""
     where = f"{facts.path} ({facts.filesystem})"
     faults = {
         "a file is not replaced at once": (facts.replace_fault, "use a POSIX filesystem for run_dir"),
@@ -182,7 +182,7 @@ def folder_judged(facts: FolderFacts, nodes: int) -> Iterator[Check]:
 
 
 def checkpoint_room(memory: Memory, budget_gb: float | None) -> int:
-    """Bytes that a run's checkpoints take at most, with one that is being written."""
+    """Return the bytes that a run's checkpoints take at most, with one that is being written."""
     if budget_gb is None:
         return memory.checkpoints
     return min(memory.checkpoints, max(int(budget_gb * GB), memory.checkpoint) + memory.checkpoint)
@@ -211,7 +211,7 @@ def shm_judged(free: int, published: int) -> Check:
 
 
 def host_parts(cfg: DictConfig, memory: Memory) -> dict[str, int]:
-    """Bytes of host memory that a node's processes take, by what for."""
+    """Return the bytes of host memory that a node's processes take, by purpose."""
     parts = {"reference": memory.reference_host, "copy of a checkpoint": memory.snapshot_host}
     if cfg.trainer.accelerator == "cpu":
         parts["training and engine"] = memory.needed * cfg.trainer.devices
@@ -232,7 +232,7 @@ def host_judged(available: tuple[int, str], parts: Mapping[str, int]) -> Check:
 
 
 def available_memory(environment: Mapping[str, str], cgroups: Path = Path("/sys/fs/cgroup")) -> tuple[int, str]:
-    """(bytes, by what): the least of the machine's, the control groups' above this process, and Slurm's."""
+    """Return (bytes, what limits them): the machine's, the control groups' or Slurm's."""
     found = [(psutil.virtual_memory().available, "this machine")]
     inside = next((s[3:].strip("/") for s in _read(Path("/proc/self/cgroup")).splitlines() if s.startswith("0::")), "")
     folder = cgroups / inside
@@ -247,7 +247,7 @@ def available_memory(environment: Mapping[str, str], cgroups: Path = Path("/sys/
 
 
 def _in_use(folder: Path) -> int:
-    """Bytes in use by a control group that the kernel cannot simply drop."""
+    """Return the bytes in use by a control group that the kernel cannot simply drop."""
     used = int(_read(folder / "memory.current").strip() or 0)
     cached = [
         line.split()[1] for line in _read(folder / "memory.stat").splitlines() if line.startswith("inactive_file")

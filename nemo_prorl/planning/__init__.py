@@ -1,1 +1,1 @@
-"""What a run will take, before it starts: steps, hours, memory, a trial step; and reset rules tried on old records."""
+"""Plans a run before it starts: steps, hours, memory; and tries reset rules on old records."""

@@ -1,4 +1,4 @@
-"""How many GPUs a run uses, and how large they are."""
+"""The number of GPUs that a run uses, and their size."""
 
 import functools
 import shutil
@@ -8,14 +8,14 @@ from omegaconf import DictConfig
 
 
 def node_devices(cfg: DictConfig) -> int:
-    """GPUs that a node of the run uses (CPU: processes that compute): the trainer's, then the engines' own."""
+    """Return how many GPUs a node of the run uses (CPU: processes that compute), with the engines' own."""
     if not cfg.rollout.own_devices:
         return int(cfg.trainer.devices)
     return int(cfg.trainer.devices + cfg.rollout.engines // cfg.trainer.num_nodes * cfg.rollout.tensor_parallel_size)
 
 
 def devices_words(cfg: DictConfig) -> str:
-    """The keys that `node_devices` follows from, with their values."""
+    """Return the keys that `node_devices` follows from, with their values."""
     own = node_devices(cfg) - cfg.trainer.devices
     return f"trainer.devices={cfg.trainer.devices}" + (f" + {own} of rollout.own_devices" if own else "")
 

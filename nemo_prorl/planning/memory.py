@@ -86,7 +86,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Layout:
-    """How model and rows are spread."""
+    """The parallel layout of model and rows."""
 
     tp: int
     pp: int
@@ -102,7 +102,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by name; where nothing else is said, of the fullest GPU (on a CPU: of its part of the host's memory)."""
+    """Bytes by name: of the fullest GPU (CPU: of its part of the host's memory), unless a comment says otherwise."""
 
     parameters: int  # a number: of the Hugging Face model
     weights: int
@@ -131,7 +131,7 @@ class Memory:
 
     @property
     def needed(self) -> int:
-        """The least that a GPU must have: trainer, engine, KV cache (of one sequence, if not configured), reserve."""
+        """Return the least that a GPU must have: trainer, engine, KV cache (at least one sequence), reserve."""
         return max(self.while_training, self.while_generating)
 
     @property
@@ -141,28 +141,28 @@ class Memory:
 
     @property
     def while_training(self) -> int:
-        """Without a part of the engine: what a sleeping one keeps (its context, graphs) is the reserve's."""
+        """Return the trainer's bytes; what a sleeping engine keeps (context, graphs) is in the reserve."""
         return self.trainer_peak + self.reserve
 
     @property
     def _beside_engines(self) -> int:
-        """What the trainer holds of an engine's GPU while that is awake."""
+        """Return the trainer's bytes on an engine's GPU while the engine is awake."""
         if self.engines_apart:
             return 0
         return self.trainer_resident if self.engines_sleep else self.trainer_peak
 
     def kv_room(self, device_bytes: float | None) -> int | None:
-        """Bytes for the KV cache: as configured, or what is left of the device; None where neither is known."""
+        """Return the bytes for the KV cache: as configured, or what is left of the device; None if neither is known."""
         if self.kv_configured is not None or device_bytes is None:
             return self.kv_configured
         return max(0, int(device_bytes) - (self.while_generating - self.kv_sequence))
 
     def engine_bytes(self, device_bytes: float) -> int:
-        """Bytes that an awake engine takes, without its part of the reserve."""
+        """Return the bytes that an awake engine takes, without its part of the reserve."""
         return self.engine_weights + self.engine_work + (self.kv_room(device_bytes) or 0)
 
     def sequences(self, device_bytes: float | None) -> int | None:
-        """Sequences that fill the context and fit into the KV cache of one engine."""
+        """Return how many sequences that fill the context fit into the KV cache of one engine."""
         room = self.kv_room(device_bytes)
         return None if room is None else room // self.kv_sequence
 
@@ -193,26 +193,26 @@ def vocabulary(cfg: DictConfig) -> tuple[int, str]:
 
 
 def linear_weights(shape: ModelShape, tp: int = 1) -> int:
-    """Weights of one layer's matrix products on one tensor rank, without biases: what FP8 applies to."""
+    """Count the weights of one layer's matrix products on one tensor rank, without biases: what FP8 applies to."""
     attention = shape.hidden * (shape.queries + 2 * shape.kv) + shape.queries * shape.hidden
     return (attention + 3 * shape.hidden * shape.ffn) // tp
 
 
 def layer_parameters(shape: ModelShape, tp: int = 1) -> int:
-    """Of one layer on one tensor rank: q, k, v with their biases, output, gate, up, down; and both norms, whole."""
+    """Count one layer on one tensor rank: q, k, v with their biases, output, gate, up, down; and both norms, whole."""
     biases = shape.queries + 2 * shape.kv if shape.qkv_bias else 0
     return linear_weights(shape, tp) + biases // tp + 2 * shape.hidden
 
 
 def parameters(shape: ModelShape, padded: bool = False) -> int:
-    """Of the whole model: Hugging Face's count, or Megatron's with the padded vocabulary."""
+    """Count the whole model as Hugging Face does, or as Megatron with the padded vocabulary."""
     words = shape.padded_vocab if padded else shape.vocab
     embeddings = words * shape.hidden * (1 if shape.tied else 2)
     return shape.layers * layer_parameters(shape) + shape.hidden + embeddings
 
 
 def rank_parameters(shape: ModelShape, layout: Layout) -> int:
-    """Of the fullest rank: a pipeline's first stage has the embedding, its last the output layer (tied: a copy)."""
+    """Count the fullest rank: a pipeline's first stage has the embedding, its last the output layer (tied: a copy)."""
     words = -(-shape.padded_vocab // layout.tp) * shape.hidden
     both_ends = layout.pp == 1 and not shape.tied
     layers = shape.layers // layout.pp * layer_parameters(shape, layout.tp)
@@ -225,7 +225,7 @@ def weight_bytes(cfg: DictConfig) -> int:
 
 
 def layer_activations(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens: int) -> int:
-    """Bytes that one layer keeps of a micro-batch of `tokens` tokens for its backward pass.
+    """Return the bytes that one layer keeps of a micro-batch of `tokens` tokens for its backward pass.
 
     Korthikanti et al. (arXiv 2205.05198, sec. 4) count the tensors of a GPT layer: s b h (34 + 5 a s / h) bytes, over t
     with tensor and sequence parallelism, without the 5 a s / h under selective recomputation (sec. 5).  The same count
@@ -256,7 +256,7 @@ def layer_activations(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens
 
 
 def stage_activations(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens: int) -> int:
-    """Bytes that the layers of one pipeline stage keep of one micro-batch.
+    """Return the bytes that the layers of one pipeline stage keep of one micro-batch.
 
     Full recomputation keeps the input of each recomputed piece and, while that piece runs again, its layers
     (arXiv 2205.05198, sec. 5): "uniform" pieces of activations_checkpoint_num_layers layers, or "block": that many
@@ -274,7 +274,7 @@ def stage_activations(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens
 
 
 def micro_batch_tokens(cfg: DictConfig) -> int:
-    """Positions of the largest micro-batch: full rows up to model.micro_batch_size, or model.micro_batch_tokens."""
+    """Return the positions of the largest micro-batch: full rows, or model.micro_batch_tokens."""
     rows, budget = (
         cfg.model.micro_batch_size * cfg.trainer.grpo.context_tokens,
         _optional(cfg.model, "micro_batch_tokens"),
@@ -302,7 +302,7 @@ def logits_bytes(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens: int
 
 
 def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
-    """All sizes of a checked configuration; `vocab`: rows of the embedding, where the caller knows them.
+    """Return all sizes of a checked configuration; `vocab`: rows of the embedding, if the caller knows them.
 
     Weights in use and a float32 gradient of each (NeMo's grad_sync_dtype) on every rank; two float32 moments, and
     beside 16-bit weights a float32 master, spread over data-parallel ranks (Megatron's distributed optimizer).  With
@@ -392,14 +392,14 @@ def _engine(cfg: DictConfig, shape: ModelShape) -> dict[str, Any]:
 
 
 def _kept(grpo: DictConfig) -> int:
-    """Checkpoints that a run keeps: the newest and the best; with keep_checkpoints=0 all."""
+    """Return how many checkpoints a run keeps: the newest and the best."""
     every = -(-grpo.max_steps // grpo.checkpoint_every) if grpo.checkpoint_every else 1
     keep = grpo.keep_checkpoints + grpo.keep_best if grpo.keep_checkpoints else every
     return int(min(keep, max(1, every)))
 
 
 def micro_batch_words(cfg: DictConfig) -> str:
-    """The key that limits a micro-batch, with its value."""
+    """Return the key that limits a micro-batch, with its value."""
     size, budget = cfg.model.micro_batch_size, _optional(cfg.model, "micro_batch_tokens")
     if budget is not None and budget < size * cfg.trainer.grpo.context_tokens:
         return f"model.micro_batch_tokens={budget}"
@@ -424,5 +424,5 @@ def device_source(cfg: DictConfig) -> str:
 
 
 def _optional(node: DictConfig, key: str) -> Any:
-    """A key of NeMo's that a configuration may leave out: None then."""
+    """Return the value of a key of NeMo's; None if the configuration leaves it out."""
     return OmegaConf.select(node, key)

@@ -1,4 +1,4 @@
-"""Whether a GPU holds a run, and which single changes would make it fit: `memory` judged."""
+"""Judges whether a GPU holds a run, and finds single changes that would make it fit."""
 
 import copy
 from typing import Any
@@ -10,7 +10,7 @@ from nemo_prorl.planning.memory import GB, Memory, device_source, memory_of, mic
 
 
 def check_memory(cfg: DictConfig, device_bytes: float | None, vocab: int | None = None) -> Memory:
-    """The sizes of a checked configuration; raises ConfigError where a device of so many bytes cannot hold them.
+    """Return the sizes of a checked configuration; raises ConfigError if a device of this size cannot hold them.
 
     The error names key and value, the bytes needed and there, and which changes would make it fit.  With
     `device_bytes` None (a CPU) only the KV cache is judged: it must hold one sequence that fills the context, or vLLM
@@ -36,7 +36,7 @@ def check_memory(cfg: DictConfig, device_bytes: float | None, vocab: int | None 
 
 
 def _subject(cfg: DictConfig, memory: Memory) -> str:
-    """The keys that the need at its highest comes from, with their values, and when that is."""
+    """Return the keys with their values that cause the highest need, and when that is."""
     work = f"{micro_batch_words(cfg)} with trainer.grpo.context_tokens={cfg.trainer.grpo.context_tokens}"
     if not memory.engines_sleep and not memory.engines_apart:
         return work
@@ -50,7 +50,7 @@ def _subject(cfg: DictConfig, memory: Memory) -> str:
 
 
 def _parts(memory: Memory) -> dict[str, int]:
-    """What `needed` adds up, by name."""
+    """Return the parts of `needed`, by name."""
     in_turn = memory.engines_sleep or memory.engines_apart
     training = in_turn and memory.while_training >= memory.while_generating
     parts = {}
@@ -66,7 +66,7 @@ def _parts(memory: Memory) -> dict[str, int]:
 
 
 def _what_fits(cfg: DictConfig, device_bytes: float, vocab: int | None) -> list[str]:
-    """Single changes with which the configuration fits, each with what it then needs."""
+    """Return single changes with which the configuration fits, each with the bytes that it then needs."""
     changes: list[dict[str, Any]] = []
     if cfg.rollout.sleep is None and not cfg.rollout.own_devices:
         changes.append({"rollout.sleep": 2})

@@ -22,7 +22,7 @@ from nemo_prorl.planning.plan import NAMES, PAPER_GPU_HOURS, Chain, PlannedStage
 
 
 def plan(cfg: DictConfig, chain: Chain) -> str:
-    """The run, one line a matter; the recipe's chain, one line a stage; memory for the layout."""
+    """Return the run, a line per subject; the recipe's chain, a line per stage; and memory for the layout."""
     refused = "".join(f"\n{stage.name}: {stage.refused}\n" for stage in chain.stages if stage.refused)
     parts = (
         columns(run_rows(cfg).items()),
@@ -34,7 +34,7 @@ def plan(cfg: DictConfig, chain: Chain) -> str:
 
 
 def run_rows(cfg: DictConfig) -> dict[str, str]:
-    """What a resolved configuration will do, by matter."""
+    """Return what a resolved configuration will do, by subject."""
     trainer, grpo, model, rollout = cfg.trainer, cfg.trainer.grpo, cfg.model, cfg.rollout
     tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
     ranks = trainer.num_nodes * trainer.devices
@@ -87,7 +87,7 @@ def _files(cfg: DictConfig) -> str:
 
 
 def _stage_table(chain: Chain) -> str:
-    """One line a stage, the chosen one marked, and the totals."""
+    """Return one line per stage, the chosen one marked, and the totals."""
     hours = f"{chain.accelerator.upper()} hours"
     head = ("", "stage", "reset", "steps", "responses", "tokens <=", "generated ~", hours, "memory", "changes")
     rows: list[tuple[str, ...]] = [head]
@@ -119,7 +119,7 @@ def _plain(value: Any) -> str:
 
 
 def _sources(chain: Chain) -> dict[str, str]:
-    """Where the table's numbers are from."""
+    """Return the sources of the table's numbers."""
     rates = chain.rates
     length = f"{rates.mean_tokens:,.1f} tokens, " if rates.mean_tokens is not None else ""
     dropped = f"; {rates.generated_per_trained:.2f} responses generated for each trained on" if length else ""
@@ -143,7 +143,7 @@ def _sources(chain: Chain) -> dict[str, str]:
 
 
 def _memory(cfg: DictConfig, chain: Chain) -> dict[str, str]:
-    """Bytes for the chosen run's layout, part by part."""
+    """Return the bytes for the chosen run's layout, part by part."""
     m, size = chain.memory, chain.device_bytes
     of = "a GPU" if chain.accelerator == "gpu" else "a rank"
     room = m.kv_room(size)
@@ -189,7 +189,7 @@ def _memory(cfg: DictConfig, chain: Chain) -> dict[str, str]:
 
 
 def _sleep(cfg: DictConfig, m: Memory, size: float | None) -> str:
-    """Who has a GPU when."""
+    """Return which processes hold a GPU, and when."""
     if m.engines_apart:
         return (
             f"none: {_bytes(m.while_generating)} at least on an engine's GPU, {_bytes(m.while_training)} on a trainer's"
@@ -216,7 +216,7 @@ def _bytes(number: float | None) -> str:
 
 
 def _count(number: float | None) -> str:
-    """A count, shortly: 12,345; 6.55 million; 20.1 billion; one that nobody knows is a dash."""
+    """Return a count in short: 12,345; 6.55 million; 20.1 billion; a dash if it is unknown."""
     if number is None:
         return "-"
     for size, unit in ((1e9, " billion"), (1e6, " million")):

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, in order of steps; a last line that a kill cut is left out."""
+    """Return the lines of a metrics.jsonl, in order of steps, without a last line that a kill cut."""
     try:
         texts = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -71,7 +71,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def read_rules(overrides: list[str], config: Path) -> ResetRulesConfig:
-    """The rules of a run's config.yaml, or the shipped ones, with overrides; checked as a configuration is."""
+    """Return the rules of a run's config.yaml, or the shipped ones, with overrides; checked as a configuration is."""
     from nemo_prorl import settings
 
     given = []
@@ -84,7 +84,7 @@ def read_rules(overrides: list[str], config: Path) -> ResetRulesConfig:
 
 
 def read_journal(folder: Path) -> tuple[dict[int, Mapping[str, float]], set[int]]:
-    """Standard errors of validations by step and name, and the steps of resets, from journal.jsonl where there is one.
+    """Read journal.jsonl, if it exists: standard errors of validations by step and name, and the steps of resets.
 
     A later event of the same step counts: the run came by there again.  A reset counts where it was committed.
     """
@@ -101,7 +101,7 @@ def read_journal(folder: Path) -> tuple[dict[int, Mapping[str, float]], set[int]
 
 
 def table(findings: list[Finding], lines: list[dict[str, Any]], resets: list[int], with_errors: bool) -> str:
-    """What was found, for a terminal."""
+    """Return the findings as a table for a terminal."""
     steps = f"steps {lines[0]['step']} to {lines[-1]['step']}"
     validated = sum(any(key.startswith("validation/") for key in line) for line in lines)
     noise = "standard errors and scatter" if with_errors else "scatter (no journal with standard errors)"

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
@@ -161,7 +162,7 @@ def test_faults_of_a_filesystem_are_seen(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_filesystem_is_that_of_the_nearest_mount(monkeypatch: pytest.MonkeyPatch) -> None:
     mounts = {"/data/fast": "lustre", "/data": "nfs4", "/": "ext4", "/dat": "xfs"}
     there = [SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in mounts.items()]
-    monkeypatch.setattr(storage.psutil, "disk_partitions", lambda **_: there)
+    monkeypatch.setattr(psutil, "disk_partitions", lambda **_: there)
     found = [storage.filesystem_of(Path(path)) for path in ("/home", "/data/a", "/data/fast/a", "/data/faster")]
     assert found == ["ext4", "nfs4", "lustre", "nfs4"]
 

@@ -17,7 +17,7 @@ RESET_RULES = ("validation_drop", "plateau", "kl_spike")  # those that may ask f
 
 
 @dataclass(frozen=True)
-class Rule:
+class KeyRule:
     """What a key means, and which values it takes; of a list, which values its items take."""
 
     meaning: str
@@ -30,8 +30,8 @@ class Rule:
 
 
 def key(default: Any, meaning: str, **rule: Any) -> Any:
-    """Return the field of a key.  `default`: a value, or a function that makes it.  `rule`: as in `Rule`."""
-    described = {"rule": Rule(meaning, **rule)}
+    """Return the field of a key.  `default`: a value, or a function that makes it.  `rule`: as in `KeyRule`."""
+    described = {"rule": KeyRule(meaning, **rule)}
     if callable(default):
         return field(default_factory=default, metadata=described)
     return field(default=default, metadata=described)
@@ -350,7 +350,7 @@ class ConfigKey(NamedTuple):
     kind: Any  # its type, without None
     optional: bool  # null is allowed
     default: Any
-    rule: Rule
+    rule: KeyRule
 
 
 def all_keys(section: Any = Config, prefix: str = "") -> Iterator[ConfigKey]:

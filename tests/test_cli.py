@@ -5,7 +5,6 @@ import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -13,7 +12,6 @@ from omegaconf import DictConfig
 
 import nemo_prorl.launcher.job
 from nemo_prorl import cli, errors, settings
-from nemo_prorl.planning import overview
 from nemo_prorl.report import status
 
 pytestmark = pytest.mark.starts
@@ -146,14 +144,6 @@ def test_plan_shows_the_run_as_it_is_resolved(prorl: Prorl) -> None:
     assert told.returncode == 0
     assert "x 32 = 1536 responses, 4 updates of 384" in told.stdout
     assert "TP 1 x PP 2 x DP 1" in told.stdout
-
-
-def test_plan_counts_the_layers_parameters() -> None:
-    """DeepSeek-R1-Distill-Qwen-1.5B has 1,777,088,000 parameters; 466,747,392 of them are the two vocabularies."""
-    shape = SimpleNamespace(
-        num_layers=28, hidden_size=1536, num_attention_heads=12, num_query_groups=2, ffn_hidden_size=8960
-    )
-    assert overview._millions(shape) == pytest.approx(1777.088 - 466.747, rel=1e-3)  # type: ignore[arg-type]
 
 
 def test_status_reads_the_files_of_a_run(tmp_path: Path) -> None:

@@ -176,6 +176,7 @@ def test_a_stage_that_does_not_fit_the_device_is_refused() -> None:
     text = overview.plan(settings.load([*H100, "stage=run1"]), chain)
     assert "of 85.0 GB (rollout.device_memory_gb=85)" in text
     assert "sequences of 8192 tokens for each engine (what is left)" in text
+    assert "1310.3 million parameters without the vocabulary" in text  # of 1,777,088,000
 
 
 def test_a_saved_configuration_is_one_run(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,13 +199,13 @@ def locked_lines(lock: Path) -> dict[str, str]:
     return {line.split("==")[0]: line for line in lock.read_text().splitlines() if "--hash=" in line}
 
 
-def install_lines(env: Environment, lines: Iterable[str], doing: str, *options: str) -> None:
+def install_lines(env: Environment, lines: Collection[str], doing: str, *options: str) -> None:
     """Installs what lines of a lock file name, as they stand."""
     with tempfile.TemporaryDirectory() as folder:
         wanted = Path(folder, "wanted.txt")
         wanted.write_text("\n".join(lines) + "\n")
         exact = ["--no-deps", "--require-hashes", "--no-build-isolation", *options]
-        run_pip(env, [*exact, "-r", str(wanted)], doing, len(list(lines)))
+        run_pip(env, [*exact, "-r", str(wanted)], doing, len(lines))
 
 
 def install_locked(env: Environment, torch_index: str) -> None:

@@ -37,7 +37,7 @@ def lengths_of_run(run: Path, rows: int) -> list[int]:
 
     grpo = read_config(run / "config.yaml").trainer.grpo
     base = next(folder for folder in (run / "base", run / "init") if folder.is_dir())
-    renderer = PromptRenderer(base, grpo.context_tokens, grpo.max_response_tokens)
+    renderer = PromptRenderer(base, grpo.context_tokens)
     files = sorted((run / "rollouts").glob("step-*.jsonl"), key=lambda file: int(file.stem.split("-")[1]))
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines()][-rows:]
     return [renderer.length(x) + len(renderer.encode(x["response"])) + int(x["finished"]) for x in lines]

@@ -15,12 +15,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from omegaconf import DictConfig
 
 import nemo_prorl
 from nemo_prorl.errors import ConfigError, ProrlError, UnfitMachine
+from nemo_prorl.launcher.formats import ChainEntry, ChainRecord
 from nemo_prorl.lifecycle.records import write_json
 
 if TYPE_CHECKING:
@@ -116,15 +117,16 @@ def launch(root: Path, folder: Path, stages: Sequence[ChainStage], args: argpars
     with locked(folder):
         held = read_record(folder)
         _refuse_those_at_work(todo, held)
-        entries = {entry["stage"]: dict(entry) for entry in (held or {"stages": []})["stages"]}
+        entries = {entry["stage"]: entry.copy() for entry in (held["stages"] if held else [])}
         for stage in stages:
-            entries.setdefault(stage.name, {"stage": stage.name, "job": None, "command": None, "time": None})
-            entries[stage.name]["max_steps"] = stage.cfg.trainer.grpo.max_steps
+            most = stage.cfg.trainer.grpo.max_steps
+            new: ChainEntry = {"stage": stage.name, "job": None, "command": None, "time": None, "max_steps": most}
+            entries.setdefault(stage.name, new)["max_steps"] = most
         _submit(how, todo, {"command": _as_given(args), "time": time.time(), "stages": list(entries.values())}, held)
     sys.stdout.write(f"`prorl status {shlex.quote(str(folder))}` tells where the chain is\n")
 
 
-def _submit(how: _Launch, todo: Sequence[ChainStage], record: dict[str, Any], held: dict[str, Any] | None) -> None:
+def _submit(how: _Launch, todo: Sequence[ChainStage], record: ChainRecord, held: ChainRecord | None) -> None:
     """Submits stage by stage and writes down each at once; takes all of it back where one fails."""
     entries = {entry["stage"]: entry for entry in record["stages"]}
     jobs: list[str] = []
@@ -133,7 +135,7 @@ def _submit(how: _Launch, todo: Sequence[ChainStage], record: dict[str, Any], he
             words = how.command(stage, jobs[-1] if jobs else None)
             job = _sbatch(words, how.root, stage.name)
             jobs.append(job)
-            entries[stage.name].update(job=job, command=words, time=time.time())
+            entries[stage.name].update({"job": job, "command": words, "time": time.time()})
             write_json(how.folder / RECORD, record)
             sys.stdout.write(f"{stage.name}  job {job}{f', after {jobs[-2]}' if len(jobs) > 1 else ''}\n")
     except BaseException as error:
@@ -199,10 +201,10 @@ def _check_beginnings(todo: Sequence[ChainStage]) -> None:
             origin(cast("Config", stage.cfg), stage.run_dir)
 
 
-def _refuse_those_at_work(todo: Sequence[ChainStage], record: dict[str, Any] | None) -> None:
+def _refuse_those_at_work(todo: Sequence[ChainStage], record: ChainRecord | None) -> None:
     """Raises ConfigError for a stage whose job waits or runs."""
     names = [stage.name for stage in todo]
-    jobs = {e["job"]: e["stage"] for e in (record or {"stages": []})["stages"] if e["job"] and e["stage"] in names}
+    jobs = {e["job"]: e["stage"] for e in (record["stages"] if record else []) if e["job"] and e["stage"] in names}
     states = queued(list(jobs)) if jobs else {}
     if live := [job for job in jobs if job in states and states[job].state not in _OVER]:
         raise ConfigError(
@@ -230,10 +232,10 @@ def _as_given(args: argparse.Namespace) -> list[str]:
     return ["prorl", "launch", "--stages", args.stages, *given, *args.overrides]
 
 
-def read_record(folder: Path) -> dict[str, Any] | None:
+def read_record(folder: Path) -> ChainRecord | None:
     """Return FOLDER/chain.json, if it is there."""
     try:
-        record: dict[str, Any] = json.loads((folder / RECORD).read_text())
+        record: ChainRecord = json.loads((folder / RECORD).read_text())
     except FileNotFoundError:
         return None
     except ValueError as error:

@@ -18,8 +18,9 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import BinaryIO, Unpack
 
+from nemo_prorl.launcher.formats import HookEvent, HookFields, HookName
 from nemo_prorl.lifecycle.records import Tail, last_lines
 
 _log = logging.getLogger(__name__)
@@ -31,7 +32,11 @@ _GRACE_S = 5.0  # for what is still to be told when the run ends
 _ENV_CHARS = 4000
 
 # Events of the journal: what the hook hears of them, and the field that says what happened.
-_TOLD = {"alarm": ("alarm", "what"), "reset_commit": ("reset", "reason"), "stop": ("stop", "reason")}
+_TOLD: dict[str, tuple[HookName, str]] = {
+    "alarm": ("alarm", "what"),
+    "reset_commit": ("reset", "reason"),
+    "stop": ("stop", "reason"),
+}
 
 
 @dataclass
@@ -55,7 +60,7 @@ class Events:
         self.dir, self.log_file = run_dir, run_dir / "logs" / "on_event.log"
         self._kill_after_s, self._grace_s = kill_after_s, grace_s
         self._journal = Tail(run_dir / "journal.jsonl")
-        self._waiting: deque[dict[str, Any]] = deque()
+        self._waiting: deque[HookEvent] = deque()
         self._running: list[_Call] = []
         self._dropped = 0
         self._complained = False
@@ -66,20 +71,30 @@ class Events:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if isinstance(error, Exception):
             what, *more = (str(error) or type(error).__name__).splitlines()
-            self.failure(what, kind=type(error).__name__, **({"log": more} if more else {}))
+            fields: HookFields = {"kind": type(error).__name__}
+            if more:
+                fields["log"] = more
+            self.failure(what, **fields)
         self.close()
 
-    def failure(self, what: str, **fields: Any) -> None:
+    def failure(self, what: str, **fields: Unpack[HookFields]) -> None:
         """Call the hook with the failure that ends the run."""
         self.update()  # first what it wrote down itself
         self.tell("failure", last_step(self.dir), what, **fields)
 
-    def tell(self, event: str, step: int, what: str, **fields: Any) -> None:
+    def tell(self, event: HookName, step: int, what: str, **fields: Unpack[HookFields]) -> None:
         """Calls the hook in the background, now or when an earlier call has ended."""
         if not self.command:
             return
-        about = {"event": event, "step": step, "what": what, "time": time.time()}
-        about |= {"run_dir": str(self.dir), "host": socket.gethostname(), **fields}
+        about: HookEvent = {
+            "event": event,
+            "step": step,
+            "what": what,
+            "time": time.time(),
+            "run_dir": str(self.dir),
+            "host": socket.gethostname(),
+            **fields,
+        }
         if len(self._waiting) == _WAITING:
             self._waiting.popleft()
             self._dropped += 1
@@ -130,7 +145,7 @@ class Events:
         while self._waiting and len(self._running) < _AT_ONCE:
             self._start(self._waiting.popleft())
 
-    def _start(self, about: dict[str, Any]) -> None:
+    def _start(self, about: HookEvent) -> None:
         if self._dropped:
             self._note(f"{self._dropped} events were dropped: too many at once")
             about["dropped"], self._dropped = self._dropped, 0

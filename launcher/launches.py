@@ -8,9 +8,14 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_prorl.launcher.slurm_job import Job, say
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from nemo_prorl.launcher.formats import LaunchEndFields
 
 PREEMPTED = "preempted"  # begins `what` of an attempt that preemption ended
 
@@ -35,7 +40,7 @@ class Launches:
         self._write("begin", attempt)
         return attempt
 
-    def end(self, attempt: int, **fields: Any) -> None:
+    def end(self, attempt: int, **fields: Unpack[LaunchEndFields]) -> None:
         self._write("end", attempt, **fields)
 
     def last_end(self) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     Returns the tasks of the data.  Raises ConfigError, UnfitMachine or DataError.
     """
     from nemo_prorl.checks import check_shape
-    from nemo_prorl.data.blend import load_sources, without_long
+    from nemo_prorl.data.blend import load_sources, of_tasks, without_long
     from nemo_prorl.data.render import PromptRenderer
     from nemo_prorl.lifecycle.base_model import make_initial_model
     from nemo_prorl.lifecycle.retention import check_continuable, clean, complete
@@ -32,7 +32,8 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     from nemo_prorl.rewards.service import check_sandbox
 
     check_node(cfg)
-    train, validation = load_sources(cfg.data)
+    every_task, validation = load_sources(cfg.data)
+    train = of_tasks(every_task, cfg.data)
     sources = [*train, *validation]
     tasks = sorted({record["task"] for _, records in sources for record in records})
     known = discover()
@@ -45,12 +46,10 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     if own := complete(run_dir / "checkpoints"):
         check_continuable(own[-1])
     start = None if own else origin(cast(Config, cfg), run_dir)
-    folder = make_initial_model(cfg, run_dir, start)
+    folder = make_initial_model(cfg, run_dir, every_task, start)
     check_shape(cfg.model, json.loads((folder / "config.json").read_text()), str(folder))
-    renderer = PromptRenderer(folder, cfg.trainer.grpo.context_tokens, cfg.trainer.grpo.max_response_tokens)
-    if (most := cfg.data.max_prompt_tokens) is not None:
-        sources = [*without_long(train, renderer.length, most), *validation]
-    for _, records in sources:
+    renderer = PromptRenderer(folder, cfg.trainer.grpo.context_tokens)
+    for _, records in [*without_long(train, renderer.length, cfg.data.max_prompt_tokens), *validation]:
         for record in records:
             renderer.prompt_ids(record)
     for name in ("logs", "endpoints", "checkpoints"):

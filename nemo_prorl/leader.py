@@ -80,6 +80,12 @@ class LeaderOnly(Generic[P]):
     def __init__(self, leader: Leader, part: P | None) -> None:
         self._leader, self._part = leader, part
 
+    def only(self, make: Callable[[P], T]) -> "LeaderOnly[T]":
+        """Make another part of this one on rank 0.  A collective.  Raise on every rank what `make` raises there."""
+        made: list[T] = []
+        self.call(lambda part: made.append(make(part)))
+        return LeaderOnly(self._leader, made[0] if made else None)
+
     def call(self, work: Callable[[P], T]) -> T:
         """Return the result of `work` on rank 0, on every rank; raise on every rank what it raises there."""
         return self._leader._from_rank_0(self._done(work))

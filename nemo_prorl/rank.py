@@ -9,7 +9,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,22 +21,22 @@ from omegaconf import OmegaConf
 from nemo_prorl import __version__
 from nemo_prorl.algorithms.entropy import AdaptiveEntropy
 from nemo_prorl.config import Config
-from nemo_prorl.data.blend import Blend, LoadedSource, load_sources, without_long
+from nemo_prorl.data.blend import Blend, LoadedData, LoadedSource, load_sources, of_tasks, without_long
 from nemo_prorl.data.laptop.generators import warmup_target
 from nemo_prorl.data.render import PromptRenderer
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ProrlError, StoppedCleanly, disk_full
-from nemo_prorl.leader import Leader, LeaderOnly
+from nemo_prorl.leader import Leader
 from nemo_prorl.lifecycle import retention, stages
 from nemo_prorl.lifecycle.base_model import base_folder, initial_model
-from nemo_prorl.lifecycle.checkpoints import Checkpoints, Stateful
+from nemo_prorl.lifecycle.checkpoints import Checkpoints, LeaderState, Stateful
 from nemo_prorl.lifecycle.control import Control, Requests
 from nemo_prorl.lifecycle.records import Journal, Records
 from nemo_prorl.lifecycle.resets import Resets
 from nemo_prorl.lifecycle.step_traces import StepTraces
 from nemo_prorl.lifecycle.stopping import Stopping
 from nemo_prorl.lifecycle.tolerances import kl_after_reset
-from nemo_prorl.lifecycle.validation import Validation
+from nemo_prorl.lifecycle.validation import HeldOut, Validation
 from nemo_prorl.lifecycle.warmup import warm_up
 from nemo_prorl.rewards.client import RewardClient
 from nemo_prorl.rewards.connections import allow_connections
@@ -51,7 +52,7 @@ _log = logging.getLogger("nemo_prorl.rank")  # also as __main__
 
 
 class Policy:
-    """The policy of this rank, and what is ready before engines are: its tokenizer, the leader, the loggers."""
+    """The policy of this rank, and what is ready before engines are: tokenizer, data on rank 0, leader, loggers."""
 
     def __init__(self, cfg: Config, run_dir: Path) -> None:
         """A collective.  Makes RUN/base, from which reinforcement learning starts, where a warm-up is due."""
@@ -62,7 +63,8 @@ class Policy:
         built = build_actor(OmegaConf.structured(cfg), folder, run_dir / "logs" / "nemo")
         self.actor, self.loggers = built.actor, built.trainer.loggers
         self.leader = Leader(cfg.trainer.deadlines, self.actor.data_ranks.rank)
-        self.renderer = PromptRenderer(folder, cfg.trainer.grpo.context_tokens, cfg.trainer.grpo.max_response_tokens)
+        self.data = self.leader.only(lambda: load_sources(cfg.data))
+        self.renderer = PromptRenderer(folder, cfg.trainer.grpo.context_tokens)
         if not base.exists() and not retention.complete(run_dir / "checkpoints"):
             make_base(cfg, run_dir, self, base)
 
@@ -73,11 +75,7 @@ def make_base(cfg: Config, run_dir: Path, policy: Policy, base: Path) -> None:
 
     warmup, renderer, actor = cfg.trainer.warmup, policy.renderer, policy.actor
     _log.info("warm-up: %d supervised steps of %d", warmup.steps, warmup.batch_size)
-    blend = Blend(sources(cfg, renderer, every_task=True)[0], cfg.seed + 1)
-    records = [blend.next()[0] for _ in range(warmup.steps * warmup.batch_size)]
-    prompts = [renderer.prompt_ids(record) for record in records]
-    answers = [warmup_target(record) for record in records]
-    examples = [(ids, renderer.target_ids(ids, text)) for ids, text in zip(prompts, answers, strict=True)]
+    examples = policy.data.call(lambda data: warmup_examples(cfg, data.train, renderer))
     warm_up(actor, examples, warmup, float(cfg.model["optim"]["lr"]))
     actor.set_reference()
     tensors = [(name, t.cpu()) for name, t in actor.export_weights()]
@@ -86,30 +84,26 @@ def make_base(cfg: Config, run_dir: Path, policy: Policy, base: Path) -> None:
     policy.leader.barrier()
 
 
-def sources(
-    cfg: Config, renderer: PromptRenderer, every_task: bool = False
-) -> tuple[list[LoadedSource], list[LoadedSource]]:
-    """Return training and validation data; of training prompts those that are not too long."""
-    train, validation = load_sources(cfg.data, every_task)
-    if (most := cfg.data.max_prompt_tokens) is not None:
-        train = without_long(train, renderer.length, most)
-    return train, validation
+def warmup_examples(
+    cfg: Config, train: Sequence[LoadedSource], renderer: PromptRenderer
+) -> list[tuple[list[int], list[int]]]:
+    """Return the token ids of prompt and right response of every example of the warm-up."""
+    blend = Blend(without_long(train, renderer.length, cfg.data.max_prompt_tokens), cfg.seed + 1)
+    records = [blend.next()[0] for _ in range(cfg.trainer.warmup.steps * cfg.trainer.warmup.batch_size)]
+    prompts = [renderer.prompt_ids(record) for record in records]
+    answers = [warmup_target(record) for record in records]
+    return [(ids, renderer.target_ids(ids, text)) for ids, text in zip(prompts, answers, strict=True)]
 
 
 def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Trainer:
     """Build and wire all parts of a run.  A collective; waits until engines and reward servers are ready."""
     actor, leader, renderer = policy.actor, policy.leader, policy.renderer
-    train, validation_sources = sources(cfg, renderer)
-    prompts = PromptStream(Blend(train, cfg.seed, cfg.data.retire_after), renderer)
-    heldout = [
-        (source.name, [PromptDraw(record, renderer.prompt_ids(record), 0) for record in records])
-        for source, records in validation_sources
-    ]
     records = Records(cfg, run_dir, leader.rank == 0, policy.loggers)
-    collector: LeaderOnly[Collector] = leader.only(lambda: connect(cfg, run_dir, prompts, renderer))
+    source = policy.data.only(lambda data: rollout_source(cfg, run_dir, data, renderer))
+    prompts, collector = source.only(lambda source: source.prompts), source.only(lambda source: source.collector)
     collector.tell(lambda collector: stopping.abandons(collector.abandon))
     rollouts = Rollouts(cfg, run_dir, actor, prompts, collector, records, leader)
-    validation = Validation(cfg, heldout, rollouts, records)
+    validation = Validation(cfg, source.only(lambda source: source.heldout), rollouts, records)
     allowed = kl_after_reset(cfg)  # type: ignore[arg-type]
     resets = Resets(cfg.trainer.resets, allowed, actor, rollouts, validation, records, leader)
     adaptive, progress = cfg.trainer.grpo.adaptive_entropy, TrainerState()
@@ -119,7 +113,7 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
         "records": records,
         "validation": validation,
         "resets": resets,
-        "prompts": prompts,
+        "prompts": LeaderState(prompts),
         "rollouts": rollouts,
         "entropy": entropy,
     }
@@ -144,6 +138,25 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
         traces,
         leader,
     )
+
+
+@dataclass(frozen=True)
+class RolloutSource:
+    """What rank 0 alone has: the prompts, and what collects judged responses to them."""
+
+    prompts: PromptStream
+    heldout: HeldOut
+    collector: Collector
+
+
+def rollout_source(cfg: Config, run_dir: Path, data: LoadedData, renderer: PromptRenderer) -> RolloutSource:
+    """Return what draws prompts and collects responses; waits until engines and reward servers are ready."""
+    train = without_long(of_tasks(data.train, cfg.data), renderer.length, cfg.data.max_prompt_tokens)
+    prompts = PromptStream(Blend(train, cfg.seed, cfg.data.retire_after), renderer)
+    heldout = [(source.name, record) for source, records in data.validation for record in records]
+    draws = [PromptDraw(record, renderer.prompt_ids(record), 0) for _, record in heldout]
+    collector = connect(cfg, run_dir, prompts, renderer)
+    return RolloutSource(prompts, HeldOut([name for name, _ in heldout], draws, collector), collector)
 
 
 def connect(cfg: Config, run_dir: Path, prompts: PromptStream, renderer: PromptRenderer) -> Collector:

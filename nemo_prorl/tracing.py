@@ -17,7 +17,56 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
+
+from nemo_prorl.schema import Amount, Constraint, Count, Number, Text
+
+
+class SpanEvent(TypedDict):
+    """A span, in microseconds from the step's begin."""
+
+    ph: Literal["X"]
+    name: Text
+    cat: Literal["step", "phase", "publication", "responses", "weights", "judgements", "logprobs"]
+    pid: int
+    tid: Count
+    ts: float
+    dur: Amount
+    args: dict[str, Any]
+
+
+class NameEvent(TypedDict):
+    """The name of a process or of a track, or the place of a track."""
+
+    ph: Literal["M"]
+    name: Literal["process_name", "thread_name", "thread_sort_index"]
+    pid: int
+    tid: Count
+    ts: float
+    args: dict[str, Any]
+
+
+class TraceAbout(TypedDict):
+    """What a timeline holds."""
+
+    step: Number
+    seconds: Amount
+    processes: list[str]
+    missing: dict[str, str]
+    """processes whose part is not in the trace, with the reason"""
+    clock_offset_s: dict[str, float]
+    """by host: how far its clock was ahead of rank 0's; taken out"""
+    dropped: dict[str, Number]
+    """by process: spans beyond those that it keeps"""
+
+
+class Timeline(TypedDict):
+    """The timeline of a step in Chrome's trace-event format, the object form."""
+
+    traceEvents: Annotated[list[SpanEvent | NameEvent], Constraint(minItems=1)]
+    displayTimeUnit: Literal["ms"]
+    otherData: TraceAbout
+
 
 MAX_SPANS = 200_000  # of a process: a trace that was never asked for again must not fill the memory
 
@@ -118,14 +167,14 @@ def lanes(spans: Sequence[tuple[float, float]]) -> list[int]:
 
 def timeline(
     step: int, window: tuple[float, float], parts: Sequence[dict[str, Any]], missing: dict[str, str]
-) -> dict[str, Any]:
+) -> Timeline:
     """Merge the parts into one trace.  `window` and the time axis go by the clock of the first part's process.
 
     A part may carry `wall_offset`, seconds by which its wall clock is ahead of the first's, as its asker measured it.
     What ended before the window or began after it is left out; times are microseconds from the window's begin.
     """
     first = parts[0]
-    events: list[dict[str, Any]] = []
+    events: list[SpanEvent | NameEvent] = []
     processes: dict[int, str] = {}
     numbers: dict[tuple[str, int], int] = {}
     clocks: dict[str, float] = {}
@@ -159,9 +208,9 @@ def timeline(
     }
 
 
-def _events_of(pid: int, name: str, spans: list[dict[str, Any]], shift: float) -> list[dict[str, Any]]:
+def _events_of(pid: int, name: str, spans: list[dict[str, Any]], shift: float) -> list[SpanEvent | NameEvent]:
     """Return a process's events: its name, a track for each category and lane, and its spans."""
-    events: list[dict[str, Any]] = [
+    events: list[SpanEvent | NameEvent] = [
         {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "ts": 0, "args": {"name": name}}
     ]
     tid = 0
@@ -171,9 +220,15 @@ def _events_of(pid: int, name: str, spans: list[dict[str, Any]], shift: float) -
         count = max(lane_of) + 1
         for lane in range(count):
             label = category if count == 1 else f"{category} {lane}"
-            head = {"ph": "M", "pid": pid, "tid": tid + lane, "ts": 0}
-            events.append({**head, "name": "thread_name", "args": {"name": label}})
-            events.append({**head, "name": "thread_sort_index", "args": {"sort_index": tid + lane}})
+            track: NameEvent = {
+                "ph": "M",
+                "pid": pid,
+                "tid": tid + lane,
+                "ts": 0,
+                "name": "thread_name",
+                "args": {"name": label},
+            }
+            events += [track, {**track, "name": "thread_sort_index", "args": {"sort_index": tid + lane}}]
         for span, lane in zip(ours, lane_of, strict=True):
             events.append(
                 {

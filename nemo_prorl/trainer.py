@@ -27,7 +27,7 @@ from nemo_prorl.metrics import Metrics
 
 if TYPE_CHECKING:  # what is handed in
     from nemo_prorl.leader import Leader
-    from nemo_prorl.lifecycle.checkpoints import Checkpoints
+    from nemo_prorl.lifecycle.checkpoints import Checkpoints, ProgressState
     from nemo_prorl.lifecycle.control import Control
     from nemo_prorl.lifecycle.records import Records
     from nemo_prorl.lifecycle.resets import Resets
@@ -44,10 +44,10 @@ class TrainerState:
     step: int = 0
     unfinished: Metrics | None = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> "ProgressState":
         return {"step": self.step, "unfinished": self.unfinished.to_json() if self.unfinished is not None else None}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: "ProgressState") -> None:
         self.step, unfinished = state["step"], state["unfinished"]
         self.unfinished = Metrics.from_json(unfinished) if unfinished is not None else None
 

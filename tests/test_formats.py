@@ -3,10 +3,12 @@
 import ast
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ TYPES: dict[str, Callable[[Any], bool]] = {
     "number": lambda v: isinstance(v, int | float) and not isinstance(v, bool),
     "integer": lambda v: not isinstance(v, bool) and isinstance(v, int | float) and v == int(v),
 }
-ANNOTATIONS = {"$schema", "$defs", "title", "description", "then", "else"}
+ANNOTATIONS = {"$schema", "$defs", "title", "description", "default", "then", "else"}
 
 
 def faults(value: Any, schema: dict[str, Any], root: dict[str, Any], at: str = "") -> list[str]:
@@ -104,6 +106,12 @@ KEYWORDS: dict[str, Callable[..., list[str]]] = {
     "anyOf": _any,
     "oneOf": _one,
     "allOf": lambda v, rules, s, root, at: [f for rule in rules for f in faults(v, rule, root, at)],
+    "const": lambda v, rule, s, root, at: (
+        [] if v == rule and type(v) is type(rule) else [f"{at}: {v!r} is not {rule!r}"]
+    ),
+    "propertyNames": lambda v, rule, s, root, at: [
+        f for key in (v if isinstance(v, dict) else ()) for f in faults(key, rule, root, f"{at}/{key}")
+    ],
     "enum": lambda v, rule, s, root, at: [] if v in rule else [f"{at}: {v!r} is none of {rule}"],
     "properties": _of_objects,
     "patternProperties": lambda v, r, s, root, at: [] if "properties" in s else _of_objects(v, r, s, root, at),
@@ -144,6 +152,13 @@ def test_every_format_has_a_schema_that_says_what_it_is() -> None:
         assert schema["title"], name
         assert schema["description"], name
         assert f"schemas/{path.name}" in (ROOT / "docs" / "formats.md").read_text(), name
+
+
+def test_the_schemas_are_those_of_the_types() -> None:
+    """`python setup/schemas.py` makes them anew."""
+    command = [sys.executable, str(ROOT / "setup" / "schemas.py"), "--check"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert found.returncode == 0, found.stdout + found.stderr
 
 
 RECORD: dict[str, Any] = {"id": "a-1", "task": "math", "prompt": "1 + 1 =", "truth": {"answer": "2"}}
@@ -244,7 +259,10 @@ def test_requests_and_verdicts_fit() -> None:
 # --- what a run writes, through the code that writes it --------------------------------------------------------------
 
 NOTING = ("checkpoints", "control", "records", "resets", "validation")  # in the journal
-SCORES = {"all": {"mean": 0.25, "se": 0.1, "prompts": 4}, "tasks": {"sums": {"mean": 0.25, "se": 0.1, "prompts": 4}}}
+SCORES: Any = {
+    "all": {"mean": 0.25, "se": 0.1, "prompts": 4},
+    "tasks": {"sums": {"mean": 0.25, "se": 0.1, "prompts": 4}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -330,6 +348,7 @@ def test_documented_metrics_are_written(metrics_line: dict[str, Any]) -> None:
 
 
 def test_journal_and_rollouts_fit(tmp_path: Path) -> None:
+    from nemo_prorl.lifecycle.journal_events import JournalEvent
     from nemo_prorl.lifecycle.records import Journal, write_rollouts
     from nemo_prorl.rollout.endpoints import Response
     from nemo_prorl.rollout.groups import Group
@@ -341,16 +360,22 @@ def test_journal_and_rollouts_fit(tmp_path: Path) -> None:
     journal.append("reset_commit", 2, reason="at_steps", reference_sha256=SHA)
     journal.append("stop", 3, reason="stopped after step 3")
     journal.append("resume", 3, stage="none", version="0.1.0")
-    answer = {"request": "a-1", "what": "reset", "status": "done", "detail": "hard reset", "user": "ann", "host": "n"}
+    answer: Any = {
+        "request": "a-1",
+        "what": "reset",
+        "status": "done",
+        "detail": "hard reset",
+        "user": "ann",
+        "host": "n",
+    }
     journal.append("control", 3, **answer)
     journal.append("finish", 4)
     assert [f for event in journal.events() for f in against("journal-event", event)] == []
     assert against("journal-event", {"event": "party", "step": 1, "time": 0.0})
     assert against("journal-event", {"event": "reset_commit", "step": 1, "time": 0.0, "reason": "r"})
-    schema = json.loads(SCHEMAS["journal-event"].read_text())
     files = ("rank.py", "trainer.py", *(f"lifecycle/{name}.py" for name in NOTING))
     written = set(re.findall(r'(?:journal\.append|\.event)\(\s*"(\w+)"', "".join(map(source, files))))
-    assert written == set(schema["properties"]["event"]["enum"])
+    assert written == {name for kind in get_args(JournalEvent) for name in get_args(kind.__annotations__["event"])}
 
     response = Response(0, [3, 4], [-1.0, -1.0], "stop", 2)
     group = Group("a-1", "math", RECORD, [1, 2], 0, [response], [verdict_of("a-1", RewardResult(1.0))], 3, 2, 7)
@@ -445,7 +470,7 @@ def test_state_fits(tmp_path: Path) -> None:
     parts.validation.scores[0] = SCORES
     rates.update("math", True)
     state = {
-        **{"format": 3, "weights_sha256": SHA, "reference_sha256": SHA, "step": 2, "stage": "none", "version": "0.1.0"},
+        **{"format": 4, "weights_sha256": SHA, "reference_sha256": SHA, "step": 2, "stage": "none", "version": "0.1.0"},
         "code": code_sha256(),
         "trainer": TrainerState(2).state_dict(),
         **{name: getattr(parts, name).state_dict() for name in ("records", "validation", "resets")},
@@ -455,15 +480,15 @@ def test_state_fits(tmp_path: Path) -> None:
     }
     assert against("state", {**state, "trainer": TrainerState(3, Metrics(3, "none")).state_dict()}) == []
     assert against("state", state) == []
-    assert against("state", {**state, "format": 2})
+    assert against("state", {**state, "format": 3})
     assert against("state", {k: v for k, v in state.items() if k != "rollouts"})
-    imported = {"format": 3, "weights_sha256": SHA, "reference_sha256": SHA, "step": 0, "imported_from": "/models/x"}
+    imported = {"format": 4, "weights_sha256": SHA, "reference_sha256": SHA, "step": 0, "imported_from": "/models/x"}
     assert against("state", imported) == []
 
 
 def test_state_has_the_parts_that_a_run_saves() -> None:
     """The names of the parts, read from where they are wired, against the schema of a trained checkpoint."""
-    trained = json.loads(SCHEMAS["state"].read_text())["oneOf"][1]
+    trained = json.loads(SCHEMAS["state"].read_text())["$defs"]["RunState"]
     parts = re.search(r"parts: dict\[str, Stateful\] = \{(.*?)\n    \}", source("rank.py"), re.S)
     assert parts is not None
     about = {"format", "weights_sha256", "reference_sha256", "step", "stage", "version", "code"}

@@ -60,9 +60,10 @@ try:
 except EngineFailure as error:
     failure += " in making: " + str(error)
 assert leader.call(lambda: rank) == 0
+assert only.only(lambda part: part + 1).call(lambda part: part) == 6
 leader.barrier()
 assert own == f"of data rank {1 - rank}"
-own = len(groups) == 9 and all(group is leader._group is not dist.group.WORLD for group in groups)
+own = len(groups) == 11 and all(group is leader._group is not dist.group.WORLD for group in groups)
 print(json.dumps([found, failure, waited, spent, dist.get_backend(leader._group), own]))
 """
 

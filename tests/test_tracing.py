@@ -20,7 +20,7 @@ def part(process: str, *spans: tuple[str, float, float], pid: int = 1, **changed
     return {**whole, "spans": found, **changed}
 
 
-def spans_of(trace: dict[str, Any]) -> dict[str, tuple[float, float]]:
+def spans_of(trace: Any) -> dict[str, tuple[float, float]]:
     return {e["name"]: (e["ts"], e["dur"]) for e in trace["traceEvents"] if e["ph"] == "X"}
 
 

@@ -1,6 +1,7 @@
 """Entropy of a distribution, and a coefficient that holds it up (paper sec. 5.4)."""
 
 import math
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -16,6 +17,12 @@ def entropy_of_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
     logp = torch.log_softmax(logits, dim=-1)
     # p log p is 0 where p is; before the product, because 0 * -inf is nan.
     return -(logp.exp() * torch.where(torch.isneginf(logp), 0.0, logp)).sum(dim=-1)
+
+
+class EntropyState(TypedDict):
+    """What a checkpoint keeps of the adaptive entropy bonus."""
+
+    coefficient: float
 
 
 class AdaptiveEntropy:
@@ -63,9 +70,9 @@ class AdaptiveEntropy:
             self._coefficient = max(self._coefficient - self.step, self.minimum)
         return current
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> EntropyState:
         """For a checkpoint; JSON keeps it exactly."""
         return {"coefficient": self._coefficient}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
+    def load_state_dict(self, state: EntropyState) -> None:
         self._coefficient = float(state["coefficient"])

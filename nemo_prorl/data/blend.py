@@ -13,15 +13,50 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Literal, NamedTuple, NotRequired, TypedDict
 
 from nemo_prorl.config import DataConfig, DataSource
 from nemo_prorl.data.laptop.generators import Record, generate
 from nemo_prorl.errors import CheckpointError, ConfigError, DataError
+from nemo_prorl.schema import Constraint, Count, Number, Sha256
 
 _log = logging.getLogger(__name__)
 
+_SAME: tuple[Literal["records", "hash", "weight"], ...] = ("records", "hash", "weight")  # while a run goes on
+
 LoadedSource = tuple[DataSource, list[Record]]
+
+
+class LoadedData(NamedTuple):
+    """The data of a run: training sources with the records of all tasks, and validation sources."""
+
+    train: list[LoadedSource]
+    validation: list[LoadedSource]
+
+
+class BlendSourceState(TypedDict):
+    """Where a blend is in one of its sources."""
+
+    drawn: Count
+    carried: Count
+    """of them, in stages before"""
+    weight: Annotated[float, Constraint(exclusiveMinimum=0)]
+    records: Number
+    hash: Sha256
+    """over the records"""
+    skipped: NotRequired[Count]
+    """positions of retired records that were passed over; this and the next two only with data.retire_after"""
+    retired: NotRequired[list[str]]
+    """ids, in the order in which they were retired"""
+    solved: NotRequired[dict[str, Number]]
+    """by id: draws in a row that all responses solved, so far"""
+
+
+class BlendState(TypedDict):
+    """Where a blend is in its sources, by their names."""
+
+    seed: Count
+    sources: dict[str, BlendSourceState]
 
 
 class Blend:
@@ -117,39 +152,32 @@ class Blend:
         ]
         return [weight / sum(weights) for weight in weights]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values.
+    def state_dict(self) -> BlendState:
+        sources = {source.name: self._state_of(at) for at, (source, _) in enumerate(self._sources)}
+        return {"seed": self._seed, "sources": sources}
 
-        It holds the seed, and for each source its draws (and how many were carried over) and its records' hash; where
-        records may retire, those that have, and the counts of the others.
-        """
-        return {
-            "seed": self._seed,
-            "sources": {
-                source.name: {
-                    "drawn": self._drawn[at],
-                    "carried": self._carried[at],
-                    "weight": source.weight,
-                    "records": len(records),
-                    "hash": self._hashes[at],
-                    **self._retirement(at),
-                }
-                for at, (source, records) in enumerate(self._sources)
-            },
+    def _state_of(self, at: int) -> BlendSourceState:
+        source, records = self._sources[at]
+        state: BlendSourceState = {
+            "drawn": self._drawn[at],
+            "carried": self._carried[at],
+            "weight": source.weight,
+            "records": len(records),
+            "hash": self._hashes[at],
         }
+        if self._retire_after is not None:
+            state["skipped"] = self._skipped[at]
+            state["retired"] = list(self._retired[at])
+            state["solved"] = dict(self._solved[at])
+        return state
 
-    def _retirement(self, at: int) -> dict[str, Any]:
-        if self._retire_after is None:
-            return {}
-        return {"skipped": self._skipped[at], "retired": list(self._retired[at]), "solved": dict(self._solved[at])}
-
-    def _set_retirement(self, at: int, saved: dict[str, Any]) -> None:
-        """What a state says of a source; states of runs without retirement say nothing."""
+    def _set_retirement(self, at: int, saved: BlendSourceState) -> None:
+        """Take what a state says of a source; the states of runs without retirement say nothing."""
         self._skipped[at] = saved.get("skipped", 0)
         self._retired[at] = dict.fromkeys(saved.get("retired", ()))
         self._solved[at] = dict(saved.get("solved", {}))
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: BlendState) -> None:
         """Continues where `state` was taken.  Raises CheckpointError when seed, sources or records changed."""
         if state["seed"] != self._seed:
             raise CheckpointError(f"data blend: the checkpoint's seed is {state['seed']}, this run's is {self._seed}")
@@ -160,19 +188,19 @@ class Blend:
                 f"this run's are {', '.join(now)}"
             )
         for name, saved in state["sources"].items():
-            for key in ("records", "hash", "weight"):
+            for key in _SAME:
                 if saved[key] != now[name][key]:
                     raise CheckpointError(
                         f"data source '{name}': its {key} was {saved[key]} when the run was stopped and is "
                         f"{now[name][key]} now; continue with the same data, or start another run"
                     )
         self._drawn = [saved["drawn"] for saved in state["sources"].values()]
-        self._carried = [saved.get("carried", 0) for saved in state["sources"].values()]  # older states lack it
+        self._carried = [saved["carried"] for saved in state["sources"].values()]
         for at, saved in enumerate(state["sources"].values()):
             self._set_retirement(at, saved)
         self._shares = self._shares_now()
 
-    def carry(self, state: dict[str, Any]) -> None:
+    def carry(self, state: BlendState) -> None:
         """Begins a stage where the stage before it, whose blend had this `state`, stopped.
 
         A source with the same records goes on where it was, in position and epoch; shares count from here, so that
@@ -184,7 +212,7 @@ class Blend:
             _log.info("data blend: the stage before had seed %s, this has %s: begins anew", state["seed"], self._seed)
         for index, (name, own) in enumerate(now.items()):
             drawn = 0
-            self._set_retirement(index, {})
+            self._skipped[index], self._retired[index], self._solved[index] = 0, {}, {}
             if same_seed and name in state["sources"]:
                 saved = state["sources"][name]
                 if (saved["records"], saved["hash"]) == (own["records"], own["hash"]):
@@ -228,13 +256,12 @@ def ids_hash(records: Sequence[Record]) -> str:
     return digest.hexdigest()
 
 
-def load_sources(data: DataConfig, every_task: bool = False) -> tuple[list[LoadedSource], list[LoadedSource]]:
-    """(training, validation) sources of a configuration, with no prompt in both.
+def load_sources(data: DataConfig) -> LoadedData:
+    """Load the sources of a configuration, with no prompt in both training and validation.
 
     Validation is made first; a training record whose prompt (compared as JSON text) is held out is left out, and a
     generator draws another in its place.  Generated validation records have ids that begin with `heldout-`.
-    Training is then reduced to the records of `data.tasks`, unless `every_task` is asked for; validation never is.
-    Raises ConfigError for a bad source and where none of `data.tasks` is left, DataError for bad or missing data.
+    Raises ConfigError for a bad source, DataError for bad or missing data.
     """
     validation = [(source, _load(source, frozenset(), "heldout-")) for source in data.validation]
     held_out = frozenset(prompt_key(record) for _, records in validation for record in records)
@@ -243,13 +270,17 @@ def load_sources(data: DataConfig, every_task: bool = False) -> tuple[list[Loade
         if loaded:
             _check(loaded)
     _check_ids([*train, *validation])
-    if data.tasks is not None and train and not every_task:
-        train = _of_tasks(train, list(data.tasks))
-    return train, validation
+    return LoadedData(train, validation)
 
 
-def _of_tasks(train: list[LoadedSource], tasks: list[str]) -> list[LoadedSource]:
-    """The records of these tasks; sources without any are left out."""
+def of_tasks(train: list[LoadedSource], data: DataConfig) -> list[LoadedSource]:
+    """Return the training records of `data.tasks`; sources without any are left out.
+
+    Raises ConfigError where a task has no record.
+    """
+    if data.tasks is None or not train:
+        return train
+    tasks = list(data.tasks)
     kept = [(source, [record for record in records if record["task"] in tasks]) for source, records in train]
     kept = [(source, records) for source, records in kept if records]
     held = {record["task"] for _, records in train for record in records}
@@ -263,11 +294,15 @@ def _of_tasks(train: list[LoadedSource], tasks: list[str]) -> list[LoadedSource]
     return kept
 
 
-def without_long(sources: list[LoadedSource], length: Callable[[Record], int], most: int) -> list[LoadedSource]:
-    """The records whose prompts have at most `most` tokens, by `length`; how many are left out is logged.
+def without_long(
+    sources: Sequence[LoadedSource], length: Callable[[Record], int], most: int | None
+) -> list[LoadedSource]:
+    """Return the records whose prompts have at most `most` tokens, by `length`; None: all.  Log how many are left out.
 
-    Raises DataError for a source without any other.
+    Raises DataError for a source without any such record.
     """
+    if most is None:
+        return list(sources)
     kept: list[LoadedSource] = []
     for source, records in sources:
         short = [record for record in records if length(record) <= most]

@@ -7,9 +7,12 @@ their fields differ by task; structs are read too).
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_prorl.errors import DataError
+
+if TYPE_CHECKING:
+    from nemo_prorl.data.records import PromptRecord
 
 _BATCH_ROWS = 1024
 
@@ -61,7 +64,7 @@ def record_of(row: dict[str, Any], where: str) -> dict[str, Any]:
     return record
 
 
-def write_records(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def write_records(path: Path, rows: "Sequence[PromptRecord]") -> None:
     """Prompt records as a Parquet file.  All prompts must be text, or all message lists."""
     import pyarrow
     import pyarrow.parquet

@@ -1,172 +1,234 @@
-"""Prompt records: one JSON object a line (or a row of a Parquet file), checked when read.  Standard library only.
+"""Prompt records: one JSON object a line (or a row of a Parquet file), checked when read.
 
-`{"id", "task", "prompt", "truth", "source", "meta"}`; `source` and `meta` may be absent.  The shape of `truth` is
-the task's (see `TRUTH_CHECKS`); for tasks of other plugins it must be an object, and their plugin checks the rest.
+`{"id", "task", "prompt", "truth", "source", "meta"}`; `source` and `meta` may be absent.  The form of `truth` is the
+task's (see `TRUTHS`).  For the tasks of other plugins it must be an object, and their plugin checks the rest.
 """
 
+import functools
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired, get_type_hints
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
+from pydantic_core import core_schema
+from typing_extensions import TypedDict  # pydantic cannot read Python 3.11's own
 
 from nemo_prorl.errors import DataError
 
-_ROLES = ("system", "user", "assistant")
+
+class Expected:
+    """What a value must be, in the words of an error."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.custom_error_schema(handler(source), "unexpected", custom_error_message=self.text)
 
 
-class _FieldFault(Exception):
-    """What is wrong with which field."""
+Text = Annotated[str, Field(pattern=r"\S"), Expected("a string, not empty")]
+Texts = Annotated[list[Annotated[str, Field(pattern=r"\S")]], Field(min_length=1)]
+Lines = Annotated[str | list[str], Expected("a string, or a list of lines")]
+Object = Annotated[dict[str, Any], Expected("an object")]
+Role = Literal["system", "user", "assistant"]
 
 
-def _need(holds: bool, field: str, value: Any, right: str) -> None:
-    if not holds:
-        shown = json.dumps(value, default=repr)
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        raise _FieldFault(f"field {field!r} is {shown}; it must be {right}")
+class Message(TypedDict):
+    """A message of a prompt."""
+
+    role: Annotated[Role, Expected("one of system, user, assistant")]
+    content: Annotated[str, Expected("a string")]
 
 
-def _has(obj: dict[str, Any], key: str, field: str, right: str) -> Any:
-    if key not in obj:
-        raise _FieldFault(f"field {field!r} is missing; it must be {right}")
-    return obj[key]
+Messages = Annotated[list[Message], Field(min_length=1)]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+_PROMPT = 'text, or a list of messages {"role": "user", "content": "..."}'
 
 
-def _text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
+class PromptRecord(TypedDict):
+    """One line of a data file: a prompt, its task, and what a response is judged by."""
+
+    id: Text
+    task: Text
+    prompt: Annotated[
+        Annotated[str, Field(pattern=r"\S"), Expected(_PROMPT), Tag("text")] | Annotated[Messages, Tag("messages")],
+        Discriminator(lambda prompt: "messages" if isinstance(prompt, list) else "text"),
+        Field(description=_PROMPT),
+    ]
+    truth: Annotated[dict[str, Any], Expected("an object, what the task is judged by")]
+    source: NotRequired[Annotated[str, Expected("a string")]]
+    meta: NotRequired[Object]
 
 
-def _texts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_text, value))
+class _AnswerLimits(TypedDict, total=False):
+    tolerance: Annotated[float, Field(ge=0), Expected("a relative error of at least 0")] | None
+    """relative"""
+    unit: Annotated[str, Expected("a string")] | None
+    options: Annotated[list[str], Field(min_length=2), Expected("a list of at least 2 options, each a string")] | None
 
 
-def _check_answer(truth: dict[str, Any]) -> None:
-    """math and stem: `answer` (text or list) or `all_of`, with `tolerance`, `unit`, `options` where given."""
-    if "answer" in truth and "all_of" in truth:
-        raise _FieldFault("field 'truth' has both 'answer' and 'all_of'; it must have one of them")
-    if "all_of" in truth:
-        _need(_texts(truth["all_of"]), "truth.all_of", truth["all_of"], "a list of answers, each a string")
-    else:
-        answer = _has(truth, "answer", "truth.answer", "the right answer as a string, or a list of accepted ones")
-        _need(_text(answer) or _texts(answer), "truth.answer", answer, "a string, or a list of strings, not empty")
-    if "tolerance" in truth:
-        tolerance = truth["tolerance"]
-        _need(_is_number(tolerance) and tolerance >= 0, "truth.tolerance", tolerance, "a relative error of at least 0")
-    if "unit" in truth:
-        _need(isinstance(truth["unit"], str), "truth.unit", truth["unit"], "a string")
-    if "options" in truth:
-        options = truth["options"]
-        _need(isinstance(options, list) and len(options) > 1, "truth.options", options, "a list of at least 2 options")
-        _need(all(isinstance(option, str) for option in options), "truth.options", options, "a list of strings")
+class AnswerTruth(_AnswerLimits):
+    """The right answer, or a list of which any is accepted."""
+
+    answer: Annotated[Text | Texts, Expected("a string, or a list of strings, not empty")]
+    all_of: NotRequired[None]
 
 
-def _check_code(truth: dict[str, Any]) -> None:
-    """code: stdin tests, function tests (`fn_name`), or `asserts`; null fields, as of tables, are absent."""
-    truth = {name: value for name, value in truth.items() if value is not None}
-    if "tests" in truth and "asserts" in truth:
-        raise _FieldFault("field 'truth' has both 'tests' and 'asserts'; it must have one of them")
-    if "asserts" in truth:
-        _need(_texts(truth["asserts"]), "truth.asserts", truth["asserts"], "a list of assert statements")
-    else:
-        tests = _has(truth, "tests", "truth.tests", "a list of tests (or give 'asserts')")
-        _need(isinstance(tests, list) and bool(tests), "truth.tests", tests, "a list of at least one test")
-        called = "fn_name" in truth
-        if called:
-            _need(_text(truth["fn_name"]), "truth.fn_name", truth["fn_name"], "the name of a function")
-        for index, test in enumerate(tests):
-            _check_test(test, f"truth.tests[{index}]", called)
-    if "time_limit_s" in truth:
-        limit = truth["time_limit_s"]
-        _need(_is_number(limit) and 0 < limit <= 60, "truth.time_limit_s", limit, "seconds, above 0, at most 60")
-    if "setup" in truth:
-        _need(isinstance(truth["setup"], str), "truth.setup", truth["setup"], "a string of Python code")
+class AllOfTruth(_AnswerLimits):
+    """Answers that a response must all give."""
+
+    all_of: Annotated[Texts, Expected("a list of answers, each a string")]
+    answer: NotRequired[None]
 
 
-def _check_test(test: Any, field: str, called: bool) -> None:
-    right = '{"args": [...], "expected": ...}' if called else '{"input": "...", "output": "..."}'
-    _need(isinstance(test, dict), field, test, right)
-    if called:
-        args = _has(test, "args", f"{field}.args", "the list of arguments")
-        _need(isinstance(args, list), f"{field}.args", args, "the list of arguments")
-        _has(test, "expected", f"{field}.expected", "the value that the function must return")
-        return
-    for key in ("input", "output"):
-        value = _has(test, key, f"{field}.{key}", "a string")
-        lines = isinstance(value, list) and all(isinstance(line, str) for line in value)
-        _need(isinstance(value, str) or lines, f"{field}.{key}", value, "a string, or a list of lines")
+class _CodeLimits(TypedDict, total=False):
+    time_limit_s: Annotated[float, Field(gt=0, le=60), Expected("seconds, above 0, at most 60")] | None
+    """wall time of all tests together; 5 if absent"""
+    setup: Annotated[str, Expected("a string of Python code")] | None
 
 
-def _check_puzzle(truth: dict[str, Any]) -> None:
-    """puzzles: the name of a reasoning-gym data set and its own entry."""
-    dataset = _has(truth, "dataset", "truth.dataset", "the name of a reasoning-gym data set")
-    _need(_text(dataset), "truth.dataset", dataset, "the name of a reasoning-gym data set")
-    entry = _has(truth, "entry", "truth.entry", "reasoning-gym's entry")
-    _need(isinstance(entry, dict), "truth.entry", entry, "reasoning-gym's entry, an object")
-    for key in ("question", "answer", "metadata"):
-        _has(entry, key, f"truth.entry.{key}", "as reasoning-gym made it")
-    _need(isinstance(entry["metadata"], dict), "truth.entry.metadata", entry["metadata"], "an object")
+class StreamTest(TypedDict):
+    """Text or lines on standard input, and the output that is right."""
+
+    input: Lines
+    output: Lines
 
 
-def _check_instructions(truth: dict[str, Any]) -> None:
-    """instructions: IFEval's own two fields, of equal length."""
-    ids = _has(truth, "instruction_id_list", "truth.instruction_id_list", "a list of instruction names")
-    _need(_texts(ids), "truth.instruction_id_list", ids, "a list of instruction names")
-    kwargs = _has(truth, "kwargs", "truth.kwargs", "a list of objects, one an instruction")
-    right = f"a list of {len(ids)} objects, one an instruction"
-    fits = isinstance(kwargs, list) and len(kwargs) == len(ids) and all(isinstance(one, dict) for one in kwargs)
-    _need(fits, "truth.kwargs", kwargs, right)
+class CallTest(TypedDict):
+    """The arguments of a call, and the value that it must return."""
+
+    args: Annotated[list[Any], Expected("the list of arguments")]
+    expected: Annotated[Any, Field(description="the value that the function must return")]
 
 
-TRUTH_CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
-    "math": _check_answer,
-    "stem": _check_answer,
-    "code": _check_code,
-    "puzzles": _check_puzzle,
-    "instructions": _check_instructions,
+class StreamTruth(_CodeLimits):
+    """The program reads standard input."""
+
+    tests: Annotated[list[StreamTest], Field(min_length=1, description="a list of tests (or give 'asserts')")]
+    fn_name: NotRequired[None]
+    asserts: NotRequired[None]
+
+
+class CallTruth(_CodeLimits):
+    """A function is called."""
+
+    tests: Annotated[list[CallTest], Field(min_length=1, description="a list of tests (or give 'asserts')")]
+    fn_name: Annotated[Text, Expected("the name of a function")]
+    asserts: NotRequired[None]
+
+
+class AssertTruth(_CodeLimits):
+    """Statements run beside the answer: weaker than tests."""
+
+    asserts: Annotated[Texts, Expected("a list of assert statements")]
+    tests: NotRequired[None]
+    fn_name: NotRequired[str | None]
+
+
+_AsMade = Annotated[Any, Field(description="as reasoning-gym made it")]
+
+
+class PuzzleEntry(TypedDict):
+    """reasoning-gym's own entry."""
+
+    question: _AsMade
+    answer: _AsMade
+    metadata: Annotated[dict[str, Any], Expected("an object, as reasoning-gym made it")]
+
+
+class PuzzleTruth(TypedDict):
+    """An entry of a reasoning-gym data set."""
+
+    dataset: Annotated[Text, Expected("the name of a reasoning-gym data set")]
+    entry: Annotated[PuzzleEntry, Field(description="reasoning-gym's entry, an object")]
+
+
+class InstructionTruth(TypedDict):
+    """IFEval's own fields, of equal length."""
+
+    instruction_id_list: Annotated[Texts, Expected("a list of instruction names")]
+    kwargs: Annotated[list[Object], Field(description="a list of objects, one per instruction")]
+
+
+# The forms of a task's truth, by the field that only this form has; "" where none of these fields is there.
+_ANSWERS = {"all_of": AllOfTruth, "": AnswerTruth}
+TRUTHS: dict[str, dict[str, Any]] = {
+    "math": _ANSWERS,
+    "stem": _ANSWERS,
+    "code": {"asserts": AssertTruth, "fn_name": CallTruth, "": StreamTruth},
+    "puzzles": {"": PuzzleTruth},
+    "instructions": {"": InstructionTruth},
 }
+_EITHER = (("answer", "all_of"), ("tests", "asserts"))
+_STRICT = ConfigDict(strict=True)  # no text is taken for a number
 
 
-def _check_prompt(prompt: Any) -> None:
-    right = 'text, or a list of messages {"role": "user", "content": "..."}'
-    _need(_text(prompt) or (isinstance(prompt, list) and bool(prompt)), "prompt", prompt, right)
-    if isinstance(prompt, str):
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(list[kind], config=_STRICT)  # of a list: a class itself takes no configuration
+
+
+def _expected(kind: Any, field: int | str) -> str:
+    """Return what a field of this kind, or of a kind within it, must be."""
+    for inner in (kind, Message, StreamTest if kind is StreamTruth else CallTest, PuzzleEntry):
+        for mark in getattr(get_type_hints(inner, include_extras=True).get(str(field)), "__metadata__", ()):
+            if text := mark.text if isinstance(mark, Expected) else getattr(mark, "description", None):
+                return str(text)
+    return "given"
+
+
+def _check(value: Any, kind: Any, where: str, field: str) -> None:
+    """Raise DataError for the first field of `value` that is not of the kind; `field` begins its name."""
+    try:
+        _adapter(kind).validate_python([value])
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+    else:
         return
-    for index, message in enumerate(prompt):
-        field = f"prompt[{index}]"
-        _need(isinstance(message, dict), field, message, 'a message {"role": "user", "content": "..."}')
-        role = _has(message, "role", f"{field}.role", f"one of {', '.join(_ROLES)}")
-        _need(role in _ROLES, f"{field}.role", role, f"one of {', '.join(_ROLES)}")
-        content = _has(message, "content", f"{field}.content", "a string")
-        _need(isinstance(content, str), f"{field}.content", content, "a string")
+    name, found = field, value
+    for part in fault["loc"][1:]:
+        if isinstance(found, list) and isinstance(part, int):
+            name, found = f"{name}[{part}]", found[part]
+        elif isinstance(found, dict) and (part in found or fault["type"] == "missing"):
+            name, found = f"{name}.{part}".lstrip("."), found.get(part)
+    if fault["type"] == "missing":
+        raise DataError(f"{where}: field {name!r} is missing; it must be {_expected(kind, fault['loc'][-1])}")
+    shown = json.dumps(found, default=repr)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    message = fault["msg"]  # pydantic's own where the type has no `Expected`
+    right = message.replace("Input should be", "it must be") if " should " in message else f"it must be {message}"
+    raise DataError(f"{where}: field {name!r} is {shown}; {right}")
+
+
+def _check_truth(task: str, truth: dict[str, Any], where: str) -> None:
+    truth = {name: value for name, value in truth.items() if value is not None}  # null, as of tables, is absent
+    for one, other in _EITHER:
+        if one in truth and other in truth:
+            raise DataError(f"{where}: field 'truth' has both {one!r} and {other!r}; it must have one of them")
+    forms = TRUTHS[task]
+    _check(truth, next(kind for field, kind in forms.items() if field in truth or not field), where, "truth")
+    if task == "instructions" and len(truth["kwargs"]) != len(truth["instruction_id_list"]):
+        number, shown = len(truth["instruction_id_list"]), json.dumps(truth["kwargs"])[:80]
+        raise DataError(f"{where}: field 'truth.kwargs' is {shown}; it must be a list of {number}: one per instruction")
 
 
 def validate_record(obj: Any, where: str, tasks: Collection[str] | None = None) -> dict[str, Any]:
-    """The record, with `source` and `meta` filled in.  Raises DataError: `where`, the field, and what is right.
+    """Return the record, with `source` and `meta` filled in.  Raise DataError: `where`, the field, and what is right.
 
-    `tasks`: those that can be judged; None accepts any.
+    Args:
+        tasks: those that can be judged; None accepts any.
     """
-    try:
-        if not isinstance(obj, dict):
-            raise _FieldFault(f"a record must be a JSON object, not {type(obj).__name__}")
-        record = {"source": "", "meta": {}, **obj}
-        identity = _has(record, "id", "id", "a string, its own in the file")
-        _need(_text(identity), "id", identity, "a string, not empty")
-        task = _has(record, "task", "task", "the name of a task")
-        known = ", ".join(sorted(tasks)) if tasks is not None else "the name of a task"
-        _need(_text(task) and (tasks is None or task in tasks), "task", task, f"one of: {known}" if tasks else known)
-        _has(record, "prompt", "prompt", "text or a list of messages")
-        _check_prompt(record["prompt"])
-        truth = _has(record, "truth", "truth", "an object, what the task is judged by")
-        _need(isinstance(truth, dict), "truth", truth, "an object, what the task is judged by")
-        _need(isinstance(record["source"], str), "source", record["source"], "a string")
-        _need(isinstance(record["meta"], dict), "meta", record["meta"], "an object")
-        if task in TRUTH_CHECKS:
-            TRUTH_CHECKS[task](truth)
-    except _FieldFault as fault:
-        raise DataError(f"{where}: {fault}") from None
+    if not isinstance(obj, dict):
+        raise DataError(f"{where}: a record must be a JSON object, not {type(obj).__name__}")
+    record = {"source": "", "meta": {}, **obj}
+    _check(record, PromptRecord, where, "")
+    task = record["task"]
+    if tasks is not None and task not in tasks:
+        raise DataError(f"{where}: field 'task' is {json.dumps(task)}; it must be one of: {', '.join(sorted(tasks))}")
+    if task in TRUTHS:
+        _check_truth(task, record["truth"], where)
     return record
 
 

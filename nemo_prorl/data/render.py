@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ class PromptRenderer:
     Raises ConfigError when the folder holds no tokenizer.
     """
 
-    def __init__(self, tokenizer_folder: Path | str, context_tokens: int, max_response: int | None = None) -> None:
+    def __init__(self, tokenizer_folder: Path | str, context_tokens: int) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks and workers fork after this
         from transformers import AutoTokenizer
 
@@ -28,7 +28,6 @@ class PromptRenderer:
         if not (folder / "tokenizer_config.json").is_file():
             raise ConfigError(f"{folder} holds no tokenizer (tokenizer_config.json): name a Hugging Face model folder")
         self.context_tokens = context_tokens
-        self.max_response = max_response
         self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         if self._tokenizer.eos_token_id is None:
             raise ConfigError(f"{folder}: its tokenizer has no eos token; set eos_token in tokenizer_config.json")
@@ -37,20 +36,10 @@ class PromptRenderer:
         self._hidden = special - tags  # some tokenizers mark the tags as special; verifiers need them
 
     @property
-    def vocab_size(self) -> int:
-        return len(self._tokenizer)
-
-    @property
     def eos_id(self) -> int:
         return int(self._tokenizer.eos_token_id)
 
-    @property
-    def pad_id(self) -> int:
-        """The pad token, or eos where a tokenizer has none: masks decide, never this id."""
-        pad = self._tokenizer.pad_token_id
-        return self.eos_id if pad is None else int(pad)
-
-    def prompt_ids(self, record: dict[str, Any]) -> list[int]:
+    def prompt_ids(self, record: Mapping[str, Any]) -> list[int]:
         """Token ids of a record's prompt: a string as it is, a message list through the chat template.
 
         Raises DataError, naming the record, for a prompt that leaves no room for a response, is empty, or needs
@@ -64,11 +53,11 @@ class PromptRenderer:
             )
         return ids
 
-    def length(self, record: dict[str, Any]) -> int:
+    def length(self, record: Mapping[str, Any]) -> int:
         """Tokens of a record's prompt, whatever the context.  Raises DataError as `prompt_ids` does for the others."""
         return len(self._rendered(record))
 
-    def _rendered(self, record: dict[str, Any]) -> list[int]:
+    def _rendered(self, record: Mapping[str, Any]) -> list[int]:
         prompt = record["prompt"]
         if isinstance(prompt, str):
             ids = self.encode(prompt)
@@ -82,11 +71,6 @@ class PromptRenderer:
         if not ids:
             raise DataError(f"record '{record['id']}': its prompt is empty")
         return ids
-
-    def response_room(self, prompt_ids: Sequence[int]) -> int:
-        """The most tokens that a response to this prompt may have, at least 1."""
-        room = self.context_tokens - len(prompt_ids)
-        return room if self.max_response is None else min(room, self.max_response)
 
     def opened_thought(self, prompt_ids: Sequence[int]) -> str:
         """Return the `<think>` that a rendered prompt ends in; empty without one."""

@@ -6,15 +6,17 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import yaml
 
 from nemo_prorl.errors import ConfigError, DataError
 
 FOLDER = Path(__file__).parent / "benchmarks"
-DOMAINS = ("math", "code", "stem", "puzzles", "instructions")
-METRICS = ("pass@1", "reward")
+Domain = Literal["math", "code", "stem", "puzzles", "instructions"]
+Metric = Literal["pass@1", "reward"]
+DOMAINS: tuple[Domain, ...] = get_args(Domain)
+METRICS: tuple[Metric, ...] = get_args(Metric)
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,9 @@ class Benchmark:
 
     name: str
     title: str
-    domain: str
+    domain: Domain
     task: str  # of its records: which reward plugin judges
-    metric: str  # what the paper reports of it: pass@1 (binary correctness) or reward (mean continuous reward)
+    metric: Metric  # what the paper reports of it: pass@1 (binary correctness) or reward (mean continuous reward)
     sets: tuple[str, ...]
     source: str
     licence: str

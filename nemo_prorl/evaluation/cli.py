@@ -12,6 +12,7 @@ from nemo_prorl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from nemo_prorl.evaluation.catalogue import Benchmark
+    from nemo_prorl.evaluation.formats import EvaluationManifest, EvaluationResults
 
 _log = logging.getLogger(__name__)
 
@@ -92,8 +93,8 @@ def _run(
     seed: int,
     data: Path | None,
     limit: int | None,
-    expected: dict[str, Any] | None,
-) -> dict[str, Any]:
+    expected: "EvaluationManifest | None",
+) -> "EvaluationResults":
     for name, value in (("limit", limit), ("engines", args.engines), ("requests", args.requests)):
         if value is not None and value < 1:
             raise ConfigError(f"--{name} {value}: must be at least 1")
@@ -121,7 +122,7 @@ def _run(
     )
 
 
-def _tell(found: dict[str, Any], out: Path) -> int:
+def _tell(found: "EvaluationResults", out: Path) -> int:
     from nemo_prorl.evaluation.results import table
 
     sys.stdout.write(table(found))
@@ -173,7 +174,7 @@ def _again(args: argparse.Namespace) -> int:
     return 1
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Any:
     try:
         value = json.loads(path.read_text())
     except OSError as error:

@@ -9,16 +9,30 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.evaluation.estimates import Floats, Interval, bootstrap_means, intervals, ks_up_to
+from nemo_prorl.evaluation.formats import (
+    ComparedBenchmark,
+    ComparedGroup,
+    ComparedModel,
+    ComparedPart,
+    Difference,
+    EvaluationComparison,
+    EvaluationManifest,
+    GroupDifference,
+    MeanJson,
+    Numbers,
+    Reading,
+    SolvedCounts,
+)
 from nemo_prorl.evaluation.results import Scored, aligned, numbers, percent, scored
 from nemo_prorl.evaluation.store import Store
 
-FORMAT = 1
+FORMAT: Literal[1] = 1
 RESAMPLES, SEED, LEVEL = 4000, 0, 0.95
 _COLUMNS = ("pass@1", "reward")  # before the columns of pass@k
 
@@ -29,7 +43,7 @@ class Evaluated:
 
     name: str
     folder: Path
-    manifest: dict[str, Any]
+    manifest: EvaluationManifest
     found: dict[str, Scored]
 
 
@@ -41,7 +55,7 @@ class Paired:
     ks: tuple[int, ...]
     mean_K: Floats  # [2 + K] of the differences
     drawn_RK: Floats
-    solved: dict[str, int]
+    solved: SolvedCounts
 
     def intervals(self) -> list[Interval]:
         return intervals(self.mean_K, self.drawn_RK, LEVEL)
@@ -60,7 +74,7 @@ def read(folders: Sequence[Path]) -> list[Evaluated]:
 
 def _read(name: str, folder: Path) -> Evaluated:
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest: EvaluationManifest = json.loads((folder / "manifest.json").read_text())
     except FileNotFoundError:
         raise ConfigError(
             f"{folder}: holds no evaluation (manifest.json); make one with prorl evaluate --out"
@@ -74,18 +88,17 @@ def _read(name: str, folder: Path) -> Evaluated:
     return Evaluated(name, folder, manifest, found)
 
 
-def compare(models: Sequence[Evaluated]) -> dict[str, Any]:
+def compare(models: Sequence[Evaluated]) -> EvaluationComparison:
     """comparison.json, as docs/formats.md describes it."""
     common = [name for name in models[0].found if all(name in model.found for model in models)]
     if not common:
         raise ConfigError("--compare: the evaluations have no benchmark in common")
     for name in common:
         _check_same_prompts(name, models)
-    entries: dict[str, Any] = {}
+    entries: dict[str, ComparedBenchmark] = {}
     paired: dict[tuple[str, str], Paired] = {}
     for name in common:
         about = models[0].manifest["benchmarks"][name]
-        told = {key: about[key] for key in ("title", "domain", "metric", "out_of_distribution")}
         entry, pairs = _entry([model.found[name] for model in models], models, name)
         paired |= {(other, name): pair for other, pair in pairs.items()}
         parts = sorted(set(models[0].found[name].parts))
@@ -93,7 +106,14 @@ def compare(models: Sequence[Evaluated]) -> dict[str, Any]:
             part: _entry([model.found[name].only(part) for model in models], models, f"{name}/{part}")[0]
             for part in (parts if len(parts) > 1 else [])
         }
-        entries[name] = {**told, **entry, "parts": inner}
+        entries[name] = {
+            "title": about["title"],
+            "domain": about["domain"],
+            "metric": about["metric"],
+            "out_of_distribution": about["out_of_distribution"],
+            **entry,
+            "parts": inner,
+        }
     skipped = sorted({name for model in models for name in model.found} - set(common))
     return {
         "format": FORMAT,
@@ -107,7 +127,7 @@ def compare(models: Sequence[Evaluated]) -> dict[str, Any]:
     }
 
 
-def _about(model: Evaluated) -> dict[str, Any]:
+def _about(model: Evaluated) -> ComparedModel:
     return {"name": model.name, "folder": str(model.folder), "model": model.manifest["model"]}
 
 
@@ -121,9 +141,7 @@ def _check_same_prompts(name: str, models: Sequence[Evaluated]) -> None:
             )
 
 
-def _entry(
-    found: Sequence[Scored], models: Sequence[Evaluated], where: str
-) -> tuple[dict[str, Any], dict[str, Paired]]:
+def _entry(found: Sequence[Scored], models: Sequence[Evaluated], where: str) -> tuple[ComparedPart, dict[str, Paired]]:
     """One benchmark or part of it: each model's numbers, and each one's differences from the base."""
     told = {model.name: numbers(one) for model, one in zip(models, found, strict=True)}
     pairs, differences = {}, []
@@ -161,9 +179,9 @@ def _pair(base: Scored, other: Scored, key: str) -> Paired | None:
     )
 
 
-def _solved(base: Scored, other: Scored) -> dict[str, int]:
+def _solved(base: Scored, other: Scored) -> SolvedCounts:
     """Prompts by who solved them at least once, each with the same number of samples."""
-    counts = {"both": 0, "gained": 0, "lost": 0, "neither": 0}
+    counts: SolvedCounts = {"both": 0, "gained": 0, "lost": 0, "neither": 0}
     for mine, theirs in zip(base.samples, other.samples, strict=True):
         n = min(len(mine), len(theirs))
         was, now = any(s.correct for s in mine[:n]), any(s.correct for s in theirs[:n])
@@ -171,30 +189,28 @@ def _solved(base: Scored, other: Scored) -> dict[str, int]:
     return counts
 
 
-def _difference(name: str, pair: Paired, base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    told = _intervals_json(pair.intervals(), pair.ks)
+def _difference(name: str, pair: Paired, base: Numbers, other: Numbers) -> Difference:
+    assert other["pass@1"] is not None  # the pair has prompts that both were judged on
     return {
-        "model": name,
+        **_group_difference(name, pair.intervals(), pair.ks),
         "prompts": pair.prompts,
-        **told,
         "solved": pair.solved,
         "base_k": base_k(base["pass@k"], other["pass@1"]["mean"]),
-        "reading": reading(told["pass@k"], told["reward"]),
     }
 
 
-def _intervals_json(found: Sequence[Interval], ks: Sequence[int]) -> dict[str, Any]:
-    told: dict[str, Any] = {name: one.to_json() for name, one in zip(_COLUMNS, found, strict=False)}
-    rest = found[len(_COLUMNS) :]
-    return {**told, "pass@k": {str(k): one.to_json() for k, one in zip(ks, rest, strict=True)}}
+def _group_difference(name: str, found: Sequence[Interval], ks: Sequence[int]) -> GroupDifference:
+    pass_1, reward, *curve = [one.to_json() for one in found]
+    at_k = {str(k): one for k, one in zip(ks, curve, strict=True)}
+    return {"model": name, "pass@1": pass_1, "reward": reward, "pass@k": at_k, "reading": reading(at_k, reward)}
 
 
-def base_k(curve: Mapping[str, Mapping[str, float]], target: float) -> int | None:
+def base_k(curve: Mapping[str, MeanJson], target: float) -> int | None:
     """The least k at which the base's pass@k reaches the other's pass@1: the tries that it replaces by one."""
     return next((int(k) for k in sorted(curve, key=int) if curve[k]["mean"] >= target), None)
 
 
-def reading(curve: Mapping[str, Mapping[str, float]], reward: Mapping[str, float]) -> str:
+def reading(curve: Mapping[str, Mapping[str, float]], reward: Mapping[str, float]) -> Reading:
     """What the intervals say, in the words that docs/formats.md explains."""
     one, most = curve["1"], curve[max(curve, key=int)]
     better, more = one["low"] > 0, most["low"] > 0
@@ -209,16 +225,19 @@ def reading(curve: Mapping[str, Mapping[str, float]], reward: Mapping[str, float
 
 
 def _groups(
-    models: Sequence[Evaluated], entries: Mapping[str, Any], paired: Mapping[tuple[str, str], Paired], outside: bool
-) -> dict[str, Any]:
+    models: Sequence[Evaluated],
+    entries: Mapping[str, ComparedBenchmark],
+    paired: Mapping[tuple[str, str], Paired],
+    outside: bool,
+) -> dict[str, ComparedGroup]:
     """Differences of the unweighted mean over benchmarks, by domain, or of all that was kept out of training."""
     groups: dict[str, list[str]] = {}
     for name, entry in entries.items():
         if entry["out_of_distribution"] == outside:
             groups.setdefault("out_of_distribution" if outside else entry["domain"], []).append(name)
-    told = {}
+    told: dict[str, ComparedGroup] = {}
     for group, names in sorted(groups.items()):
-        differences = []
+        differences: list[GroupDifference] = []
         for model in models[1:]:
             pairs = [paired[model.name, name] for name in names if (model.name, name) in paired]
             if len(pairs) < len(names):
@@ -227,8 +246,7 @@ def _groups(
             width = len(_COLUMNS) + len(ks)  # ks are powers of 2 from 1: the shorter is a beginning of the longer
             mean_K = np.mean([pair.mean_K[:width] for pair in pairs], axis=0)
             drawn_RK = np.mean([pair.drawn_RK[:, :width] for pair in pairs], axis=0)
-            found = _intervals_json(intervals(mean_K, drawn_RK, LEVEL), ks)
-            differences.append({"model": model.name, **found, "reading": reading(found["pass@k"], found["reward"])})
+            differences.append(_group_difference(model.name, intervals(mean_K, drawn_RK, LEVEL), ks))
         told[group] = {"benchmarks": names, "differences": differences}
     return told
 
@@ -236,7 +254,7 @@ def _groups(
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
-def table(comparison: Mapping[str, Any]) -> str:
+def table(comparison: EvaluationComparison) -> str:
     """For each benchmark: the models' curves, then the differences from the base with their intervals."""
     text = []
     for name, entry in comparison["benchmarks"].items():
@@ -253,11 +271,11 @@ def table(comparison: Mapping[str, Any]) -> str:
     groups = dict(comparison["domains"])
     if comparison["out_of_distribution"] is not None:
         groups["out of distribution"] = comparison["out_of_distribution"]
-    for group, entry in groups.items():
-        for one in entry["differences"]:
-            largest = max(one["pass@k"], key=int)
-            told = f"pass@1 {_percent(one['pass@1'])}, pass@{largest} {_percent(one['pass@k'][largest])}"
-            text.append(f"{group}: {one['model']} - {comparison['base']}: {told}: {one['reading']}")
+    for group, compared in groups.items():
+        for mean in compared["differences"]:
+            largest = max(mean["pass@k"], key=int)
+            shown = f"pass@1 {_percent(mean['pass@1'])}, pass@{largest} {_percent(mean['pass@k'][largest])}"
+            text.append(f"{group}: {mean['model']} - {comparison['base']}: {shown}: {mean['reading']}")
     if comparison["skipped"]:
         text.append(f"not in all evaluations, left out: {', '.join(comparison['skipped'])}")
     text.append(f"In percent; in brackets {100 * LEVEL:.0f} % paired bootstrap intervals over prompts.")
@@ -270,7 +288,7 @@ def _percent(value: Mapping[str, float] | None) -> str:
     return f"{100 * value['difference']:+.1f} [{100 * value['low']:+.1f}, {100 * value['high']:+.1f}]"
 
 
-def _read_out(one: Mapping[str, Any], base: str) -> str:
+def _read_out(one: Difference, base: str) -> str:
     solved, k = one["solved"], one["base_k"]
     tries = "more tries than were made" if k is None else f"{k} {'try' if k == 1 else 'tries'}"
     return (

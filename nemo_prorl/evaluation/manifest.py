@@ -6,18 +6,24 @@ import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import DictConfig
 
 from nemo_prorl import __version__
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.evaluation.catalogue import Benchmark, catalogue, records_sha256, sampling_json
+from nemo_prorl.evaluation.formats import EvaluationManifest
 from nemo_prorl.evaluation.models import Model
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT: Literal[1] = 1
+_FIXED: tuple[Literal["seed", "engine", "rewards"], ...] = ("seed", "engine", "rewards")
+_HASHES: dict[Literal["file_sha256", "prompts_sha256"], str] = {
+    "file_sha256": "its file in the package",
+    "prompts_sha256": "its prompts",
+}
 _VERSIONS = ("transformers", "torch", "numpy", "reasoning-gym", "math-verify")
 
 
@@ -29,7 +35,7 @@ def manifest_of(
     seed: int,
     data: Path | None,
     limit: int | None,
-) -> dict[str, Any]:
+) -> EvaluationManifest:
     """manifest.json, as docs/formats.md describes it."""
     from nemo_prorl.launcher.prepare import plain
 
@@ -83,8 +89,8 @@ def _version_of_vllm(python: Path) -> str:
 
 
 def joined(
-    out: Path, manifest: dict[str, Any], benchmarks: Sequence[Benchmark]
-) -> tuple[list[Benchmark], dict[str, Any]]:
+    out: Path, manifest: EvaluationManifest, benchmarks: Sequence[Benchmark]
+) -> tuple[list[Benchmark], EvaluationManifest]:
     """With what the folder holds already.  Raises ConfigError, naming what differs, for another evaluation.
 
     Benchmarks may come to it, and samples; everything else is as it was.
@@ -93,10 +99,10 @@ def joined(
     if not path.exists():
         return list(benchmarks), manifest
     try:
-        old = json.loads(path.read_text())
+        old: EvaluationManifest = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read: {error}; remove the folder, or name another") from error
-    differ = [f"{key} (it has {_told(old[key])})" for key in ("seed", "engine", "rewards") if old[key] != manifest[key]]
+    differ = [f"{key} (it has {_told(old[key])})" for key in _FIXED if old[key] != manifest[key]]
     if old["model"]["sha256"] != manifest["model"]["sha256"]:
         differ.insert(0, f"model {manifest['model']['name']} (it has {old['model']['name']})")
     for name in old["benchmarks"].keys() & manifest["benchmarks"].keys():
@@ -119,7 +125,7 @@ def _told(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def check_expected(manifest: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def check_expected(manifest: EvaluationManifest, expected: EvaluationManifest) -> None:
     """Raises ConfigError or DataError where this is not what a manifest tells of."""
     if manifest["model"]["sha256"] != expected["model"]["sha256"]:
         raise ConfigError(
@@ -128,7 +134,7 @@ def check_expected(manifest: Mapping[str, Any], expected: Mapping[str, Any]) -> 
         )
     for name, was in expected["benchmarks"].items():
         now = manifest["benchmarks"][name]
-        for key, what in (("file_sha256", "its file in the package"), ("prompts_sha256", "its prompts")):
+        for key, what in _HASHES.items():
             if now[key] != was[key]:
                 raise DataError(f"--manifest: {name}: {what} changed ({key} {was[key][:12]}, now {now[key][:12]})")
     if manifest["versions"] != expected["versions"]:

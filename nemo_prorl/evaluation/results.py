@@ -2,14 +2,23 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from nemo_prorl.evaluation.catalogue import Benchmark, part_of, sampling_json
 from nemo_prorl.evaluation.estimates import Floats, Mean, ks_up_to, mean_of, mean_of_means, pass_table
+from nemo_prorl.evaluation.formats import (
+    BenchmarkNumbers,
+    EvaluationResults,
+    EvaluationTime,
+    GroupNumbers,
+    MeanJson,
+    ModelJson,
+    Numbers,
+)
 
-FORMAT = 1
+FORMAT: Literal[1] = 1
 _RIGHT = 1.0 - 1e-9  # a verdict that says nothing of correctness is right with the full score
 
 Key = tuple[str, int]  # (prompt id, sample)
@@ -80,33 +89,30 @@ def scored(
     return Scored([record["id"] for record in records], [part_of(record) for record in records], rows)
 
 
-def numbers(found: Scored) -> dict[str, Any]:
+def numbers(found: Scored) -> Numbers:
     """All numbers of some prompts; means over prompts of the means over their samples."""
     judged = found.judged()
     drawn = [sample for samples in found.samples for sample in samples]
     lengths = [[s.tokens for s in samples if s.tokens is not None] for samples in found.samples]
-    empty: dict[str, Any] = {"pass@1": None, "reward": None, "pass@k": {}}
-    told = {
-        "prompts": len(found.ids),
-        "samples": found.least_samples,
-        "unjudged": sum(s.score is None for s in drawn),
-        "failures": {kind: sum(s.failure == kind for s in drawn) for kind in ("timeout", "invalid")},
-        "tokens": mean_of([float(np.mean(row)) for row in lengths if row]).to_json() if any(lengths) else None,
-        "truncated": float(np.mean([not s.finished for s in drawn])) if drawn else None,
-    }
-    if not judged.ids:
-        return {**empty, **told}
     ks = ks_up_to(judged.least_samples)
     pass_PK = judged.pass_table(ks)
     return {
-        "pass@1": mean_of(pass_PK[:, 0]).to_json(),
-        "reward": mean_of(judged.rewards()).to_json(),
+        "pass@1": mean_of(pass_PK[:, 0]).to_json() if judged.ids else None,
+        "reward": mean_of(judged.rewards()).to_json() if judged.ids else None,
         "pass@k": {str(k): mean_of(pass_PK[:, i]).to_json() for i, k in enumerate(ks)},
-        **told,
+        "prompts": len(found.ids),
+        "samples": found.least_samples,
+        "unjudged": sum(s.score is None for s in drawn),
+        "failures": {
+            "timeout": sum(s.failure == "timeout" for s in drawn),
+            "invalid": sum(s.failure == "invalid" for s in drawn),
+        },
+        "tokens": mean_of([float(np.mean(row)) for row in lengths if row]).to_json() if any(lengths) else None,
+        "truncated": float(np.mean([not s.finished for s in drawn])) if drawn else None,
     }
 
 
-def benchmark_numbers(benchmark: Benchmark, found: Scored) -> dict[str, Any]:
+def benchmark_numbers(benchmark: Benchmark, found: Scored) -> BenchmarkNumbers:
     """A benchmark's entry in results.json."""
     parts = sorted(set(found.parts))
     return {
@@ -120,43 +126,46 @@ def benchmark_numbers(benchmark: Benchmark, found: Scored) -> dict[str, Any]:
     }
 
 
-def together(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The unweighted mean of some benchmarks; k as far as all of them go."""
-    told = [entry for entry in entries.values() if entry["pass@1"] is not None]
-    lacking = len(told) < len(entries) or not told
-    ks = sorted(set.intersection(*(set(entry["pass@k"]) for entry in told)), key=int) if told else []
+def together(entries: Mapping[str, BenchmarkNumbers]) -> GroupNumbers:
+    """Return the unweighted mean of some benchmarks; k as far as all of them go."""
+    judged = [entry for entry in entries.values() if entry["pass@1"] is not None]
+    lacking = len(judged) < len(entries) or not judged
+    ks = sorted(set.intersection(*(set(entry["pass@k"]) for entry in judged)), key=int) if judged else []
 
-    def mean(key: str, inner: str | None = None) -> dict[str, Any] | None:
-        values = [entry[key] if inner is None else entry[key][inner] for entry in told]
-        if lacking or any(value is None for value in values):
-            return None
-        return mean_of_means([Mean(value["mean"], value["se"]) for value in values]).to_json()
+    def mean(values: Sequence[MeanJson | None]) -> MeanJson | None:
+        known = [Mean(**value) for value in values if value is not None]
+        return None if lacking or len(known) < len(values) else mean_of_means(known).to_json()
 
-    headline = [entry[entry["metric"]] for entry in told]
+    at_k = {k: mean([entry["pass@k"][k] for entry in judged]) for k in ks}
+    truncated = [entry["truncated"] for entry in judged if entry["truncated"] is not None]
     return {
         "benchmarks": sorted(entries),
-        "headline": None if lacking else mean_of_means([Mean(h["mean"], h["se"]) for h in headline]).to_json(),
-        "pass@1": mean("pass@1"),
-        "reward": mean("reward"),
-        "pass@k": {} if lacking else {k: mean("pass@k", k) for k in ks},
-        "tokens": mean("tokens"),
-        "truncated": None if lacking else float(np.mean([entry["truncated"] for entry in told])),
+        "headline": mean([entry[entry["metric"]] for entry in judged]),
+        "pass@1": mean([entry["pass@1"] for entry in judged]),
+        "reward": mean([entry["reward"] for entry in judged]),
+        "pass@k": {k: value for k, value in at_k.items() if value is not None},
+        "tokens": mean([entry["tokens"] for entry in judged]),
+        "truncated": None if lacking else float(np.mean(truncated)),
     }
 
 
-def groups_of(entries: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def groups_of(entries: Mapping[str, BenchmarkNumbers]) -> tuple[dict[str, GroupNumbers], GroupNumbers | None]:
     """(by domain, out of distribution): means over benchmarks, those kept out of training apart."""
     inside = {name: entry for name, entry in entries.items() if not entry["out_of_distribution"]}
     outside = {name: entry for name, entry in entries.items() if entry["out_of_distribution"]}
-    domains: dict[str, dict[str, Any]] = {}
+    domains: dict[str, dict[str, BenchmarkNumbers]] = {}
     for name, entry in inside.items():
         domains.setdefault(entry["domain"], {})[name] = entry
     return {d: together(of) for d, of in sorted(domains.items())}, together(outside) if outside else None
 
 
 def results(
-    model: Mapping[str, Any], seed: int, benchmarks: Sequence[Benchmark], found: Mapping[str, Scored], time: Any
-) -> dict[str, Any]:
+    model: ModelJson,
+    seed: int,
+    benchmarks: Sequence[Benchmark],
+    found: Mapping[str, Scored],
+    time: EvaluationTime,
+) -> EvaluationResults:
     """results.json, as docs/formats.md describes it."""
     entries = {one.name: benchmark_numbers(one, found[one.name]) for one in benchmarks}
     domains, outside = groups_of(entries)
@@ -166,7 +175,7 @@ def results(
     return {
         "format": FORMAT,
         "complete": complete,
-        "model": dict(model),
+        "model": model,
         "seed": seed,
         "benchmarks": entries,
         "domains": domains,
@@ -178,7 +187,7 @@ def results(
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
-def table(result: Mapping[str, Any]) -> str:
+def table(result: EvaluationResults) -> str:
     """One line a benchmark, then the domains, then what was kept out of training."""
     entries = result["benchmarks"]
     largest = max((int(k) for entry in entries.values() for k in entry["pass@k"]), default=1)

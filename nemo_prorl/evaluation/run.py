@@ -17,6 +17,7 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DataError, StoppedCleanly
 from nemo_prorl.evaluation import models
 from nemo_prorl.evaluation.catalogue import Benchmark, check_files, load_records
+from nemo_prorl.evaluation.formats import EvaluationManifest, EvaluationResults, EvaluationTime
 from nemo_prorl.evaluation.manifest import check_expected, joined, manifest_of
 from nemo_prorl.evaluation.models import Model
 from nemo_prorl.evaluation.store import Store
@@ -46,7 +47,7 @@ class EvaluationOptions:
     token_env: str = "OPENAI_API_KEY"
     at_a_time: int = 32  # requests to an endpoint
     overrides: tuple[str, ...] = ()
-    expected: Mapping[str, Any] | None = None  # a manifest that must be met
+    expected: EvaluationManifest | None = None  # a manifest that must be met
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Asked:
     store: Store
 
 
-def evaluate(options: EvaluationOptions) -> dict[str, Any]:
+def evaluate(options: EvaluationOptions) -> EvaluationResults:
     """Makes or completes the evaluation in `options.out`; its results.json, as an object.
 
     Raises ConfigError, DataError and UnfitMachine before anything starts; StoppedCleanly where it was asked to stop.
@@ -257,8 +258,8 @@ async def _stoppable(work: Coroutine[Any, Any, None]) -> None:
 
 
 def _write_results(
-    out: Path, manifest: Mapping[str, Any], asked: Sequence[Asked], seconds: float, tokens: int
-) -> dict[str, Any]:
+    out: Path, manifest: EvaluationManifest, asked: Sequence[Asked], seconds: float, tokens: int
+) -> EvaluationResults:
     from nemo_prorl.evaluation.results import results, scored
 
     found = {
@@ -266,7 +267,7 @@ def _write_results(
         for one in asked
     }
     rate = tokens / seconds if seconds else None
-    clock = {"seconds": seconds, "generated_tokens": tokens, "tokens_per_s": rate}
+    clock: EvaluationTime = {"seconds": seconds, "generated_tokens": tokens, "tokens_per_s": rate}
     if not seconds and (out / "results.json").exists():  # nothing was to do
         clock = json.loads((out / "results.json").read_text())["time"]
     told = results(manifest["model"], manifest["seed"], [one.benchmark for one in asked], found, clock)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_prorl.evaluation.catalogue import Benchmark, Sampling
+from nemo_prorl.evaluation.formats import EvaluationSample
 from nemo_prorl.evaluation.sources import Reply, ResponseSource
 from nemo_prorl.evaluation.store import Store
 from nemo_prorl.rollout.endpoints import response_seed
@@ -136,10 +137,17 @@ class Work:
             room.leave(1)
             self.drawn += 1
             self.tokens += reply.tokens or 0
-            line = {"seed": draw.seeds[index], "work": draw.identity, "response": reply.text}
-            line |= {"finished": reply.finished, "tokens": reply.tokens}
             for place in draw.places[index]:
-                place.store.add({"id": place.record["id"], "sample": place.sample, **line})
+                line: EvaluationSample = {
+                    "id": place.record["id"],
+                    "sample": place.sample,
+                    "seed": draw.seeds[index],
+                    "work": draw.identity,
+                    "response": reply.text,
+                    "finished": reply.finished,
+                    "tokens": reply.tokens,
+                }
+                place.store.add(line)
                 self._start_judging(place)
 
         await room.enter(left)

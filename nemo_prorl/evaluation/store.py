@@ -6,11 +6,12 @@ A process killed at any moment leaves whole lines and at most one torn one at th
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from nemo_prorl.errors import DataError
+from nemo_prorl.evaluation.formats import EvaluationSample
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ class Store:
         self._verdicts = folder / "verdicts" / f"{benchmark}.jsonl"
         self._files: dict[Path, TextIO] = {}
         self.writable = writable
-        self.lines: dict[Key, dict[str, Any]] = {_key(line): line for line in self._read(self._samples)}
+        self.lines: dict[Key, EvaluationSample] = {_key(line): line for line in self._read(self._samples)}  # type: ignore[misc]
         self.verdicts: dict[Key, dict[str, Any]] = {_key(line): line for line in self._read(self._verdicts)}
 
     def records(self) -> list[dict[str, Any]]:
@@ -42,7 +43,7 @@ class Store:
         temporary.write_text("".join(json.dumps(record) + "\n" for record in records))
         os.replace(temporary, self._prompts)
 
-    def add(self, line: dict[str, Any]) -> None:
+    def add(self, line: EvaluationSample) -> None:
         """A response; `id` and `sample` name it."""
         self._append(self._samples, line)
         self.lines[_key(line)] = line
@@ -60,7 +61,7 @@ class Store:
             file.close()
         self._files.clear()
 
-    def _append(self, path: Path, line: dict[str, Any]) -> None:
+    def _append(self, path: Path, line: Mapping[str, Any]) -> None:
         assert self.writable
         if path not in self._files:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,5 +91,5 @@ class Store:
         return lines
 
 
-def _key(line: dict[str, Any]) -> Key:
+def _key(line: Mapping[str, Any]) -> Key:
     return str(line["id"]), int(line["sample"])

@@ -10,12 +10,16 @@ A stage begins with the checkpoint of the one before: its RUN/init is that stage
 import logging
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_prorl.config import Config
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.lifecycle.stages import Origin, take_over_model
+
+if TYPE_CHECKING:
+    from nemo_prorl.data.blend import LoadedSource
 
 _log = logging.getLogger(__name__)
 
@@ -36,10 +40,14 @@ def warms_up(cfg: Config) -> bool:
     return cfg.trainer.warmup.steps > 0 and cfg.chain.after is None and cfg.chain.start_from is None
 
 
-def make_initial_model(cfg: Any, run_dir: Path, start: Origin | None = None) -> Path:
-    """Makes RUN/init if the run needs one and has none; complete only when it has its name.
+def make_initial_model(cfg: Any, run_dir: Path, train: "Sequence[LoadedSource]", start: Origin | None = None) -> Path:
+    """Make RUN/init if the run needs one and has none; complete only when it has its name.
 
-    `start`: where a stage begins.  Raises ConfigError if that is a checkpoint without the model's tokenizer.
+    Args:
+        train: training data, for whose words the tokenizer is made.
+        start: where a stage begins.
+
+    Raises ConfigError if `start` is a checkpoint without the model's tokenizer.
     """
     folder = initial_model(cfg, run_dir)
     if cfg.pretrained_checkpoint.restore_from_path or folder.exists():
@@ -47,10 +55,8 @@ def make_initial_model(cfg: Any, run_dir: Path, start: Origin | None = None) -> 
     if start is not None:
         take_over_model(_model_of(start), folder)
         return folder
-    from nemo_prorl.data.blend import load_sources
     from nemo_prorl.data.laptop.model import build_base_model
 
-    train, _ = load_sources(cfg.data, every_task=True)
     some = [record for _, records in train for record in records[:2000]]
     texts = [text for record in some for text in _texts(record, warms_up(cfg))]
     temporary = folder.with_name("init.tmp")

@@ -8,16 +8,21 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypedDict
 
 from nemo_prorl import __version__
+from nemo_prorl.algorithms.entropy import EntropyState
 from nemo_prorl.algorithms.reset_rules import policy_scores
 from nemo_prorl.config import Config
-from nemo_prorl.leader import Leader
+from nemo_prorl.data.blend import BlendState
+from nemo_prorl.leader import Leader, LeaderOnly
 from nemo_prorl.lifecycle import retention
-from nemo_prorl.lifecycle.records import Records, code_sha256
-from nemo_prorl.lifecycle.resets import Resets
-from nemo_prorl.lifecycle.validation import Validation
+from nemo_prorl.lifecycle.records import Records, RecordsState, code_sha256
+from nemo_prorl.lifecycle.resets import Resets, ResetsState
+from nemo_prorl.lifecycle.validation import Validation, ValidationState
+from nemo_prorl.metrics import MetricsState
+from nemo_prorl.rollout.collector import CollectorState
+from nemo_prorl.schema import Count, Sha256
 from nemo_prorl.tracing import RECORDER
 
 _log = logging.getLogger(__name__)
@@ -26,8 +31,63 @@ _log = logging.getLogger(__name__)
 class Stateful(Protocol):
     """A part of a run that a checkpoint holds.  Its state is JSON; that of rank 0 is written."""
 
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def state_dict(self) -> Mapping[str, Any]: ...
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+class ProgressState(TypedDict):
+    """Where a run is."""
+
+    step: Count
+    unfinished: MetricsState | None
+    """the metrics of a step whose validation was given up at a stop, and is due"""
+
+
+class RunState(TypedDict):
+    """What a run knows beside its tensors; written by prorl train."""
+
+    format: Literal[4]
+    weights_sha256: Sha256
+    reference_sha256: Sha256
+    step: Count
+    stage: str
+    version: str
+    code: Sha256
+    """sha256 over the package's Python files"""
+    trainer: ProgressState
+    records: RecordsState
+    validation: ValidationState
+    resets: ResetsState
+    prompts: BlendState
+    rollouts: CollectorState
+    entropy: EntropyState
+
+
+class ImportedState(TypedDict):
+    """What is known of an imported model; written by prorl import-hf."""
+
+    format: Literal[4]
+    weights_sha256: Sha256
+    reference_sha256: Sha256
+    step: Literal[0]
+    imported_from: str
+
+
+class LeaderState:
+    """The state of a part that rank 0 alone has.  Its methods are collectives of all trainer ranks."""
+
+    def __init__(self, part: LeaderOnly[Any]) -> None:
+        self._part = part
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self._part.call(lambda part: part.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._part.call(lambda part: part.load_state_dict(state))
+
+    def carry(self, state: dict[str, Any]) -> None:
+        """Begin a stage where the stage before, whose state this is, ended."""
+        self._part.call(lambda part: part.carry(state))
 
 
 class Checkpoints:

@@ -29,12 +29,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DeadlineExceeded, ProrlError, RewardFailure
+from nemo_prorl.lifecycle.journal_events import AnswerFields, AnswerStatus, RequestKind
 from nemo_prorl.lifecycle.records import Journal, Tail, last_lines
 from nemo_prorl.metrics import Metrics
+from nemo_prorl.schema import Constraint
 
 if TYPE_CHECKING:  # `prorl control` starts without torch
     from nemo_prorl.leader import LeaderOnly
@@ -44,7 +46,7 @@ if TYPE_CHECKING:  # `prorl control` starts without torch
 
 _log = logging.getLogger(__name__)
 
-REQUESTS = {
+REQUESTS: dict[RequestKind, str] = {
     "reset": "a hard reset after the step under way",
     "validate": "judge the held-out prompts now; the scores go into the journal, not into metrics.jsonl",
     "checkpoint": "write a checkpoint now",
@@ -59,11 +61,12 @@ _UNKNOWN_WAIT_S = 900.0  # no step was measured yet: engines start, a policy is 
 
 @dataclass(frozen=True)
 class Request:
-    """One request.  `time`: seconds since 1970, by the clock of `host`, where `user` asked."""
+    """What somebody asks of a run that works: control/ID.json in its directory."""
 
-    id: str
-    what: str
-    time: float
+    id: Annotated[str, Constraint(pattern="^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+    """the file's name without .json; never used twice"""
+    what: RequestKind
+    time: Annotated[float, Constraint(description="seconds since 1970, UTC, by the clock of `host`")]
     user: str
     host: str
 
@@ -131,11 +134,17 @@ class Requests:
         stops = [place for place, request in enumerate(due) if request.what == "stop"]
         return due[: stops[0] + 1] if stops else due
 
-    def answer(self, request: Request, step: int, status: str, detail: str) -> None:
-        """In the journal; then the request is removed.  `status`: done, refused or dropped."""
-        who = {"user": request.user, "host": request.host}
-        fields = {"request": request.id, "what": request.what, "status": status, "detail": detail}
-        self._journal.append("control", step, **fields, **who)
+    def answer(self, request: Request, step: int, status: AnswerStatus, detail: str) -> None:
+        """Write the answer into the journal; then remove the request."""
+        answer: AnswerFields = {
+            "request": request.id,
+            "what": request.what,
+            "status": status,
+            "detail": detail,
+            "user": request.user,
+            "host": request.host,
+        }
+        self._journal.append("control", step, **answer)
         self._answered.add(request.id)
         _log.info("control %s (%s of %s@%s): %s", request.id, request.what, request.user, request.host, detail)
         self._remove(self._file(request))
@@ -227,7 +236,7 @@ class Control:
             status, detail = self._served(request, step)
             self._requests.call(partial(Requests.answer, request=request, step=step, status=status, detail=detail))
 
-    def _served(self, request: Request, step: int) -> tuple[str, str]:
+    def _served(self, request: Request, step: int) -> tuple[AnswerStatus, str]:
         """Return status and detail of the answer."""
         if request.what == "validate":
             if not self._validation.has_prompts:
@@ -355,7 +364,7 @@ def _patience(run_dir: Path) -> tuple[float, str]:
     return 60.0 + 4.0 * longest, f"the run looks at the end of each step, which takes up to {longest:.0f} s"
 
 
-def _place(folder: Path, what: str) -> tuple[Request, Path]:
+def _place(folder: Path, what: RequestKind) -> tuple[Request, Path]:
     """Writes a request; it is there as a whole or not at all."""
     try:
         user = getpass.getuser()

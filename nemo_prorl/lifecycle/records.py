@@ -8,12 +8,22 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import nemo_prorl
 from nemo_prorl.config import Config
+from nemo_prorl.lifecycle.journal_events import (
+    AlarmFields,
+    AnswerFields,
+    HeldOutScores,
+    ReasonFields,
+    Reset,
+    ResetFields,
+    StartFields,
+)
 from nemo_prorl.lifecycle.summary import summary
 from nemo_prorl.metrics import Metrics
+from nemo_prorl.schema import Amount, Count
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +38,15 @@ def code_sha256() -> str:
     return digest.hexdigest()
 
 
+class RecordsState(TypedDict):
+    """What a checkpoint keeps of a run's records."""
+
+    metrics_bytes: Count
+    """length of metrics.jsonl; a resume cuts the file to it"""
+    checkpoint_s: Amount
+    """seconds that checkpoints took from the training"""
+
+
 class Records:
     """Metrics, journal and summary of a run.  Every rank has one; that of rank 0 writes, the others do nothing.
 
@@ -37,13 +56,9 @@ class Records:
     def __init__(self, cfg: Config, run_dir: Path, writes: bool, loggers: Iterable[Any] = ()) -> None:
         """`loggers`: those of Lightning, which get each step's numbers too."""
         self.dir, self._cfg, self._writes, self._loggers = run_dir, cfg, writes, list(loggers)
-        self._journal, self._metrics = Journal(run_dir), MetricsLog(run_dir, create=writes)
+        self._journal, self._metrics = Journal(run_dir, writes), MetricsLog(run_dir, create=writes)
+        self.event = self._journal.append
         self._checkpoint_s = 0.0
-
-    def event(self, event: str, step: int, **fields: Any) -> None:
-        """Append to the journal."""
-        if self._writes:
-            self._journal.append(event, step, **fields)
 
     def events(self) -> list[dict[str, Any]]:
         """Return the journal so far; nothing on other ranks than 0."""
@@ -53,7 +68,7 @@ class Records:
         """Note what a person should look at, in the log and in the journal."""
         if self._writes:
             _log.warning("step %d: %s", step, what)
-            self._journal.append("alarm", step, what=what)
+            self.event("alarm", step, what=what)
 
     def log(self, metrics: Metrics) -> None:
         """Write a step's line of metrics.jsonl, with the sum of its phases as `time/step`."""
@@ -83,8 +98,8 @@ class Records:
     def summary(
         self,
         step: int,
-        scores: Mapping[int, dict[str, Any]],
-        resets: Sequence[dict[str, Any]],
+        scores: Mapping[int, HeldOutScores],
+        resets: Sequence[Reset],
         hashes: Mapping[str, str] | None = None,
     ) -> None:
         """Write summary.json.  `scores`: validations by step.  `hashes`: of the weights, where the run is finished."""
@@ -98,10 +113,10 @@ class Records:
         if self._writes:
             self._metrics.cut(0)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> RecordsState:
         return {"metrics_bytes": self._metrics.length() if self._writes else 0, "checkpoint_s": self._checkpoint_s}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: RecordsState) -> None:
         self._checkpoint_s = float(state["checkpoint_s"])
         if self._writes:
             self._metrics.cut(state["metrics_bytes"])
@@ -143,10 +158,26 @@ class MetricsLog:
 class Journal:
     """journal.jsonl: stages, resets, stops, resumes and failures, each with step and time; on disk when it returns."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir / "journal.jsonl"
+    def __init__(self, run_dir: Path, writes: bool = True) -> None:
+        self.path, self._writes = run_dir / "journal.jsonl", writes
 
+    @overload
+    def append(self, event: Literal["start", "resume"], step: int, **fields: Unpack[StartFields]) -> None: ...
+    @overload
+    def append(self, event: Literal["validation"], step: int, **fields: Unpack[HeldOutScores]) -> None: ...
+    @overload
+    def append(self, event: Literal["reset_intent", "stop"], step: int, **fields: Unpack[ReasonFields]) -> None: ...
+    @overload
+    def append(self, event: Literal["reset_commit"], step: int, **fields: Unpack[ResetFields]) -> None: ...
+    @overload
+    def append(self, event: Literal["alarm"], step: int, **fields: Unpack[AlarmFields]) -> None: ...
+    @overload
+    def append(self, event: Literal["control"], step: int, **fields: Unpack[AnswerFields]) -> None: ...
+    @overload
+    def append(self, event: Literal["finish"], step: int) -> None: ...
     def append(self, event: str, step: int, **fields: Any) -> None:
+        if not self._writes:
+            return
         line = json.dumps({"event": event, "step": step, "time": time.time(), **fields})
         with self.path.open("a") as f:
             f.write(line + "\n")

@@ -8,20 +8,35 @@ and comes to the same reset again; one killed after it finds the reset in the ch
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, TypedDict
 
 from nemo_prorl.algorithms.reset_rules import Finding, History, decide
 from nemo_prorl.config import ResetsConfig
 from nemo_prorl.errors import ResetFailure
 from nemo_prorl.leader import Leader
+from nemo_prorl.lifecycle.journal_events import HeldOutScores, Reset
 from nemo_prorl.lifecycle.killpoints import killpoint
 from nemo_prorl.lifecycle.records import Records
 from nemo_prorl.lifecycle.summary import standard_errors
 from nemo_prorl.lifecycle.validation import Validation
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.rollout.rollouts import Rollouts
+from nemo_prorl.schema import JsonOf
 
 _log = logging.getLogger(__name__)
+
+
+FindingJson = Annotated[dict[str, Any], JsonOf(Finding)]
+
+
+class ResetsState(TypedDict):
+    """What a checkpoint keeps of the hard resets of a stage."""
+
+    done: list[Reset]
+    fresh: bool
+    """the next step must see KL of about 0"""
+    found: list[FindingJson]
+    """findings of the rules for hard resets"""
 
 
 class _ResetPolicy(Protocol):
@@ -58,8 +73,8 @@ class Resets:
         """`kl_allowed`: mean absolute log-probability gap to its reference that the step after a reset may show."""
         self.config, self._kl_allowed, self._policy = config, kl_allowed, policy
         self._rollouts, self._validation, self._records = rollouts, validation, records
-        self.done: list[dict[str, Any]] = []  # of this stage: step, reason, reference_sha256, rolled_back_to
-        self._found: list[dict[str, Any]] = []  # findings so far, which a resumed history must know
+        self.done: list[Reset] = []  # of this stage
+        self._found: list[FindingJson] = []  # findings so far, which a resumed history must know
         self._fresh = True  # whether the policy should equal its reference now, as at a run's start
         self._history = leader.only(History)
 
@@ -84,7 +99,7 @@ class Resets:
         asking = [str(finding) for finding in findings if finding.asks]
         return asking[0] if asking and self.config.mode == "auto" else None
 
-    def _observe(self, history: History, line: Mapping[str, Any], scores: Mapping[str, Any] | None) -> list[Finding]:
+    def _observe(self, history: History, line: Mapping[str, Any], scores: HeldOutScores | None) -> list[Finding]:
         history.add(line, standard_errors(scores))
         findings = [] if self.config.mode == "manual" else decide(history, self.config.rules)
         history.note(findings)
@@ -107,7 +122,7 @@ class Resets:
         if self.config.parts != "reference" or back_to is not None:  # the moments are those of other weights
             self._policy.reset_optimizer()
         killpoint("reset:optimizer")
-        reset = {"step": step, "reason": reason, "reference_sha256": self._policy.reference_sha256()}
+        reset: Reset = {"step": step, "reason": reason, "reference_sha256": self._policy.reference_sha256()}
         self.done.append(reset if back_to is None else {**reset, "rolled_back_to": back_to})
         self._history.tell(lambda history: history.reset(step))
         self._fresh = self.config.parts != "optimizer"
@@ -154,10 +169,10 @@ class Resets:
 
     # --- in a checkpoint -------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> ResetsState:
         return {"done": self.done, "fresh": self._fresh, "found": self._found}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: ResetsState) -> None:
         """Records and validation are loaded by now: the history is made from their lines."""
         self.done, self._fresh, self._found = list(state["done"]), bool(state["fresh"]), list(state["found"])
         self._history.tell(self._recall)

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nemo_prorl import __version__
 from nemo_prorl.errors import CheckpointError
@@ -21,7 +21,7 @@ from nemo_prorl.lifecycle.killpoints import killpoint
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 3  # of state.json and of what lies beside it
+FORMAT: Literal[4] = 4  # of state.json and of what lies beside it
 TEMPORARY, OLD, TRASH = ".tmp", ".old", ".trash"
 
 

@@ -4,7 +4,6 @@ Rank 0 asks engines and reward servers, which answer with their own spans; other
 parts are put together in a thread while the run goes on.  A process that does not answer in time is named in the trace.
 """
 
-import http.client
 import json
 import logging
 import os
@@ -17,7 +16,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+
+import httpx
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DeadlineExceeded
@@ -112,12 +112,12 @@ class StepTraces:
         token = (self._dir / "endpoints" / "token").read_text().strip()
         answers, missing = [], {}
         with ThreadPoolExecutor(max_workers=32) as pool:
-            asked = pool.map(partial(_ask_one, self._dir / "endpoints", token, record, seconds), names)
-            for name, said in zip(names, asked, strict=True):
-                if isinstance(said, str):
-                    missing[name] = said
+            replies = pool.map(partial(_ask_one, self._dir / "endpoints", token, record, seconds), names)
+            for name, reply in zip(names, replies, strict=True):
+                if isinstance(reply, str):
+                    missing[name] = reply
                 else:
-                    answers.append(said)
+                    answers.append(reply)
         return answers, missing
 
 
@@ -125,22 +125,18 @@ def _ask_one(endpoints: Path, token: str, record: bool, seconds: float, name: st
     """A service's answer with `wall_offset`, or why there is none."""
     try:
         endpoint = json.loads((endpoints / f"{name}.json").read_text())
-        address = urlsplit(endpoint["url"])
-        connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=seconds)
-        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        url, headers = endpoint["url"] + _PATHS[endpoint["kind"]], {"Authorization": f"Bearer {token}"}
         began = time.time()
-        connection.request("POST", _PATHS[endpoint["kind"]], json.dumps({"record": record}), headers)
-        reply = connection.getresponse()
-        text = reply.read()
+        with httpx.Client(headers=headers, timeout=seconds, trust_env=False) as client:
+            reply = client.post(url, json={"record": record})
         ended = time.time()
-        connection.close()
-        if reply.status != 200:
-            return f"HTTP {reply.status}: {text[:200].decode(errors='replace')}"
-        said: dict[str, Any] = json.loads(text)
-        if "wall" in said:
-            said["wall_offset"] = said["wall"] - (began + ended) / 2
-        return said
-    except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
+        if reply.status_code != 200:
+            return f"HTTP {reply.status_code}: {reply.text[:200]}"
+        answer: dict[str, Any] = reply.json()
+        if "wall" in answer:
+            answer["wall_offset"] = answer["wall"] - (began + ended) / 2
+        return answer
+    except (OSError, ValueError, KeyError, httpx.HTTPError, httpx.InvalidURL) as error:
         return f"{type(error).__name__}: {error}"
 
 

@@ -2,16 +2,65 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 from nemo_prorl.errors import RewardFailure
 from nemo_prorl.lifecycle.bottleneck import bottleneck, number
+from nemo_prorl.lifecycle.journal_events import HeldOutScore, HeldOutScores, Reset
+from nemo_prorl.schema import Amount, Constraint, Count, Number, Sha256, Share
 
 _BESIDE = ("logprobs", "advantages", "updates", "ahead")  # phases in which engines generate, one step off
 
 
-def heldout_scores(names: Sequence[str], groups: Sequence[Any]) -> dict[str, Any]:
-    """{"all": {"mean", "se", "prompts"}, "tasks": {NAME: the same}} of judged groups; `names` says each one's source.
+class TaskChange(TypedDict):
+    """Mean reward on the held-out prompts of a source at the first and the last validation."""
+
+    before: Share
+    after: Share
+
+
+class HeldOutChange(TaskChange):
+    """Mean reward on all held-out prompts at the first and the last validation."""
+
+    before_se: Amount
+    after_se: Amount
+    prompts: Number
+    steps: Annotated[list[Count], Constraint(minItems=2, maxItems=2)]
+    """the steps of the first and the last validation"""
+    tasks: dict[str, TaskChange]
+
+
+class NoValidation(TypedDict):
+    """There was no validation."""
+
+
+class RunTimes(TypedDict):
+    """What the steps' seconds and tokens add up to."""
+
+    tokens_per_s: float | None
+    phase_s: dict[str, Amount]
+    """seconds by phase, over the whole run"""
+    reward_hidden_share: Annotated[float, Constraint(maximum=1)] | None
+    bottleneck: str | None
+    """what held the last ten steps up"""
+
+
+class RunSummary(TypedDict):
+    """What a run came to; written at each validation and at the end."""
+
+    finished: bool
+    step: Count
+    stage: str
+    seed: Count
+    heldout: HeldOutChange | NoValidation
+    weights_sha256: Sha256 | None
+    reference_sha256: Sha256 | None
+    resets: list[Reset]
+    time: RunTimes
+
+
+def heldout_scores(names: Sequence[str], groups: Sequence[Any]) -> HeldOutScores:
+    """Return the scores of judged groups; `names` says each group's source.
 
     A prompt's score is the mean over its responses; the standard error is that of the mean over prompts.
     Raises RewardFailure if a response could not be judged: a validation is of all its prompts or none.
@@ -22,7 +71,7 @@ def heldout_scores(names: Sequence[str], groups: Sequence[Any]) -> dict[str, Any
             raise RewardFailure(f"validation: prompt {group.prompt_id} of {name} could not be judged")
         by_name.setdefault(name, []).append(sum(group.scores) / len(group.scores))
 
-    def of(values: list[float]) -> dict[str, float]:
+    def of(values: list[float]) -> HeldOutScore:
         mean = sum(values) / len(values)
         variance = sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1)
         return {"mean": mean, "se": math.sqrt(variance / len(values)), "prompts": len(values)}
@@ -42,12 +91,12 @@ def summary(
     step: int,
     stage: str,
     seed: int,
-    scores: Mapping[int, dict[str, Any]],
-    resets: Sequence[dict[str, Any]],
+    scores: Mapping[int, HeldOutScores],
+    resets: Sequence[Reset],
     lines: Sequence[Mapping[str, Any]],
     checkpoint_s: float,
     hashes: Mapping[str, str] | None,
-) -> dict[str, Any]:
+) -> RunSummary:
     """Return summary.json, as docs/formats.md describes it.
 
     Args:
@@ -69,7 +118,7 @@ def summary(
     }
 
 
-def _heldout(scores: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+def _heldout(scores: Mapping[int, HeldOutScores]) -> HeldOutChange | NoValidation:
     """Return the first and the last validation side by side."""
     if not scores:
         return {}
@@ -89,8 +138,7 @@ def _heldout(scores: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _times(lines: Sequence[Mapping[str, Any]], checkpoint_s: float) -> dict[str, Any]:
-    """Return what the steps' seconds and tokens add up to."""
+def _times(lines: Sequence[Mapping[str, Any]], checkpoint_s: float) -> RunTimes:
     phase_s: dict[str, float] = {"checkpoint": checkpoint_s} if checkpoint_s else {}
     for key in {key for line in lines for key in line if key.startswith("time/") and key.count("/") == 1}:
         if key != "time/step":

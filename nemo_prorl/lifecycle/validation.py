@@ -4,32 +4,52 @@ Each validation asks for the same responses with the same seeds, so that differe
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
 from nemo_prorl.algorithms.reset_rules import best_policy
-from nemo_prorl.config import Config
+from nemo_prorl.config import Config, GRPOConfig
+from nemo_prorl.leader import LeaderOnly
+from nemo_prorl.lifecycle.journal_events import HeldOutScores
 from nemo_prorl.lifecycle.records import Records
 from nemo_prorl.lifecycle.summary import heldout_scores
 from nemo_prorl.metrics import Metrics
+from nemo_prorl.rollout.collector import Collector
 from nemo_prorl.rollout.prompts import PromptDraw
 from nemo_prorl.rollout.rollouts import Rollouts
 
-Scores = dict[str, Any]  # {"all": {"mean", "se", "prompts"}, "tasks": {NAME: the same}}
+
+class ValidationState(TypedDict):
+    """What a checkpoint keeps of the validations."""
+
+    scores: dict[int, HeldOutScores]
+    """by step"""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The held-out prompts, with the name of each one's source, and the collector that judges responses to them."""
+
+    names: list[str]
+    draws: list[PromptDraw]
+    collector: Collector
+
+    def judge(self, grpo: GRPOConfig, step: int) -> HeldOutScores:
+        """Raises RewardFailure if a response could not be judged."""
+        sampling = (grpo.validation_samples, grpo.validation_temperature, grpo.validation_top_p)
+        return heldout_scores(self.names, self.collector.sample(self.draws, *sampling, step))
 
 
 class Validation:
     """The validations of a run.  Part of a checkpoint.  `judge` and `run` are collectives of all trainer ranks."""
 
-    def __init__(
-        self, cfg: Config, heldout: Sequence[tuple[str, Sequence[PromptDraw]]], rollouts: Rollouts, records: Records
-    ) -> None:
-        """`heldout`: prompts of each validation source, by its name."""
-        self._cfg, self._heldout, self._rollouts, self._records = cfg, list(heldout), rollouts, records
-        self.scores: dict[int, Scores] = {}  # by step
+    def __init__(self, cfg: Config, heldout: LeaderOnly[HeldOut], rollouts: Rollouts, records: Records) -> None:
+        self._cfg, self._heldout, self._rollouts, self._records = cfg, heldout, rollouts, records
+        self.scores: dict[int, HeldOutScores] = {}  # by step
 
     @property
     def has_prompts(self) -> bool:
-        return bool(self._heldout)
+        return bool(self._cfg.data.validation)
 
     def due(self, step: int) -> bool:
         grpo = self._cfg.trainer.grpo
@@ -44,20 +64,15 @@ class Validation:
             metrics.put(f"validation/{name}", score["mean"])
         metrics.put("validation/all", scores["all"]["mean"])
 
-    def judge(self, metrics: Metrics) -> Scores:
+    def judge(self, metrics: Metrics) -> HeldOutScores:
         """Return the scores of the present policy, noted in the journal only.
 
         Raises RewardFailure if a response could not be judged.
         """
-        grpo, step = self._cfg.trainer.grpo, metrics.step
-        draws = [draw for _, part in self._heldout for draw in part]
-        names = [name for name, part in self._heldout for _ in part]
-        sampling = (grpo.validation_samples, grpo.validation_temperature, grpo.validation_top_p)
+        step = metrics.step
         with metrics.phase("validate"):
             self._rollouts.publish(version=step)
-            scores = self._rollouts.collector.call(
-                lambda collector: heldout_scores(names, collector.sample(draws, *sampling, step))
-            )
+            scores = self._heldout.call(lambda heldout: heldout.judge(self._cfg.trainer.grpo, step))
         self._records.event("validation", step, **scores)
         return scores
 
@@ -65,8 +80,8 @@ class Validation:
         """Return the step since the last of these hard resets whose weights scored best; None without a score."""
         return best_policy(self.scores, resets)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> ValidationState:
         return {"scores": self.scores}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: ValidationState) -> None:
         self.scores = {int(step): scores for step, scores in state["scores"].items()}

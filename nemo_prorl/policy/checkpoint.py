@@ -9,7 +9,6 @@ checkpoints/step-000040/        complete only when it has this name; written as 
 import copy
 import json
 import os
-import random
 import shutil
 import threading
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
@@ -44,6 +42,7 @@ from nemo_prorl.lifecycle.killpoints import killpoint
 from nemo_prorl.lifecycle.retention import FORMAT, TEMPORARY, put_in_place, read_state
 from nemo_prorl.policy.actor import Actor
 from nemo_prorl.policy.host_memory import to_host
+from nemo_prorl.policy.random_state import RandomState, load_plain, random_state, set_random_state
 from nemo_prorl.policy.weights import sha256_of
 
 REFERENCE = "reference."
@@ -120,7 +119,7 @@ class _Snapshot:
 
     tensors: dict[str, Any]  # in torch's distributed form, on the CPU
     common: dict[str, Any]  # what the optimizer keeps beside tensors
-    rng: dict[str, Any]
+    rng: RandomState
     state: dict[str, Any]
     weights: list[tuple[str, torch.Tensor]]  # rank 0 only: whole, under their Hugging Face names, to be hashed
     reference_sha256: str
@@ -146,7 +145,7 @@ class _Snapshot:
         return cls(
             tensors=mcore_to_pyt_state_dict(flat, False),
             common=copy.deepcopy(common),
-            rng=rng_state(),
+            rng=random_state(),
             state=json.loads(json.dumps(state)),
             weights=weights,
             reference_sha256=actor.reference_sha256(),
@@ -302,6 +301,7 @@ def load(actor: Actor, folder: Path) -> dict[str, Any]:
     Raises CheckpointError if the policy or its reference is not the one that was saved.
     """
     state = read_state(folder)
+    load_plain(folder / "common.pt")  # Megatron reads it again, and would run a pickle in it
     if "imported_from" in state:
         _load_weights(actor, folder)
         actor.set_reference()
@@ -314,7 +314,7 @@ def load(actor: Actor, folder: Path) -> dict[str, Any]:
         _load_optimizer(actor, folder)
         file = folder / f"rng-{dist.get_rank()}.pt"
         if file.is_file():  # a run continued on more ranks has none for the new ones
-            set_rng_state(torch.load(file, weights_only=False))
+            set_random_state(load_plain(file))
     _check(folder, state, weights=actor.weights_sha256(), reference=actor.reference_sha256())
     return state
 
@@ -327,6 +327,7 @@ def load_policy(actor: Actor, folder: Path) -> dict[str, Any]:
     Raises CheckpointError if the policy is not the one that was saved.
     """
     state = read_state(folder)
+    load_plain(folder / "common.pt")  # as in `load`
     _load_weights(actor, folder)
     _load_optimizer(actor, folder)
     _check(folder, state, weights=actor.weights_sha256())
@@ -353,30 +354,6 @@ def _load_module(actor: Actor, state: dict[str, Any]) -> None:
     for name, module in actor.module.named_modules():
         if (key := f"{name}.{_EXTRA}") in plain:
             module.set_extra_state(plain[key])
-
-
-def rng_state() -> dict[str, Any]:
-    """All random states of this process that could reach the maths."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "megatron": get_cuda_rng_tracker().get_states(),
-    }
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
-    get_cuda_rng_tracker().set_states(state["megatron"])
 
 
 def _make_empty(folder: Path) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nemo_prorl import settings
 from nemo_prorl.errors import CheckpointError, ConfigError
+from nemo_prorl.lifecycle.checkpoints import ImportedState
 from nemo_prorl.lifecycle.retention import FORMAT, OLD, TEMPORARY, TRASH, check_format, complete
 from nemo_prorl.policy.stored import read_policy, write_policy
 from nemo_prorl.policy.weights import Digests, HFFolder, dtype_of, write_hf_folder
@@ -39,8 +40,14 @@ def import_hf(hf_dir: Path, out: Path) -> None:
     digests = Digests()
     for name, tensor in read_policy(temporary, folder.config):
         digests.add(name, tensor)
-    hashes = dict.fromkeys(("weights_sha256", "reference_sha256"), digests.sha256())
-    state = {"format": FORMAT, **hashes, "step": 0, "imported_from": str(folder.path.resolve())}
+    sha256 = digests.sha256()
+    state: ImportedState = {
+        "format": FORMAT,
+        "weights_sha256": sha256,
+        "reference_sha256": sha256,
+        "step": 0,
+        "imported_from": str(folder.path.resolve()),
+    }
     (temporary / "state.json").write_text(json.dumps(state))
     os.replace(temporary, out)
     _log.info("%s: imported %s", out, folder.path)

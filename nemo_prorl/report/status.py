@@ -10,6 +10,7 @@ from typing import Any
 
 from nemo_prorl.errors import ConfigError, UnfitMachine
 from nemo_prorl.launcher.chain_slurm import JobState, job_states, read_record
+from nemo_prorl.launcher.formats import ChainRecord
 from nemo_prorl.lifecycle.bottleneck import bottleneck
 from nemo_prorl.lifecycle.retention import complete
 from nemo_prorl.settings import read_config
@@ -105,7 +106,7 @@ def _times(number: int) -> str:
 # --- a chain ---------------------------------------------------------------------------------------------------------
 
 
-def chain_state(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
+def chain_state(folder: Path, record: ChainRecord) -> dict[str, Any]:
     """Each stage of chain.json: its job, Slurm's word for it, and where its run is."""
     jobs = [entry["job"] for entry in record["stages"] if entry["job"] is not None]
     states: dict[str, JobState] = {}
@@ -116,7 +117,7 @@ def chain_state(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
             _log.warning("Slurm's states are missing: %s", error)
     stages = []
     for entry in record["stages"]:
-        state = states.get(entry["job"], _UNKNOWN)
+        state = states.get(entry["job"] or "", _UNKNOWN)
         row = {"stage": entry["stage"], "job": entry["job"], "state": state.state, "reason": state.reason}
         run_dir = folder / entry["stage"]
         run = run_state(run_dir) if (run_dir / "config.yaml").is_file() else None

@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypedDict
 
 ENTRY_POINT_GROUP = "nemo_prorl.rewards"
 FAILURES = ("timeout", "invalid", "infrastructure")
@@ -227,6 +227,17 @@ class RewardPlugin(ABC):
 def no_answer() -> RewardResult:
     """The result for a response whose `<think>` was never closed."""
     return RewardResult(score=0.0, correct=False, detail="<think> was opened and never closed: no answer")
+
+
+class Verdict(TypedDict):
+    """The documented verdict on one request, a JSON object; `score` is None for failure "infrastructure" only."""
+
+    id: str
+    score: float | None
+    correct: bool | None
+    parts: dict[str, float]
+    detail: str
+    failure: str | None
 
 
 def verdict_of(request_id: str, result: RewardResult) -> dict[str, Any]:

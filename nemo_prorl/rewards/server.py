@@ -20,7 +20,7 @@ import stat
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
 
 import uvicorn
 from prometheus_client import CollectorRegistry, generate_latest
@@ -37,6 +37,7 @@ from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest
 from nemo_prorl.rewards.options import add_server_arguments
 from nemo_prorl.rewards.service import RewardService, plan_pools
+from nemo_prorl.schema import Constraint, Number
 
 _log = logging.getLogger(__name__)
 
@@ -185,11 +186,21 @@ class _UvicornServer(uvicorn.Server):  # type: ignore[misc,unused-ignore]
         yield
 
 
-def write_endpoint(path: Path, url: str, state: str) -> None:
+class RewardEndpoint(TypedDict):
+    """Where a reward server of a run listens."""
+
+    kind: Literal["rewards"]
+    url: Annotated[str, Constraint(pattern="^http://")]
+    pid: Number
+    state: Literal["ready", "stopped"]
+
+
+def write_endpoint(path: Path, url: str, state: Literal["ready", "stopped"]) -> None:
     """Announces this server, atomically: a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps({"kind": "rewards", "url": url, "pid": os.getpid(), "state": state}) + "\n")
+    endpoint: RewardEndpoint = {"kind": "rewards", "url": url, "pid": os.getpid(), "state": state}
+    temporary.write_text(json.dumps(endpoint) + "\n")
     temporary.replace(path)
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, NotRequired, Protocol, TypedDict
 
 import torch
 
@@ -38,6 +38,7 @@ from nemo_prorl.rollout.engine_load import EngineLoad
 from nemo_prorl.rollout.groups import CollectedBatch, Group, TaskTally
 from nemo_prorl.rollout.prompts import PromptDraw
 from nemo_prorl.rollout.scheduling import is_fresh, sampler_of
+from nemo_prorl.schema import Amount, Constraint, Count
 
 _log = logging.getLogger(__name__)
 
@@ -90,6 +91,18 @@ class _Before:
     surplus: list[Group]
     draws: int
     keep_rates: dict[str, Any]
+
+
+class CollectorState(TypedDict):
+    """What a checkpoint keeps of the rollouts."""
+
+    surplus: list[dict[str, Any]]
+    """groups for the next step"""
+    draws: Count
+    keep_rates: dict[str, Annotated[list[Amount], Constraint(minItems=2, maxItems=2)]]
+    """by task: groups kept, groups decided"""
+    waiting: NotRequired[dict[str, Any] | None]
+    """the next step's batch, where it was collected while the last one trained"""
 
 
 class Collector:
@@ -332,7 +345,7 @@ class Collector:
         await self._engines.close()
         await self._rewards.close()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> CollectorState:
         """For a checkpoint, when nothing is under way: JSON, exact."""
         return {
             "surplus": [group.to_json() for group in self._surplus],
@@ -340,7 +353,7 @@ class Collector:
             "keep_rates": self.keep_rates.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: CollectorState) -> None:
         self._surplus = [Group.from_json(value) for value in state["surplus"]]
         self._draws = int(state["draws"])
         self.keep_rates.load_state_dict(state["keep_rates"])

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from nemo_prorl.errors import RolloutAbandoned
-from nemo_prorl.rollout.collector import Collector, _Before
+from nemo_prorl.rollout.collector import Collector, CollectorState, _Before
 from nemo_prorl.rollout.groups import CollectedBatch
 
 
@@ -72,10 +72,10 @@ class OneStepOff(Collector):
         self._waiting = None
         super().drop()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> CollectorState:
         return {**super().state_dict(), "waiting": None if self._waiting is None else self._waiting.to_json()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: CollectorState) -> None:
         waiting = state.get("waiting")  # absent where the run before shared its devices
         self._waiting = None if waiting is None else CollectedBatch.from_json(waiting)
         super().load_state_dict(state)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_prorl.data.blend import Blend
+from nemo_prorl.data.blend import Blend, BlendState
 from nemo_prorl.data.render import PromptRenderer
 
 
@@ -43,12 +43,12 @@ class PromptStream:
         """Takes what became of the groups of a step; how many prompts are retired now (`data.retire_after`)."""
         return self._blend.observe(outcomes)
 
-    def carry(self, state: dict[str, Any]) -> None:
+    def carry(self, state: BlendState) -> None:
         """Goes on in the data where the stage before, whose state this is, stood."""
         self._blend.carry(state)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> BlendState:
         return self._blend.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: BlendState) -> None:
         self._blend.load_state_dict(state)

@@ -14,7 +14,7 @@ from nemo_prorl.batch import JudgedGroups
 from nemo_prorl.config import Config
 from nemo_prorl.leader import Leader, LeaderOnly
 from nemo_prorl.metrics import Metrics
-from nemo_prorl.rollout.collector import Collector
+from nemo_prorl.rollout.collector import Collector, CollectorState
 from nemo_prorl.rollout.groups import CollectedBatch
 from nemo_prorl.rollout.overlap import OneStepOff
 from nemo_prorl.rollout.prompts import PromptStream
@@ -49,7 +49,7 @@ class Rollouts:
         cfg: Config,
         run_dir: Path,
         policy: _Weights,
-        prompts: PromptStream,
+        prompts: LeaderOnly[PromptStream],
         collector: LeaderOnly[Collector],
         records: _Notes,
         leader: Leader,
@@ -138,9 +138,8 @@ class Rollouts:
         return self._cfg.rollout.own_devices and step < self._cfg.trainer.grpo.max_steps
 
     def _retire(self, metrics: Metrics, batch: CollectedBatch) -> None:
-        """Count solved prompts: on every rank, so that all know how many are retired; rank 0 draws by it."""
-        before = self._prompts.retired
-        retired = self._prompts.observe(batch.outcomes)
+        """Count solved prompts on rank 0, which draws by it; report on every rank how many are retired."""
+        before, retired = self._prompts.call(lambda prompts: (prompts.retired, prompts.observe(batch.outcomes)))
         metrics.put("data/retired", retired)
         if retired < before:
             self._records.alarm(metrics.step, "every training prompt was solved often enough to retire: all come back")
@@ -151,10 +150,10 @@ class Rollouts:
 
     # --- in a checkpoint -------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> CollectorState:
         return self.collector.call(lambda collector: collector.state_dict())
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: CollectorState) -> None:
         self.collector.call(lambda collector: collector.load_state_dict(state))
 
     def carry(self, state: dict[str, Any]) -> None:

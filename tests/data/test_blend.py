@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_prorl.config import DataConfig, DataSource
-from nemo_prorl.data.blend import Blend, LoadedSource, load_sources
+from nemo_prorl.data.blend import Blend, LoadedSource, load_sources, of_tasks
 from nemo_prorl.errors import CheckpointError, ConfigError, DataError
 from nemo_prorl.settings import load
 from tests.data.made import loaded, sources
@@ -236,19 +236,6 @@ def test_other_records_or_another_seed_begin_anew(caplog: pytest.LogCaptureFixtu
     assert draw(other, 50) == draw(Blend(sources(), seed=2), 50)
 
 
-def test_states_from_before_stages_still_load() -> None:
-    first = Blend(sources(), seed=1)
-    draw(first, 23)
-    state = first.state_dict()
-    for entry in state["sources"].values():
-        assert entry.pop("carried") == 0
-    second, third = Blend(sources(), seed=1), Blend(sources(), seed=1)
-    second.load_state_dict(state)
-    third.carry(state)
-    assert draw(second, 50) == draw(first, 50)
-    assert third.state_dict()["sources"]["a"]["carried"] == state["sources"]["a"]["drawn"]
-
-
 def test_training_takes_the_named_tasks_only_and_validation_all(caplog: pytest.LogCaptureFixture) -> None:
     puzzles = DataSource(name="gcd", generator="reasoning_gym:gcd", size=6, options={"max_numbers": 2})
     data = DataConfig(
@@ -256,13 +243,14 @@ def test_training_takes_the_named_tasks_only_and_validation_all(caplog: pytest.L
         validation=[arithmetic("sums", 4, 2), DataSource(name="code", generator="code", size=3, seed=2)],
     )
 
-    def names(tasks: list[str] | None, **more: bool) -> list[list[str]]:
+    def names(tasks: list[str] | None) -> list[list[str]]:
         data.tasks = tasks
-        return [[source.name for source, _ in part] for part in load_sources(data, **more)]
+        train, validation = load_sources(data)
+        assert len(train) == 3, "loading is for all tasks: a warm-up takes them all"
+        return [[source.name for source, _ in part] for part in (of_tasks(train, data), validation)]
 
     assert names(None) == [["sums", "gcd", "code"], ["sums", "code"]]
     assert names(["math", "code"]) == [["sums", "code"], ["sums", "code"]]
-    assert names(["math"], every_task=True) == [["sums", "gcd", "code"], ["sums", "code"]]
     assert not caplog.records
     with pytest.raises(ConfigError, match="hold code, math, puzzles, and none of stem, instructions"):
         names(["puzzles", "stem", "instructions"])
@@ -277,7 +265,8 @@ def test_a_file_of_several_tasks_is_reduced_to_the_named_ones(tmp_path: Path) ->
     for line in lines[::2]:
         line["task"] = "stem"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    train, _ = load_sources(DataConfig(train=[DataSource(name="m", path=str(path))], tasks=["stem"]))
+    data = DataConfig(train=[DataSource(name="m", path=str(path))], tasks=["stem"])
+    train = of_tasks(load_sources(data).train, data)
     assert [record["id"] for record in train[0][1]] == ["m-0", "m-2", "m-4"]
 
 

@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def renderer(folder: Path) -> PromptRenderer:
-    return PromptRenderer(folder, context_tokens=64, max_response=12)
+    return PromptRenderer(folder, context_tokens=64)
 
 
 def test_two_builds_are_equal_to_the_byte(folder: Path, tmp_path: Path) -> None:
@@ -77,8 +77,7 @@ def test_transformers_reads_it_and_agrees_on_every_tensor(folder: Path) -> None:
 
 def test_config_names_the_special_tokens(folder: Path, renderer: PromptRenderer) -> None:
     config = json.loads((folder / "config.json").read_text())
-    assert (config["eos_token_id"], config["pad_token_id"]) == (renderer.eos_id, renderer.pad_id)
-    assert config["vocab_size"] == renderer.vocab_size
+    assert config["eos_token_id"] == renderer.eos_id
     assert config["vocab_size"] % 64 == 0
     assert renderer.encode(EOS) == [renderer.eos_id]
 
@@ -122,7 +121,7 @@ def test_markup_is_one_visible_token_each_and_digits_stand_alone(renderer: Promp
         assert len(renderer.encode(token)) == 1
         assert renderer.decode(renderer.encode(token)) == token
     assert len(renderer.encode("2026")) == 4
-    assert renderer.decode([*renderer.encode("4"), renderer.eos_id, renderer.pad_id]) == "4"
+    assert renderer.decode([*renderer.encode("4"), renderer.eos_id]) == "4"
 
 
 def test_rare_words_fall_into_letters_and_common_ones_do_not() -> None:
@@ -137,9 +136,7 @@ def test_message_lists_go_through_the_chat_template(renderer: PromptRenderer) ->
     assert renderer.decode(ids) == "<|system|>Be short.\n<|user|>Compute 1 + 1.\n<|assistant|>"
 
 
-def test_room_is_bounded_by_context_and_response(renderer: PromptRenderer) -> None:
-    assert renderer.response_room([5] * 20) == 12
-    assert renderer.response_room([5] * 60) == 4
+def test_a_prompt_must_leave_room_for_a_response(renderer: PromptRenderer) -> None:
     assert len(renderer.prompt_ids({"id": "x", "prompt": "1" * 63})) == 63
 
 

@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -290,7 +291,7 @@ def test_parquet_holds_the_same_records(tmp_path: Path) -> None:
     assert tables.has_messages(tmp_path / "parquet" / "train.parquet")
     assert prepare("math", "--from", file, "--out", tmp_path / "parquet", "--prompt", "text", "--check", 0) == 0
     assert not (tmp_path / "parquet" / "train.parquet").exists()  # the form before is no part of the folder now
-    texts = [{**one, "prompt": one["prompt"][0]["content"]} for one in lines]
+    texts: Any = [{**one, "prompt": one["prompt"][0]["content"]} for one in lines]
     assert records(tmp_path / "parquet") == texts
     tables.write_records(tmp_path / "t.parquet", texts)
     assert read_records(tmp_path / "t.parquet") == texts

@@ -112,7 +112,7 @@ def test_the_next_stage_keeps_what_is_retired() -> None:
     before = Blend(sources(), seed=1, retire_after=1)
     steps(before, 3, random.Random(1), solve=0.0)
     before.observe([("a-1", "solved"), ("b-2", "solved")])
-    state: dict[str, Any] = json.loads(json.dumps(before.state_dict()))
+    state: Any = json.loads(json.dumps(before.state_dict()))
     after = Blend([loaded("new", 4), *sources()[:2]], seed=1, retire_after=1)
     after.carry(state)
     assert after.retired == 2

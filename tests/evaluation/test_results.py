@@ -16,7 +16,7 @@ from nemo_prorl.evaluation.store import Store
 from tests.test_formats import against
 
 SHA = "0123456789abcdef" * 4
-MODEL = {"name": "m", "kind": "hf", "sha256": SHA, "folder": "/m", "weights_sha256": SHA}
+MODEL: Any = {"name": "m", "kind": "hf", "sha256": SHA, "folder": "/m", "weights_sha256": SHA}
 
 Scores = Sequence[Sequence[float | None]]  # of a prompt's samples; None: no verdict
 
@@ -26,7 +26,7 @@ def record(number: int, dataset: str = "gcd") -> dict[str, Any]:
     return {"id": f"p{number}", "task": "puzzles", "prompt": f"? {number}", "truth": truth, "source": "", "meta": {}}
 
 
-def write(folder: Path, benchmark: str, scores: Scores, datasets: Sequence[str] = ()) -> dict[str, Any]:
+def write(folder: Path, benchmark: str, scores: Scores, datasets: Sequence[str] = ()) -> Any:
     """An evaluation's files; its results.json."""
     one = catalogue()[benchmark].changed({"samples": max(map(len, scores))})
     records = [record(i, datasets[i] if datasets else "gcd") for i in range(len(scores))]
@@ -34,8 +34,8 @@ def write(folder: Path, benchmark: str, scores: Scores, datasets: Sequence[str] 
     store.write_records(records)
     for i, row in enumerate(scores):
         for k, score in enumerate(row):
-            line = {"id": f"p{i}", "sample": k, "seed": k, "work": "0" * 32, "response": str(score)}
-            store.add({**line, "finished": k > 0, "tokens": 10 * (k + 1)})
+            line: Any = {"id": f"p{i}", "sample": k, "seed": k, "work": "0" * 32, "response": str(score)}
+            store.add(line | {"finished": k > 0, "tokens": 10 * (k + 1)})
             failure = "infrastructure" if score is None else None
             correct = None if score is None else score == 1.0
             verdict: dict[str, Any] = {
@@ -64,8 +64,8 @@ def write(folder: Path, benchmark: str, scores: Scores, datasets: Sequence[str] 
     assert against("evaluation-manifest", manifest) == []
     path.write_text(json.dumps(manifest))
     found = {benchmark: scored(records, store.lines, store.verdicts, one.sampling.samples)}
-    clock = {"seconds": 2.0, "generated_tokens": 40, "tokens_per_s": 20.0}
-    result = results(MODEL, 1, [one], found, clock)
+    clock: Any = {"seconds": 2.0, "generated_tokens": 40, "tokens_per_s": 20.0}
+    result: Any = results(MODEL, 1, [one], found, clock)
     assert against("evaluation-results", result) == []
     assert all(against("evaluation-sample", line) == [] for line in store.lines.values())
     return result

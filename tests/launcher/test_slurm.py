@@ -440,6 +440,7 @@ def test_the_script_s_python_may_be_an_old_one() -> None:
     files = [ROOT / "nemo_prorl" / name for name in ("__init__.py", "errors.py", "launcher/__init__.py")]
     own = ("slurm.py", "submission.py", "slurm_job.py", "launches.py", "step.py")
     files += [ROOT / "nemo_prorl" / "launcher" / name for name in own]
+    files += [ROOT / "nemo_prorl" / name for name in ("schema.py", "launcher/formats.py")]
     for file in files:
         tree = ast.parse(file.read_text(), feature_version=(3, 9))
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -447,6 +448,8 @@ def test_the_script_s_python_may_be_an_old_one() -> None:
         names |= {str(node.module) for node in imports if isinstance(node, ast.ImportFrom)}
         assert {name for name in names if name.split(".")[0] not in sys.stdlib_module_names} <= {
             "nemo_prorl.errors",
+            "nemo_prorl.schema",
+            "nemo_prorl.launcher.formats",
             "nemo_prorl.launcher.launches",
             "nemo_prorl.launcher.step",
             "nemo_prorl.launcher.submission",

@@ -41,7 +41,7 @@ class Parts:
         policy: Any = SimpleNamespace(set_reference=int, reset_optimizer=int, reference_sha256=lambda: SHA)
         nothing: Any = None
         self.records = Records(Config(stage="none"), folder, writes=True)
-        self.validation = Validation(Config(), [], nothing, self.records)
+        self.validation = Validation(Config(), nothing, nothing, self.records)
         self.resets = Resets(
             config or ResetsConfig(), kl_allowed, policy, nothing, self.validation, self.records, leader()
         )

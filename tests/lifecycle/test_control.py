@@ -39,7 +39,7 @@ class Run:
         (folder / ".lock").touch()  # the supervisor's
         os.utime(folder / ".lock")
         self.journal = Journal(folder)
-        append = self.journal.append
+        append: Any = self.journal.append
 
         def journal_append(event: str, step: int, **fields: Any) -> None:
             self.at()
@@ -72,7 +72,7 @@ class Run:
 
     def judge(self, metrics: Metrics) -> dict[str, Any]:
         score = {"mean": len(self.state["weights"]) / 100, "se": 0.1, "prompts": 4}
-        scores = {"all": score, "tasks": {"sums": score}}
+        scores: Any = {"all": score, "tasks": {"sums": score}}
         self.journal.append("validation", metrics.step, **scores)
         return scores
 
@@ -90,15 +90,18 @@ class Run:
                 self.state["weights"] += "R"
                 self.state["resets"].append({"step": step, "reason": reason})
                 self.save(step)
-                self.journal.append("reset_commit", step, reason=reason)
+                self.journal.append("reset_commit", step, reason=reason, reference_sha256="0" * 64)
             elif step % 4 == 0:
                 self.save(step)
             self.control.serve(asked, step)
-        self.journal.append("stop" if self.stop else "finish", self.state["step"], reason=self.stop)
+        if self.stop:
+            self.journal.append("stop", self.state["step"], reason=self.stop)
+        else:
+            self.journal.append("finish", self.state["step"])
         self.control.close(self.state["step"])
 
 
-def place(folder: Path, what: str, name: str = "r-1", at: float = 1.0) -> Path:
+def place(folder: Path, what: Any, name: str = "r-1", at: float = 1.0) -> Path:
     (folder / "control").mkdir(exist_ok=True)
     file = folder / "control" / f"{name}.json"
     file.write_text(json.dumps(asdict(Request(name, what, at, "ann", "login-1"))))

@@ -176,7 +176,7 @@ def test_a_checkpoint_of_other_code_is_refused_before_anything_starts(tmp_path: 
     with pytest.raises(CheckpointError, match="is no checkpoint"):
         retention.check_continuable(tmp_path)
     state.write_text(json.dumps({"format": 1, "version": __version__}))
-    with pytest.raises(CheckpointError, match="format 1, this version continues format 3 only"):
+    with pytest.raises(CheckpointError, match="format 1, this version continues format 4 only"):
         retention.check_continuable(tmp_path)
     state.write_text(json.dumps({"format": retention.FORMAT, "version": "0.0.9"}))
     with pytest.raises(CheckpointError, match=r"written by version 0.0.9; this is"):

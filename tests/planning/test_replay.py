@@ -45,7 +45,7 @@ class Run:
             for key, value in values(step).items():
                 metrics.put(key, value)
             if scores := validation(step):
-                self.parts.validation.scores[step] = {**scores, "all": {"mean": 0.0}}
+                self.parts.validation.scores[step] = {**scores, "all": {"mean": 0.0}}  # type: ignore[typeddict-item]
                 self.parts.records.event("validation", step, **scores)
             self.parts.records.log(metrics)
             if reason := self.parts.resets.due(metrics):
@@ -134,14 +134,14 @@ def test_replay_takes_the_rules_and_resets_of_the_run(recorded: Path, capsys: py
     (recorded / "config.yaml").write_text(settings.resolved_yaml(settings.load(own)) + "gone_since: 1\n")
     assert ("validation_drop", 210) not in found_by(capsys, str(recorded))
     assert ("validation_drop", 210) in found_by(capsys, str(recorded), "--rules", "drop_min=0.1")
-    Journal(recorded).append("reset_commit", 205, reason="at_steps")
+    Journal(recorded).append("reset_commit", 205, reason="at_steps", reference_sha256="0" * 64)
     assert ("validation_drop", 210) not in found_by(capsys, str(recorded), "--rules", "drop_min=0.1")
 
 
 def test_a_reset_behind_the_checkpoint_of_a_resume_does_not_count(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    journal.append("reset_commit", 5, reason="r")
-    journal.append("reset_commit", 9, reason="r")
+    journal.append("reset_commit", 5, reason="r", reference_sha256="0" * 64)
+    journal.append("reset_commit", 9, reason="r", reference_sha256="0" * 64)
     journal.append("resume", 7, stage="none", version="0")
     assert read_journal(tmp_path) == ({}, {5})
 

@@ -197,7 +197,7 @@ def test_tags_that_a_tokenizer_marks_as_special_stay(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     renderer = PromptRenderer(tmp_path, 64)
     ids = renderer.encode("<think>hm</think>so <|tool|>5")
-    assert renderer.decode([*ids, renderer.eos_id, renderer.pad_id]) == "<think>hm</think>so 5"
+    assert renderer.decode([*ids, renderer.eos_id]) == "<think>hm</think>so 5"
 
 
 def test_a_warm_up_teaches_what_verifiers_accept(renderer: PromptRenderer) -> None:

@@ -5,6 +5,7 @@ import random
 import re
 import string
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from nemo_prorl.data.prepare.drafts import Draft, Drop
@@ -160,14 +161,5 @@ def scp(row: Row) -> Draft | Drop:
     if isinstance(drafted, Drop):
         return drafted
     domain = row.first("domain")
-    return Draft(
-        drafted.task,
-        drafted.question,
-        drafted.truth,
-        drafted.form,
-        drafted.gold,
-        drafted.theirs,
-        {"domain": domain} if isinstance(domain, str) else {},
-        reference=solution,
-        candidate=answer,
-    )
+    meta = {"domain": domain} if isinstance(domain, str) else {}
+    return replace(drafted, meta=meta, reference=solution, candidate=answer)

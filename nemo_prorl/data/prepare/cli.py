@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -103,31 +104,10 @@ def _options(arguments: argparse.Namespace) -> Any:
             raise ConfigError(f"--{option.replace('_', '-')} {getattr(arguments, option)}: must be at least 1")
     if not 0 <= arguments.overlap <= 1:
         raise ConfigError(f"--overlap {arguments.overlap:g}: must be from 0 (any words in a row count) to 1")
-    return PrepareOptions(
-        source=source,
-        origin=arguments.origin,
-        out=arguments.out,
-        name=arguments.name or source.name,
-        size=arguments.size,
-        holdout=arguments.holdout,
-        limit=arguments.limit,
-        seed=arguments.seed,
-        messages=arguments.prompt == "messages",
-        form=arguments.form,
-        columns=_columns(arguments.field),
-        licence=arguments.licence,
-        revision=arguments.revision,
-        tokenizer=arguments.tokenizer,
-        max_prompt_tokens=arguments.max_prompt_tokens,
-        against=tuple(arguments.against),
-        ngram=arguments.ngram,
-        overlap=arguments.overlap,
-        check=arguments.check,
-        workers=arguments.workers,
-        unsafe_no_sandbox=arguments.unsafe_no_sandbox,
-        agreement=arguments.agreement,
-        judge=_judge(arguments) if source.judged and arguments.agreement == "judge" else None,
-    )
+    given = {field.name: getattr(arguments, field.name) for field in fields(PrepareOptions) if field.name in arguments}
+    wanted = source.judged and arguments.agreement == "judge"
+    made = {"source": source, "name": arguments.name or source.name, "columns": _columns(arguments.field)}
+    return PrepareOptions(**{**given, **made, "judge": _judge(arguments) if wanted else None})
 
 
 def _columns(given: list[str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from nemo_prorl.data.prepare import answers, programs, puzzles
 from nemo_prorl.data.prepare.rows import Row, data_files, read_rows
+from nemo_prorl.data.records import PromptRecord
 from nemo_prorl.errors import DataError
 
 _WORDS = re.compile(r"\w+")
@@ -101,7 +102,7 @@ def _text_of(row: Row) -> str:
     return value
 
 
-def token_lengths(records: Sequence[dict[str, Any]], tokenizer: Path) -> list[int]:
+def token_lengths(records: Sequence[PromptRecord], tokenizer: Path) -> list[int]:
     """Tokens of each prompt as a run will have them: a message list through the chat template."""
     from nemo_prorl.data.render import PromptRenderer
 

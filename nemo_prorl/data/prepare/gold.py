@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from nemo_prorl.data.records import PromptRecord
 from nemo_prorl.errors import RewardFailure
 
 _log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ def spread(count: int, wanted: int | None) -> list[int]:
 
 
 def failures(
-    records: Sequence[dict[str, Any]], golds: Sequence[str], workers: int, unsafe_no_sandbox: bool
+    records: Sequence[PromptRecord], golds: Sequence[str], workers: int, unsafe_no_sandbox: bool
 ) -> dict[int, str]:
     """Position -> why its gold answer scores less than 1, judged by the real reward service.
 
@@ -51,7 +52,7 @@ def failures(
 
 
 async def _judge(
-    records: Sequence[dict[str, Any]], golds: Sequence[str], workers: int, unsafe_no_sandbox: bool
+    records: Sequence[PromptRecord], golds: Sequence[str], workers: int, unsafe_no_sandbox: bool
 ) -> dict[int, str]:
     from nemo_prorl.rewards.discovery import discover
     from nemo_prorl.rewards.interface import RewardRequest

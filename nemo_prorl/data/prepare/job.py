@@ -6,18 +6,20 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from nemo_prorl import __version__
 from nemo_prorl.data.prepare import answers, filters, gold, hub, output, puzzles
 from nemo_prorl.data.prepare.drafts import Draft, Drop
-from nemo_prorl.data.prepare.judge import JudgeOptions, verdicts
+from nemo_prorl.data.prepare.judge import JudgeOptions, JudgeVerdict, verdicts
+from nemo_prorl.data.prepare.manifest import Checks, HubSource, InputFile, PreparedManifest, RecordCounts
 from nemo_prorl.data.prepare.oracle import Oracles
+from nemo_prorl.data.prepare.output import Part
 from nemo_prorl.data.prepare.rows import data_files, read_rows, sha256_of
 from nemo_prorl.data.prepare.sources import Source
-from nemo_prorl.data.records import validate_record
+from nemo_prorl.data.records import PromptRecord, validate_record
 from nemo_prorl.errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
@@ -42,7 +44,7 @@ class PrepareOptions:
     holdout: int | None = None
     limit: int | None = None
     seed: int = 0
-    messages: bool = True
+    prompt: str = "messages"
     form: str = "jsonl"
     columns: dict[str, str] = field(default_factory=dict)
     licence: str = ""
@@ -66,8 +68,8 @@ class Item:
     file: str
     line: int
     draft: Draft
-    record: dict[str, Any]
-    part: str | None = None
+    record: PromptRecord
+    part: Part | None = None
 
 
 class Preparation:
@@ -78,8 +80,8 @@ class Preparation:
         self.read = 0
         self.items: list[Item] = []
         self.dropped: list[dict[str, Any]] = []
-        self.manifest: dict[str, Any] = {}
-        self.checks: dict[str, Any] = {}
+        self.origin, self.hub, self.inputs = "", HubSource(), list[InputFile]()
+        self.checks: Checks = {"gold": {"checked": 0, "failed": 0, "without": 0}}
         self._oracles = Oracles(options.unsafe_no_sandbox)
 
     # --- reading ---------------------------------------------------------------------------------------------------
@@ -91,7 +93,7 @@ class Preparation:
         finally:
             self._oracles.close()
         if self._oracles.counts["tests"]:
-            self.checks["expected"] = dict(self._oracles.counts)
+            self.checks["expected"] = self._oracles.counts
 
     def _read_source(self) -> None:
         opts, source = self.options, self.options.source
@@ -102,27 +104,20 @@ class Preparation:
         if opts.origin is None:
             raise ConfigError(f"--from is missing: name the file or folder of {source.name}, or 'hub'")
         patterns: Sequence[str] = ()
-        self.manifest["from"] = opts.origin
+        self.origin = opts.origin
         if opts.origin == HUB:
             if not source.repo:
                 raise ConfigError(f"--from hub: {source.name} is not on the hub; name a file or a folder")
             folder, commit = hub.download(source.repo, source.files, opts.revision)
-            self.manifest |= {"repo": source.repo, "commit": commit}
+            self.hub = {"repo": source.repo, "commit": commit}
             patterns = source.files
         else:
             folder = Path(opts.origin)
-        inputs = []
         for file in data_files(folder, patterns):
             before = self.read
             self._read_file(file)
-            inputs.append(
-                {
-                    "file": file.name if file == folder else str(file.relative_to(folder)),
-                    "sha256": sha256_of(file),
-                    "rows": self.read - before,
-                }
-            )
-        self.manifest["inputs"] = inputs
+            name = file.name if file == folder else str(file.relative_to(folder))
+            self.inputs.append({"file": name, "sha256": sha256_of(file), "rows": self.read - before})
 
     def _read_file(self, file: Path) -> None:
         opts = self.options
@@ -139,17 +134,16 @@ class Preparation:
         if holdout == ALL:
             raise ConfigError("--holdout all: of puzzles that are made here, say how many, and --size 0")
         train, held = puzzles.make(tasks, size, holdout, opts.seed, opts.workers)
-        for part, drafts in (("train", train), ("validation", held)):
+        made: list[tuple[Part, list[Draft | Drop]]] = [("train", train), ("validation", held)]
+        for part, drafts in made:
             prefix = opts.name if part == "train" else f"{opts.name}-heldout"
             for number, drafted in enumerate(drafts, 1):
                 theirs = drafted.theirs if isinstance(drafted, Draft) else str(number)
                 self._take(f"{part} of {tasks_file.name}", number, drafted, f"{prefix}-{theirs}", part)
-        self.manifest["from"] = f"reasoning_gym {_version('reasoning_gym')}"
-        self.manifest["inputs"] = [
-            {"file": tasks_file.name, "sha256": sha256_of(tasks_file), "rows": len(train) + len(held)}
-        ]
+        self.origin = f"reasoning_gym {version('reasoning_gym')}"
+        self.inputs = [{"file": tasks_file.name, "sha256": sha256_of(tasks_file), "rows": len(train) + len(held)}]
 
-    def _take(self, file: str, line: int, drafted: Draft | Drop, identity: str, part: str | None) -> None:
+    def _take(self, file: str, line: int, drafted: Draft | Drop, identity: str, part: Part | None) -> None:
         self.read += 1
         if isinstance(drafted, Draft) and drafted.oracle:
             drafted = self._oracles.answered(drafted)
@@ -158,10 +152,10 @@ class Preparation:
             return
         text = drafted.prompt_text
         meta = dict(drafted.meta) | ({"row": drafted.theirs} if drafted.theirs else {})
-        record = {
+        record: PromptRecord = {
             "id": identity,
             "task": drafted.task,
-            "prompt": [{"role": "user", "content": text}] if self.options.messages else text,
+            "prompt": [{"role": "user", "content": text}] if self.options.prompt == "messages" else text,
             "truth": drafted.truth,
             "source": self.options.source.name,
             "meta": meta,
@@ -253,15 +247,15 @@ class Preparation:
         assert opts.judge is not None
         found, asked = verdicts([item.draft for item in self.items], opts.judge, opts.out / output.CACHE)
         words = {"disagree": "the solutions disagree", "unclear": "no verdict of the judge"}
-        self._sift(None if word == "agree" else Drop(words[word]) for word in found)
-        self.checks["agreement"] = {"by": "judge", "model": opts.judge.model, "counts": dict(Counter(found))}
+        self._sift(None if verdict == "agree" else Drop(words[verdict]) for verdict in found)
+        self.checks["agreement"] = {"by": "judge", "model": opts.judge.model, "counts": Counter(found)}
         _log.info("the judge was asked %d times", asked)
 
     def _agree_by_grader(self) -> None:
         """The plugin's own opinion: does R1's boxed answer equal the one that the source's solution boxes?"""
         boxes = [answers.last_box(item.draft.reference) for item in self.items]
         asked = [at for at, box in enumerate(boxes) if box]
-        records = [{**self.items[at].record, "truth": {"answer": boxes[at]}} for at in asked]
+        records: list[PromptRecord] = [{**self.items[at].record, "truth": {"answer": boxes[at]}} for at in asked]
         golds = [f"\\boxed{{{self.items[at].draft.candidate}}}" for at in asked]
         wrong = gold.failures(records, golds, self.options.workers, self.options.unsafe_no_sandbox)
         disagree = {asked[at]: why for at, why in wrong.items()}
@@ -272,7 +266,11 @@ class Preparation:
             return Drop("the solutions disagree", disagree[at]) if at in disagree else None
 
         self._sift(why(at) for at in range(len(self.items)))
-        counts = {"agree": len(asked) - len(disagree), "disagree": len(disagree), "unclear": len(boxes) - len(asked)}
+        counts: dict[JudgeVerdict, int] = {
+            "agree": len(asked) - len(disagree),
+            "disagree": len(disagree),
+            "unclear": len(boxes) - len(asked),
+        }
         self.checks["agreement"] = {"by": "grader", "counts": counts}
 
     def leave_out_beyond_size(self) -> None:
@@ -305,7 +303,7 @@ class Preparation:
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
-    def parts(self) -> dict[str, list[dict[str, Any]]]:
+    def parts(self) -> dict[Part, list[PromptRecord]]:
         """The records of train and validation; a part without any is absent."""
         opts, held = self.options, set()
         if all(item.part is None for item in self.items):
@@ -313,38 +311,41 @@ class Preparation:
             if wanted > len(self.items):
                 raise ConfigError(f"--holdout {wanted}: only {len(self.items)} records are left")
             held = set(random.Random(f"{opts.seed}/holdout").sample(range(len(self.items)), wanted))
-        parts: dict[str, list[dict[str, Any]]] = {"train": [], "validation": []}
+        parts: dict[Part, list[PromptRecord]] = {"train": [], "validation": []}
         for at, item in enumerate(self.items):
             parts[item.part or ("validation" if at in held else "train")].append(item.record)
         return {part: records for part, records in parts.items() if records}
 
-    def write(self, command: Sequence[str]) -> dict[str, Any]:
+    def write(self, command: Sequence[str]) -> PreparedManifest:
         opts = self.options
         reasons = Counter(drop["reason"] for drop in self.dropped)
         if not self.items:
             why = ", ".join(f"{number} {reason}" for reason, number in reasons.most_common()) or "it holds none"
             raise DataError(f"{opts.origin or opts.source.name}: no record is left of {self.read} rows: {why}")
         parts = self.parts()
-        manifest = {
+        counts: RecordCounts = {"read": self.read, "kept": len(self.items), "dropped": dict(sorted(reasons.items()))}
+        for part, records in parts.items():
+            counts[part] = len(records)
+        outputs = output.write_records(opts.out, parts, self.dropped, opts.form)
+        manifest: PreparedManifest = {
             "format": 1,
             "source": opts.source.name,
             "task": opts.source.task,
             "licence": opts.licence or opts.source.licence,
             "command": list(command),
             "version": __version__,
-            **self.manifest,
-            "counts": {
-                "read": self.read,
-                "kept": len(self.items),
-                "dropped": dict(sorted(reasons.items())),
-                **{part: len(records) for part, records in parts.items()},
-            },
+            "from": self.origin,
+            **self.hub,
+            "inputs": self.inputs,
+            "counts": counts,
             "checks": self.checks,
+            "outputs": outputs,
         }
-        return output.write_folder(opts.out, parts, self.dropped, opts.form, manifest)
+        output.write_manifest(opts.out, manifest)
+        return manifest
 
 
-def prepare(options: PrepareOptions, command: Sequence[str]) -> dict[str, Any]:
+def prepare(options: PrepareOptions, command: Sequence[str]) -> PreparedManifest:
     """Runs all of it and returns the manifest.  Cheap filters come first, those that ask others last."""
     output.check_folder(options.out, options.source.name)
     job = Preparation(options)
@@ -360,7 +361,7 @@ def prepare(options: PrepareOptions, command: Sequence[str]) -> dict[str, Any]:
     return job.write(command)
 
 
-def summary(options: PrepareOptions, manifest: dict[str, Any]) -> str:
+def summary(options: PrepareOptions, manifest: PreparedManifest) -> str:
     """What the command prints: counts, files, and how a run takes them."""
     counts = manifest["counts"]
     lines = [f"{options.name}: {counts['read']} read, {counts['kept']} kept"]
@@ -372,13 +373,6 @@ def summary(options: PrepareOptions, manifest: dict[str, Any]) -> str:
         part = "train" if path.stem == "train" else "validation"
         lines.append(f"{path}: {written['records']} records; data.{part}=[{{name: {options.name}, path: {path}}}]")
     return "\n".join(lines) + "\n"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 def own_command() -> list[str]:

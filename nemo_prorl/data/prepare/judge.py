@@ -15,14 +15,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal, get_args
 
 from nemo_prorl.data.prepare.drafts import Draft
 from nemo_prorl.errors import ConfigError, DataError, DeadlineExceeded
 
 _log = logging.getLogger(__name__)
 
-VERDICTS = ("agree", "disagree", "unclear")
+JudgeVerdict = Literal["agree", "disagree", "unclear"]
+VERDICTS: tuple[JudgeVerdict, ...] = get_args(JudgeVerdict)
 KEY_VARIABLE = "PRORL_JUDGE_KEY"
 _ASKED = """\
 Two answers to one problem of science follow. Do they agree? They agree if their final results mean the same: the same \
@@ -55,10 +56,10 @@ class JudgeOptions:
     max_tokens: int = 2048
 
 
-def verdict_in(text: str) -> str:
-    """The last verdict in a judge's answer, after its thinking; `unclear` without one."""
+def verdict_in(text: str) -> JudgeVerdict:
+    """Return the last verdict in a judge's answer, after its thinking; `unclear` without one."""
     found = _WORD.findall(text.rpartition("</think>")[2])
-    return str(found[-1]).lower() if found else "unclear"
+    return "unclear" if not found else "agree" if found[-1] == "AGREE" else "disagree"
 
 
 class Cache:
@@ -66,7 +67,7 @@ class Cache:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.verdicts: dict[str, str] = {}
+        self.verdicts: dict[str, JudgeVerdict] = {}
         self._file: IO[bytes] | None = None
 
     def __enter__(self) -> "Cache":
@@ -93,7 +94,7 @@ class Cache:
         if self._file is not None:
             self._file.close()
 
-    def add(self, key: str, verdict: str, said: str) -> None:
+    def add(self, key: str, verdict: JudgeVerdict, said: str) -> None:
         assert self._file is not None
         self.verdicts[key] = verdict
         self._file.write(json.dumps({"key": key, "verdict": verdict, "said": said[-200:]}).encode() + b"\n")
@@ -115,7 +116,7 @@ def key_of(request: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
 
-def verdicts(drafts: Sequence[Draft], options: JudgeOptions, path: Path) -> tuple[list[str], int]:
+def verdicts(drafts: Sequence[Draft], options: JudgeOptions, path: Path) -> tuple[list[JudgeVerdict], int]:
     """(a verdict for each draft, how many were asked for now).
 
     Raises ConfigError for a request that the endpoint refuses, DeadlineExceeded where it does not answer; what is

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 from nemo_prorl.data.prepare.drafts import Draft, Drop
+from nemo_prorl.data.prepare.manifest import ExpectedCheck
 from nemo_prorl.rewards.interface import Program
 from nemo_prorl.rewards.sandbox.client import ProcessSandbox
 
@@ -18,7 +19,7 @@ class Oracles:
     def __init__(self, unsafe_no_sandbox: bool) -> None:
         self._unsafe = unsafe_no_sandbox
         self._sandbox: ProcessSandbox | None = None
-        self.counts = {"tests": 0, "left_out": 0}
+        self.counts: ExpectedCheck = {"tests": 0, "left_out": 0}
 
     def close(self) -> None:
         if self._sandbox is not None:

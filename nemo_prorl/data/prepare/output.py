@@ -2,18 +2,21 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-from nemo_prorl.data import parquet as tables
+from nemo_prorl.data import parquet
+from nemo_prorl.data.prepare.manifest import OutputFile, PreparedManifest
 from nemo_prorl.data.prepare.rows import sha256_of
+from nemo_prorl.data.records import PromptRecord
 from nemo_prorl.errors import ConfigError
 
 MANIFEST = "manifest.json"
 CACHE = "judge-cache.jsonl"
-PARTS = ("train", "validation")
+Part = Literal["train", "validation"]
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
 def check_folder(out: Path, source: str) -> None:
@@ -46,31 +49,30 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
     os.replace(temporary, path)
 
 
-def _write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def _write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def write_folder(
-    out: Path,
-    parts: dict[str, list[dict[str, Any]]],
-    dropped: Sequence[dict[str, Any]],
-    form: str,
-    manifest: dict[str, Any],
-) -> dict[str, Any]:
-    """Replaces what an earlier preparation left; the manifest, with the files' hashes in `outputs`."""
+def write_records(
+    out: Path, parts: Mapping[Part, Sequence[PromptRecord]], dropped: Sequence[Mapping[str, Any]], form: str
+) -> list[OutputFile]:
+    """Replace what an earlier preparation left; return the files with their hashes."""
     out.mkdir(parents=True, exist_ok=True)
     (out / MANIFEST).unlink(missing_ok=True)  # without it the folder is not complete
     for part in PARTS:
         for old in ("jsonl", "parquet"):
             (out / f"{part}.{old}").unlink(missing_ok=True)
-    outputs = []
+    outputs: list[OutputFile] = []
     for part, records in parts.items():
         path = out / f"{part}.{form}"
-        _replace(path, partial(tables.write_records if form == "parquet" else _write_lines, rows=records))
+        _replace(path, partial(parquet.write_records if form == "parquet" else _write_lines, rows=records))
         outputs.append({"file": path.name, "records": len(records), "sha256": sha256_of(path)})
     _replace(out / "dropped.jsonl", partial(_write_lines, rows=dropped))
-    manifest = {**manifest, "outputs": outputs}
+    return outputs
+
+
+def write_manifest(out: Path, manifest: PreparedManifest) -> None:
+    """Write the manifest: now the folder is complete."""
     _replace(out / MANIFEST, lambda to: to.write_text(json.dumps(manifest, indent=1) + "\n"))
-    return manifest

@@ -42,7 +42,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
 
 ROOT = str(Path(__file__).resolve().parents[3])
 if not __package__:  # started by path: this folder's module names must not shadow anybody's
@@ -68,12 +68,13 @@ from nemo_prorl.rollout.engine.sleep import (  # noqa: E402
 )
 from nemo_prorl.rollout.engine.trace import EngineTrace  # noqa: E402
 from nemo_prorl.rollout.engine.weights import Shapes, UnfitWeights, check_fits, shapes_of_model  # noqa: E402
+from nemo_prorl.schema import Constraint, Count, Number  # noqa: E402
 from nemo_prorl.tracing import RECORDER  # noqa: E402
 
 _log = logging.getLogger("nemo_prorl.rollout.engine.server")
 
 ENGINE_LOST = 70  # exit status: start a new engine
-UNPUBLISHED = -1  # weight version of an engine that still holds its model folder's weights
+UNPUBLISHED: Literal[-1] = -1  # weight version of an engine that still holds its model folder's weights
 HEARTBEAT_S = 10.0  # between empty lines in a stream in which nothing ends
 UPDATE_LIMIT_S = 300.0  # an update that takes longer counts as a hung core
 
@@ -95,7 +96,7 @@ class EngineServer:
         self.sleeping = sleep or EngineSleep(engine, enabled=False, frees_memory=False)
         self.recording = EngineTrace(engine, name)
         self.weights_dir, self.health_s = weights_dir, health_s
-        self.version = UNPUBLISHED
+        self.version: int = UNPUBLISHED
         self.worker_pids: list[int] = []
         self.in_flight, self.requests, self.updating_since = 0, 0, 0.0
         self.update = asyncio.Lock()
@@ -401,10 +402,24 @@ def read_token(path: str) -> str:
     return token
 
 
+class EngineEndpoint(TypedDict):
+    """Where a rollout engine of a run listens."""
+
+    kind: Literal["engine"]
+    index: Count
+    url: Annotated[str, Constraint(pattern="^http://")]
+    pid: Number
+    state: Literal["ready"]
+    weights_dir: str
+    """the only folder from which the engine loads weights, on its own node"""
+    weight_version: Literal[-1]
+    """-1: the engine holds its model folder's weights; GET /health tells the present version"""
+
+
 def write_endpoint(args: argparse.Namespace, port: int) -> None:
     """Says where this engine is, complete or not at all."""
     host = args.public_host or args.host
-    endpoint = {
+    endpoint: EngineEndpoint = {
         "kind": "engine",
         "index": args.index,
         "url": f"http://{host}:{port}",

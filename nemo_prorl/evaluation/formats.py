@@ -1,0 +1,210 @@
+"""The files of an evaluation: manifest.json, samples, results.json and comparison.json."""
+
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+from nemo_prorl.evaluation.catalogue import Domain, Metric, Sampling
+from nemo_prorl.evaluation.estimates import Interval, Mean
+from nemo_prorl.schema import Amount, Constraint, Count, JsonOf, Number, Sha256, Share
+
+ModelKind = Literal["hf", "checkpoint", "run", "endpoint"]
+Reading = Literal["new solutions", "sharpened", "narrowed", "worse", "closer", "no difference"]
+MeanJson = Annotated[dict[str, Any], JsonOf(Mean)]
+IntervalJson = Annotated[dict[str, float], JsonOf(Interval)]
+SamplingJson = Annotated[dict[str, Any], JsonOf(Sampling)]
+
+
+class ModelJson(TypedDict):
+    """The model that was evaluated."""
+
+    name: str
+    kind: ModelKind
+    sha256: Sha256
+    weights_sha256: NotRequired[Sha256]
+    step: NotRequired[Count]
+    folder: NotRequired[str]
+    url: NotRequired[str]
+    opens_thought: NotRequired[Literal[True]]
+
+
+class BenchmarkAbout(TypedDict):
+    """What a benchmark is."""
+
+    title: str
+    domain: Domain
+    metric: Metric
+    out_of_distribution: bool
+
+
+class BenchmarkManifest(BenchmarkAbout):
+    """Which prompts of a benchmark were evaluated, and how."""
+
+    file_sha256: Sha256
+    prompts_sha256: Sha256
+    prompts: Number
+    sampling: SamplingJson
+
+
+class EvaluationManifest(TypedDict):
+    """What was evaluated and how, so that prorl evaluate --manifest can do it again."""
+
+    format: Literal[1]
+    model: ModelJson
+    seed: Count
+    data: str | None
+    limit: Number | None
+    benchmarks: dict[str, BenchmarkManifest]
+    engine: dict[str, Any] | None
+    rewards: dict[str, Any]
+    versions: dict[str, str]
+
+
+class EvaluationSample(TypedDict):
+    """One response of an evaluation; its verdict stands in verdicts/BENCHMARK.jsonl under the same id and sample."""
+
+    id: str
+    sample: Count
+    seed: Count
+    work: Annotated[str, Constraint(pattern="^[0-9a-f]{32}$")]
+    response: str
+    finished: bool
+    tokens: Count | None
+
+
+class FailureCounts(TypedDict):
+    """Responses that could not be judged as answers, by verdict."""
+
+    timeout: Count
+    invalid: Count
+
+
+MeanAtK = Annotated[dict[str, MeanJson], Constraint(propertyNames={"pattern": "^[0-9]+$"})]
+IntervalAtK = Annotated[dict[str, IntervalJson], Constraint(propertyNames={"pattern": "^[0-9]+$"})]
+_Means = TypedDict(
+    "_Means",
+    {
+        "pass@1": MeanJson | None,
+        "reward": MeanJson | None,
+        "pass@k": MeanAtK,
+        "tokens": MeanJson | None,
+        "truncated": Share | None,
+    },
+)
+_Differences = TypedDict(
+    "_Differences", {"model": str, "pass@1": IntervalJson, "reward": IntervalJson, "pass@k": IntervalAtK}
+)
+
+
+class Numbers(_Means):
+    """The numbers of some prompts; means over prompts of the means over their samples."""
+
+    prompts: Count
+    samples: Count
+    unjudged: Count
+    failures: FailureCounts
+
+
+class BenchmarkNumbers(BenchmarkAbout, Numbers):
+    """A benchmark's entry in results.json."""
+
+    sampling: SamplingJson
+    parts: dict[str, Numbers]
+
+
+class GroupNumbers(_Means):
+    """The unweighted mean of some benchmarks."""
+
+    benchmarks: list[str]
+    headline: MeanJson | None
+
+
+class EvaluationTime(TypedDict):
+    """How long the evaluation took."""
+
+    seconds: Amount
+    generated_tokens: Count
+    tokens_per_s: float | None
+
+
+class EvaluationResults(TypedDict):
+    """The numbers of one model on some benchmarks, as prorl evaluate writes them."""
+
+    format: Literal[1]
+    complete: bool
+    model: ModelJson
+    seed: Count
+    benchmarks: dict[str, BenchmarkNumbers]
+    domains: dict[str, GroupNumbers]
+    out_of_distribution: GroupNumbers | None
+    time: EvaluationTime
+
+
+class SolvedCounts(TypedDict):
+    """Prompts by who solved them at least once."""
+
+    both: Count
+    gained: Count
+    lost: Count
+    neither: Count
+
+
+class GroupDifference(_Differences):
+    """How a model differs from the base in the mean of some benchmarks."""
+
+    reading: Reading
+
+
+class Difference(GroupDifference):
+    """How a model differs from the base on some prompts."""
+
+    prompts: Count
+    solved: SolvedCounts
+    base_k: Number | None
+
+
+class ComparedPart(TypedDict):
+    """Each model's numbers, and its differences from the base."""
+
+    models: dict[str, Numbers]
+    differences: list[Difference]
+
+
+class ComparedBenchmark(BenchmarkAbout, ComparedPart):
+    """A benchmark with each model's numbers."""
+
+    parts: dict[str, ComparedPart]
+
+
+class ComparedGroup(TypedDict):
+    """How models differ from the base in the mean of some benchmarks."""
+
+    benchmarks: list[str]
+    differences: list[GroupDifference]
+
+
+class ComparedModel(TypedDict):
+    """A model, and the folder of its evaluation."""
+
+    name: str
+    folder: str
+    model: ModelJson
+
+
+class Bootstrap(TypedDict):
+    """How the intervals were made."""
+
+    resamples: Number
+    seed: Count
+    level: Annotated[float, Constraint(exclusiveMinimum=0, maximum=1)]
+
+
+class EvaluationComparison(TypedDict):
+    """Two or more evaluated models on the same prompts, as prorl evaluate --compare writes it."""
+
+    format: Literal[1]
+    base: str
+    models: Annotated[list[ComparedModel], Constraint(minItems=2)]
+    bootstrap: Bootstrap
+    skipped: list[str]
+    benchmarks: dict[str, ComparedBenchmark]
+    domains: dict[str, ComparedGroup]
+    out_of_distribution: ComparedGroup | None

@@ -1,0 +1,59 @@
+"""Random states of a process, in a file that holds tensors and plain values only: reading it runs no code."""
+
+import pickle
+import random
+from pathlib import Path
+from typing import Any, TypedDict
+
+import numpy as np
+import torch
+
+from nemo_prorl.errors import CheckpointError
+
+
+class RandomState(TypedDict):
+    """All random states of a process that could reach the maths."""
+
+    python: list[Any]  # version, words, next Gaussian
+    numpy: list[Any]  # algorithm, words, position, whether there is a next Gaussian, next Gaussian
+    torch: torch.Tensor
+    cuda: list[torch.Tensor]  # one per GPU
+    megatron: dict[str, torch.Tensor]  # by name of the tracker's generator
+
+
+def random_state() -> RandomState:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    version, words, gaussian = random.getstate()
+    algorithm, keys, position, has_gaussian, next_gaussian = np.random.get_state(legacy=True)  # a tuple
+    return {
+        "python": [version, list(words), gaussian],
+        "numpy": [algorithm, np.asarray(keys).tolist(), position, has_gaussian, next_gaussian],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "megatron": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def set_random_state(state: RandomState) -> None:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    version, words, gaussian = state["python"]
+    random.setstate((version, tuple(words), gaussian))
+    algorithm, keys, *rest = state["numpy"]
+    np.random.set_state((algorithm, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
+    get_cuda_rng_tracker().set_states(state["megatron"])
+
+
+def load_plain(file: Path) -> Any:
+    """Load a file of torch.save.  Raises CheckpointError where it holds anything but tensors and plain values."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{file} was refused: expected tensors and plain values; got a pickle that may run code. "
+            "Fix: a checkpoint that this run wrote itself"
+        ) from error

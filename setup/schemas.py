@@ -1,0 +1,154 @@
+"""Makes docs/schemas of the types that write and read each format.
+
+python setup/schemas.py            writes the schemas
+python setup/schemas.py --check    says which are out of date; exit code 1 if any is
+"""
+
+import json
+import sys
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Union
+
+import typing_extensions
+from pydantic import ConfigDict, TypeAdapter
+
+if sys.version_info < (3, 12):  # pydantic cannot read what Python's own keeps of a class before that
+    typing.TypedDict = typing_extensions.TypedDict
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from nemo_prorl import metrics  # noqa: E402
+from nemo_prorl.data import records  # noqa: E402
+from nemo_prorl.data.prepare.manifest import PreparedManifest  # noqa: E402
+from nemo_prorl.evaluation import formats as evaluation  # noqa: E402
+from nemo_prorl.launcher import formats as launcher  # noqa: E402
+from nemo_prorl.lifecycle.checkpoints import ImportedState, RunState  # noqa: E402
+from nemo_prorl.lifecycle.control import Request  # noqa: E402
+from nemo_prorl.lifecycle.journal_events import JournalEvent  # noqa: E402
+from nemo_prorl.lifecycle.summary import RunSummary  # noqa: E402
+from nemo_prorl.rewards.interface import RewardRequest, Verdict  # noqa: E402
+from nemo_prorl.rewards.server import RewardEndpoint  # noqa: E402
+from nemo_prorl.rollout.engine.server import EngineEndpoint  # noqa: E402
+from nemo_prorl.schema import Constraint  # noqa: E402
+from nemo_prorl.tracing import Timeline  # noqa: E402
+
+FOLDER = ROOT / "docs" / "schemas"
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def verdict() -> Any:
+    """Only infrastructure has no score."""
+    failed = {"properties": {"failure": {"const": "infrastructure"}}}
+    lacking = {"properties": {"score": {"type": "null"}, "correct": {"type": "null"}}}
+    score = {"type": "number", "minimum": 0, "maximum": 1}
+    judged = {"properties": {"score": score, "failure": {"enum": [None, "timeout", "invalid"]}}}
+    return Annotated[Verdict, Constraint(**{"if": failed, "then": lacking, "else": judged})]
+
+
+def any_of(kinds: Any, description: str) -> Any:
+    return Annotated[kinds, Constraint(description=description)]
+
+
+LAUNCH: Any = launcher.LaunchBegin | launcher.LaunchEnd
+
+# name: (title, type, whether unknown fields are accepted)
+FORMATS: dict[str, tuple[str, Any, bool]] = {
+    "chain": ("chain.json", launcher.ChainRecord, False),
+    "control-request": ("Request to a run", Request, False),
+    "data-manifest": ("manifest.json of a prepared folder", PreparedManifest, False),
+    "endpoint": ("Endpoint file", any_of(RewardEndpoint | EngineEndpoint, "Where a service of a run listens."), False),
+    "evaluation-comparison": ("comparison.json", evaluation.EvaluationComparison, False),
+    "evaluation-manifest": ("manifest.json of an evaluation", evaluation.EvaluationManifest, False),
+    "evaluation-results": ("results.json", evaluation.EvaluationResults, False),
+    "evaluation-sample": ("a line of samples/BENCHMARK.jsonl", evaluation.EvaluationSample, False),
+    "hook-event": ("Event given to on_event", launcher.HookEvent, False),
+    "journal-event": ("Line of journal.jsonl", any_of(JournalEvent, "Something that happened to a run."), True),
+    "launch": ("Line of launches.jsonl", any_of(LAUNCH, "A start of a run by a Slurm job, or its end."), False),
+    "prompt-record": ("Prompt record", records.PromptRecord, True),
+    "reward-request": ("Reward request", RewardRequest, True),
+    "state": (
+        "state.json of a checkpoint",
+        any_of(ImportedState | RunState, "What a run knows beside its tensors."),
+        False,
+    ),
+    "summary": ("summary.json", RunSummary, False),
+    "trace": ("Timeline of a step, traces/step-N.json", Timeline, False),
+    "verdict": ("Verdict", verdict(), False),
+}
+
+
+def schema_of(kind: Any, is_open: bool) -> dict[str, Any]:
+    """Return the JSON schema of a type; definitions that it refers to are in `$defs`."""
+    config = ConfigDict(use_attribute_docstrings=True, extra="ignore" if is_open else "forbid")
+    whole = TypeAdapter(list[kind], config=config).json_schema()  # of a list: a class itself takes no configuration
+    schema, definitions = whole["items"], whole.get("$defs", {})
+    if "$ref" in schema:
+        schema = {**definitions.pop(schema.pop("$ref").rpartition("/")[2]), **schema}
+    return without_titles({**schema, **({"$defs": definitions} if definitions else {})})
+
+
+def without_titles(schema: Any, is_map: bool = False) -> Any:
+    """Leave out the titles, which repeat the names.  `is_map`: the keys are names of fields or definitions."""
+    if isinstance(schema, list):
+        return [without_titles(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: without_titles(value, key in ("properties", "$defs", "patternProperties"))
+        for key, value in schema.items()
+        if is_map or key != "title"
+    }
+
+
+def metrics_line() -> dict[str, Any]:
+    number = {"type": ["number", "null"]}
+    return {
+        "description": "One training step.  A number that is not finite is null.",
+        "type": "object",
+        "required": ["step", "stage", "time/step"],
+        "properties": {"step": {"type": "integer", "minimum": 1}, "stage": {"type": "string"}},
+        "patternProperties": {f"^{key}$": number for key in metrics.KEYS},
+        "additionalProperties": False,
+    }
+
+
+def prompt_record() -> dict[str, Any]:
+    """Return the schema of a record with that of each known task's truth."""
+    schema = schema_of(FORMATS["prompt-record"][1], is_open=True)
+    definitions = schema.pop("$defs")
+    schema["allOf"] = []
+    for task, forms in records.TRUTHS.items():
+        found = schema_of(Union[tuple(forms.values())], is_open=True)
+        definitions |= found.pop("$defs", {})
+        then = {"properties": {"truth": found}}
+        schema["allOf"].append({"if": {"properties": {"task": {"const": task}}, "required": ["task"]}, "then": then})
+    return {**schema, "$defs": definitions}
+
+
+def texts() -> dict[Path, str]:
+    """Return the text of each schema file."""
+    schemas = {name: (title, schema_of(kind, is_open)) for name, (title, kind, is_open) in FORMATS.items()}
+    schemas["prompt-record"] = (FORMATS["prompt-record"][0], prompt_record())
+    schemas["metrics"] = ("Line of metrics.jsonl", metrics_line())
+    return {
+        FOLDER / f"{name}.schema.json": json.dumps({"$schema": DIALECT, "title": title, **schema}, indent=1) + "\n"
+        for name, (title, schema) in sorted(schemas.items())
+    }
+
+
+def main() -> int:
+    stale = {path: text for path, text in texts().items() if not path.is_file() or path.read_text() != text}
+    check = "--check" in sys.argv[1:]
+    for path, text in stale.items():
+        if not check:
+            path.write_text(text)
+        sys.stdout.write(
+            f"{path.relative_to(ROOT)} {'is out of date: python setup/schemas.py' if check else 'written'}\n"
+        )
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,26 +2,30 @@
 
 import argparse
 import asyncio
-import contextlib
 import dataclasses
 import importlib.util
 import json
 import logging
 import sys
-from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, TextIO
 
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.rewards.discovery import discover, make_plugin
-from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest
-from nemo_prorl.rewards.options import add_server_arguments, add_unsafe, parse_settings
+from nemo_prorl.rewards.interface import RewardRequest
+from nemo_prorl.rewards.options import (
+    add_server_arguments,
+    add_settings,
+    add_unsafe,
+    opened,
+    printable,
+    read_line,
+    read_lines,
+)
 from nemo_prorl.rewards.service import RewardService, plan_pools
 
 _log = logging.getLogger(__name__)
-
-_IN_FLIGHT = 256  # requests read ahead for each worker
 
 
 def add_parser(subparsers: Any) -> None:
@@ -39,15 +43,14 @@ def add_parser(subparsers: Any) -> None:
     tested = commands.add_parser("test", help="the conformance kit: what every plugin must hold")
     tested.add_argument("name", metavar="NAME")
     tested.add_argument("--examples", type=Path, help="JSON Lines of truth, good and bad; default: the plugin's own")
-    tested.add_argument("--settings", type=parse_settings, default={}, help="JSON object: plugin name -> its settings")
+    add_settings(tested)
     tested.add_argument("--json", action="store_true", help="the whole report as one JSON object")
     scored = commands.add_parser("score", help="judge requests (JSON Lines) and write verdicts in their order")
     scored.add_argument("--in", dest="source", default="-", help="file of requests; - is standard input, streamed")
     scored.add_argument("--out", default="-", help="file of verdicts; - is standard output")
-    scored.add_argument(
-        "--workers", type=int, default=1, help="worker processes, shared out over the plugins; streamed: each one's"
-    )
-    scored.add_argument("--settings", type=parse_settings, default={}, help="JSON object: plugin name -> its settings")
+    workers = "worker processes, shared out over the plugins; streamed: each one's"
+    scored.add_argument("--workers", type=int, default=1, help=workers)
+    add_settings(scored)
     add_unsafe(scored)
     served = commands.add_parser("serve", help="run the reward server until it is stopped")
     add_server_arguments(served)
@@ -100,7 +103,8 @@ def _describe(name: str) -> int:
     plugin = discover().plugin(name)
     made = make_plugin(plugin)
     sandbox = "needs the sandbox" if plugin.needs_sandbox else "needs no sandbox"
-    _write(sys.stdout, f"{name}: {_first_line(plugin)}")
+    description = (plugin.__doc__ or "no description").strip().splitlines()[0]
+    _write(sys.stdout, f"{name}: {description}")
     _write(sys.stdout, f"  tasks     {', '.join(plugin.tasks)}")
     _write(sys.stdout, f"  budget    {made.time_budget_s:g} s of CPU time an answer; {sandbox}")
     _write(sys.stdout, f"  code      {plugin.__module__}:{plugin.__qualname__}")
@@ -121,7 +125,9 @@ def _test(args: argparse.Namespace) -> int:
     from nemo_prorl.rewards.conformance_cases import read_examples
 
     examples = read_examples(args.examples, discover().plugin(args.name).tasks) if args.examples else None
-    report = check_plugin(args.name, _settings_of(args.name, args.settings), examples)
+    if others := sorted(args.settings.keys() - {args.name}):
+        raise ConfigError(f"--settings names plugin {others[0]!r}; here only {args.name!r} is in use")
+    report = check_plugin(args.name, args.settings.get(args.name, {}), examples)
     if args.json:
         _write(sys.stdout, json.dumps(report.to_json()))
     else:
@@ -129,127 +135,42 @@ def _test(args: argparse.Namespace) -> int:
     return 1 if report.failed else 0
 
 
-def _settings_of(name: str, settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    if others := sorted(settings.keys() - {name}):
-        raise ConfigError(f"--settings names plugin {others[0]!r}; here only {name!r} is in use")
-    return settings.get(name, {})
-
-
-def printable(text: str) -> str:
-    """`text` for a terminal: what is not printable, such as a lone surrogate or an escape, as its code."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-
-
-def _first_line(plugin: type[RewardPlugin]) -> str:
-    return (plugin.__doc__ or "no description").strip().splitlines()[0]
-
-
-def parse_request(line: str, where: str) -> RewardRequest:
-    """One line of requests.  Raises DataError that names file, line and field."""
-    try:
-        obj = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where}: not JSON: {error}; each line must be one JSON object") from error
-    try:
-        return RewardRequest.from_json(obj)
-    except ValueError as error:
-        raise DataError(f"{where}: {error}") from error
-
-
-def read_requests(path: Path) -> list[RewardRequest]:
-    """All requests of a file, checked before anything starts.  Raises DataError; empty lines are skipped."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
-    requests = [parse_request(line, f"{path}:{at}") for at, line in enumerate(lines, 1) if line.strip()]
-    if not requests:
-        raise DataError(f"{path}: holds no request; each line must be a prompt record with response and finished")
-    return requests
-
-
-async def _stdin_lines() -> AsyncIterator[str]:
-    """Lines of standard input as they come, read beside the loop."""
-    loop = asyncio.get_running_loop()
-    try:
-        while line := await loop.run_in_executor(None, sys.stdin.readline):
-            yield line
-    except UnicodeDecodeError as error:
-        raise DataError(f"standard input: not UTF-8: {error}") from error
-
-
-async def _stream() -> AsyncIterator[RewardRequest]:
-    at = 0
-    async for line in _stdin_lines():
-        at += 1
-        if line.strip():
-            yield parse_request(line, f"standard input:{at}")
-
-
-async def _each(requests: list[RewardRequest]) -> AsyncIterator[RewardRequest]:
+async def _from_file(requests: list[RewardRequest]) -> AsyncIterator[RewardRequest]:
     for request in requests:
         yield request
 
 
-@contextlib.contextmanager
-def opened(out: str) -> Iterator[TextIO]:
-    """The file to write results to; `-` is standard output.  Raises DataError where it cannot be written."""
-    if out == "-":
-        yield sys.stdout
-        return
+async def _from_stdin() -> AsyncIterator[RewardRequest]:
+    """Requests as they come, read beside the loop.  Raises DataError that names the line."""
+    loop, number = asyncio.get_running_loop(), 0
     try:
-        with open(out, "w", encoding="utf-8") as file:
-            yield file
-    except OSError as error:
-        raise DataError(f"{out}: cannot be written: {error.strerror}") from error
+        while line := await loop.run_in_executor(None, sys.stdin.readline):
+            number += 1
+            if line.strip():
+                yield read_line(line, f"standard input:{number}", RewardRequest.from_json)
+    except UnicodeDecodeError as error:
+        raise DataError(f"standard input: not UTF-8: {error}") from error
 
 
 async def _score(args: argparse.Namespace) -> int:
-    """Judges all requests; 0 whatever the verdicts are."""
-    requests = None if args.source == "-" else read_requests(Path(args.source))
+    """Judges all requests; 0 whatever the verdicts are.  Those of a file are checked before anything starts."""
+    streamed = args.source == "-"
+    read = [] if streamed else read_lines(Path(args.source), RewardRequest.from_json)
+    requests = [request for _, request in read]
+    if not streamed and not requests:
+        raise DataError(f"{args.source}: holds no request; each line must be a prompt record with response, finished")
     registry = discover()
-    tasks = sorted({request.task for request in requests}) if requests else []
-    streamed, unsafe = requests is None, args.unsafe_no_sandbox
+    tasks = sorted({request.task for request in requests})
+    unsafe = args.unsafe_no_sandbox
     specs = plan_pools(registry, tasks, args.workers, args.settings, unsafe_no_sandbox=unsafe, on_demand=streamed)
     service = RewardService(specs, registry)
     with opened(args.out) as out:
         try:
             if not streamed:
                 await service.start()
-            source = _stream() if requests is None else _each(requests)
-            await _judge_in_order(service, source, out, args.workers * _IN_FLIGHT)
+            source = _from_stdin() if streamed else _from_file(requests)
+            async for _, verdict in service.in_order(source, lambda request: request, args.workers):
+                _write(out, json.dumps(verdict))
         finally:
             await service.close()
     return 0
-
-
-async def _judge_in_order(
-    service: RewardService, source: AsyncIterator[RewardRequest], out: TextIO, in_flight: int
-) -> None:
-    """Writes a verdict as soon as it and all those before it are known; reads at most `in_flight` requests ahead."""
-    waiting: deque[asyncio.Future[dict[str, Any]]] = deque()
-    more, room = asyncio.Event(), asyncio.Semaphore(in_flight)
-    ended = False
-
-    async def read() -> None:
-        nonlocal ended
-        try:
-            async for request in source:
-                await room.acquire()
-                await service.ready(request.task)
-                waiting.append(service.submit(request))
-                more.set()
-        finally:
-            ended = True
-            more.set()
-
-    reader = asyncio.create_task(read())
-    while waiting or not ended:
-        if not waiting:
-            more.clear()
-            await more.wait()
-            continue
-        verdict = await waiting.popleft()
-        room.release()
-        _write(out, json.dumps(verdict))
-    await reader

@@ -6,6 +6,7 @@ another server where there is one, until the deadline; then the verdict is an in
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -17,13 +18,13 @@ from typing import Any
 import aiohttp
 
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.rewards.interface import RewardRequest, failed_verdict
+from nemo_prorl.rewards.interface import Verdict, failed_verdict, read_verdict
 
 _log = logging.getLogger(__name__)
 
 _TELL_EVERY_S = 10.0  # between complaints that no server is there
-
-_VERDICT_FIELDS = frozenset({"id", "score", "correct", "parts", "detail", "failure"})
+_LOOK_EVERY_S = 0.5  # between looks at the servers' files
+_NEVER = (400, 413)  # what the same POST will be answered again
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,11 @@ class ClientOptions:
 class _Waiting:
     request: dict[str, Any]
     deadline: Deadline
-    future: "asyncio.Future[dict[str, Any] | None]"  # None: no verdict, try again
+    future: "asyncio.Future[Verdict | None]"  # None: no verdict, try again
+
+    def settle(self, verdict: Verdict | None) -> None:
+        if not self.future.done():
+            self.future.set_result(verdict)
 
 
 @dataclass(eq=False)
@@ -68,40 +73,29 @@ class ClientStats:
 
 
 class _Endpoints:
-    """The servers that announce themselves as ready in a folder; read again when the folder changes."""
+    """The servers that announce themselves as ready in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._seen: tuple[tuple[str, int, int], ...] = ()
+        self._read_at = -math.inf
         self._known: dict[str, _Endpoint] = {}
 
-    def _refresh(self) -> None:
-        files = []
-        for path in sorted(self._folder.glob("*.json")):
-            try:
-                status = path.stat()
-            except OSError:
-                continue
-            files.append((path.name, status.st_mtime_ns, status.st_ino))
-        if tuple(files) == self._seen:
-            return
+    def _read(self) -> None:
         known: dict[str, _Endpoint] = {}
-        for name, _, _ in files:
-            try:
-                obj = json.loads((self._folder / name).read_text())
-            except (OSError, ValueError):
-                continue  # being replaced, or not one of ours
-            if isinstance(obj, dict) and obj.get("kind") == "rewards" and obj.get("state") == "ready":
-                known[obj["url"]] = self._known.get(obj["url"]) or _Endpoint(obj["url"])
-        self._known, self._seen = known, tuple(files)
+        for path in sorted(self._folder.glob("*.json")):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # being replaced, or not one of ours
+                obj = json.loads(path.read_text())
+                if obj["kind"] == "rewards" and obj["state"] == "ready":
+                    known[obj["url"]] = self._known.get(obj["url"]) or _Endpoint(obj["url"])
+        self._known = known
 
     def choose(self, now: float) -> _Endpoint | None:
         """The least loaded server that is not closed off; failing that the one that opens first; None without any."""
-        self._refresh()
-        servers = list(self._known.values())
-        if not servers:
-            return None
-        return min(servers, key=lambda server: (max(0.0, server.closed_until - now), server.open_requests))
+        if not self._known or now >= self._read_at + _LOOK_EVERY_S:
+            self._read()
+            self._read_at = now
+        servers = self._known.values()
+        return min(servers, key=lambda one: (max(0.0, one.closed_until - now), one.open_requests), default=None)
 
 
 class RewardClient:
@@ -117,7 +111,6 @@ class RewardClient:
         self._flushed = -math.inf  # the loop's clock
         self._keys = itertools.count(1)
         self._session: aiohttp.ClientSession | None = None
-        self._posts: asyncio.Semaphore | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._no_server = self._last_error = f"no reward server is ready in {endpoints_dir}"
         self._told_none = -_TELL_EVERY_S
@@ -137,27 +130,23 @@ class RewardClient:
             self._session = None
 
     async def score(self, request: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
-        """The verdict on one request.  Never raises for what a server does; cancel it freely."""
-        try:
-            RewardRequest.from_json(request)
-        except ValueError as error:
-            return failed_verdict(str(request.get("id")), "infrastructure", f"this is no reward request: {error}")
+        """The verdict on one request, both as JSON objects.  Never raises for what a server does; cancel it freely."""
         judged = 0
         backoff = self.options.first_backoff_s
         while not deadline.passed:
             verdict = await self._once(request, deadline)
             if verdict is not None and verdict["failure"] != "infrastructure":
-                return verdict
+                return dict(verdict)
             if verdict is not None:
                 judged, self._last_error = judged + 1, verdict["detail"]
                 if judged > self.options.judge_retries:
-                    return verdict
+                    return dict(verdict)
             self.stats.retries += 1
             await asyncio.sleep(min(backoff, deadline.remaining))
             backoff = min(2 * backoff, self.options.longest_backoff_s)
-        return failed_verdict(request["id"], "infrastructure", f"{deadline.error()}; last: {self._last_error}")
+        return dict(failed_verdict(request["id"], "infrastructure", f"{deadline.error()}; last: {self._last_error}"))
 
-    async def _once(self, request: dict[str, Any], deadline: Deadline) -> dict[str, Any] | None:
+    async def _once(self, request: dict[str, Any], deadline: Deadline) -> Verdict | None:
         """One attempt as part of a bundle; None where no verdict came."""
         loop = asyncio.get_running_loop()
         waiting = _Waiting(request, deadline, loop.create_future())
@@ -180,31 +169,21 @@ class RewardClient:
         bundle = [waiting for waiting in self._bundle if not waiting.future.done()]
         self._bundle = []
         if bundle:
-            task = asyncio.create_task(self._deliver(bundle))
+            task = asyncio.create_task(self._post(bundle))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _deliver(self, bundle: list[_Waiting]) -> None:
-        """Posts a bundle; whoever has no verdict in the end is told to try again."""
-        self._posts = self._posts or asyncio.Semaphore(self.options.max_posts)
-        try:
-            async with self._posts:
-                await self._post([waiting for waiting in bundle if not waiting.future.done()])
-        finally:
-            for waiting in bundle:
-                if not waiting.future.done():
-                    waiting.future.set_result(None)
-
     async def _post(self, bundle: list[_Waiting]) -> None:
+        """Posts a bundle; whoever has no verdict in the end is told to try again."""
         now = asyncio.get_running_loop().time()
         server = self._endpoints.choose(now)
         if server is None and now - self._told_none >= _TELL_EVERY_S:
             self._told_none = now
             _log.warning("%d verdicts wait: %s", len(bundle), self._no_server)
-        if server is None or not bundle:
+        if server is None or server.closed_until > now:  # all failed a moment ago: the callers' back-off decides
+            for waiting in bundle:
+                waiting.settle(None)
             return
-        if server.closed_until > now:
-            return  # all servers failed a moment ago: the callers' back-off decides when to ask again
         of_key = {next(self._keys): waiting for waiting in bundle}
         server.open_requests += len(bundle)
         self.stats.posts += 1
@@ -219,12 +198,14 @@ class RewardClient:
                 _log.warning("%s (%d in a row)", self._last_error, server.failures)
         finally:
             server.open_requests -= len(bundle)
+            for waiting in bundle:
+                waiting.settle(None)
 
     async def _exchange(self, url: str, of_key: dict[int, _Waiting]) -> None:
         """One POST and its stream of verdicts.  Raises on a broken connection or an answer that is not as agreed."""
         if self._session is None:
-            timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
-            self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=2**20)
+            connector = aiohttp.TCPConnector(limit=self.options.max_posts)
+            self._session = aiohttp.ClientSession(connector=connector, read_bufsize=2**20)
         longest = max(waiting.deadline.remaining for waiting in of_key.values())
         headers = {
             "Authorization": f"Bearer {self._token_file.read_text().strip()}",
@@ -235,21 +216,20 @@ class RewardClient:
         timeout = aiohttp.ClientTimeout(total=longest + 1.0, sock_connect=5.0)
         async with self._session.post(f"{url}/v1/score", json=body, headers=headers, timeout=timeout) as response:
             if response.status != 200:
-                raise ValueError(f"HTTP {response.status}: {(await response.text())[:300]}")
+                fault = f"HTTP {response.status}: {(await response.text())[:300]}"
+                if response.status not in _NEVER:
+                    raise ValueError(fault)
+                for waiting in of_key.values():
+                    waiting.settle(failed_verdict(waiting.request["id"], "infrastructure", fault))
+                return
             async for line in response.content:
                 take_verdict(json.loads(line), of_key)
 
 
 def take_verdict(verdict: Any, of_key: dict[int, _Waiting]) -> None:
-    """Hands a verdict to the request whose key it bears.  Raises ValueError where key and id do not belong together."""
+    """Hands a verdict to the request whose key it bears.  Raises ValueError where it is not that request's verdict."""
     key = verdict.pop("key", None)
     waiting = of_key.pop(key, None)
     if waiting is None:
         raise ValueError(f"the server sent a verdict with key {key!r}, which is not awaited")
-    if verdict.get("id") != waiting.request["id"] or not verdict.keys() >= _VERDICT_FIELDS:
-        raise ValueError(f"the server's verdict {verdict!r} is not one on request {waiting.request['id']!r}")
-    if not waiting.future.done():
-        waiting.future.set_result(verdict)
-
-
-__all__ = ["ClientOptions", "ClientStats", "RewardClient", "take_verdict"]
+    waiting.settle(read_verdict(verdict, waiting.request["id"]))

@@ -18,14 +18,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_prorl.errors import RewardFailure, UnfitMachine
 from nemo_prorl.rewards.conformance_cases import Case, TruthTrial, make_cases, truth_trials
 from nemo_prorl.rewards.discovery import Registry, discover
-from nemo_prorl.rewards.interface import Example, RewardPlugin, one_line
+from nemo_prorl.rewards.interface import Example, RewardPlugin, Verdict, one_line
 from nemo_prorl.rewards.pool import WALL_FACTOR, PluginPool, PoolSpec, worker_environment
 from nemo_prorl.rewards.service import plan_pools
 
@@ -127,9 +127,9 @@ class _Trial:
     spec: PoolSpec | None = None
     failed: str | None = None  # why no worker starts
     unfit: str | None = None  # why this machine cannot run one
-    first: dict[str, dict[str, Any]] = field(default_factory=dict)  # verdicts by case id
-    second: dict[str, dict[str, Any]] = field(default_factory=dict)
-    mixed: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    first: dict[str, Verdict] = field(default_factory=dict)  # verdicts by case id
+    second: dict[str, Verdict] = field(default_factory=dict)
+    mixed: list[tuple[str, Verdict]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)  # of the first verdict
 
     def kind(self, *kinds: str) -> list[Case]:
@@ -160,7 +160,7 @@ async def _take_verdicts(trial: _Trial, spec: PoolSpec) -> None:
             return
         await pools[1].start()
         for case in reversed(steady):
-            trial.second[case.id] = await pools[1].submit(case.request.to_json())
+            trial.second[case.id] = await pools[1].submit(case.request)
         await _both_at_once(trial, pools, steady)
     except RewardFailure as error:
         trial.failed = str(error)
@@ -174,7 +174,7 @@ async def _one_by_one(trial: _Trial, pool: PluginPool) -> None:
         if late.get(case.kind, 0) >= TIMEOUTS_BORNE:
             continue
         started = time.monotonic()
-        verdict = await pool.submit(case.request.to_json())
+        verdict = await pool.submit(case.request)
         trial.first[case.id], trial.seconds[case.id] = verdict, time.monotonic() - started
         if _outcome_of(verdict) == "killed":
             late[case.kind] = late.get(case.kind, 0) + 1
@@ -189,11 +189,11 @@ async def _both_at_once(trial: _Trial, pools: list[PluginPool], cases: list[Case
     pairs = [
         (pool, case) for two in zip(some, reversed(some), strict=True) for pool, case in zip(pools, two, strict=True)
     ]
-    verdicts = await asyncio.gather(*(pool.submit(case.request.to_json()) for pool, case in pairs))
+    verdicts = await asyncio.gather(*(pool.submit(case.request) for pool, case in pairs))
     trial.mixed = [(case.id, verdict) for (_, case), verdict in zip(pairs, verdicts, strict=True)]
 
 
-def _outcome_of(verdict: dict[str, Any] | None) -> str:
+def _outcome_of(verdict: Verdict | None) -> str:
     """What became of a request: "judged", "invalid", "timeout", or "raised", "died", "form", "killed", "untried"."""
     if verdict is None:
         return "untried"
@@ -288,10 +288,10 @@ def _examples(trial: _Trial, check: str) -> str:
             continue  # other checks say so
         if outcome in ("raised", "died"):
             raise _CheckFailed(_shown(trial, case))
-        good = verdict["score"] >= 1.0 - EXACT and verdict["correct"] is not False
-        if case.kind == "good" and not good:
+        full = (verdict["score"] or 0.0) >= 1.0 - EXACT
+        if case.kind == "good" and (not full or verdict["correct"] is False):
             raise _CheckFailed(f"{_shown(trial, case)}; it must be 1")
-        if case.kind == "bad" and (verdict["score"] >= 1.0 - EXACT or verdict["correct"]):
+        if case.kind == "bad" and (full or verdict["correct"]):
             raise _CheckFailed(f"{_shown(trial, case)}; it must be below 1, correct not true")
     return f"{len(trial.examples)} good responses score 1, and {len(trial.examples)} bad ones less"
 
@@ -371,7 +371,7 @@ def _determinism(trial: _Trial, check: str) -> str:
     return f"{len(trial.second)} requests have equal verdicts in another worker, order and hash seed"
 
 
-def _difference(one: dict[str, Any], other: dict[str, Any]) -> str:
+def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     key = next(key for key in one if one[key] != other.get(key))
     return f"{key} is {one[key]!r}, then {other.get(key)!r}"
 

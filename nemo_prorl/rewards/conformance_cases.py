@@ -8,6 +8,7 @@ from typing import Any
 
 from nemo_prorl.errors import DataError
 from nemo_prorl.rewards.interface import Example, RewardRequest, answer_text
+from nemo_prorl.rewards.options import read_lines
 
 LONG = 100_000
 HOSTILE_EXAMPLES = 2  # examples into whose answers hostile texts are put
@@ -160,22 +161,10 @@ def truth_trials(examples: Sequence[Example]) -> list[TruthTrial]:
 
 def read_examples(path: Path, tasks: Sequence[str]) -> list[Example]:
     """Examples from JSON Lines: `truth`, `good`, `bad`, optional `task`.  Raises DataError: file, line and field."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
-    examples = []
-    for at, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            examples.append(_example(json.loads(line), tasks))
-        except ValueError as error:
-            raise DataError(f"{path}:{at}: {error}") from error
+    examples = [example for _, example in read_lines(path, lambda obj: _example(obj, tasks))]
     if not examples:
-        raise DataError(
-            f'{path}: holds no example; each line must be {{"truth": {{...}}, "good": "...", "bad": "..."}}'
-        )
+        example = '{"truth": {...}, "good": "...", "bad": "..."}'
+        raise DataError(f"{path}: holds no example; each line must be {example}")
     return examples
 
 

@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, TypedDict
+from typing import Any, ClassVar, Protocol, TypedDict, cast
 
 ENTRY_POINT_GROUP = "nemo_prorl.rewards"
 FAILURES = ("timeout", "invalid", "infrastructure")
@@ -240,8 +240,8 @@ class Verdict(TypedDict):
     failure: str | None
 
 
-def verdict_of(request_id: str, result: RewardResult) -> dict[str, Any]:
-    """The documented verdict, one JSON object."""
+def verdict_of(request_id: str, result: RewardResult) -> Verdict:
+    """Return the verdict that a plugin's result stands for."""
     return {
         "id": request_id,
         "score": float(result.score),
@@ -252,32 +252,57 @@ def verdict_of(request_id: str, result: RewardResult) -> dict[str, Any]:
     }
 
 
-def failed_verdict(request_id: str, failure: str, detail: str) -> dict[str, Any]:
-    """A verdict without a judgement: score 0 for "timeout" and "invalid", None for "infrastructure"."""
-    ours = failure == "infrastructure"
+def failed_verdict(request_id: str, failure: str, detail: str) -> Verdict:
+    """Return a verdict without a judgement: score 0 for "timeout" and "invalid", None for "infrastructure"."""
+    if failure != "infrastructure":
+        return verdict_of(request_id, RewardResult(0.0, False, {}, detail, failure))
     return {
         "id": request_id,
-        "score": None if ours else 0.0,
-        "correct": None if ours else False,
+        "score": None,
+        "correct": None,
         "parts": {},
         "detail": one_line(detail),
         "failure": failure,
     }
 
 
-def judge(plugin: RewardPlugin, request: RewardRequest) -> dict[str, Any]:
+def read_verdict(obj: Any, request_id: str) -> Verdict:
+    """Check a verdict that comes from outside this process.  Raises ValueError that names field, value and rule."""
+    if not isinstance(obj, dict):
+        raise ValueError(f"field 'verdict' is {obj!r}; it must be an object, as `prorl rewards score` writes it")
+    found = {key: obj.get(key) for key in Verdict.__annotations__}
+    score, failure = found["score"], found["failure"]
+    number = isinstance(score, (int, float)) and not isinstance(score, bool)
+    rules = {
+        "id": (found["id"] == request_id, f"the request's id is {request_id!r}"),
+        "score": (score is None or (number and 0 <= score <= 1), "it must be a number from 0 to 1, or null"),
+        "correct": (found["correct"] in (None, True, False), "it must be true, false or null"),
+        "parts": (isinstance(found["parts"], dict), "it must be an object"),
+        "detail": (isinstance(found["detail"], str), "it must be a string"),
+        "failure": (failure in (None, *FAILURES), f"it must be null or one of {', '.join(FAILURES)}"),
+    }
+    for key, (holds, rule) in rules.items():
+        if key not in obj or not holds:
+            raise ValueError(f"field 'verdict.{key}' is {repr(obj[key]) if key in obj else 'missing'}; {rule}")
+    if (score is None) != (failure == "infrastructure"):
+        raise ValueError(f"field 'verdict.score' is {score!r} with failure {failure!r}; only infrastructure has null")
+    return cast(Verdict, found)
+
+
+def judge(plugin: RewardPlugin, request: RewardRequest) -> Verdict:
     """Calls the plugin and turns whatever comes of it into one verdict that names the plugin where it failed."""
     try:
         result = plugin.score(request)
+        fault = (
+            result.fault()
+            if isinstance(result, RewardResult)
+            else f"it returned {type(result).__name__}; it must return a RewardResult"
+        )
     except InvalidAnswer as error:
         return failed_verdict(request.id, "invalid", str(error) or "malformed answer")
     except Exception as error:
         detail = f"plugin {plugin.name!r} raised {type(error).__name__}: {error}"
         return failed_verdict(request.id, "infrastructure", detail)
-    if not isinstance(result, RewardResult):
-        fault: str | None = f"it returned {type(result).__name__}; it must return a RewardResult"
-    else:
-        fault = result.fault()
     if fault is not None:
         return failed_verdict(request.id, "infrastructure", f"plugin {plugin.name!r}: {fault}")
     return verdict_of(request.id, result)

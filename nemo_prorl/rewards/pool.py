@@ -4,8 +4,9 @@ Why not a ready-made process pool: pebble's workers share one channel and one lo
 of one that holds the lock, breaks the whole pool.  Here the server always knows which request which worker holds.
 
 * Over its time budget: the worker is killed, the submission is judged "timeout" (score 0).
-* Worker dies otherwise: the request is tried once more on another worker, then "infrastructure" (score null).
-* Requests sent along behind such a one go back to the head of the queue; that is no attempt of theirs.
+* Worker dies otherwise: the verdict is "infrastructure" (score null).  Trying again is the client's decision.
+
+A message on the socket is one line of JSON.  ASCII escapes keep lone surrogates, which UTF-8 does not have.
 """
 
 import asyncio
@@ -16,27 +17,25 @@ import os
 import signal
 import socket
 import sys
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
+
 from nemo_prorl.errors import RewardFailure
-from nemo_prorl.rewards import frames
-from nemo_prorl.rewards.interface import failed_verdict
+from nemo_prorl.rewards.interface import RewardRequest, Verdict, failed_verdict
 from nemo_prorl.tracing import RECORDER
 
 _log = logging.getLogger(__name__)
 
-CHUNK = 8  # requests sent to a worker at once while the queue is long: hides the round trip
+MAX_QUEUE = 8192  # requests that may wait for one plugin
 STARTUP_S = 120.0
 WALL_FACTOR = 4.0  # on a busy machine a worker may take this many times its CPU budget by the clock
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-
-
-class QueueFull(Exception):
-    """The bounded queue of a plugin has no room: try again later."""
+_MAX_LINE = 2**30  # bytes of a worker's message; nothing is set aside for it
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class PoolSpec:
     settings: dict[str, Any]
     workers: int
     budget_s: float
-    max_queue: int = 8192
+    max_queue: int = MAX_QUEUE
     memory_mb: int = 4096
     hash_seed: int = 0
     unsafe_no_sandbox: bool = False
@@ -59,40 +58,26 @@ class PoolSpec:
 
 @dataclass
 class PoolStats:
-    """Counts since the start; `seconds` is called with the time a judged request spent in its worker."""
+    """Counts since the start; `on_seconds` is called with the time that a judged request spent in its worker."""
 
-    outcomes: dict[str, int] = field(default_factory=dict)
+    outcomes: Counter[str] = field(default_factory=Counter)
     workers_lost: int = 0
-    seconds: Callable[[float], None] = lambda _: None
-
-    def count(self, verdict: dict[str, Any]) -> None:
-        outcome = verdict["failure"] or "judged"
-        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+    on_seconds: Callable[[float], None] = lambda _: None
 
 
 @dataclass(eq=False)
 class _Job:
-    request: dict[str, Any]
-    future: "asyncio.Future[dict[str, Any]]"
-    crashes: int = 0
+    request: RewardRequest
+    line: bytes
+    future: "asyncio.Future[Verdict]"
 
 
 class WorkerGone(Exception):
-    """The worker is dead; `timeout` where it was over its budget and is to be killed."""
+    """The worker is dead, or is to be killed; `failure` is that of the verdict on its request."""
 
-    def __init__(self, why: str, timeout: bool = False) -> None:
+    def __init__(self, why: str, failure: str = "infrastructure") -> None:
         super().__init__(why)
-        self.timeout = timeout
-
-
-def _cpu_seconds(pid: int) -> float:
-    """CPU time of a process, from fields 14 and 15 of /proc/PID/stat; 0 where it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        self.failure = failure
 
 
 def worker_environment(hash_seed: int = 0) -> dict[str, str]:
@@ -108,9 +93,8 @@ class _Worker:
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self.process, self._reader, self._writer = process, reader, writer
-        self._exit = asyncio.ensure_future(process.wait())
-        self.on_exit: Callable[[], None] = lambda: None
-        self._exit.add_done_callback(lambda _: self.on_exit())
+        self.ended = asyncio.ensure_future(process.wait())
+        self._seen: psutil.Process | None = None
 
     @classmethod
     async def start(cls, spec: PoolSpec) -> "_Worker":
@@ -118,7 +102,7 @@ class _Worker:
         ours, theirs = socket.socketpair()
         numbers = [theirs.fileno(), os.getpid(), spec.memory_mb, int(spec.unsafe_no_sandbox)]
         arguments = [*map(str, numbers), spec.plugin, json.dumps(spec.settings)]
-        try:
+        with theirs:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "nemo_prorl.rewards.worker", *arguments),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -127,13 +111,12 @@ class _Worker:
                 env=worker_environment(spec.hash_seed),
                 start_new_session=True,
             )
-        finally:
-            theirs.close()
-        reader, writer = await asyncio.open_connection(sock=ours)
-        worker = cls(process, reader, writer)
+        worker = cls(process, *await asyncio.open_connection(sock=ours, limit=_MAX_LINE))
         try:
-            first = await asyncio.wait_for(frames.read(reader), STARTUP_S)
-        except (EOFError, OSError) as error:
+            first = await asyncio.wait_for(worker.receive(), STARTUP_S)
+            if "failed" in first:
+                raise RewardFailure(f"reward plugin {spec.plugin!r} cannot start: {first['failed']}")
+        except WorkerGone as error:
             worker.kill()
             raise RewardFailure(f"a worker of reward plugin {spec.plugin!r} died while it started") from error
         except TimeoutError as error:
@@ -142,43 +125,51 @@ class _Worker:
         except BaseException:
             worker.kill()
             raise
-        if "failed" in first:
-            worker.kill()
-            raise RewardFailure(f"reward plugin {spec.plugin!r} cannot start: {first['failed']}")
         return worker
 
     @property
     def alive(self) -> bool:
-        return not self._exit.done()
+        return not self.ended.done()
 
-    def send(self, numbered: list[tuple[int, dict[str, Any]]]) -> None:
-        for number, request in numbered:
-            self._writer.write(frames.pack({"number": number, "request": request}))
+    def _cpu_seconds(self) -> float:
+        self._seen = self._seen or psutil.Process(self.process.pid)
+        times = self._seen.cpu_times()
+        return float(times.user + times.system)
 
-    async def verdict(self, number: int, budget_s: float) -> dict[str, Any]:
-        """The verdict on the request it works on now.  Raises WorkerGone if it dies or takes too long.
+    async def receive(self) -> Any:
+        """The next message.  Raises WorkerGone."""
+        try:
+            line = await self._reader.readline()
+        except OSError as error:
+            raise WorkerGone("worker died") from error
+        if not line.endswith(b"\n"):
+            raise WorkerGone("worker died")
+        return json.loads(line)
+
+    async def judge(self, job: _Job, budget_s: float) -> Verdict:
+        """The verdict on a request.  Raises WorkerGone if the worker dies or takes too long.
 
         Time counts as CPU time, so that a busy machine does not turn right answers into zeros; one that sleeps
         instead of computing runs into WALL_FACTOR times the budget.
         """
-        reading = asyncio.ensure_future(frames.read(self._reader))
+        self._writer.write(job.line)
+        receiving = asyncio.ensure_future(self.receive())
+        started, wait = asyncio.get_running_loop().time(), budget_s
         try:
-            started, spent = asyncio.get_running_loop().time(), _cpu_seconds(self.process.pid)
-            wait = budget_s
-            while not (await asyncio.wait({reading}, timeout=wait))[0]:
+            spent = self._cpu_seconds()
+            while not (await asyncio.wait({receiving}, timeout=wait))[0]:
                 elapsed = asyncio.get_running_loop().time() - started
-                used = _cpu_seconds(self.process.pid) - spent
+                used = self._cpu_seconds() - spent
                 if used >= 0.98 * budget_s or elapsed >= WALL_FACTOR * budget_s:
-                    raise WorkerGone(f"over the time budget of {budget_s:g} s", timeout=True)
+                    raise WorkerGone(f"over the time budget of {budget_s:g} s", "timeout")
                 wait = max(0.02, min(budget_s - used, WALL_FACTOR * budget_s - elapsed))
-            message = reading.result()
-        except (EOFError, OSError) as error:
+            verdict: Verdict = receiving.result()
+        except psutil.NoSuchProcess as error:
             raise WorkerGone("worker died") from error
         finally:
-            reading.cancel()
-        if message.get("number") != number:
-            raise WorkerGone(f"worker answered request {message.get('number')} where {number} was due")
-        verdict: dict[str, Any] = message["verdict"]
+            receiving.cancel()
+        if verdict["id"] != job.request.id:
+            raise WorkerGone(f"worker answered request {verdict['id']!r} where {job.request.id!r} was due")
         return verdict
 
     def kill(self) -> None:
@@ -188,9 +179,6 @@ class _Worker:
                 os.killpg(self.process.pid, signal.SIGKILL)
         self._writer.close()
 
-    async def reaped(self) -> None:
-        await self._exit
-
 
 class PluginPool:
     """The queue and the workers of one plugin."""
@@ -199,10 +187,8 @@ class PluginPool:
         self.spec = spec
         self.stats = PoolStats()
         self.workers: set[_Worker] = set()
-        self._jobs: deque[_Job] = deque()
-        self._idle: deque[asyncio.Future[None]] = deque()
+        self._jobs: asyncio.Queue[_Job] = asyncio.Queue(spec.max_queue)
         self._slots: list[asyncio.Task[None]] = []
-        self._number = 0
 
     async def start(self) -> None:
         """Starts and warms all workers.  Raises RewardFailure where one cannot start."""
@@ -210,8 +196,7 @@ class PluginPool:
         if errors := [worker for worker in first if isinstance(worker, BaseException)]:
             await self.close()
             raise errors[0]
-        workers = [worker for worker in first if isinstance(worker, _Worker)]
-        self._slots = [asyncio.create_task(self._run_slot(worker)) for worker in workers]
+        self._slots = [asyncio.create_task(self._run_slot(worker)) for worker in tuple(self.workers)]
 
     async def close(self) -> None:
         """Kills the workers; what is still queued gets an infrastructure verdict."""
@@ -220,48 +205,42 @@ class PluginPool:
         await asyncio.gather(*self._slots, return_exceptions=True)
         for worker in tuple(self.workers):
             await self._drop(worker)
-        while self._jobs:
-            self._fail(self._jobs.popleft(), "the reward server stopped")
+        self._fail_all("the reward server stopped")
 
     @property
     def queued(self) -> int:
-        return len(self._jobs)
+        return self._jobs.qsize()
 
     @property
     def room(self) -> int:
-        return self.spec.max_queue - len(self._jobs)
+        return self.spec.max_queue - self._jobs.qsize()
 
-    def submit(self, request: dict[str, Any], timeout_s: float | None = None) -> "asyncio.Future[dict[str, Any]]":
-        """Queues one request (checked by the caller); its future ends with exactly one verdict, never an error.
+    def submit(self, request: RewardRequest, timeout_s: float | None = None) -> "asyncio.Future[Verdict]":
+        """Queues one request; its future ends with exactly one verdict, never an error.
 
-        After `timeout_s` seconds that is an infrastructure verdict.  Raises QueueFull.
+        After `timeout_s` seconds that is an infrastructure verdict.  Raises asyncio.QueueFull (ask for `room` first),
+        and RecursionError for a request that is nested too deeply to be sent.
         """
-        if self.room <= 0:
-            raise QueueFull(f"{len(self._jobs)} requests wait for plugin {self.spec.plugin!r}")
         loop = asyncio.get_running_loop()
-        job = _Job(request, loop.create_future())
+        job = _Job(request, json.dumps(request.to_json()).encode() + b"\n", loop.create_future())
+        self._jobs.put_nowait(job)
         if timeout_s is not None:
             late = f"the request's deadline of {timeout_s:g} s passed before plugin {self.spec.plugin!r} had judged it"
             timer = loop.call_later(timeout_s, self._fail, job, late)
             job.future.add_done_callback(lambda _: timer.cancel())
-        self._jobs.append(job)
-        self._wake()
         return job.future
 
-    def _wake(self) -> None:
-        while self._idle:
-            waiting = self._idle.popleft()
-            if not waiting.done():
-                waiting.set_result(None)
-                return
-
-    def _answer(self, job: _Job, verdict: dict[str, Any]) -> None:
+    def _answer(self, job: _Job, verdict: Verdict) -> None:
         if not job.future.done():
-            self.stats.count(verdict)
+            self.stats.outcomes[verdict["failure"] or "judged"] += 1
             job.future.set_result(verdict)
 
-    def _fail(self, job: _Job, detail: str) -> None:
-        self._answer(job, failed_verdict(job.request["id"], "infrastructure", detail))
+    def _fail(self, job: _Job, detail: str, failure: str = "infrastructure") -> None:
+        self._answer(job, failed_verdict(job.request.id, failure, detail))
+
+    def _fail_all(self, detail: str) -> None:
+        while not self._jobs.empty():
+            self._fail(self._jobs.get_nowait(), detail)
 
     async def _spawn(self) -> _Worker:
         worker = await _Worker.start(self.spec)
@@ -278,86 +257,55 @@ class PluginPool:
                 failures += 1
                 _log.error("%s (attempt %d)", error, failures)
                 if failures >= 3 and not self.workers:
-                    while self._jobs:
-                        self._fail(self._jobs.popleft(), str(error))
+                    self._fail_all(str(error))
                 await asyncio.sleep(min(10.0, 0.5 * 2**failures))
 
     async def _drop(self, worker: _Worker) -> None:
         worker.kill()
         self.workers.discard(worker)
-        await worker.reaped()
+        await worker.ended
 
     async def _run_slot(self, worker: _Worker) -> None:
         while True:
-            jobs = await self._next_jobs(worker)
-            if jobs:
-                await self._run_jobs(worker, jobs)
+            job = await self._next_job(worker)
+            if job is not None and not job.future.done():  # its deadline may have passed in the queue
+                await self._run_job(worker, job)
             if not worker.alive:
                 self.stats.workers_lost += 1
-                self._wake()  # another idle worker may take what is queued meanwhile
                 await self._drop(worker)
                 worker = await self._respawn()
 
-    async def _next_jobs(self, worker: _Worker) -> list[_Job]:
-        """Waits for work; returns nothing when the worker has died meanwhile."""
-        while worker.alive:
-            jobs: list[_Job] = []
-            size = max(1, min(CHUNK, len(self._jobs) // (2 * self.spec.workers)))
-            while self._jobs and len(jobs) < size:
-                job = self._jobs.popleft()
-                if not job.future.done():  # its deadline passed in the queue
-                    jobs.append(job)
-            if jobs:
-                return jobs
-            waiting = asyncio.get_running_loop().create_future()
-            self._idle.append(waiting)
-            worker.on_exit = lambda waiting=waiting: None if waiting.done() else waiting.set_result(None)  # type: ignore[misc]
-            if worker.alive:
-                await waiting
-        return []
+    async def _next_job(self, worker: _Worker) -> _Job | None:
+        """Waits for work; None where the worker ends first."""
+        if worker.alive and not self._jobs.empty():
+            return self._jobs.get_nowait()
+        getting = asyncio.ensure_future(self._jobs.get())
+        try:
+            await asyncio.wait({getting, worker.ended}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            if getting.done():
+                self._fail(getting.result(), "the reward server stopped")
+            raise
+        finally:
+            getting.cancel()
+        return getting.result() if getting.done() else None
 
-    async def _run_jobs(self, worker: _Worker, jobs: list[_Job]) -> None:
-        """Judges `jobs` in order.  Whatever happens, each is answered or back in the queue."""
-        numbered = [(self._number + index, job) for index, job in enumerate(jobs)]
-        self._number += len(jobs)
-        worker.send([(number, job.request) for number, job in numbered])
+    async def _run_job(self, worker: _Worker, job: _Job) -> None:
+        """Judges one request.  Whatever happens, it is answered."""
         loop = asyncio.get_running_loop()
-        for index, (number, job) in enumerate(numbered):
-            started = loop.time()
-            try:
-                verdict = await worker.verdict(number, self.spec.budget_s)
-            except WorkerGone as error:
-                self._jobs.extendleft(reversed(jobs[index + 1 :]))
-                self._trace(worker, job, started, None)
-                self._lost(job, error)
-                await self._drop(worker)
-                return
-            except asyncio.CancelledError:
-                for unjudged in jobs[index:]:
-                    self._fail(unjudged, "the reward server stopped")
-                raise
-            self.stats.seconds(loop.time() - started)
-            if RECORDER.on:
-                self._trace(worker, job, started, verdict["score"])
+        started, score = loop.time(), None
+        try:
+            verdict = await worker.judge(job, self.spec.budget_s)
+            self.stats.on_seconds(loop.time() - started)
+            score = verdict["score"]
             self._answer(job, verdict)
-
-    def _trace(self, worker: _Worker, job: _Job, started: float, score: float | None) -> None:
-        """A judgement as its worker's work; the loop's clock is the recorder's."""
-        request, now = job.request, asyncio.get_running_loop().time()
-        pid, name = worker.process.pid, f"reward worker {self.spec.plugin}"
-        RECORDER.add(request["task"], "judgements", started, now, pid, name, id=request["id"], score=score)
-
-    def _lost(self, job: _Job, error: WorkerGone) -> None:
-        """The request on which its worker was lost: judged, tried once more, or given up."""
-        name = self.spec.plugin
-        if error.timeout:
-            detail = f"plugin {name!r}: {error}"
-            self._answer(job, failed_verdict(job.request["id"], "timeout", detail))
-            return
-        job.crashes += 1
-        _log.warning("plugin %r: %s on request %r (%d)", name, error, job.request["id"], job.crashes)
-        if job.crashes > 1:
-            self._fail(job, f"plugin {name!r}: {error}, twice, on this request")
-        else:
-            self._jobs.appendleft(job)
-            self._wake()
+        except WorkerGone as error:
+            _log.warning("plugin %r: %s on request %r", self.spec.plugin, error, job.request.id)
+            self._fail(job, f"plugin {self.spec.plugin!r}: {error}", error.failure)
+            await self._drop(worker)
+        except asyncio.CancelledError:
+            self._fail(job, "the reward server stopped")
+            raise
+        name, request = f"reward worker {self.spec.plugin}", job.request  # the loop's clock is the recorder's
+        lane = (request.task, "judgements", started, loop.time(), worker.process.pid, name)
+        RECORDER.add(*lane, id=request.id, score=score)

@@ -12,22 +12,20 @@ import logging
 import math
 import re
 import sys
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from nemo_prorl.errors import ConfigError, DataError
-from nemo_prorl.rewards.cli import opened, printable
 from nemo_prorl.rewards.discovery import discover
-from nemo_prorl.rewards.interface import FAILURES, RewardRequest
-from nemo_prorl.rewards.options import add_unsafe, parse_settings
+from nemo_prorl.rewards.interface import RewardRequest, Verdict, read_verdict
+from nemo_prorl.rewards.options import add_settings, add_unsafe, opened, printable, read_lines
 from nemo_prorl.rewards.service import RewardService, plan_pools
 
 _log = logging.getLogger(__name__)
 
-_IN_FLIGHT = 256  # requests read ahead for each worker
 _SAME = 1e-9  # scores this close are the same
 _JUDGED = ("score", "correct", "parts", "failure")  # a verdict that differs in one of these has changed
 
@@ -40,7 +38,7 @@ class Stored:
     line: int
     step: int | None
     request: RewardRequest
-    verdict: dict[str, Any]
+    verdict: Verdict
 
 
 def add_parser(commands: Any) -> None:
@@ -50,7 +48,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("source", metavar="RUN_OR_FILE", type=Path, help="a run directory, or a file of its rollouts/")
     parser.add_argument("--workers", type=int, default=1, help="worker processes, shared out over the plugins")
     add_unsafe(parser)
-    parser.add_argument("--settings", type=parse_settings, help="JSON object: plugin name -> its settings")
+    add_settings(parser, default=None)
     parser.add_argument("--out", default="", help="file of JSON Lines: id, step, task, changed, old and new verdict")
     parser.add_argument("--only-changed", action="store_true", help="write only changed verdicts to --out")
     parser.set_defaults(run_command=run)
@@ -64,11 +62,10 @@ def run(args: argparse.Namespace) -> int:
         raise DataError(f"{args.source}: holds no response; see trainer.grpo.save_rollout_groups")
     settings = _settings_of(files[0]) if args.settings is None else args.settings
     registry = discover()
-    service = RewardService(
-        plan_pools(registry, tasks, args.workers, settings, unsafe_no_sandbox=args.unsafe_no_sandbox), registry
-    )
+    specs = plan_pools(registry, tasks, args.workers, settings, unsafe_no_sandbox=args.unsafe_no_sandbox)
+    service = RewardService(specs, registry)
     with opened(args.out) if args.out else contextlib.nullcontext() as out:
-        summary = asyncio.run(_judge_all(service, files, args.workers * _IN_FLIGHT, out, args.only_changed))
+        summary = asyncio.run(_judge_all(service, files, args.workers, out, args.only_changed))
     sys.stdout.write("\n".join(summary.lines()) + "\n")
     return 0
 
@@ -111,83 +108,43 @@ def _settings_of(file: Path) -> dict[str, dict[str, Any]]:
 def read_all(files: list[Path]) -> Iterator[Stored]:
     """All lines of all files, one at a time.  Raises DataError naming file, line and field."""
     for path in files:
-        try:
-            with path.open(encoding="utf-8", newline="\n") as file:
-                for at, line in enumerate(file, 1):
-                    if line.strip():
-                        yield _stored(path, at, line)
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{path}: cannot be read: {error}") from error
+        for number, (request, verdict) in read_lines(path, _request_and_verdict):
+            yield Stored(str(path), number, _step_of(path), request, verdict)
 
 
-def _stored(path: Path, at: int, line: str) -> Stored:
-    try:
-        obj = json.loads(line)
-        request = RewardRequest.from_json(obj)
-        verdict = _checked(obj.get("verdict"), request.id)
-    except (ValueError, RecursionError) as error:
-        kind = "not JSON: " if isinstance(error, json.JSONDecodeError) else ""
-        raise DataError(f"{path}:{at}: {kind}{error}") from error
-    return Stored(str(path), at, _step_of(path), request, verdict)
-
-
-def _checked(verdict: Any, request_id: str) -> dict[str, Any]:
-    if not isinstance(verdict, dict):
-        raise ValueError(f"field 'verdict' is {verdict!r}; it must be an object, as `prorl rewards score` writes it")
-    for key in ("id", "score", "correct", "parts", "detail", "failure"):
-        if key not in verdict:
-            raise ValueError(f"field 'verdict.{key}' is missing")
-    score, failure = verdict["score"], verdict["failure"]
-    number = isinstance(score, (int, float)) and not isinstance(score, bool)
-    if score is not None and not (number and 0 <= score <= 1):
-        raise ValueError(f"field 'verdict.score' is {score!r}; it must be a number from 0 to 1, or null")
-    if failure is not None and failure not in FAILURES:
-        raise ValueError(f"field 'verdict.failure' is {failure!r}; it must be null or one of {', '.join(FAILURES)}")
-    if (score is None) != (failure == "infrastructure"):
-        raise ValueError(f"field 'verdict.score' is {score!r} with failure {failure!r}; only infrastructure has null")
-    if verdict["id"] != request_id:
-        raise ValueError(f"field 'verdict.id' is {verdict['id']!r}; the request's id is {request_id!r}")
-    if not isinstance(verdict["parts"], dict):
-        raise ValueError(f"field 'verdict.parts' is {verdict['parts']!r}; it must be an object")
-    if not isinstance(verdict["detail"], str):
-        raise ValueError(f"field 'verdict.detail' is {verdict['detail']!r}; it must be a string")
-    return verdict
+def _request_and_verdict(obj: Any) -> tuple[RewardRequest, Verdict]:
+    request = RewardRequest.from_json(obj)
+    return request, read_verdict(obj.get("verdict"), request.id)
 
 
 # --- judging again ---------------------------------------------------------------------------------------------------
 
 
 async def _judge_all(
-    service: RewardService, files: list[Path], in_flight: int, out: TextIO | None, only_changed: bool
+    service: RewardService, files: list[Path], workers: int, out: TextIO | None, only_changed: bool
 ) -> "Summary":
-    """Rescores in order, `in_flight` requests ahead; changed verdicts go to standard output as they are known."""
-    summary = Summary()
-    waiting: deque[tuple[Stored, asyncio.Future[dict[str, Any]]]] = deque()
+    """Judges in order; changed verdicts go to standard output as they are known."""
 
-    async def settle() -> None:
-        stored, future = waiting.popleft()
-        new = await future
-        changed = differs(stored.verdict, new)
-        summary.add(stored, new, changed)
-        if changed:
-            sys.stdout.write(printable(_told(stored, new)) + "\n")
-        if out is not None and (changed or not only_changed):
-            out.write(json.dumps(_row(stored, new, changed)) + "\n")
-
-    await service.start()
-    try:
+    async def lines() -> AsyncIterator[Stored]:
         for stored in read_all(files):
-            waiting.append((stored, service.submit(stored.request)))
-            if len(waiting) >= in_flight:
-                await settle()
-        while waiting:
-            await settle()
+            yield stored
+
+    summary = Summary()
+    try:
+        await service.start()
+        async for stored, new in service.in_order(lines(), lambda stored: stored.request, workers):
+            changed = differs(stored.verdict, new)
+            summary.add(stored, new, changed)
+            if changed:
+                sys.stdout.write(printable(_change_line(stored, new)) + "\n")
+            if out is not None and (changed or not only_changed):
+                out.write(json.dumps(_row(stored, new, changed)) + "\n")
     finally:
         await service.close()
     return summary
 
 
-def differs(old: dict[str, Any], new: dict[str, Any]) -> bool:
+def differs(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     """Whether two verdicts differ in more than their wording."""
     return any(not _alike(old[key], new[key]) for key in _JUDGED)
 
@@ -200,20 +157,21 @@ def _alike(one: Any, other: Any) -> bool:
     return math.isclose(one, other, rel_tol=0.0, abs_tol=_SAME)
 
 
-def _row(stored: Stored, new: dict[str, Any], changed: bool) -> dict[str, Any]:
+def _row(stored: Stored, new: Verdict, changed: bool) -> dict[str, Any]:
     where = {"id": stored.request.id, "step": stored.step, "task": stored.request.task}
     where |= {"file": stored.file, "line": stored.line}
     return {**where, "changed": changed, "old": stored.verdict, "new": new}
 
 
-def _told(stored: Stored, new: dict[str, Any]) -> str:
+def _change_line(stored: Stored, new: Verdict) -> str:
     """One line on a changed verdict."""
-    old = stored.verdict
+    old: Mapping[str, Any] = stored.verdict
+    after: Mapping[str, Any] = new
     step = "" if stored.step is None else f"step {stored.step}, "
     changes = [
-        f"{key} {_short(old[key])} -> {_short(new[key])}"
+        f"{key} {_short(old[key])} -> {_short(after[key])}"
         for key in (*_JUDGED, "detail")
-        if not _alike(old[key], new[key])
+        if not _alike(old[key], after[key])
     ]
     return f"{stored.request.id} ({step}{stored.request.task}, {stored.file}:{stored.line}): {'; '.join(changes)}"
 
@@ -225,48 +183,36 @@ def _short(value: Any) -> str:
     return text if len(text) <= 120 else text[:117] + '..."'
 
 
-@dataclass
-class _Counts:
-    """Of one task; sums of scores are over verdicts that have one."""
-
-    same: int = 0
-    reworded: int = 0
-    changed: int = 0
-    up: int = 0
-    down: int = 0
-    newly_failed: int = 0
-    old: list[float] = field(default_factory=list)
-    new: list[float] = field(default_factory=list)
+_HEADS = ("same", "reworded", "changed", "up", "down", "newly failed", "mean before", "mean after")
 
 
-@dataclass
 class Summary:
-    """What became of the verdicts, by task."""
+    """What became of the verdicts, by task; means are over verdicts that have a score."""
 
-    tasks: dict[str, _Counts] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._counts: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
 
-    def add(self, stored: Stored, new: dict[str, Any], changed: bool) -> None:
-        counts, old = self.tasks.setdefault(stored.request.task, _Counts()), stored.verdict
-        counts.changed += changed
-        counts.same += not changed
-        counts.reworded += not changed and old["detail"] != new["detail"]
-        counts.newly_failed += old["failure"] is None and new["failure"] is not None
-        counts.old += [] if old["score"] is None else [old["score"]]
-        counts.new += [] if new["score"] is None else [new["score"]]
+    def add(self, stored: Stored, new: Verdict, changed: bool) -> None:
+        """`reworded` are those among `same` whose detail differs."""
+        old, counts = stored.verdict, self._counts[stored.request.task]
+        counts["changed" if changed else "same"] += 1
+        counts["reworded"] += not changed and old["detail"] != new["detail"]
+        counts["newly failed"] += old["failure"] is None and new["failure"] is not None
+        for key, score in (("before", old["score"]), ("after", new["score"])):
+            if score is not None:
+                counts[f"scores {key}"] += 1
+                counts[f"sum {key}"] += score
         if old["score"] is not None and new["score"] is not None:
-            counts.up += new["score"] > old["score"] + _SAME
-            counts.down += new["score"] < old["score"] - _SAME
+            counts["up"] += new["score"] > old["score"] + _SAME
+            counts["down"] += new["score"] < old["score"] - _SAME
 
     def lines(self) -> list[str]:
-        """A table; `reworded` are those among `same` whose detail differs."""
-        heads = ("same", "reworded", "changed", "up", "down", "newly failed", "mean before", "mean after")
-        lines = [f"{'task':<16}" + "".join(f"{head:>13}" for head in heads)]
-        for task, counts in sorted(self.tasks.items()):
-            numbers = (counts.same, counts.reworded, counts.changed, counts.up, counts.down, counts.newly_failed)
-            cells = [*map(str, numbers), _mean(counts.old), _mean(counts.new)]
+        """The table."""
+        lines = [f"{'task':<16}" + "".join(f"{head:>13}" for head in _HEADS)]
+        for task, counts in sorted(self._counts.items()):
+            cells = [f"{counts[head]:.0f}" for head in _HEADS[:6]]
+            for key in ("before", "after"):
+                count = counts[f"scores {key}"]
+                cells.append(f"{counts[f'sum {key}'] / count:.4f}" if count else "-")
             lines.append(f"{task:<16}" + "".join(f"{cell:>13}" for cell in cells))
         return lines
-
-
-def _mean(scores: list[float]) -> str:
-    return f"{sum(scores) / len(scores):.4f}" if scores else "-"

@@ -18,14 +18,15 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
 import uvicorn
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client import CollectorRegistry, Histogram, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -34,8 +35,9 @@ from nemo_prorl import tracing
 from nemo_prorl.errors import ConfigError, ProrlError
 from nemo_prorl.rewards.connections import allow_connections
 from nemo_prorl.rewards.discovery import discover
-from nemo_prorl.rewards.interface import RewardRequest
+from nemo_prorl.rewards.interface import RewardRequest, Verdict
 from nemo_prorl.rewards.options import add_server_arguments
+from nemo_prorl.rewards.pool import PluginPool
 from nemo_prorl.rewards.service import RewardService, plan_pools
 from nemo_prorl.schema import Constraint, Number
 
@@ -47,46 +49,50 @@ MAX_REQUESTS, MAX_BODY = 4096, 256 * 2**20
 _BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
-class _Metrics:
+class _PoolMetrics:
     """The pools' counts in Prometheus' form, read at each scrape."""
 
-    def __init__(self, service: RewardService) -> None:
-        self._service = service
-        self._buckets = {name: [0] * (len(_BUCKETS) + 1) for name in service.pools}
-        self._sums = dict.fromkeys(service.pools, 0.0)
-        for name, pool in service.pools.items():
-            pool.stats.seconds = lambda seconds, name=name: self._observe(name, seconds)  # type: ignore[misc]
+    def __init__(self, pools: dict[str, PluginPool], registry: CollectorRegistry) -> None:
+        self._pools = pools
+        registry.register(self)
+        text = "Time in a worker, by the clock"
+        seconds = Histogram("prorl_reward_seconds", text, ["plugin"], buckets=_BUCKETS, registry=registry)
+        for name, pool in pools.items():
+            pool.stats.on_seconds = seconds.labels(name).observe
 
-    def _observe(self, name: str, seconds: float) -> None:
-        self._buckets[name][sum(seconds > bound for bound in _BUCKETS)] += 1
-        self._sums[name] += seconds
-
-    def collect(self) -> Iterator[Any]:
+    def collect(self) -> Iterator[Metric]:
         verdicts = CounterMetricFamily("prorl_reward_verdicts", "Verdicts given", labels=["plugin", "outcome"])
         lost = CounterMetricFamily("prorl_reward_workers_lost", "Workers killed or dead", labels=["plugin"])
         queued = GaugeMetricFamily("prorl_reward_queued", "Requests that wait for a worker", labels=["plugin"])
         workers = GaugeMetricFamily("prorl_reward_workers", "Workers alive", labels=["plugin"])
-        seconds = HistogramMetricFamily("prorl_reward_seconds", "Time in a worker, by the clock", labels=["plugin"])
-        for name, pool in self._service.pools.items():
+        for name, pool in self._pools.items():
             for outcome, count in sorted(pool.stats.outcomes.items()):
                 verdicts.add_metric([name, outcome], count)
             lost.add_metric([name], pool.stats.workers_lost)
             queued.add_metric([name], pool.queued)
             workers.add_metric([name], len(pool.workers))
-            counts = self._buckets[name]
-            bounds = [*map(str, _BUCKETS), "+Inf"]
-            cumulative = [(bound, sum(counts[: index + 1])) for index, bound in enumerate(bounds)]
-            seconds.add_metric([name], cumulative, self._sums[name])
-        yield from (verdicts, lost, queued, workers, seconds)
+        yield from (verdicts, lost, queued, workers)
 
 
-def parse_requests(body: bytes) -> tuple[list[RewardRequest], list[Any], bool]:
-    """Requests, their keys, and whether they came as a list.  Raises ValueError naming the request and the field."""
+async def _body(http: Request) -> Any:
+    """The JSON of a body.  Raises HTTPException, and RecursionError where it is nested too deeply."""
+    declared, size, parts = int(http.headers.get("content-length", "0")), 0, []
+    if declared <= MAX_BODY:
+        async for part in http.stream():  # a body in chunks declares nothing
+            parts.append(part)
+            size += len(part)
+            if size > MAX_BODY:
+                break
+    if max(declared, size) > MAX_BODY:
+        raise HTTPException(413, f"the body is over {MAX_BODY} bytes")
     try:
-        obj = json.loads(body)
+        return json.loads(b"".join(parts))
     except ValueError as error:
-        raise ValueError(f"the body is not JSON: {error}") from error
-    items = obj if isinstance(obj, list) else [obj]
+        raise HTTPException(400, f"the body is not JSON: {error}") from error
+
+
+def _requests_of(items: list[Any]) -> list[RewardRequest]:
+    """Raises ValueError naming the request and the field."""
     if len(items) > MAX_REQUESTS:
         raise ValueError(f"{len(items)} requests in one POST; at most {MAX_REQUESTS}")
     requests = []
@@ -95,17 +101,26 @@ def parse_requests(body: bytes) -> tuple[list[RewardRequest], list[Any], bool]:
             requests.append(RewardRequest.from_json(item))
         except ValueError as error:
             raise ValueError(f"request {index}: {error}") from error
-    return requests, [item.get("key") for item in items], isinstance(obj, list)
+        if not isinstance(item.get("key", 0), int | str):
+            raise ValueError(f"request {index}: field 'key' is {item['key']!r:.50}; it must be a number or a string")
+    return requests
+
+
+async def _refused(http: Request, error: Exception) -> Response:
+    """The answer to a request that cannot be taken."""
+    if isinstance(error, HTTPException):
+        return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+    text = "the body's JSON is nested too deeply" if isinstance(error, RecursionError) else str(error)
+    return JSONResponse({"error": text}, 400)
 
 
 class RewardApp:
     """The HTTP side of a service whose pools run."""
 
     def __init__(self, service: RewardService, token: str, name: str = "rewards") -> None:
-        self.service, self.name = service, name
-        self._token = token.encode()
+        self.service, self.name, self._token = service, name, token.encode()
         self._metrics = CollectorRegistry()
-        self._metrics.register(_Metrics(service))
+        _PoolMetrics(service.pools, self._metrics)
         self.draining = False
         routes = [
             Route("/v1/score", self.score, methods=["POST"]),
@@ -113,59 +128,52 @@ class RewardApp:
             Route("/v1/health", self.health),
             Route("/metrics", self.metrics),
         ]
-        self.asgi = Starlette(routes=routes)
+        handlers: Any = dict.fromkeys((HTTPException, ValueError, RecursionError), _refused)
+        self.asgi = Starlette(routes=routes, exception_handlers=handlers)
 
-    def _refusal(self, http: Request) -> Response | None:
+    def _check_token(self, http: Request) -> None:
         given = http.headers.get("authorization", "").encode()
-        if hmac.compare_digest(given, b"Bearer " + self._token):
-            return None
-        return JSONResponse({"error": "Authorization: Bearer TOKEN is missing or wrong"}, 401)
+        if not hmac.compare_digest(given, b"Bearer " + self._token):
+            raise HTTPException(401, "Authorization: Bearer TOKEN is missing or wrong")
 
     async def health(self, http: Request) -> Response:
         """Open to all, and says nothing but whether requests are taken."""
         return JSONResponse({"status": "draining" if self.draining else "ready"}, 503 if self.draining else 200)
 
     async def metrics(self, http: Request) -> Response:
-        return self._refusal(http) or Response(generate_latest(self._metrics), media_type="text/plain; version=0.0.4")
+        self._check_token(http)
+        return Response(generate_latest(self._metrics), media_type="text/plain; version=0.0.4")
 
     async def trace(self, http: Request) -> Response:
         """{"record": true}, then {"record": false}: what the workers did in between."""
-        if refusal := self._refusal(http):
-            return refusal
-        try:
-            said = tracing.answer(json.loads(await http.body()), self.name)
-        except ValueError as error:
-            return JSONResponse({"error": str(error)}, 400)
+        self._check_token(http)
+        part = tracing.answer(await _body(http), self.name)
         workers = [(w.process.pid, f"reward worker {n}") for n, p in self.service.pools.items() for w in p.workers]
-        return JSONResponse({**said, "others": workers})
+        return JSONResponse({**part, "others": workers})
 
     async def score(self, http: Request) -> Response:
-        if refusal := self._refusal(http):
-            return refusal
+        self._check_token(http)
         if self.draining:
-            return JSONResponse({"error": "the reward server is stopping"}, 503)
-        try:
-            if int(http.headers.get("content-length", "0")) > MAX_BODY:
-                return JSONResponse({"error": f"the body is over {MAX_BODY} bytes"}, 413)
-            deadline = http.headers.get(DEADLINE_HEADER)
-            timeout_s = None if deadline is None else max(0.0, float(deadline))
-            requests, keys, many = parse_requests(await http.body())
-        except ValueError as error:
-            return JSONResponse({"error": str(error)}, 400)
+            raise HTTPException(503, "the reward server is stopping")
+        deadline = http.headers.get(DEADLINE_HEADER)
+        timeout_s = None if deadline is None else max(0.0, float(deadline))
+        body = await _body(http)
+        items = body if isinstance(body, list) else [body]
+        requests = _requests_of(items)
         if not self.service.room_for(requests):
-            return JSONResponse({"error": "the queue is full"}, 429, {"Retry-After": "1"})
+            raise HTTPException(429, "the queue is full", {"Retry-After": "1"})
         futures = [self.service.submit(request, timeout_s) for request in requests]
         if NDJSON in http.headers.get("accept", ""):
-            return StreamingResponse(_as_known(futures, keys), media_type=NDJSON)
+            return StreamingResponse(_as_known(futures, [item.get("key") for item in items]), media_type=NDJSON)
         verdicts = await asyncio.gather(*futures)
-        body = json.dumps(verdicts if many else verdicts[0])  # ASCII: an id may hold a lone surrogate
-        return Response(body, media_type="application/json")
+        answer = json.dumps(verdicts if body is items else verdicts[0])  # ASCII: an id may hold a lone surrogate
+        return Response(answer, media_type="application/json")
 
 
-async def _as_known(futures: list["asyncio.Future[dict[str, Any]]"], keys: list[Any]) -> AsyncIterator[bytes]:
+async def _as_known(futures: list["asyncio.Future[Verdict]"], keys: list[Any]) -> AsyncIterator[bytes]:
     """Verdict lines in the order in which they become known; those known together leave together."""
     key_of = dict(zip(futures, keys, strict=True))
-    known: asyncio.Queue[asyncio.Future[dict[str, Any]]] = asyncio.Queue()
+    known: asyncio.Queue[asyncio.Future[Verdict]] = asyncio.Queue()
     for future in futures:
         future.add_done_callback(known.put_nowait)
     left = len(futures)
@@ -179,7 +187,15 @@ async def _as_known(futures: list["asyncio.Future[dict[str, Any]]"], keys: list[
 
 
 class _UvicornServer(uvicorn.Server):  # type: ignore[misc,unused-ignore]
-    """Uvicorn whose signals are ours: it would end by re-raising SIGTERM instead of exiting with 0."""
+    """Uvicorn that says when it listens, and whose signals are ours: it would end by re-raising SIGTERM."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -195,8 +211,10 @@ class RewardEndpoint(TypedDict):
     state: Literal["ready", "stopped"]
 
 
-def write_endpoint(path: Path, url: str, state: Literal["ready", "stopped"]) -> None:
-    """Announces this server, atomically: a reader sees the old file or the new one."""
+def write_endpoint(path: Path | None, url: str, state: Literal["ready", "stopped"]) -> None:
+    """Announces this server, if anywhere, and atomically: a reader sees the old file or the new one."""
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     endpoint: RewardEndpoint = {"kind": "rewards", "url": url, "pid": os.getpid(), "state": state}
@@ -204,10 +222,10 @@ def write_endpoint(path: Path, url: str, state: Literal["ready", "stopped"]) -> 
     temporary.replace(path)
 
 
-def _is_ours(path: Path, url: str) -> bool:
+def _is_ours(path: Path | None, url: str) -> bool:
     """Whether the endpoint file is still this server's, and not that of one started since."""
     try:
-        return bool(json.loads(path.read_text())["url"] == url)
+        return path is not None and bool(json.loads(path.read_text())["url"] == url)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -225,14 +243,11 @@ def read_token(path: Path) -> str:
     return token
 
 
-def _watch_parent(pid: int, stop: Any) -> int:
-    """Calls `stop` when process `pid` ends; gives the pidfd, to be kept open."""
+def _pidfd(pid: int | None) -> int | None:
     try:
-        fd = os.pidfd_open(pid)
+        return None if pid is None else os.pidfd_open(pid)
     except OSError as error:
         raise ConfigError(f"--parent-pid {pid}: {error.strerror}") from error
-    asyncio.get_running_loop().add_reader(fd, stop)
-    return fd
 
 
 async def serve(args: argparse.Namespace) -> int:
@@ -241,15 +256,8 @@ async def serve(args: argparse.Namespace) -> int:
     token = read_token(args.token_file)
     registry = discover()
     tasks = [task for task in args.tasks.split(",") if task]
-    specs = plan_pools(
-        registry,
-        tasks,
-        args.workers,
-        args.settings,
-        args.max_queue,
-        args.worker_memory_mb,
-        args.unsafe_no_sandbox,
-    )
+    limits = (args.max_queue, args.worker_memory_mb, args.unsafe_no_sandbox)
+    specs = plan_pools(registry, tasks, args.workers, args.settings, *limits)
     service = RewardService(specs, registry)
     app = RewardApp(service, token, args.endpoint_file.stem if args.endpoint_file else "rewards")
     config = uvicorn.Config(
@@ -261,48 +269,37 @@ async def serve(args: argparse.Namespace) -> int:
         ws="none",
         timeout_keep_alive=75,  # longer than a client keeps an idle connection, so that it never meets a closed one
     )
-    server = _UvicornServer(config)
     listener = socket.create_server((args.host, args.port), backlog=1024)
     # asyncio sets it only where the socket says TCP itself; without it a small answer waits 40 ms for an ACK
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     url = f"http://{args.public_host or args.host}:{listener.getsockname()[1]}"
-    stopping = asyncio.Event()
+    server = _UvicornServer(config, lambda: write_endpoint(args.endpoint_file, url, "ready"))
+    loop, parent_fd = asyncio.get_running_loop(), _pidfd(args.parent_pid)
+    starting = asyncio.ensure_future(service.start())
 
     def stop() -> None:
         server.should_exit = app.draining = True
-        stopping.set()
+        starting.cancel()
         if parent_fd is not None:
             loop.remove_reader(parent_fd)
 
-    loop = asyncio.get_running_loop()
-    parent_fd = None if args.parent_pid is None else _watch_parent(args.parent_pid, stop)
+    if parent_fd is not None:
+        loop.add_reader(parent_fd, stop)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     try:
-        starting = asyncio.ensure_future(service.start())
-        halted = asyncio.ensure_future(stopping.wait())
-        await asyncio.wait({starting, halted}, return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
-            starting.cancel()
-            return 0
-        starting.result()
+        await starting
         _log.info("reward server at %s: %s", url, ", ".join(f"{spec.plugin} x{spec.workers}" for spec in specs))
-        announced = asyncio.ensure_future(_announce(server, args.endpoint_file, url))
         await server.serve(sockets=[listener])
-        announced.cancel()
-        if args.endpoint_file is not None and _is_ours(args.endpoint_file, url):
+        if _is_ours(args.endpoint_file, url):
             write_endpoint(args.endpoint_file, url, "stopped")
-        return 0
+    except asyncio.CancelledError:
+        if not app.draining:
+            raise
     finally:
         await service.close()
         listener.close()
-
-
-async def _announce(server: uvicorn.Server, path: Path | None, url: str) -> None:
-    while not server.started:
-        await asyncio.sleep(0.01)
-    if path is not None:
-        write_endpoint(path, url, "ready")
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,16 +1,18 @@
 """The plugins in use with their worker pools: what the HTTP server and `prorl rewards score` share."""
 
 import asyncio
-import logging
-from collections.abc import Iterable
-from typing import Any
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any, TypeVar
 
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.rewards.discovery import Registry, discover, make_plugin
-from nemo_prorl.rewards.interface import RewardRequest, failed_verdict
-from nemo_prorl.rewards.pool import PluginPool, PoolSpec
+from nemo_prorl.rewards.discovery import Registry, make_plugin
+from nemo_prorl.rewards.interface import RewardRequest, Verdict, failed_verdict
+from nemo_prorl.rewards.pool import MAX_QUEUE, PluginPool, PoolSpec
 
-_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_READ_AHEAD = 256  # requests for each worker
 
 
 def share_out(workers: int, plugins: list[str]) -> dict[str, int]:
@@ -26,7 +28,7 @@ def plan_pools(
     tasks: Iterable[str],
     workers: int,
     settings: dict[str, dict[str, Any]] | None = None,
-    max_queue: int = 8192,
+    max_queue: int = MAX_QUEUE,
     memory_mb: int = 4096,
     unsafe_no_sandbox: bool = False,
     on_demand: bool = False,
@@ -64,8 +66,7 @@ def check_sandbox(unsafe_no_sandbox: bool = False) -> None:
 class RewardService:
     """Judges requests; every one is answered with exactly one verdict."""
 
-    def __init__(self, specs: list[PoolSpec], registry: Registry | None = None) -> None:
-        registry = registry or discover()
+    def __init__(self, specs: list[PoolSpec], registry: Registry) -> None:
         self.pools = {spec.plugin: PluginPool(spec) for spec in specs}
         self.tasks = {task: name for task, name in registry.tasks().items() if name in self.pools}
         self._registry = registry
@@ -97,20 +98,44 @@ class RewardService:
 
     def room_for(self, requests: list[RewardRequest]) -> bool:
         """Whether the queues can take all of them."""
-        counts: dict[str, int] = {}
-        for request in requests:
-            name = self.tasks.get(request.task)
-            if name is not None:
-                counts[name] = counts.get(name, 0) + 1
+        counts = Counter(self.tasks[request.task] for request in requests if request.task in self.tasks)
         return all(self.pools[name].room >= count for name, count in counts.items())
 
-    def submit(self, request: RewardRequest, timeout_s: float | None = None) -> "asyncio.Future[dict[str, Any]]":
-        """A future of the verdict; for an unknown task it lists the known.  Raises QueueFull."""
+    def submit(self, request: RewardRequest, timeout_s: float | None = None) -> "asyncio.Future[Verdict]":
+        """A future of the verdict; for an unknown task it lists the known.  Raises what `PluginPool.submit` raises."""
         name = self.tasks.get(request.task)
         if name is not None:
-            return self.pools[name].submit(request.to_json(), timeout_s)
+            return self.pools[name].submit(request, timeout_s)
         known = ", ".join(sorted(self.tasks))
-        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         detail = f"no reward plugin in use judges task {request.task!r}; in use: {known}"
         future.set_result(failed_verdict(request.id, "infrastructure", detail))
         return future
+
+    async def in_order(
+        self, items: AsyncIterator[T], request_of: Callable[[T], RewardRequest], workers: int
+    ) -> AsyncIterator[tuple[T, Verdict]]:
+        """Yield each item with its verdict once that and all before it are known.
+
+        Raises what reading the items raises, after the verdicts on those before.
+        """
+        waiting: asyncio.Queue[tuple[T, asyncio.Future[Verdict]] | None] = asyncio.Queue(
+            min(workers * _READ_AHEAD, MAX_QUEUE // 2)
+        )
+
+        async def read() -> None:
+            try:
+                async for item in items:
+                    request = request_of(item)
+                    await self.ready(request.task)
+                    await waiting.put((item, self.submit(request)))
+            finally:
+                await waiting.put(None)
+
+        reader = asyncio.create_task(read())
+        try:
+            while (pair := await waiting.get()) is not None:
+                yield pair[0], await pair[1]
+            await reader
+        finally:
+            reader.cancel()

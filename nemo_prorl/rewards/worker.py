@@ -4,7 +4,6 @@ Started by `pool.py` as `python -m nemo_prorl.rewards.worker SOCKET_FD SERVER_PI
 It dies with its server: PDEATHSIG kills it in the middle of a request too, and an end of file ends its loop.
 """
 
-import ctypes
 import importlib.metadata
 import json
 import os
@@ -15,19 +14,8 @@ import sys
 import traceback
 
 from nemo_prorl.rewards.discovery import discover, make_plugin
-from nemo_prorl.rewards.frames import BlockingChannel
 from nemo_prorl.rewards.interface import ENTRY_POINT_GROUP, RewardPlugin, RewardRequest, judge, one_line
-
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """SIGKILL for this process when its parent dies; leaves at once if it is already dead."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:
-        os._exit(1)
+from nemo_prorl.rewards.sandbox.kernel import die_with_parent
 
 
 def limit_memory(megabytes: int) -> None:
@@ -56,18 +44,22 @@ def main(argv: list[str]) -> int:
     name, settings = argv[4:]
     die_with_parent(server_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the server's to handle
-    channel = BlockingChannel(socket.socket(fileno=fd))
+    channel = socket.socket(fileno=fd).makefile("rw", encoding="ascii", newline="\n")
+
+    def send(message: object) -> None:
+        channel.write(json.dumps(message) + "\n")
+        channel.flush()
+
     try:
         limit_memory(memory_mb)
         plugin = load(name, json.loads(settings), bool(unsafe))
     except Exception as error:
         traceback.print_exc()
-        channel.send({"failed": one_line(f"{type(error).__name__}: {error}")})
+        send({"failed": one_line(f"{type(error).__name__}: {error}")})
         return 1
-    channel.send({"ready": os.getpid()})
-    while (message := channel.receive()) is not None:
-        verdict = judge(plugin, RewardRequest.from_json(message["request"]))
-        channel.send({"number": message["number"], "verdict": verdict})
+    send({"ready": os.getpid()})
+    for line in channel:
+        send(judge(plugin, RewardRequest(**json.loads(line))))
     return 0
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.rewards.client import ClientOptions, RewardClient, _Endpoint, _Waiting, take_verdict
-from nemo_prorl.rewards.pool import CHUNK
 from tests.rewards.conftest import StartServer, request_of
 from tests.rewards.test_server import http
 
@@ -109,7 +108,7 @@ def test_slow_verdicts_hold_no_other_request_back(plugins: Path, start_server: S
         requests = echoes(150, sleep_s=20.0)
         judging = [asyncio.create_task(client.score(request, Deadline(60, "verdicts"))) for request in requests]
         deadline = Deadline(8, "150 requests at the server")
-        while await asyncio.to_thread(queued) < 150 - 2 * CHUNK:
+        while await asyncio.to_thread(queued) < 150 - 2:
             deadline.check()
             await asyncio.sleep(0.05)
         for task in judging:
@@ -144,9 +143,6 @@ def test_without_a_server_the_verdict_is_infrastructure_at_the_deadline(tmp_path
         assert (verdict["id"], verdict["score"], verdict["failure"]) == ("x", None, "infrastructure")
         assert "waited 0.5 s for a verdict" in verdict["detail"]
         assert "no reward server is ready" in verdict["detail"]
-        verdict = await client.score({"id": "y"}, Deadline(5, "a verdict"))
-        assert (verdict["score"], verdict["failure"]) == (None, "infrastructure")
-        assert "field 'task' is missing" in verdict["detail"]
 
     with_client(tmp_path, steps)
 
@@ -161,10 +157,26 @@ def test_a_wrong_token_and_a_raising_plugin_are_infrastructure(
         assert verdict["detail"] == "plugin 'odd' raised RuntimeError: out of order"
         assert (verdict["score"], verdict["failure"]) == (None, "infrastructure")
         assert client.stats.retries == 2  # long before the deadline: raising again and again stalls no run
+        verdict = await client.score({"id": "y"}, Deadline(60, "a verdict"))  # what can never be right, as well
+        assert (verdict["id"], verdict["score"], verdict["failure"]) == ("y", None, "infrastructure")
+        assert "HTTP 400" in verdict["detail"]
+        assert "request 0: field 'task' is missing" in verdict["detail"]
         (tmp_path / "token").write_text("wrong")
         verdict = await client.score(request_of("echo", "1"), Deadline(3, "a verdict"))
         assert verdict["failure"] == "infrastructure"
         assert "HTTP 401" in verdict["detail"]
+
+    with_client(tmp_path, steps)
+
+
+def test_a_request_whose_worker_dies_is_sent_again(plugins: Path, start_server: StartServer, tmp_path: Path) -> None:
+    start_server("odd")
+
+    async def steps(client: RewardClient) -> None:
+        request = request_of("odd", "die_once", meta={"flag": str(tmp_path / "flag")})
+        verdict = await client.score(request, Deadline(60, "a verdict"))
+        assert (verdict["score"], verdict["failure"]) == (1.0, None)
+        assert client.stats.retries == 1
 
     with_client(tmp_path, steps)
 
@@ -185,10 +197,10 @@ def test_a_verdict_that_is_not_the_requests_own_is_refused() -> None:
         for wrong in ({"key": 6}, {"id": "another's"}, {"key": None}):
             awaited = fresh()
             future = awaited[5].future
-            with pytest.raises(ValueError, match="the server"):
+            with pytest.raises(ValueError, match="which is not awaited|the request's id is 'mine'"):
                 take_verdict({**good, **wrong}, awaited)
             assert not future.done()
-        with pytest.raises(ValueError, match="is not one on request 'mine'"):
+        with pytest.raises(ValueError, match="field 'verdict.correct' is missing"):
             take_verdict({"key": 5, "id": "mine", "score": 1.0}, fresh())
 
     asyncio.run(main())

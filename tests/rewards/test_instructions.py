@@ -11,7 +11,7 @@ import pytest
 from prorl_reward_instructions import ifeval, punkt, training, words
 from prorl_reward_instructions.plugin import KNOWN, InstructionsReward, checks_of, loose_variants
 
-from nemo_prorl.rewards.interface import RewardRequest, judge
+from nemo_prorl.rewards.interface import RewardRequest, Verdict, judge
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 GERMAN = "Das ist ein schöner Tag, und wir gehen heute zusammen auf den Markt."
@@ -133,9 +133,7 @@ def plugin() -> InstructionsReward:
     return made
 
 
-def verdict(
-    plugin: InstructionsReward, response: str, *instructions: tuple[str, dict[str, Any] | None]
-) -> dict[str, Any]:
+def verdict(plugin: InstructionsReward, response: str, *instructions: tuple[str, dict[str, Any] | None]) -> Verdict:
     truth = {"instruction_id_list": [name for name, _ in instructions], "kwargs": [given for _, given in instructions]}
     return judge(plugin, RewardRequest("x", "instructions", "?", truth, response))
 

@@ -12,6 +12,7 @@ from nemo_prorl.rewards.interface import (
     RewardPlugin,
     RewardRequest,
     RewardResult,
+    Verdict,
     answer_text,
     judge,
 )
@@ -67,7 +68,7 @@ class _Says(RewardPlugin):
         return result
 
 
-def _verdict(says: Any) -> dict[str, Any]:
+def _verdict(says: Any) -> Verdict:
     return judge(_Says(says), RewardRequest.from_json(REQUEST))
 
 

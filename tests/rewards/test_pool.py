@@ -11,10 +11,17 @@ from typing import Any
 import pytest
 
 from nemo_prorl.errors import RewardFailure
-from nemo_prorl.rewards.pool import PluginPool, PoolSpec, QueueFull
-from tests.rewards.conftest import is_alive, request_of
+from nemo_prorl.rewards.interface import RewardRequest, Verdict
+from nemo_prorl.rewards.pool import PluginPool, PoolSpec
+from tests.rewards.conftest import is_alive
+from tests.rewards.conftest import request_of as json_of
 
 pytestmark = pytest.mark.starts
+
+
+def request_of(*arguments: Any, **more: Any) -> RewardRequest:
+    return RewardRequest(**json_of(*arguments, **more))
+
 
 Steps = Callable[[PluginPool], Awaitable[None]]
 
@@ -37,7 +44,7 @@ def with_pool(steps: Steps, plugin: str = "odd", workers: int = 1, budget_s: flo
     asyncio.run(main())
 
 
-async def judged(pool: PluginPool, response: str, **more: Any) -> dict[str, Any]:
+async def judged(pool: PluginPool, response: str, **more: Any) -> Verdict:
     return await pool.submit(request_of(pool.spec.plugin, response, **more))
 
 
@@ -82,15 +89,13 @@ def test_requests_sent_along_with_a_hanging_one_are_judged(plugins: Path) -> Non
     with_pool(steps)
 
 
-def test_a_request_whose_worker_dies_is_tried_once_more(plugins: Path, tmp_path: Path) -> None:
+def test_a_request_whose_worker_dies_is_infrastructure(plugins: Path) -> None:
     async def steps(pool: PluginPool) -> None:
-        verdict = await judged(pool, "die_once", meta={"flag": str(tmp_path / "flag")})
-        assert (verdict["score"], verdict["failure"]) == (1.0, None)
         verdict = await judged(pool, "die")
         assert (verdict["score"], verdict["failure"]) == (None, "infrastructure")
-        assert "plugin 'odd': worker died, twice" in verdict["detail"]
+        assert verdict["detail"] == "plugin 'odd': worker died"
         assert (await judged(pool, "fine"))["score"] == 1.0
-        assert pool.stats.workers_lost == 3
+        assert pool.stats.workers_lost == 1
 
     with_pool(steps)
 
@@ -103,7 +108,7 @@ def test_every_request_is_answered_once_while_workers_are_killed(plugins: Path) 
             pool.submit(request_of("echo", str(at / count), name=str(at), meta={"sleep_s": 0.01}))
             for at in range(count)
         ]
-        for done in (20, 50, 80):  # far enough apart that no request meets two kills: that would be infrastructure
+        for done in (20, 50, 80):
             while sum(future.done() for future in futures) < done or len(pool.workers) < 2:
                 await asyncio.sleep(0.005)
             worker = chance.choice(sorted(pool.workers, key=lambda worker: worker.process.pid))
@@ -113,9 +118,10 @@ def test_every_request_is_answered_once_while_workers_are_killed(plugins: Path) 
                 await asyncio.sleep(0.005)
         verdicts = await asyncio.gather(*futures)
         assert [verdict["id"] for verdict in verdicts] == [str(at) for at in range(count)]
-        assert [verdict["score"] for verdict in verdicts] == [at / count for at in range(count)]
+        lost = [verdict for verdict in verdicts if verdict["failure"] == "infrastructure"]
+        assert len(lost) <= len(killed) == 3  # what a killed worker held, if anything, and nothing else
+        assert all(v["score"] == at / count for at, v in enumerate(verdicts) if v not in lost)
         assert sum(pool.stats.outcomes.values()) == count
-        assert len(killed) == 3
 
     with_pool(steps, "echo", workers=2, budget_s=10)
 
@@ -146,7 +152,7 @@ def test_a_deadline_that_passes_is_infrastructure_not_zero(plugins: Path) -> Non
 def test_the_queue_is_bounded(plugins: Path) -> None:
     async def steps(pool: PluginPool) -> None:
         futures = [pool.submit(request_of("echo", "1", meta={"sleep_s": 0.05})) for _ in range(3)]
-        with pytest.raises(QueueFull, match="plugin 'echo'"):
+        with pytest.raises(asyncio.QueueFull):
             pool.submit(request_of("echo", "1"))
         assert [verdict["score"] for verdict in await asyncio.gather(*futures)] == [1.0] * 3
         assert pool.room == 3

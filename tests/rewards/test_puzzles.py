@@ -36,7 +36,7 @@ def verdict(
     plugin: PuzzlesReward, dataset: str, entry: Any, response: str, prompt: Any = "Answer in <answer></answer>."
 ) -> dict[str, Any]:
     truth = {"dataset": dataset, "entry": entry}
-    return judge(plugin, RewardRequest("x", "puzzles", prompt, truth, response))
+    return dict(judge(plugin, RewardRequest("x", "puzzles", prompt, truth, response)))
 
 
 def own_scores(plugin: PuzzlesReward, dataset: str, count: int, seed: int) -> list[Any]:

@@ -58,9 +58,10 @@ def test_every_escape_is_attempted_and_refused(box: ProcessSandbox) -> None:
 
 def test_without_confinement_the_proof_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(levels._LACKS, "none", {})
+    reading = 'ATTEMPTS = {"read a file of the host": ATTEMPTS["read a file of the host"]}\n\njson.dump('
     source = levels._ESCAPES.read_text()
-    kept = source.index("PLACES =")
-    monkeypatch.setattr(levels, "_ESCAPES", ReadingOnly(source[: source.index('@attempt("write a file')], kept))
+    assert source.count("\njson.dump(") == 1
+    monkeypatch.setattr(levels, "_ESCAPES", ReadingOnly(source.replace("json.dump(", reading)))
     sandbox = ProcessSandbox("none")
     sandbox.start()
     try:
@@ -72,10 +73,10 @@ def test_without_confinement_the_proof_does_not_hold(monkeypatch: pytest.MonkeyP
 
 
 class ReadingOnly:
-    """The escapes that do no harm where they succeed."""
+    """The one escape that does no harm where it succeeds."""
 
-    def __init__(self, source: str, _: int) -> None:
-        self._source = source + "json.dump(results, sys.stdout)\n"
+    def __init__(self, source: str) -> None:
+        self._source = source
 
     def read_text(self) -> str:
         return self._source

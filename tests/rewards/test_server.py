@@ -1,6 +1,7 @@
 """The real server process: token, forms of a request, back-pressure, and its end in every way."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -8,13 +9,17 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
+from nemo_prorl.rewards.server import MAX_BODY
 from tests.rewards.conftest import ROOT, RunningServer, StartServer, is_alive, request_of, wait_gone
+
+Capture = pytest.CaptureFixture[str]
 
 pytestmark = pytest.mark.starts
 
@@ -89,6 +94,41 @@ def test_the_server_end_to_end(plugins: Path, start_server: StartServer) -> None
     assert 'prorl_reward_verdicts_total{outcome="judged",plugin="echo"} 62.0' in text
     assert 'prorl_reward_seconds_count{plugin="echo"} 62.0' in text
     assert 'prorl_reward_workers{plugin="echo"} 1.0' in text
+
+
+def test_a_body_that_cannot_be_taken_is_refused(plugins: Path, start_server: StartServer, capfd: Capture) -> None:
+    server = start_server("echo")
+    for path in ("/v1/score", "/v1/trace"):
+        status, error = http(server, path, b"[" * 100_000 + b"]" * 100_000)
+        assert (status, error) == (400, {"error": "the body's JSON is nested too deeply"})
+    text = json.dumps(request_of("echo", "1", meta={"deep": 0}))
+    for depth in range(1000, 0, -1):  # what can be read can be handed on, and judged
+        status, answer = http(server, "/v1/score", text.replace(": 0}", f": {'[' * depth}{']' * depth}}}").encode())
+        if status == 200:
+            break
+        assert (status, answer) == (400, {"error": "the body's JSON is nested too deeply"})
+    assert answer["score"] == 1.0
+    assert depth > 500
+    assert http(server, "/v1/score", [{**request_of("echo", "1"), "key": []}])[0] == 400
+
+    # Too long a body: as declared, before it is sent; and in chunks, of which none says how many there will be.
+    host = server.url.removeprefix("http://")
+    connection = HTTPConnection(host, timeout=60)
+    connection.putrequest("POST", "/v1/score")
+    connection.putheader("Authorization", "Bearer secret")
+    connection.putheader("Content-Length", str(MAX_BODY + 1))
+    connection.endheaders()
+    response = connection.getresponse()
+    assert (response.status, json.load(response)) == (413, {"error": f"the body is over {MAX_BODY} bytes"})
+    connection.close()
+    connection = HTTPConnection(host, timeout=60)
+    chunks = (bytes(2**20) for _ in range(MAX_BODY // 2**20 + 1))
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it answers before it has read the last
+        connection.request("POST", "/v1/score", chunks, {"Authorization": "Bearer secret"}, encode_chunked=True)
+    assert connection.getresponse().status == 413
+    connection.close()
+    assert http(server, "/v1/score", request_of("echo", "1"))[0] == 200
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_verdicts_stream_as_they_are_known(plugins: Path, start_server: StartServer) -> None:

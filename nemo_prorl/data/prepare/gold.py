@@ -55,20 +55,20 @@ async def _judge(
     records: Sequence[PromptRecord], golds: Sequence[str], workers: int, unsafe_no_sandbox: bool
 ) -> dict[int, str]:
     from nemo_prorl.rewards.discovery import discover
-    from nemo_prorl.rewards.interface import RewardRequest
+    from nemo_prorl.rewards.interface import RewardRequest, Verdict
     from nemo_prorl.rewards.service import RewardService, plan_pools
 
     registry, tasks = discover(), sorted({record["task"] for record in records})
     service = RewardService(plan_pools(registry, tasks, workers, unsafe_no_sandbox=unsafe_no_sandbox), registry)
     failed: dict[int, str] = {}
-    waiting: deque[tuple[int, asyncio.Future[dict[str, Any]]]] = deque()
+    waiting: deque[tuple[int, asyncio.Future[Verdict]]] = deque()
     told = time.monotonic()
 
     async def settle() -> None:
         nonlocal told
         at, future = waiting.popleft()
         verdict = await future
-        if verdict["failure"] == "infrastructure":
+        if verdict["score"] is None:
             raise RewardFailure(f"the gold answer of {records[at]['id']} cannot be judged: {verdict['detail']}")
         if verdict["score"] < 1.0:
             failed[at] = f"score {verdict['score']:g}: {verdict['detail']}"

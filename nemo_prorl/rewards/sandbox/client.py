@@ -477,9 +477,3 @@ def _how_it_ended(child: _Child) -> str:
     if os.WIFSIGNALED(child.status):
         return f"ended by {signal.Signals(os.WTERMSIG(child.status)).name}"
     return f"ended with status {os.waitstatus_to_exitcode(child.status)}"
-
-
-def timed(sandbox: ProcessSandbox, program: Program) -> tuple[ProgramRun, float]:
-    """A run and its wall time in seconds."""
-    began = time.monotonic()
-    return sandbox.run(program, lambda *_: True), time.monotonic() - began

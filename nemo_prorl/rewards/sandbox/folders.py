@@ -8,11 +8,16 @@ import time
 from functools import lru_cache
 from pathlib import Path
 
+import psutil
+
 _PREFIX = "prorl-box-"
 
 
 def _started(pid: int) -> str:
-    """When a process started, in clock ticks since boot; "" where there is none."""
+    """When a process started, in clock ticks since boot; "" where there is none.
+
+    psutil gives it by the wall clock, which may be set: then folders in use would look abandoned.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
     except OSError:
@@ -48,33 +53,27 @@ def remove(folder: str) -> None:
 def threads_behind(pidfd: int) -> int:
     """Threads of the process that a pidfd stands for, wherever its namespace; 0 when it has ended."""
     try:
-        return int(_shown(pidfd, "stat").rpartition(")")[2].split()[17])
-    except (OSError, IndexError, ValueError):
+        return int(psutil.Process(_pid(pidfd)).num_threads())
+    except (psutil.Error, OSError, IndexError, ValueError):
         return 0
 
 
 def queued_s(pidfd: int) -> float:
     """Seconds that a process was ready to run and had no CPU (its first thread); 0 where the kernel does not tell."""
     try:
-        return int(_shown(pidfd, "schedstat").split()[1]) / 1e9
+        return int(Path(f"/proc/{_pid(pidfd)}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
         return 0.0
 
 
-def _shown(pidfd: int, name: str) -> str:
-    pid = Path(f"/proc/self/fdinfo/{pidfd}").read_text().partition("Pid:")[2].split()[0]
-    return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+def _pid(pidfd: int) -> int:
+    return int(Path(f"/proc/self/fdinfo/{pidfd}").read_text().partition("Pid:")[2].split()[0])
 
 
 @lru_cache(maxsize=1)
 def _tasks(uid: int, second: int) -> int:
-    total = 0
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                if entry.stat().st_uid == uid:
-                    total += len(os.listdir(f"/proc/{entry.name}/task"))
-    return total
+    processes = psutil.process_iter(["uids", "num_threads"])
+    return sum(one.info["num_threads"] or 0 for one in processes if one.info["uids"] and one.info["uids"].real == uid)
 
 
 def tasks_of_user() -> int:

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import signal
 import struct
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -35,6 +36,13 @@ def _syscall(what: str, number: int, *arguments: int | bytes | ctypes.Array | No
 def prctl(option: int, value: int) -> None:
     zero = ctypes.c_ulong(0)
     _checked(_libc.prctl(option, ctypes.c_ulong(value), zero, zero, zero), f"prctl {option}")
+
+
+def die_with_parent(parent: int) -> None:
+    """SIGKILL for this process when its parent dies; leaves at once if it is already dead."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def unshare(flags: int) -> None:

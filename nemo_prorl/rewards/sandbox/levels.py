@@ -165,12 +165,16 @@ def prove(sandbox: ProcessSandbox) -> Proof:
 
 
 def _tried(level: str, packages: Sequence[str] = ()) -> tuple[ProcessSandbox, Proof]:
+    """A sandbox, started only if the level holds, and what came of trying it."""
     sandbox = ProcessSandbox(level, packages=packages)
     try:
         sandbox.start()
-        return sandbox, prove(sandbox)
+        proof = prove(sandbox)
     except SandboxFailure as error:
-        return sandbox, Proof(level, failure=str(error))
+        proof = Proof(level, failure=str(error))
+    if not proof.holds:
+        sandbox.close()
+    return sandbox, proof
 
 
 def open_sandbox(unsafe: bool = False, packages: Sequence[str] = ()) -> ProcessSandbox:
@@ -185,7 +189,6 @@ def open_sandbox(unsafe: bool = False, packages: Sequence[str] = ()) -> ProcessS
         if proof.holds:
             _log.info("sandbox level %s", proof.line())
             return sandbox
-        sandbox.close()
         proofs.append(proof)
     if unsafe:
         _log.warning("NO SANDBOX: code of the model runs as this user, with limits only (unsafe_no_sandbox)")

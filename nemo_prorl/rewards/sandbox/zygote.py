@@ -52,7 +52,7 @@ class SandboxPlan:
 def main(arguments: list[str]) -> int:
     """`arguments`: the socket's descriptor, the parent's number, and the plan as JSON."""
     sock = socket.socket(fileno=int(arguments[0]))
-    _die_with(int(arguments[1]))
+    kernel.die_with_parent(int(arguments[1]))
     plan = SandboxPlan(**json.loads(arguments[2]))
     for name in _PRELOADED.split():
         importlib.import_module(name)
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
     try:
         if plan.level == "full":
             confine.enter_namespaces()
-            _die_with(int(arguments[1]))  # lost with the change of rights
+            kernel.die_with_parent(int(arguments[1]))  # lost with the change of rights
             return _serve_as_init(sock, plan)
         return _serve_confined(sock, plan)
     except OSError as error:
@@ -71,12 +71,6 @@ def main(arguments: list[str]) -> int:
 def _fail(sock: socket.socket, error: OSError) -> int:
     sock.send(json.dumps({"failed": str(error)}).encode())
     return 1
-
-
-def _die_with(parent: int) -> None:
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _serve_as_init(sock: socket.socket, plan: SandboxPlan) -> int:

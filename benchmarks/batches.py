@@ -20,6 +20,7 @@ import torch
 from machine import describe
 
 from nemo_prorl.batch import Batch, JudgedGroups
+from nemo_prorl.rewards.interface import RewardResult, verdict_of
 from nemo_prorl.rollout.endpoints import Response
 from nemo_prorl.rollout.groups import Group
 
@@ -38,7 +39,7 @@ def groups_of(tokens: int, context: int) -> list[Group]:
             responses.append(Response(k, ids, torch.randn(length, generator=draw).tolist(), "stop", 0))
             tokens -= length
         prompt = torch.randint(150_000, (64,), generator=draw).tolist()
-        verdicts = [{"score": float(k % 2), "detail": {}} for k in range(SAMPLES)]
+        verdicts = [verdict_of("p", RewardResult(float(k % 2))) for k in range(SAMPLES)]
         groups.append(Group(f"p{len(groups)}", "math", {}, prompt, 0, responses, verdicts, 1, 0, len(groups)))
     return groups
 

@@ -28,10 +28,11 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.evaluation import models
 from nemo_prorl.evaluation.catalogue import Benchmark, choose, load_records
 from nemo_prorl.evaluation.run import EvaluationOptions, configuration, local_engines
-from nemo_prorl.evaluation.sampling import Work, plan
+from nemo_prorl.evaluation.sampling import BenchmarkWork, Work, plan
 from nemo_prorl.evaluation.services import Services
 from nemo_prorl.evaluation.sources import LocalEngines
 from nemo_prorl.evaluation.store import Store
+from nemo_prorl.rewards.interface import Verdict
 from nemo_prorl.rollout.endpoints import read_token
 
 WAYS = {"prorl evaluate": "", "vLLM offline": "default", "vLLM offline, our settings": "ours"}
@@ -55,12 +56,12 @@ class Ours:
         stores = {one.name: Store(self.folder / f"run-{number}", one.name) for one in self.benchmarks}
         async with services.reward_client() as rewards:
 
-            async def judge(request: dict[str, Any]) -> dict[str, Any]:
+            async def judge(request: dict[str, Any]) -> Verdict:
                 return await rewards.score(request, Deadline(600.0, "a verdict"))
 
-            what = [(one, stores[one.name], self.records[one.name]) for one in self.benchmarks]
-            work = Work(self.source, judge)
-            await services.watching(work.do(plan(what, self.source, number)))
+            what = [BenchmarkWork(one, stores[one.name], self.records[one.name]) for one in self.benchmarks]
+            work = Work(self.source, judge, number)
+            await services.watching(work.do(plan(what, self.source)))
         lacking = [v for store in stores.values() for v in store.verdicts.values() if v["score"] is None]
         assert not lacking, lacking[0]
         for store in stores.values():

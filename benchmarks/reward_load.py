@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_prorl.rewards.interface import Verdict
+
 DOMAINS = ("math", "stem", "puzzles", "instructions", "code")
 CODE_TESTS = 10
 
@@ -144,7 +146,7 @@ def mixture(seed: int) -> Iterator[Load]:
             number += 1
 
 
-def same(load: Load, verdict: dict[str, Any]) -> bool:
+def same(load: Load, verdict: Verdict) -> bool:
     """Whether a verdict is the right one on the right request."""
     return verdict["id"] == load.request["id"] and verdict["score"] == load.score
 

@@ -29,6 +29,7 @@ from reward_load import DOMAINS, Load, mixture, same
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.rewards.client import RewardClient
+from nemo_prorl.rewards.interface import Verdict
 
 IN_FLIGHT = 64
 SAMPLE_S = 15.0
@@ -70,7 +71,7 @@ class Soak:
     """What was seen."""
 
     answered: Counter[str] = field(default_factory=Counter)
-    wrong: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    wrong: list[tuple[dict[str, Any], Verdict]] = field(default_factory=list)
     killed: Counter[str] = field(default_factory=Counter)
     samples: list[tuple[float, int, float, int]] = field(default_factory=list)  # s, answers, MB, server's descriptors
 

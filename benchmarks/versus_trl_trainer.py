@@ -122,7 +122,7 @@ def main() -> None:
         for text, ids, line in zip(completions, completion_ids, record, strict=True):
             finished = int(ids[-1]) == tokenizer.eos_token_id
             request = RewardRequest.from_json({**json.loads(line), "response": text, "finished": finished})
-            scores.append(float(judge(plugin, request)["score"]))
+            scores.append(judge(plugin, request)["score"] or 0.0)
             step["tokens"] += len(ids)
             step["truncated"] += not finished
         step["rewards"] += scores

@@ -45,6 +45,7 @@ from nemo_prorl.errors import EngineFailure
 from nemo_prorl.lifecycle.stopping import Stopping
 from nemo_prorl.lifecycle.tolerances import engine_gap_alarm, kl_after_reset
 from nemo_prorl.metrics import Metrics
+from nemo_prorl.rewards.interface import RewardResult, verdict_of
 from nemo_prorl.rollout.endpoints import Response, SamplingParams, read_token
 from nemo_prorl.rollout.engines import EnginePool
 from nemo_prorl.rollout.groups import Group
@@ -246,7 +247,7 @@ def random_groups(plan: Plan, vocab: int, seed: int) -> list[Group]:
     def group(index: int) -> Group:
         prompt_ids = torch.randint(vocab, (prompt,), generator=generator).tolist()
         responses = [response(k) for k in range(plan.samples)]
-        verdicts = [{"score": float(k % 2), "detail": {}} for k in range(plan.samples)]
+        verdicts = [verdict_of(f"random-{index}", RewardResult(float(k % 2))) for k in range(plan.samples)]
         return Group(f"random-{index}", "preflight", {}, prompt_ids, 0, responses, verdicts, 1, 0, index)
 
     return [group(index) for index in range(plan.tried_prompts)]

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from nemo_prorl import cli, settings
 from nemo_prorl.algorithms import reset_rules
 from nemo_prorl.config import Config
-from nemo_prorl.rewards.interface import RewardRequest, judge
+from nemo_prorl.rewards.interface import RewardRequest, Verdict, judge
 from nemo_prorl.rewards.sandbox.levels import open_sandbox
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -342,7 +342,7 @@ def test_the_readmes_plugin_judges() -> None:
     exec(compile(code, "README.md", "exec"), names)
     plugin = names["Palindromes"]()
 
-    def verdict(response: str) -> dict[str, Any]:
+    def verdict(response: str) -> Verdict:
         return judge(plugin, RewardRequest("a", "palindromes", "?", {"length": 4}, response))
 
     assert verdict("abba")["score"] == 1.0

@@ -378,7 +378,7 @@ def test_journal_and_rollouts_fit(tmp_path: Path) -> None:
     assert written == {name for kind in get_args(JournalEvent) for name in get_args(kind.__annotations__["event"])}
 
     response = Response(0, [3, 4], [-1.0, -1.0], "stop", 2)
-    group = Group("a-1", "math", RECORD, [1, 2], 0, [response], [dict(verdict_of("a-1", RewardResult(1.0)))], 3, 2, 7)
+    group = Group("a-1", "math", RECORD, [1, 2], 0, [response], [verdict_of("a-1", RewardResult(1.0))], 3, 2, 7)
     write_rollouts(tmp_path, 3, [group], lambda prompt_ids, response_ids: "2")
     [line] = (tmp_path / "rollouts" / "step-3.jsonl").read_text().splitlines()
     rollout = json.loads(line)

@@ -4,107 +4,99 @@ import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import yaml
+from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
 
 from nemo_prorl.errors import ConfigError, DataError
 
 FOLDER = Path(__file__).parent / "benchmarks"
 Domain = Literal["math", "code", "stem", "puzzles", "instructions"]
 Metric = Literal["pass@1", "reward"]
-DOMAINS: tuple[Domain, ...] = get_args(Domain)
-METRICS: tuple[Metric, ...] = get_args(Metric)
+_CONFIG = ConfigDict(extra="forbid")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CONFIG)
 class Sampling:
     """How responses are drawn; `context` is prompt and response together, in tokens."""
 
-    samples: int = 16
-    temperature: float = 0.6
-    top_p: float = 0.95
-    context: int = 32768
-    max_response: int | None = None
+    samples: int = Field(default=16, ge=1, le=4096)
+    temperature: float = Field(default=0.6, ge=0, le=100)  # 0: greedy
+    top_p: float = Field(default=0.95, gt=0, le=1)
+    context: int = Field(default=32768, ge=2)
+    max_response: int | None = Field(default=None, ge=1)
 
-    def check(self, where: str) -> None:
-        """Raises ConfigError naming the key."""
-        top = self.context - 1
-        for key, good, right in (
-            ("samples", 1 <= self.samples <= 4096, "a number from 1 to 4096"),
-            ("temperature", self.temperature == 0 or 0.01 <= self.temperature <= 100, "0 (greedy), or 0.01 to 100"),
-            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
-            ("context", self.context >= 2, "2 tokens or more"),
-            ("max_response", self.max_response is None or 1 <= self.max_response <= top, f"from 1 to {top}, or null"),
-        ):
-            if not good:
-                raise ConfigError(f"{where}: {key} is {getattr(self, key)!r}; it must be {right}")
+    @model_validator(mode="after")
+    def _check(self) -> "Sampling":
+        if 0 < self.temperature < 0.01:
+            raise ValueError(f"temperature is {self.temperature!r}; it must be 0 (greedy), or 0.01 to 100")
+        if self.max_response is not None and self.max_response >= self.context:
+            raise ValueError(f"max_response is {self.max_response}; it must be from 1 to {self.context - 1}, or null")
+        return self
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CONFIG)
 class Benchmark:
     """One benchmark.  Exactly one of `prompts` (a file that the user gives) and `generate` is set."""
 
     name: str
+    sha256: str  # of the yaml file
     title: str
     domain: Domain
     task: str  # of its records: which reward plugin judges
-    metric: Metric  # what the paper reports of it: pass@1 (binary correctness) or reward (mean continuous reward)
+    metric: Metric  # what the paper reports: binary correctness, or mean continuous reward
     sets: tuple[str, ...]
     source: str
     licence: str
     prompts: str | None = None  # NAME of the file or folder in --data, see `file_of`
     prepare: str = ""  # how to get that file
-    generate: Mapping[str, Any] | None = None  # generator, size, seed, options, as a data source of a run
+    generate: dict[str, Any] | None = None  # generator, size, seed, options, as a data source of a run
     out_of_distribution: bool = False
-    sampling: Sampling = field(default_factory=Sampling)
-    sha256: str = ""  # of the yaml file
+    sampling: Sampling = Field(default_factory=Sampling)
+
+    @model_validator(mode="after")
+    def _check(self) -> "Benchmark":
+        if (self.prompts is None) == (self.generate is None):
+            raise ValueError("needs either 'prompts', a name in --data, or 'generate'")
+        return self
 
     def changed(self, given: Mapping[str, Any]) -> "Benchmark":
-        """With these sampling values in place of its own."""
-        sampling = replace(self.sampling, **given)
-        sampling.check(self.name)
-        return replace(self, sampling=sampling)
+        """Return the benchmark with these sampling values in place of its own.  Raises ConfigError."""
+        try:
+            return replace(self, sampling=replace(self.sampling, **given))
+        except ValidationError as error:
+            raise _wrong(self.name, error) from None
+
+    def about(self) -> dict[str, Any]:
+        """Return what manifest.json and results.json say of it."""
+        return {key: getattr(self, key) for key in ("title", "domain", "metric", "out_of_distribution")}
 
 
-def names() -> list[str]:
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+def _wrong(where: object, error: ValidationError) -> ConfigError:
+    first = error.errors()[0]
+    key = ".".join(map(str, first["loc"]))
+    value = f"{key} is {first['input']!r}: " if key and first["type"] != "missing" else f"{key}: " if key else ""
+    return ConfigError(f"{where}: {value}{first['msg'].removeprefix('Value error, ')}")
 
 
 def catalogue() -> dict[str, Benchmark]:
     """All benchmarks by name."""
-    return {name: read(FOLDER / f"{name}.yaml") for name in names()}
+    return {path.stem: read(path) for path in sorted(FOLDER.glob("*.yaml"))}
 
 
 def read(path: Path) -> Benchmark:
     """One file; raises ConfigError naming file and key."""
     text = path.read_bytes()
     try:
-        obj = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not yaml: {error}") from error
-    if not isinstance(obj, dict):
-        raise ConfigError(f"{path}: must be a mapping")
-    known = {one.name for one in fields(Benchmark)} - {"name", "sha256"}
-    if unknown := sorted(set(obj) - known):
-        raise ConfigError(f"{path}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
-    required = ("title", "domain", "task", "metric", "sets", "source", "licence")
-    if missing := [key for key in required if key not in obj]:
-        raise ConfigError(f"{path}: {missing[0]} is missing")
-    for key, choices in (("domain", DOMAINS), ("metric", METRICS)):
-        if obj[key] not in choices:
-            raise ConfigError(f"{path}: {key} is {obj[key]!r}; it must be one of {', '.join(choices)}")
-    if (obj.get("prompts") is None) == (obj.get("generate") is None):
-        raise ConfigError(f"{path}: needs either 'prompts', a name in --data, or 'generate'")
-    try:
-        sampling = Sampling(**obj.pop("sampling", {}))
-    except TypeError as error:
-        raise ConfigError(f"{path}: sampling: {error}") from error
-    sampling.check(str(path))
-    obj["sets"] = tuple(obj["sets"])
-    return Benchmark(name=path.stem, sampling=sampling, sha256=hashlib.sha256(text).hexdigest(), **obj)
+        return Benchmark(name=path.stem, sha256=hashlib.sha256(text).hexdigest(), **yaml.safe_load(text))
+    except (yaml.YAMLError, TypeError) as error:
+        raise ConfigError(f"{path}: must be a mapping in yaml: {error}") from error
+    except ValidationError as error:
+        raise _wrong(path, error) from None
 
 
 def choose(text: str) -> list[Benchmark]:
@@ -128,7 +120,7 @@ def choose(text: str) -> list[Benchmark]:
 
 def check_files(chosen: Iterable[Benchmark], data: Path | None) -> None:
     """Raises DataError that names every file which is missing and how to get it."""
-    lacking = [one for one in chosen if one.prompts is not None and (data is None or file_of(one, data) is None)]
+    lacking = [one for one in chosen if one.prompts is not None and file_of(one, data) is None]
     if not lacking:
         return
     lines = [f"  {one.name}: {one.prompts}.jsonl or {one.prompts}/validation.jsonl ({one.prepare})" for one in lacking]
@@ -138,8 +130,10 @@ def check_files(chosen: Iterable[Benchmark], data: Path | None) -> None:
     )
 
 
-def file_of(benchmark: Benchmark, data: Path) -> Path | None:
-    """Its records in --data: NAME.jsonl, or what `prorl data prepare` held out in NAME/; None where neither is."""
+def file_of(benchmark: Benchmark, data: Path | None) -> Path | None:
+    """Its records in --data: NAME.jsonl, or what `prorl data prepare` held out in NAME/; None if neither exists."""
+    if data is None:
+        return None
     name = benchmark.prompts
     forms = [f"{stem}.{form}" for stem in (name, f"{name}/validation") for form in ("jsonl", "parquet")]
     return next((data / form for form in forms if (data / form).is_file()), None)
@@ -147,25 +141,17 @@ def file_of(benchmark: Benchmark, data: Path) -> Path | None:
 
 def load_records(benchmark: Benchmark, data: Path | None, limit: int | None = None) -> list[dict[str, Any]]:
     """Its prompt records, in order.  Raises DataError naming file, line and field."""
-    if benchmark.prompts is not None:
-        from nemo_prorl.data.records import read_records
-
-        check_files([benchmark], data)
-        assert data is not None
-        file = file_of(benchmark, data)
-        assert file is not None
-        records = read_records(file, {benchmark.task})
-    else:
+    if benchmark.generate is not None:
         from nemo_prorl.config import DataSource
         from nemo_prorl.data.laptop.generators import generate
 
-        assert benchmark.generate is not None
-        try:
-            source = DataSource(name=benchmark.name, **benchmark.generate)
-        except TypeError as error:
-            raise ConfigError(f"{FOLDER / benchmark.name}.yaml: generate: {error}") from error
-        records = generate(source)
-    return records[:limit]
+        return generate(DataSource(name=benchmark.name, **benchmark.generate))[:limit]
+    from nemo_prorl.data.records import read_records
+
+    check_files([benchmark], data)
+    file = file_of(benchmark, data)
+    assert file is not None
+    return read_records(file, {benchmark.task})[:limit]
 
 
 def records_sha256(records: Iterable[Mapping[str, Any]]) -> str:
@@ -183,18 +169,10 @@ def part_of(record: Mapping[str, Any]) -> str:
     return str(dataset or record.get("source") or record["task"])
 
 
-def table(chosen: Iterable[Benchmark]) -> str:
-    """What `--list` prints."""
-    rows = [("benchmark", "domain", "metric", "samples", "context", "sets", "needs")]
+def table(chosen: Iterable[Benchmark]) -> list[list[str]]:
+    """The rows that `--list` prints."""
+    rows = [["benchmark", "domain", "metric", "samples", "context", "sets", "needs"]]
     for one in chosen:
-        s = one.sampling
-        sets = ",".join(one.sets)
-        rows.append((one.name, one.domain, one.metric, str(s.samples), str(s.context), sets, one.prompts or "nothing"))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "".join(
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() + "\n" for row in rows
-    )
-
-
-def sampling_json(sampling: Sampling) -> dict[str, Any]:
-    return asdict(sampling)
+        numbers = [str(one.sampling.samples), str(one.sampling.context)]
+        rows.append([one.name, one.domain, one.metric, *numbers, ",".join(one.sets), one.prompts or "nothing"])
+    return rows

@@ -1,22 +1,37 @@
 """`prorl evaluate`: what the command line means.  Light: `--help` and wrong use load nothing heavy."""
 
 import argparse
-import json
 import logging
 import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.errors import ConfigError
+from nemo_prorl.evaluation.store import read_json
 
 if TYPE_CHECKING:
     from nemo_prorl.evaluation.catalogue import Benchmark
-    from nemo_prorl.evaluation.formats import EvaluationManifest, EvaluationResults
 
 _log = logging.getLogger(__name__)
 
 _SHOWN = 10  # differences
+_SAMPLING = ("samples", "temperature", "top_p", "context", "max_response")
+_OPTIONS = (  # that an evaluation takes as they were given
+    "model", "out", "data", "limit", "engines", "checkpoint", "model_name", "opens_thought", "token_env", "requests",
+)  # fmt: skip
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text}: must be in 0..2**63-1")
+    return int(text)
 
 
 def add_parser(commands: Any) -> None:
@@ -35,15 +50,15 @@ def add_parser(commands: Any) -> None:
     add("--top-p", metavar="P", type=float)
     add("--context", metavar="N", type=int, help="tokens of prompt and response together")
     add("--max-response", metavar="N", type=int, help="tokens of a response, at most")
-    add("--limit", metavar="N", type=int, help="only the first N prompts of each benchmark")
-    add("--seed", metavar="N", type=int, default=None, help="default 1")
-    add("--engines", metavar="N", type=int, help="on this machine; default: the cluster's, a node")
+    add("--limit", metavar="N", type=_positive, help="only the first N prompts of each benchmark")
+    add("--seed", metavar="N", type=_seed, help="default 1")
+    add("--engines", metavar="N", type=_positive, help="on this machine; default: the cluster's, per node")
     add("--checkpoint", metavar="WHICH", default="newest", help="of a run directory: newest, best, or a step")
     add("--model", metavar="NAME", dest="model_name", help="of an address: what the server calls the model")
     add("--opens-thought", action="store_true", help="of an address: its chat template ends the prompt in <think>")
     add("--token-env", metavar="VAR", default="OPENAI_API_KEY", help="environment variable with the address's token")
-    add("--requests", metavar="N", type=int, default=32, help="to an address at a time")
-    add("--manifest", metavar="FILE", type=Path, help="evaluate as it says, and tell whether the numbers are equal")
+    add("--requests", metavar="N", type=_positive, default=32, help="maximum concurrent requests to an address")
+    add("--manifest", metavar="FILE", type=Path, help="evaluate as it says, and report whether the numbers are equal")
     add("--compare", metavar="DIR", type=Path, nargs="+", help="folders of evaluations, the base first")
     parser.set_defaults(run_command=run)
 
@@ -51,8 +66,9 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.list:
         from nemo_prorl.evaluation.catalogue import catalogue, table
+        from nemo_prorl.evaluation.results import aligned
 
-        sys.stdout.write(table(catalogue().values()))
+        sys.stdout.write(aligned(table(catalogue().values()), numbers=False))
         return 0
     if args.out is None:
         raise ConfigError("--out DIR is missing: where the evaluation is written")
@@ -63,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sort_words(args: argparse.Namespace) -> None:
-    """MODEL and overrides, in any order among the options; raises ConfigError for two models."""
+    """Tell MODEL and overrides apart, in any order among the options.  Raises ConfigError for two models."""
     words = [*([] if args.model is None else [args.model]), *args.overrides]
     named = [word for word in words if "=" not in word or "://" in word or Path(word).exists()]
     if len(named) > 1:
@@ -79,69 +95,40 @@ def _evaluate(args: argparse.Namespace) -> int:
         raise ConfigError("MODEL is missing: a Hugging Face folder, a checkpoint, a run directory, or http://HOST/v1")
     if args.benchmarks is None:
         raise ConfigError("--benchmarks A,B is missing; prorl evaluate --list shows them")
-    given = {name: getattr(args, name) for name in ("samples", "temperature", "top_p", "context", "max_response")}
-    given = {name: value for name, value in given.items() if value is not None}
-    chosen = tuple(one.changed(given) for one in choose(args.benchmarks))
-    found = _run(args, args.model, chosen, 1 if args.seed is None else args.seed, args.data, args.limit, None)
-    return _tell(found, args.out)
+    given = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
+    return _run(args, [one.changed(given) for one in choose(args.benchmarks)])[1]
 
 
 def _run(
-    args: argparse.Namespace,
-    model: str,
-    benchmarks: "tuple[Benchmark, ...]",
-    seed: int,
-    data: Path | None,
-    limit: int | None,
-    expected: "EvaluationManifest | None",
-) -> "EvaluationResults":
-    for name, value in (("limit", limit), ("engines", args.engines), ("requests", args.requests)):
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name} {value}: must be at least 1")
-    if not 0 <= seed < 2**63:
-        raise ConfigError(f"--seed {seed}: must be in 0..2**63-1")
+    args: argparse.Namespace, benchmarks: "list[Benchmark]", expected: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], int]:
+    """Evaluate and print the table; results.json as an object, and the exit code."""
+    from nemo_prorl.evaluation.results import table
     from nemo_prorl.evaluation.run import EvaluationOptions, evaluate
 
-    return evaluate(
-        EvaluationOptions(
-            model=model,
-            benchmarks=benchmarks,
-            out=args.out,
-            seed=seed,
-            data=data,
-            limit=limit,
-            engines=args.engines,
-            checkpoint=args.checkpoint,
-            model_name=args.model_name,
-            opens_thought=args.opens_thought,
-            token_env=args.token_env,
-            at_a_time=args.requests,
-            overrides=tuple(args.overrides),
-            expected=expected,
-        )
+    options = {key: getattr(args, key) for key in _OPTIONS}
+    overrides, seed = tuple(args.overrides), 1 if args.seed is None else args.seed
+    found = evaluate(
+        EvaluationOptions(benchmarks=benchmarks, overrides=overrides, seed=seed, expected=expected, **options)
     )
-
-
-def _tell(found: "EvaluationResults", out: Path) -> int:
-    from nemo_prorl.evaluation.results import table
-
     sys.stdout.write(table(found))
     _log.info(
-        "pass@1, reward and pass@k in percent, with standard errors over prompts; all numbers: %s/results.json", out
+        "pass@1, reward and pass@k in percent, with standard errors over prompts; all numbers: %s/results.json",
+        args.out,
     )
     if found["complete"]:
-        return 0
+        return found, 0
     lacking = sum(entry["unjudged"] for entry in found["benchmarks"].values())
     _log.error("prorl: %d responses have no verdict and count nowhere; the same command judges them again", lacking)
-    return 1
+    return found, 1
 
 
 def _again(args: argparse.Namespace) -> int:
     from nemo_prorl.evaluation.catalogue import Sampling, catalogue
     from nemo_prorl.evaluation.run import differences
 
-    expected = _read(args.manifest)
-    for name in ("benchmarks", "samples", "temperature", "top_p", "context", "max_response", "limit", "seed"):
+    expected = read_json(args.manifest)
+    for name in ("benchmarks", *_SAMPLING, "limit", "seed"):
         if getattr(args, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')}: with --manifest everything is as the manifest says")
     if args.out.resolve() == args.manifest.resolve().parent:
@@ -152,20 +139,21 @@ def _again(args: argparse.Namespace) -> int:
         if name not in known or set(entry["sampling"]) != keys:
             raise ConfigError(f"{args.manifest}: {name}: no benchmark of this version")
         chosen.append(known[name].changed(entry["sampling"]))
-    told = expected["model"]
-    args.model_name = args.model_name or (told["name"] if told["kind"] == "endpoint" else None)
-    args.opens_thought = args.opens_thought or told.get("opens_thought", False)
-    if told["kind"] == "run" and args.checkpoint == "newest" and args.model is None:
-        args.checkpoint = str(told["step"])
-    model = args.model or told.get("url") or told["folder"]
-    data = args.data or (None if expected["data"] is None else Path(expected["data"]))
-    found = _run(args, model, tuple(chosen), expected["seed"], data, expected["limit"], expected)
-    code = _tell(found, args.out)
+    model = expected["model"]
+    if model["kind"] == "run" and args.checkpoint == "newest" and args.model is None:
+        args.checkpoint = str(model["step"])
+    if model["kind"] == "endpoint":
+        args.model_name = args.model_name or model["name"]
+        args.opens_thought = args.opens_thought or model.get("opens_thought", False)
+    args.model = args.model or model.get("url") or model["folder"]
+    args.data = args.data or (None if expected["data"] is None else Path(expected["data"]))
+    args.seed, args.limit = expected["seed"], expected["limit"]
+    found, code = _run(args, chosen, expected)
     there = args.manifest.parent / "results.json"
     if not there.is_file():
         _log.warning("%s is not there: nothing to compare with", there)
         return code
-    unequal = differences(_read(there), found)
+    unequal = differences(read_json(there), found)
     if not unequal:
         sys.stdout.write(f"equal to {there}\n")
         return code
@@ -174,21 +162,9 @@ def _again(args: argparse.Namespace) -> int:
     return 1
 
 
-def _read(path: Path) -> Any:
-    try:
-        value = json.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON: {error}") from error
-    if not isinstance(value, dict) or value.get("format") != 1:
-        raise DataError(f"{path}: field 'format' must be 1, as prorl evaluate writes it")
-    return value
-
-
 def _compare(args: argparse.Namespace) -> int:
     from nemo_prorl.evaluation import compare
-    from nemo_prorl.evaluation.run import write_json
+    from nemo_prorl.lifecycle.records import write_json
 
     found = compare.compare(compare.read(args.compare))
     args.out.mkdir(parents=True, exist_ok=True)

@@ -4,37 +4,20 @@ The first is the base.  What a model gained over it at k = 1 may be old solution
 the largest k are solutions that the base did not find in so many tries.
 """
 
-import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import numpy as np
 
 from nemo_prorl.errors import ConfigError, DataError
-from nemo_prorl.evaluation.estimates import Floats, Interval, bootstrap_means, intervals, ks_up_to
-from nemo_prorl.evaluation.formats import (
-    ComparedBenchmark,
-    ComparedGroup,
-    ComparedModel,
-    ComparedPart,
-    Difference,
-    EvaluationComparison,
-    EvaluationManifest,
-    GroupDifference,
-    MeanJson,
-    Numbers,
-    Reading,
-    SolvedCounts,
-)
-from nemo_prorl.evaluation.results import Scored, aligned, numbers, percent, scored
-from nemo_prorl.evaluation.store import Store
+from nemo_prorl.evaluation.estimates import Floats, Interval, Mean, bootstrap_means, intervals, ks_up_to
+from nemo_prorl.evaluation.results import Scored, aligned, by_domain, numbers, percent, scored
+from nemo_prorl.evaluation.store import Store, read_json
 
-FORMAT: Literal[1] = 1
+FORMAT = 1
 RESAMPLES, SEED, LEVEL = 4000, 0, 0.95
-_COLUMNS = ("pass@1", "reward")  # before the columns of pass@k
 
 
 @dataclass(frozen=True)
@@ -43,7 +26,7 @@ class Evaluated:
 
     name: str
     folder: Path
-    manifest: EvaluationManifest
+    manifest: dict[str, Any]
     found: dict[str, Scored]
 
 
@@ -55,10 +38,7 @@ class Paired:
     ks: tuple[int, ...]
     mean_K: Floats  # [2 + K] of the differences
     drawn_RK: Floats
-    solved: SolvedCounts
-
-    def intervals(self) -> list[Interval]:
-        return intervals(self.mean_K, self.drawn_RK, LEVEL)
+    solved: dict[str, int]
 
 
 def read(folders: Sequence[Path]) -> list[Evaluated]:
@@ -73,14 +53,7 @@ def read(folders: Sequence[Path]) -> list[Evaluated]:
 
 
 def _read(name: str, folder: Path) -> Evaluated:
-    try:
-        manifest: EvaluationManifest = json.loads((folder / "manifest.json").read_text())
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{folder}: holds no evaluation (manifest.json); make one with prorl evaluate --out"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{folder / 'manifest.json'}: cannot be read: {error}") from error
+    manifest = read_json(folder / "manifest.json")
     found = {}
     for benchmark, entry in manifest["benchmarks"].items():
         store = Store(folder, benchmark, writable=False)
@@ -88,47 +61,38 @@ def _read(name: str, folder: Path) -> Evaluated:
     return Evaluated(name, folder, manifest, found)
 
 
-def compare(models: Sequence[Evaluated]) -> EvaluationComparison:
+def compare(models: Sequence[Evaluated]) -> dict[str, Any]:
     """comparison.json, as docs/formats.md describes it."""
     common = [name for name in models[0].found if all(name in model.found for model in models)]
     if not common:
         raise ConfigError("--compare: the evaluations have no benchmark in common")
-    for name in common:
-        _check_same_prompts(name, models)
-    entries: dict[str, ComparedBenchmark] = {}
+    entries: dict[str, Any] = {}
     paired: dict[tuple[str, str], Paired] = {}
     for name in common:
+        _check_same_prompts(name, models)
         about = models[0].manifest["benchmarks"][name]
-        entry, pairs = _entry([model.found[name] for model in models], models, name)
+        found = {model.name: model.found[name] for model in models}
+        entry, pairs = _entry(found, name)
         paired |= {(other, name): pair for other, pair in pairs.items()}
-        parts = sorted(set(models[0].found[name].parts))
-        inner = {
-            part: _entry([model.found[name].only(part) for model in models], models, f"{name}/{part}")[0]
-            for part in (parts if len(parts) > 1 else [])
+        parts = {
+            part: _entry({model: one.only(part) for model, one in found.items()}, f"{name}/{part}")[0]
+            for part in models[0].found[name].by_part()
         }
-        entries[name] = {
-            "title": about["title"],
-            "domain": about["domain"],
-            "metric": about["metric"],
-            "out_of_distribution": about["out_of_distribution"],
-            **entry,
-            "parts": inner,
-        }
-    skipped = sorted({name for model in models for name in model.found} - set(common))
+        told = {key: about[key] for key in ("title", "domain", "metric", "out_of_distribution")}
+        entries[name] = {**told, **entry, "parts": parts}
+    others = [model.name for model in models[1:]]
+    groups = {group: _group(names, others, paired) for group, names in by_domain(entries).items()}
+    outside = groups.pop("out_of_distribution", None)
     return {
         "format": FORMAT,
         "base": models[0].name,
-        "models": [_about(model) for model in models],
+        "models": [{"name": one.name, "folder": str(one.folder), "model": one.manifest["model"]} for one in models],
         "bootstrap": {"resamples": RESAMPLES, "seed": SEED, "level": LEVEL},
-        "skipped": skipped,
+        "skipped": sorted({name for model in models for name in model.found} - set(common)),
         "benchmarks": entries,
-        "domains": _groups(models, entries, paired, outside=False),
-        "out_of_distribution": _groups(models, entries, paired, outside=True).get("out_of_distribution"),
+        "domains": groups,
+        "out_of_distribution": outside,
     }
-
-
-def _about(model: Evaluated) -> ComparedModel:
-    return {"name": model.name, "folder": str(model.folder), "model": model.manifest["model"]}
 
 
 def _check_same_prompts(name: str, models: Sequence[Evaluated]) -> None:
@@ -141,16 +105,22 @@ def _check_same_prompts(name: str, models: Sequence[Evaluated]) -> None:
             )
 
 
-def _entry(found: Sequence[Scored], models: Sequence[Evaluated], where: str) -> tuple[ComparedPart, dict[str, Paired]]:
-    """One benchmark or part of it: each model's numbers, and each one's differences from the base."""
-    told = {model.name: numbers(one) for model, one in zip(models, found, strict=True)}
-    pairs, differences = {}, []
-    for model, one in itertools.islice(zip(models, found, strict=True), 1, None):
-        pair = _pair(found[0], one, f"{model.name}/{where}")
-        if pair is None:
-            continue
-        pairs[model.name] = pair
-        differences.append(_difference(model.name, pair, told[models[0].name], told[model.name]))
+def _entry(found: Mapping[str, Scored], where: str) -> tuple[dict[str, Any], dict[str, Paired]]:
+    """One benchmark or part of it: each model's numbers, and each one's differences from the first, the base."""
+    told = {model: numbers(one) for model, one in found.items()}
+    base, *others = found
+    pairs = {
+        other: pair for other in others if (pair := _pair(found[base], found[other], f"{other}/{where}")) is not None
+    }
+    differences = [
+        {
+            **_difference(other, pair.mean_K, pair.drawn_RK, pair.ks),
+            "prompts": pair.prompts,
+            "solved": pair.solved,
+            "base_k": base_k(told[base]["pass@k"], told[other]["pass@1"]["mean"]),
+        }
+        for other, pair in pairs.items()
+    ]
     return {"models": told, "differences": differences}, pairs
 
 
@@ -179,9 +149,9 @@ def _pair(base: Scored, other: Scored, key: str) -> Paired | None:
     )
 
 
-def _solved(base: Scored, other: Scored) -> SolvedCounts:
+def _solved(base: Scored, other: Scored) -> dict[str, int]:
     """Prompts by who solved them at least once, each with the same number of samples."""
-    counts: SolvedCounts = {"both": 0, "gained": 0, "lost": 0, "neither": 0}
+    counts = {"both": 0, "gained": 0, "lost": 0, "neither": 0}
     for mine, theirs in zip(base.samples, other.samples, strict=True):
         n = min(len(mine), len(theirs))
         was, now = any(s.correct for s in mine[:n]), any(s.correct for s in theirs[:n])
@@ -189,28 +159,19 @@ def _solved(base: Scored, other: Scored) -> SolvedCounts:
     return counts
 
 
-def _difference(name: str, pair: Paired, base: Numbers, other: Numbers) -> Difference:
-    assert other["pass@1"] is not None  # the pair has prompts that both were judged on
-    return {
-        **_group_difference(name, pair.intervals(), pair.ks),
-        "prompts": pair.prompts,
-        "solved": pair.solved,
-        "base_k": base_k(base["pass@k"], other["pass@1"]["mean"]),
-    }
+def _difference(model: str, mean_K: Floats, drawn_RK: Floats, ks: Sequence[int]) -> dict[str, Any]:
+    """One model against the base, from the mean and the bootstrap draws of the differences."""
+    first, reward, *rest = intervals(mean_K, drawn_RK, LEVEL)
+    curve = {str(k): one for k, one in zip(ks, rest, strict=True)}
+    return {"model": model, "pass@1": first, "reward": reward, "pass@k": curve, "reading": reading(curve, reward)}
 
 
-def _group_difference(name: str, found: Sequence[Interval], ks: Sequence[int]) -> GroupDifference:
-    pass_1, reward, *curve = [one.to_json() for one in found]
-    at_k = {str(k): one for k, one in zip(ks, curve, strict=True)}
-    return {"model": name, "pass@1": pass_1, "reward": reward, "pass@k": at_k, "reading": reading(at_k, reward)}
-
-
-def base_k(curve: Mapping[str, MeanJson], target: float) -> int | None:
+def base_k(curve: Mapping[str, Mean], target: float) -> int | None:
     """The least k at which the base's pass@k reaches the other's pass@1: the tries that it replaces by one."""
     return next((int(k) for k in sorted(curve, key=int) if curve[k]["mean"] >= target), None)
 
 
-def reading(curve: Mapping[str, Mapping[str, float]], reward: Mapping[str, float]) -> Reading:
+def reading(curve: Mapping[str, Interval], reward: Interval) -> str:
     """What the intervals say, in the words that docs/formats.md explains."""
     one, most = curve["1"], curve[max(curve, key=int)]
     better, more = one["low"] > 0, most["low"] > 0
@@ -224,37 +185,24 @@ def reading(curve: Mapping[str, Mapping[str, float]], reward: Mapping[str, float
     return "closer" if reward["low"] > 0 else "no difference"
 
 
-def _groups(
-    models: Sequence[Evaluated],
-    entries: Mapping[str, ComparedBenchmark],
-    paired: Mapping[tuple[str, str], Paired],
-    outside: bool,
-) -> dict[str, ComparedGroup]:
-    """Differences of the unweighted mean over benchmarks, by domain, or of all that was kept out of training."""
-    groups: dict[str, list[str]] = {}
-    for name, entry in entries.items():
-        if entry["out_of_distribution"] == outside:
-            groups.setdefault("out_of_distribution" if outside else entry["domain"], []).append(name)
-    told: dict[str, ComparedGroup] = {}
-    for group, names in sorted(groups.items()):
-        differences: list[GroupDifference] = []
-        for model in models[1:]:
-            pairs = [paired[model.name, name] for name in names if (model.name, name) in paired]
-            if len(pairs) < len(names):
-                continue  # a benchmark without a verdict: its domain has no mean
+def _group(names: list[str], others: Sequence[str], paired: Mapping[tuple[str, str], Paired]) -> dict[str, Any]:
+    """Differences of the unweighted mean over some benchmarks; none for a model that lacks one of them."""
+    differences = []
+    for other in others:
+        pairs = [paired[other, name] for name in names if (other, name) in paired]
+        if len(pairs) == len(names):
             ks = min((pair.ks for pair in pairs), key=len)
-            width = len(_COLUMNS) + len(ks)  # ks are powers of 2 from 1: the shorter is a beginning of the longer
+            width = 2 + len(ks)  # ks are powers of 2 from 1: the shorter is a beginning of the longer
             mean_K = np.mean([pair.mean_K[:width] for pair in pairs], axis=0)
             drawn_RK = np.mean([pair.drawn_RK[:, :width] for pair in pairs], axis=0)
-            differences.append(_group_difference(model.name, intervals(mean_K, drawn_RK, LEVEL), ks))
-        told[group] = {"benchmarks": names, "differences": differences}
-    return told
+            differences.append(_difference(other, mean_K, drawn_RK, ks))
+    return {"benchmarks": names, "differences": differences}
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
-def table(comparison: EvaluationComparison) -> str:
+def table(comparison: Mapping[str, Any]) -> str:
     """For each benchmark: the models' curves, then the differences from the base with their intervals."""
     text = []
     for name, entry in comparison["benchmarks"].items():
@@ -271,11 +219,11 @@ def table(comparison: EvaluationComparison) -> str:
     groups = dict(comparison["domains"])
     if comparison["out_of_distribution"] is not None:
         groups["out of distribution"] = comparison["out_of_distribution"]
-    for group, compared in groups.items():
-        for mean in compared["differences"]:
-            largest = max(mean["pass@k"], key=int)
-            shown = f"pass@1 {_percent(mean['pass@1'])}, pass@{largest} {_percent(mean['pass@k'][largest])}"
-            text.append(f"{group}: {mean['model']} - {comparison['base']}: {shown}: {mean['reading']}")
+    for group, entry in groups.items():
+        for one in entry["differences"]:
+            largest = max(one["pass@k"], key=int)
+            told = f"pass@1 {_percent(one['pass@1'])}, pass@{largest} {_percent(one['pass@k'][largest])}"
+            text.append(f"{group}: {one['model']} - {comparison['base']}: {told}: {one['reading']}")
     if comparison["skipped"]:
         text.append(f"not in all evaluations, left out: {', '.join(comparison['skipped'])}")
     text.append(f"In percent; in brackets {100 * LEVEL:.0f} % paired bootstrap intervals over prompts.")
@@ -288,7 +236,7 @@ def _percent(value: Mapping[str, float] | None) -> str:
     return f"{100 * value['difference']:+.1f} [{100 * value['low']:+.1f}, {100 * value['high']:+.1f}]"
 
 
-def _read_out(one: Difference, base: str) -> str:
+def _read_out(one: Mapping[str, Any], base: str) -> str:
     solved, k = one["solved"], one["base_k"]
     tries = "more tries than were made" if k is None else f"{k} {'try' if k == 1 else 'tries'}"
     return (

@@ -64,7 +64,6 @@ class EvaluationSample(TypedDict):
     id: str
     sample: Count
     seed: Count
-    work: Annotated[str, Constraint(pattern="^[0-9a-f]{32}$")]
     response: str
     finished: bool
     tokens: Count | None

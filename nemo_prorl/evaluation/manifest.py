@@ -4,26 +4,22 @@ import json
 import logging
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from omegaconf import DictConfig
 
 from nemo_prorl import __version__
 from nemo_prorl.errors import ConfigError, DataError
-from nemo_prorl.evaluation.catalogue import Benchmark, catalogue, records_sha256, sampling_json
-from nemo_prorl.evaluation.formats import EvaluationManifest
+from nemo_prorl.evaluation.catalogue import Benchmark, catalogue, records_sha256
 from nemo_prorl.evaluation.models import Model
+from nemo_prorl.evaluation.store import read_json
 
 _log = logging.getLogger(__name__)
 
-FORMAT: Literal[1] = 1
-_FIXED: tuple[Literal["seed", "engine", "rewards"], ...] = ("seed", "engine", "rewards")
-_HASHES: dict[Literal["file_sha256", "prompts_sha256"], str] = {
-    "file_sha256": "its file in the package",
-    "prompts_sha256": "its prompts",
-}
+FORMAT = 1
 _VERSIONS = ("transformers", "torch", "numpy", "reasoning-gym", "math-verify")
 
 
@@ -35,7 +31,7 @@ def manifest_of(
     seed: int,
     data: Path | None,
     limit: int | None,
-) -> EvaluationManifest:
+) -> dict[str, Any]:
     """manifest.json, as docs/formats.md describes it."""
     from nemo_prorl.launcher.prepare import plain
 
@@ -50,14 +46,11 @@ def manifest_of(
         "limit": limit,
         "benchmarks": {
             one.name: {
-                "title": one.title,
-                "domain": one.domain,
-                "metric": one.metric,
-                "out_of_distribution": one.out_of_distribution,
+                **one.about(),
                 "file_sha256": one.sha256,
                 "prompts_sha256": records_sha256(records[one.name]),
                 "prompts": len(records[one.name]),
-                "sampling": sampling_json(one.sampling),
+                "sampling": asdict(one.sampling),
             }
             for one in benchmarks
         },
@@ -89,8 +82,8 @@ def _version_of_vllm(python: Path) -> str:
 
 
 def joined(
-    out: Path, manifest: EvaluationManifest, benchmarks: Sequence[Benchmark]
-) -> tuple[list[Benchmark], EvaluationManifest]:
+    out: Path, manifest: dict[str, Any], benchmarks: Sequence[Benchmark]
+) -> tuple[list[Benchmark], dict[str, Any]]:
     """With what the folder holds already.  Raises ConfigError, naming what differs, for another evaluation.
 
     Benchmarks may come to it, and samples; everything else is as it was.
@@ -98,11 +91,8 @@ def joined(
     path = out / "manifest.json"
     if not path.exists():
         return list(benchmarks), manifest
-    try:
-        old: EvaluationManifest = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read: {error}; remove the folder, or name another") from error
-    differ = [f"{key} (it has {_told(old[key])})" for key in _FIXED if old[key] != manifest[key]]
+    old = read_json(path)
+    differ = [f"{key} (it has {_told(old[key])})" for key in ("seed", "engine", "rewards") if old[key] != manifest[key]]
     if old["model"]["sha256"] != manifest["model"]["sha256"]:
         differ.insert(0, f"model {manifest['model']['name']} (it has {old['model']['name']})")
     for name in old["benchmarks"].keys() & manifest["benchmarks"].keys():
@@ -125,7 +115,7 @@ def _told(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def check_expected(manifest: EvaluationManifest, expected: EvaluationManifest) -> None:
+def check_expected(manifest: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Raises ConfigError or DataError where this is not what a manifest tells of."""
     if manifest["model"]["sha256"] != expected["model"]["sha256"]:
         raise ConfigError(
@@ -134,7 +124,7 @@ def check_expected(manifest: EvaluationManifest, expected: EvaluationManifest) -
         )
     for name, was in expected["benchmarks"].items():
         now = manifest["benchmarks"][name]
-        for key, what in _HASHES.items():
+        for key, what in (("file_sha256", "its file in the package"), ("prompts_sha256", "its prompts")):
             if now[key] != was[key]:
                 raise DataError(f"--manifest: {name}: {what} changed ({key} {was[key][:12]}, now {now[key][:12]})")
     if manifest["versions"] != expected["versions"]:

@@ -7,20 +7,16 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.evaluation.formats import ModelJson, ModelKind
 from nemo_prorl.lifecycle.retention import complete, step_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
+_CONFIGS = ("config.json", "generation_config.json")
 _OF_TOKENIZER = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template")
 
 
@@ -29,7 +25,7 @@ class Model:
     """A model and what identifies it."""
 
     name: str
-    kind: ModelKind
+    kind: str  # hf | checkpoint | run | endpoint
     sha256: str  # of weights, config.json and tokenizer; of an endpoint: of address and name
     source: str  # what the user named, as an absolute path or address
     folder: Path | None = None  # Hugging Face folder; None: an endpoint
@@ -37,19 +33,11 @@ class Model:
     step: int | None = None
     opens_thought: bool = False  # an endpoint's chat template ends the prompt in `<think>`
 
-    def to_json(self) -> ModelJson:
-        about: ModelJson = {"name": self.name, "kind": self.kind, "sha256": self.sha256}
-        if self.kind == "endpoint":
-            about["url"] = self.source
-        else:
-            about["folder"] = self.source
-        if self.weights_sha256 is not None:
-            about["weights_sha256"] = self.weights_sha256
-        if self.step is not None:
-            about["step"] = self.step
-        if self.opens_thought:
-            about["opens_thought"] = True
-        return about
+    def to_json(self) -> dict[str, Any]:
+        where = {"url": self.source} if self.kind == "endpoint" else {"folder": self.source}
+        told = {"name": self.name, "kind": self.kind, "sha256": self.sha256, **where}
+        more = {"weights_sha256": self.weights_sha256, "step": self.step, "opens_thought": self.opens_thought or None}
+        return {**told, **{key: value for key, value in more.items() if value is not None}}
 
 
 def is_address(text: str) -> bool:
@@ -66,7 +54,7 @@ def behind_address(url: str, name: str | None, opens_thought: bool = False) -> M
     return Model(name, "endpoint", digest, url, opens_thought=opens_thought)
 
 
-def find(path: Path, which: str = "newest") -> tuple[ModelKind, Path]:
+def find(path: Path, which: str = "newest") -> tuple[str, Path]:
     """(kind, folder): a Hugging Face folder, or a checkpoint, of a run directory the one that `which` says.
 
     `which`: newest, best (by validation) or a step.  Raises ConfigError.
@@ -87,20 +75,17 @@ def _chosen(checkpoints: list[Path], which: str) -> Path:
     if which == "newest":
         return checkpoints[-1]
     by_step = {step_of(folder): folder for folder in checkpoints}
+    listed = ", ".join(map(str, sorted(by_step)))
     if which == "best":
         validations = json.loads((checkpoints[-1] / "state.json").read_text())["validations"]
         scores = {int(step): value["all"]["mean"] for step, value in dict(validations).items()}
         judged = [(scores[step], step) for step in by_step if step in scores]
         if not judged:
-            raise ConfigError(f"--checkpoint best: none of {_listed(by_step)} was validated; name a step, or newest")
+            raise ConfigError(f"--checkpoint best: none of {listed} was validated; name a step, or newest")
         return by_step[max(judged)[1]]
     if not which.isdigit() or int(which) not in by_step:
-        raise ConfigError(f"--checkpoint {which}: must be newest, best or one of {_listed(by_step)}")
+        raise ConfigError(f"--checkpoint {which}: must be newest, best or one of {listed}")
     return by_step[int(which)]
-
-
-def _listed(by_step: dict[int, Path]) -> str:
-    return ", ".join(map(str, sorted(by_step)))
 
 
 def open_model(path: Path, out: Path, which: str) -> Model:
@@ -111,8 +96,8 @@ def open_model(path: Path, out: Path, which: str) -> Model:
         step = json.loads((folder / "state.json").read_text())["step"]
         folder = _exported(folder, out / "model")
     weights = weights_sha256(folder)
-    name = path.resolve().name
-    return Model(name, kind, _identity(folder, weights), str(path.resolve()), folder, weights, step)
+    source = path.resolve()
+    return Model(source.name, kind, _identity(folder, weights), str(source), folder, weights, step)
 
 
 def forget_export(out: Path) -> None:
@@ -136,21 +121,18 @@ def _exported(checkpoint: Path, into: Path) -> Path:
 
 def weights_sha256(folder: Path) -> str:
     """Over the tensors as float32 in name order, as a run's summary.json has it."""
-    from nemo_prorl.policy.weights import sha256_of
-
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{folder}: holds no weights (*.safetensors)")
-    return sha256_of(_tensors(files))
-
-
-def _tensors(files: list[Path]) -> "Iterator[tuple[str, Tensor]]":
     from safetensors import safe_open
 
+    from nemo_prorl.policy.weights import Digests
+
+    digests, files = Digests(), sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder}: holds no weights (*.safetensors)")
     for file in files:
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118  no mapping
-                yield name, opened.get_tensor(name)
+                digests.add(name, opened.get_tensor(name))
+    return digests.sha256()
 
 
 def _identity(folder: Path, weights: str) -> str:
@@ -159,9 +141,6 @@ def _identity(folder: Path, weights: str) -> str:
         if file.is_file() and (file.name in _CONFIGS or file.name.startswith(_OF_TOKENIZER)):
             digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
-
-
-_CONFIGS = ("config.json", "generation_config.json")
 
 
 def stop_tokens(folder: Path) -> set[int]:
@@ -176,8 +155,8 @@ def stop_tokens(folder: Path) -> set[int]:
 
 def longest_context(folder: Path) -> int | None:
     """The positions that the model has; None where its config.json does not say."""
-    found: int | None = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
-    return found
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config.get("max_position_embeddings")
 
 
 def cache_bytes(folder: Path, tokens: int, width: int) -> int | None:

@@ -1,24 +1,15 @@
 """results.json and its table: the numbers of one model on some benchmarks, from its judged samples."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
-from nemo_prorl.evaluation.catalogue import Benchmark, part_of, sampling_json
-from nemo_prorl.evaluation.estimates import Floats, Mean, ks_up_to, mean_of, mean_of_means, pass_table
-from nemo_prorl.evaluation.formats import (
-    BenchmarkNumbers,
-    EvaluationResults,
-    EvaluationTime,
-    GroupNumbers,
-    MeanJson,
-    ModelJson,
-    Numbers,
-)
+from nemo_prorl.evaluation.catalogue import Benchmark, part_of
+from nemo_prorl.evaluation.estimates import Floats, Mean, ks_up_to, mean_of, mean_of_means, pass_at_k
 
-FORMAT: Literal[1] = 1
+FORMAT = 1
 _RIGHT = 1.0 - 1e-9  # a verdict that says nothing of correctness is right with the full score
 
 Key = tuple[str, int]  # (prompt id, sample)
@@ -47,6 +38,11 @@ class Scored:
         at = [i for i, name in enumerate(self.parts) if name == part]
         return Scored([self.ids[i] for i in at], [part] * len(at), [self.samples[i] for i in at])
 
+    def by_part(self) -> dict[str, "Scored"]:
+        """Return the prompts of each part, or nothing if there is only one."""
+        names = sorted(set(self.parts))
+        return {name: self.only(name) for name in names} if len(names) > 1 else {}
+
     def judged(self) -> "Scored":
         """Without samples that lack a verdict, and prompts that then have none."""
         kept = [[s for s in samples if s.score is not None] for samples in self.samples]
@@ -54,9 +50,10 @@ class Scored:
         return Scored([self.ids[i] for i in at], [self.parts[i] for i in at], [kept[i] for i in at])
 
     def pass_table(self, ks: Sequence[int]) -> Floats:
-        """Return pass@k of each problem and each k, [P, K]."""
-        n_P = [len(samples) for samples in self.samples]
-        return pass_table(n_P, [sum(bool(s.correct) for s in samples) for samples in self.samples], ks)
+        """[P, K] unbiased pass@k of each prompt."""
+        right_P = [sum(bool(s.correct) for s in samples) for samples in self.samples]
+        rows = [[pass_at_k(len(s), c, k) for k in ks] for s, c in zip(self.samples, right_P, strict=True)]
+        return np.asarray(rows, dtype=np.float64)
 
     def rewards(self) -> Floats:
         """[P] mean reward of each prompt."""
@@ -89,93 +86,81 @@ def scored(
     return Scored([record["id"] for record in records], [part_of(record) for record in records], rows)
 
 
-def numbers(found: Scored) -> Numbers:
+def numbers(found: Scored) -> dict[str, Any]:
     """All numbers of some prompts; means over prompts of the means over their samples."""
     judged = found.judged()
     drawn = [sample for samples in found.samples for sample in samples]
-    lengths = [[s.tokens for s in samples if s.tokens is not None] for samples in found.samples]
+    lengths = [
+        float(np.mean(row))
+        for row in ([s.tokens for s in some if s.tokens is not None] for some in found.samples)
+        if row
+    ]
     ks = ks_up_to(judged.least_samples)
     pass_PK = judged.pass_table(ks)
     return {
-        "pass@1": mean_of(pass_PK[:, 0]).to_json() if judged.ids else None,
-        "reward": mean_of(judged.rewards()).to_json() if judged.ids else None,
-        "pass@k": {str(k): mean_of(pass_PK[:, i]).to_json() for i, k in enumerate(ks)},
+        "pass@1": mean_of(pass_PK[:, 0]) if ks else None,
+        "reward": mean_of(judged.rewards()) if ks else None,
+        "pass@k": {str(k): mean_of(pass_PK[:, i]) for i, k in enumerate(ks)},
         "prompts": len(found.ids),
         "samples": found.least_samples,
         "unjudged": sum(s.score is None for s in drawn),
-        "failures": {
-            "timeout": sum(s.failure == "timeout" for s in drawn),
-            "invalid": sum(s.failure == "invalid" for s in drawn),
-        },
-        "tokens": mean_of([float(np.mean(row)) for row in lengths if row]).to_json() if any(lengths) else None,
+        "failures": {kind: sum(s.failure == kind for s in drawn) for kind in ("timeout", "invalid")},
+        "tokens": mean_of(lengths) if lengths else None,
         "truncated": float(np.mean([not s.finished for s in drawn])) if drawn else None,
     }
 
 
-def benchmark_numbers(benchmark: Benchmark, found: Scored) -> BenchmarkNumbers:
+def benchmark_numbers(benchmark: Benchmark, found: Scored) -> dict[str, Any]:
     """A benchmark's entry in results.json."""
-    parts = sorted(set(found.parts))
     return {
-        "title": benchmark.title,
-        "domain": benchmark.domain,
-        "metric": benchmark.metric,
-        "out_of_distribution": benchmark.out_of_distribution,
-        "sampling": sampling_json(benchmark.sampling),
+        **benchmark.about(),
+        "sampling": asdict(benchmark.sampling),
         **numbers(found),
-        "parts": {part: numbers(found.only(part)) for part in parts} if len(parts) > 1 else {},
+        "parts": {part: numbers(some) for part, some in found.by_part().items()},
     }
 
 
-def together(entries: Mapping[str, BenchmarkNumbers]) -> GroupNumbers:
-    """Return the unweighted mean of some benchmarks; k as far as all of them go."""
-    judged = [entry for entry in entries.values() if entry["pass@1"] is not None]
-    lacking = len(judged) < len(entries) or not judged
-    ks = sorted(set.intersection(*(set(entry["pass@k"]) for entry in judged)), key=int) if judged else []
+def together(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The unweighted mean of some benchmarks; null if one of them has no number, k as far as all of them go."""
+    whole = all(entry["pass@1"] is not None for entry in entries.values())
+    ks = sorted(set.intersection(*(set(entry["pass@k"]) for entry in entries.values())), key=int)
 
-    def mean(values: Sequence[MeanJson | None]) -> MeanJson | None:
-        known = [Mean(**value) for value in values if value is not None]
-        return None if lacking or len(known) < len(values) else mean_of_means(known).to_json()
+    def mean(values: list[Mean | None]) -> Mean | None:
+        known = [value for value in values if value is not None]
+        return mean_of_means(known) if whole and len(known) == len(values) else None
 
-    at_k = {k: mean([entry["pass@k"][k] for entry in judged]) for k in ks}
-    truncated = [entry["truncated"] for entry in judged if entry["truncated"] is not None]
+    every = list(entries.values())
     return {
         "benchmarks": sorted(entries),
-        "headline": mean([entry[entry["metric"]] for entry in judged]),
-        "pass@1": mean([entry["pass@1"] for entry in judged]),
-        "reward": mean([entry["reward"] for entry in judged]),
-        "pass@k": {k: value for k, value in at_k.items() if value is not None},
-        "tokens": mean([entry["tokens"] for entry in judged]),
-        "truncated": None if lacking else float(np.mean(truncated)),
+        "headline": mean([entry[entry["metric"]] for entry in every]),
+        **{key: mean([entry[key] for entry in every]) for key in ("pass@1", "reward", "tokens")},
+        "pass@k": {k: mean([entry["pass@k"][k] for entry in every]) for k in ks},
+        "truncated": float(np.mean([entry["truncated"] for entry in every])) if whole else None,
     }
 
 
-def groups_of(entries: Mapping[str, BenchmarkNumbers]) -> tuple[dict[str, GroupNumbers], GroupNumbers | None]:
-    """(by domain, out of distribution): means over benchmarks, those kept out of training apart."""
-    inside = {name: entry for name, entry in entries.items() if not entry["out_of_distribution"]}
-    outside = {name: entry for name, entry in entries.items() if entry["out_of_distribution"]}
-    domains: dict[str, dict[str, BenchmarkNumbers]] = {}
-    for name, entry in inside.items():
-        domains.setdefault(entry["domain"], {})[name] = entry
-    return {d: together(of) for d, of in sorted(domains.items())}, together(outside) if outside else None
+def by_domain(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the names of benchmarks by domain; those kept out of training are under `out_of_distribution`."""
+    groups: dict[str, list[str]] = {}
+    for name, entry in entries.items():
+        groups.setdefault("out_of_distribution" if entry["out_of_distribution"] else entry["domain"], []).append(name)
+    return dict(sorted(groups.items()))
 
 
 def results(
-    model: ModelJson,
-    seed: int,
-    benchmarks: Sequence[Benchmark],
-    found: Mapping[str, Scored],
-    time: EvaluationTime,
-) -> EvaluationResults:
+    model: Mapping[str, Any], seed: int, benchmarks: Sequence[Benchmark], found: Mapping[str, Scored], time: Any
+) -> dict[str, Any]:
     """results.json, as docs/formats.md describes it."""
     entries = {one.name: benchmark_numbers(one, found[one.name]) for one in benchmarks}
-    domains, outside = groups_of(entries)
+    domains = {group: together({name: entries[name] for name in names}) for group, names in by_domain(entries).items()}
+    outside = domains.pop("out_of_distribution", None)
     complete = all(
         entry["unjudged"] == 0 and entry["samples"] == entry["sampling"]["samples"] for entry in entries.values()
     )
     return {
         "format": FORMAT,
         "complete": complete,
-        "model": model,
+        "model": dict(model),
         "seed": seed,
         "benchmarks": entries,
         "domains": domains,
@@ -187,7 +172,7 @@ def results(
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
-def table(result: EvaluationResults) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """One line a benchmark, then the domains, then what was kept out of training."""
     entries = result["benchmarks"]
     largest = max((int(k) for entry in entries.values() for k in entry["pass@k"]), default=1)
@@ -225,12 +210,12 @@ def percent(value: Mapping[str, float | None] | None) -> str:
     return f"{100 * value['mean']:.1f}" + ("" if error is None else f" ± {100 * error:.1f}")
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A table: the first column to the left, the others to the right; rows of one cell are headings."""
+def aligned(rows: Sequence[Sequence[str]], numbers: bool = True) -> str:
+    """A table: the first column to the left, columns of numbers to the right; rows of one cell are headings."""
     full = [row for row in rows if len(row) > 1]
-    widths = [max(len(row[i]) for row in full) for i in range(len(full[0]))]
+    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
     lines = []
     for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=False))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines) + "\n"
+        cells = [cell.rjust(w) if numbers else cell.ljust(w) for cell, w in zip(row[1:], widths[1:], strict=False)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells]).rstrip() + "\n")
+    return "".join(lines)

@@ -17,12 +17,14 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DataError, StoppedCleanly
 from nemo_prorl.evaluation import models
 from nemo_prorl.evaluation.catalogue import Benchmark, check_files, load_records
-from nemo_prorl.evaluation.formats import EvaluationManifest, EvaluationResults, EvaluationTime
 from nemo_prorl.evaluation.manifest import check_expected, joined, manifest_of
 from nemo_prorl.evaluation.models import Model
 from nemo_prorl.evaluation.store import Store
+from nemo_prorl.lifecycle.records import write_json
+from nemo_prorl.rewards.interface import Verdict
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # they import torch, and wrong use is reported without it
+    from nemo_prorl.evaluation.sampling import BenchmarkWork
     from nemo_prorl.evaluation.sources import LocalEngines, ResponseSource
 
 _log = logging.getLogger(__name__)
@@ -35,7 +37,7 @@ class EvaluationOptions:
     """What `prorl evaluate` was asked."""
 
     model: str
-    benchmarks: tuple[Benchmark, ...]
+    benchmarks: Sequence[Benchmark]
     out: Path
     seed: int = 1
     data: Path | None = None
@@ -45,21 +47,12 @@ class EvaluationOptions:
     model_name: str | None = None  # of an endpoint
     opens_thought: bool = False  # an endpoint's chat template ends the prompt in `<think>`
     token_env: str = "OPENAI_API_KEY"
-    at_a_time: int = 32  # requests to an endpoint
+    requests: int = 32  # maximum concurrent requests to an endpoint
     overrides: tuple[str, ...] = ()
-    expected: EvaluationManifest | None = None  # a manifest that must be met
+    expected: Mapping[str, Any] | None = None  # a manifest that must be met
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A benchmark with its records and the folder's lines of it."""
-
-    benchmark: Benchmark
-    records: list[dict[str, Any]]
-    store: Store
-
-
-def evaluate(options: EvaluationOptions) -> EvaluationResults:
+def evaluate(options: EvaluationOptions) -> dict[str, Any]:
     """Makes or completes the evaluation in `options.out`; its results.json, as an object.
 
     Raises ConfigError, DataError and UnfitMachine before anything starts; StoppedCleanly where it was asked to stop.
@@ -81,7 +74,7 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
         if options.expected is not None:
             check_expected(manifest, options.expected)
         benchmarks, manifest = joined(options.out, manifest, benchmarks)
-        asked = [_asked(options.out, one, records.get(one.name)) for one in benchmarks]
+        asked = [_part(options.out, one, records.get(one.name)) for one in benchmarks]
         write_json(options.out / "manifest.json", manifest)
         try:
             seconds, tokens = asyncio.run(_work(options, cfg, model, asked))
@@ -99,17 +92,13 @@ def configuration(options: EvaluationOptions, folder: Path | None) -> DictConfig
 
     `folder`: the model's Hugging Face folder; None: it is behind an address, or not exported yet.
     """
-    model = "null" if folder is None else _quoted(folder.resolve())
+    model = "null" if folder is None else "'" + str(folder.resolve()).replace("'", "\\'") + "'"
     named = any(word.startswith("cluster=") for word in options.overrides)
     base = [*([] if named else ["cluster=laptop"]), f"pretrained_checkpoint.restore_from_path={model}"]
     cfg = settings.load([*base, *options.overrides])
     engines = options.engines or max(1, cfg.rollout.engines // cfg.trainer.num_nodes)
     cfg.trainer.num_nodes, cfg.rollout.engines = 1, engines
     return cfg
-
-
-def _quoted(path: Path) -> str:
-    return "'" + str(path).replace("'", "\\'") + "'"
 
 
 def _check_rewards(cfg: DictConfig, records: Sequence[Mapping[str, Any]]) -> None:
@@ -160,62 +149,59 @@ def _fitted(cfg: DictConfig, model: Model, benchmarks: Sequence[Benchmark]) -> D
     return cfg
 
 
-def _asked(out: Path, benchmark: Benchmark, records: list[dict[str, Any]] | None) -> Asked:
+def _part(out: Path, benchmark: Benchmark, records: list[dict[str, Any]] | None) -> "BenchmarkWork":
+    """Return the benchmark with its stored work; without records, with those that are stored."""
+    from nemo_prorl.evaluation.sampling import BenchmarkWork
+
     store = Store(out, benchmark.name)
-    if records is None:
-        return Asked(benchmark, store.records(), store)
-    store.write_records(records)
-    return Asked(benchmark, records, store)
+    if records is not None:
+        store.write_records(records)
+    return BenchmarkWork(benchmark, store, records or store.records())
 
 
 # --- the work --------------------------------------------------------------------------------------------------------
 
 
-async def _work(options: EvaluationOptions, cfg: DictConfig, model: Model, asked: Sequence[Asked]) -> tuple[float, int]:
+async def _work(
+    options: EvaluationOptions, cfg: DictConfig, model: Model, asked: "Sequence[BenchmarkWork]"
+) -> tuple[float, int]:
     """Draws and judges what is missing; (seconds, tokens) of it."""
     from nemo_prorl.evaluation.sampling import Work, plan
     from nemo_prorl.evaluation.services import Services
-    from nemo_prorl.evaluation.sources import LocalEngines
+    from nemo_prorl.evaluation.sources import Endpoint, LocalEngines
     from nemo_prorl.rollout.endpoints import read_token
 
-    source = _source(options, cfg, model)
+    source: ResponseSource
+    if model.folder is None:
+        token, seconds = os.environ.get(options.token_env), cfg.trainer.deadlines.rollout_s
+        source = Endpoint(model.source, model.name, token, options.requests, seconds, model.opens_thought)
+    else:
+        source = local_engines(cfg, model)
     try:
-        todo = plan([(one.benchmark, one.store, one.records) for one in asked], source, options.seed)
+        todo = plan(asked, source)
         _log.info("%d responses are there, %d to draw, %d to judge", todo.there, todo.to_draw, len(todo.unjudged))
         if not todo.to_draw and not todo.unjudged:
             return 0.0, 0
         tasks = sorted({record["task"] for one in asked for record in one.records})
         engines = cfg.rollout.engines if model.folder is not None and todo.to_draw else 0
-        async with Services(cfg, options.out, tasks, engines) as services:
+        async with Services(cfg, options.out, tasks, engines) as services, services.reward_client() as rewards:
             if isinstance(source, LocalEngines):
                 source.connect(services.endpoints, read_token(services.token_file), engines)
-            async with services.reward_client() as rewards:
 
-                async def judge(request: dict[str, Any]) -> dict[str, Any]:
-                    seconds = cfg.trainer.deadlines.reward_s
-                    deadline = Deadline(seconds, f"the verdict on {request['id']!r} (trainer.deadlines.reward_s)")
-                    return await rewards.score(request, deadline)
+            async def judge(request: dict[str, Any]) -> Verdict:
+                what = f"the verdict on {request['id']!r} (trainer.deadlines.reward_s)"
+                return await rewards.score(request, Deadline(cfg.trainer.deadlines.reward_s, what))
 
-                work = Work(source, judge)
+            work = Work(source, judge, options.seed)
 
-                async def do() -> None:
-                    await services.ready()
-                    await work.do(todo)
+            async def do() -> None:
+                await services.ready()
+                await work.do(todo)
 
-                await _stoppable(services.watching(do()))
-                return work.seconds, work.tokens
+            await _stoppable(services.watching(do()))
+            return work.seconds, work.tokens
     finally:
         await source.close()
-
-
-def _source(options: EvaluationOptions, cfg: DictConfig, model: Model) -> "ResponseSource":
-    from nemo_prorl.evaluation.sources import Endpoint
-
-    if model.folder is not None:
-        return local_engines(cfg, model)
-    token, seconds = os.environ.get(options.token_env), cfg.trainer.deadlines.rollout_s
-    opens = model.opens_thought
-    return Endpoint(model.source, model.name, model.sha256, token, options.at_a_time, seconds, opens)
 
 
 def local_engines(cfg: DictConfig, model: Model) -> "LocalEngines":
@@ -227,9 +213,7 @@ def local_engines(cfg: DictConfig, model: Model) -> "LocalEngines":
     renderer = PromptRenderer(model.folder, 1 << 30)  # each benchmark has its own context, checked there
     stop = models.stop_tokens(model.folder) | {renderer.eos_id}
     busy = 2 * cfg.rollout.max_num_seqs  # as many wait as are worked on
-    return LocalEngines(
-        model.sha256, renderer, sorted(stop), busy, cfg.rollout.engines, cfg.trainer.deadlines.rollout_s
-    )
+    return LocalEngines(renderer, sorted(stop), busy, cfg.rollout.engines, cfg.trainer.deadlines.rollout_s)
 
 
 async def _stoppable(work: Coroutine[Any, Any, None]) -> None:
@@ -258,8 +242,8 @@ async def _stoppable(work: Coroutine[Any, Any, None]) -> None:
 
 
 def _write_results(
-    out: Path, manifest: EvaluationManifest, asked: Sequence[Asked], seconds: float, tokens: int
-) -> EvaluationResults:
+    out: Path, manifest: Mapping[str, Any], asked: "Sequence[BenchmarkWork]", seconds: float, tokens: int
+) -> dict[str, Any]:
     from nemo_prorl.evaluation.results import results, scored
 
     found = {
@@ -267,19 +251,12 @@ def _write_results(
         for one in asked
     }
     rate = tokens / seconds if seconds else None
-    clock: EvaluationTime = {"seconds": seconds, "generated_tokens": tokens, "tokens_per_s": rate}
+    clock = {"seconds": seconds, "generated_tokens": tokens, "tokens_per_s": rate}
     if not seconds and (out / "results.json").exists():  # nothing was to do
         clock = json.loads((out / "results.json").read_text())["time"]
     told = results(manifest["model"], manifest["seed"], [one.benchmark for one in asked], found, clock)
     write_json(out / "results.json", told)
     return told
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """As a whole, under its name only when complete."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(temporary, path)
 
 
 def differences(one: Any, other: Any, at: str = "") -> list[str]:

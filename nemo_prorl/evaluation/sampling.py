@@ -1,28 +1,32 @@
-"""The work of an evaluation: what is still to draw and to judge, and doing it, each response stored as it comes.
-
-A response is drawn once for equal (model, prompt, sampling, seed), also where two benchmarks share a prompt, and judged
-once for equal (prompt record, text).
-"""
+"""The work of an evaluation: what is still to draw and to judge, and doing it.  Each response is stored as it comes."""
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from nemo_prorl.evaluation.catalogue import Benchmark, Sampling
-from nemo_prorl.evaluation.formats import EvaluationSample
 from nemo_prorl.evaluation.sources import Reply, ResponseSource
 from nemo_prorl.evaluation.store import Store
+from nemo_prorl.rewards.interface import Verdict
 from nemo_prorl.rollout.endpoints import response_seed
 
 _log = logging.getLogger(__name__)
 
 _TELL_EVERY_S = 10.0
 
-Judge = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]  # reward request -> verdict; never raises
-_Answer = tuple[int, str, str, bool]  # which store, prompt id, response, whether it ended
+Judge = Callable[[dict[str, Any]], Awaitable[Verdict]]  # reward request -> verdict; never raises
+
+
+class BenchmarkWork(NamedTuple):
+    """One benchmark of an evaluation, what is stored of it, and its prompt records."""
+
+    benchmark: Benchmark
+    store: Store
+    records: Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -36,157 +40,96 @@ class StoredPlace:
 
 @dataclass
 class Draw:
-    """Responses to draw for one prompt: seeds, and for each all places that wait for it."""
+    """Responses to draw for one prompt."""
 
-    record: dict[str, Any]
     sampling: Sampling
-    identity: str
-    seeds: list[int] = field(default_factory=list)
-    places: list[list[StoredPlace]] = field(default_factory=list)
+    record: dict[str, Any]
+    places: list[StoredPlace]
 
 
 @dataclass
 class EvaluationPlan:
     """What an evaluation still has to do."""
 
-    draws: list[Draw]
-    unjudged: list[StoredPlace]
-    there: int  # responses that were there, or came from an equal one
+    draws: list[Draw] = field(default_factory=list)
+    unjudged: list[StoredPlace] = field(default_factory=list)
+    there: int = 0  # stored responses
 
     @property
     def to_draw(self) -> int:
-        return sum(len(draw.seeds) for draw in self.draws)
+        return sum(len(draw.places) for draw in self.draws)
 
 
 def seed_of(run_seed: int, record: Mapping[str, Any], sample: int) -> int:
-    """Of one response: by prompt and number, so the same in every benchmark, for every model, in every order."""
+    """Return the seed of one response: the same in every benchmark, for every model, in every order."""
     return response_seed(run_seed, str(record["prompt"]), 0, sample)
 
 
-def plan(
-    benchmarks: Sequence[tuple[Benchmark, Store, Sequence[dict[str, Any]]]], source: ResponseSource, run_seed: int
-) -> EvaluationPlan:
-    """Compares what is asked for with what is stored; copies what an equal piece of work has made already."""
-    made = {(line["work"], line["seed"]): line for _, store, _ in benchmarks for line in store.lines.values()}
-    draws: dict[str, Draw] = {}
-    waiting: dict[tuple[str, int], list[StoredPlace]] = {}
-    found = EvaluationPlan([], [], 0)
-    for benchmark, store, records in benchmarks:
+def plan(parts: Sequence[BenchmarkWork], source: ResponseSource) -> EvaluationPlan:
+    """Compare what is asked for with what is stored.  Raises DataError for a prompt that the source cannot answer."""
+    found = EvaluationPlan()
+    for benchmark, store, records in parts:
         for record in records:
-            identity = source.identity(record, benchmark.sampling)
+            source.check(record, benchmark.sampling)
+            draw = Draw(benchmark.sampling, record, [])
             for sample in range(benchmark.sampling.samples):
-                key, place = (record["id"], sample), StoredPlace(store, record, sample)
-                work = identity, seed_of(run_seed, record, sample)
-                line = store.lines.get(key)
-                if line is None and work in made:
-                    store.add({**made[work], "id": record["id"], "sample": sample})
-                if line is not None or work in made:
-                    found.there += 1
-                    if (store.verdicts.get(key) or {"score": None})["score"] is None:
-                        found.unjudged.append(place)
-                elif work in waiting:
-                    waiting[work].append(place)
-                else:
-                    waiting[work] = [place]
-                    draw = draws.setdefault(identity, Draw(record, benchmark.sampling, identity))
-                    draw.seeds.append(work[1])
-                    draw.places.append(waiting[work])
-    found.draws = list(draws.values())
+                place = StoredPlace(store, record, sample)
+                if (record["id"], sample) not in store.lines:
+                    draw.places.append(place)
+                    continue
+                found.there += 1
+                verdict = store.verdicts.get((record["id"], sample))
+                if verdict is None or verdict["score"] is None:
+                    found.unjudged.append(place)
+            if draw.places:
+                found.draws.append(draw)
     return found
 
 
 class Work:
-    """Does a plan.  Everything is stored the moment it is known, so a kill loses what was under way and no more."""
+    """Does a plan.  Everything is stored the moment it is known: a kill loses only what was under way."""
 
-    def __init__(self, source: ResponseSource, judge: Judge) -> None:
-        self._source, self._judge = source, judge
-        self._judging: set[asyncio.Task[None]] = set()
-        self._verdicts: dict[_Answer, dict[str, Any]] = {}
-        self._unjudged: dict[_Answer, list[StoredPlace]] = {}  # by what is being judged
+    def __init__(self, source: ResponseSource, judge: Judge, run_seed: int) -> None:
+        self._source, self._judge, self._run_seed = source, judge, run_seed
         self.drawn = self.tokens = self.judged = 0
         self.seconds = 0.0
-        self._failed: BaseException | None = None
 
     async def do(self, todo: EvaluationPlan) -> None:
-        """Raises what the source raises; what came before is stored."""
+        """Raises the first error of the source or of the store, such as a full disk; what came before is stored."""
         began = time.monotonic()
         telling = asyncio.ensure_future(self._tell(todo, began))
         room = _Room(self._source.at_a_time)
-        drawing = [asyncio.ensure_future(self._draw(draw, room)) for draw in todo.draws]
         try:
-            for place in todo.unjudged:
-                self._start_judging(place)
-            await asyncio.gather(*drawing)
-            while self._judging:
-                await asyncio.wait(self._judging)
-            self._raise_failed()
+            async with asyncio.TaskGroup() as group:
+                for place in todo.unjudged:
+                    group.create_task(self._judge_one(place))
+                for draw in todo.draws:
+                    group.create_task(self._draw(draw, room, group))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
         finally:
             telling.cancel()
-            under_way: list[asyncio.Future[Any]] = [*drawing, *self._judging]
-            for task in under_way:
-                task.cancel()
-            await asyncio.gather(*under_way, return_exceptions=True)
             self.seconds = time.monotonic() - began
 
-    async def _draw(self, draw: Draw, room: "_Room") -> None:
-        left = len(draw.seeds)
+    async def _draw(self, draw: Draw, room: "_Room", group: asyncio.TaskGroup) -> None:
+        seeds = [seed_of(self._run_seed, draw.record, place.sample) for place in draw.places]
 
-        def arrived(index: int, reply: Reply) -> None:
-            nonlocal left
-            left -= 1
-            room.leave(1)
-            self.drawn += 1
-            self.tokens += reply.tokens or 0
-            for place in draw.places[index]:
-                line: EvaluationSample = {
-                    "id": place.record["id"],
-                    "sample": place.sample,
-                    "seed": draw.seeds[index],
-                    "work": draw.identity,
-                    "response": reply.text,
-                    "finished": reply.finished,
-                    "tokens": reply.tokens,
-                }
-                place.store.add(line)
-                self._start_judging(place)
+        async with room.entered(len(seeds)) as leave:
 
-        await room.enter(left)
-        try:
-            self._raise_failed()
-            await self._source.generate(draw.record, draw.sampling, draw.seeds, arrived)
-        finally:
-            room.leave(left)
+            def arrived(index: int, reply: Reply) -> None:
+                leave()
+                self.drawn += 1
+                self.tokens += reply.tokens or 0
+                place = draw.places[index]
+                line = {"id": draw.record["id"], "sample": place.sample, "seed": seeds[index], "response": reply.text}
+                place.store.add({**line, "finished": reply.finished, "tokens": reply.tokens})
+                group.create_task(self._judge_one(place))
 
-    def _raise_failed(self) -> None:
-        if self._failed is not None:
-            raise self._failed
+            await self._source.generate(draw.record, draw.sampling, seeds, arrived)
 
-    def _start_judging(self, place: StoredPlace) -> None:
-        """An equal response to the same record takes over what the first one got."""
+    async def _judge_one(self, place: StoredPlace) -> None:
         line = place.store.lines[place.record["id"], place.sample]
-        key: _Answer = (id(place.store), place.record["id"], line["response"], line["finished"])
-        if key in self._verdicts:
-            self._keep(place, self._verdicts[key])
-        elif key in self._unjudged:
-            self._unjudged[key].append(place)
-        else:
-            self._unjudged[key] = [place]
-            task = asyncio.ensure_future(self._judge_one(key, place.record))
-            self._judging.add(task)
-            task.add_done_callback(self._judged_one)
-
-    def _judged_one(self, task: "asyncio.Task[None]") -> None:
-        self._judging.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and self._failed is None:
-            self._failed = error  # such as a full disk
-
-    async def _judge_one(self, key: "_Answer", record: dict[str, Any]) -> None:
-        verdict = await self._judge({**record, "response": key[2], "finished": key[3]})
-        self._verdicts[key] = verdict
-        for place in self._unjudged.pop(key):
-            self._keep(place, verdict)
-
-    def _keep(self, place: StoredPlace, verdict: dict[str, Any]) -> None:
+        verdict = await self._judge({**place.record, "response": line["response"], "finished": line["finished"]})
         place.store.judge(place.sample, verdict)
         self.judged += 1
 
@@ -202,20 +145,29 @@ class Work:
 
 
 class _Room:
-    """For so many responses at a time, whichever prompt they belong to; prompts enter in their order."""
+    """Room for this many responses at a time, whichever prompt they belong to; prompts enter in their order."""
 
     def __init__(self, most: int) -> None:
         self._most, self._inside = most, 0
         self._turn, self._left = asyncio.Lock(), asyncio.Event()
 
-    async def enter(self, responses: int) -> None:
-        """An empty room takes any number."""
+    @contextlib.asynccontextmanager
+    async def entered(self, responses: int) -> AsyncIterator[Callable[[], None]]:
+        """Wait for room; an empty room takes any number.  Yields what is called when one of the responses ends."""
         async with self._turn:
             while self._inside and self._inside + responses > self._most:
                 self._left.clear()
                 await self._left.wait()
             self._inside += responses
+        left = responses
 
-    def leave(self, responses: int) -> None:
-        self._inside -= responses
-        self._left.set()
+        def leave(number: int = 1) -> None:
+            nonlocal left
+            left -= number
+            self._inside -= number
+            self._left.set()
+
+        try:
+            yield leave
+        finally:
+            leave(left)

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig
 
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.errors import ProrlError
 from nemo_prorl.launcher.health import Health
 from nemo_prorl.launcher.job import clear_endpoints
 from nemo_prorl.launcher.processes import Child, MergedLog, stop_all
@@ -52,20 +51,15 @@ class Services:
         return RewardClient(self.endpoints, self.token_file, ClientOptions(batch_size=256, batch_wait_s=0.05))
 
     async def watching(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, with the services kept up.  Raises ProcessFailed where one cannot be."""
-        doing, watch = asyncio.ensure_future(work), asyncio.ensure_future(self._keep_up())
+        """Return what the work returns, with the services kept up.  Raises ProcessFailed if one of them cannot be."""
         try:
-            await asyncio.wait({doing, watch}, return_when=asyncio.FIRST_COMPLETED)
-            if not doing.done():
-                doing.cancel()
-                await asyncio.gather(doing, return_exceptions=True)
-                await watch  # raises what ended it
-                raise ProrlError("the watch over the services ended")
-            return await doing
-        finally:
-            for task in (doing, watch):
-                task.cancel()
-            await asyncio.gather(doing, watch, return_exceptions=True)
+            async with asyncio.TaskGroup() as group:
+                watch = group.create_task(self._keep_up())
+                result = await group.create_task(work)
+                watch.cancel()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return result
 
     async def _keep_up(self) -> None:
         while True:

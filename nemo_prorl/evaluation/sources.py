@@ -5,13 +5,11 @@ pass: a response that did not come is no response, and never a wrong one.
 """
 
 import asyncio
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import aiohttp
 
@@ -21,6 +19,9 @@ from nemo_prorl.evaluation.catalogue import Sampling
 from nemo_prorl.rewards.interface import opened_thought
 from nemo_prorl.rollout.endpoints import Response, SamplingParams
 from nemo_prorl.rollout.engines import EnginePool
+
+if TYPE_CHECKING:
+    from nemo_prorl.data.render import PromptRenderer
 
 _log = logging.getLogger(__name__)
 
@@ -45,8 +46,8 @@ class ResponseSource(Protocol):
 
     at_a_time: int  # responses asked for at a time that keep it busy
 
-    def identity(self, record: Mapping[str, Any], sampling: Sampling) -> str:
-        """A hash of model, prompt and sampling: equal ones have equal distributions of responses."""
+    def check(self, record: Mapping[str, Any], sampling: Sampling) -> None:
+        """Raises DataError for a prompt that leaves no room in the context."""
 
     async def generate(
         self, record: Mapping[str, Any], sampling: Sampling, seeds: Sequence[int], on_reply: OnReply
@@ -56,40 +57,36 @@ class ResponseSource(Protocol):
     async def close(self) -> None: ...
 
 
-def _hash(*parts: Any) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
-
-
 class LocalEngines:
     """The engines of this machine: tokens in, tokens out, to the least loaded."""
 
     def __init__(
-        self, model: str, renderer: Any, stop: Sequence[int], at_each: int, engines: int, seconds: float
+        self, renderer: "PromptRenderer", stop: Sequence[int], at_each: int, engines: int, seconds: float
     ) -> None:
         """Use the engines of a run.
 
-        `model`: its hash.  `renderer`: a data.render.PromptRenderer.  `at_each`: responses at a time that keep one
-        engine busy.  `seconds`: limit for all responses to a prompt.
+        Args:
+            renderer: Turns prompts into tokens.
+            stop: The model's end tokens.
+            at_each: Responses at a time that keep one engine busy.
+            engines: Number of engines.
+            seconds: Limit for all responses to a prompt.
         """
         self.at_a_time = at_each * engines
-        self._model, self._renderer, self._stop = model, renderer, tuple(sorted(stop))
+        self._renderer, self._stop = renderer, tuple(sorted(stop))
         self._at_each, self._seconds = at_each, seconds
         self._pool: EnginePool | None = None
-        self._ids: dict[str, list[int]] = {}
 
     def connect(self, endpoints: Path, token: str, engines: int) -> None:
         """To the engines that announce themselves in a folder; before the first `generate`."""
         self._pool = EnginePool(endpoints, token, engines, self._at_each)
 
-    def _prompt(self, record: Mapping[str, Any]) -> list[int]:
-        key = json.dumps(record["prompt"])
-        if key not in self._ids:
-            self._ids[key] = self._renderer.prompt_ids(record)
-        return self._ids[key]
+    def check(self, record: Mapping[str, Any], sampling: Sampling) -> None:
+        self.request(record, sampling)
 
     def request(self, record: Mapping[str, Any], sampling: Sampling) -> tuple[list[int], SamplingParams]:
-        """What an engine is asked; raises DataError for a prompt that leaves no room in the context."""
-        ids = self._prompt(record)
+        """Return the prompt's tokens and how an engine is to sample; raises DataError as `check` does."""
+        ids = self._renderer.prompt_ids(dict(record))
         room = sampling.context - len(ids)
         if room < 1:
             raise DataError(
@@ -98,10 +95,6 @@ class LocalEngines:
             )
         most = room if sampling.max_response is None else min(room, sampling.max_response)
         return ids, SamplingParams(sampling.temperature, sampling.top_p, most, self._stop, logprobs=False)
-
-    def identity(self, record: Mapping[str, Any], sampling: Sampling) -> str:
-        ids, params = self.request(record, sampling)
-        return _hash(self._model, ids, params.temperature, params.top_p, params.max_tokens, self._stop)
 
     async def generate(
         self, record: Mapping[str, Any], sampling: Sampling, seeds: Sequence[int], on_reply: OnReply
@@ -128,7 +121,6 @@ class Endpoint:
         self,
         url: str,
         name: str,
-        model: str,
         token: str | None,
         at_a_time: int,
         seconds: float,
@@ -136,20 +128,23 @@ class Endpoint:
     ) -> None:
         """Use a server with OpenAI's API.
 
-        `name`: the server's name of the model.  `model`: its hash.  `seconds`: limit for one response with all tries.
-        `opens_thought`: the server's chat template ends the prompt in `<think>`.
+        Args:
+            url: Address up to /v1.
+            name: The server's name of the model.
+            token: Sent as a bearer token, if any.
+            at_a_time: Maximum concurrent requests.
+            seconds: Limit for one response with all tries.
+            opens_thought: The server's chat template ends the prompt in `<think>`.
         """
         self.at_a_time = at_a_time
         self._opens_thought, self._warned = opens_thought, False
-        self._url, self._name, self._model, self._seconds = url, name, model, seconds
+        self._url, self._name, self._seconds = url, name, seconds
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._http: aiohttp.ClientSession | None = None
         self._room = asyncio.Semaphore(at_a_time)
 
-    def identity(self, record: Mapping[str, Any], sampling: Sampling) -> str:
+    def check(self, record: Mapping[str, Any], sampling: Sampling) -> None:
         self._body(record, sampling, 0)
-        room = (sampling.context, sampling.max_response)
-        return _hash(self._model, record["prompt"], sampling.temperature, sampling.top_p, room)
 
     def _body(self, record: Mapping[str, Any], sampling: Sampling, seed: int) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self._name, "temperature": sampling.temperature, "top_p": sampling.top_p}
@@ -175,12 +170,12 @@ class Endpoint:
                 reply = await self._reply(record, self._body(record, sampling, seed))
                 on_reply(index, replace(reply, text=self._judged_text(record["prompt"], reply.text)))
 
-        tasks = [asyncio.ensure_future(one(index, seed)) for index, seed in enumerate(seeds)]
         try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+            async with asyncio.TaskGroup() as group:
+                for index, seed in enumerate(seeds):
+                    group.create_task(one(index, seed))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
 
     def _judged_text(self, prompt: Any, text: str) -> str:
         """Return a response as verifiers see it: behind the `<think>` that the prompt opened, if it opened one."""

@@ -10,12 +10,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from nemo_prorl.errors import DataError
-from nemo_prorl.evaluation.formats import EvaluationSample
+from nemo_prorl.errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
 
 Key = tuple[str, int]  # (prompt id, sample)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file of an evaluation.  Raises ConfigError if there is none, DataError if it is broken."""
+    try:
+        value = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; name what prorl evaluate --out wrote") from error
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict) or value.get("format") != 1:
+        raise DataError(f"{path}: field 'format' must be 1, as prorl evaluate writes it")
+    return value
 
 
 class Store:
@@ -27,7 +39,7 @@ class Store:
         self._verdicts = folder / "verdicts" / f"{benchmark}.jsonl"
         self._files: dict[Path, TextIO] = {}
         self.writable = writable
-        self.lines: dict[Key, EvaluationSample] = {_key(line): line for line in self._read(self._samples)}  # type: ignore[misc]
+        self.lines: dict[Key, dict[str, Any]] = {_key(line): line for line in self._read(self._samples)}
         self.verdicts: dict[Key, dict[str, Any]] = {_key(line): line for line in self._read(self._verdicts)}
 
     def records(self) -> list[dict[str, Any]]:
@@ -43,12 +55,12 @@ class Store:
         temporary.write_text("".join(json.dumps(record) + "\n" for record in records))
         os.replace(temporary, self._prompts)
 
-    def add(self, line: EvaluationSample) -> None:
+    def add(self, line: dict[str, Any]) -> None:
         """A response; `id` and `sample` name it."""
         self._append(self._samples, line)
         self.lines[_key(line)] = line
 
-    def judge(self, sample: int, verdict: dict[str, Any]) -> None:
+    def judge(self, sample: int, verdict: Mapping[str, Any]) -> None:
         """The verdict on a response; a later one takes the place of an earlier."""
         line = {**verdict, "sample": sample}
         self._append(self._verdicts, line)
@@ -61,7 +73,7 @@ class Store:
             file.close()
         self._files.clear()
 
-    def _append(self, path: Path, line: Mapping[str, Any]) -> None:
+    def _append(self, path: Path, line: dict[str, Any]) -> None:
         assert self.writable
         if path not in self._files:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,5 +103,5 @@ class Store:
         return lines
 
 
-def _key(line: Mapping[str, Any]) -> Key:
+def _key(line: dict[str, Any]) -> Key:
     return str(line["id"]), int(line["sample"])

@@ -1,6 +1,7 @@
 """`prorl report RUN...`: writes the report, or serves it while a run goes on."""
 
 import argparse
+import contextlib
 import logging
 import os
 import sys
@@ -43,8 +44,7 @@ def run(args: argparse.Namespace) -> int:
         return serve(args.runs, args.evaluation, args.samples, 8642 if args.port is None else args.port)
     if args.port is not None:
         raise ConfigError(f"--port {args.port}: only with --serve")
-    out = write(args.runs, args.evaluation, args.samples, args.out)
-    sys.stdout.write(f"{out}\n")
+    sys.stdout.write(f"{write(args.runs, args.evaluation, args.samples, args.out)}\n")
     return 0
 
 
@@ -62,13 +62,12 @@ def write(runs: list[Path], evaluations: list[Path], samples: int, out: Path | N
     try:
         temporary.write_text(page(data), encoding="utf-8")
         os.replace(temporary, out)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError):
-            raise ConfigError(
-                f"--out {out}: cannot be written: {error.strerror}; give a path in a folder of yours"
-            ) from error
-        raise
-    size = out.stat().st_size
-    _log.info("%s: %.1f MB", out, size / 1e6)
+    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        raise ConfigError(
+            f"--out {out}: cannot be written: {error.strerror}; give a path in a folder of yours"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+    _log.info("%s: %.1f MB", out, out.stat().st_size / 1e6)
     return out

@@ -35,7 +35,6 @@ def _curve(curve: Curve, points: int, limit: int) -> dict[str, Any]:
     shown = samples.samples(curve, limit)  # before the tables: what it cannot read is told there
     return {
         "name": curve.name,
-        "chain": curve.is_chain,
         "steps": sum(run.last_step for run in curve.runs),
         "bucket": grid.size,
         **grid.steps(curve),

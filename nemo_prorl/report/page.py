@@ -12,17 +12,18 @@ import re
 from importlib.resources import files
 from typing import Any
 
-_SCRIPTS = ("base.js", "chart.js", "panels.js", "samples.js", "evaluation.js", "main.js")
+_SCRIPTS = ("uplot.min.js", "base.js", "chart.js", "panels.js", "samples.js", "evaluation.js", "main.js")
 _TELLING = ("reward/all", "validation/all", "kl", "entropy", "rollout/response_tokens", "keep_rate/all", "time/step")
 
 
 def page(data: dict[str, Any]) -> str:
     """The whole file; with `live` in the data, an address on the same server, it asks there for newer data."""
-    script = '(() => {\n"use strict";\n' + "\n".join(_asset(name) for name in _SCRIPTS) + "})();\n"
+    licence = "/*\nuPlot\n" + _asset("uplot.LICENSE.txt") + "\n*/\n"  # its terms: the notice stands in every copy
+    script = licence + '(() => {\n"use strict";\n' + "\n".join(_asset(name) for name in _SCRIPTS) + "})();\n"
     parts = {
         "policy": _policy(script, bool(data.get("live"))),
         "title": html.escape(_title(data)),
-        "style": _asset("page.css"),
+        "style": _asset("uplot.min.css") + _asset("page.css"),
         "summary": _summary(data),
         "data": embedded(data),
         "script": script,

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from nemo_prorl.errors import ConfigError
 
 _SIGNS = ("config.yaml", "metrics.jsonl", "journal.jsonl")  # any of them makes a folder a run directory
@@ -42,6 +44,18 @@ class Run:
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         return value
+
+    def counted(self, kind: str) -> list[dict[str, Any]]:
+        """Return the events of one kind that have a step, without those that a resume threw away."""
+        found: list[dict[str, Any]] = []
+        for event in self.events:
+            if (step := step_of(event)) is None:
+                continue
+            if event["event"] == "resume":
+                found = [one for one in found if one["step"] <= step]
+            elif event["event"] == kind:
+                found.append(event)
+        return found
 
 
 @dataclass(frozen=True)
@@ -86,8 +100,7 @@ def is_run(folder: Path) -> bool:
 def _is_stage(folder: Path) -> bool:
     if re.fullmatch(r"run\d+", folder.name):
         return True
-    config, _ = _yaml(folder / "config.yaml")
-    return config.get("stage") == folder.name
+    return _mapping(folder / "config.yaml", []).get("stage") == folder.name
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
@@ -118,28 +131,31 @@ def _short_names(folders: list[Path]) -> list[str]:
 def read_run(folder: Path) -> Run:
     """All of a run directory that can be read."""
     run = Run(folder, folder.name)
-    run.config, problem = _yaml(folder / "config.yaml")
-    run.problems += problem
+    run.config = _mapping(folder / "config.yaml", run.problems)
     if isinstance(stage := run.config.get("stage"), str) and stage != "none":
         run.name = stage
     run.metrics = _steps(folder / "metrics.jsonl", run.problems)
     run.events = [e for e in _lines(folder / "journal.jsonl", run.problems) if isinstance(e.get("event"), str)]
     run.launches = list(_lines(folder / "launches.jsonl", [], missing_is_fine=True))
-    run.summary = _summary(folder / "summary.json", run.problems)
+    run.summary = _mapping(folder / "summary.json", run.problems, missing_is_fine=True)  # written at its end
     run.rollouts = _rollouts(folder / "rollouts")
     return run
 
 
-def _yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
-    import yaml
-
+def _mapping(path: Path, problems: list[str], missing_is_fine: bool = False) -> dict[str, Any]:
+    """Return the object of a yaml or JSON file, empty if it cannot be read."""
     try:
-        read = yaml.safe_load(path.read_bytes())
+        text = path.read_bytes().decode(errors="replace")
+        read = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        if not isinstance(read, dict):
+            raise ValueError("holds no object")
     except FileNotFoundError:
-        return {}, [f"{path.name}: missing; settings are not shown"]
+        problems += [] if missing_is_fine else [f"{path.name}: missing"]
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        return {}, [f"{path.name}: cannot be read: {_first_line(error)}"]
-    return (read, []) if isinstance(read, dict) else ({}, [f"{path.name}: holds no settings"])
+        problems.append(f"{path.name}: cannot be read: {_first_line(error)}")
+    else:
+        return read
+    return {}
 
 
 def _first_line(error: BaseException) -> str:
@@ -147,33 +163,27 @@ def _first_line(error: BaseException) -> str:
 
 
 def _lines(path: Path, problems: list[str], missing_is_fine: bool = False) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON-lines file; others are told.  A last line without its end is being written: no word."""
+    """Yield the objects of a JSON-lines file and report other lines.  A last line without its end is being written."""
     try:
-        data = path.read_bytes()
+        *texts, _unfinished = path.read_bytes().split(b"\n")
     except FileNotFoundError:
-        if not missing_is_fine:
-            problems.append(f"{path.name}: missing")
+        problems += [] if missing_is_fine else [f"{path.name}: missing"]
         return
     except OSError as error:
         problems.append(f"{path.name}: cannot be read: {_first_line(error)}")
         return
-    told = 0
-    texts = data.split(b"\n")
+    broken = []
     for number, text in enumerate(texts, 1):
-        if not text.strip():
-            continue
         try:
             value = json.loads(text.decode(errors="replace"))
             if not isinstance(value, dict):
                 raise ValueError(f"{type(value).__name__}, not an object")
+            yield value
         except (ValueError, RecursionError) as error:
-            told += number < len(texts)
-            if number < len(texts) and told <= _MAX_PROBLEMS:
-                problems.append(f"{path.name}:{number}: passed over: {_first_line(error)}")
-            continue
-        yield value
-    if told > _MAX_PROBLEMS:
-        problems.append(f"{path.name}: {told - _MAX_PROBLEMS} more lines passed over")
+            broken.append(f"{path.name}:{number}: passed over: {_first_line(error)}")
+    problems += broken[:_MAX_PROBLEMS]
+    if len(broken) > _MAX_PROBLEMS:
+        problems.append(f"{path.name}: {len(broken) - _MAX_PROBLEMS} more lines passed over")
 
 
 def _steps(path: Path, problems: list[str]) -> list[dict[str, Any]]:
@@ -192,27 +202,9 @@ def _steps(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     return lines
 
 
-def _summary(path: Path, problems: list[str]) -> dict[str, Any]:
-    """summary.json; a run without a validation has none until its end."""
-    try:
-        read = json.loads(path.read_bytes().decode(errors="replace"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        problems.append(f"{path.name}: cannot be read: {_first_line(error)}")
-        return {}
-    return read if isinstance(read, dict) else {}
-
-
 def _rollouts(folder: Path) -> dict[int, Path]:
-    found = {}
-    try:
-        for path in folder.iterdir():
-            if match := re.fullmatch(r"step-(\d{1,15})\.jsonl", path.name):
-                found[int(match[1])] = path
-    except OSError:
-        return {}
-    return dict(sorted(found.items()))
+    found = [(re.fullmatch(r"step-(\d{1,15})\.jsonl", path.name), path) for path in folder.glob("*.jsonl")]
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
 def step_of(line: dict[str, Any]) -> int | None:
@@ -230,3 +222,9 @@ def number(value: Any) -> float | None:
     except OverflowError:
         return None
     return read if math.isfinite(read) else None
+
+
+def part_of(value: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return an object inside an object; empty if there is none."""
+    part = value.get(key)
+    return part if isinstance(part, dict) else {}

@@ -3,11 +3,11 @@
 import functools
 import json
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import chain, groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
-from nemo_prorl.report.read import Curve, Run, number
+from nemo_prorl.report.read import Curve, Run, number, part_of
 
 PER_GROUP = 4
 _FILE_BYTES = 64 * 2**20  # of a step's file at most
@@ -32,14 +32,12 @@ def samples(curve: Curve, limit: int) -> dict[str, Any]:
         run, offset = curve.runs[stage], curve.offsets[stage]
         found, number_of_responses = _of_step(run, step, per_step)
         seen += number_of_responses
-        for group in found:
-            size = sum(len(item["response"]) for item in group["items"]) + len(group["prompt"]) + len(group["truth"])
-            if size > room:
-                continue
-            room -= size
-            items += [{"g": len(groups), **shaping(run, item)} for item in group["items"]]
-            shown = {key: value for key, value in group.items() if key != "items"}
-            groups.append({"stage": run.name, "own_step": step, "step": offset + step, **shown})
+        for group, responses in found:
+            size = sum(len(item["response"]) for item in responses) + len(group["prompt"]) + len(group["truth"])
+            if size <= room:
+                room -= size
+                items += [{"g": len(groups), **shaping(run, item)} for item in responses]
+                groups.append({"stage": run.name, "own_step": step, "step": offset + step, **group})
     left_out = seen - len(items)
     return {"groups": groups, "items": items, "stored": len(steps), "read": len(chosen), "left_out": left_out}
 
@@ -53,7 +51,10 @@ def _spread(steps: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
     return [steps[round(index * (len(steps) - 1) / (count - 1))] for index in range(count)]
 
 
-def _of_step(run: Run, step: int, limit: int | None) -> tuple[list[dict[str, Any]], int]:
+Group = tuple[dict[str, Any], list[dict[str, Any]]]  # what all responses to a prompt share, and responses
+
+
+def _of_step(run: Run, step: int, limit: int | None) -> tuple[list[Group], int]:
     path = run.rollouts[step]
     try:
         state = path.stat()
@@ -64,21 +65,18 @@ def _of_step(run: Run, step: int, limit: int | None) -> tuple[list[dict[str, Any
 
 
 @functools.lru_cache(maxsize=256)  # a live report asks for the same files again and again
-def _read(path: Path, _changed: int, _size: int, limit: int | None) -> tuple[list[dict[str, Any]], int]:
-    """Groups of a step's file with the responses to show, and how many responses it holds."""
+def _read(path: Path, _changed: int, _size: int, limit: int | None) -> tuple[list[Group], int]:
+    """Return groups of a step's file with the responses to show, and how many responses the file holds."""
     stored = [_group(list(lines)) for _, lines in groupby(_requests(path), key=lambda line: str(line.get("id")))]
-    count = sum(group["n"] for group in stored)
-    by_task = {task: [g for g in stored if g["task"] == task] for task in dict.fromkeys(g["task"] for g in stored)}
-    kept: list[dict[str, Any]] = []
-    room = count if limit is None else limit
-    while room > 0 and any(by_task.values()):
-        for waiting in by_task.values():  # a group of each task in turn
-            if waiting and room > 0:
-                group = waiting.pop(0)
-                if limit is not None:
-                    group["items"] = _telling(group["items"], min(PER_GROUP, room))
-                room -= len(group["items"])
-                kept.append(group)
+    count = sum(len(items) for _, items in stored)
+    if limit is None:
+        return stored, count
+    by_task = {group["task"]: [one for one in stored if one[0]["task"] == group["task"]] for group, _ in stored}
+    kept: list[Group] = []
+    for group, items in filter(None, chain.from_iterable(zip_longest(*by_task.values()))):  # each task in turn
+        if limit > 0:
+            kept.append((group, _telling(items, min(PER_GROUP, limit))))
+            limit -= len(kept[-1][1])
     return kept, count
 
 
@@ -94,12 +92,12 @@ def _requests(path: Path) -> Iterator[dict[str, Any]]:
             yield line
 
 
-def _group(lines: list[dict[str, Any]]) -> dict[str, Any]:
+def _group(lines: list[dict[str, Any]]) -> Group:
     items = [_item(line) for line in lines]
     scores = [item["score"] for item in items if item["score"] is not None]
     first = lines[0]
     truth = first.get("truth")
-    return {
+    group = {
         "id": cut(str(first.get("id", "?")), 200),
         "task": cut(str(first.get("task", "?")), 100),
         "source": cut(str(first.get("source") or ""), 100),
@@ -107,8 +105,8 @@ def _group(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "truth": "" if truth is None else cut(json.dumps(truth, ensure_ascii=False), _TRUTH),
         "n": len(lines),
         "mean": number(sum(scores) / len(scores)) if scores else None,
-        "items": items,
     }
+    return group, items
 
 
 def _prompt(prompt: Any) -> str:
@@ -120,9 +118,8 @@ def _prompt(prompt: Any) -> str:
 
 
 def _item(line: dict[str, Any]) -> dict[str, Any]:
-    verdict = line.get("verdict")
-    verdict = verdict if isinstance(verdict, dict) else {}
-    parts = verdict.get("parts")
+    verdict = part_of(line, "verdict")
+    parts = part_of(verdict, "parts")
     correct = verdict.get("correct")
     return {
         "response": cut(line["response"], _TEXT),
@@ -132,21 +129,19 @@ def _item(line: dict[str, Any]) -> dict[str, Any]:
         "correct": correct if isinstance(correct, bool) else None,
         "failure": str(verdict["failure"])[:100] if verdict.get("failure") else None,
         "detail": str(verdict.get("detail") or "")[:500],
-        "parts": cut(json.dumps(parts, ensure_ascii=False), _TRUTH) if isinstance(parts, dict) and parts else "",
+        "parts": cut(json.dumps(parts, ensure_ascii=False), _TRUTH) if parts else "",
         "version": number(line.get("version")),
     }
 
 
 def _telling(items: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
     """The best, the worst, one that was cut off, one without a verdict, then the others; in the file's order."""
-    judged = [index for index, item in enumerate(items) if item["score"] is not None]
-    wanted = (
-        [max(judged, key=lambda i: items[i]["score"]), min(judged, key=lambda i: items[i]["score"])] if judged else []
-    )
-    wanted += [index for index, item in enumerate(items) if item["finished"] is False][:1]
-    wanted += [index for index, item in enumerate(items) if item["score"] is None][:1]
-    chosen = list(dict.fromkeys([*wanted, *range(len(items))]))[:count]
-    return [items[index] for index in sorted(chosen)]
+    everything = range(len(items))
+    judged = sorted((k for k in everything if items[k]["score"] is not None), key=lambda k: items[k]["score"])
+    wanted = [*judged[-1:], *judged[:1]]
+    wanted += [k for k in everything if items[k]["finished"] is False][:1]
+    wanted += [k for k in everything if items[k]["score"] is None][:1]
+    return [items[k] for k in sorted(list(dict.fromkeys([*wanted, *everything]))[:count])]
 
 
 def shaping(run: Run, item: dict[str, Any]) -> dict[str, Any]:
@@ -154,9 +149,8 @@ def shaping(run: Run, item: dict[str, Any]) -> dict[str, Any]:
 
     Only what the file and the configuration tell: shapings by length need token counts, which are not stored.
     """
-    settings = run.setting("trainer.grpo.shaping")
-    settings = settings if isinstance(settings, dict) else {}
-    by_length = [name for name, on in (("overlong", "overlong_tokens"), ("cosine", "cosine")) if settings.get(on)]
+    named = (("overlong", "overlong_tokens"), ("cosine", "cosine"))
+    by_length = [name for name, on in named if run.setting(f"trainer.grpo.shaping.{on}")]
     penalty = number(run.setting("trainer.grpo.unfinished_penalty"))
     factor = number(run.setting("trainer.grpo.unfinished_factor"))
     if item["score"] is None or penalty is None or factor is None:

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from nemo_prorl.report.read import Curve, number, step_of
-
-Series = dict[str, list[float | None]]
+from nemo_prorl.report.read import Curve, number
 
 
 @dataclass(frozen=True)
@@ -93,12 +91,10 @@ def _column(lines: list[dict[str, Any]], key: str) -> list[float | None]:
 def _stats(points: list[tuple[int, float]]) -> dict[str, Any]:
     """Of all steps: first, last, least, most (with its step), mean and count."""
     numbers = [value for _, value in points]
-    low, high = min(numbers), max(numbers)
-    mean = sum(numbers) / len(numbers)
-    named = {"first": numbers[0], "last": numbers[-1], "min": low, "max": high, "mean": mean}
-    at = {"min_step": points[numbers.index(low)][0], "max_step": points[numbers.index(high)][0]}
-    at |= {"first_step": points[0][0], "last_step": points[-1][0]}
-    return {key: rounded([value])[0] for key, value in named.items()} | at | {"count": len(points)}
+    named = {"first": numbers[0], "last": numbers[-1], "min": min(numbers), "max": max(numbers)}
+    named["mean"] = sum(numbers) / len(numbers)
+    exact = {"max_step": points[numbers.index(named["max"])][0], "count": len(points)}
+    return dict(zip(named, rounded(named.values()), strict=True)) | exact
 
 
 def rounded(values: Iterable[float | None]) -> list[float | None]:
@@ -107,44 +103,21 @@ def rounded(values: Iterable[float | None]) -> list[float | None]:
 
 
 def validations(curve: Curve, points: int) -> dict[str, dict[str, Any]]:
-    """Validation by name: steps `x`, means `m` and, where the journal tells standard errors, `lo` and `hi` one apart.
+    """Validation by name, from the journal: steps `x`, means `m`, and `lo` and `hi` one standard error apart.
 
-    From the journal, which has the one before the first step, too; from the metrics where it has none.  What a resume
-    threw away is not in it.  Beyond `points` every so many are left out; `left_out` says how many.
+    Beyond `points` every so many are left out; `left_out` says how many.
     """
-    found: dict[str, dict[float, tuple[float, float | None]]] = {}
-    keys = [key for key in keys_of(curve) if key.startswith("validation/")]
+    found: dict[str, dict[int, tuple[float, float | None]]] = {}
     for run, offset in zip(curve.runs, curve.offsets, strict=True):
-        own: dict[str, dict[int, tuple[float, float | None]]] = {}
-        for key in keys:
-            for line in run.metrics:
-                if (mean := number(line.get(key))) is not None:
-                    own.setdefault(key.removeprefix("validation/"), {})[line["step"]] = (mean, None)
-        for step, name, mean, error in _judged(run.events):
-            own.setdefault(name, {})[step] = (mean, error)
-        for name, by_step in own.items():
-            found.setdefault(name, {}).update({offset + step: point for step, point in by_step.items()})
+        for event in run.counted("validation"):
+            tasks = event.get("tasks")
+            for name, score in [*(tasks.items() if isinstance(tasks, dict) else ()), ("all", event.get("all"))]:
+                if isinstance(score, dict) and (mean := number(score.get("mean"))) is not None:
+                    found.setdefault(name, {})[offset + event["step"]] = (mean, number(score.get("se")))
     return {name: _validation(sorted(by_step.items()), points) for name, by_step in sorted(found.items())}
 
 
-def _judged(events: list[dict[str, Any]]) -> list[tuple[int, str, float, float | None]]:
-    """(step, name, mean, standard error) of each validation that still counts."""
-    found: list[tuple[int, str, float, float | None]] = []
-    for event in events:
-        if (step := step_of(event)) is None:
-            continue
-        if event["event"] == "resume":
-            found = [point for point in found if point[0] <= step]
-        elif event["event"] == "validation":
-            tasks = event.get("tasks")
-            scores = {**(tasks if isinstance(tasks, dict) else {}), "all": event.get("all")}
-            for name, score in scores.items():
-                if isinstance(score, dict) and (mean := number(score.get("mean"))) is not None:
-                    found.append((step, name, mean, number(score.get("se"))))
-    return found
-
-
-def _validation(judged: list[tuple[float, tuple[float, float | None]]], points: int) -> dict[str, Any]:
+def _validation(judged: list[tuple[int, tuple[float, float | None]]], points: int) -> dict[str, Any]:
     every = max(1, -(-len(judged) // points))
     kept = [point for index, point in enumerate(reversed(judged)) if index % every == 0][::-1]  # the last one always
     series: dict[str, Any] = {"x": [x for x, _ in kept], "m": rounded(m for _, (m, _) in kept)}
@@ -162,13 +135,6 @@ def marks(curve: Curve) -> list[dict[str, Any]]:
     for run, offset in zip(curve.runs, curve.offsets, strict=True):
         if curve.is_chain:
             found.append({"x": offset + 0.5, "kind": "stage", "text": run.name})
-        resets: dict[int, str] = {}
-        for event in run.events:
-            if (step := step_of(event)) is None:
-                continue
-            if event["event"] == "resume":
-                resets = {at: why for at, why in resets.items() if at <= step}
-            elif event["event"] == "reset_commit":
-                resets[step] = str(event.get("reason", ""))[:200]
+        resets = {event["step"]: str(event.get("reason", ""))[:200] for event in run.counted("reset_commit")}
         found += [{"x": offset + at + 0.5, "kind": "reset", "text": why} for at, why in sorted(resets.items())]
     return found

@@ -1,7 +1,7 @@
 """`prorl report --serve`: the page on this machine's loopback address, with newer data while a run goes on.
 
-It answers two addresses, `/` and `/data.json`, to GET only, and only to requests whose Host is this machine: a page
-from elsewhere cannot read it by giving its own name this address.  No path of a request ever reaches the file system.
+The server knows two addresses, `/` and `/data.json`, and answers only requests whose Host is this machine: a page from
+elsewhere cannot read the report by giving its own name this address.  No path of a request reaches the file system.
 """
 
 import hashlib
@@ -9,14 +9,21 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Route
 
 from nemo_prorl.errors import ConfigError, ProrlError
 from nemo_prorl.report.data import page_data
@@ -27,8 +34,7 @@ _log = logging.getLogger(__name__)
 
 _DATA = "/data.json"
 _LEAST_S = 1.0  # between two readings of the run directories,
-_PAUSE = 4  # and so many times as long as the last one took: it must not take a core from the run
-_CLIENT_S = 20.0  # a request that takes longer to come or to be sent is dropped
+_PAUSE = 4  # and this many times as long as the last reading took: it must not take a core from the run
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -50,7 +56,7 @@ class PageSource:
         self._body, self._tag = b"", ""
 
     def data(self) -> tuple[dict[str, Any], bytes, str]:
-        """The value, as JSON, and its ETag; raises ProrlError where a run or an evaluation went away."""
+        """Return the data, the data as JSON, and its ETag.  Raises ProrlError if a run or an evaluation went away."""
         with self._lock:
             if time.monotonic() >= self._next_at and (state := tuple(self._files())) != self._state:
                 begun = time.monotonic()
@@ -62,116 +68,70 @@ class PageSource:
             return self._data, self._body, self._tag
 
     def _files(self) -> Iterator[tuple[str, int, int]]:
-        """What tells that something changed: times and sizes of the files that are read."""
+        """Yield times and sizes of the files that are read: a difference says that something changed."""
         folders = [folder for argument in self._runs for folder in run_folders(argument)[0]]
         names = ("config.yaml", "metrics.jsonl", "journal.jsonl", "launches.jsonl", "summary.json", "rollouts")
         paths = [folder / name for folder in folders for name in names]
         paths += [folder / name for folder in self._evaluations for name in ("results.json", "comparison.json")]
         for path in paths:
             try:
-                told = path.stat()
+                found = path.stat()
             except OSError:
                 continue
-            yield str(path), told.st_mtime_ns, told.st_size
+            yield str(path), found.st_mtime_ns, found.st_size
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: "ReportServer"
-    server_version = "prorl"
-    sys_version = ""
-    protocol_version = "HTTP/1.1"
-    timeout = _CLIENT_S
+def application(source: PageSource) -> Starlette:
+    """Return the two addresses over a source of data."""
 
-    def do_GET(self) -> None:
-        if not self._is_for_us():
-            self._answer(HTTPStatus.MISDIRECTED_REQUEST, b"this server answers to 127.0.0.1 and localhost only\n")
-        elif self.path not in ("/", _DATA):
-            self._answer(HTTPStatus.NOT_FOUND, b"there is / and /data.json\n")
-        else:
-            self._send_report()
+    def whole(_request: Request) -> Response:
+        return HTMLResponse(page(source.data()[0]), headers=_HEADERS)
 
-    def _refuse(self) -> None:
-        self._answer(HTTPStatus.METHOD_NOT_ALLOWED, b"GET only\n", {"Allow": "GET"})
+    def data(request: Request) -> Response:
+        _, body, tag = source.data()
+        headers = {**_HEADERS, "ETag": tag}
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        return Response(body, media_type="application/json", headers=headers)
 
-    do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = _refuse
+    def unreadable(_request: Request, error: Exception) -> Response:
+        return PlainTextResponse(f"{error}\n", 503, _HEADERS)
 
-    def _is_for_us(self) -> bool:
-        hosts = self.headers.get_all("Host") or []
-        return len(hosts) == 1 and hosts[0].strip().lower() in self.server.hosts
-
-    def _send_report(self) -> None:
-        try:
-            data, body, tag = self.server.source.data()
-        except ProrlError as error:
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode())
-            return
-        if self.path == "/":
-            self._answer(HTTPStatus.OK, page(data).encode(), {"Content-Type": "text/html; charset=utf-8"})
-        elif self.headers.get("If-None-Match") == tag:
-            self._answer(HTTPStatus.NOT_MODIFIED, b"", {"ETag": tag})
-        else:
-            self._answer(HTTPStatus.OK, body, {"Content-Type": "application/json", "ETag": tag})
-
-    def _answer(self, status: HTTPStatus, body: bytes, headers: dict[str, str] | None = None) -> None:
-        self.close_connection = True  # no thread waits for a reader, no body that nobody reads follows
-        self.send_response(status)
-        self.send_header("Connection", "close")
-        for name, value in ({"Content-Type": "text/plain; charset=utf-8"} | _HEADERS | (headers or {})).items():
-            self.send_header(name, value)
-        if status != HTTPStatus.NOT_MODIFIED:
-            self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        _log.debug(format, *args)
+    return Starlette(
+        routes=[Route("/", whole), Route(_DATA, data)],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"], www_redirect=False)],
+        exception_handlers={ProrlError: unreadable},
+    )
 
 
-class ReportServer(ThreadingHTTPServer):
-    """Listens on 127.0.0.1 only."""
+def listen(port: int) -> socket.socket:
+    """Return a socket on 127.0.0.1.  Raises ConfigError if the port cannot be had."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port {port}: must be 1 to 65535, or 0 for any that is free")
+    try:
+        return socket.create_server(("127.0.0.1", port))
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise ConfigError(f"--port {port}: {reason}; give another, or 0 for any free one") from error
 
-    daemon_threads = True
 
-    def __init__(self, source: PageSource, port: int) -> None:
-        super().__init__(("127.0.0.1", port), _Handler)
-        self.source = source
-        names = ("127.0.0.1", "localhost")
-        self.hosts = {f"{name}:{self.server_port}" for name in names} | (
-            set(names) if self.server_port == 80 else set()
-        )
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/"
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        error = sys.exc_info()[1]
-        if isinstance(error, OSError):
-            return  # the reader went away
-        _log.error("report: a request failed", exc_info=error)
+def server(source: PageSource) -> uvicorn.Server:
+    """Return the server; `run(sockets=[...])` answers until `should_exit`."""
+    config = uvicorn.Config(application(source), lifespan="off", log_config=None, access_log=False, ws="none")
+    return uvicorn.Server(config)
 
 
 def serve(runs: list[Path], evaluations: list[Path], samples: int, port: int) -> int:
-    """Prints the address and answers until it is interrupted.  Raises ConfigError before that, if anything is wrong."""
-    if not 0 <= port <= 65535:
-        raise ConfigError(f"--port {port}: must be 1 to 65535, or 0 for any that is free")
+    """Print the address and answer until interrupted.  Raises ConfigError before that if anything is wrong."""
     source = PageSource(runs, evaluations, samples)
-    source.data()  # what is wrong with the arguments is said now
-    try:
-        server = ReportServer(source, port)
-    except OSError as error:
-        raise ConfigError(
-            f"--port {port}: {os.strerror(error.errno or 0)}; give another, or 0 for any free one"
-        ) from error
-    with server:
-        before = signal.getsignal(signal.SIGTERM)
+    with listen(port) as listener:
+        source.data()  # raises now if the arguments are wrong
+        before = signal.signal(signal.SIGTERM, _interrupt)  # before anybody knows the address
         try:
-            signal.signal(signal.SIGTERM, _interrupt)  # before anybody knows the address
-            sys.stdout.write(f"{server.url}\n")
+            sys.stdout.write(f"http://127.0.0.1:{listener.getsockname()[1]}/\n")
             sys.stdout.flush()
             _log.info("Ctrl-C ends it")
-            server.serve_forever(poll_interval=0.2)
+            server(source).run(sockets=[listener])  # uvicorn raises the signal again that ended it
         except KeyboardInterrupt:
             pass  # the ordinary end
         finally:

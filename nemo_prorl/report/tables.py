@@ -5,46 +5,37 @@ import re
 from typing import Any
 
 from nemo_prorl.lifecycle.bottleneck import bottleneck
-from nemo_prorl.report.read import Curve, Run, number, step_of
+from nemo_prorl.report.read import Curve, Run, number, part_of, step_of
 from nemo_prorl.report.series import keys_of, rounded
 
 _EVENTS = 1000  # on the page; the newest, and of the alarms and resets as many as fit first
 _TEXT = 1000
+_COMMON = ("event", "step", "time")  # of every event
 # What names places and people, not the run; data is compared as a whole.
 _PLACES = ("run_dir", "stage", "on_event", "exp_manager", "chain", "pretrained_checkpoint", "rollout.python")
 
 
 def stage_rows(curve: Curve) -> list[dict[str, Any]]:
     """What each run directory of a curve is and came to."""
-    return [
-        _row(run, offset, _changes(curve.runs[k - 1], run) if k else {})
-        for k, (run, offset) in enumerate(zip(curve.runs, curve.offsets, strict=True))
-    ]
+    return [_row(run, _changes(curve.runs[k - 1], run) if k else {}) for k, run in enumerate(curve.runs)]
 
 
-def _row(run: Run, offset: int, changes: dict[str, str]) -> dict[str, Any]:
-    heldout = run.summary.get("heldout")
-    heldout = heldout if isinstance(heldout, dict) else {}
+def _row(run: Run, changes: dict[str, str]) -> dict[str, Any]:
+    heldout = part_of(run.summary, "heldout")
     starts = [event for event in run.events if event["event"] in ("start", "resume")]
     origin = next((str(e["start_from"]) for e in starts if e.get("start_from")), None)
     times = [t for event in run.events if (t := number(event.get("time"))) is not None]
-    time = run.summary.get("time")
     return {
         "name": run.name,
-        "folder": str(run.folder),
-        "offset": offset,
         "step": run.last_step,
         "max_steps": number(run.setting("trainer.grpo.max_steps")),
         "finished": run.summary.get("finished") is True,
         "stopped": bool(run.events) and run.events[-1]["event"] == "stop",
-        "seed": number(run.setting("seed")),
         "starts": len(starts),
         "from": _origin(origin) if origin else None,
         "began": min(times, default=None),
-        "last": max(times, default=None),
         "seconds": _sum(run, "time/step"),
         "tokens": _sum(run, "rollout/generated_tokens"),
-        "tokens_per_s": number(time.get("tokens_per_s")) if isinstance(time, dict) else None,
         "heldout": {key: number(heldout.get(key)) for key in ("before", "after", "before_se", "after_se", "prompts")},
         "changes": changes,
         "problems": run.problems,
@@ -110,9 +101,7 @@ def phases(curve: Curve) -> dict[str, Any]:
     for run in curve.runs:
         for key in keys:
             seconds[key] = seconds.get(key, 0.0) + _sum(run, key)
-        time = run.summary.get("time")
-        phase = time.get("phase_s") if isinstance(time, dict) else None
-        if isinstance(phase, dict) and (checkpoint := number(phase.get("checkpoint"))):
+        if checkpoint := number(part_of(part_of(run.summary, "time"), "phase_s").get("checkpoint")):
             seconds["checkpoint"] = seconds.get("checkpoint", 0.0) + checkpoint
     ordered = sorted(seconds.items(), key=lambda item: -item[1])
     finite = [(name.removeprefix("time/"), s) for name, s in ordered if number(s) is not None]
@@ -142,22 +131,18 @@ def events(curve: Curve) -> dict[str, Any]:
 
 def _event(run: Run, offset: int, event: dict[str, Any]) -> dict[str, Any]:
     own = step_of(event)
-    known = {"event", "step", "time"}
     if event["event"] == "validation":
-        whole = event.get("all")
-        mean = number(whole.get("mean")) if isinstance(whole, dict) else None
-        error = number(whole.get("se")) if isinstance(whole, dict) else None
+        mean, error = (number(part_of(event, "all").get(key)) for key in ("mean", "se"))
         what = f"held-out mean {mean:.4f}" if mean is not None else "no mean"
         what += f" ± {error:.4f}" if error is not None else ""
     else:
-        rest = {key: value for key, value in event.items() if key not in known and not key.endswith("sha256")}
+        rest = {key: value for key, value in event.items() if key not in _COMMON and not key.endswith("sha256")}
         what = "; ".join(f"{key}: {v if isinstance(v, str) else json.dumps(v)}" for key, v in rest.items())
         if set(rest) <= {"what", "reason"}:
             what = "; ".join(map(str, rest.values()))
     return {
         "stage": run.name,
         "step": None if own is None else offset + own,
-        "own_step": own,
         "time": number(event.get("time")),
         "event": event["event"][:40],
         "what": what[:_TEXT],
@@ -166,13 +151,12 @@ def _event(run: Run, offset: int, event: dict[str, Any]) -> dict[str, Any]:
 
 def _launch(run: Run, launch: dict[str, Any]) -> dict[str, Any]:
     """A start of the run by a Slurm job, or its end."""
+    kind = f"launch {launch['event']}"
     if launch["event"] == "begin":
         nodes = launch.get("nodes")
         what = f"job {launch.get('job')}, attempt {launch.get('attempt')}"
         what += f", on {', '.join(map(str, nodes))}" if isinstance(nodes, list) else ""
     else:
         what = f"{launch.get('what') or 'ended'}; code {launch.get('code')}, next: {launch.get('next')}"
-    failed = launch["event"] == "end" and launch.get("code") not in (0, 75)
-    kind = "failure" if failed else f"launch {launch['event']}"
-    common = {"stage": run.name, "step": None, "own_step": None, "time": number(launch.get("time"))}
-    return {**common, "event": kind, "what": what[:_TEXT]}
+        kind = kind if launch.get("code") in (0, 75) else "failure"
+    return {"stage": run.name, "step": None, "time": number(launch.get("time")), "event": kind, "what": what[:_TEXT]}

@@ -129,22 +129,22 @@ class RewardClient:
             await self._session.close()
             self._session = None
 
-    async def score(self, request: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
+    async def score(self, request: dict[str, Any], deadline: Deadline) -> Verdict:
         """The verdict on one request, both as JSON objects.  Never raises for what a server does; cancel it freely."""
         judged = 0
         backoff = self.options.first_backoff_s
         while not deadline.passed:
             verdict = await self._once(request, deadline)
             if verdict is not None and verdict["failure"] != "infrastructure":
-                return dict(verdict)
+                return verdict
             if verdict is not None:
                 judged, self._last_error = judged + 1, verdict["detail"]
                 if judged > self.options.judge_retries:
-                    return dict(verdict)
+                    return verdict
             self.stats.retries += 1
             await asyncio.sleep(min(backoff, deadline.remaining))
             backoff = min(2 * backoff, self.options.longest_backoff_s)
-        return dict(failed_verdict(request["id"], "infrastructure", f"{deadline.error()}; last: {self._last_error}"))
+        return failed_verdict(request["id"], "infrastructure", f"{deadline.error()}; last: {self._last_error}")
 
     async def _once(self, request: dict[str, Any], deadline: Deadline) -> Verdict | None:
         """One attempt as part of a bundle; None where no verdict came."""

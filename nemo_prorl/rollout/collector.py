@@ -32,6 +32,7 @@ from nemo_prorl.algorithms.sampling import DynamicSampler, KeepRates, carries_si
 from nemo_prorl.config import Config
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DataError, RewardFailure, RolloutAbandoned
+from nemo_prorl.rewards.interface import Verdict
 from nemo_prorl.rollout.background import BackgroundLoop
 from nemo_prorl.rollout.endpoints import Response, SamplingParams, response_seed
 from nemo_prorl.rollout.engine_load import EngineLoad
@@ -77,9 +78,9 @@ class Engines(Protocol):
 
 
 class Rewards(Protocol):
-    """What the collector needs of the reward client: a verdict with "score" (None: infrastructure) and "detail"."""
+    """What the collector needs of the reward client (`rewards.client.RewardClient`)."""
 
-    async def score(self, request: dict[str, Any], deadline: Deadline) -> dict[str, Any]: ...
+    async def score(self, request: dict[str, Any], deadline: Deadline) -> Verdict: ...
     async def close(self) -> None: ...
 
 
@@ -224,7 +225,7 @@ class Collector:
         """Generate and judge one group; each response is judged from the moment it ends."""
         record = draw.record
         seeds = [response_seed(self.cfg.seed, record["id"], draw.visit, sample) for sample in range(work.samples)]
-        open_verdicts: dict[int, asyncio.Task[dict[str, Any]]] = {}
+        open_verdicts: dict[int, asyncio.Task[Verdict]] = {}
         async with asyncio.TaskGroup() as judging:
 
             def on_response(response: Response) -> None:
@@ -260,7 +261,7 @@ class Collector:
             stop_token_ids=self._stop_token_ids,
         )
 
-    async def _judge(self, draw: PromptDraw, response: Response, clock: "WaitClock") -> dict[str, Any]:
+    async def _judge(self, draw: PromptDraw, response: Response, clock: "WaitClock") -> Verdict:
         """Return the verdict on one response.  A missing score is counted, and after several in a row the run stops."""
         record, text = draw.record, self.judged_text(draw.prompt_ids, response.token_ids)
         request = {**record, "response": text, "finished": response.finished}
@@ -273,14 +274,12 @@ class Collector:
             except TimeoutError as error:
                 raise deadline.error() from error
         score = verdict["score"]
-        if score is not None and not 0.0 <= float(score) <= 1.0:
-            raise RewardFailure(f"task {record['task']}: score {score!r} of {record['id']} is outside 0..1: {verdict}")
         self._failures_in_a_row = self._failures_in_a_row + 1 if score is None else 0
         if self._failures_in_a_row >= self.cfg.rewards.max_infrastructure_failures:
             raise RewardFailure(
                 f"{self._failures_in_a_row} responses in a row could not be judged "
                 f"(rewards.max_infrastructure_failures); the last: task {record['task']}, prompt {record['id']}: "
-                f"{verdict.get('detail')}"
+                f"{verdict['detail']}"
             )
         return verdict
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from nemo_prorl.algorithms.diagnostics import repetition
+from nemo_prorl.rewards.interface import Verdict
 from nemo_prorl.rollout.endpoints import Response
 
 
@@ -25,7 +26,7 @@ class Group:
     prompt_ids: list[int]
     visit: int
     responses: list[Response]
-    verdicts: list[dict[str, Any]]
+    verdicts: list[Verdict]
     step: int
     version: int
     draw_index: int

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,15 @@ import pytest
 
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.evaluation import compare
-from nemo_prorl.evaluation.catalogue import catalogue, records_sha256, sampling_json
+from nemo_prorl.evaluation.catalogue import catalogue, records_sha256
+from nemo_prorl.evaluation.estimates import Interval
 from nemo_prorl.evaluation.results import results, scored, table
 from nemo_prorl.evaluation.run import differences
 from nemo_prorl.evaluation.store import Store
 from tests.test_formats import against
 
 SHA = "0123456789abcdef" * 4
-MODEL: Any = {"name": "m", "kind": "hf", "sha256": SHA, "folder": "/m", "weights_sha256": SHA}
+MODEL = {"name": "m", "kind": "hf", "sha256": SHA, "folder": "/m", "weights_sha256": SHA}
 
 Scores = Sequence[Sequence[float | None]]  # of a prompt's samples; None: no verdict
 
@@ -26,7 +28,7 @@ def record(number: int, dataset: str = "gcd") -> dict[str, Any]:
     return {"id": f"p{number}", "task": "puzzles", "prompt": f"? {number}", "truth": truth, "source": "", "meta": {}}
 
 
-def write(folder: Path, benchmark: str, scores: Scores, datasets: Sequence[str] = ()) -> Any:
+def write(folder: Path, benchmark: str, scores: Scores, datasets: Sequence[str] = ()) -> dict[str, Any]:
     """An evaluation's files; its results.json."""
     one = catalogue()[benchmark].changed({"samples": max(map(len, scores))})
     records = [record(i, datasets[i] if datasets else "gcd") for i in range(len(scores))]
@@ -34,8 +36,8 @@ def write(folder: Path, benchmark: str, scores: Scores, datasets: Sequence[str] 
     store.write_records(records)
     for i, row in enumerate(scores):
         for k, score in enumerate(row):
-            line: Any = {"id": f"p{i}", "sample": k, "seed": k, "work": "0" * 32, "response": str(score)}
-            store.add(line | {"finished": k > 0, "tokens": 10 * (k + 1)})
+            line = {"id": f"p{i}", "sample": k, "seed": k, "response": str(score)}
+            store.add({**line, "finished": k > 0, "tokens": 10 * (k + 1)})
             failure = "infrastructure" if score is None else None
             correct = None if score is None else score == 1.0
             verdict: dict[str, Any] = {
@@ -50,22 +52,20 @@ def write(folder: Path, benchmark: str, scores: Scores, datasets: Sequence[str] 
     store.close()
     path = folder / "manifest.json"
     entries = json.loads(path.read_text())["benchmarks"] if path.exists() else {}
-    about = {"title": one.title, "domain": one.domain, "metric": one.metric}
     entries[benchmark] = {
-        **about,
-        "out_of_distribution": one.out_of_distribution,
+        **one.about(),
         "file_sha256": one.sha256,
         "prompts_sha256": records_sha256(records),
         "prompts": len(records),
-        "sampling": sampling_json(one.sampling),
+        "sampling": asdict(one.sampling),
     }
     common = {"seed": 1, "data": None, "limit": None, "engine": None, "rewards": {}, "versions": {"python": "3.11"}}
     manifest = {"format": 1, "model": MODEL, "benchmarks": entries, **common}
     assert against("evaluation-manifest", manifest) == []
     path.write_text(json.dumps(manifest))
     found = {benchmark: scored(records, store.lines, store.verdicts, one.sampling.samples)}
-    clock: Any = {"seconds": 2.0, "generated_tokens": 40, "tokens_per_s": 20.0}
-    result: Any = results(MODEL, 1, [one], found, clock)
+    clock = {"seconds": 2.0, "generated_tokens": 40, "tokens_per_s": 20.0}
+    result = results(MODEL, 1, [one], found, clock)
     assert against("evaluation-results", result) == []
     assert all(against("evaluation-sample", line) == [] for line in store.lines.values())
     return result
@@ -150,8 +150,10 @@ def test_new_solutions_are_told_from_old_ones_found_more_surely(tmp_path: Path) 
     ],
 )
 def test_readings(one: tuple[float, float], most: tuple[float, float], told: str) -> None:
-    curve = {k: {"difference": sum(v) / 2, "low": v[0], "high": v[1]} for k, v in (("1", one), ("16", most))}
-    reward = {"difference": 0.1, "low": 0.05 if told == "closer" else -0.05, "high": 0.2}
+    curve: dict[str, Interval] = {
+        k: {"difference": sum(v) / 2, "low": v[0], "high": v[1]} for k, v in (("1", one), ("16", most))
+    }
+    reward: Interval = {"difference": 0.1, "low": 0.05 if told == "closer" else -0.05, "high": 0.2}
     assert compare.reading(curve, reward) == told
 
 
@@ -165,7 +167,7 @@ def test_only_the_same_prompts_are_compared(tmp_path: Path) -> None:
         compare.compare(compare.read([tmp_path / "a", tmp_path / "c"]))
     with pytest.raises(ConfigError, match="two folders"):
         compare.read([tmp_path / "a"])
-    with pytest.raises(ConfigError, match="holds no evaluation"):
+    with pytest.raises(ConfigError, match="manifest.json: cannot be read"):
         compare.read([tmp_path / "a", tmp_path / "nowhere"])
 
 

@@ -1,7 +1,6 @@
 """What is drawn, what is not drawn again, and how failures of the infrastructure end."""
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,10 @@ import pytest
 
 from nemo_prorl.errors import ConfigError, DataError, DeadlineExceeded, EngineRefused
 from nemo_prorl.evaluation.catalogue import Benchmark, Sampling, catalogue, load_records
-from nemo_prorl.evaluation.sampling import Work, plan, seed_of
+from nemo_prorl.evaluation.sampling import BenchmarkWork, Work, plan, seed_of
 from nemo_prorl.evaluation.sources import Endpoint, OnReply, Reply
 from nemo_prorl.evaluation.store import Store
-from nemo_prorl.rewards.interface import failed_verdict
+from nemo_prorl.rewards.interface import Verdict, failed_verdict
 from tests.evaluation.openai_server import Answers, serve
 
 GCD = catalogue()["laptop_gcd"].changed({"samples": 4})
@@ -27,8 +26,8 @@ class Drawn:
         self.at_a_time, self.most = 8, most
         self.seeds: list[int] = []
 
-    def identity(self, record: Mapping[str, Any], sampling: Sampling) -> str:
-        return f"{record['prompt']}/{sampling.temperature}"
+    def check(self, record: Mapping[str, Any], sampling: Sampling) -> None:
+        pass
 
     async def generate(
         self, record: Mapping[str, Any], sampling: Sampling, seeds: Sequence[int], on_reply: OnReply
@@ -50,10 +49,11 @@ class Judged:
     def __init__(self, broken: int = 0) -> None:
         self.broken, self.requests = broken, list[dict[str, Any]]()
 
-    async def __call__(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def __call__(self, request: dict[str, Any]) -> Verdict:
         self.requests.append(request)
+        number = len(self.requests)
         await asyncio.sleep(0)
-        if len(self.requests) <= self.broken:
+        if number <= self.broken:
             return failed_verdict(request["id"], "infrastructure", "the server is gone")
         right = request["response"] == "answer 1"
         return {
@@ -68,16 +68,12 @@ class Judged:
 
 def evaluate(folder: Path, source: Any, judge: Judged, benchmark: Benchmark = GCD, seed: int = 1) -> tuple[Store, Work]:
     store = Store(folder, benchmark.name)
-    work = Work(source, judge)
+    work = Work(source, judge, seed)
     try:
-        asyncio.run(_do(work, [(benchmark, store, RECORDS)], source, seed))
+        asyncio.run(work.do(plan([BenchmarkWork(benchmark, store, RECORDS)], source)))
     finally:
         store.close()
     return store, work
-
-
-async def _do(work: Work, what: Any, source: Any, seed: int) -> None:
-    await work.do(plan(what, source, seed))
 
 
 def kept(folder: Path) -> dict[str, dict[Any, Any]]:
@@ -158,24 +154,6 @@ def test_more_samples_add_to_those_that_are_there(tmp_path: Path) -> None:
     assert {sample for _, sample in store.lines} == set(range(6))
 
 
-def test_equal_work_is_done_once(tmp_path: Path) -> None:
-    """Two benchmarks share their prompts: one draws, both are judged; equal responses are judged once."""
-    twin = catalogue()["laptop_chain_sum"].changed({"samples": 4})
-    source, judge = Drawn(), Judged()
-    stores = [Store(tmp_path, one.name) for one in (GCD, twin)]
-    work = Work(source, judge)
-    asyncio.run(_do(work, [(GCD, stores[0], RECORDS), (twin, stores[1], RECORDS[:3])], source, 1))
-    assert len(source.seeds) == 24
-    assert [len(store.lines) for store in stores] == [24, 12]
-    assert all(stores[1].lines[key] == stores[0].lines[key] for key in stores[1].lines)
-    texts = {(i, key[0], line["response"]) for i, store in enumerate(stores) for key, line in store.lines.items()}
-    assert len(judge.requests) == len(texts) < 36
-    later = Drawn()
-    third = Store(tmp_path, "laptop_aiw")
-    found = plan([(GCD, stores[0], RECORDS), (twin, third, RECORDS)], later, 1)
-    assert (found.to_draw, found.there, len(found.unjudged)) == (0, 48, 24)
-
-
 def test_what_the_reward_service_fails_to_judge_is_no_zero_and_judged_again(tmp_path: Path) -> None:
     store, _ = evaluate(tmp_path, Drawn(), Judged(broken=3))
     lacking = [key for key, verdict in store.verdicts.items() if verdict["score"] is None]
@@ -200,7 +178,7 @@ def ask(answers: Answers, record: dict[str, Any], seeds: Sequence[int] = (0, 1, 
 
     async def go() -> dict[int, Reply]:
         runner, url = await serve(answers)
-        source = Endpoint(url, options["name"], "0" * 64, options["token"], 4, options["seconds"])
+        source = Endpoint(url, options["name"], options["token"], 4, options["seconds"])
         found: dict[int, Reply] = {}
         try:
             await source.generate(record, Sampling(max_response=16), seeds, found.__setitem__)
@@ -255,7 +233,7 @@ def test_a_wrong_token_or_name_is_wrong_use() -> None:
 
 
 def test_a_text_prompt_that_may_fill_the_context_is_refused() -> None:
-    source = Endpoint("http://x/v1", "tiny", "0" * 64, None, 1, 1.0)
+    source = Endpoint("http://x/v1", "tiny", None, 1, 1.0)
     with pytest.raises(DataError, match=rf"{RECORDS[0]['id']}.*--context N or --max-response"):
-        source.identity(RECORDS[0], Sampling(context=20))
-    assert json.dumps(source.identity(MESSAGES, Sampling(context=20)))
+        source.check(RECORDS[0], Sampling(context=20))
+    source.check(MESSAGES, Sampling(context=20))

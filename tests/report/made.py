@@ -119,7 +119,7 @@ def evaluation(folder: Path, mean: float) -> Path:
     entry |= {"pass@1": scores["1"], "reward": scores["1"], "pass@k": scores, "tokens": {"mean": 20.0, "se": 1.0}}
     entry |= {"prompts": 50, "samples": 8, "unjudged": 0, "truncated": 0.01, "parts": {}}
     other = entry | {"title": HOSTILE[0], "out_of_distribution": True, "pass@1": None, "pass@k": {}}
-    whole = {"format": 1, "complete": False, "model": {"path": "some/model"}, "benchmarks": {"sums": entry, "o": other}}
+    whole = {"format": 1, "complete": False, "model": {"name": "some/model"}, "benchmarks": {"sums": entry, "o": other}}
     (folder / "results.json").write_text(json.dumps(whole | {"domains": {"math": entry}, "out_of_distribution": None}))
     return folder
 
@@ -162,7 +162,7 @@ def spoilt(value: Any, draw: random.Random, chance: float) -> Any:
 
 
 def make_spoilt(chain: Path, seed: int) -> Path:
-    """A chain of one stage, any part of whose files may be anything; returns an evaluation of the same kind."""
+    """A chain of one stage, any part of whose files may be anything."""
     draw = random.Random(seed)
     folder = make_run(chain / "run1", 7)
     launches = [{"event": "begin", "job": "1", "attempt": 1, "nodes": ["a"], "time": 1.0}, {"event": "end", "code": 1}]
@@ -173,9 +173,4 @@ def make_spoilt(chain: Path, seed: int) -> Path:
     for path in (folder / "summary.json", folder / "config.yaml"):
         value = yaml.safe_load(path.read_text())
         path.write_text(json.dumps(spoilt(value, draw, 0.15)))
-    results = made_evaluations(chain / "evaluation")
-    for path in results.iterdir():
-        value = json.loads(path.read_text())
-        benchmarks = {key: spoilt(inner, draw, 0.1) for key, inner in value["benchmarks"].items()}
-        path.write_text(json.dumps({k: spoilt(v, draw, 0.1) for k, v in value.items()} | {"benchmarks": benchmarks}))
-    return results
+    return chain

@@ -21,7 +21,7 @@ from nemo_prorl.report.page import page
 from tests.report.made import HOSTILE, make_hostile, make_run, write_lines
 
 PAGE = Path(page.__code__.co_filename).parent / "page"
-SCRIPTS = sorted(PAGE.glob("*.js"))
+SCRIPTS = sorted(PAGE.glob("*.js"))  # uPlot's, too
 
 
 class Elements(HTMLParser):
@@ -62,7 +62,9 @@ def test_the_file_asks_for_nothing(tmp_path: Path) -> None:
     ]
     assert addresses
     assert all(address == "data:," or (address or "").startswith("#") for address in addresses)
-    assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
+    uplot = "https://github.com/leeoniya/uPlot"  # in its own notice
+    assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg", uplot}
+    assert "The above copyright notice and this permission notice shall be included" in text
     assert "url(" not in text
     assert "@import" not in text
     assert not {"img", "iframe", "object", "embed", "base", "audio", "video"} & {tag for tag, _, _ in elements.found}
@@ -196,9 +198,10 @@ def test_wrong_options_exit_with_2(
     assert told in caplog.text
 
 
-def test_a_broken_evaluation_exits_with_4(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("broken", ["{", "[]", '{"format": 1, "benchmarks": []}'])
+def test_a_broken_evaluation_exits_with_4(tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str) -> None:
     folder = make_run(tmp_path / "run", 1)
-    (tmp_path / "results.json").write_text("{")
+    (tmp_path / "results.json").write_text(broken)
     assert cli.main(["report", str(folder), "--evaluation", str(tmp_path)]) == 4
     assert "results.json" in caplog.text
 

@@ -4,126 +4,95 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from starlette.testclient import TestClient
 
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.report import serve
-from nemo_prorl.report.serve import PageSource, ReportServer
 from tests.report.made import make_run, metrics_line
 
 
-@contextmanager
-def served(folder: Path) -> Iterator[ReportServer]:
-    with ReportServer(PageSource([folder], [], 10), 0) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join(10)
+def client_of(folder: Path) -> TestClient:
+    app = serve.application(serve.PageSource([folder], [], 10))
+    return TestClient(app, "http://127.0.0.1:8642", follow_redirects=False)
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ReportServer]:
-    with served(make_run(tmp_path / "run", 3)) as one:
-        yield one
+def client(tmp_path: Path) -> TestClient:
+    return client_of(make_run(tmp_path / "run", 3))
 
 
-def ask(
-    server: ReportServer, path: str = "/", method: str = "GET", **headers: str
-) -> tuple[int, bytes, dict[str, str]]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
-    try:
-        connection.request(method, path, headers=headers)
-        answer = connection.getresponse()
-        return answer.status, answer.read(), {key.lower(): value for key, value in answer.getheaders()}
-    finally:
-        connection.close()
+def test_it_listens_on_loopback_only() -> None:
+    with serve.listen(0) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
 
 
-def test_it_listens_on_loopback_only(server: ReportServer) -> None:
-    assert server.socket.getsockname()[0] == "127.0.0.1"
+def test_the_page_and_its_data(client: TestClient) -> None:
+    answer = client.get("/")
+    assert answer.status_code == 200
+    assert '"live":"/data.json"' in answer.text
+    assert answer.headers["cross-origin-resource-policy"] == "same-origin"
+    assert "access-control-allow-origin" not in answer.headers
+    answer = client.get("/data.json")
+    assert answer.status_code == 200
+    assert answer.json()["curves"][0]["steps"] == 3
 
 
-def test_the_page_and_its_data(server: ReportServer) -> None:
-    status, body, headers = ask(server)
-    assert status == 200
-    assert b'"live":"/data.json"' in body
-    assert headers["cross-origin-resource-policy"] == "same-origin"
-    assert "access-control-allow-origin" not in headers
-    status, body, _ = ask(server, "/data.json")
-    assert status == 200
-    assert json.loads(body)["curves"][0]["steps"] == 3
-
-
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1", "127.0.0.1.evil.example:PORT", "", "localhost:1"])
-def test_other_hosts_are_refused(server: ReportServer, host: str) -> None:
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:8642", "", "evil.example:8642", "localhost."])
+def test_other_hosts_are_refused(client: TestClient, host: str) -> None:
     for path in ("/", "/data.json"):
-        status, body, _ = ask(server, path, Host=host.replace("PORT", str(server.server_port)))
-        assert status == 421
-        assert b"curves" not in body
+        answer = client.get(path, headers={"Host": host})
+        assert answer.status_code == 400
+        assert "curves" not in answer.text
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LOCALHOST"])
-def test_this_machine_is_answered(server: ReportServer, host: str) -> None:
-    assert ask(server, Host=f"{host}:{server.server_port}")[0] == 200
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "localhost:9000"])
+def test_this_machine_is_answered(client: TestClient, host: str) -> None:
+    assert client.get("/", headers={"Host": host}).status_code == 200
 
 
-def test_a_request_with_two_hosts_or_none_is_refused(server: ReportServer) -> None:
-    for hosts in ("", f"Host: localhost:{server.server_port}\r\nHost: evil.example\r\n"):
-        with socket.create_connection(("127.0.0.1", server.server_port), 10) as connection:
-            connection.sendall(f"GET / HTTP/1.1\r\n{hosts}Connection: close\r\n\r\n".encode())
-            assert connection.makefile("rb").readline().split()[1] == b"421"
+@pytest.mark.parametrize("path", ["/../config.yaml", "/config.yaml", "/%2e%2e/%2e%2e/etc/passwd", "/x"])
+def test_no_path_leads_to_a_file(client: TestClient, path: str) -> None:
+    answer = client.get(path)
+    assert (answer.status_code, answer.text) == (404, "Not Found")
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/../config.yaml", "/config.yaml", "//etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/data.json/..", "/?a", "/x"],
-)
-def test_no_path_leads_to_a_file(server: ReportServer, path: str) -> None:
-    status, body, _ = ask(server, path)
-    assert status == 404
-    assert body == b"there is / and /data.json\n"
-
-
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE"])
-def test_only_get_is_answered(server: ReportServer, method: str) -> None:
-    status, _, headers = ask(server, "/data.json", method)
-    assert status == 405
-    assert headers["allow"] == "GET"
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
+def test_nothing_can_be_written(client: TestClient, method: str) -> None:
+    answer = client.request(method, "/data.json")
+    assert answer.status_code == 405
+    assert set(answer.headers["allow"].split(", ")) == {"GET", "HEAD"}
 
 
 def test_data_is_that_of_now_and_sent_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "_LEAST_S", 0.0)
     monkeypatch.setattr(serve, "_PAUSE", 0)
     folder = make_run(tmp_path / "run", 3)
-    with served(folder) as server:
-        _, _, headers = ask(server, "/data.json")
-        tag = {"If-None-Match": headers["etag"]}
-        assert ask(server, "/data.json", **tag)[:2] == (304, b"")
-        with (folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(metrics_line(4)) + "\n")
-        status, body, _ = ask(server, "/data.json", **tag)
-        assert status == 200
-        assert json.loads(body)["curves"][0]["steps"] == 4
-        (folder / "metrics.jsonl").unlink()
-        assert json.loads(ask(server, "/data.json")[1])["curves"][0]["steps"] == 0
-        for path in folder.iterdir():
-            if path.is_file():
-                path.unlink()
-        assert ask(server, "/data.json")[0] == 503
+    client = client_of(folder)
+    tag = {"If-None-Match": client.get("/data.json").headers["etag"]}
+    answer = client.get("/data.json", headers=tag)
+    assert (answer.status_code, answer.content) == (304, b"")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(metrics_line(4)) + "\n")
+    answer = client.get("/data.json", headers=tag)
+    assert answer.status_code == 200
+    assert answer.json()["curves"][0]["steps"] == 4
+    (folder / "metrics.jsonl").unlink()
+    assert client.get("/data.json").json()["curves"][0]["steps"] == 0
+    for path in folder.iterdir():
+        if path.is_file():
+            path.unlink()
+    assert client.get("/data.json").status_code == 503
 
 
-def test_it_ends_with_an_interrupt_and_refuses_a_port_that_is_taken(tmp_path: Path, root: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_answers_until_a_signal_and_refuses_a_port_that_is_taken(
+    tmp_path: Path, root: Path, number: signal.Signals
+) -> None:
     folder = make_run(tmp_path / "run", 1)
     command = [sys.executable, "-m", "nemo_prorl.cli", "report", "--serve", "--port", "0", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(root)}
@@ -132,7 +101,15 @@ def test_it_ends_with_an_interrupt_and_refuses_a_port_that_is_taken(tmp_path: Pa
         address = process.stdout.readline().strip()
         port = int(address.rstrip("/").rsplit(":", 1)[1])
         assert address == f"http://127.0.0.1:{port}/"
+        for hosts, status in ((["127.0.0.1"], 200), ([], 400), (["localhost", "evil.example"], 400)):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+            connection.putrequest("GET", "/", skip_host=True)
+            for host in hosts:
+                connection.putheader("Host", host)
+            connection.endheaders()
+            assert connection.getresponse().status == status
+            connection.close()
         with pytest.raises(ConfigError, match=f"--port {port}: "):
             serve.serve([folder], [], 0, port)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         assert process.wait(20) == 0

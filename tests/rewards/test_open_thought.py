@@ -17,11 +17,12 @@ from nemo_prorl.data.laptop.model import build_tokenizer
 from nemo_prorl.data.render import PromptRenderer
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.evaluation.catalogue import Sampling, catalogue
-from nemo_prorl.evaluation.sampling import Work, plan
+from nemo_prorl.evaluation.sampling import BenchmarkWork, Work, plan
 from nemo_prorl.evaluation.sources import Endpoint, LocalEngines
 from nemo_prorl.evaluation.store import Store
 from nemo_prorl.lifecycle.records import write_rollouts
 from nemo_prorl.rewards.client import RewardClient
+from nemo_prorl.rewards.interface import Verdict
 from nemo_prorl.rollout.endpoints import Response
 from nemo_prorl.rollout.engine_load import EngineLoad
 from nemo_prorl.rollout.prompts import PromptDraw
@@ -150,17 +151,17 @@ def test_training_validation_and_stored_rollouts(
 
 def test_evaluation(renderer: PromptRenderer, server: RunningServer, tmp_path: Path) -> None:
     benchmark = catalogue()["laptop_gcd"].changed({"samples": 2, "context": 256, "max_response": None})
-    source = LocalEngines("0" * 64, renderer, [renderer.eos_id], 4, 1, 60.0)
+    source = LocalEngines(renderer, [renderer.eos_id], 4, 1, 60.0)
     source._pool = Scripted(renderer)  # type: ignore[assignment]
     store = Store(tmp_path, benchmark.name)
 
     async def evaluate() -> None:
         async with RewardClient(server.endpoint_file.parent, tmp_path / "token") as rewards:
 
-            async def judge(request: dict[str, Any]) -> dict[str, Any]:
+            async def judge(request: dict[str, Any]) -> Verdict:
                 return await rewards.score(request, Deadline(60, "a verdict"))
 
-            await Work(source, judge).do(plan([(benchmark, store, RECORDS)], source, 1))
+            await Work(source, judge, 1).do(plan([BenchmarkWork(benchmark, store, RECORDS)], source))
 
     try:
         asyncio.run(evaluate())
@@ -211,7 +212,7 @@ def test_a_warm_up_teaches_what_verifiers_accept(renderer: PromptRenderer) -> No
 
 def replies(prompt: Any, choice: Mapping[str, Any], **options: bool) -> str:
     """The text that is judged, of a server's answer to a prompt."""
-    endpoint = Endpoint("http://x/v1", "tiny", "0" * 64, None, 1, 1.0, **options)
+    endpoint = Endpoint("http://x/v1", "tiny", None, 1, 1.0, **options)
 
     async def once(body: dict[str, Any], deadline: Deadline) -> Any:
         from nemo_prorl.evaluation.sources import _reply_of

@@ -8,6 +8,7 @@ from typing import Any
 
 from nemo_prorl.config import Config, DeadlinesConfig, DynamicSamplingConfig, GRPOConfig, RewardsConfig, TrainerConfig
 from nemo_prorl.deadlines import Deadline
+from nemo_prorl.rewards.interface import RewardResult, Verdict, failed_verdict, verdict_of
 from nemo_prorl.rollout.collector import Collector
 from nemo_prorl.rollout.endpoints import Response, SamplingParams
 from nemo_prorl.rollout.engine_load import EngineLoad
@@ -64,12 +65,18 @@ class EvenIsRight:
         """`position`: how many responses to this prompt came before."""
         return float(int(request["response"].split()[0]) % 2 == 0)
 
-    async def score(self, request: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
+    async def score(self, request: dict[str, Any], deadline: Deadline) -> Verdict:
         position = sum(earlier["id"] == request["id"] for earlier in self.requests)
         self.requests.append(request)
         await asyncio.sleep(self.random.random() * self.delay)
-        score = self.verdict(request, position)
-        return {"id": request["id"], "score": score, "detail": "the scorer broke" if score is None else ""}
+        return verdict_on(request["id"], self.verdict(request, position))
+
+
+def verdict_on(request_id: str, score: float | None) -> Verdict:
+    """Return a verdict with this score; None: the infrastructure failed."""
+    if score is None:
+        return failed_verdict(request_id, "infrastructure", "the scorer broke")
+    return verdict_of(request_id, RewardResult(score))
 
 
 class Simulated:

@@ -1,29 +1,15 @@
-// One chart: curves with a band for the range that a point stands for, or areas on top of each other.
-const DASHES = ["", "8 3", "2 3", "9 3 2 3", "14 4", "5 2 1 2 1 2", "4 4", "1 2"];
+// One chart: lines, each with a band for the range that a point stands for, or areas on top of each other.
+// uPlot draws them on a canvas (uplot.min.js, uplot.min.css: version 1.6.32, MIT, uplot.LICENSE.txt).
+const DASHES = [[], [8, 3], [2, 3], [9, 3, 2, 3], [14, 4], [5, 2, 1, 2, 1, 2], [4, 4], [1, 2]];
 /** Curves nine and up have another dash than the curve of the same colour. */
 const dash = (index) => DASHES[(index + 3 * Math.floor(index / 8)) % 8];
 const HEIGHT = 230;
-const EDGE = { left: 56, right: 12, top: 20, bottom: 36 };
-
-/** Even ticks 1, 2, 5 times a power of ten, inside [low, high]. */
-function ticks(low, high, count, whole = false) {
-  const rough = (high - low) / Math.max(1, count);
-  const power = 10 ** Math.floor(Math.log10(rough));
-  let step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough * 0.999);
-  if (whole) step = Math.max(1, Math.round(step));
-  const found = [];
-  for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9 && found.length < 50; k += 1) found.push(k * step);
-  return [found, step];
-}
-
-/** largest: of the axis, so that all its ticks are written alike. */
-function tickText(value, step, largest) {
-  if (value === 0) return "0";
-  const size = Math.abs(value);
-  if (largest >= 1e6 || largest < 2e-3) return value.toExponential(Math.max(0, Math.ceil(Math.log10(size / step) - 1e-9))).replace("e+", "e").replace(/\.0+e/, "e");
-  if (largest >= 2e4) return `${Number((value / 1000).toFixed(2)).toLocaleString("en")}k`;
-  return value.toFixed(Math.min(6, Math.max(0, Math.ceil(-Math.log10(step) - 1e-9))));
-}
+const MARKS_HEIGHT = 18; // above the plot, for flags and the names of stages
+const LARGEST = 1e300; // differences of larger numbers are not finite
+const WHOLE = Array.from({ length: 30 }, (_, k) => [1, 2, 5][k % 3] * 10 ** Math.floor(k / 3)); // steps between ticks
+const STYLE = getComputedStyle(document.documentElement);
+/** A colour of page.css; share: its opacity. */
+const colour = (name, share = 1) => STYLE.getPropertyValue(`--${name}`).trim() + Math.round(255 * share).toString(16).padStart(2, "0");
 
 /** Running means over `width` points, within stretches without a gap and within a stage. */
 function runningMean(series, width, breaks) {
@@ -56,14 +42,14 @@ class Chart {
     this.heading = el("h3", {}, spec.title, " ", el("span", { class: "unit" }, spec.unit ? `(${spec.unit})` : ""));
     this.at = el("p", { class: "at" });
     this.legend = el("ul", { class: "legend", "aria-label": `${spec.title}: curves` });
-    this.box = el("div", { class: "box" });
+    this.picture = el("div", { class: "picture", role: "img", tabindex: 0, onkeydown: (event) => this.walk(event), onblur: () => this.point(null) });
+    this.empty = el("p", { class: "empty", hidden: true });
     this.note = el("p", { class: "note" });
     this.values = el("details", { class: "values" }, el("summary", {}, "Values as a table"));
     this.values.addEventListener("toggle", () => this.fillTable());
     this.spoken = el("p", { class: "skip", "aria-live": "polite" });
     const head = el("figcaption", {}, el("div", { class: "head" }, this.heading, this.logButton), spec.help ? el("p", { class: "note" }, spec.help) : null);
-    this.node = el("figure", { id: `chart-${spec.id}` }, head, this.at, this.legend, this.box, this.note, this.values, this.spoken);
-    this.width = 0;
+    this.node = el("figure", { id: `chart-${spec.id}` }, head, this.at, this.legend, this.picture, this.empty, this.note, this.values, this.spoken);
     Chart.all.push(this);
   }
 
@@ -76,7 +62,7 @@ class Chart {
 
   /** Draws what waits for it, in the page's order, for so many milliseconds; true when all is drawn. */
   static drawSome(milliseconds) {
-    for (const chart of Chart.waiting) chart.room = chart.box.clientWidth; // all are measured before any is changed
+    for (const chart of Chart.waiting) chart.room = chart.node.clientWidth - 24; // all are measured before any is changed
     const end = performance.now() + milliseconds;
     for (const chart of Chart.all) {
       if (!Chart.waiting.has(chart)) continue;
@@ -109,7 +95,7 @@ class Chart {
       this.valueNodes.set(one.name, value);
       const line = this.spec.area
         ? svg("rect", { x: 4, y: 1, width: 18, height: 10, class: `area s${index % 8}` })
-        : svg("line", { x1: 0, x2: 30, y1: 6, y2: 6, class: `curve s${index % 8}${one.wide ? " wide" : ""}`, "stroke-dasharray": dash(index) });
+        : svg("line", { x1: 0, x2: 30, y1: 6, y2: 6, class: `curve s${index % 8}${one.wide ? " wide" : ""}`, "stroke-dasharray": dash(index).join(" ") });
       const button = el("button", { type: "button", "aria-pressed": String(!this.hidden.has(one.name)) },
         svg("svg", { viewBox: "0 0 30 12", "aria-hidden": "true" }, line), el("span", {}, visible(one.name)), value);
       button.addEventListener("click", () => {
@@ -124,185 +110,130 @@ class Chart {
 
   draw() {
     const shown = this.shown;
-    this.drawn = null;
+    const cursor = this.cursor;
+    this.plot?.destroy();
+    this.plot = null;
+    this.cursor = null;
+    this.picture.hidden = !shown.length;
+    this.empty.hidden = Boolean(shown.length);
+    this.empty.textContent = this.data.series.length && this.hidden.size ? "All curves are switched off." : this.spec.empty || "The run wrote no such number.";
+    const levels = shown.flatMap((one) => [...one.m, ...(one.lo || [])]).filter((value) => value);
+    this.logButton.hidden = this.spec.area || this.spec.share || !levels.length || levels.some((value) => value < 0);
     this.tell();
-    if (this.values.open) this.fillTable();
-    if (!shown.length) {
-      const nothing = this.data.series.length && this.hidden.size ? "All curves are switched off." : this.spec.empty || "The run wrote no such number.";
-      this.box.replaceChildren(el("p", { class: "empty" }, nothing));
-      this.logButton.hidden = !this.logarithmic;
-      return;
-    }
-    this.width = Math.max(260, Math.round(this.room || this.box.clientWidth) || 400);
-    const frame = this.frame(shown);
-    const picture = svg("svg", { viewBox: `0 0 ${this.width} ${HEIGHT}`, role: "img", tabindex: 0, "aria-label": this.words(shown) });
-    picture.append(this.axes(frame), this.drawMarks(frame));
-    shown.forEach((series, order) => picture.append(this.curve(series, frame, order)));
-    this.cursorLine = svg("line", { class: "cursor", y1: EDGE.top, y2: HEIGHT - EDGE.bottom, visibility: "hidden" });
-    picture.append(this.cursorLine);
-    this.listen(picture, frame);
-    const focused = this.box.contains(document.activeElement) && document.activeElement.tagName === "svg";
-    this.box.replaceChildren(picture);
-    if (focused) picture.focus({ preventScroll: true });
-    this.drawn = frame;
-    if (this.cursor !== null) this.point(this.cursor);
+    this.fillTable();
+    if (!shown.length) return;
+    const { tables, series, bands } = this.spec.area ? this.areas(shown) : this.lines(shown);
+    this.picture.setAttribute("aria-label", this.words(shown));
+    this.plot = new uPlot({
+      width: Math.max(260, Math.round(this.room || this.node.clientWidth - 24)), height: HEIGHT, padding: [MARKS_HEIGHT, 12, 0, 0],
+      scales: this.scales(shown), axes: this.axes(), series, bands,
+      legend: { show: false }, cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
+      hooks: { draw: [(plot) => this.drawMarks(plot)], setCursor: [(plot) => this.moved(plot)], ready: [() => cursor !== null && this.point(cursor)] },
+    }, uPlot.join(tables), this.picture);
   }
 
-  /** Scales from numbers to the picture, from all that is shown. */
-  frame(shown) {
-    const { marks } = this.data;
-    const xs = shown.flatMap((series) => [...(series.x0 || series.x), ...(series.x1 || series.x)]);
-    let x0 = Math.min(...xs), x1 = Math.max(...xs);
-    for (const mark of marks) { x0 = Math.min(x0, mark.x); x1 = Math.max(x1, mark.x); }
-    if (x1 - x0 < 1) { x0 -= 0.5; x1 += 0.5; }
-    if (this.spec.area && x1 - x0 >= 1) { x0 -= 0.5; x1 += 0.5; } // a step is as wide as its bar
-    const stacked = this.spec.area ? this.stack(shown) : null;
-    const ys = (stacked ? stacked.flatMap((layer) => layer.top) : shown.flatMap((s) => [...s.m, ...(s.lo || []), ...(s.hi || [])])).filter((y) => y !== null);
-    const clamped = (level) => Math.min(1e300, Math.max(-1e300, level)); // differences stay finite
-    const positive = ys.filter((y) => y > 0);
-    this.logButton.hidden = this.spec.area || this.spec.share || !positive.length || positive.length < ys.filter((y) => y !== 0).length;
-    const logarithmic = this.logarithmic && !this.logButton.hidden;
-    let low = clamped(Math.min(...ys)), high = clamped(Math.max(...ys));
-    if (logarithmic) {
-      low = Math.log10(Math.min(...positive)); high = Math.log10(Math.max(...positive));
-      if (high - low < 0.5) { low -= 0.25; high += 0.25; }
-    } else {
-      if (!this.spec.free) { low = Math.min(0, low); high = Math.max(0, high); }
-      if (high === low) { high += Math.abs(high) || 1; if (this.spec.free) low -= Math.abs(low) || 1; }
-      const room = 0.05 * (high - low);
-      if (high > 0) high = this.spec.share && high <= 1 ? Math.min(1, high + room) : high + room;
-      if (low < 0 || this.spec.free) low -= room;
+  /** What uPlot draws for lines: a band's edges without a line, faint points below a running mean, and the line. */
+  lines(shown) {
+    const tables = [], series = [{}], bands = [];
+    const add = (x, y, options) => { tables.push([x, y]); series.push({ points: { show: false }, width: 0, ...options }); return tables.length; };
+    for (const one of shown) {
+      const index = this.data.series.indexOf(one);
+      const name = `c${index % 8}`;
+      const width = one.m.length > 40 ? this.smoothing : 1;
+      const alone = one.m.flatMap((value, k) => (value !== null && (one.m[k - 1] ?? null) === null && (one.m[k + 1] ?? null) === null ? [one.x[k]] : []));
+      if (one.lo && one.hi) bands.push({ series: [add(one.x, one.hi), add(one.x, one.lo)], fill: colour(name, shown.length > 3 ? 0.1 : 0.2) });
+      if (width > 1 && !one.lo) add(one.x, one.m, { stroke: colour(name, 0.3), width: 1 });
+      const few = one.m.filter((value) => value !== null).length <= 25;
+      const filter = (plot) => (few ? null : alone.map((x) => plot.data[0].indexOf(x)));
+      const means = width > 1 ? runningMean(one, width, this.data.marks.map((mark) => mark.x)) : one.m;
+      add(one.x, means, { stroke: colour(name), width: one.wide ? 2.6 : 1.7, dash: dash(index), points: { show: few, filter, size: 5, width: 0, fill: colour(name) } });
     }
-    const right = this.width - EDGE.right, bottom = HEIGHT - EDGE.bottom;
-    const x = (value) => EDGE.left + ((value - x0) / (x1 - x0)) * (right - EDGE.left);
-    const y = (value) => {
-      const level = logarithmic ? (value > 0 ? Math.log10(value) : low) : value;
-      return bottom - ((Math.min(high, Math.max(low, level)) - low) / (high - low)) * (bottom - EDGE.top);
-    };
-    return { x, y, x0, x1, low, high, logarithmic, stacked, right, bottom };
+    return { tables, series, bands };
   }
 
-  stack(shown) {
-    const base = shown[0].x.map(() => 0);
-    return shown.map((series) => {
-      const from = [...base];
-      series.m.forEach((value, k) => { base[k] += value || 0; });
-      return { from, top: [...base] };
-    });
+  /** What uPlot draws for areas on top of each other: sums, the highest first, so that each covers the part below it. */
+  areas(shown) {
+    const sum = shown[0].x.map(() => 0);
+    const tops = shown.map((one) => one.m.map((value, k) => (sum[k] += value || 0)));
+    const layers = shown.map((one, order) => {
+      const name = `c${this.data.series.indexOf(one) % 8}`;
+      return { table: [one.x, tops[order]], series: { stroke: colour("card"), width: 0.8, fill: colour(name), points: { show: sum.length === 1, fill: colour(name) } } };
+    }).reverse();
+    return { tables: layers.map((layer) => layer.table), series: [{}, ...layers.map((layer) => layer.series)], bands: [] };
   }
 
-  axes(frame) {
-    const group = svg("g", { "aria-hidden": "true" });
-    const text = (x, y, words, anchor) => svg("text", { x, y, "text-anchor": anchor }, words);
-    const [levels, step] = frame.logarithmic ? ticks(frame.low, frame.high, 5, frame.high - frame.low > 2) : ticks(frame.low, frame.high, 5);
-    for (const level of levels) {
-      const value = frame.logarithmic ? 10 ** level : level;
-      const y = frame.y(value);
-      const words = frame.logarithmic ? pretty(value, 2).replace("e+", "e") : tickText(value, step, Math.max(...levels.map(Math.abs)));
-      group.append(svg("line", { class: "gridline", x1: EDGE.left, x2: frame.right, y1: y, y2: y }), text(EDGE.left - 6, y + 4, words, "end"));
-    }
-    const [steps, every] = ticks(frame.x0, frame.x1, this.width / 75, true);
-    for (const step of steps) {
-      const x = frame.x(step);
-      group.append(svg("line", { class: "axis", x1: x, x2: x, y1: frame.bottom, y2: frame.bottom + 4 }), text(x, frame.bottom + 16, this.data.steps ? this.data.steps(step) : tickText(step, every, frame.x1), "middle"));
-    }
-    group.append(svg("line", { class: "axis", x1: EDGE.left, x2: frame.right, y1: frame.bottom, y2: frame.bottom }));
-    group.append(text((EDGE.left + frame.right) / 2, HEIGHT - 4, this.data.xName || "step", "middle"));
-    return group;
+  scales(shown) {
+    const xs = [...shown.flatMap((one) => [...(one.x0 || one.x), ...(one.x1 || one.x)]), ...this.data.marks.map((mark) => mark.x)];
+    const [first, last] = [Math.min(...xs), Math.max(...xs)];
+    const x = { time: false, range: last - first < 1 ? [first - 0.5, last + 0.5] : [first, last] };
+    return { x, y: this.logarithmic && !this.logButton.hidden ? { distr: 3 } : { range: (_plot, low, high) => this.range(low, high) } };
   }
 
-  drawMarks(frame) {
-    const group = svg("g", { "aria-hidden": "true" });
+  /** Ends of the vertical axis: with 0 unless the chart is free of it, and a little room. */
+  range(least, greatest) {
+    let [low, high] = [Math.max(-LARGEST, least), Math.min(LARGEST, greatest)];
+    if (!this.spec.free) { low = Math.min(0, low); high = Math.max(0, high); }
+    if (high === low) { high += Math.abs(high) || 1; if (this.spec.free) low -= Math.abs(low) || 1; }
+    const room = 0.05 * (high - low);
+    if (high > 0) high = this.spec.share && high <= 1 ? Math.min(1, high + room) : high + room;
+    return [low < 0 || this.spec.free ? low - room : low, high];
+  }
+
+  axes() {
+    const common = { stroke: colour("dim"), font: "12px system-ui, sans-serif", labelFont: "12px system-ui, sans-serif" };
+    const written = (values, write) => values.map((value) => (value === null ? "" : write(value).replace("e+", "e")));
+    return [
+      { ...common, size: 24, label: this.data.xName || "step", labelSize: 16, labelGap: 0, gap: 2, incrs: WHOLE, space: 50, grid: { show: false }, ticks: { stroke: colour("line"), size: 4 }, values: (_plot, values) => written(values, (x) => this.label(x)) },
+      { ...common, size: 56, gap: 4, grid: { stroke: colour("grid"), width: 1 }, ticks: { show: false }, values: (_plot, values) => written(values, (y) => pretty(y, 3)) },
+    ];
+  }
+
+  /** Where stages begin, with their names as far as there is room, and hard resets, with a flag. */
+  drawMarks({ ctx, bbox, valToPos }) {
+    const ratio = devicePixelRatio;
     let free = -Infinity;
-    const { marks } = this.data;
-    const lines = { stage: "", reset: "" };
-    let flags = "";
-    for (const mark of marks) {
-      const x = Number(frame.x(mark.x).toFixed(1));
-      lines[mark.kind] += `M${x} ${EDGE.top}V${frame.bottom}`;
-      if (mark.kind === "reset") flags += `M${x - 4} ${EDGE.top - 1}h8l-4 7z`;
-      else if (x >= free) {
-        const words = legible(mark.text).slice(0, 14);
-        group.append(svg("text", { x: x + 2, y: EDGE.top - 6 }, words));
-        free = x + 8 + 6.6 * words.length;
+    ctx.save();
+    ctx.font = `${12 * ratio}px system-ui, sans-serif`;
+    ctx.textBaseline = "alphabetic";
+    ctx.textAlign = "left";
+    for (const { x, kind, text } of this.data.marks) {
+      const at = Math.round(valToPos(x, "x", true));
+      const reset = kind === "reset";
+      ctx.strokeStyle = ctx.fillStyle = colour(reset ? "alarm" : "dim");
+      ctx.lineWidth = (reset ? 1.2 : 1) * ratio;
+      ctx.setLineDash(reset ? [4 * ratio, 3 * ratio] : []);
+      ctx.stroke(new Path2D(`M${at} ${bbox.top}v${bbox.height}`));
+      if (reset) ctx.fill(new Path2D(`M${at - 4 * ratio} ${bbox.top - ratio}h${8 * ratio}l${-4 * ratio} ${7 * ratio}z`));
+      else if (at >= free) {
+        const words = legible(text).slice(0, 14);
+        ctx.fillText(words, at + 2 * ratio, bbox.top - 6 * ratio);
+        free = at + 8 * ratio + ctx.measureText(words).width;
       }
     }
-    for (const [kind, path] of Object.entries(lines)) if (path) group.append(svg("path", { class: kind, d: path }));
-    if (flags) group.append(svg("path", { class: "flag", d: flags }));
-    return group;
+    ctx.restore();
   }
 
-  curve(series, frame, order) {
-    const index = this.data.series.indexOf(series);
-    const group = svg("g", { class: `s${index % 8}${this.shown.length > 3 ? " crowd" : ""}`, "aria-hidden": "true" });
-    if (frame.stacked) {
-      const layer = frame.stacked[order];
-      const edges = (k) => [frame.x(Math.max(frame.x0, (series.x0 || series.x)[k] - 0.5)), frame.x(Math.min(frame.x1, (series.x1 || series.x)[k] + 0.5))];
-      const there = series.x.map((_, k) => edges(k).map((x) => [x, frame.y(layer.top[k])])).flat();
-      const back = series.x.map((_, k) => edges(k).map((x) => [x, frame.y(layer.from[k])])).flat().reverse();
-      group.append(svg("path", { class: "area", d: `M${[...there, ...back].map((p) => p.map((v) => v.toFixed(1)).join(" ")).join("L")}Z` }));
-      return group;
-    }
-    if (series.lo && series.hi) group.append(svg("path", { class: "band", d: this.band(series, frame) }));
-    const width = series.m.length > 40 ? this.smoothing : 1;
-    if (width > 1 && !series.lo) group.append(svg("path", { class: "curve raw", d: this.line(series, series.m, frame) }));
-    const means = width > 1 ? runningMean(series, width, this.data.marks.map((mark) => mark.x)) : series.m;
-    group.append(svg("path", { class: series.wide ? "curve wide" : "curve", d: this.line(series, means, frame), "stroke-dasharray": dash(index) }));
-    const count = series.m.filter((value) => value !== null).length;
-    series.m.forEach((value, k) => {
-      const alone = value !== null && (series.m[k - 1] ?? null) === null && (series.m[k + 1] ?? null) === null;
-      if (value !== null && (count <= 25 || alone)) group.append(svg("circle", { class: "dot", cx: frame.x(series.x[k]).toFixed(1), cy: frame.y(value).toFixed(1), r: 2.4 }));
-    });
-    return group;
+  /** Arrow keys, Home and End move the cursor from step to step, Escape takes it away. */
+  walk(event) {
+    if (event.key === "Escape") this.point(null);
+    const xs = this.plot?.data[0] || [];
+    const now = this.cursor === null ? xs.length : xs.indexOf(this.cursor);
+    const next = { ArrowLeft: now - 1, ArrowRight: now + 1, Home: 0, End: xs.length - 1 }[event.key];
+    if (next === undefined || !xs.length) return;
+    event.preventDefault();
+    this.point(xs[Math.min(xs.length - 1, Math.max(0, next))]);
+    const told = this.shown.map((series) => `${legible(series.name)} ${pretty(this.near(series)?.value)}`).join(", ");
+    this.spoken.textContent = `${this.at.textContent}: ${told}`;
   }
 
-  line(series, values, frame) {
-    let path = "", open = false;
-    values.forEach((value, k) => {
-      if (value === null) { open = false; return; }
-      path += `${open ? "L" : "M"}${frame.x(series.x[k]).toFixed(1)} ${frame.y(value).toFixed(1)}`;
-      open = true;
-    });
-    return path;
+  /** Moves the cursor to the step nearest to x, or away. */
+  point(x) {
+    this.plot?.setCursor(x === null ? { left: -10, top: -10 } : { left: this.plot.valToPos(x, "x"), top: 0 });
   }
 
-  /** Closed shapes between lo and hi, one for each stretch without a gap. */
-  band(series, frame) {
-    let path = "", there = [], back = [];
-    const close = () => {
-      if (there.length) path += `M${there.join("L")}L${back.reverse().join("L")}Z`;
-      there = []; back = [];
-    };
-    series.lo.forEach((low, k) => {
-      if (low === null || series.hi[k] === null) { close(); return; }
-      const x = frame.x(series.x[k]).toFixed(1);
-      there.push(`${x} ${frame.y(series.hi[k]).toFixed(1)}`);
-      back.push(`${x} ${frame.y(low).toFixed(1)}`);
-    });
-    close();
-    return path;
-  }
-
-  listen(picture, frame) {
-    const nearest = (event) => {
-      const box = picture.getBoundingClientRect();
-      const at = ((event.clientX - box.left) / box.width) * this.width;
-      return frame.x0 + ((at - EDGE.left) / (frame.right - EDGE.left)) * (frame.x1 - frame.x0);
-    };
-    picture.addEventListener("pointermove", (event) => this.point(nearest(event)));
-    picture.addEventListener("pointerleave", () => this.point(null));
-    picture.addEventListener("blur", () => this.point(null));
-    picture.addEventListener("keydown", (event) => {
-      const xs = [...new Set(this.shown.flatMap((series) => series.x))].sort((a, b) => a - b);
-      const now = this.cursor === null ? xs.length : xs.findIndex((x) => x >= this.cursor);
-      const next = { ArrowLeft: now - 1, ArrowRight: now + 1, Home: 0, End: xs.length - 1 }[event.key];
-      if (event.key === "Escape") this.point(null);
-      if (next === undefined) return;
-      event.preventDefault();
-      this.point(xs[Math.min(xs.length - 1, Math.max(0, next))]);
-      const told = this.shown.map((series) => `${legible(series.name)} ${pretty(this.near(series)?.value)}`).join(", ");
-      this.spoken.textContent = `${this.at.textContent}: ${told}`;
-    });
+  moved(plot) {
+    this.cursor = plot.data[0][plot.cursor.idx] ?? null;
+    this.tell();
   }
 
   /** The point of a series that is nearest to the cursor. */
@@ -315,46 +246,40 @@ class Chart {
     return best;
   }
 
-  /** Moves the cursor to the step nearest to x, or away. */
-  point(x) {
-    this.cursor = x;
-    if (x !== null && this.drawn) {
-      const found = this.shown.map((series) => [series, this.near(series)]).reduce((a, b) => (b[1].distance < a[1].distance ? b : a));
-      this.cursor = found[0].x[found[1].k];
-      const at = this.drawn.x(this.cursor);
-      this.cursorLine.setAttribute("x1", at);
-      this.cursorLine.setAttribute("x2", at);
-    }
-    this.cursorLine?.setAttribute("visibility", x === null ? "hidden" : "visible");
-    this.tell();
-  }
-
-  /** Step and values under the cursor, else the last ones, into the legend. */
+  /** Step and values under the cursor, or the last ones, into the legend. */
   tell() {
     const { series, bucket } = this.data;
     const name = this.data.xName || "step";
+    const xs = this.plot?.data[0] || [0];
+    const far = Math.max(bucket, (xs[xs.length - 1] - xs[0]) / 40);
     let where = "";
     for (const one of series) {
       let value = one.stats ? one.stats.last : [...one.m].reverse().find((y) => y !== null);
       if (this.cursor !== null) {
         const near = this.near(one);
-        const far = near && near.distance > Math.max(bucket, (this.drawn ? (this.drawn.x1 - this.drawn.x0) / 40 : 0));
-        value = near && !far ? near.value : null;
+        value = near && near.distance <= far ? near.value : null;
         if (near && !where) where = one.x1 && bucket > 1 ? `mean of steps ${one.x0[near.k]} to ${one.x1[near.k]}` : `${name} ${this.label(one.x[near.k])}`;
       }
       const node = this.valueNodes?.get(one.name);
       if (node) node.textContent = pretty(value, 3);
     }
     this.at.textContent = this.cursor === null ? (series.length ? "last values:" : "\u00a0") : where;
+    this.note.textContent = this.notes().join(" ");
+    this.note.hidden = !this.note.textContent;
+  }
+
+  /** What a reader must know of the picture: bands, running means, steps without a number, points left out. */
+  notes() {
+    const { series, band } = this.data;
+    const ranges = series.some((one) => one.lo);
     const lost = series.filter((one) => one.stats && one.stats.lost);
-    const notes = [];
-    if (series.some((one) => one.lo) && this.data.band) notes.push(this.data.band);
-    if (this.smoothing > 1) notes.push(`Lines: running mean of ${this.smoothing} points${series.some((one) => one.lo) ? "" : "; faint: each point"}.`);
-    if (lost.length) notes.push(lost.map((one) => `${legible(one.name)}: ${one.stats.lost} ${one.stats.lost === 1 ? "step" : "steps"} without a finite number`).join("; "));
     const left = Math.max(0, ...series.map((one) => one.left_out || 0));
-    if (left) notes.push(`${left} points are left out of the picture.`);
-    this.note.textContent = notes.join(" ");
-    this.note.hidden = !notes.length;
+    return [
+      ranges && band,
+      this.smoothing > 1 && `Lines: running mean of ${this.smoothing} points${ranges ? "" : "; faint: each point"}.`,
+      lost.map((one) => `${legible(one.name)}: ${one.stats.lost} ${one.stats.lost === 1 ? "step" : "steps"} without a finite number`).join("; "),
+      left && `${left} points are left out of the picture.`,
+    ].filter(Boolean);
   }
 
   /** How a place on the horizontal axis is called. */

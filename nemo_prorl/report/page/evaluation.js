@@ -25,7 +25,7 @@ function evaluationNodes(evaluations) {
 
 function comparisonTable(name, comparison) {
   const heads = ["benchmark", "model", ...["prompts", "pass@1", "mean reward", "pass@k", "k", "gained", "lost", "base needs k"].map(numeric), "reading"];
-  const rows = comparison.rows.map((row) => [{ text: `${row.title}${row.outside ? " (out of distribution)" : ""}`, head: true }, row.model, numeric(pretty(row.prompts, 6)), numeric(gain(row["pass@1"])),
+  const rows = comparison.rows.map((row) => [{ text: `${row.title}${row.out_of_distribution ? " (out of distribution)" : ""}`, head: true }, row.model, numeric(pretty(row.prompts, 6)), numeric(gain(row["pass@1"])),
     numeric(gain(row.reward)), numeric(gain(row.largest)), numeric(row.k ?? "–"), numeric(pretty(row.gained, 6)), numeric(pretty(row.lost, 6)), numeric(row.base_k ?? "–"), row.reading]);
   const level = comparison.level ? `${Math.round(100 * comparison.level)} % ` : "";
   return el("div", {}, el("h3", {}, visible(`${name}: against ${comparison.base}`)), table(`Differences in percent, with ${level}paired bootstrap intervals over prompts`, heads, rows),
@@ -35,8 +35,8 @@ function comparisonTable(name, comparison) {
 function evaluationTable(one) {
   const largest = Math.max(1, ...one.rows.flatMap((row) => Object.keys(row["pass@k"]).map(Number)));
   const heads = ["benchmark", ...["prompts", "samples", "pass@1, %", "mean reward, %", ...(largest > 1 ? [`pass@${largest}, %`] : []), "tokens", "cut off", "unjudged"].map(numeric)];
-  const ordered = [...one.rows.filter((row) => !row.outside), ...one.rows.filter((row) => row.outside)];
-  const rows = ordered.map((row) => [{ text: `${row.title}${row.outside && !row.is_mean ? " (out of distribution)" : ""}`, head: true },
+  const ordered = [...one.rows.filter((row) => !row.out_of_distribution), ...one.rows.filter((row) => row.out_of_distribution)];
+  const rows = ordered.map((row) => [{ text: `${row.title}${row.out_of_distribution && !row.is_mean ? " (out of distribution)" : ""}`, head: true },
     numeric(pretty(row.prompts, 6)), numeric(pretty(row.samples, 6)), numeric(score(row["pass@1"])), numeric(score(row.reward)),
     ...(largest > 1 ? [numeric(score(row["pass@k"][largest]))] : []), numeric(row.tokens ? pretty(row.tokens.mean, 4) : "–"), numeric(percent(row.truncated)), numeric(pretty(row.unjudged, 6))]);
   return el("div", {}, el("h3", {}, visible(one.name)), el("p", {}, visible(`Model: ${one.model}.`), one.complete ? "" : el("span", { class: "alarm" }, " Not complete: samples or verdicts are missing.")),

@@ -272,13 +272,18 @@ function drawAll() {
 const report = new Report();
 const first = JSON.parse(document.getElementById("data").textContent);
 report.update(first);
-window.addEventListener("beforeprint", () => Chart.drawSome(Infinity));
 if (first.live) new Live(report, first.live);
 
+function redraw() {
+  for (const chart of Chart.all) Chart.waiting.add(chart);
+  drawAll();
+}
+
+window.addEventListener("beforeprint", () => Chart.drawSome(Infinity));
+for (const media of ["print", "(prefers-color-scheme: dark)"]) window.matchMedia(media).addEventListener("change", () => { redraw(); Chart.drawSome(Infinity); });
 let widthBefore = window.innerWidth;
 window.addEventListener("resize", () => {
   if (window.innerWidth === widthBefore) return;
   widthBefore = window.innerWidth;
-  for (const chart of Chart.all) Chart.waiting.add(chart);
-  drawAll();
+  redraw();
 });

@@ -2,7 +2,6 @@
 
 import math
 import random
-import time
 
 import pytest
 import torch
@@ -134,19 +133,6 @@ def test_repetition_equals_counting_tuples(length: int) -> None:
         ids = [rng.randrange(2) for _ in range(length)]
         n = min(16, max(4, length // 4))
         assert repetition(ids) == pytest.approx(exact_repetition(ids, n))
-
-
-def test_repetition_of_a_large_batch_takes_well_under_a_second() -> None:
-    """768 responses of 8,000 tokens are 100 times this."""
-    rng = random.Random(0)
-    responses = [[rng.randrange(150_000) for _ in range(8000)] for _ in range(8)]
-    best = math.inf
-    for _ in range(5):
-        began = time.perf_counter()
-        for ids in responses:
-            repetition(ids)
-        best = min(best, time.perf_counter() - began)
-    assert best < 0.03  # 3 s for all on a busy machine; measured 0.2 s
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -382,7 +382,7 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
     ]
     try:
         for rank in ranks:
-            _, errors = rank.communicate(timeout=120)
+            _, errors = rank.communicate(timeout=250)
             assert rank.returncode == 0, errors.decode()
     finally:
         for rank in ranks:

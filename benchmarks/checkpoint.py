@@ -93,10 +93,10 @@ def measure(shape: dict[str, int], rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:  # TMPDIR says where
         folder = Path(name)
         job = build(shape, folder / "hf")
-        from nemo_prorl.policy.checkpoint import Writer
+        from nemo_prorl.policy.checkpoint import PolicyStore
 
         saved = folder / "checkpoints" / "step-000001"
-        writers = {way: Writer(job.actor, way == "background", 600) for way in ("foreground", "background")}
+        writers = {way: PolicyStore(job.actor, way == "background", 600) for way in ("foreground", "background")}
         for writer in writers.values():  # the first of each warms caches
             writer.save(saved, {"step": 1})
             writer.wait()

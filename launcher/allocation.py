@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from nemo_prorl.errors import ProrlError
-from nemo_prorl.planning.devices import devices_words, node_devices
+from nemo_prorl.sizing.devices import devices_words, node_devices
 
 _log = logging.getLogger(__name__)
 

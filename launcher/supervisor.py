@@ -30,7 +30,7 @@ from nemo_prorl.launcher.prepare import plain
 from nemo_prorl.launcher.processes import Child, Lines, ProcessFailed, stop_all
 from nemo_prorl.launcher.progress import Progress
 from nemo_prorl.lifecycle.stopping import JOB_START
-from nemo_prorl.planning.devices import node_devices
+from nemo_prorl.sizing.devices import node_devices
 
 _log = logging.getLogger(__name__)
 
@@ -285,7 +285,7 @@ class Node:
 
         None on a CPU, where vLLM takes its own share.
         """
-        from nemo_prorl.planning.memory import device_bytes, memory_of
+        from nemo_prorl.sizing.memory import device_bytes, memory_of
 
         room = memory_of(self.cfg).kv_room(device_bytes(self.cfg))
         return None if room is None else room >> 20

@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_prorl.config import ConfigKey, all_keys
 from nemo_prorl.data.hf_config import check_computed, rope_theta
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.planning.memory import device_bytes
-from nemo_prorl.planning.memory_check import check_memory
+from nemo_prorl.sizing.memory import device_bytes
+from nemo_prorl.sizing.memory_check import check_memory
 
 # NeMo's name of what a Hugging Face config.json says of the same model.
 SHAPE_KEYS = {

@@ -12,8 +12,14 @@ import warnings
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nemo_prorl.errors import ConfigError, ProrlError, disk_full
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from nemo_prorl.launcher.events import Events
 
 _log = logging.getLogger(__name__)
 
@@ -117,10 +123,17 @@ def _parser() -> argparse.ArgumentParser:
     control.add_parser(commands)
     replay.add_parser(commands)
     reverify.add_parser(commands)
-    doctor.add_parser(commands)
+    doctor.add_parser(commands, _try_step)
     evaluation_cli.add_parser(commands)
     report_cli.add_parser(commands)
     return parser
+
+
+def _try_step(cfg: "DictConfig", config_text: str, events: "Events") -> int:
+    """Start what a step needs, for `prorl doctor --preflight`, which knows nothing of starting a run."""
+    from nemo_prorl.launcher import job
+
+    return job.preflight(cfg, config_text, events)
 
 
 def _version() -> str:

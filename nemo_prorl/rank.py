@@ -97,6 +97,8 @@ def warmup_examples(
 
 def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Trainer:
     """Build and wire all parts of a run.  A collective; waits until engines and reward servers are ready."""
+    from nemo_prorl.policy.checkpoint import PolicyStore
+
     actor, leader, renderer = policy.actor, policy.leader, policy.renderer
     records = Records(cfg, run_dir, leader.rank == 0, policy.loggers)
     source = policy.data.only(lambda data: rollout_source(cfg, run_dir, data, renderer))
@@ -117,7 +119,8 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
         "rollouts": rollouts,
         "entropy": entropy,
     }
-    checkpoints = Checkpoints(cfg, run_dir / "checkpoints", actor, parts, validation, resets, records, leader)
+    store = PolicyStore(actor, cfg.trainer.grpo.async_checkpoints, cfg.trainer.deadlines.collective_s)
+    checkpoints = Checkpoints(cfg, run_dir / "checkpoints", store, parts, validation, resets, records, leader)
     requests = leader.only(lambda: Requests(run_dir, Journal(run_dir), records.alarm))
     control = Control(requests, validation, checkpoints, stopping)
     services = {"engine": cfg.rollout.engines, "rewards": cfg.trainer.num_nodes}

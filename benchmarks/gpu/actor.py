@@ -70,7 +70,7 @@ def logprobs_and_updates(emit: Emit, actor: Any, cfg: Any, settings: Settings) -
 
 def memory(emit: Emit, actor: Any, cfg: Any, settings: Settings, resident: int | None) -> None:
     """What was measured beside what `prorl plan` says for one GPU with this model."""
-    from nemo_prorl.planning.memory import memory_of
+    from nemo_prorl.sizing.memory import memory_of
 
     numbers = memory_of(cfg, actor.shape.vocab).numbers()
     plan = {name: int(value or 0) for name, value in numbers.items()}
@@ -94,11 +94,11 @@ def reset_save_load(emit: Emit, actor: Any, cfg: Any, batch: Any, folder: Path) 
     emit("reference, right after a hard reset", mean_logp_gap=gap)
     batch = real.with_logprobs(batch, old_BT, ref_BT)
     saved = folder / "step-000001"
-    checkpoint.save(actor, saved, {"step": 1})
+    checkpoint.PolicyStore(actor).save(saved, {"step": 1})
     size = sum(file.stat().st_size for file in saved.iterdir())
     emit("saved after the reset", size_bytes=size)
     onward = update(batch)["grad_norm"], actor.weights_sha256()
-    checkpoint.load(actor, saved)
+    checkpoint.PolicyStore(actor).load(saved)
     again = update(batch)["grad_norm"], actor.weights_sha256()
     emit(
         "loaded, and the same update again",

@@ -92,7 +92,7 @@ def plan(settings: Settings, folder: Path) -> tuple[int, list[str]]:
     """(bytes of a resident trainer, the engine's options) of one of 32 ranks on this device, by the plan."""
     if not settings.cuda:
         return 0, [f"--kv-mb={SMALL_KV_MB}"]
-    from nemo_prorl.planning.memory import memory_of
+    from nemo_prorl.sizing.memory import memory_of
 
     cfg = real.config(settings, folder, "trainer.num_nodes=4", "trainer.devices=8", "rollout.engines=32")
     size = torch.cuda.mem_get_info()[1]

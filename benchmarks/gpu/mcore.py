@@ -102,7 +102,7 @@ def planned(shape: m.Shape, settings: Settings, emit: Emit) -> dict[str, int]:
 
         import nemo_prorl
         from nemo_prorl.config import Config
-        from nemo_prorl.planning.memory import memory_of
+        from nemo_prorl.sizing.memory import memory_of
     except ImportError as error:
         emit("the plan", note=f"not computed: {error}")
         return {}

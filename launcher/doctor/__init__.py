@@ -1,7 +1,7 @@
 """`prorl doctor`: is this machine fit, and for this run?  Prints one line per check, with a cure if it fails.
 
     machine.py            Python, packages, rollout environment, memory, disk, sandbox, reward plugins
-    storage.py            a run's directory, /dev/shm and host memory against what planning.memory says it needs
+    storage.py            a run's directory, /dev/shm and host memory against what sizing.memory says it needs
     devices.py            GPUs, driver, torch, NCCL
     model.py              model folder: shape, tokenizer, eos, chat template
     network.py            ports, interfaces, the Slurm allocation
@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,11 @@ from nemo_prorl.launcher.doctor.check import Check
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from nemo_prorl.launcher.doctor.preflight import TryStep
 
-def add_parser(commands: Any) -> None:
-    """Adds `doctor` to the main command line."""
+
+def add_parser(commands: Any, try_step: "TryStep") -> None:
+    """Add `doctor` to the main command line.  `try_step`: see `preflight`."""
     text = "is this machine fit; with overrides or --config: for that run, too"
     parser = commands.add_parser("doctor", help=text, description=text)
     parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", default=[], help="KEY=VALUE, as in conf/")
@@ -44,10 +47,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--rollout-python", type=Path, metavar="PYTHON", help="instead of the run's, or of .venv/rollout"
     )
-    parser.set_defaults(run_command=run)
+    parser.set_defaults(run_command=partial(run, try_step=try_step))
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, try_step: "TryStep") -> int:
     """0 where nothing fails, else 3.  Raises ConfigError for a configuration that cannot work anywhere."""
     cfg = None
     if args.rows is not None and (args.rows < 1 or not args.preflight):
@@ -63,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
         if args.rollout_python is not None:
             cfg.rollout.python = str(args.rollout_python)
-        found = chain(found, preflight.of_run(cfg, args.rows))
+        found = chain(found, preflight.check_step(cfg, try_step, args.rows))
     for check in found:
         failed = failed or check.state == "fail"
         sys.stdout.write((json.dumps(asdict(check)) if args.json else check.line()) + "\n")
@@ -87,14 +90,14 @@ def checks(cfg: "DictConfig | None" = None, python: Path | None = None, srun: st
         yield from machine.sizes()
     else:
         yield from data(cfg)
-        yield from storage.of_run(cfg)
-        yield from model.of_run(cfg)
-        yield from devices.of_run(cfg, python)
-        yield from network.of_run(cfg, os.environ)
+        yield from storage.check_storage(cfg)
+        yield from model.check_model(cfg)
+        yield from devices.check_gpus(cfg, python)
+        yield from network.check_network(cfg, os.environ)
     yield from machine.sandbox()
     yield from machine.plugins()
     if cfg is not None and srun is not None:
-        yield from nodes.of_run(cfg, srun)
+        yield from nodes.check_nodes(cfg, srun)
 
 
 def data(cfg: "DictConfig") -> Iterator[Check]:

@@ -16,8 +16,8 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask, gb, output_of
-from nemo_prorl.planning.devices import devices_words, node_devices
-from nemo_prorl.planning.memory import device_bytes
+from nemo_prorl.sizing.devices import devices_words, node_devices
+from nemo_prorl.sizing.memory import device_bytes
 
 FP8 = (8, 9)  # Ada; Hopper is 9.0
 FP8_LAYERS = (2, 2, 0)  # Transformer Engine's first version whose FP8 is used here, with either kind of scales
@@ -78,7 +78,7 @@ class TorchFacts:
     gpus: int
 
 
-def of_run(cfg: DictConfig, rollout_python: Path) -> Iterator[Check]:
+def check_gpus(cfg: DictConfig, rollout_python: Path) -> Iterator[Check]:
     """Check GPUs, driver and torch of both environments; yields nothing for a CPU configuration."""
     if cfg.trainer.accelerator != "gpu":
         return

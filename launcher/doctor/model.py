@@ -50,7 +50,7 @@ class TokenizerFacts:
     end: str = ""
 
 
-def of_run(cfg: DictConfig) -> Iterator[Check]:
+def check_model(cfg: DictConfig) -> Iterator[Check]:
     """Check the given folder, or the one that the run made at its first start."""
     folder = initial_model(cast(Config, cfg), Path(cfg.run_dir))
     if not folder.is_dir():

@@ -9,12 +9,12 @@ from omegaconf import DictConfig
 from nemo_prorl.launcher.doctor.check import Check
 from nemo_prorl.launcher.processes import free_port
 from nemo_prorl.launcher.slurm_job import Job
-from nemo_prorl.planning.devices import devices_words, node_devices
+from nemo_prorl.sizing.devices import devices_words, node_devices
 
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
-def of_run(cfg: DictConfig, environment: Mapping[str, str]) -> Iterator[Check]:
+def check_network(cfg: DictConfig, environment: Mapping[str, str]) -> Iterator[Check]:
     nodes = cfg.trainer.num_nodes
     try:
         address = own_address() if nodes > 1 else "127.0.0.1"

@@ -27,7 +27,7 @@ from nemo_prorl.launcher.doctor.check import Check, gb
 from nemo_prorl.launcher.doctor.network import own_address
 from nemo_prorl.launcher.doctor.storage import MTIME_SKEW_S, nearest
 from nemo_prorl.launcher.processes import free_port
-from nemo_prorl.planning.memory import memory_of
+from nemo_prorl.sizing.memory import memory_of
 
 SKEW_WARN_S, SKEW_FAIL_S = 1.0, 60.0  # between any two nodes; deadlines of the job are by the clock
 STALE_WARN_S = 1.0
@@ -52,7 +52,7 @@ class NodeFacts:
     stale_s: float | None = None
 
 
-def of_run(cfg: DictConfig, srun: str) -> Iterator[Check]:
+def check_nodes(cfg: DictConfig, srun: str) -> Iterator[Check]:
     """Run the probes in the run directory, or where it is to be made, and judge."""
     count = cfg.trainer.num_nodes
     try:

@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,11 +22,14 @@ from nemo_prorl.errors import ConfigError, ProrlError, disk_full
 from nemo_prorl.launcher.doctor.check import Check, gb
 from nemo_prorl.launcher.doctor.storage import available_memory, nearest
 from nemo_prorl.launcher.events import Events
-from nemo_prorl.planning.memory import Memory, memory_of
+from nemo_prorl.sizing.memory import Memory, memory_of
 
 if TYPE_CHECKING:
     from nemo_prorl.config import Config
     from nemo_prorl.preflight import Plan
+
+# (configuration, the same as YAML, who hears of failures) -> exit code of the trainer: `launcher.job.preflight`.
+TryStep = Callable[[DictConfig, str, Events], int]
 
 _PREFIX = ".prorl-preflight-"
 _OUT_OF_MEMORY = re.compile(
@@ -80,7 +83,7 @@ class TrialOutcome:
     log: Path | None = None  # kept of a failure
 
 
-def of_run(cfg: DictConfig, rows: int | None = None) -> Iterator[Check]:
+def check_step(cfg: DictConfig, try_step: TryStep, rows: int | None = None) -> Iterator[Check]:
     """Try a step.  `rows`: try only this many rows of each rank's update."""
     from nemo_prorl.preflight import Plan
 
@@ -89,7 +92,7 @@ def of_run(cfg: DictConfig, rows: int | None = None) -> Iterator[Check]:
         beside = nearest(Path(cfg.run_dir).absolute())
         with _trial_folder(beside) as folder:
             trial = trial_config(cfg, folder)
-            outcome = _try(trial, plan, folder)
+            outcome = _try(trial, plan, folder, try_step)
             if outcome.failures and (folder / "logs" / "all.log").is_file():
                 outcome.log = beside / LOG
                 shutil.copy(folder / "logs" / "all.log", outcome.log)
@@ -186,15 +189,14 @@ def _watched_memory(outcome: TrialOutcome) -> Iterator[None]:
         thread.join()
 
 
-def _try(trial: DictConfig, plan: "Plan", folder: Path) -> TrialOutcome:
+def _try(trial: DictConfig, plan: "Plan", folder: Path, try_step: TryStep) -> TrialOutcome:
     """Run the trial.  Raises what a start raises before any process is there."""
-    from nemo_prorl.launcher import job
     from nemo_prorl.settings import resolved_yaml
 
     plan.write(folder)
     heard, outcome = _Heard(folder), TrialOutcome([])
     with _watched_memory(outcome):
-        code = job.preflight(trial, resolved_yaml(trial), heard)
+        code = try_step(trial, resolved_yaml(trial), heard)
     outcome.failures = heard.failures or ([f"the trainer ended with status {code}"] if code else [])
     outcome.ranks = [_records(folder / f"preflight-{rank}.jsonl") for rank in range(trial.trainer.devices)]
     return outcome
@@ -208,7 +210,7 @@ def _records(file: Path) -> list[dict[str, Any]]:
 
 
 def judged(outcome: TrialOutcome, plan: "Plan", trial: DictConfig, memory: Memory) -> Iterator[Check]:
-    """`trial`: the configuration that was tried; `memory`: what `planning.memory` says of it."""
+    """`trial`: the configuration that was tried; `memory`: what `sizing.memory` says of it."""
     parts = parts_of(outcome.ranks)
     for part, facts in parts.items():
         yield Check("preflight", "pass", said_of(part, facts))

@@ -1,4 +1,4 @@
-"""A run's directory, /dev/shm and host memory, against what `planning.memory` says the run needs."""
+"""A run's directory, /dev/shm and host memory, against what `sizing.memory` says the run needs."""
 
 import errno
 import fcntl
@@ -15,7 +15,7 @@ import psutil
 from omegaconf import DictConfig
 
 from nemo_prorl.launcher.doctor.check import GB, Check, gb
-from nemo_prorl.planning.memory import Memory, memory_of
+from nemo_prorl.sizing.memory import Memory, memory_of
 
 MTIME_SKEW_S = 2.0  # between a file's time and the clock that wrote it
 SLOW_SYNC_S = 1.0  # of one small file and its folder
@@ -39,7 +39,7 @@ class FolderFacts:
     mtime_skew_s: float  # file's time minus this machine's
 
 
-def of_run(cfg: DictConfig) -> Iterator[Check]:
+def check_storage(cfg: DictConfig) -> Iterator[Check]:
     """Check run directory, /dev/shm and host memory."""
     memory, run_dir = memory_of(cfg), Path(cfg.run_dir).absolute()
     try:

@@ -5,7 +5,7 @@ A part is anything with `state_dict` and `load_state_dict`.  All methods are col
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict
@@ -90,6 +90,16 @@ class LeaderState:
         self._part.call(lambda part: part.carry(state))
 
 
+class StoredPolicy(Protocol):
+    """What checkpoints need of the policy (`policy.checkpoint.PolicyStore`)."""
+
+    def save(self, folder: Path, state: dict[str, Any], on_complete: Callable[[], object] | None = None) -> None: ...
+    def wait(self) -> None: ...
+    def drain(self, seconds: float) -> None: ...
+    def load(self, folder: Path) -> dict[str, Any]: ...
+    def load_policy(self, folder: Path) -> dict[str, Any]: ...
+
+
 class Checkpoints:
     """The checkpoints of a run, RUN/checkpoints/step-NNNNNN."""
 
@@ -97,7 +107,7 @@ class Checkpoints:
         self,
         cfg: Config,
         folder: Path,
-        policy: Any,
+        policy: StoredPolicy,
         parts: Mapping[str, Stateful],
         validation: Validation,
         resets: Resets,
@@ -108,13 +118,9 @@ class Checkpoints:
 
         `validation` and `resets` say which checkpoints stay (`trainer.grpo.keep_best`).
         """
-        from nemo_prorl.policy import checkpoint  # NeMo: on a CPU only after the policy was built
-
-        self._cfg, self._folder, self._policy, self._parts, self._files = cfg, folder, policy, parts, checkpoint
+        self._cfg, self._folder, self._policy, self._parts = cfg, folder, policy, parts
         self._validation, self._resets, self._records = validation, resets, records
         self._disk = leader.only(lambda: folder)  # rank 0 alone looks at it: what a slow shared disk shows may differ
-        seconds = cfg.trainer.deadlines.collective_s
-        self._writer = checkpoint.Writer(policy, cfg.trainer.grpo.async_checkpoints, seconds)
         self._saved: object = None  # what the newest checkpoint holds
         code_sha256()  # of what runs: the files may change later
 
@@ -129,7 +135,7 @@ class Checkpoints:
     def resume(self, folder: Path) -> None:
         """Load the policy and all parts: the run goes on as if never stopped."""
         retention.check_continuable(folder)
-        state = self._files.load(self._policy, folder)
+        state = self._policy.load(folder)
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
         self._saved = self._key(state["step"])
@@ -141,8 +147,7 @@ class Checkpoints:
 
     def load_all(self, folder: Path) -> dict[str, Any]:
         """Load policy, reference and optimizer of any checkpoint; return its state."""
-        state: dict[str, Any] = self._files.load(self._policy, folder)
-        return state
+        return self._policy.load(folder)
 
     def carry(self, state: Mapping[str, Any]) -> None:
         """Begin a stage where the stage before, whose state this is, stood in its data."""
@@ -151,7 +156,7 @@ class Checkpoints:
 
     def load_policy(self, step: int) -> None:
         """Load the weights of an earlier step of this run, for a roll-back."""
-        self._files.load_policy(self._policy, retention.step_folder(self._folder, step))
+        self._policy.load_policy(retention.step_folder(self._folder, step))
 
     def has(self, step: int) -> bool:
         """Return whether the checkpoint of this step is complete and kept."""
@@ -186,7 +191,7 @@ class Checkpoints:
         began = time.monotonic()
         about = {"step": step, "stage": self._cfg.stage, "version": __version__, "code": code_sha256()}
         state = {**about, **{name: part.state_dict() for name, part in self._parts.items()}}
-        self._writer.save(retention.step_folder(self._folder, step), state, partial(self._retain, *self._kept()))
+        self._policy.save(retention.step_folder(self._folder, step), state, partial(self._retain, *self._kept()))
         self._records.checkpoint_took(time.monotonic() - began)
 
     def _key(self, step: int) -> object:
@@ -207,8 +212,8 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Return when the last checkpoint is complete.  Raises CheckpointError if it could not be written."""
-        self._writer.wait()
+        self._policy.wait()
 
     def drain(self, seconds: float) -> None:
         """After a failure: give a checkpoint that is being written this long to end.  Not a collective."""
-        self._writer.drain(seconds)
+        self._policy.drain(seconds)

@@ -1,1 +1,1 @@
-"""Plans a run before it starts: steps, hours, memory; and tries reset rules on old records."""
+"""Plans a run before it starts: steps and hours; and tries reset rules on old records."""

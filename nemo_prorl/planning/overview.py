@@ -7,7 +7,8 @@ from omegaconf import DictConfig
 from nemo_prorl.data.prepared import missing_files
 from nemo_prorl.lifecycle.tolerances import engine_gap_alarm, kl_after_reset
 from nemo_prorl.planning.columns import columns
-from nemo_prorl.planning.memory import (
+from nemo_prorl.planning.plan import NAMES, PAPER_GPU_HOURS, Chain, PlannedStage
+from nemo_prorl.sizing.memory import (
     GB,
     PUBLISHED_VERSIONS,
     RESERVE_PARTS,
@@ -18,7 +19,6 @@ from nemo_prorl.planning.memory import (
     micro_batch_tokens,
     micro_batch_words,
 )
-from nemo_prorl.planning.plan import NAMES, PAPER_GPU_HOURS, Chain, PlannedStage
 
 
 def plan(cfg: DictConfig, chain: Chain) -> str:

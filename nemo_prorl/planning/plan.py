@@ -16,10 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl import settings
 from nemo_prorl.errors import ConfigError, DataError
-from nemo_prorl.planning.devices import node_devices
-from nemo_prorl.planning.memory import Memory, device_bytes, vocabulary
-from nemo_prorl.planning.memory_check import check_memory
 from nemo_prorl.planning.replay import read_lines
+from nemo_prorl.sizing.devices import node_devices
+from nemo_prorl.sizing.memory import Memory, device_bytes, vocabulary
+from nemo_prorl.sizing.memory_check import check_memory
 
 PAPER_GPU_HOURS = 16_000  # in all, on 4 x 8 H100 with 80 GB (arXiv 2507.12507)
 GROUP = "stage"

@@ -181,15 +181,15 @@ class _Snapshot:
             _sync(file)
 
 
-class Writer:
-    """Writes an actor's checkpoints, one at a time, in the background or not.
+class PolicyStore:
+    """Writes and loads an actor's checkpoints; writes one at a time, in the background or not.
 
     In the background `save` copies and returns; a thread writes.  Its collectives go over a process group of its own,
     so that they never mix with those of the training.  `seconds`: how long a rank waits for another, and the next
     `save` for the write before.  Whatever kills it, a folder is absent or whole.
     """
 
-    def __init__(self, actor: Actor, background: bool, seconds: float) -> None:
+    def __init__(self, actor: Actor, background: bool = False, seconds: float = 0) -> None:
         self.actor, self.background, self.seconds = actor, background, seconds
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds)) if background else None
         self._thread: threading.Thread | None = None
@@ -236,6 +236,45 @@ class Writer:
         """After a failure elsewhere: gives the write under way so long to end.  No collective, raises nothing."""
         if self._thread is not None:
             self._thread.join(seconds)
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Loads a checkpoint into the actor, at this run's layout, and returns its state.  A collective.
+
+        Of this run or, to start a stage, of another, at whatever layout it was written; or an imported one, which holds
+        weights alone: they are the reference policy, too, and the optimizer begins.
+        Raises CheckpointError if the policy or its reference is not the one that was saved.
+        """
+        state = read_state(folder)
+        load_plain(folder / "common.pt")  # Megatron reads it again, and would run a pickle in it
+        if "imported_from" in state:
+            _load_weights(self.actor, folder)
+            self.actor.set_reference()
+            self.actor.reload_masters()
+            self.actor.reset_optimizer()
+        else:
+            _load_weights(self.actor, folder, REFERENCE)  # one after another: what is read is in memory twice
+            self.actor.set_reference()
+            _load_weights(self.actor, folder)
+            _load_optimizer(self.actor, folder)
+            file = folder / f"rng-{dist.get_rank()}.pt"
+            if file.is_file():  # a run continued on more ranks has none for the new ones
+                set_random_state(load_plain(file))
+        _check(folder, state, weights=self.actor.weights_sha256(), reference=self.actor.reference_sha256())
+        return state
+
+    def load_policy(self, folder: Path) -> dict[str, Any]:
+        """Loads a checkpoint's weights with their float32 master weights, for a roll-back; returns its state.
+
+        A collective.  The reference policy and the random states stay those of this process.  The optimizer's moments
+        and step count become the checkpoint's: a roll-back goes on with `reset_optimizer`.
+        Raises CheckpointError if the policy is not the one that was saved.
+        """
+        state = read_state(folder)
+        load_plain(folder / "common.pt")  # as in `load`
+        _load_weights(self.actor, folder)
+        _load_optimizer(self.actor, folder)
+        _check(folder, state, weights=self.actor.weights_sha256())
+        return state
 
     def _write_and_tell(self, *arguments: Any) -> None:
         try:
@@ -286,52 +325,6 @@ class Writer:
             raise CheckpointError(text or f"{folder} was not saved: another rank is silent: {_said(lost)}") from failure
         if any(told):
             raise CheckpointError(next(t for t in told if t)) from failure
-
-
-def save(actor: Actor, folder: Path, state: dict[str, Any]) -> None:
-    """Writes a checkpoint and returns when it is complete; `state` (JSON) of rank 0 stands beside it."""
-    Writer(actor, background=False, seconds=0).save(folder, state)
-
-
-def load(actor: Actor, folder: Path) -> dict[str, Any]:
-    """Loads a checkpoint into the actor, at this run's layout, and returns its state.  A collective.
-
-    Of this run or, to start a stage, of another, at whatever layout it was written; or an imported one, which holds
-    weights alone: they are the reference policy, too, and the optimizer begins.
-    Raises CheckpointError if the policy or its reference is not the one that was saved.
-    """
-    state = read_state(folder)
-    load_plain(folder / "common.pt")  # Megatron reads it again, and would run a pickle in it
-    if "imported_from" in state:
-        _load_weights(actor, folder)
-        actor.set_reference()
-        actor.reload_masters()
-        actor.reset_optimizer()
-    else:
-        _load_weights(actor, folder, REFERENCE)  # one after another: what is read lies in memory twice for a while
-        actor.set_reference()
-        _load_weights(actor, folder)
-        _load_optimizer(actor, folder)
-        file = folder / f"rng-{dist.get_rank()}.pt"
-        if file.is_file():  # a run continued on more ranks has none for the new ones
-            set_random_state(load_plain(file))
-    _check(folder, state, weights=actor.weights_sha256(), reference=actor.reference_sha256())
-    return state
-
-
-def load_policy(actor: Actor, folder: Path) -> dict[str, Any]:
-    """Loads a checkpoint's weights with their float32 master weights, for a roll-back; returns its state.
-
-    A collective.  The reference policy and the random states stay those of this process.  The optimizer's moments and
-    step count become the checkpoint's: a roll-back goes on with `reset_optimizer`.
-    Raises CheckpointError if the policy is not the one that was saved.
-    """
-    state = read_state(folder)
-    load_plain(folder / "common.pt")  # as in `load`
-    _load_weights(actor, folder)
-    _load_optimizer(actor, folder)
-    _check(folder, state, weights=actor.weights_sha256())
-    return state
 
 
 def _check(folder: Path, state: dict[str, Any], **found: str) -> None:

@@ -21,7 +21,7 @@ from nemo_prorl import cli, settings
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.launcher.doctor import machine, model, network, nodes, storage
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask, output_of
-from nemo_prorl.planning.memory import memory_of
+from nemo_prorl.sizing.memory import memory_of
 
 LAPTOP = settings.load(["cluster=laptop"])
 
@@ -242,15 +242,15 @@ def test_a_model_folder_as_a_whole(tmp_path: Path) -> None:
     """A tokenizer really loads, in a process of its own (some seconds); without its files it does not."""
     folder = tmp_path / "init"
     cfg = laptop(run_dir=str(tmp_path))
-    assert states(model.of_run(cfg)) == ["pass"]  # made at the first start
+    assert states(model.check_model(cfg)) == ["pass"]  # made at the first start
     folder.mkdir()
-    assert states(model.of_run(cfg)) == ["fail"]  # no config.json
+    assert states(model.check_model(cfg)) == ["fail"]  # no config.json
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 3, "eos_token_id": 1}))
     words = {"type": "WordLevel", "vocab": {"a": 0, "<end>": 1, "b": 2}, "unk_token": "a"}
     (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": words, "added_tokens": []}))
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
-    assert [(check.name, check.state) for check in model.of_run(cfg)] == [
+    assert [(check.name, check.state) for check in model.check_model(cfg)] == [
         ("model", "pass"),
         ("tokenizer", "pass"),
         ("eos", "pass"),
@@ -263,7 +263,7 @@ def test_a_tokenizer_that_does_not_load(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "init" / "config.json").write_text("{}")
     for answer in ({"error": "no such file"}, NoAnswer("no answer within 120 s")):
         monkeypatch.setattr(model, "ask", lambda *_, a=answer: a if isinstance(a, dict) else (_ for _ in ()).throw(a))
-        assert states(model.of_run(laptop(run_dir=str(tmp_path)))) == ["pass", "fail"]
+        assert states(model.check_model(laptop(run_dir=str(tmp_path)))) == ["pass", "fail"]
 
 
 # --- network and Slurm -----------------------------------------------------------------------------------------------
@@ -282,8 +282,8 @@ def test_a_machine_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(network, "own_address", unknown)
-    assert states(network.of_run(laptop(trainer__num_nodes=2, rollout__engines=2), {})) == ["fail"]
-    assert states(network.of_run(LAPTOP, {})) == ["pass"]
+    assert states(network.check_network(laptop(trainer__num_nodes=2, rollout__engines=2), {})) == ["fail"]
+    assert states(network.check_network(LAPTOP, {})) == ["pass"]
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_the_probes_really_run(fake_srun: str, tmp_path: Path, monkeypatch: pyte
     """Here a lock is seen, a file is replaced at once and clocks agree; with doctor's put forward it is told so."""
     monkeypatch.setattr(nodes, "own_address", lambda: "127.0.0.1")
     cfg = laptop(trainer__num_nodes=2, rollout__engines=2, run_dir=str(tmp_path / "run"))
-    assert states(nodes.of_run(cfg, fake_srun + " --container-image=x")) == ["pass"] * 4
+    assert states(nodes.check_nodes(cfg, fake_srun + " --container-image=x")) == ["pass"] * 4
     assert [path.name for path in tmp_path.iterdir()] == ["srun"]
     seen: list[nodes.NodeFacts] = []
     monkeypatch.setattr(nodes, "time", SimpleNamespace(time=lambda: time.time() + 500, monotonic=time.monotonic))
@@ -393,14 +393,14 @@ def test_the_probes_really_run(fake_srun: str, tmp_path: Path, monkeypatch: pyte
         return []
 
     monkeypatch.setattr(nodes, "judged", kept)
-    assert list(nodes.of_run(cfg, fake_srun)) == []
+    assert list(nodes.check_nodes(cfg, fake_srun)) == []
     assert [facts.ahead_s for facts in seen] == [pytest.approx(500, abs=1)] * 2
     assert all(facts.lock_holds and facts.stale_s is not None for facts in seen)
 
 
 def test_without_srun_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "own_address", lambda: "127.0.0.1")
-    assert states(nodes.of_run(laptop(run_dir=str(tmp_path)), "/no/such/srun")) == ["fail"]
+    assert states(nodes.check_nodes(laptop(run_dir=str(tmp_path)), "/no/such/srun")) == ["fail"]
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

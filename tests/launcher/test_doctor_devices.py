@@ -80,5 +80,5 @@ def test_a_cpu_configuration_is_asked_for_no_gpu(monkeypatch: pytest.MonkeyPatch
         raise NoAnswer("nvidia-smi cannot be run")
 
     monkeypatch.setattr(devices, "output_of", refused)
-    assert list(devices.of_run(LAPTOP, Path("python"))) == []
-    assert states(devices.of_run(laptop(trainer__accelerator="gpu"), Path("python"))) == ["fail", "fail"]
+    assert list(devices.check_gpus(LAPTOP, Path("python"))) == []
+    assert states(devices.check_gpus(laptop(trainer__accelerator="gpu"), Path("python"))) == ["fail", "fail"]

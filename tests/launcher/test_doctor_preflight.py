@@ -10,11 +10,12 @@ from omegaconf import DictConfig
 
 from nemo_prorl import cli, settings
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.launcher import job
 from nemo_prorl.launcher.doctor import preflight
 from nemo_prorl.launcher.doctor.preflight import TrialOutcome
-from nemo_prorl.planning.memory import memory_of
 from nemo_prorl.preflight import Plan
 from nemo_prorl.rollout.weights import WeightStore, weights_folder
+from nemo_prorl.sizing.memory import memory_of
 
 LAPTOP = settings.load(["cluster=laptop"])
 H100 = settings.load(["cluster=h100_4x8", "pretrained_checkpoint.restore_from_path=null", "stage=run2"])
@@ -227,7 +228,7 @@ def test_a_step_at_full_context_on_this_machine(root: Path, tmp_path: Path, monk
             *sizes,
         ]
     )
-    checks = list(preflight.of_run(cfg, rows=16))
+    checks = list(preflight.check_step(cfg, job.preflight, rows=16))
     assert [check.state for check in checks] == ["pass"] * 14, [check.line() for check in checks]
     said = [check.text for check in checks]
     assert any(text.startswith("generate: ") and "for 32 rows" in text for text in said)

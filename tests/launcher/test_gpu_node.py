@@ -93,7 +93,7 @@ def test_a_node_without_nvidia_smi_is_refused(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.starts
 def test_the_doctor_prints_the_same_checks(smi: Smi) -> None:
     smi(8, "Prohibited")
-    found = {check.name: check for check in devices.of_run(settings.load(GPU), Path(sys.executable))}
+    found = {check.name: check for check in devices.check_gpus(settings.load(GPU), Path(sys.executable))}
     assert (found["container"].state, found["compute mode"].state) == ("fail", "fail")
     assert found["container"].cure in refusal()
 

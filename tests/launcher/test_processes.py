@@ -139,8 +139,8 @@ def test_stopping_is_asked_for_and_then_enforced(start: Start, tmp_path: Path) -
 def test_an_engine_is_told_its_kv_cache_and_whether_it_sleeps(tmp_path: Path, sleep: int | None) -> None:
     from nemo_prorl import settings
     from nemo_prorl.launcher.supervisor import Node
-    from nemo_prorl.planning.memory import device_bytes, memory_of
     from nemo_prorl.rollout.engine.server import arguments
+    from nemo_prorl.sizing.memory import device_bytes, memory_of
 
     chosen = ["cluster=h100_4x8", "pretrained_checkpoint.restore_from_path=null", "trainer.num_nodes=1"]
     words = "null" if sleep is None else str(sleep)

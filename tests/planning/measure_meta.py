@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_prorl import settings
-from nemo_prorl.planning.memory import ModelShape
+from nemo_prorl.sizing.memory import ModelShape
 
 TOKENS = 8192
 H100 = ["cluster=h100_4x8", "pretrained_checkpoint.restore_from_path=null", "rollout.device_memory_gb=null"]

@@ -13,9 +13,9 @@ from nemo_prorl import settings
 from nemo_prorl.data.laptop.model import build_base_model
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.launcher.processes import free_port
-from nemo_prorl.planning import memory as m
-from nemo_prorl.planning.devices import devices_words, node_devices
-from nemo_prorl.planning.memory_check import check_memory
+from nemo_prorl.sizing import memory as m
+from nemo_prorl.sizing.devices import devices_words, node_devices
+from nemo_prorl.sizing.memory_check import check_memory
 
 H100 = ["cluster=h100_4x8", "pretrained_checkpoint.restore_from_path=null", "rollout.device_memory_gb=null"]
 ONE_ROW = ["model.micro_batch_size=1"]
@@ -327,7 +327,7 @@ def test_every_stage_fits_the_shipped_cluster_with_16384_tokens_at_a_time() -> N
 
 
 def test_where_the_key_is_null_the_gpu_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_prorl.planning.devices import smallest_gpu_bytes
+    from nemo_prorl.sizing.devices import smallest_gpu_bytes
 
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 143771; echo 81559\n")

@@ -57,10 +57,10 @@ def of_one_adam(lazy: bool, out: Path) -> dict[str, Any]:
         """(how it goes on, how it goes on from its checkpoint in an optimizer that knows nothing)."""
 
         def run() -> list[Any]:
-            checkpoint.save(actor, folder / name, {"step": 0})
+            checkpoint.PolicyStore(actor).save(folder / name, {"step": 0})
             onward = update()
             actor.reset_optimizer()  # as a new process finds it
-            checkpoint.load(actor, folder / name)
+            checkpoint.PolicyStore(actor).load(folder / name)
             return [onward, update()]
 
         return attempted(run)
@@ -87,7 +87,7 @@ def across(lazy: bool, out: Path) -> dict[str, Any]:
         actor, update = built(out, *settings)
 
         def run(actor: Any = actor, update: Callable[[], Any] = update) -> list[Any]:
-            checkpoint.load(actor, out / "adam" / ("torch" if lazy else "lazy") / "step-000002")
+            checkpoint.PolicyStore(actor).load(out / "adam" / ("torch" if lazy else "lazy") / "step-000002")
             groups = [(g["weight_decay"], tuple(g["betas"]), g["eps"]) for g in actor.mcore_optimizer.param_groups]
             return [groups, sorted(counts(actor)), update()[0], sorted(counts(actor)), dict(actor.export_weights())]
 
@@ -134,15 +134,17 @@ def of_extra_state(lazy: bool, out: Path) -> dict[str, Any]:
     actor.logprobs(fixed_batch())
     update()
     saved = [m.passes for m in attention]
-    checkpoint.save(actor, out / "extra", {"step": 1})
+    checkpoint.PolicyStore(actor).save(out / "extra", {"step": 1})
     onward = update()
     actor.logprobs(fixed_batch())
     found = {"modes": sorted(modes), "saved": saved, "later": [m.passes for m in attention]}
-    found["loaded"] = attempted(lambda: checkpoint.load(actor, out / "extra") and [m.passes for m in attention])
+    found["loaded"] = attempted(
+        lambda: checkpoint.PolicyStore(actor).load(out / "extra") and [m.passes for m in attention]
+    )
     found["goes on"] = (onward, update())
     without = out / "adam" / "torch" / "step-000002"
-    found["without"] = attempted(lambda: checkpoint.load(actor, without) and actor.weights_sha256())
+    found["without"] = attempted(lambda: checkpoint.PolicyStore(actor).load(without) and actor.weights_sha256())
     cpu_layers.CausalAttention = plain  # type: ignore[misc]
     actor, update = built(out)
-    found["into one without"] = attempted(lambda: checkpoint.load(actor, out / "extra") and update())
+    found["into one without"] = attempted(lambda: checkpoint.PolicyStore(actor).load(out / "extra") and update())
     return found

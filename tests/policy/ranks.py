@@ -160,7 +160,7 @@ def measure(layout: Layout, out: Path) -> None:
 
     # A checkpoint goes on to the bit, though it is written while updates go on; so does one of a hard reset.
     saved, step = out / "checkpoints" / layout.name, {"step": STEPS}
-    writer = checkpoint.Writer(actor, background=True, seconds=60)
+    writer = checkpoint.PolicyStore(actor, background=True, seconds=60)
     sha = actor.weights_sha256()
     with held_back():
         with copied_bytes() as copied:
@@ -168,7 +168,7 @@ def measure(layout: Layout, out: Path) -> None:
         onward = [actor.update(mine, loss, denominator, with_entropy=True), actor.weights_sha256()]
         found["meanwhile"] = (writer.busy, saved.exists())
     writer.wait()
-    state = checkpoint.load(actor, saved)
+    state = checkpoint.PolicyStore(actor).load(saved)
     again = [actor.update(mine, loss, denominator, with_entropy=True), actor.weights_sha256()]
     found["resumed"] = (state["step"], state["weights_sha256"] == sha, onward, again)
     found["copied"] = [torch.empty(1, dtype=torch.int64) for _ in range(layout.world)]
@@ -179,11 +179,11 @@ def measure(layout: Layout, out: Path) -> None:
         )
     actor.set_reference()
     actor.reset_optimizer()
-    checkpoint.save(actor, saved.with_name(layout.name + "-reset"), step)
+    checkpoint.PolicyStore(actor).save(saved.with_name(layout.name + "-reset"), step)
     if layout in CLOSER:
         writer.save(saved.with_name(layout.name + "-reset-background"), step)
     onward = [actor.update(mine, loss, denominator, with_entropy=True), actor.weights_sha256()]
-    checkpoint.load(actor, saved.with_name(layout.name + "-reset"))
+    checkpoint.PolicyStore(actor).load(saved.with_name(layout.name + "-reset"))
     again = [actor.update(mine, loss, denominator, with_entropy=True), actor.weights_sha256()]
     found["reset"] = (onward, again, actor.reference_sha256())
 
@@ -196,14 +196,14 @@ def measure(layout: Layout, out: Path) -> None:
         found["poison"] = f"{type(error).__name__}; weights kept: {actor.weights_sha256() == before}"
 
     first = out / "checkpoints" / FIRST[layout.model].name
-    checkpoint.load(actor, first)  # another layout's checkpoint: the same policy, from other files
+    checkpoint.PolicyStore(actor).load(first)  # another layout's checkpoint: the same policy, from other files
     if layout.world == 1:
         write_hf_folder(out / f"{layout.name}-hf", actor.export_weights(), folder.path, None)
     found["resharded"] = {k: v.clone() for k, v in actor.export_weights()}
     found["resharded_update"] = actor.update(mine, loss, denominator, with_entropy=True)
 
     # A hard reset of the one policy, and updates on recorded rollouts.
-    checkpoint.load(actor, first)
+    checkpoint.PolicyStore(actor).load(first)
     actor.set_reference()
     actor.reset_optimizer()
     ref_logp_BT = actor.reference_logprobs(everything)
@@ -214,7 +214,7 @@ def measure(layout: Layout, out: Path) -> None:
     found["recorded"] = (actor.reference_sha256(), {k: v.clone() for k, v in actor.export_weights()})
 
     if layout == OTHER_MICRO_BATCHES:
-        checkpoint.load(actor, out / "checkpoints" / MOST_CUT.name)
+        checkpoint.PolicyStore(actor).load(out / "checkpoints" / MOST_CUT.name)
         weights = {k: v.clone() for k, v in actor.export_weights()}
         found["put_together"] = (weights, actor.update(mine, loss, denominator, with_entropy=True))
     if layout == Layout():
@@ -276,14 +276,14 @@ def rolled_back(actor: Any, folder: Path, update: Callable[[], Any]) -> dict[str
     """What `load_policy` leaves as it was, and how it goes on with an optimizer reset."""
     from nemo_prorl.policy import checkpoint
 
-    checkpoint.load(actor, folder)
+    checkpoint.PolicyStore(actor).load(folder)
     actor.reset_optimizer()
     wanted = [update(), actor.weights_sha256()]
     actor.set_reference()
     torch.rand(3)
     reference, random = actor.reference_sha256(), torch.get_rng_state()
     update()
-    state = checkpoint.load_policy(actor, folder)
+    state = checkpoint.PolicyStore(actor).load_policy(folder)
     found = {
         "weights": (actor.weights_sha256(), state["weights_sha256"]),
         "random": torch.equal(random, torch.get_rng_state()),
@@ -310,7 +310,7 @@ def killed_writes(actor: Any, out: Path) -> dict[str, list[Any]]:
         return {p.name: p.read_bytes() for p in folder.iterdir() if p.name not in ("state.json", ".metadata")}
 
     found: dict[str, list[Any]] = {}
-    checkpoint.save(actor, whole := retention.step_folder(out / "before", 1), {"write": 1})
+    checkpoint.PolicyStore(actor).save(whole := retention.step_folder(out / "before", 1), {"write": 1})
     for point in (p for p in killpoints.POINTS if p.startswith("checkpoint:")):
 
         def die(name: str, point: str = point) -> None:
@@ -322,7 +322,7 @@ def killed_writes(actor: Any, out: Path) -> dict[str, list[Any]]:
         for module in (checkpoint, retention):
             setattr(module, "killpoint", die)  # noqa: B010
         try:
-            writer = checkpoint.Writer(actor, background=False, seconds=60)
+            writer = checkpoint.PolicyStore(actor, background=False, seconds=60)
             writer.save(retention.step_folder(folder, step), {"write": 2}, on_complete=lambda: None)
             found[point] = ["was not passed"]
         except Killed:
@@ -374,20 +374,20 @@ def failing_writes(actor: Any, out: Path) -> dict[str, list[Any]]:
 
     found = {}
     for way, background in (("background", True), ("foreground", False)):
-        writer, folder = checkpoint.Writer(actor, background, 60), out / way
+        writer, folder = checkpoint.PolicyStore(actor, background, 60), out / way
         with patched_write("write_rest", full_disk):
             found[way] = told(partial(save_and_wait, writer, folder))
         there = folder.exists()
         found[f"{way}, again"] = told(partial(save_and_wait, writer, folder))
         found[f"{way}, there"] = [there, folder.exists()]
-    writer = checkpoint.Writer(actor, background=True, seconds=60)
+    writer = checkpoint.PolicyStore(actor, background=True, seconds=60)
     with patched_write("write_rest", full_disk):
         writer.save(out / "first", {})
         while writer.busy:
             time.sleep(0.01)
     found["next save"] = told(lambda: writer.save(out / "second", {}))
     with patched_write("write_tensors", silent):
-        writer = checkpoint.Writer(actor, background=True, seconds=1)
+        writer = checkpoint.PolicyStore(actor, background=True, seconds=1)
         writer.save(out / "silent", {})
         found["silent"] = told(writer.wait)
     return found

@@ -110,14 +110,14 @@ def measure(case: Case, out: Path) -> None:
     step, batch = updates_of(actor), fixed_batch()
     found: dict[str, Any] = {"logp": actor.logprobs(batch)[0], "layers": str(actor.module.decoder.layers[0])}
     found["in_fp8"] = [any(getattr(part, "fp8", False) for part in x.modules()) for x in actor.module.decoder.layers]
-    checkpoint.save(actor, out / "checkpoints" / f"{case.name}-0", {"step": 0})
+    checkpoint.PolicyStore(actor).save(out / "checkpoints" / f"{case.name}-0", {"step": 0})
     found["steps"] = [step() for _ in range(2)]
-    checkpoint.save(actor, out / "checkpoints" / f"{case.name}-2", {"step": 2})
+    checkpoint.PolicyStore(actor).save(out / "checkpoints" / f"{case.name}-2", {"step": 2})
     found["weights"] = weights_of(actor)
     onward = [step(), step()]
     actor.set_reference()
     actor.reset_optimizer()
-    checkpoint.save(actor, out / "checkpoints" / f"{case.name}-reset", {"step": 4})
+    checkpoint.PolicyStore(actor).save(out / "checkpoints" / f"{case.name}-reset", {"step": 4})
     found["onward"] = [onward, [step()]]
     if int(os.environ["RANK"]) == 0:
         torch.save(found, out / f"{case.name}.pt")
@@ -130,7 +130,7 @@ def resume(case: Case, out: Path) -> None:
     actor = built(case, out, with_weights=False)
     step, again = updates_of(actor), []
     for name, steps in (("2", 2), ("reset", 1)):
-        checkpoint.load(actor, out / "checkpoints" / f"{case.name}-{name}")
+        checkpoint.PolicyStore(actor).load(out / "checkpoints" / f"{case.name}-{name}")
         again.append([step() for _ in range(steps)])
     if int(os.environ["RANK"]) == 0:
         torch.save(again, out / f"{case.name}-resumed.pt")
@@ -142,7 +142,7 @@ def cross(case: Case, folders: list[Path], out: Path) -> None:
 
     actor = built(case, out, with_weights=False)
     for folder in folders:
-        checkpoint.load(actor, folder)
+        checkpoint.PolicyStore(actor).load(folder)
         found = {"weights": weights_of(actor), "step": updates_of(actor)()}
         torch.save(found, out / f"{case.name}-from-{folder.name}.pt")
 

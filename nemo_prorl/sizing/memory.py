@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.planning.devices import smallest_gpu_bytes
+from nemo_prorl.sizing.devices import smallest_gpu_bytes
 
 GB = 1e9
 FLOAT32 = 4

@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.planning.memory import GB, Memory, device_source, memory_of, micro_batch_tokens, micro_batch_words
+from nemo_prorl.sizing.memory import GB, Memory, device_source, memory_of, micro_batch_tokens, micro_batch_words
 
 
 def check_memory(cfg: DictConfig, device_bytes: float | None, vocab: int | None = None) -> Memory:

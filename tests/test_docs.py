@@ -313,6 +313,7 @@ def test_every_configuration_key_exists() -> None:
     assert [(page, key) for page, key in keys if not is_key(key)] == []
 
 
+@pytest.mark.starts
 def test_overrides_in_the_tables_are_accepted() -> None:
     """Every `key=value` of README and docs/laptop.md, each by itself, as a user would try it."""
     tried = 0

@@ -154,6 +154,7 @@ def test_every_format_has_a_schema_that_says_what_it_is() -> None:
         assert f"schemas/{path.name}" in (ROOT / "docs" / "formats.md").read_text(), name
 
 
+@pytest.mark.starts
 def test_the_schemas_are_those_of_the_types() -> None:
     """`python setup/schemas.py` makes them anew."""
     command = [sys.executable, str(ROOT / "setup" / "schemas.py"), "--check"]

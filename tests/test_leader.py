@@ -68,6 +68,7 @@ print(json.dumps([found, failure, waited, spent, dist.get_backend(leader._group)
 """
 
 
+@pytest.mark.starts
 def test_all_ranks_have_what_rank_0_finds_or_fails_at_and_wait_for_it_idle(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RANK]
     ranks = [

@@ -294,6 +294,7 @@ def test_compiled_blocks_give_the_same_results(compiled: Callable[[bool], None])
     assert counters["stats"]["unique_graphs"] == 4
 
 
+@pytest.mark.starts
 def test_without_a_compiler_blocks_are_eager_and_a_line_says_so(
     compiled: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

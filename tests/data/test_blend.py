@@ -141,6 +141,7 @@ def test_source_needs_a_path_or_a_generator() -> None:
         load_sources(DataConfig(train=[DataSource(name="x")]))
 
 
+@pytest.mark.starts
 def test_the_laptop_job_holds_out_512_problems_with_names_of_their_own() -> None:
     train, validation = load_sources(load([]).data)
     assert sum(len(records) for _, records in validation) == 512

@@ -59,6 +59,7 @@ def test_two_builds_are_equal_to_the_byte(folder: Path, tmp_path: Path) -> None:
     assert (folder / weights).read_bytes() != (tmp_path / "other" / weights).read_bytes()
 
 
+@pytest.mark.starts
 def test_transformers_reads_it_and_agrees_on_every_tensor(folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM

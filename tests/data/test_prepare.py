@@ -339,6 +339,7 @@ def test_a_folder_of_something_else_is_left_alone(
 
 
 @pytest.mark.parametrize("at", range(1, 4))
+@pytest.mark.starts
 def test_a_kill_while_writing_leaves_no_half_file(tmp_path: Path, at: int) -> None:
     """Killed before the n-th rename: every file under its final name is whole, and without a manifest."""
     file, out = write(tmp_path / "f.jsonl", SUMS), tmp_path / "out"

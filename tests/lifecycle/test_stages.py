@@ -135,6 +135,7 @@ def test_stages_by_range_list_and_name() -> None:
             stage_names(wrong, known)
 
 
+@pytest.mark.starts
 def test_each_stage_is_the_recipes() -> None:
     """Paper section 4.2 and the budgets that recipe and README name: tasks, n, context, penalty, reset, steps."""
     four, five = ["math", "code", "stem", "puzzles"], ["math", "code", "stem", "puzzles", "instructions"]

@@ -75,6 +75,7 @@ class Busy:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.01, 0.3, 0.99, 1.0, 1.01])
+@pytest.mark.starts
 def test_what_is_given_up_has_ended_when_its_caller_goes_on(seconds: float) -> None:
     """The caller puts its state back: nothing may change it behind its back.  It looks once a second."""
     loop, busy = BackgroundLoop("test"), Busy()

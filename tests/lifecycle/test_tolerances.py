@@ -23,6 +23,7 @@ H100 = ["cluster=h100_4x8", "data=laptop", "pretrained_checkpoint.restore_from_p
         (["cluster=laptop", "trainer.resets.kl_after_reset=0"], 0.0, 1e-3),
     ],
 )
+@pytest.mark.starts
 def test_what_is_rounding_depends_on_the_precision(
     overrides: list[str], reset: float, alarm: float, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

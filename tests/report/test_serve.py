@@ -90,6 +90,7 @@ def test_data_is_that_of_now_and_sent_once(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.starts
 def test_it_answers_until_a_signal_and_refuses_a_port_that_is_taken(
     tmp_path: Path, root: Path, number: signal.Signals
 ) -> None:

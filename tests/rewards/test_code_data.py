@@ -91,6 +91,7 @@ def test_tests_of_contests_pass_a_program_that_knows_them(code: CodeReward, name
         assert not run(code, {"tests": record["tests"]}, f"import sys\nprint({known!r}[sys.stdin.read()])").correct
 
 
+@pytest.mark.starts
 def test_verdicts_of_nemo_gym(code: CodeReward) -> None:
     """Theirs wants the same lines; two answers differ from the expected output in line breaks only, as they may."""
     tests = {}

@@ -339,6 +339,7 @@ HOSTILE = ["[", "\n", "<", "*", "*\n", ". ", ".)", "a.", "p.", "* ", "-", " \n",
 
 
 @pytest.mark.parametrize("unit", HOSTILE)
+@pytest.mark.starts
 def test_hostile_texts_are_judged_in_time(plugin: InstructionsReward, unit: str) -> None:
     text = (unit * 100_000)[:100_000]
     most = {"num_sentences": 10**6, "num_words": 10**6, "capital_frequency": 10**6, "num_sections": 10**6}

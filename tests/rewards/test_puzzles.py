@@ -63,6 +63,7 @@ def check_own_answers(plugin: PuzzlesReward, count: int, seed: int) -> None:
     assert wrong == {}
 
 
+@pytest.mark.starts
 def test_the_own_answer_of_every_data_set_scores_one(puzzles: PuzzlesReward) -> None:
     check_own_answers(puzzles, count=1, seed=3)
 

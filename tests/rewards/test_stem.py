@@ -223,6 +223,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 LABEL_OR_TEXT = {"mmlu-stem-961"}
 
 
+@pytest.mark.starts
 def test_published_choices_are_told_apart(stem: StemReward) -> None:
     """Letter and text of the right option score 1, those of every other option 0."""
     failed = []
@@ -269,6 +270,7 @@ def gym(name: str) -> Iterator[tuple[dict[str, Any], dict[str, Any], str]]:
 MORE_THAN_THE_LETTER = {"4c36b177-894a-5500-bf75-e4ebdc2b3664"}
 
 
+@pytest.mark.starts
 def test_gym_rewards_of_math_and_choices_are_ours(stem: StemReward, math: MathReward) -> None:
     checked = 0
     for _, rollout, text in gym("math_with_judge"):

@@ -40,7 +40,7 @@ check: setup
 	@$(BIN)/ruff check
 	@$(BIN)/lint-imports
 	@$(BIN)/mypy
-	@$(PYTEST) -m "not slow and not vllm and not nemo and not starts" $(ARGS)
+	@$(PYTEST) --dist=worksteal -m "not slow and not vllm and not nemo and not starts" $(ARGS)
 
 test: setup
 	@$(PYTEST) -m "not slow" $(ARGS)

@@ -45,7 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each worker whole files, and all files of a row of LONG, in the order of the items."""
+    """Give each worker whole files, and all files of a row of LONG, in the order of the items.
+
+    Not where another way is asked for: quick tests start nothing that they could share.
+    """
+    if config.option.dist != "load":  # what `--numprocesses` alone means
+        return None
     from xdist.scheduler import LoadFileScheduling
 
     class WholeFiles(LoadFileScheduling):

@@ -36,6 +36,7 @@ def model_folder(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.starts
 @pytest.mark.parametrize(("cluster", "stage"), itertools.product(OPTIONS["cluster"], OPTIONS["stage"]))
 def test_every_cluster_loads_with_every_stage(cluster: str, stage: str, model_folder: Path) -> None:
     overrides = [f"cluster={cluster}", f"stage={stage}"]

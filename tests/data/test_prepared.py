@@ -17,6 +17,8 @@ from nemo_prorl.errors import ConfigError
 from tests.conftest import ROOT
 from tests.data.preparing import touch_prepared
 
+pytestmark = pytest.mark.starts
+
 GPU = ["cluster=h100_4x8", "pretrained_checkpoint.restore_from_path=null"]
 
 
@@ -64,7 +66,6 @@ def test_a_slurm_job_refuses_it_before_any_node_starts(tmp_path: Path) -> None:
     refused(told.stderr)
 
 
-@pytest.mark.starts
 def test_a_plan_is_made_and_says_what_is_missing(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -91,7 +92,6 @@ def test_a_file_of_ones_own_is_named_too() -> None:
     assert preparing("gone.jsonl") is None
 
 
-@pytest.mark.starts
 def test_a_stage_refuses_data_that_lacks_a_task_it_names() -> None:
     with pytest.raises(ConfigError, match=r"data\.tasks=\['math', 'code', 'stem', 'puzzles'\].*holds code, stem"):
         settings.load_run(["stage=run1"])

@@ -206,6 +206,7 @@ def test_an_address_is_asked_in_its_two_forms() -> None:
     assert answers.bodies[-1]["messages"] == MESSAGES["prompt"]
 
 
+@pytest.mark.starts
 def test_what_passes_is_tried_again() -> None:
     answers = Answers(failures=(503, "cut", 429))
     assert len(ask(answers, RECORDS[0], [7])) == 1

@@ -17,6 +17,8 @@ from nemo_prorl.launcher.submission import CLUSTER
 from tests.conftest import ROOT
 from tests.test_formats import against
 
+pytestmark = pytest.mark.starts
+
 Told = pytest.CaptureFixture[str]
 
 

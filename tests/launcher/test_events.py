@@ -21,6 +21,8 @@ from nemo_prorl.launcher.processes import Child, ProcessFailed
 from nemo_prorl.lifecycle.records import Journal, Tail
 from nemo_prorl.settings import load
 
+pytestmark = pytest.mark.starts
+
 Script = Callable[[str], str]
 
 # Writes what it is given into a file of its own, in the order of starts.

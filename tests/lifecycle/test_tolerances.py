@@ -9,6 +9,8 @@ from nemo_prorl.errors import ResetFailure
 from nemo_prorl.lifecycle.tolerances import engine_gap_alarm, kl_after_reset
 from tests.lifecycle.parts import Parts
 
+pytestmark = pytest.mark.starts
+
 H100 = ["cluster=h100_4x8", "data=laptop", "pretrained_checkpoint.restore_from_path=null"]
 
 
@@ -23,7 +25,6 @@ H100 = ["cluster=h100_4x8", "data=laptop", "pretrained_checkpoint.restore_from_p
         (["cluster=laptop", "trainer.resets.kl_after_reset=0"], 0.0, 1e-3),
     ],
 )
-@pytest.mark.starts
 def test_what_is_rounding_depends_on_the_precision(
     overrides: list[str], reset: float, alarm: float, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -14,6 +14,8 @@ from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.planning import overview
 from nemo_prorl.planning import plan as p
 
+pytestmark = pytest.mark.starts
+
 H100 = ["cluster=h100_4x8", "pretrained_checkpoint.restore_from_path=null", "model.micro_batch_size=1"]
 
 
@@ -83,7 +85,6 @@ def test_overrides_reach_every_stage_and_an_unnamed_change_is_shown() -> None:
     assert p._changes(first, second) == {"model.optim.lr": 2e-6}
 
 
-@pytest.mark.starts
 def test_given_lengths_and_throughput_make_tokens_and_hours() -> None:
     chain = chain_of([*H100, "stage=run1"], mean_tokens=4000.0, tokens_per_s=50_000.0)
     first = chain.stages[0]
@@ -101,7 +102,6 @@ def test_given_lengths_and_throughput_make_tokens_and_hours() -> None:
     assert [s.tokens_estimated for s in long.stages[::7]] == [400 * 4096 * 8191, 200 * 4096 * 12_000]
 
 
-@pytest.mark.starts
 def test_a_measured_run_gives_lengths_drops_and_throughput(tmp_path: Path) -> None:
     lines = [measured_line(1, 15_000, 5.0, 48, 10.0), measured_line(2, 5_000, 3.0, 16, 15.0)]
     run = write_run(tmp_path / "run", ["trainer.devices=2"], lines)
@@ -153,7 +153,6 @@ def test_what_is_wrong_is_said(rates: dict[str, Any], kind: type[Exception], sai
         chain_of([], **rates)
 
 
-@pytest.mark.starts
 def test_a_refused_stage_is_an_error_of_its_chain_and_a_line_of_a_single_run() -> None:
     """Step 250 is inside runs 1 to 3, 6 and 7 only."""
     overrides = ["trainer.resets.at_steps=[250]", "chain.step_scale=1"]
@@ -170,7 +169,6 @@ def test_a_refused_stage_is_an_error_of_its_chain_and_a_line_of_a_single_run() -
     assert "run8: trainer.resets.at_steps=[250]" in text
 
 
-@pytest.mark.starts
 def test_a_stage_that_does_not_fit_the_device_is_refused() -> None:
     two_rows = [*H100, "model.micro_batch_size=2", "model.micro_batch_tokens=null"]
     with pytest.raises(ConfigError, match=r"run8 of the same chain: model.micro_batch_size=2 .* 85,000,000,000"):
@@ -220,7 +218,6 @@ def test_the_page_on_gpus_shows_what_it_prints(capsys: pytest.CaptureFixture[str
     assert f"has room for {sequences.group(1)} sequences" in page
 
 
-@pytest.mark.starts
 def test_json_is_the_same_as_one_object_and_documented(capsys: pytest.CaptureFixture[str], root: Path) -> None:
     arguments = ["plan", *H100, "stage=run6", "--mean-tokens", "4000", "--json"]
     assert cli.main(arguments) == 0
@@ -238,7 +235,6 @@ def test_json_is_the_same_as_one_object_and_documented(capsys: pytest.CaptureFix
     assert told["stages"][0].keys() | told["rates"].keys() <= set(re.findall(r"`(\w+)`", section))
 
 
-@pytest.mark.starts
 def test_no_stage_is_composed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Composing is what a plan's time goes into; the whole command stays within a few seconds of computing."""
     composed: list[list[str]] = []

@@ -12,6 +12,8 @@ from prorl_reward_code.plugin import CodeReward
 from tests.rewards.conftest import ROOT
 from tests.rewards.test_code import call, code, judged, run, stdin
 
+pytestmark = pytest.mark.starts
+
 __all__ = ["code"]  # the fixture
 
 SHARED = ROOT.parent / "shared" / "data"
@@ -91,7 +93,6 @@ def test_tests_of_contests_pass_a_program_that_knows_them(code: CodeReward, name
         assert not run(code, {"tests": record["tests"]}, f"import sys\nprint({known!r}[sys.stdin.read()])").correct
 
 
-@pytest.mark.starts
 def test_verdicts_of_nemo_gym(code: CodeReward) -> None:
     """Theirs wants the same lines; two answers differ from the expected output in line breaks only, as they may."""
     tests = {}

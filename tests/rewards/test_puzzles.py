@@ -8,6 +8,8 @@ from prorl_reward_puzzles.plugin import PuzzlesReward, last_answer, own_answer
 
 from nemo_prorl.rewards.interface import RewardRequest, judge
 
+pytestmark = pytest.mark.starts
+
 # Their entries hold no solution, neither as `answer` nor in the metadata: the library's choice.
 WITHOUT_ANSWER = {"boxnet", "rush_hour"}
 
@@ -63,7 +65,6 @@ def check_own_answers(plugin: PuzzlesReward, count: int, seed: int) -> None:
     assert wrong == {}
 
 
-@pytest.mark.starts
 def test_the_own_answer_of_every_data_set_scores_one(puzzles: PuzzlesReward) -> None:
     check_own_answers(puzzles, count=1, seed=3)
 

@@ -231,6 +231,7 @@ def test_a_restarted_engine_gets_the_current_weights_first(tmp_path: Path) -> No
     run(work, tmp_path)
 
 
+@pytest.mark.starts
 def test_deadlines_name_the_engine_and_what_is_missing(tmp_path: Path) -> None:
     async def work(folder: Path) -> None:
         pool = EnginePool(folder, "t", engines=2)

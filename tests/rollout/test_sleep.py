@@ -216,6 +216,7 @@ def test_an_engine_that_fails_to_wake_is_waited_for_until_another_stands_in_its_
     run(work, tmp_path)
 
 
+@pytest.mark.starts
 def test_a_sleep_ends_when_every_engine_sleeps_or_waits_with_its_start(tmp_path: Path) -> None:
     async def work(folder: Path) -> None:
         fake = await Fake(folder, 0).start()

@@ -49,6 +49,13 @@ def test_a_run_writes_what_the_contract_names(undisturbed: Path) -> None:
     )
 
 
+def test_a_log_holds_no_lines_that_say_nothing(undisturbed: Path) -> None:
+    log = (undisturbed / "logs" / "all.log").read_text()
+    assert "trainer-0" in log
+    for text in ("does not have field.name", "pynvml package is deprecated"):
+        assert text not in log
+
+
 def test_the_engine_and_the_actor_agree(undisturbed: Path) -> None:
     for m in metrics_of(undisturbed):
         assert 0.0 < m["engine_gap/mean_abs"] < 1e-5  # of log-probabilities at T = 1.2, float32

@@ -88,6 +88,7 @@ def build_actor(
             f" {world} were started"
         )
     warnings.filterwarnings("ignore")
+    logging.getLogger("nemo_logger").addFilter(_says_something)
     cpu.enable(bool(cfg.model.get("transformer_engine")))
     built = _build(nemo_config(cfg, folder.path.resolve(), folder.config, log_dir), cfg, folder.config)
     if with_weights:
@@ -95,6 +96,11 @@ def build_actor(
         built.actor.reload_masters()
     built.actor.set_reference()
     return built
+
+
+def _says_something(record: logging.LogRecord) -> bool:
+    """Return False for a line of NeMo's that a key has Megatron's default: it writes about 120 of them."""
+    return "does not have field.name" not in record.getMessage()
 
 
 def _build(nemo_cfg: DictConfig, cfg: DictConfig, hf: dict[str, Any]) -> Built:

@@ -167,12 +167,17 @@ class _Snapshot:
         )
 
     def write_rest(self, folder: Path) -> None:
-        """What belongs to this rank alone, and on rank 0 what belongs to none."""
+        """Write what belongs to this rank alone, and on rank 0 what belongs to none.
+
+        Raises CheckpointError where `load` would refuse it: now, and not at a resume days later.
+        """
         rank = dist.get_rank()
         files = [folder / f"rng-{rank}.pt"]
         torch.save(self.rng, files[0])
+        load_plain(files[0])
         if rank == 0:
             TorchCommonSaveStrategy("torch", 1).save_common(self.common, folder)
+            load_plain(folder / "common.pt")
             save_config(CheckpointingConfig("torch_dist", 1), str(folder))
             hashes = {"weights_sha256": sha256_of(self.weights), "reference_sha256": self.reference_sha256}
             (folder / "state.json").write_text(json.dumps({"format": FORMAT, **hashes, **self.state}))

@@ -54,6 +54,7 @@ def load_plain(file: Path) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{file} was refused: expected tensors and plain values; got a pickle that may run code. "
-            "Fix: a checkpoint that this run wrote itself"
+            f"{file} was refused: expected tensors and plain values, but reading it could run code "
+            f"({str(error).splitlines()[0]})."
+            " Continue from a checkpoint that prorl wrote and nobody changed"
         ) from error

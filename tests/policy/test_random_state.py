@@ -59,3 +59,23 @@ def test_a_pickle_in_a_checkpoint_is_refused_and_not_run(tmp_path: Path) -> None
         with pytest.raises(CheckpointError, match=r"rng-0\.pt was refused: expected tensors and plain values"):
             load_plain(tmp_path / "rng-0.pt")
     assert not (tmp_path / "witness").exists()
+
+
+def test_what_a_resume_would_refuse_is_refused_when_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nemo_prorl.policy import checkpoint
+
+    monkeypatch.setattr(checkpoint.dist, "get_rank", lambda: 0)
+    state = random_state()
+    for common, written in (({"optimizer": {"lr": 1.0}}, True), ({"optimizer": RunsCode(tmp_path / "run")}, False)):
+        snapshot = checkpoint._Snapshot({}, common, state, {"step": 1}, [("w", torch.zeros(2))], "0" * 64)
+        folder = tmp_path / str(written)
+        folder.mkdir()
+        if written:
+            snapshot.write_rest(folder)
+            continue
+        with pytest.raises(CheckpointError, match=r"common\.pt was refused"):
+            snapshot.write_rest(folder)
+        assert not (folder / "state.json").exists()
+    assert not (tmp_path / "run").exists()

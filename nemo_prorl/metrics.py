@@ -9,26 +9,6 @@ from typing import Any, TypedDict
 from nemo_prorl.schema import Count
 from nemo_prorl.tracing import RECORDER
 
-# The keys of a line beside step and stage, as regular expressions.  docs/formats.md explains each.
-KEYS = (
-    "kl",
-    "entropy",
-    "reward/[^/]+",
-    "shaping/(unfinished|overlong|cosine)",
-    "(reward_shaped|keep_rate|solved|unsolved|tied|response_tokens|truncated|repetition|kl|entropy)/[^/]+",
-    "validation/[^/]+",
-    "rollout/(groups|truncated|repetition|response_tokens|masked|drawn|carried|stale|surplus|generated_tokens|staleness)",
-    "data/retired",
-    "stale_gap/(tokens|share|mean_abs|max_abs|mean_k3)",
-    "engine_gap/(tokens|mean_abs|max_abs|mean_k3)",
-    "correction/(tokens|mean_abs|max_abs|mean_k3|fraction_capped|fraction_masked)",
-    "policy/(loss|grad_norm|max_grad_norm|surrogate|kl|approx_kl|weight|ratio|min_ratio|max_ratio|clipped_high"
-    "|clipped_low|dual_clipped|nonfinite|lr|entropy_coef|padding)",
-    "time/(publish|rollout|logprobs|advantages|updates|ahead|ahead/engines_wait_s|validate|step)",
-    "time/rollout/(engine_s|reward_open_s|reward_wait_s|sleep_s|tokens_per_s|responses|tail_s|tail_responses|idle_s"
-    "|lost_s)",
-)
-
 
 class MetricsState(TypedDict):
     """Everything that the metrics of a step hold."""

@@ -6,7 +6,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -23,11 +23,12 @@ from nemo_prorl.config import Config, GRPOConfig
 from nemo_prorl.errors import RolloutAbandoned, StoppedCleanly
 from nemo_prorl.lifecycle.control import reset_reason
 from nemo_prorl.lifecycle.tolerances import engine_gap_alarm
-from nemo_prorl.metrics import Metrics
+from nemo_prorl.metrics import Metrics, MetricsState
+from nemo_prorl.schema import Count
 
 if TYPE_CHECKING:  # what is handed in
     from nemo_prorl.leader import Leader
-    from nemo_prorl.lifecycle.checkpoints import Checkpoints, ProgressState
+    from nemo_prorl.lifecycle.checkpoints import Checkpoints
     from nemo_prorl.lifecycle.control import Control
     from nemo_prorl.lifecycle.records import Records
     from nemo_prorl.lifecycle.resets import Resets
@@ -37,6 +38,14 @@ if TYPE_CHECKING:  # what is handed in
     from nemo_prorl.rollout.rollouts import Rollouts
 
 
+class ProgressState(TypedDict):
+    """Where a run is."""
+
+    step: Count
+    unfinished: MetricsState | None
+    """the metrics of a step whose validation was given up at a stop, and is due"""
+
+
 @dataclass
 class TrainerState:
     """Where a run is.  Part of a checkpoint.  `unfinished`: metrics of a step that is updated and not logged."""
@@ -44,10 +53,10 @@ class TrainerState:
     step: int = 0
     unfinished: Metrics | None = None
 
-    def state_dict(self) -> "ProgressState":
+    def state_dict(self) -> ProgressState:
         return {"step": self.step, "unfinished": self.unfinished.to_json() if self.unfinished is not None else None}
 
-    def load_state_dict(self, state: "ProgressState") -> None:
+    def load_state_dict(self, state: ProgressState) -> None:
         self.step, unfinished = state["step"], state["unfinished"]
         self.unfinished = Metrics.from_json(unfinished) if unfinished is not None else None
 

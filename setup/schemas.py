@@ -8,7 +8,7 @@ import json
 import sys
 import typing
 from pathlib import Path
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, Literal, Union
 
 import typing_extensions
 from pydantic import ConfigDict, TypeAdapter
@@ -19,23 +19,70 @@ if sys.version_info < (3, 12):  # pydantic cannot read what Python's own keeps o
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from nemo_prorl import metrics  # noqa: E402
+from nemo_prorl.algorithms.entropy import EntropyState  # noqa: E402
 from nemo_prorl.data import records  # noqa: E402
+from nemo_prorl.data.blend import BlendState  # noqa: E402
 from nemo_prorl.data.prepare.manifest import PreparedManifest  # noqa: E402
 from nemo_prorl.evaluation import formats as evaluation  # noqa: E402
 from nemo_prorl.launcher import formats as launcher  # noqa: E402
-from nemo_prorl.lifecycle.checkpoints import ImportedState, RunState  # noqa: E402
+from nemo_prorl.lifecycle.checkpoints import ImportedState  # noqa: E402
 from nemo_prorl.lifecycle.control import Request  # noqa: E402
 from nemo_prorl.lifecycle.journal_events import JournalEvent  # noqa: E402
+from nemo_prorl.lifecycle.records import RecordsState  # noqa: E402
+from nemo_prorl.lifecycle.resets import ResetsState  # noqa: E402
 from nemo_prorl.lifecycle.summary import RunSummary  # noqa: E402
+from nemo_prorl.lifecycle.validation import ValidationState  # noqa: E402
 from nemo_prorl.rewards.interface import RewardRequest, Verdict  # noqa: E402
 from nemo_prorl.rewards.server import RewardEndpoint  # noqa: E402
+from nemo_prorl.rollout.collector import CollectorState  # noqa: E402
 from nemo_prorl.rollout.engine.server import EngineEndpoint  # noqa: E402
-from nemo_prorl.schema import Constraint  # noqa: E402
+from nemo_prorl.schema import Constraint, Count, Sha256  # noqa: E402
 from nemo_prorl.tracing import Timeline  # noqa: E402
+from nemo_prorl.trainer import ProgressState  # noqa: E402
 
 FOLDER = ROOT / "docs" / "schemas"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+# The keys of a line of metrics.jsonl beside step and stage, as regular expressions.  docs/formats.md explains each.
+METRICS = (
+    "kl",
+    "entropy",
+    "reward/[^/]+",
+    "shaping/(unfinished|overlong|cosine)",
+    "(reward_shaped|keep_rate|solved|unsolved|tied|response_tokens|truncated|repetition|kl|entropy)/[^/]+",
+    "validation/[^/]+",
+    "rollout/(groups|truncated|repetition|response_tokens|masked|drawn|carried|stale|surplus|generated_tokens|staleness)",
+    "data/retired",
+    "stale_gap/(tokens|share|mean_abs|max_abs|mean_k3)",
+    "engine_gap/(tokens|mean_abs|max_abs|mean_k3)",
+    "correction/(tokens|mean_abs|max_abs|mean_k3|fraction_capped|fraction_masked)",
+    "policy/(loss|grad_norm|max_grad_norm|surrogate|kl|approx_kl|weight|ratio|min_ratio|max_ratio|clipped_high"
+    "|clipped_low|dual_clipped|nonfinite|lr|entropy_coef|padding)",
+    "time/(publish|rollout|logprobs|advantages|updates|ahead|ahead/engines_wait_s|validate|step)",
+    "time/rollout/(engine_s|reward_open_s|reward_wait_s|sleep_s|tokens_per_s|responses|tail_s|tail_responses|idle_s"
+    "|lost_s)",
+)
+
+
+class RunState(typing.TypedDict):
+    """What a run knows beside its tensors; written by prorl train."""
+
+    format: Literal[4]
+    weights_sha256: Sha256
+    reference_sha256: Sha256
+    step: Count
+    stage: str
+    version: str
+    code: Sha256
+    """sha256 over the package's Python files"""
+    trainer: ProgressState
+    records: RecordsState
+    validation: ValidationState
+    resets: ResetsState
+    prompts: BlendState
+    rollouts: CollectorState
+    entropy: EntropyState
 
 
 def verdict() -> Any:
@@ -109,7 +156,7 @@ def metrics_line() -> dict[str, Any]:
         "type": "object",
         "required": ["step", "stage", "time/step"],
         "properties": {"step": {"type": "integer", "minimum": 1}, "stage": {"type": "string"}},
-        "patternProperties": {f"^{key}$": number for key in metrics.KEYS},
+        "patternProperties": {f"^{key}$": number for key in METRICS},
         "additionalProperties": False,
     }
 

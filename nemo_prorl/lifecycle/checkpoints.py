@@ -11,18 +11,14 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict
 
 from nemo_prorl import __version__
-from nemo_prorl.algorithms.entropy import EntropyState
 from nemo_prorl.algorithms.reset_rules import policy_scores
 from nemo_prorl.config import Config
-from nemo_prorl.data.blend import BlendState
 from nemo_prorl.leader import Leader, LeaderOnly
 from nemo_prorl.lifecycle import retention
-from nemo_prorl.lifecycle.records import Records, RecordsState, code_sha256
-from nemo_prorl.lifecycle.resets import Resets, ResetsState
-from nemo_prorl.lifecycle.validation import Validation, ValidationState
-from nemo_prorl.metrics import MetricsState
-from nemo_prorl.rollout.collector import CollectorState
-from nemo_prorl.schema import Count, Sha256
+from nemo_prorl.lifecycle.records import Records, code_sha256
+from nemo_prorl.lifecycle.resets import Resets
+from nemo_prorl.lifecycle.validation import Validation
+from nemo_prorl.schema import Sha256
 from nemo_prorl.tracing import RECORDER
 
 _log = logging.getLogger(__name__)
@@ -33,34 +29,6 @@ class Stateful(Protocol):
 
     def state_dict(self) -> Mapping[str, Any]: ...
     def load_state_dict(self, state: Any) -> None: ...
-
-
-class ProgressState(TypedDict):
-    """Where a run is."""
-
-    step: Count
-    unfinished: MetricsState | None
-    """the metrics of a step whose validation was given up at a stop, and is due"""
-
-
-class RunState(TypedDict):
-    """What a run knows beside its tensors; written by prorl train."""
-
-    format: Literal[4]
-    weights_sha256: Sha256
-    reference_sha256: Sha256
-    step: Count
-    stage: str
-    version: str
-    code: Sha256
-    """sha256 over the package's Python files"""
-    trainer: ProgressState
-    records: RecordsState
-    validation: ValidationState
-    resets: ResetsState
-    prompts: BlendState
-    rollouts: CollectorState
-    entropy: EntropyState
 
 
 class ImportedState(TypedDict):

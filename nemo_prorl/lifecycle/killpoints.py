@@ -5,9 +5,7 @@ The process then sends itself SIGKILL there, as the out-of-memory killer or a sc
 """
 
 import os
-import re
 import signal
-from collections.abc import Mapping
 
 from nemo_prorl.errors import ConfigError
 
@@ -28,29 +26,19 @@ POINTS = (
 )
 
 
-def wanted(environment: Mapping[str, str]) -> tuple[str, int] | None:
-    """(point, passing) to be killed at; raises ConfigError, which lists the points, for a value that names none."""
-    value = environment.get(VARIABLE, "")
-    if not value:
-        return None
-    match = re.fullmatch(r"(.+?)(?:#([1-9]\d*))?", value)
-    if match is None or match[1] not in POINTS:
-        raise ConfigError(
-            f"{VARIABLE}={value!r} names no point; write NAME or NAME#k (k from 1) with {', '.join(POINTS)}"
-        )
-    return match[1], int(match[2] or 1)
-
-
-_WANTED = wanted(os.environ)
+_WANTED, _, _PASSING = os.environ.get(VARIABLE, "").partition("#")
 _passed = 0
 
 
 def killpoint(name: str) -> None:
-    """Does nothing, or kills this process with SIGKILL.  A name that is not in POINTS is an error in the caller."""
+    """Do nothing, or kill this process with SIGKILL.  A name that is not in POINTS is an error in the caller."""
     global _passed
     assert name in POINTS, name
-    if _WANTED is None or _WANTED[0] != name:
-        return
-    _passed += 1
-    if _passed == _WANTED[1]:
-        os.kill(os.getpid(), signal.SIGKILL)
+    if name == _WANTED:
+        _passed += 1
+        if _passed == int(_PASSING or 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+if _WANTED and _WANTED not in POINTS:
+    raise ConfigError(f"{VARIABLE}={_WANTED}: expected NAME or NAME#k (k from 1) with one of {', '.join(POINTS)}")

@@ -1,5 +1,6 @@
 """What a run writes down: metrics.jsonl, journal.jsonl, summary.json and rollouts/."""
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -56,7 +57,9 @@ class Records:
     def __init__(self, cfg: Config, run_dir: Path, writes: bool, loggers: Iterable[Any] = ()) -> None:
         """`loggers`: those of Lightning, which get each step's numbers too."""
         self.dir, self._cfg, self._writes, self._loggers = run_dir, cfg, writes, list(loggers)
-        self._journal, self._metrics = Journal(run_dir, writes), MetricsLog(run_dir, create=writes)
+        self._journal, self._metrics = Journal(run_dir, writes), run_dir / "metrics.jsonl"
+        if writes:
+            self._metrics.touch()
         self.event = self._journal.append
         self._checkpoint_s = 0.0
 
@@ -77,14 +80,15 @@ class Records:
         if not self._writes:
             return
         values = metrics.as_json()
-        self._metrics.append(values)
+        with self._metrics.open("a") as file:
+            file.write(json.dumps(values) + "\n")
         numbers = {k: v for k, v in values.items() if isinstance(v, float)}
         for logger in self._loggers:
             logger.log_metrics(numbers, step=metrics.step)
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl; nothing on other ranks than 0."""
-        return self._metrics.lines() if self._writes else []
+        return [json.loads(line) for line in self._metrics.read_text().splitlines()] if self._writes else []
 
     def rollouts(self, step: int, groups: Sequence[Any], judged_text: Callable[[list[int], list[int]], str]) -> None:
         """Write the groups that `trainer.grpo.save_rollout_groups` asks for, with the texts that verifiers saw."""
@@ -104,55 +108,36 @@ class Records:
     ) -> None:
         """Write summary.json.  `scores`: validations by step.  `hashes`: of the weights, where the run is finished."""
         if self._writes:
-            lines, cfg = self._metrics.lines(), self._cfg
-            value = summary(step, cfg.stage, cfg.seed, scores, resets, lines, self._checkpoint_s, hashes)
+            cfg = self._cfg
+            value = summary(step, cfg.stage, cfg.seed, scores, resets, self.lines(), self._checkpoint_s, hashes)
             write_json(self.dir / "summary.json", value)
 
     def begin(self) -> None:
         """Start a run: lines that an earlier one left behind are moved away."""
-        if self._writes:
-            self._metrics.cut(0)
+        self._cut(0)
 
     def state_dict(self) -> RecordsState:
-        return {"metrics_bytes": self._metrics.length() if self._writes else 0, "checkpoint_s": self._checkpoint_s}
+        return {"metrics_bytes": self._length() if self._writes else 0, "checkpoint_s": self._checkpoint_s}
 
     def load_state_dict(self, state: RecordsState) -> None:
         self._checkpoint_s = float(state["checkpoint_s"])
-        if self._writes:
-            self._metrics.cut(state["metrics_bytes"])
+        self._cut(state["metrics_bytes"])
 
+    def _length(self) -> int:
+        """Return the length of metrics.jsonl, once all of it is on the disk."""
+        with self._metrics.open("rb") as file:
+            os.fsync(file.fileno())
+            return file.seek(0, os.SEEK_END)
 
-class MetricsLog:
-    """metrics.jsonl: one object a step.
-
-    A checkpoint records the file's length; a resume cuts the file to it, so that each step stands once.
-    """
-
-    def __init__(self, run_dir: Path, create: bool = True) -> None:
-        self.path, self.lost = run_dir / "metrics.jsonl", run_dir / "metrics.lost.jsonl"
-        if create:
-            self.path.touch()
-
-    def append(self, value: dict[str, Any]) -> None:
-        with self.path.open("a") as f:
-            f.write(json.dumps(value) + "\n")
-
-    def lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.path.read_text().splitlines()]
-
-    def length(self) -> int:
-        with self.path.open("rb") as f:
-            os.fsync(f.fileno())
-            return f.seek(0, os.SEEK_END)
-
-    def cut(self, length: int) -> None:
-        """Moves what stands behind `length` bytes to metrics.lost.jsonl."""
-        data = self.path.read_bytes()
+    def _cut(self, length: int) -> None:
+        """Move what stands behind `length` bytes of metrics.jsonl to metrics.lost.jsonl, on rank 0."""
+        data = self._metrics.read_bytes() if self._writes else b""
         if len(data) > length:
-            with self.lost.open("ab") as f:
-                f.write(data[length:])
-            os.truncate(self.path, length)
-            _log.info("%d bytes of metrics behind the checkpoint were moved to %s", len(data) - length, self.lost)
+            lost = self.dir / "metrics.lost.jsonl"
+            with lost.open("ab") as file:
+                file.write(data[length:])
+            os.truncate(self._metrics, length)
+            _log.info("%d bytes of metrics behind the checkpoint were moved to %s", len(data) - length, lost)
 
 
 class Journal:
@@ -188,19 +173,13 @@ class Journal:
         """All whole lines; a last line cut by a kill is left out."""
         if not self.path.is_file():
             return []
-        found = []
-        for line in self.path.read_text().splitlines():
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                continue
-        return found
+        return _objects(self.path.read_bytes())
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Replaces a JSON file as a whole."""
+def write_json(path: Path, value: Any, indent: int | None = 1) -> None:
+    """Replace a JSON file as a whole."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=1) + "\n")
+    temporary.write_text(json.dumps(value, indent=indent) + "\n")
     os.replace(temporary, path)
 
 
@@ -237,14 +216,16 @@ class Tail:
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._position += len(whole)
-        return [value for value in map(_parsed, whole.splitlines()) if isinstance(value, dict)]
+        return _objects(whole)
 
 
-def _parsed(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
+def _objects(lines: bytes) -> list[dict[str, Any]]:
+    """Return the JSON objects of lines of text; without lines that a kill has cut."""
+    found = []
+    for line in lines.splitlines():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return [value for value in found if isinstance(value, dict)]
 
 
 def last_lines(path: Path, num_bytes: int = 1 << 16) -> list[dict[str, Any]]:
@@ -252,7 +233,6 @@ def last_lines(path: Path, num_bytes: int = 1 << 16) -> list[dict[str, Any]]:
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
-            lines = file.read().splitlines()
+            return _objects(file.read())
     except OSError:
         return []
-    return [value for value in map(_parsed, lines) if isinstance(value, dict)]

@@ -6,7 +6,6 @@ parts are put together in a thread while the run goes on.  A process that does n
 
 import json
 import logging
-import os
 import shutil
 import threading
 import time
@@ -21,6 +20,7 @@ import httpx
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DeadlineExceeded
+from nemo_prorl.lifecycle.records import write_json
 from nemo_prorl.tracing import RECORDER, timeline
 
 _log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class StepTraces:
         part = RECORDER.stop()
         if self._rank > 0:
             folder.mkdir(parents=True, exist_ok=True)
-            _write(folder / f"trainer-{self._rank}.json", part)
+            write_json(folder / f"trainer-{self._rank}.json", part, indent=None)
             return
         self.close()
         arguments = (step, folder, window, part, missing)
@@ -89,7 +89,8 @@ class StepTraces:
                 part["wall_offset"] = offsets.get(part["boot"], 0.0)
             path = self._dir / "traces" / f"step-{step}.json"
             path.parent.mkdir(exist_ok=True)
-            _write(path, timeline(step, window, [own, *parts, *answered], {**missing, **unanswered, **late}))
+            merged = timeline(step, window, [own, *parts, *answered], {**missing, **unanswered, **late})
+            write_json(path, merged, indent=None)
             shutil.rmtree(folder, ignore_errors=True)
             _log.info("step %d: its timeline is %s (open it at ui.perfetto.dev)", step, path)
         except Exception:  # a trace is no reason to lose a run
@@ -138,10 +139,3 @@ def _ask_one(endpoints: Path, token: str, record: bool, seconds: float, name: st
         return answer
     except (OSError, ValueError, KeyError, httpx.HTTPError, httpx.InvalidURL) as error:
         return f"{type(error).__name__}: {error}"
-
-
-def _write(path: Path, value: Any) -> None:
-    """Whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, separators=(",", ":")) + "\n")
-    temporary.replace(path)

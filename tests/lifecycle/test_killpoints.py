@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_prorl.errors import ConfigError
-from nemo_prorl.lifecycle.killpoints import POINTS, VARIABLE, killpoint, wanted
+from nemo_prorl.lifecycle.killpoints import POINTS, VARIABLE, killpoint
 
 PASSES = (
     "from nemo_prorl.lifecycle.killpoints import killpoint\n"
@@ -45,23 +44,9 @@ def test_nothing_happens_elsewhere(value: str | None) -> None:
     assert len(passed) == 6
 
 
-@pytest.mark.parametrize(
-    "value", ["checkpoint", "checkpoint:begin#0", "checkpoint:begin#x", "#2", "checkpoint:begin #1"]
-)
-def test_a_wrong_name_is_an_error_that_lists_the_points(value: str) -> None:
-    with pytest.raises(ConfigError, match=r"PRORL_KILL_AT=.*names no point.*checkpoint:begin, .*reset:committed"):
-        wanted({VARIABLE: value})
-
-
-def test_a_wrong_name_ends_a_run_when_it_begins() -> None:
-    assert passes("checkpoint:nowhere") == (1, [])
-
-
-def test_every_point_can_be_named() -> None:
-    assert len(set(POINTS)) == len(POINTS)
-    for point in POINTS:
-        assert wanted({VARIABLE: point}) == (point, 1)
-        assert wanted({VARIABLE: f"{point}#12"}) == (point, 12)
+@pytest.mark.parametrize("value", ["checkpoint", "checkpoint:nowhere#2", "checkpoint:begin #1"])
+def test_a_wrong_name_ends_a_run_when_it_begins(value: str) -> None:
+    assert passes(value) == (1, [])
 
 
 def test_every_point_stands_once_in_the_code(root: Path) -> None:

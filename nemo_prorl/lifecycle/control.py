@@ -17,7 +17,6 @@ import fcntl
 import getpass
 import json
 import logging
-import math
 import os
 import re
 import secrets
@@ -72,19 +71,17 @@ class Request:
 
     @classmethod
     def parse(cls, data: bytes, name: str) -> "Request":
-        """Of the file ID.json.  Raises ValueError saying what is wrong."""
-        value = json.loads(data)
-        if not isinstance(value, dict) or value.keys() != cls.__dataclass_fields__.keys():
-            raise ValueError(f"must be an object with {', '.join(cls.__dataclass_fields__)}")
-        request = cls(**value)
-        if not isinstance(request.id, str) or not _ID.fullmatch(request.id) or f"{request.id}.json" != name:
+        """Return the request in the file ID.json.  Raises ValueError saying what is wrong."""
+        from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+        strict = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+        try:
+            [request] = TypeAdapter(list[Request], config=strict).validate_json(b"[" + data + b"]")
+        except ValidationError as error:
+            fault = error.errors()[0]
+            raise ValueError(": ".join([*map(str, fault["loc"][1:]), fault["msg"]])) from error
+        if not _ID.fullmatch(request.id) or f"{request.id}.json" != name:
             raise ValueError("id: must be the file's name without .json")
-        if not isinstance(request.what, str) or request.what not in REQUESTS:
-            raise ValueError(f"what: {request.what!r} is none of {', '.join(REQUESTS)}")
-        if isinstance(request.time, bool) or not isinstance(request.time, int | float):
-            raise ValueError("time: must be a number")
-        if not math.isfinite(request.time) or not isinstance(request.user, str) or not isinstance(request.host, str):
-            raise ValueError("time, user and host: must be a finite number and two texts")
         return request
 
 

@@ -1,9 +1,10 @@
-"""GPUs against a configuration: number, memory, compute capability, driver, torch of both environments, NCCL.
+"""GPUs against a configuration: number, memory, compute capability, driver, torch of both environments.
 
 A CPU configuration is asked nothing of this.  `of_node` needs about a second and no torch: `prorl doctor` prints its
 checks, and `launcher.prepare.check_node` refuses a run on a node where one of them fails.
 """
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -45,11 +46,7 @@ _IMAGE = (
 )
 _TORCH = """
 import torch
-try:
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None
-except Exception:
-    nccl = None
-answer({"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl,
+answer({"torch": torch.__version__, "cuda": torch.version.cuda,
         "gpus": torch.cuda.device_count() if torch.cuda.is_available() else 0})
 """
 
@@ -74,7 +71,6 @@ class TorchFacts:
 
     torch: str
     cuda: str | None  # that it was built for; None: a CPU build
-    nccl: str | None
     gpus: int
 
 
@@ -83,15 +79,11 @@ def check_gpus(cfg: DictConfig, rollout_python: Path) -> Iterator[Check]:
     if cfg.trainer.accelerator != "gpu":
         return
     yield from of_node(cfg, os.environ, rollout_python)
-    try:
-        gpus = visible(query(), os.environ)
-    except (NoAnswer, ValueError):
-        return  # of_node says so
     wanted, words = node_devices(cfg), devices_words(cfg)
-    yield capability_judged(gpus, OmegaConf.select(cfg, "model.fp8"), _wants_bf16(cfg))
     if OmegaConf.select(cfg, "model.transformer_engine"):
-        scales = OmegaConf.select(cfg, "model.fp8_recipe") if OmegaConf.select(cfg, "model.fp8") else None
-        yield layers_judged(_version("transformer-engine"), scales)
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # `container` says that it is not there
+            version = importlib.metadata.version("transformer-engine")
+            yield layers_judged(version, OmegaConf.select(cfg, "model.fp8") is not None)
     for name, python in (("torch", sys.executable), ("engine", str(rollout_python))):
         try:
             facts = TorchFacts(**ask(python, _TORCH))
@@ -99,8 +91,6 @@ def check_gpus(cfg: DictConfig, rollout_python: Path) -> Iterator[Check]:
             yield Check(name, "fail", f"torch cannot be asked: {error}", "mend the environment: `make setup`")
             continue
         yield torch_judged(name, facts, wanted, words)
-        if name == "torch":
-            yield nccl_judged(facts)
 
 
 def of_node(
@@ -131,6 +121,8 @@ def of_node(
         words = f"rollout.engines={cfg.rollout.engines} x rollout.tensor_parallel_size"
     yield from gpus_judged(gpus, wanted, device_bytes(cfg), words)
     yield modes_judged(gpus)
+    bf16 = cfg.rollout.dtype == "bfloat16" or (trains and str(cfg.trainer.precision).startswith("bf16"))
+    yield capability_judged(gpus, OmegaConf.select(cfg, "model.fp8") if trains else None, bf16)
     cuda = {"the rollout environment": cuda_of_torch(_packages(rollout_python))}
     spec = importlib.util.find_spec("torch") if trains else None
     if spec is not None and spec.origin is not None:
@@ -229,17 +221,6 @@ def driver_judged(cuda: Mapping[str, str | None], runs: int, driver: str) -> Che
     return Check("driver", "pass", f"{driver}, CUDA {newest}")
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _wants_bf16(cfg: DictConfig) -> bool:
-    return str(cfg.trainer.precision).startswith("bf16") or cfg.rollout.dtype == "bfloat16"
-
-
 def parse_smi(text: str) -> list[Gpu]:
     """Return the GPUs that `nvidia-smi --query-gpu` printed.  Raises ValueError for another form, naming the line."""
     gpus = []
@@ -298,17 +279,14 @@ def capability_judged(gpus: Sequence[Gpu], fp8: str | None, bf16: bool) -> Check
     return Check("precision", "pass", text)
 
 
-def layers_judged(version: str | None, scales: str | None) -> Check:
-    """Transformer Engine by its version (None: not there); `scales`: model.fp8_recipe, where FP8 is wanted."""
+def layers_judged(version: str, fp8: bool) -> Check:
+    """Judge whether a version of Transformer Engine can do what is wanted of it."""
     name = "transformer engine"
-    if version is None:
-        cure = "train in a container that has it, or set model.transformer_engine=false and model.fp8=null"
-        return Check(name, "fail", "model.transformer_engine=true, and it is not installed here", cure)
     numbers, early = re.match(r"[\d.]+", version), re.search(r"\.?(dev|a|b|rc)\d*", version.split("+")[0])
     found = tuple(int(number) for number in (numbers[0] if numbers else "0").strip(".").split("."))
-    if scales is not None and found < FP8_LAYERS:
+    if fp8 and found < FP8_LAYERS:
         return Check(name, "fail", f"version {version}; FP8 needs 2.2.0", "update it, or set model.fp8=null")
-    if scales is not None and found[:3] == FP8_LAYERS and early:
+    if fp8 and found[:3] == FP8_LAYERS and early:
         text = (
             f"version {version} is from before 2.2.0 final, whose FP8 weights of a pass without gradients fit no update"
         )
@@ -327,10 +305,3 @@ def torch_judged(name: str, facts: TorchFacts, wanted: int, words: str) -> Check
         cure = "look at CUDA_VISIBLE_DEVICES, the container's devices and `nvidia-smi`; trainer.devices must be there"
         return Check(name, "fail", f"{text} of {words}", cure)
     return Check(name, "pass", text)
-
-
-def nccl_judged(facts: TorchFacts) -> Check:
-    if facts.nccl is None:
-        cure = "install a torch for CUDA on Linux that has NCCL; ranks on GPUs cannot talk without"
-        return Check("nccl", "fail", f"torch {facts.torch} has no NCCL", cure)
-    return Check("nccl", "pass", f"NCCL {facts.nccl}")

@@ -12,7 +12,6 @@ from omegaconf import DictConfig
 from nemo_prorl.checks import check_shape
 from nemo_prorl.config import Config
 from nemo_prorl.data import parquet as tables
-from nemo_prorl.errors import ConfigError
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask
 from nemo_prorl.lifecycle.base_model import initial_model
 from nemo_prorl.rewards.interface import opened_thought
@@ -56,13 +55,17 @@ def check_model(cfg: DictConfig) -> Iterator[Check]:
     if not folder.is_dir():
         yield Check("model", "pass", f"{folder} is made at the first start")
         return
+    generation_file = folder / "generation_config.json"
     try:
-        config = read_json(folder / "config.json")
-        generation = read_json(folder / "generation_config.json", optional=True)
-    except ConfigError as error:
-        yield Check("model", "fail", str(error), "name a complete Hugging Face folder")
+        config = json.loads((folder / "config.json").read_text())
+        check_shape(cfg.model, config, str(folder))
+        generation = json.loads(generation_file.read_text()) if generation_file.is_file() else {}
+    except (OSError, ValueError) as error:
+        cure = "choose the model's own group (model=...), or another folder: a complete Hugging Face folder"
+        yield Check("model", "fail", f"{folder}: {error}", cure)
         return
-    yield shape_judged(cfg.model, config or {}, str(folder))
+    layers = f"{config.get('num_hidden_layers')} layers of {config.get('hidden_size')}"
+    yield Check("model", "pass", f"{folder}: {layers}, as model says")
     try:
         told = ask(sys.executable, _TOKENIZER, [str(folder)])
     except NoAnswer as error:
@@ -72,32 +75,9 @@ def check_model(cfg: DictConfig) -> Iterator[Check]:
         yield Check("tokenizer", "fail", f"{folder}: no tokenizer loads: {told['error']}", cure)
         return
     facts = TokenizerFacts(**told)
-    yield vocabulary_judged(facts, (config or {}).get("vocab_size"))
-    yield from eos_judged(facts, config or {}, generation)
+    yield vocabulary_judged(facts, config.get("vocab_size"))
+    yield from eos_judged(facts, config, generation)
     yield chat_judged(facts, source_with_messages(cfg))
-
-
-def read_json(file: Path, optional: bool = False) -> dict[str, Any] | None:
-    """Return a JSON object; None for an optional file that is not there.  Raises ConfigError naming the file."""
-    if optional and not file.is_file():
-        return None
-    try:
-        value = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file} holds no JSON object")
-    return value
-
-
-def shape_judged(model: DictConfig, config: dict[str, Any], folder: str) -> Check:
-    """Judge the model's shape as a start does."""
-    try:
-        check_shape(model, config, folder)
-    except ConfigError as error:
-        return Check("model", "fail", str(error), "choose the model's own group (model=...), or another folder")
-    said = f"{config.get('num_hidden_layers')} layers of {config.get('hidden_size')}"
-    return Check("model", "pass", f"{folder}: {said}, as model says")
 
 
 def vocabulary_judged(facts: TokenizerFacts, rows: Any) -> Check:
@@ -115,7 +95,7 @@ def vocabulary_judged(facts: TokenizerFacts, rows: Any) -> Check:
     return Check("tokenizer", "pass", text)
 
 
-def eos_judged(facts: TokenizerFacts, config: dict[str, Any], generation: dict[str, Any] | None) -> Iterator[Check]:
+def eos_judged(facts: TokenizerFacts, config: dict[str, Any], generation: dict[str, Any]) -> Iterator[Check]:
     """Responses end with the tokenizer's eos; a model that was taught to end otherwise would never end one."""
     if facts.eos is None:
         yield Check("eos", "fail", "the tokenizer has no eos token", "set eos_token in tokenizer_config.json")
@@ -125,7 +105,7 @@ def eos_judged(facts: TokenizerFacts, config: dict[str, Any], generation: dict[s
         cure = "make eos_token in tokenizer_config.json and eos_token_id in config.json the one that ends a response"
         yield Check("eos", "fail", f"the tokenizer's is {facts.eos}, config.json's {_said(ours)}", cure)
         return
-    theirs = _ids((generation or {}).get("eos_token_id"))
+    theirs = _ids(generation.get("eos_token_id"))
     if theirs and facts.eos not in theirs:
         cure = "the run stops at the tokenizer's only: see which token ends the model's responses, and make both it"
         yield Check("eos", "warn", f"the tokenizer's is {facts.eos}, generation_config.json's {_said(theirs)}", cure)

@@ -20,30 +20,20 @@ from pathlib import Path
 from typing import Any
 
 MARK = "PRORL-NODE "
-ASKS = 12  # times that the clock is asked; the fastest answer counts
 STALE_S = 10.0  # how long a replaced file may go on to read as before
 PACKAGES = ("nemo_prorl", "torch", "nemo_toolkit", "nemo_aligner", "megatron_core", "nvidia-nccl-cu12")
 
 
 def clock(host: str, port: int) -> dict[str, Any]:
     """Return how many seconds doctor's clock is ahead of this one, and how far that may be wrong."""
-    best = (0.0, float("inf"))
+    steady, before = time.monotonic(), time.time()
     try:
-        with socket.create_connection((host, port), timeout=15) as connection, connection.makefile("rw") as doctor:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for _ in range(ASKS):
-                steady, before = time.monotonic(), time.time()
-                doctor.write("time\n")
-                doctor.flush()
-                theirs = doctor.readline()
-                half = (time.monotonic() - steady) / 2
-                if not theirs:
-                    raise ConnectionError("doctor closed the connection")
-                if half < best[1]:
-                    best = (float(theirs) - before - half, half)
-    except OSError as error:
-        return {"reach_fault": f"{host}:{port}: {error.strerror or error}"}
-    return {"ahead_s": best[0], "ahead_error_s": best[1]}
+        with socket.create_connection((host, port), timeout=15) as connection, connection.makefile() as doctor:
+            theirs = float(doctor.readline())
+    except (OSError, ValueError) as error:
+        return {"reach_fault": f"{host}:{port}: {getattr(error, 'strerror', None) or error}"}
+    half = (time.monotonic() - steady) / 2
+    return {"ahead_s": theirs - before - half, "ahead_error_s": half}
 
 
 def node_name() -> str:
@@ -55,14 +45,9 @@ def shared(folder: Path) -> dict[str, Any]:
     mine = folder / f"node-{node_name()}"
     temporary = mine.with_suffix(".tmp")
     try:
-        before = time.time()
-        with temporary.open("w") as file:
-            file.write(node_name())
-            file.flush()
-            os.fsync(file.fileno())
-        skew = temporary.stat().st_mtime - (before + time.time()) / 2
+        temporary.write_text(node_name())
         os.replace(temporary, mine)
-        return {"mtime_skew_s": skew, "stale_s": stale(folder / "beat"), **locks(folder)}
+        return {"stale_s": stale(folder / "beat"), **locks(folder)}
     except OSError as error:
         return {"folder_fault": f"{error.strerror or error}: {error.filename or folder}"}
 

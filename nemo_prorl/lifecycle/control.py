@@ -62,7 +62,7 @@ _UNKNOWN_WAIT_S = 900.0  # no step was measured yet: engines start, a policy is 
 class Request:
     """What somebody asks of a run that works: control/ID.json in its directory."""
 
-    id: Annotated[str, Constraint(pattern="^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+    id: Annotated[str, Constraint(pattern=f"^{_ID.pattern}$")]
     """the file's name without .json; never used twice"""
     what: RequestKind
     time: Annotated[float, Constraint(description="seconds since 1970, UTC, by the clock of `host`")]

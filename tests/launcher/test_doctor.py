@@ -181,10 +181,14 @@ def test_the_least_limit_of_memory_counts(tmp_path: Path) -> None:
 TOKENIZER = model.TokenizerFacts(ids=100, eos=2, chat=False)
 
 
-def test_the_folders_shape() -> None:
-    theirs = {"num_hidden_layers": LAPTOP.model.num_layers, "hidden_size": LAPTOP.model.hidden_size}
-    assert states([model.shape_judged(LAPTOP.model, theirs, "folder")]) == ["pass"]
-    assert states([model.shape_judged(LAPTOP.model, {**theirs, "hidden_size": 3}, "folder")]) == ["fail"]
+@pytest.mark.parametrize("config", [None, "{", '{"hidden_size": 3}'], ids=["missing", "cut", "another shape"])
+def test_a_folder_that_is_not_the_model(tmp_path: Path, config: str | None) -> None:
+    (tmp_path / "init").mkdir()
+    if config is not None:
+        (tmp_path / "init" / "config.json").write_text(config)
+    [check] = model.check_model(laptop(run_dir=str(tmp_path)))
+    assert states([check]) == ["fail"]
+    assert str(tmp_path / "init") in check.text
 
 
 def test_the_vocabulary() -> None:
@@ -196,16 +200,16 @@ def test_the_vocabulary() -> None:
     ("eos", "config", "generation", "state"),
     [
         (2, {"eos_token_id": 2}, {"eos_token_id": 2}, "pass"),
-        (2, {"eos_token_id": 2}, None, "pass"),
+        (2, {"eos_token_id": 2}, {}, "pass"),
         (2, {}, {}, "pass"),
-        (2, {"eos_token_id": 3}, None, "fail"),
+        (2, {"eos_token_id": 3}, {}, "fail"),
         (2, {"eos_token_id": 2}, {"eos_token_id": 3}, "warn"),
-        (2, {"eos_token_id": [2, 3]}, None, "warn"),
+        (2, {"eos_token_id": [2, 3]}, {}, "warn"),
         (2, {"eos_token_id": 2}, {"eos_token_id": [2, 3]}, "warn"),
         (None, {"eos_token_id": 2}, None, "fail"),
     ],
 )
-def test_eos(eos: int | None, config: dict[str, Any], generation: dict[str, Any] | None, state: str) -> None:
+def test_eos(eos: int | None, config: dict[str, Any], generation: dict[str, Any], state: str) -> None:
     assert states(model.eos_judged(replace(TOKENIZER, eos=eos), config, generation)) == [state]
 
 
@@ -312,9 +316,7 @@ def test_allocation(change: dict[str, str], accelerator: str, expected: list[str
 
 # --- all nodes -------------------------------------------------------------------------------------------------------
 
-NODE = nodes.NodeFacts(
-    "a", {"torch": "2.7"}, ["H100, 550"], 10**9, 0.0, 0.001, mtime_skew_s=0.0, lock_holds=True, stale_s=0.01
-)
+NODE = nodes.NodeFacts("a", {"torch": "2.7"}, ["H100, 550"], 10**9, 0.0, 0.001, lock_holds=True, stale_s=0.01)
 
 
 @pytest.mark.parametrize(
@@ -327,7 +329,6 @@ NODE = nodes.NodeFacts(
         ({"reach_fault": "10.0.0.1:5: timed out", "ahead_s": None}, {"nodes: net": "fail"}),
         ({"folder_fault": "No such file"}, {"nodes: dir": "fail"}),
         ({"lock_holds": False}, {"nodes: dir": "warn"}),
-        ({"mtime_skew_s": 9.0}, {"nodes: dir": "warn"}),
         ({"stale_s": 3.0}, {"nodes: dir": "warn"}),
         ({"stale_s": None}, {"nodes: dir": "fail"}),
         ({"versions": {"torch": "2.6"}}, {"nodes: same": "fail"}),

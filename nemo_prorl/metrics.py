@@ -56,9 +56,6 @@ class Metrics:
         value, total = self._values[key]
         return value / total if total else math.nan
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._values
-
     def to_json(self) -> MetricsState:
         """Everything, for a checkpoint; exact."""
         return {"step": self.step, "stage": self.stage, "values": {k: list(v) for k, v in self._values.items()}}

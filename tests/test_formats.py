@@ -307,7 +307,7 @@ def metrics_line() -> dict[str, Any]:
     metrics.add("correction", {key: float(v) for key, v in corrected.items()})
     writers = ("trainer.py", "rollout/rollouts.py", "lifecycle/validation.py", "lifecycle/records.py")
     for key in set().union(*map(literal_keys, writers)):
-        if key not in metrics:
+        if key not in metrics.as_json():
             metrics.put(key, 0.5)
     load = EngineLoad(1)
     load.begin()

@@ -4,7 +4,6 @@ Everything of a run is started, with its configuration, in a folder beside its r
 """
 
 import copy
-import fcntl
 import json
 import re
 import shutil
@@ -22,6 +21,7 @@ from nemo_prorl.errors import ConfigError, ProrlError, disk_full
 from nemo_prorl.launcher.doctor.check import Check, gb
 from nemo_prorl.launcher.doctor.storage import available_memory, nearest
 from nemo_prorl.launcher.events import Events
+from nemo_prorl.lifecycle.control import is_locked
 from nemo_prorl.sizing.memory import Memory, memory_of
 
 if TYPE_CHECKING:
@@ -131,14 +131,11 @@ def trial_config(cfg: DictConfig, folder: Path) -> DictConfig:
 def _trial_folder(beside: Path) -> Iterator[Path]:
     """A folder on the run's own disk; removed at the end, and so is what an earlier trial that was killed left."""
     for old in beside.glob(f"{_PREFIX}*"):
-        if not _in_use(old):
+        if (old / ".lock").is_file() and not is_locked(old):
             _remove_weights(old)
             shutil.rmtree(old, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=beside))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=beside, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 def _remove_weights(trial: Path) -> None:
@@ -147,16 +144,6 @@ def _remove_weights(trial: Path) -> None:
 
     if (published := weights_folder(trial)).is_dir():
         WeightStore(published).remove()
-
-
-def _in_use(folder: Path) -> bool:
-    """Return whether a process holds the folder's lock; a folder without a lock yet counts as in use."""
-    try:
-        with (folder / ".lock").open("r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    return False
 
 
 class _Heard(Events):

@@ -57,9 +57,8 @@ def check_storage(cfg: DictConfig) -> Iterator[Check]:
 def measure_folder(run_dir: Path) -> FolderFacts:
     """Tries the folder, or the nearest above it that is there; leaves nothing.  Raises OSError: not writable."""
     there = nearest(run_dir)
-    trial = Path(tempfile.mkdtemp(prefix=".prorl-doctor-", dir=there))
-    try:
-        began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix=".prorl-doctor-", dir=there, ignore_cleanup_errors=True) as made:
+        trial, began = Path(made), time.monotonic()
         sync_fault = _fault(_sync, trial)
         sync_s = time.monotonic() - began
         stamp = trial / "stamp"
@@ -77,8 +76,6 @@ def measure_folder(run_dir: Path) -> FolderFacts:
             lock_fault=_fault(_lock, trial),
             mtime_skew_s=skew,
         )
-    finally:
-        shutil.rmtree(trial, ignore_errors=True)
 
 
 def nearest(run_dir: Path) -> Path:

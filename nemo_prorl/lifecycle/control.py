@@ -325,7 +325,7 @@ def _look_for_run(run_dir: Path) -> str:
 
     Raises ConfigError where no run works.
     """
-    if _locked(run_dir):
+    if is_locked(run_dir):
         return ""
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir} holds no run: it has no config.yaml")
@@ -339,8 +339,8 @@ def _look_for_run(run_dir: Path) -> str:
     raise ConfigError(f"no run works on {run_dir} (as far as {here} can see); `prorl train` starts or continues one")
 
 
-def _locked(run_dir: Path) -> bool:
-    """Whether a process that this machine knows of works on a run directory."""
+def is_locked(run_dir: Path) -> bool:
+    """Return whether a process that this machine knows of works on a run directory."""
     try:
         with (run_dir / ".lock").open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -386,7 +386,7 @@ def _wait(
     stays = f"the request stays in {file}; delete it to take it back"
     deadline = Deadline(seconds, f"an answer to {request.what}")
     while True:
-        gone = watch_lock and not _locked(run_dir)  # looked at before the journal: the answer comes first
+        gone = watch_lock and not is_locked(run_dir)  # looked at before the journal: the answer comes first
         for event in answers.read():
             if event.get("event") == "control" and event.get("request") == request.id:
                 return event

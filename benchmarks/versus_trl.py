@@ -3,6 +3,7 @@
     python3.11 setup/environments.py --only trl                   makes .venv/trl (1.6 GB, about a minute); first
     .venv/train/bin/python benchmarks/versus_trl.py               both workloads and the learning curves (30 min)
     ... --workloads short --steps 1 --rounds 1 --learn-s 0        less
+    ... --trl processes --learn-s 0 --beside ../before            and another checkout, e.g. of the commit before
 
 The same random Qwen2 of 0.9 million parameters, the same prompts (two-term chain_sum), the same rewards (our puzzles
 plugin), 48 prompts x 16 responses, 4 updates a step, the same learning rate, clipping, temperature and KL, the same
@@ -155,8 +156,8 @@ def overrides(folder: Path, model: Path, records: Path, cap: int) -> list[str]:
     ]
 
 
-def run_prorl(words: Sequence[str], steps: int | None, limit_s: float = 0.0) -> Block:
-    """Runs `prorl train` for so many steps, or so many seconds after its first rollout began, and times each step."""
+def run_prorl(words: Sequence[str], steps: int | None, limit_s: float = 0.0, checkout: Path = ROOT) -> Block:
+    """Run `prorl train` for so many steps, or so many seconds after its first rollout began, and time each step."""
     folder = Path(words[0].split("=", 1)[1])
     command = [str(Path(sys.executable).with_name("prorl")), "train", *words]
     began = time.time()
@@ -164,7 +165,7 @@ def run_prorl(words: Sequence[str], steps: int | None, limit_s: float = 0.0) -> 
         [*command, f"trainer.grpo.max_steps={steps or 100000}"],
         stdout=subprocess.DEVNULL,
         stderr=sys.stderr,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [checkout, *checkout.glob("reward_plugins/*")]))},
     )
     memory, block, ends, metrics = Memory(process.pid), Block(), [0.0], folder / "metrics.jsonl"
     stopped = False
@@ -269,6 +270,10 @@ def table(name: str, sides: dict[str, list[Block]]) -> list[str]:
         means = {part: statistics.mean(step["parts"].get(part, 0.0) for step in steps) for part in names}
         means["other"] = statistics.mean(s["seconds"] for s in steps) - sum(means.values())
         lines.append(f"  {side:14s} " + ", ".join(f"{part} {seconds:.2f}" for part, seconds in means.items()))
+    for side in medians:
+        if side.startswith("beside "):
+            now = side.replace("beside", "prorl")
+            lines.append(f"median seconds a step, {side} : {now} = {medians[side] / medians[now]:.3f} : 1")
     return lines
 
 
@@ -286,10 +291,11 @@ def timed_workload(name: str, args: argparse.Namespace, folder: Path, model: Pat
             job = trl_job(model, records, cap, args.threads, steps, way)
             sides[f"TRL {way}"].append(run_trl(folder / f"trl-{name}-{way}-{k}", job))
         for way in args.prorl:
-            words = overrides(folder / f"prorl-{name}-{way}-{k}", model, records, cap)
-            words += [f"model.optim.lr={TIMING_LR}", "trainer.grpo.dynamic_sampling.enabled=false"]
-            words += [*PRORL_WAYS[way].format(n=args.threads).split(), *args.overrides]
-            sides[f"prorl {way}"].append(run_prorl(words, steps))
+            for side, checkout in {"prorl": ROOT, **({"beside": args.beside} if args.beside else {})}.items():
+                words = overrides(folder / f"{side}-{name}-{way}-{k}", model, records, cap)
+                words += [f"model.optim.lr={TIMING_LR}", "trainer.grpo.dynamic_sampling.enabled=false"]
+                words += [*PRORL_WAYS[way].format(n=args.threads).split(), *args.overrides]
+                sides[f"{side} {way}"].append(run_prorl(words, steps, checkout=checkout))
     return table(name, sides)
 
 
@@ -333,6 +339,7 @@ def main() -> None:
         default=len(os.sched_getaffinity(0)),
         help="cores for each side, and threads of all its trainers together",
     )
+    parser.add_argument("--beside", type=Path, help="another checkout of this project, to be timed as well")
     parser.add_argument("--trl", nargs="+", choices=list(TRL_OPTIONS), default=["generate", "processes"])
     parser.add_argument(
         "--prorl", nargs="+", choices=list(PRORL_WAYS), default=list(PRORL_WAYS), help="the last learns"

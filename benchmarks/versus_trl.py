@@ -31,6 +31,7 @@ import psutil
 from machine import describe
 
 ROOT = Path(__file__).resolve().parent.parent
+PRORL = Path(sys.executable).with_name("prorl")
 TRL_PYTHON = ROOT / ".venv" / "trl" / "bin" / "python"
 PROMPTS, SAMPLES, UPDATES, TEMPERATURE, KL = 48, 16, 4, 1.2, 1e-4
 TIMING_LR, LEARNING_LR = 1e-6, 2e-4  # the first keeps the lengths as they are
@@ -156,16 +157,16 @@ def overrides(folder: Path, model: Path, records: Path, cap: int) -> list[str]:
     ]
 
 
-def run_prorl(words: Sequence[str], steps: int | None, limit_s: float = 0.0, checkout: Path = ROOT) -> Block:
+def run_prorl(words: Sequence[str], steps: int | None, limit_s: float = 0.0, prorl: Path = PRORL) -> Block:
     """Run `prorl train` for so many steps, or so many seconds after its first rollout began, and time each step."""
     folder = Path(words[0].split("=", 1)[1])
-    command = [str(Path(sys.executable).with_name("prorl")), "train", *words]
+    command = [str(prorl), "train", *words]
     began = time.time()
     process = subprocess.Popen(
         [*command, f"trainer.grpo.max_steps={steps or 100000}"],
         stdout=subprocess.DEVNULL,
         stderr=sys.stderr,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [checkout, *checkout.glob("reward_plugins/*")]))},
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
     )
     memory, block, ends, metrics = Memory(process.pid), Block(), [0.0], folder / "metrics.jsonl"
     stopped = False
@@ -282,6 +283,11 @@ def fastest(medians: dict[str, float], of: str) -> str:
     return min((side for side in medians if side.split()[0] == of), key=lambda side: medians[side])
 
 
+def sides_of(beside: Path | None) -> dict[str, Path]:
+    """Return the command of this checkout, and that of the one beside it."""
+    return {"prorl": PRORL} | ({"beside": beside.resolve() / ".venv" / "train" / "bin" / "prorl"} if beside else {})
+
+
 def timed_workload(name: str, args: argparse.Namespace, folder: Path, model: Path, records: Path) -> list[str]:
     """Blocks of all ways in turn."""
     cap, sides = WORKLOADS[name], defaultdict[str, list[Block]](list)
@@ -291,11 +297,11 @@ def timed_workload(name: str, args: argparse.Namespace, folder: Path, model: Pat
             job = trl_job(model, records, cap, args.threads, steps, way)
             sides[f"TRL {way}"].append(run_trl(folder / f"trl-{name}-{way}-{k}", job))
         for way in args.prorl:
-            for side, checkout in {"prorl": ROOT, **({"beside": args.beside} if args.beside else {})}.items():
+            for side, prorl in sides_of(args.beside).items():
                 words = overrides(folder / f"{side}-{name}-{way}-{k}", model, records, cap)
                 words += [f"model.optim.lr={TIMING_LR}", "trainer.grpo.dynamic_sampling.enabled=false"]
                 words += [*PRORL_WAYS[way].format(n=args.threads).split(), *args.overrides]
-                sides[f"{side} {way}"].append(run_prorl(words, steps, checkout=checkout))
+                sides[f"{side} {way}"].append(run_prorl(words, steps, prorl=prorl))
     return table(name, sides)
 
 
@@ -305,7 +311,7 @@ def learning(args: argparse.Namespace, folder: Path, records: Path) -> list[str]
     words = [w for w in overrides(base, folder, records, 16) if "restore_from" not in w]
     words = [w for w in words if not w.startswith("trainer.warmup")]
     words.append(f"trainer.warmup.steps={args.warmup_steps}")
-    command = [str(Path(sys.executable).with_name("prorl")), "warmup", *words]
+    command = [str(PRORL), "warmup", *words]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)})
     job = trl_job(base / "base", records, 16, args.threads, 100000, args.trl[-1])
     trl = run_trl(folder / "trl-learn", {**job, "lr": LEARNING_LR, "limit_s": args.learn_s})
@@ -339,7 +345,9 @@ def main() -> None:
         default=len(os.sched_getaffinity(0)),
         help="cores for each side, and threads of all its trainers together",
     )
-    parser.add_argument("--beside", type=Path, help="another checkout of this project, to be timed as well")
+    parser.add_argument(
+        "--beside", type=Path, help="another checkout of this project, set up by `make setup`, to be timed as well"
+    )
     parser.add_argument("--trl", nargs="+", choices=list(TRL_OPTIONS), default=["generate", "processes"])
     parser.add_argument(
         "--prorl", nargs="+", choices=list(PRORL_WAYS), default=list(PRORL_WAYS), help="the last learns"

@@ -35,9 +35,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from machine import describe
 
-from nemo_prorl.algorithms.sampling import KeepRates
+from nemo_prorl.algorithms.sampling import DynamicSampler, KeepRates
 from nemo_prorl.config import DynamicSamplingConfig
-from nemo_prorl.rollout.scheduling import is_fresh, sampler_of, spread
+from nemo_prorl.rollout.scheduling import is_fresh, spread
 
 # task: exp(m) of the length, keep rate, mean reward latency in seconds
 TASKS = {
@@ -219,7 +219,7 @@ class Rollout:
         self.lengths: dict[int, int] = {}
         self.latency: dict[int, float] = {}
         self.waiting: deque[tuple[int, list[int]]] = deque()  # number of a prompt, its responses without an engine
-        self.sampler = sampler_of(size.prompts, rates, scheduler.dynamic)
+        self.sampler = DynamicSampler(size.prompts, rates, scheduler.dynamic)
         self.undecided: deque[Group] = deque()
         self.sent: dict[int, list[int]] = {}  # requests on their way
         self.outcome = Outcome()

@@ -108,8 +108,7 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
     validation = Validation(cfg, source.only(lambda source: source.heldout), rollouts, records)
     allowed = kl_after_reset(cfg)  # type: ignore[arg-type]
     resets = Resets(cfg.trainer.resets, allowed, actor, rollouts, validation, records, leader)
-    adaptive, progress = cfg.trainer.grpo.adaptive_entropy, TrainerState()
-    entropy = AdaptiveEntropy(adaptive.target, adaptive.step, maximum=adaptive.maximum)
+    progress, entropy = TrainerState(), AdaptiveEntropy(cfg.trainer.grpo.adaptive_entropy)
     parts: dict[str, Stateful] = {  # of a checkpoint, in the order in which they are loaded
         "trainer": progress,
         "records": records,

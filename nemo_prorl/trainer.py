@@ -171,14 +171,7 @@ class Trainer:
 
         with metrics.phase("advantages"):
             advantage_B = advantages(judged, cfg, metrics)[numbers_B]
-            weight_BT, corrected = rollout_correction(
-                old_logp_BT,
-                mine.engine_logp_BT,
-                mine.mask_BT,
-                cfg.correction.kind,
-                cfg.correction.cap,
-                cfg.correction.floor,
-            )
+            weight_BT, corrected = rollout_correction(old_logp_BT, mine.engine_logp_BT, mine.mask_BT, cfg.correction)
             metrics.add("correction", policy.data_ranks.reduce(corrected))
             mine = mine.with_targets(
                 old_logp_BT=old_logp_BT, ref_logp_BT=ref_logp_BT, advantage_B=advantage_B, weight_BT=weight_BT

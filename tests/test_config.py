@@ -283,19 +283,6 @@ def test_a_wrong_value_is_named_with_its_fix(overrides: list[str], named: list[s
         assert part in str(caught.value)
 
 
-def test_the_choices_are_those_of_the_algorithms() -> None:
-    """The schema cannot import torch, so it names the choices again."""
-    from nemo_prorl.algorithms.advantages import ADVANTAGE_KINDS
-    from nemo_prorl.algorithms.correction import CORRECTION_KINDS
-    from nemo_prorl.algorithms.losses import AGGREGATIONS, KL_ESTIMATORS
-
-    choices = {key.name: key.rule.choices for key in all_keys()}
-    assert choices["trainer.grpo.advantage"] == ADVANTAGE_KINDS
-    assert choices["trainer.grpo.correction.kind"] == CORRECTION_KINDS
-    assert choices["trainer.grpo.kl_estimator"] == KL_ESTIMATORS
-    assert choices["trainer.grpo.aggregation"] == AGGREGATIONS
-
-
 def test_every_number_of_the_schema_has_a_range() -> None:
     bounded = {key.name for key in all_keys() if (key.rule.least, key.rule.above) != (None, None) or key.rule.choices}
     numbers = {key.name for key in all_keys() if key.kind in (int, float)}

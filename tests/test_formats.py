@@ -295,7 +295,7 @@ def metrics_line() -> dict[str, Any]:
         weight_BT=torch.ones_like(logp_BT),
     )
     gap = {key: float(v) for key, v in reference_gap(logp_BT, logp_BT, batch.mask_BT).items()}
-    _, corrected = rollout_correction(logp_BT, batch.engine_logp_BT, batch.mask_BT, "tis", 2.0, 0.5)
+    _, corrected = rollout_correction(logp_BT, batch.engine_logp_BT, batch.mask_BT, GRPOConfig().correction)
     _, sums = policy_loss(logp_BT, None, batch, 4.0, GRPOConfig())
     whole = {"grad_norm": 1.0, "positions": 8.0, "padding": 0.0}
     report_update(metrics, {**{k: float(v) for k, v in sums.items()}, **whole})
@@ -456,7 +456,7 @@ def test_state_fits(tmp_path: Path) -> None:
     """The parts of state.json from the objects whose state they are; whole runs' checkpoints are held to it, too."""
     from nemo_prorl.algorithms.entropy import AdaptiveEntropy
     from nemo_prorl.algorithms.sampling import KeepRates
-    from nemo_prorl.config import DataSource
+    from nemo_prorl.config import DataSource, GRPOConfig
     from nemo_prorl.data.blend import Blend
     from nemo_prorl.lifecycle.records import code_sha256
     from nemo_prorl.metrics import Metrics
@@ -477,7 +477,7 @@ def test_state_fits(tmp_path: Path) -> None:
         **{name: getattr(parts, name).state_dict() for name in ("records", "validation", "resets")},
         "prompts": blend.state_dict(),
         "rollouts": {"surplus": [], "draws": 4, "keep_rates": rates.state_dict()},
-        "entropy": AdaptiveEntropy(0.2, 1e-4).state_dict(),
+        "entropy": AdaptiveEntropy(GRPOConfig().adaptive_entropy).state_dict(),
     }
     assert against("state", {**state, "trainer": TrainerState(3, Metrics(3, "none")).state_dict()}) == []
     assert against("state", state) == []

@@ -139,7 +139,7 @@ class Parts:
         rollouts = SimpleNamespace(
             publish=self.note("publish"), sleep=self.note("sleep"), collector=alone.only(lambda: "a collector")
         )
-        resets, entropy = SimpleNamespace(steps=[]), AdaptiveEntropy(0.2, 1e-4)
+        resets, entropy = SimpleNamespace(steps=[]), AdaptiveEntropy(cfg.trainer.grpo.adaptive_entropy)
         parts: list[Any] = [rollouts, none, resets, checkpoints, none, none, none, entropy, none, alone]
         return Trainer(cfg, Policy(self.calls), TrainerState(), *parts)
 

@@ -17,8 +17,8 @@ Imports torch and the standard library only.  "paper" is "Scaling Up RL" (arXiv 
 | trainer/engine importance weights | `correction.rollout_correction` | TIS, IcePop, sequence mask: see there |
 | dynamic sampling | `sampling.carries_signal`, `sampling.DynamicSampler` | paper sec. 3.3 |
 | missing eos, overlong and cosine shaping | `shaping` | paper sec. 4.2; DAPO eq. 13; arXiv 2502.03373 |
-| entropy, adaptive entropy coefficient | `entropy` | paper sec. 5.4; arXiv 2505.22312 |
-| when a hard reset is due | `reset` (standard library only) | paper sec. 3.3.1, 4.2, 5.3; numbers are ours |
+| adaptive entropy coefficient | `entropy` | paper sec. 5.4; arXiv 2505.22312 |
+| when a hard reset is due | `reset_rules` (standard library only) | paper sec. 3.3.1, 4.2, 5.3; numbers are ours |
 | clip fractions, gaps, lengths | `diagnostics` | - |
 
 Shape suffixes, in every file: B responses of a (micro-)batch, T token positions, G groups, N samples a group,

@@ -3,44 +3,14 @@
 import torch
 from torch import Tensor
 
-ADVANTAGE_KINDS = ("group_norm", "leave_one_out", "reinforce_pp_baseline")
 STD_EPSILON = 1e-6
 
 
-def checked_rewards(reward_GN: Tensor, valid_GN: Tensor) -> Tensor:
-    """The rewards in float64, with 0 where a response is not valid.
-
-    Args:
-        reward_GN: rewards of any real dtype; what stands at invalid places is ignored, nan included.
-        valid_GN: bool; False where infrastructure failed, so that there is no reward.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit, or a valid reward is nan or infinite (its index is named).
-    """
-    if reward_GN.ndim != 2 or reward_GN.shape != valid_GN.shape:
-        raise ValueError(
-            f"rewards and their validity must both be [G, N]: got {list(reward_GN.shape)} and {list(valid_GN.shape)}"
-        )
-    if valid_GN.dtype != torch.bool:
-        raise ValueError(f"valid_GN must be bool, got {valid_GN.dtype}")
-    bad = (valid_GN & ~torch.isfinite(reward_GN)).nonzero()
-    if len(bad):
-        group, sample = bad[0].tolist()
-        raise ValueError(
-            f"reward_GN[{group}, {sample}] is {reward_GN[group, sample].item()}, but a valid reward is a finite number "
-            f"({len(bad)} such); mark responses that could not be judged as invalid"
-        )
-    return torch.where(valid_GN, reward_GN.double(), 0.0)
-
-
 def reward_spread(reward_GN: Tensor, valid_GN: Tensor) -> Tensor:
-    """Largest minus smallest valid reward of each group, float64 [G]; 0 for a group with fewer than 2 valid ones.
-
-    Raises ValueError as `checked_rewards`.
-    """
-    reward_GN = checked_rewards(reward_GN, valid_GN)
+    """Return the largest minus the smallest valid reward of each group, float64 [G]; 0 with fewer than 2 valid ones."""
     if reward_GN.numel() == 0:
-        return reward_GN.new_zeros(reward_GN.shape[0])
+        return reward_GN.new_zeros(reward_GN.shape[0], dtype=torch.float64)
+    reward_GN = reward_GN.double()
     highest_G = reward_GN.masked_fill(~valid_GN, -torch.inf).amax(dim=1)
     lowest_G = reward_GN.masked_fill(~valid_GN, torch.inf).amin(dim=1)
     return torch.where(valid_GN.sum(dim=1) >= 2, highest_G - lowest_G, 0.0)
@@ -58,24 +28,18 @@ def group_advantages(reward_GN: Tensor, valid_GN: Tensor, kind: str) -> Tensor:
       each counted once whatever its length, divided by their number - 1.  This kind needs the GLOBAL batch.
 
     Args:
-        reward_GN: shaped rewards [G, N], any real dtype; ignored where not valid.
-        valid_GN: bool [G, N]; False where infrastructure failed: left out of mean and std, advantage 0.
-        kind: one of ADVANTAGE_KINDS.
+        reward_GN: shaped rewards, any real dtype; ignored where not valid, nan included.
+        valid_GN: bool; False where infrastructure failed: left out of mean and std.
+        kind: as `trainer.grpo.advantage`.
 
     Returns:
         [G, N], float32 (float64 for float64 rewards), without gradient.  Exactly 0 for invalid responses, in groups
         whose valid rewards are all equal, and in groups with fewer than 2 valid responses (these also do not count in
-        the batch-wide std).  G = 0 and N = 0 are fine.
-
-    Raises:
-        ValueError: unknown kind, wrong shapes, or a valid reward that is nan or infinite (its index is named).
+        the batch-wide std).
     """
-    if kind not in ADVANTAGE_KINDS:
-        raise ValueError(f"unknown advantage {kind!r}; known are {', '.join(ADVANTAGE_KINDS)}")
     dtype = torch.promote_types(reward_GN.dtype, torch.float32)
-    reward_GN = reward_GN.detach()
     spread_G1 = reward_spread(reward_GN, valid_GN)[:, None]
-    reward_GN = checked_rewards(reward_GN, valid_GN)
+    reward_GN = torch.where(valid_GN, reward_GN.detach().double(), 0.0)
 
     count_G1 = valid_GN.sum(dim=1, keepdim=True)
     mean_G1 = reward_GN.sum(dim=1, keepdim=True) / count_G1.clamp(min=1)
@@ -88,8 +52,10 @@ def group_advantages(reward_GN: Tensor, valid_GN: Tensor, kind: str) -> Tensor:
         advantage_GN = centred_GN / (std_G1 + STD_EPSILON)
     elif kind == "leave_one_out":
         advantage_GN = centred_GN * count_G1 / others_G1
-    else:
+    elif kind == "reinforce_pp_baseline":
         with_baseline = count_G1[count_G1 >= 2].sum()
         std = (centred_GN.square().sum() / (with_baseline - 1).clamp(min=1)).sqrt()
         advantage_GN = centred_GN / (std + STD_EPSILON)
+    else:
+        raise ValueError(f"unknown advantage {kind!r}")
     return advantage_GN.to(dtype)

@@ -4,19 +4,16 @@ The two run different kernels in different precisions, so that tokens drawn from
 from pi_old.  The ratio pi_old / pi_engine of a token, without gradient, corrects for it.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 from nemo_prorl.algorithms.diagnostics import gap_statistics
 from nemo_prorl.algorithms.losses import MAX_LOG_RATIO, kl_estimate
-
-CORRECTION_KINDS = ("none", "tis", "icepop", "sequence_mask")
+from nemo_prorl.config import CorrectionConfig
 
 
 def rollout_correction(
-    old_logp_BT: Tensor, engine_logp_BT: Tensor, mask_BT: Tensor, kind: str, cap: float, floor: float
+    old_logp_BT: Tensor, engine_logp_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Weight of each token in the surrogate, from the ratio r = pi_old / pi_engine.
 
@@ -33,9 +30,7 @@ def rollout_correction(
         old_logp_BT, engine_logp_BT: log-probabilities of the sampled tokens, both at the rollout temperature; ignored
             where the mask is False.
         mask_BT: bool, the response tokens that count.
-        kind: one of CORRECTION_KINDS.
-        cap: largest ratio; for `tis`, `icepop`, `sequence_mask`.
-        floor: smallest ratio; for `icepop`, `sequence_mask`.
+        config: `kind`, `cap` (largest ratio) and `floor` (smallest ratio) are used.
 
     Returns:
         weight_BT: float32 without gradient, 0 where the mask is False.
@@ -43,15 +38,9 @@ def rollout_correction(
         the engine drew the tokens; `fraction_capped`: cut to the cap; `fraction_masked`: given weight 0.
 
     Raises:
-        ValueError: unknown kind, bounds out of order, or a log-probability that is nan or infinite at a token that
-            counts (its index is named).
+        ValueError: a log-probability is nan or infinite at a token that counts (its index is named).
     """
-    if kind not in CORRECTION_KINDS:
-        raise ValueError(f"unknown correction {kind!r}; known are {', '.join(CORRECTION_KINDS)}")
-    if kind != "none" and not 0.0 < cap < math.inf:
-        raise ValueError(f"correction cap is {cap}; a positive number is right")
-    if kind in ("icepop", "sequence_mask") and not 0.0 <= floor < cap:
-        raise ValueError(f"correction floor is {floor}; at least 0 and below the cap {cap} is right")
+    kind, cap, floor = config.kind, config.cap, config.floor
     old_logp = _counted(old_logp_BT, mask_BT, "old_logp_BT")
     engine_logp = _counted(engine_logp_BT, mask_BT, "engine_logp_BT")
 
@@ -66,11 +55,13 @@ def rollout_correction(
     elif kind == "icepop":
         masked_BT = mask_BT & ((ratio_BT > cap) | (ratio_BT < floor))
         weight_BT = ratio_BT
-    else:
+    elif kind == "sequence_mask":
         length_B = mask_BT.sum(dim=-1).clamp(min=1)
         geometric_B = (log_ratio_BT.sum(dim=-1) / length_B).exp()
         masked_BT = mask_BT & ((geometric_B > cap) | (geometric_B < floor))[:, None]
         weight_BT = torch.ones_like(ratio_BT)
+    else:
+        raise ValueError(f"unknown correction {kind!r}")
     weight_BT = torch.where(mask_BT & ~masked_BT, weight_BT, 0.0)
 
     gap = gap_statistics(log_ratio_BT, kl_estimate(engine_logp, old_logp, "k3"), mask_BT)

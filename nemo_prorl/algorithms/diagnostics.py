@@ -15,18 +15,15 @@ _REDUCTIONS = {"mean_": "mean", "fraction_": "mean", "max_": "max", "min_": "min
 
 
 def reduction(key: str) -> str:
-    """How a diagnostic of this name is reduced: `sum`, `max`, `min`, or `mean` (weighted with the dict's `tokens`)."""
+    """Return how a diagnostic is reduced: `sum`, `max`, `min`, or `mean` (weighted with the dict's `tokens`)."""
     return next((how for prefix, how in _REDUCTIONS.items() if key.startswith(prefix)), "sum")
 
 
 def merge(first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, Tensor]:
     """One dict for two disjoint sets of tokens, by the keys' prefixes (see the package's docstring).
 
-    A dict of 0 tokens takes no part in means, maxima and minima.  Both must have the same keys, `tokens` among them
-    where a mean, maximum or minimum is.  Raises ValueError if they have not.
+    A dict of 0 tokens takes no part in means, maxima and minima.
     """
-    if first.keys() != second.keys():
-        raise ValueError(f"cannot merge diagnostics with different keys: {sorted(first.keys() ^ second.keys())}")
     merged: dict[str, Tensor] = {}
     for key, a in first.items():
         b = second[key]
@@ -34,8 +31,6 @@ def merge(first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, Tens
         if how == "sum":
             merged[key] = a + b
             continue
-        if "tokens" not in first:
-            raise ValueError(f"cannot merge {key} without a count of tokens")
         in_a, in_b = first["tokens"], second["tokens"]
         if how == "mean":
             both = (a * in_a + b * in_b) / (in_a + in_b).clamp(min=1)

@@ -11,24 +11,20 @@ from typing import Any
 from torch import Tensor
 
 from nemo_prorl.algorithms.advantages import reward_spread
+from nemo_prorl.config import DynamicSamplingConfig
 
 
 def carries_signal(reward_GN: Tensor, valid_GN: Tensor, tolerance: float) -> Tensor:
-    """Whether a group's valid RAW rewards differ by more than `tolerance`; else all its advantages are 0.
+    """Return whether a group's valid RAW rewards differ by more than `tolerance`; otherwise all its advantages are 0.
 
     Args:
         reward_GN: raw (unshaped) rewards, ignored where not valid.
         valid_GN: bool; False where infrastructure failed.
-        tolerance: at least 0.  Float rewards that are equal but for rounding must not count as different.
+        tolerance: float rewards that are equal but for rounding must not count as different.
 
     Returns:
         bool [G]; False with fewer than 2 valid responses.
-
-    Raises:
-        ValueError: shapes do not fit, or a valid reward is nan or infinite (its index is named).
     """
-    if not 0.0 <= tolerance < math.inf:
-        raise ValueError(f"tolerance is {tolerance}; 0 or more is right")
     return reward_spread(reward_GN, valid_GN) > tolerance
 
 
@@ -40,16 +36,11 @@ class KeepRates:
     known yet is drawn no more often than needed, and what is missing is refilled once verdicts say so.  A pessimistic
     prior would start with a surplus, which costs generation and goes stale.  Because strength and prior are
     positive, a rate is never 0.
-
-    Raises ValueError if prior is outside (0, 1], strength not positive, or decay outside (0, 1).
     """
 
-    def __init__(self, prior: float = 1.0, strength: float = 1.0, decay: float = 0.98) -> None:
-        if not 0.0 < prior <= 1.0 or not 0.0 < strength < math.inf or not 0.0 < decay < 1.0:
-            raise ValueError(
-                f"keep rates need prior in (0, 1], strength > 0, decay in (0, 1); got {prior}, {strength}, {decay}"
-            )
-        self.prior, self.strength, self.decay = prior, strength, decay
+    prior, strength, decay = 1.0, 1.0, 0.98
+
+    def __init__(self) -> None:
         self._sums: dict[str, tuple[float, float]] = {}  # task -> (discounted kept, discounted decisions)
 
     def __getitem__(self, task: str) -> float:
@@ -62,14 +53,8 @@ class KeepRates:
         old_kept, old_decisions = self._sums.get(task, (0.0, 0.0))
         self._sums[task] = (self.decay * old_kept + float(kept), self.decay * old_decisions + 1.0)
 
-    @property
-    def tasks(self) -> list[str]:
-        """The tasks decided so far, sorted."""
-        return sorted(self._sums)
-
     def state_dict(self) -> dict[str, list[float]]:
-        """For a checkpoint; JSON keeps it exactly."""
-        return {task: list(self._sums[task]) for task in self.tasks}
+        return {task: list(sums) for task, sums in sorted(self._sums.items())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._sums = {task: (float(kept), float(decisions)) for task, (kept, decisions) in state.items()}
@@ -91,44 +76,27 @@ class DynamicSampler:
     All that it decides depends on the verdicts in draw order alone.  `decide` therefore refuses to go on while
     `wants_more()` is true: otherwise a faster verdict would change which prompts are drawn.
 
-    When the batch is full, groups drawn and not yet decided are the surplus: the `surplus_count` latest draws, in
-    order.  They are judged in the next step, after `carry`, and touch the keep rates only then.  When the draws are
-    used up first, the groups kept so far are the batch.
+    When the batch is full, groups drawn and not yet decided are the surplus.  They are judged in the next step, after
+    `carry`, and touch the keep rates only then.  When the draws are used up first, the groups kept so far are the
+    batch.
 
     Args:
-        needed: groups of a full batch, at least 1.
-        max_drawn: cap of draws in this step, carried groups included, at least `needed`.
-        oversubscription: expected kept groups per needed group that may be in flight, positive; 1 starts no more than
-            is expected to be needed.
+        needed: groups of a full batch.
         keep_rate: shared by all steps of a run, updated by `decide`.
-        enabled: False keeps every group (static sampling); keep rates are still measured.
-        margin: at least 0.  Drawing begins when fewer are expected than needed, and goes on until that many standard
+        config: `max_draw_factor`: draws in this step, carried groups included, at most, per needed group.
+            `oversubscription`: expected kept groups per needed group that may be in flight; 1 starts no more than is
+            expected to be needed.  `enabled`: False keeps every group (static sampling); keep rates are still measured.
+            `margin`: drawing begins when fewer are expected than needed, and goes on until this many standard
             deviations more are expected.  Each time it begins anew costs the time of a whole response, so a little
             more at once is cheap, and what is too much is surplus.
 
     Raises:
-        ValueError: a number out of range.  RuntimeError: a call out of order.
+        RuntimeError: a call out of order.
     """
 
-    def __init__(
-        self,
-        needed: int,
-        max_drawn: int,
-        oversubscription: float,
-        keep_rate: KeepRates,
-        enabled: bool = True,
-        margin: float = 0.0,
-    ) -> None:
-        if needed < 1:
-            raise ValueError(f"needed is {needed}; at least 1 group is right")
-        if max_drawn < needed:
-            raise ValueError(f"max_drawn is {max_drawn}; at least needed ({needed}) is right")
-        if not 0.0 < oversubscription < math.inf:
-            raise ValueError(f"oversubscription is {oversubscription}; a positive number is right")
-        if not 0.0 <= margin < math.inf:
-            raise ValueError(f"margin is {margin}; 0 or more standard deviations are right")
-        self.needed, self.max_drawn, self.oversubscription = needed, max_drawn, oversubscription
-        self.keep_rate, self.enabled, self.margin = keep_rate, enabled, margin
+    def __init__(self, needed: int, keep_rate: KeepRates, config: DynamicSamplingConfig) -> None:
+        self.needed, self.max_drawn = needed, math.ceil(needed * config.max_draw_factor)
+        self.keep_rate, self._config = keep_rate, config
         self.kept = self.dropped = self.carried = self.started = 0
         self._undecided: deque[str] = deque()
         self._undecided_of: dict[str, int] = {}
@@ -162,7 +130,7 @@ class DynamicSampler:
         task = self._undecided.popleft()
         self._undecided_of[task] -= 1
         self.keep_rate.update(task, kept)
-        joins = kept or not self.enabled
+        joins = kept or not self._config.enabled
         self.kept += joins
         self.dropped += not joins
         self._filling = self.kept + self.expected < self._wanted
@@ -172,17 +140,17 @@ class DynamicSampler:
         """Whether another prompt is to be drawn now."""
         if self.full or self.drawn >= self.max_drawn:
             return False
-        in_hand = self.kept + self.expected - (self.margin * self.deviation if self._filling else 0.0)
+        in_hand = self.kept + self.expected - (self._config.margin * self.deviation if self._filling else 0.0)
         return not self._undecided or in_hand < self._wanted
 
     @property
     def _wanted(self) -> float:
-        return self.needed * self.oversubscription
+        return self.needed * self._config.oversubscription
 
     @property
     def expected(self) -> float:
         """How many of the undecided groups will be kept, by the keep rates of now."""
-        if not self.enabled:
+        if not self._config.enabled:
             return float(self.undecided)
         # By task and in sorted order: the sum's rounding must not depend on history.
         return sum(self.keep_rate[task] * count for task, count in sorted(self._undecided_of.items()))
@@ -190,7 +158,7 @@ class DynamicSampler:
     @property
     def deviation(self) -> float:
         """The standard deviation of how many of the undecided groups will be kept, the keep rates taken as known."""
-        if not self.enabled:
+        if not self._config.enabled:
             return 0.0
         rates = ((self.keep_rate[task], count) for task, count in sorted(self._undecided_of.items()))
         return math.sqrt(sum(rate * (1.0 - rate) * count for rate, count in rates))
@@ -221,11 +189,6 @@ class DynamicSampler:
     @property
     def done(self) -> bool:
         return self.full or self.exhausted
-
-    @property
-    def surplus_count(self) -> int:
-        """How many of the latest draws belong to the next step; 0 until the batch is full."""
-        return self.undecided if self.full else 0
 
     def __repr__(self) -> str:
         return (

@@ -38,7 +38,7 @@ from nemo_prorl.rollout.endpoints import Response, SamplingParams, response_seed
 from nemo_prorl.rollout.engine_load import EngineLoad
 from nemo_prorl.rollout.groups import CollectedBatch, Group, TaskTally
 from nemo_prorl.rollout.prompts import PromptDraw
-from nemo_prorl.rollout.scheduling import is_fresh, sampler_of
+from nemo_prorl.rollout.scheduling import is_fresh
 from nemo_prorl.schema import Amount, Constraint, Count
 
 _log = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ class Collector:
         )
         fresh = [group for group in self._surplus if is_fresh(group.version, step, dynamic.max_staleness)]
         batch = CollectedBatch(step, version, needed, stale=len(self._surplus) - len(fresh))
-        sampler = sampler_of(needed, self.keep_rates, dynamic)
+        sampler = DynamicSampler(needed, self.keep_rates, dynamic)
         for group in fresh:
             sampler.carry(group.task)
         undecided: deque[Group | asyncio.Task[Group]] = deque(fresh)

@@ -1,20 +1,10 @@
 """What a step draws, and which engine generates what: decisions without I/O, which `benchmarks/simulate.py` runs too.
 
-Which groups are kept, and when another is drawn, is decided by `algorithms.sampling`, set up here.
+`algorithms.sampling` decides which groups are kept, and when another is drawn.
 """
 
 import heapq
-import math
 from collections.abc import Sequence
-
-from nemo_prorl.algorithms.sampling import DynamicSampler, KeepRates
-from nemo_prorl.config import DynamicSamplingConfig
-
-
-def sampler_of(needed: int, keep_rates: KeepRates, dynamic: DynamicSamplingConfig) -> DynamicSampler:
-    """What decides the draws of one step of `needed` groups."""
-    most = math.ceil(needed * dynamic.max_draw_factor)
-    return DynamicSampler(needed, most, dynamic.oversubscription, keep_rates, dynamic.enabled, dynamic.margin)
 
 
 def is_fresh(version: int, step: int, max_staleness: int) -> bool:

@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_prorl.algorithms.advantages import ADVANTAGE_KINDS, group_advantages
+from nemo_prorl.algorithms.advantages import group_advantages
+from tests.algorithms.choices import choices
+
+ADVANTAGE_KINDS = choices("advantage")
 
 
 def reference(rewards: list[list[float]], valid: list[list[bool]], kind: str) -> list[list[float]]:
@@ -108,15 +111,12 @@ def test_degenerate_shapes_and_groups(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_bad_rewards_are_named_where_valid_and_ignored_where_not(kind: str, bad: float) -> None:
+def test_bad_rewards_are_ignored_where_not_valid(kind: str, bad: float) -> None:
     reward_GN, valid_GN = batch(11)
     reward_GN[2, 3] = bad
     valid_GN[2] = torch.tensor([True, True, True, False, True])
     zeroed = torch.where(valid_GN, reward_GN, 0.0)
     assert torch.equal(group_advantages(reward_GN, valid_GN, kind), group_advantages(zeroed, valid_GN, kind))
-    valid_GN[2, 3] = True
-    with pytest.raises(ValueError, match=rf"reward_GN\[2, 3\] is {bad}"):
-        group_advantages(reward_GN, valid_GN, kind)
 
 
 @pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
@@ -147,13 +147,3 @@ def test_these_kinds_need_only_their_own_group(kind: str) -> None:
     whole = group_advantages(reward_GN, valid_GN, kind)
     parts = [group_advantages(reward_GN[rows], valid_GN[rows], kind) for rows in (slice(0, 3), slice(3, 7))]
     assert torch.equal(whole, torch.cat(parts))
-
-
-def test_wrong_use_is_refused() -> None:
-    reward_GN, valid_GN = batch(0)
-    with pytest.raises(ValueError, match="group_norm, leave_one_out, reinforce_pp_baseline"):
-        group_advantages(reward_GN, valid_GN, "grpo")
-    with pytest.raises(ValueError, match=r"\[7, 5\] and \[7, 4\]"):
-        group_advantages(reward_GN, valid_GN[:, :4], "group_norm")
-    with pytest.raises(ValueError, match="bool"):
-        group_advantages(reward_GN, valid_GN.long(), "group_norm")

@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_prorl.algorithms.correction import CORRECTION_KINDS, rollout_correction
+from nemo_prorl.algorithms.correction import rollout_correction
+from nemo_prorl.config import CorrectionConfig
+from tests.algorithms.choices import choices
+
+CORRECTION_KINDS = choices("correction.kind")
 
 
 def logs(ratios: list[list[float]]) -> tuple[Tensor, Tensor]:
@@ -32,7 +36,7 @@ MASK = torch.tensor([[True] * 4, [True, True, True, False], [True, True, True, F
 def test_weights_by_hand(kind: str, expected: list[list[float]], capped: int, masked: int) -> None:
     old, engine = logs(RATIOS)
     # 0.5 in float32 logarithms comes back as 0.49999997: keep the floor just below it.
-    weight, gap = rollout_correction(old, engine, MASK, kind, cap=2.0, floor=0.4999)
+    weight, gap = rollout_correction(old, engine, MASK, CorrectionConfig(kind, floor=0.4999))
     assert weight.dtype == torch.float32
     torch.testing.assert_close(weight, torch.tensor(expected, dtype=torch.float32))
     assert gap["fraction_capped"].item() == pytest.approx(capped / 10)
@@ -42,7 +46,7 @@ def test_weights_by_hand(kind: str, expected: list[list[float]], capped: int, ma
 @pytest.mark.parametrize("kind", CORRECTION_KINDS)
 def test_gap_is_measured_whatever_the_correction(kind: str) -> None:
     old, engine = logs(RATIOS)
-    _, gap = rollout_correction(old, engine, MASK, kind, cap=2.0, floor=0.5)
+    _, gap = rollout_correction(old, engine, MASK, CorrectionConfig(kind))
     ratios = [r for row, on in zip(RATIOS, MASK.tolist(), strict=True) for r, ok in zip(row, on, strict=True) if ok]
     assert gap["tokens"].item() == 10
     assert gap["mean_abs"].item() == pytest.approx(sum(abs(math.log(r)) for r in ratios) / 10, rel=1e-5)
@@ -57,7 +61,7 @@ def test_k3_is_the_divergence_from_engine_to_trainer() -> None:
     mean = 0.0
     for e, t in zip(engine, trainer, strict=True):
         one = torch.ones(1, 1, dtype=torch.bool)
-        _, gap = rollout_correction(t.log().view(1, 1), e.log().view(1, 1), one, "none", 2.0, 0.5)
+        _, gap = rollout_correction(t.log().view(1, 1), e.log().view(1, 1), one, CorrectionConfig("none"))
         mean += float(e) * gap["mean_k3"].item()
     forward = float((engine * (engine / trainer).log()).sum())
     backward = float((trainer * (trainer / engine).log()).sum())
@@ -68,7 +72,7 @@ def test_k3_is_the_divergence_from_engine_to_trainer() -> None:
 @pytest.mark.parametrize("kind", CORRECTION_KINDS)
 def test_equal_policies_are_left_alone(kind: str) -> None:
     old, _ = logs(RATIOS)
-    weight, gap = rollout_correction(old, old.clone(), MASK, kind, cap=2.0, floor=0.5)
+    weight, gap = rollout_correction(old, old.clone(), MASK, CorrectionConfig(kind))
     assert torch.equal(weight, MASK.float())
     assert [gap[name].item() for name in ("mean_abs", "max_abs", "mean_k3", "fraction_masked")] == [0.0] * 4
 
@@ -76,24 +80,27 @@ def test_equal_policies_are_left_alone(kind: str) -> None:
 @pytest.mark.parametrize("kind", CORRECTION_KINDS)
 def test_masked_rubbish_is_ignored_and_counted_rubbish_is_named(kind: str) -> None:
     old, engine = logs(RATIOS)
-    clean = rollout_correction(old, engine, MASK, kind, 2.0, 0.5)
+    clean = rollout_correction(old, engine, MASK, CorrectionConfig(kind))
     engine[1, 3], old[2, 3] = math.nan, -math.inf
-    spoilt = rollout_correction(old, engine, MASK, kind, 2.0, 0.5)
+    spoilt = rollout_correction(old, engine, MASK, CorrectionConfig(kind))
     assert torch.equal(clean[0], spoilt[0])
     assert clean[1] == spoilt[1]
     engine[1, 2] = -math.inf
     with pytest.raises(ValueError, match=r"engine_logp_BT\[1, 2\] is -inf"):
-        rollout_correction(old, engine, MASK, kind, 2.0, 0.5)
+        rollout_correction(old, engine, MASK, CorrectionConfig(kind))
 
 
 @pytest.mark.parametrize("kind", CORRECTION_KINDS)
 def test_padding_and_split_do_not_matter(kind: str) -> None:
     old, engine = logs(RATIOS)
-    whole, _ = rollout_correction(old, engine, MASK, kind, 2.0, 0.5)
-    rows = [rollout_correction(old[i : i + 1], engine[i : i + 1], MASK[i : i + 1], kind, 2.0, 0.5)[0] for i in range(3)]
+    whole, _ = rollout_correction(old, engine, MASK, CorrectionConfig(kind))
+    rows = [
+        rollout_correction(old[i : i + 1], engine[i : i + 1], MASK[i : i + 1], CorrectionConfig(kind))[0]
+        for i in range(3)
+    ]
     assert torch.equal(torch.cat(rows), whole)
     wide_old, wide_engine, wide_mask = (torch.nn.functional.pad(x, (2, 3)) for x in (old, engine, MASK))
-    wide, _ = rollout_correction(wide_old, wide_engine, wide_mask, kind, 2.0, 0.5)
+    wide, _ = rollout_correction(wide_old, wide_engine, wide_mask, CorrectionConfig(kind))
     torch.testing.assert_close(wide[:, 2:6], whole)
 
 
@@ -101,7 +108,7 @@ def test_padding_and_split_do_not_matter(kind: str) -> None:
 def test_nothing_counts(kind: str) -> None:
     for shape in ((2, 3), (0, 3), (2, 0)):
         nan = torch.full(shape, math.nan)
-        weight, gap = rollout_correction(nan, nan, torch.zeros(shape, dtype=torch.bool), kind, 2.0, 0.5)
+        weight, gap = rollout_correction(nan, nan, torch.zeros(shape, dtype=torch.bool), CorrectionConfig(kind))
         assert torch.equal(weight, torch.zeros(shape))
         assert all(value.item() == 0.0 for value in gap.values())
 
@@ -109,19 +116,7 @@ def test_nothing_counts(kind: str) -> None:
 def test_weight_has_no_gradient_and_huge_gaps_are_capped() -> None:
     old = torch.tensor([[-1.0, -300.0]], requires_grad=True)
     engine = torch.tensor([[-300.0, -1.0]])
-    weight, gap = rollout_correction(old, engine, torch.ones(1, 2, dtype=torch.bool), "tis", 2.0, 0.5)
+    weight, gap = rollout_correction(old, engine, torch.ones(1, 2, dtype=torch.bool), CorrectionConfig("tis"))
     assert not weight.requires_grad
     assert weight.tolist() == [[2.0, pytest.approx(0.0)]]
     assert all(torch.isfinite(value) for value in gap.values())
-
-
-def test_wrong_use_is_refused() -> None:
-    old, engine = logs(RATIOS)
-    for kind, cap, floor, message in (
-        ("truncate", 2.0, 0.5, "none, tis, icepop, sequence_mask"),
-        ("tis", 0.0, 0.5, "cap is 0.0"),
-        ("icepop", 2.0, 2.0, "floor is 2.0"),
-        ("sequence_mask", 2.0, -0.1, "floor is -0.1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            rollout_correction(old, engine, MASK, kind, cap, floor)

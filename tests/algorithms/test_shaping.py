@@ -8,67 +8,57 @@ import torch
 from nemo_prorl.algorithms.shaping import (
     cosine_length_reward,
     in_schedule,
-    shape_rewards,
     shaped_rewards,
     soft_overlong_penalty,
 )
 from nemo_prorl.config import GRPOConfig, ShapingConfig
 
 
+def unfinished(reward: list[float], penalty: float, factor: float = 1.0) -> torch.Tensor:
+    """Shape the rewards of responses of which only the first ended."""
+    reward_GN, ones_GN = torch.tensor([reward]), torch.ones(1, len(reward))
+    ended_GN = torch.arange(len(reward))[None] == 0
+    config = GRPOConfig(unfinished_penalty=penalty, unfinished_factor=factor)
+    shaped, changes = shaped_rewards(reward_GN, ended_GN, ones_GN, 9 * ones_GN, config, 1)
+    assert list(changes) == ["unfinished"]
+    assert reward_GN.nan_to_num(7.0).tolist() == torch.tensor([reward]).nan_to_num(7.0).tolist()
+    return shaped[0]
+
+
 def test_unfinished_responses_lose_the_penalty() -> None:
-    reward = torch.tensor([[1.0, 0.25], [0.0, math.nan]])
-    ended = torch.tensor([[True, False], [False, False]])
-    shaped = shape_rewards(reward, ended, 0.5)
-    assert shaped[0].tolist() == [1.0, -0.25]
-    assert shaped[1, 0].item() == -0.5
-    assert shaped[1, 1].isnan()
-    assert reward[0].tolist() == [1.0, 0.25]
-    assert torch.equal(shape_rewards(reward[:1], ended[:1], 0.0), reward[:1])
-    assert shape_rewards(torch.ones(1, 2, dtype=torch.int64), ended[:1], 0.5).tolist() == [[1.0, 0.5]]
-    assert shape_rewards(torch.zeros(0, 4), torch.zeros(0, 4, dtype=torch.bool), 0.5).shape == (0, 4)
-    with pytest.raises(ValueError, match=r"unfinished_penalty is -0\.5"):
-        shape_rewards(reward, ended, -0.5)
-    with pytest.raises(ValueError, match="ended_GN must be bool"):
-        shape_rewards(reward, ended.long(), 0.5)
+    shaped = unfinished([1.0, 0.25, 0.0, math.nan], 0.5)
+    assert shaped[:3].tolist() == [1.0, -0.25, -0.5]
+    assert shaped[3].isnan()
 
 
 def test_unfinished_responses_keep_a_share_of_their_reward() -> None:
-    reward = torch.tensor([[1.0, 0.8, 0.5, math.nan]])
-    ended = torch.tensor([[True, False, False, False]])
-    assert shape_rewards(reward, ended, 0.0, 0.0)[0, :3].tolist() == [1.0, 0.0, 0.0]
-    assert shape_rewards(reward, ended, 0.5, 0.5)[0, :3].tolist() == pytest.approx([1.0, -0.1, -0.25])
-    shaped, changes = shaped_rewards(
-        reward, ended, torch.ones(1, 4), torch.full((1, 4), 9.0), GRPOConfig(unfinished_factor=0.0), 1
-    )
-    assert shaped[0, :3].tolist() == [1.0, 0.0, 0.0]
-    assert shaped[0, 3].isnan()
-    assert list(changes) == ["unfinished"]
-    with pytest.raises(ValueError, match="unfinished_factor is 2"):
-        shape_rewards(reward, ended, 0.0, 2.0)
+    shaped = unfinished([1.0, 0.8, 0.5, math.nan], 0.0, 0.0)
+    assert shaped[:3].tolist() == [1.0, 0.0, 0.0]
+    assert shaped[3].isnan()
+    assert unfinished([1.0, 0.8, 0.5], 0.5, 0.5).tolist() == pytest.approx([1.0, -0.1, -0.25])
 
 
 def test_soft_overlong_penalty_by_hand() -> None:
     """DAPO's own numbers: 20,480 tokens at most, of which 4,096 are the soft part."""
     length = torch.tensor([0, 16384, 17408, 18432, 20480, 30000])
-    assert soft_overlong_penalty(length, 20480, 4096).tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
-    for cache in (0, 20481):
-        with pytest.raises(ValueError, match=f"cache is {cache}"):
-            soft_overlong_penalty(length, 20480, cache)
+    assert soft_overlong_penalty(length, torch.tensor(20480), 4096).tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
 
 
 def test_cosine_reward_by_hand() -> None:
     length = torch.tensor([0, 25, 50, 75, 99, 100, 200])
-    correct = torch.ones(7, dtype=torch.bool)
+    ones = torch.ones(7)
 
     def along(short: float, long: float) -> list[float]:
         inside = [long + 0.5 * (short - long) * (1 + math.cos(math.pi * n / 100)) for n in (0, 25, 50, 75, 99)]
         return [*inside, -10.0, -10.0]
 
-    assert cosine_length_reward(correct, length, 100).tolist() == pytest.approx(along(2.0, 1.0))
-    assert cosine_length_reward(~correct, length, 100).tolist() == pytest.approx(along(-10.0, 0.0), abs=1e-5)
-    assert cosine_length_reward(correct, length, 100)[2].item() == pytest.approx(1.5)
-    with pytest.raises(ValueError, match="max_length is 0"):
-        cosine_length_reward(correct, length, 0)
+    def cosine(score: torch.Tensor) -> list[float]:
+        cut_off = torch.zeros(7, dtype=torch.bool)
+        return cosine_length_reward(score, length, torch.tensor(100), cut_off, ShapingConfig()).tolist()
+
+    assert cosine(ones) == pytest.approx(along(2.0, 1.0))
+    assert cosine(0 * ones) == pytest.approx(along(-10.0, 0.0), abs=1e-5)
+    assert cosine(ones)[2] == pytest.approx(1.5)
 
 
 def test_eos_on_the_very_last_token_does_not_exceed() -> None:

@@ -34,24 +34,15 @@ class Built:
     log_dir: Path | None
 
 
-def padded_vocab(vocab: int, divisible_by: int) -> int:
-    """Rows of Megatron's embedding: the same at every tensor parallel size, so that checkpoints reshard."""
-    return -(-vocab // divisible_by) * divisible_by
-
-
 def nemo_config(cfg: DictConfig, hf_folder: Path, hf: dict[str, Any], log_dir: Path | None) -> DictConfig:
     """The configuration in NeMo-Aligner's shape: `trainer` (with `grpo`), `model`, `exp_manager`."""
     model: dict = OmegaConf.to_container(cfg.model, resolve=True)  # type: ignore[assignment]
     world = cfg.trainer.num_nodes * cfg.trainer.devices
     layout = model["tensor_model_parallel_size"] * model["pipeline_model_parallel_size"]
-    vocab = padded_vocab(hf["vocab_size"], model["make_vocab_size_divisible_by"])
-    if vocab % model["tensor_model_parallel_size"]:
-        raise ConfigError(
-            f"model.tensor_model_parallel_size={model['tensor_model_parallel_size']} does not divide the padded"
-            f" vocabulary of {vocab}; set model.make_vocab_size_divisible_by to a multiple of it"
-        )
+    multiple = model["make_vocab_size_divisible_by"]
     model |= {
-        "override_vocab_size": vocab,
+        "override_vocab_size": -(-hf["vocab_size"] // multiple)
+        * multiple,  # at every size, so that checkpoints reshard
         "precision": cfg.trainer.precision,
         "seed": cfg.seed,
         "global_batch_size": model["micro_batch_size"] * max(1, world // layout),

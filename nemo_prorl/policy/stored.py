@@ -13,24 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_saver import save as torch_distributed_save
 
@@ -92,26 +83,15 @@ def parts_of(hf: dict[str, Any], padded_vocab: int) -> list[Part]:
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
-class _Into(LoadPlanner):
+class _Into(DefaultLoadPlanner):
     """Reads into one tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
         self.tensor = tensor
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        found = self.tensor
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            found = found.narrow(dim, start, length)
-        return found
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass
-
-    def set_up_planner(self, *_: Any, **__: Any) -> None: ...
-    def create_local_plan(self) -> LoadPlan: ...  # type: ignore[empty-body]
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]: ...  # type: ignore[empty-body]
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan: ...  # type: ignore[empty-body]
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None: ...
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.tensor
 
 
 def read_policy(folder: Path, hf: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -148,48 +128,28 @@ def read_policy(folder: Path, hf: dict[str, Any]) -> Iterator[tuple[str, Tensor]
 # --- writing -------------------------------------------------------------------------------------------------------
 
 
-class _From(SavePlanner):
+class _From(DefaultSavePlanner):
     """Writes parts, each of which is made when its turn comes."""
 
     def __init__(self, parts: list[Part], folder: HFFolder, dtype: torch.dtype, padded_vocab: int) -> None:
+        super().__init__(flatten_state_dict=False)
         self.folder, self.dtype, self.shape = folder, dtype, Shape.of(folder.config, padded_vocab)
         self.layers = model_keys_from_hf(folder.config)["num_layers"]
         self.parts = {(part.key, part.offsets): part for part in parts}
 
     def create_local_plan(self) -> SavePlan:
-        properties = TensorProperties(dtype=self.dtype)
-        return SavePlan(
-            [
-                WriteItem(
-                    MetadataIndex(part.key, part.offsets),
-                    WriteItemType.SHARD,
-                    tensor_data=TensorWriteData(
-                        ChunkStorageMetadata(part.offsets, part.sizes), properties, part.whole(self.layers)
-                    ),
-                )
-                for part in self.parts.values()
-            ]
-        )
+        return SavePlan([self._item(part) for part in self.parts.values()])
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        found: dict[str, TensorStorageMetadata] = {}
-        for part in self.parts.values():
-            whole = TensorStorageMetadata(TensorProperties(dtype=self.dtype), part.whole(self.layers), [])
-            found.setdefault(part.key, whole).chunks.append(ChunkStorageMetadata(part.offsets, part.sizes))
-        return all_plans, Metadata(dict(found))
+    def _item(self, part: Part) -> WriteItem:
+        chunk = ChunkStorageMetadata(part.offsets, part.sizes)
+        data = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), part.whole(self.layers))
+        return WriteItem(MetadataIndex(part.key, part.offsets), WriteItemType.SHARD, tensor_data=data)
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        index = write_item.index
-        if index.offset is None:
-            raise CheckpointError(f"{index.fqn}: a tensor without its place")
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
         part = self.parts[index.fqn, index.offset]
         tensors = [self.folder.tensor(name) for name in part.rule.hf]
         return part.rule.to_local(tensors, self.shape, 0, 1).to(self.dtype).reshape(part.sizes)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None: ...
 
 
 def _check(folder: HFFolder, parts: list[Part], shape: Shape) -> None:

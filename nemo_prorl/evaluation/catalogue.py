@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import yaml
 from pydantic import ConfigDict, Field, ValidationError, model_validator
@@ -18,6 +18,15 @@ FOLDER = Path(__file__).parent / "benchmarks"
 Domain = Literal["math", "code", "stem", "puzzles", "instructions"]
 Metric = Literal["pass@1", "reward"]
 _CONFIG = ConfigDict(extra="forbid")
+
+
+class BenchmarkAbout(TypedDict):
+    """What a benchmark is."""
+
+    title: str
+    domain: Domain
+    metric: Metric
+    out_of_distribution: bool
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -71,9 +80,14 @@ class Benchmark:
         except ValidationError as error:
             raise _wrong(self.name, error) from None
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> BenchmarkAbout:
         """Return what manifest.json and results.json say of it."""
-        return {key: getattr(self, key) for key in ("title", "domain", "metric", "out_of_distribution")}
+        return {
+            "title": self.title,
+            "domain": self.domain,
+            "metric": self.metric,
+            "out_of_distribution": self.out_of_distribution,
+        }
 
 
 def _wrong(where: object, error: ValidationError) -> ConfigError:

@@ -12,6 +12,7 @@ from nemo_prorl.evaluation.store import read_json
 
 if TYPE_CHECKING:
     from nemo_prorl.evaluation.catalogue import Benchmark
+    from nemo_prorl.evaluation.formats import EvaluationManifest, EvaluationResults
 
 _log = logging.getLogger(__name__)
 
@@ -100,8 +101,8 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def _run(
-    args: argparse.Namespace, benchmarks: "list[Benchmark]", expected: dict[str, Any] | None = None
-) -> tuple[dict[str, Any], int]:
+    args: argparse.Namespace, benchmarks: "list[Benchmark]", expected: "EvaluationManifest | None" = None
+) -> "tuple[EvaluationResults, int]":
     """Evaluate and print the table; results.json as an object, and the exit code."""
     from nemo_prorl.evaluation.results import table
     from nemo_prorl.evaluation.run import EvaluationOptions, evaluate
@@ -127,7 +128,7 @@ def _again(args: argparse.Namespace) -> int:
     from nemo_prorl.evaluation.catalogue import Sampling, catalogue
     from nemo_prorl.evaluation.run import differences
 
-    expected = read_json(args.manifest)
+    expected: EvaluationManifest = read_json(args.manifest)
     for name in ("benchmarks", *_SAMPLING, "limit", "seed"):
         if getattr(args, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')}: with --manifest everything is as the manifest says")

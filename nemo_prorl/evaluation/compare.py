@@ -7,16 +7,26 @@ the largest k are solutions that the base did not find in so many tries.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from nemo_prorl.errors import ConfigError, DataError
-from nemo_prorl.evaluation.estimates import Floats, Interval, Mean, bootstrap_means, intervals, ks_up_to
+from nemo_prorl.evaluation.estimates import Floats, Interval, bootstrap_means, intervals, ks_up_to
+from nemo_prorl.evaluation.formats import (
+    ComparedBenchmark,
+    ComparedGroup,
+    ComparedPart,
+    Difference,
+    EvaluationComparison,
+    EvaluationManifest,
+    GroupDifference,
+    Numbers,
+    Reading,
+    SolvedCounts,
+)
 from nemo_prorl.evaluation.results import Scored, aligned, by_domain, numbers, percent, scored
 from nemo_prorl.evaluation.store import Store, read_json
 
-FORMAT = 1
 RESAMPLES, SEED, LEVEL = 4000, 0, 0.95
 
 
@@ -26,7 +36,7 @@ class Evaluated:
 
     name: str
     folder: Path
-    manifest: dict[str, Any]
+    manifest: EvaluationManifest
     found: dict[str, Scored]
 
 
@@ -38,7 +48,7 @@ class Paired:
     ks: tuple[int, ...]
     mean_K: Floats  # [2 + K] of the differences
     drawn_RK: Floats
-    solved: dict[str, int]
+    solved: SolvedCounts
 
 
 def read(folders: Sequence[Path]) -> list[Evaluated]:
@@ -53,7 +63,7 @@ def read(folders: Sequence[Path]) -> list[Evaluated]:
 
 
 def _read(name: str, folder: Path) -> Evaluated:
-    manifest = read_json(folder / "manifest.json")
+    manifest: EvaluationManifest = read_json(folder / "manifest.json")
     found = {}
     for benchmark, entry in manifest["benchmarks"].items():
         store = Store(folder, benchmark, writable=False)
@@ -61,12 +71,12 @@ def _read(name: str, folder: Path) -> Evaluated:
     return Evaluated(name, folder, manifest, found)
 
 
-def compare(models: Sequence[Evaluated]) -> dict[str, Any]:
+def compare(models: Sequence[Evaluated]) -> EvaluationComparison:
     """comparison.json, as docs/formats.md describes it."""
     common = [name for name in models[0].found if all(name in model.found for model in models)]
     if not common:
         raise ConfigError("--compare: the evaluations have no benchmark in common")
-    entries: dict[str, Any] = {}
+    entries: dict[str, ComparedBenchmark] = {}
     paired: dict[tuple[str, str], Paired] = {}
     for name in common:
         _check_same_prompts(name, models)
@@ -78,13 +88,19 @@ def compare(models: Sequence[Evaluated]) -> dict[str, Any]:
             part: _entry({model: one.only(part) for model, one in found.items()}, f"{name}/{part}")[0]
             for part in models[0].found[name].by_part()
         }
-        told = {key: about[key] for key in ("title", "domain", "metric", "out_of_distribution")}
-        entries[name] = {**told, **entry, "parts": parts}
+        entries[name] = {
+            "title": about["title"],
+            "domain": about["domain"],
+            "metric": about["metric"],
+            "out_of_distribution": about["out_of_distribution"],
+            **entry,
+            "parts": parts,
+        }
     others = [model.name for model in models[1:]]
     groups = {group: _group(names, others, paired) for group, names in by_domain(entries).items()}
     outside = groups.pop("out_of_distribution", None)
     return {
-        "format": FORMAT,
+        "format": 1,
         "base": models[0].name,
         "models": [{"name": one.name, "folder": str(one.folder), "model": one.manifest["model"]} for one in models],
         "bootstrap": {"resamples": RESAMPLES, "seed": SEED, "level": LEVEL},
@@ -105,19 +121,19 @@ def _check_same_prompts(name: str, models: Sequence[Evaluated]) -> None:
             )
 
 
-def _entry(found: Mapping[str, Scored], where: str) -> tuple[dict[str, Any], dict[str, Paired]]:
+def _entry(found: Mapping[str, Scored], where: str) -> tuple[ComparedPart, dict[str, Paired]]:
     """One benchmark or part of it: each model's numbers, and each one's differences from the first, the base."""
     told = {model: numbers(one) for model, one in found.items()}
     base, *others = found
     pairs = {
         other: pair for other in others if (pair := _pair(found[base], found[other], f"{other}/{where}")) is not None
     }
-    differences = [
+    differences: list[Difference] = [
         {
             **_difference(other, pair.mean_K, pair.drawn_RK, pair.ks),
             "prompts": pair.prompts,
             "solved": pair.solved,
-            "base_k": base_k(told[base]["pass@k"], told[other]["pass@1"]["mean"]),
+            "base_k": base_k(told[base], told[other]),
         }
         for other, pair in pairs.items()
     ]
@@ -149,9 +165,9 @@ def _pair(base: Scored, other: Scored, key: str) -> Paired | None:
     )
 
 
-def _solved(base: Scored, other: Scored) -> dict[str, int]:
+def _solved(base: Scored, other: Scored) -> SolvedCounts:
     """Prompts by who solved them at least once, each with the same number of samples."""
-    counts = {"both": 0, "gained": 0, "lost": 0, "neither": 0}
+    counts: SolvedCounts = {"both": 0, "gained": 0, "lost": 0, "neither": 0}
     for mine, theirs in zip(base.samples, other.samples, strict=True):
         n = min(len(mine), len(theirs))
         was, now = any(s.correct for s in mine[:n]), any(s.correct for s in theirs[:n])
@@ -159,19 +175,21 @@ def _solved(base: Scored, other: Scored) -> dict[str, int]:
     return counts
 
 
-def _difference(model: str, mean_K: Floats, drawn_RK: Floats, ks: Sequence[int]) -> dict[str, Any]:
+def _difference(model: str, mean_K: Floats, drawn_RK: Floats, ks: Sequence[int]) -> GroupDifference:
     """One model against the base, from the mean and the bootstrap draws of the differences."""
     first, reward, *rest = intervals(mean_K, drawn_RK, LEVEL)
     curve = {str(k): one for k, one in zip(ks, rest, strict=True)}
     return {"model": model, "pass@1": first, "reward": reward, "pass@k": curve, "reading": reading(curve, reward)}
 
 
-def base_k(curve: Mapping[str, Mean], target: float) -> int | None:
-    """The least k at which the base's pass@k reaches the other's pass@1: the tries that it replaces by one."""
-    return next((int(k) for k in sorted(curve, key=int) if curve[k]["mean"] >= target), None)
+def base_k(base: Numbers, other: Numbers) -> int | None:
+    """Return the least k at which the base's pass@k reaches the other's pass@1: the tries that it replaces by one."""
+    curve, target = base["pass@k"], other["pass@1"]
+    assert target is not None  # both have a judged prompt
+    return next((int(k) for k in sorted(curve, key=int) if curve[k]["mean"] >= target["mean"]), None)
 
 
-def reading(curve: Mapping[str, Interval], reward: Interval) -> str:
+def reading(curve: Mapping[str, Interval], reward: Interval) -> Reading:
     """What the intervals say, in the words that docs/formats.md explains."""
     one, most = curve["1"], curve[max(curve, key=int)]
     better, more = one["low"] > 0, most["low"] > 0
@@ -185,9 +203,9 @@ def reading(curve: Mapping[str, Interval], reward: Interval) -> str:
     return "closer" if reward["low"] > 0 else "no difference"
 
 
-def _group(names: list[str], others: Sequence[str], paired: Mapping[tuple[str, str], Paired]) -> dict[str, Any]:
+def _group(names: list[str], others: Sequence[str], paired: Mapping[tuple[str, str], Paired]) -> ComparedGroup:
     """Differences of the unweighted mean over some benchmarks; none for a model that lacks one of them."""
-    differences = []
+    differences: list[GroupDifference] = []
     for other in others:
         pairs = [paired[other, name] for name in names if (other, name) in paired]
         if len(pairs) == len(names):
@@ -202,15 +220,15 @@ def _group(names: list[str], others: Sequence[str], paired: Mapping[tuple[str, s
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
-def table(comparison: Mapping[str, Any]) -> str:
+def table(comparison: EvaluationComparison) -> str:
     """For each benchmark: the models' curves, then the differences from the base with their intervals."""
     text = []
     for name, entry in comparison["benchmarks"].items():
         text.append(f"{name}{' (out of distribution)' if entry['out_of_distribution'] else ''}")
-        ks = sorted({k for told in entry["models"].values() for k in told["pass@k"]}, key=int)
+        ks = sorted({k for one in entry["models"].values() for k in one["pass@k"]}, key=int)
         rows = [["", "reward", *(f"pass@{k}" for k in ks)]]
-        for model, told in entry["models"].items():
-            rows.append([f"  {model}", percent(told["reward"]), *(percent(told["pass@k"].get(k)) for k in ks)])
+        for model, its in entry["models"].items():
+            rows.append([f"  {model}", percent(its["reward"]), *(percent(its["pass@k"].get(k)) for k in ks)])
         for one in entry["differences"]:
             cells = [_percent(one["pass@k"].get(k)) for k in ks]
             rows.append([f"  {one['model']} - {comparison['base']}", _percent(one["reward"]), *cells])
@@ -219,24 +237,24 @@ def table(comparison: Mapping[str, Any]) -> str:
     groups = dict(comparison["domains"])
     if comparison["out_of_distribution"] is not None:
         groups["out of distribution"] = comparison["out_of_distribution"]
-    for group, entry in groups.items():
-        for one in entry["differences"]:
-            largest = max(one["pass@k"], key=int)
-            told = f"pass@1 {_percent(one['pass@1'])}, pass@{largest} {_percent(one['pass@k'][largest])}"
-            text.append(f"{group}: {one['model']} - {comparison['base']}: {told}: {one['reading']}")
+    for group, compared in groups.items():
+        for mean in compared["differences"]:
+            largest = max(mean["pass@k"], key=int)
+            told = f"pass@1 {_percent(mean['pass@1'])}, pass@{largest} {_percent(mean['pass@k'][largest])}"
+            text.append(f"{group}: {mean['model']} - {comparison['base']}: {told}: {mean['reading']}")
     if comparison["skipped"]:
         text.append(f"not in all evaluations, left out: {', '.join(comparison['skipped'])}")
     text.append(f"In percent; in brackets {100 * LEVEL:.0f} % paired bootstrap intervals over prompts.")
     return "\n".join(text) + "\n"
 
 
-def _percent(value: Mapping[str, float] | None) -> str:
+def _percent(value: Interval | None) -> str:
     if value is None:
         return "-"
     return f"{100 * value['difference']:+.1f} [{100 * value['low']:+.1f}, {100 * value['high']:+.1f}]"
 
 
-def _read_out(one: Mapping[str, Any], base: str) -> str:
+def _read_out(one: Difference, base: str) -> str:
     solved, k = one["solved"], one["base_k"]
     tries = "more tries than were made" if k is None else f"{k} {'try' if k == 1 else 'tries'}"
     return (

@@ -2,14 +2,12 @@
 
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
-from nemo_prorl.evaluation.catalogue import Domain, Metric, Sampling
+from nemo_prorl.evaluation.catalogue import BenchmarkAbout, Sampling
 from nemo_prorl.evaluation.estimates import Interval, Mean
 from nemo_prorl.schema import Amount, Constraint, Count, JsonOf, Number, Sha256, Share
 
 ModelKind = Literal["hf", "checkpoint", "run", "endpoint"]
 Reading = Literal["new solutions", "sharpened", "narrowed", "worse", "closer", "no difference"]
-MeanJson = Annotated[dict[str, Any], JsonOf(Mean)]
-IntervalJson = Annotated[dict[str, float], JsonOf(Interval)]
 SamplingJson = Annotated[dict[str, Any], JsonOf(Sampling)]
 
 
@@ -24,15 +22,6 @@ class ModelJson(TypedDict):
     folder: NotRequired[str]
     url: NotRequired[str]
     opens_thought: NotRequired[Literal[True]]
-
-
-class BenchmarkAbout(TypedDict):
-    """What a benchmark is."""
-
-    title: str
-    domain: Domain
-    metric: Metric
-    out_of_distribution: bool
 
 
 class BenchmarkManifest(BenchmarkAbout):
@@ -76,21 +65,19 @@ class FailureCounts(TypedDict):
     invalid: Count
 
 
-MeanAtK = Annotated[dict[str, MeanJson], Constraint(propertyNames={"pattern": "^[0-9]+$"})]
-IntervalAtK = Annotated[dict[str, IntervalJson], Constraint(propertyNames={"pattern": "^[0-9]+$"})]
+MeanAtK = Annotated[dict[str, Mean], Constraint(propertyNames={"pattern": "^[0-9]+$"})]
+IntervalAtK = Annotated[dict[str, Interval], Constraint(propertyNames={"pattern": "^[0-9]+$"})]
 _Means = TypedDict(
     "_Means",
     {
-        "pass@1": MeanJson | None,
-        "reward": MeanJson | None,
+        "pass@1": Mean | None,
+        "reward": Mean | None,
         "pass@k": MeanAtK,
-        "tokens": MeanJson | None,
+        "tokens": Mean | None,
         "truncated": Share | None,
     },
 )
-_Differences = TypedDict(
-    "_Differences", {"model": str, "pass@1": IntervalJson, "reward": IntervalJson, "pass@k": IntervalAtK}
-)
+_Differences = TypedDict("_Differences", {"model": str, "pass@1": Interval, "reward": Interval, "pass@k": IntervalAtK})
 
 
 class Numbers(_Means):
@@ -113,7 +100,7 @@ class GroupNumbers(_Means):
     """The unweighted mean of some benchmarks."""
 
     benchmarks: list[str]
-    headline: MeanJson | None
+    headline: Mean | None
 
 
 class EvaluationTime(TypedDict):

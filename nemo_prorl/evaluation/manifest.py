@@ -7,19 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import DictConfig
 
 from nemo_prorl import __version__
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.evaluation.catalogue import Benchmark, catalogue, records_sha256
+from nemo_prorl.evaluation.formats import EvaluationManifest
 from nemo_prorl.evaluation.models import Model
 from nemo_prorl.evaluation.store import read_json
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 1
+_SETTINGS: tuple[Literal["seed", "engine", "rewards"], ...] = ("seed", "engine", "rewards")
+_HASHES: dict[Literal["file_sha256", "prompts_sha256"], str] = {
+    "file_sha256": "its file in the package",
+    "prompts_sha256": "its prompts",
+}
 _VERSIONS = ("transformers", "torch", "numpy", "reasoning-gym", "math-verify")
 
 
@@ -31,7 +36,7 @@ def manifest_of(
     seed: int,
     data: Path | None,
     limit: int | None,
-) -> dict[str, Any]:
+) -> EvaluationManifest:
     """manifest.json, as docs/formats.md describes it."""
     from nemo_prorl.launcher.prepare import plain
 
@@ -39,7 +44,7 @@ def manifest_of(
     if model.folder is not None:
         engine = {key: plain(cfg.rollout)[key] for key in ("dtype", "tensor_parallel_size", "eager")}
     return {
-        "format": FORMAT,
+        "format": 1,
         "model": model.to_json(),
         "seed": seed,
         "data": None if data is None else str(data.resolve()),
@@ -82,8 +87,8 @@ def _version_of_vllm(python: Path) -> str:
 
 
 def joined(
-    out: Path, manifest: dict[str, Any], benchmarks: Sequence[Benchmark]
-) -> tuple[list[Benchmark], dict[str, Any]]:
+    out: Path, manifest: EvaluationManifest, benchmarks: Sequence[Benchmark]
+) -> tuple[list[Benchmark], EvaluationManifest]:
     """With what the folder holds already.  Raises ConfigError, naming what differs, for another evaluation.
 
     Benchmarks may come to it, and samples; everything else is as it was.
@@ -91,16 +96,17 @@ def joined(
     path = out / "manifest.json"
     if not path.exists():
         return list(benchmarks), manifest
-    old = read_json(path)
-    differ = [f"{key} (it has {_told(old[key])})" for key in ("seed", "engine", "rewards") if old[key] != manifest[key]]
+    old: EvaluationManifest = read_json(path)
+    settings = {key: (old[key], manifest[key]) for key in _SETTINGS}
+    differ = [f"{key} (it has {_shortened(was)})" for key, (was, now) in settings.items() if was != now]
     if old["model"]["sha256"] != manifest["model"]["sha256"]:
         differ.insert(0, f"model {manifest['model']['name']} (it has {old['model']['name']})")
     for name in old["benchmarks"].keys() & manifest["benchmarks"].keys():
-        was, now = old["benchmarks"][name], manifest["benchmarks"][name]
-        differ += [f"{name}: other prompts"] if was["prompts_sha256"] != now["prompts_sha256"] else []
-        for key, value in now["sampling"].items():
-            if key != "samples" and was["sampling"][key] != value:
-                differ.append(f"{name}: {key} {value} (it has {was['sampling'][key]})")
+        before, after = old["benchmarks"][name], manifest["benchmarks"][name]
+        differ += [f"{name}: other prompts"] if before["prompts_sha256"] != after["prompts_sha256"] else []
+        for key, value in after["sampling"].items():
+            if key != "samples" and before["sampling"][key] != value:
+                differ.append(f"{name}: {key} {value} (it has {before['sampling'][key]})")
     if differ:
         raise ConfigError(f"--out {out} holds another evaluation: {'; '.join(differ)}; name another folder")
     known = catalogue()
@@ -110,12 +116,12 @@ def joined(
     return [*more, *benchmarks], {**manifest, "benchmarks": entries}
 
 
-def _told(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def check_expected(manifest: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def check_expected(manifest: EvaluationManifest, expected: EvaluationManifest) -> None:
     """Raises ConfigError or DataError where this is not what a manifest tells of."""
     if manifest["model"]["sha256"] != expected["model"]["sha256"]:
         raise ConfigError(
@@ -124,7 +130,7 @@ def check_expected(manifest: Mapping[str, Any], expected: Mapping[str, Any]) -> 
         )
     for name, was in expected["benchmarks"].items():
         now = manifest["benchmarks"][name]
-        for key, what in (("file_sha256", "its file in the package"), ("prompts_sha256", "its prompts")):
+        for key, what in _HASHES.items():
             if now[key] != was[key]:
                 raise DataError(f"--manifest: {name}: {what} changed ({key} {was[key][:12]}, now {now[key][:12]})")
     if manifest["versions"] != expected["versions"]:

@@ -9,10 +9,13 @@ import logging
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.lifecycle.retention import complete, step_of
+
+if TYPE_CHECKING:
+    from nemo_prorl.evaluation.formats import ModelJson, ModelKind
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +28,7 @@ class Model:
     """A model and what identifies it."""
 
     name: str
-    kind: str  # hf | checkpoint | run | endpoint
+    kind: "ModelKind"
     sha256: str  # of weights, config.json and tokenizer; of an endpoint: of address and name
     source: str  # what the user named, as an absolute path or address
     folder: Path | None = None  # Hugging Face folder; None: an endpoint
@@ -33,11 +36,19 @@ class Model:
     step: int | None = None
     opens_thought: bool = False  # an endpoint's chat template ends the prompt in `<think>`
 
-    def to_json(self) -> dict[str, Any]:
-        where = {"url": self.source} if self.kind == "endpoint" else {"folder": self.source}
-        told = {"name": self.name, "kind": self.kind, "sha256": self.sha256, **where}
-        more = {"weights_sha256": self.weights_sha256, "step": self.step, "opens_thought": self.opens_thought or None}
-        return {**told, **{key: value for key, value in more.items() if value is not None}}
+    def to_json(self) -> "ModelJson":
+        found: ModelJson = {"name": self.name, "kind": self.kind, "sha256": self.sha256}
+        if self.kind == "endpoint":
+            found["url"] = self.source
+        else:
+            found["folder"] = self.source
+        if self.weights_sha256 is not None:
+            found["weights_sha256"] = self.weights_sha256
+        if self.step is not None:
+            found["step"] = self.step
+        if self.opens_thought:
+            found["opens_thought"] = True
+        return found
 
 
 def is_address(text: str) -> bool:
@@ -54,7 +65,7 @@ def behind_address(url: str, name: str | None, opens_thought: bool = False) -> M
     return Model(name, "endpoint", digest, url, opens_thought=opens_thought)
 
 
-def find(path: Path, which: str = "newest") -> tuple[str, Path]:
+def find(path: Path, which: str) -> tuple["ModelKind", Path]:
     """(kind, folder): a Hugging Face folder, or a checkpoint, of a run directory the one that `which` says.
 
     `which`: newest, best (by validation) or a step.  Raises ConfigError.

@@ -6,13 +6,20 @@ from typing import Any
 
 import numpy as np
 
-from nemo_prorl.evaluation.catalogue import Benchmark, part_of
+from nemo_prorl.evaluation.catalogue import Benchmark, BenchmarkAbout, part_of
 from nemo_prorl.evaluation.estimates import Floats, Mean, ks_up_to, mean_of, mean_of_means, pass_at_k
+from nemo_prorl.evaluation.formats import (
+    BenchmarkNumbers,
+    EvaluationResults,
+    EvaluationSample,
+    EvaluationTime,
+    GroupNumbers,
+    ModelJson,
+    Numbers,
+)
+from nemo_prorl.evaluation.store import Key, StoredVerdict
 
-FORMAT = 1
 _RIGHT = 1.0 - 1e-9  # a verdict that says nothing of correctness is right with the full score
-
-Key = tuple[str, int]  # (prompt id, sample)
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class Scored:
         return min(map(len, self.samples), default=0)
 
 
-def sample_of(line: Mapping[str, Any], verdict: Mapping[str, Any] | None) -> Sample:
+def sample_of(line: EvaluationSample, verdict: StoredVerdict | None) -> Sample:
     """From a stored response and its verdict, if it has one."""
     if verdict is None or verdict["score"] is None:
         return Sample(None, None, line["tokens"], line["finished"], "infrastructure")
@@ -76,7 +83,10 @@ def sample_of(line: Mapping[str, Any], verdict: Mapping[str, Any] | None) -> Sam
 
 
 def scored(
-    records: Sequence[Mapping[str, Any]], lines: Mapping[Key, Any], verdicts: Mapping[Key, Any], n: int
+    records: Sequence[Mapping[str, Any]],
+    lines: Mapping[Key, EvaluationSample],
+    verdicts: Mapping[Key, StoredVerdict],
+    n: int,
 ) -> Scored:
     """The first n samples of each record, as far as they are there."""
     rows = []
@@ -86,7 +96,7 @@ def scored(
     return Scored([record["id"] for record in records], [part_of(record) for record in records], rows)
 
 
-def numbers(found: Scored) -> dict[str, Any]:
+def numbers(found: Scored) -> Numbers:
     """All numbers of some prompts; means over prompts of the means over their samples."""
     judged = found.judged()
     drawn = [sample for samples in found.samples for sample in samples]
@@ -104,13 +114,16 @@ def numbers(found: Scored) -> dict[str, Any]:
         "prompts": len(found.ids),
         "samples": found.least_samples,
         "unjudged": sum(s.score is None for s in drawn),
-        "failures": {kind: sum(s.failure == kind for s in drawn) for kind in ("timeout", "invalid")},
+        "failures": {
+            "timeout": sum(s.failure == "timeout" for s in drawn),
+            "invalid": sum(s.failure == "invalid" for s in drawn),
+        },
         "tokens": mean_of(lengths) if lengths else None,
         "truncated": float(np.mean([not s.finished for s in drawn])) if drawn else None,
     }
 
 
-def benchmark_numbers(benchmark: Benchmark, found: Scored) -> dict[str, Any]:
+def benchmark_numbers(benchmark: Benchmark, found: Scored) -> BenchmarkNumbers:
     """A benchmark's entry in results.json."""
     return {
         **benchmark.about(),
@@ -120,7 +133,7 @@ def benchmark_numbers(benchmark: Benchmark, found: Scored) -> dict[str, Any]:
     }
 
 
-def together(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def together(entries: Mapping[str, BenchmarkNumbers]) -> GroupNumbers:
     """The unweighted mean of some benchmarks; null if one of them has no number, k as far as all of them go."""
     whole = all(entry["pass@1"] is not None for entry in entries.values())
     ks = sorted(set.intersection(*(set(entry["pass@k"]) for entry in entries.values())), key=int)
@@ -130,16 +143,19 @@ def together(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         return mean_of_means(known) if whole and len(known) == len(values) else None
 
     every = list(entries.values())
+    truncated = [entry["truncated"] for entry in every if entry["truncated"] is not None]
     return {
         "benchmarks": sorted(entries),
         "headline": mean([entry[entry["metric"]] for entry in every]),
-        **{key: mean([entry[key] for entry in every]) for key in ("pass@1", "reward", "tokens")},
-        "pass@k": {k: mean([entry["pass@k"][k] for entry in every]) for k in ks},
-        "truncated": float(np.mean([entry["truncated"] for entry in every])) if whole else None,
+        "pass@1": mean([entry["pass@1"] for entry in every]),
+        "reward": mean([entry["reward"] for entry in every]),
+        "tokens": mean([entry["tokens"] for entry in every]),
+        "pass@k": {k: mean_of_means([entry["pass@k"][k] for entry in every]) for k in ks},
+        "truncated": float(np.mean(truncated)) if whole else None,
     }
 
 
-def by_domain(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+def by_domain(entries: Mapping[str, BenchmarkAbout]) -> dict[str, list[str]]:
     """Return the names of benchmarks by domain; those kept out of training are under `out_of_distribution`."""
     groups: dict[str, list[str]] = {}
     for name, entry in entries.items():
@@ -148,8 +164,8 @@ def by_domain(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
 
 
 def results(
-    model: Mapping[str, Any], seed: int, benchmarks: Sequence[Benchmark], found: Mapping[str, Scored], time: Any
-) -> dict[str, Any]:
+    model: ModelJson, seed: int, benchmarks: Sequence[Benchmark], found: Mapping[str, Scored], time: EvaluationTime
+) -> EvaluationResults:
     """results.json, as docs/formats.md describes it."""
     entries = {one.name: benchmark_numbers(one, found[one.name]) for one in benchmarks}
     domains = {group: together({name: entries[name] for name in names}) for group, names in by_domain(entries).items()}
@@ -158,9 +174,9 @@ def results(
         entry["unjudged"] == 0 and entry["samples"] == entry["sampling"]["samples"] for entry in entries.values()
     )
     return {
-        "format": FORMAT,
+        "format": 1,
         "complete": complete,
-        "model": dict(model),
+        "model": model,
         "seed": seed,
         "benchmarks": entries,
         "domains": domains,
@@ -172,7 +188,7 @@ def results(
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
-def table(result: Mapping[str, Any]) -> str:
+def table(result: EvaluationResults) -> str:
     """One line a benchmark, then the domains, then what was kept out of training."""
     entries = result["benchmarks"]
     largest = max((int(k) for entry in entries.values() for k in entry["pass@k"]), default=1)
@@ -202,9 +218,9 @@ def _row(name: str, entry: Mapping[str, Any], largest: int) -> list[str]:
     ]
 
 
-def percent(value: Mapping[str, float | None] | None) -> str:
+def percent(value: Mean | None) -> str:
     """`51.2 ± 1.3`: mean and standard error, in percent."""
-    if value is None or value["mean"] is None:
+    if value is None:
         return "-"
     error = value["se"]
     return f"{100 * value['mean']:.1f}" + ("" if error is None else f" ± {100 * error:.1f}")

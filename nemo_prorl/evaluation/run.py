@@ -17,6 +17,7 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DataError, StoppedCleanly
 from nemo_prorl.evaluation import models
 from nemo_prorl.evaluation.catalogue import Benchmark, check_files, load_records
+from nemo_prorl.evaluation.formats import EvaluationManifest, EvaluationResults, EvaluationTime
 from nemo_prorl.evaluation.manifest import check_expected, joined, manifest_of
 from nemo_prorl.evaluation.models import Model
 from nemo_prorl.evaluation.store import Store
@@ -49,10 +50,10 @@ class EvaluationOptions:
     token_env: str = "OPENAI_API_KEY"
     requests: int = 32  # maximum concurrent requests to an endpoint
     overrides: tuple[str, ...] = ()
-    expected: Mapping[str, Any] | None = None  # a manifest that must be met
+    expected: EvaluationManifest | None = None  # a manifest that must be met
 
 
-def evaluate(options: EvaluationOptions) -> dict[str, Any]:
+def evaluate(options: EvaluationOptions) -> EvaluationResults:
     """Makes or completes the evaluation in `options.out`; its results.json, as an object.
 
     Raises ConfigError, DataError and UnfitMachine before anything starts; StoppedCleanly where it was asked to stop.
@@ -242,8 +243,8 @@ async def _stoppable(work: Coroutine[Any, Any, None]) -> None:
 
 
 def _write_results(
-    out: Path, manifest: Mapping[str, Any], asked: "Sequence[BenchmarkWork]", seconds: float, tokens: int
-) -> dict[str, Any]:
+    out: Path, manifest: EvaluationManifest, asked: "Sequence[BenchmarkWork]", seconds: float, tokens: int
+) -> EvaluationResults:
     from nemo_prorl.evaluation.results import results, scored
 
     found = {
@@ -251,12 +252,12 @@ def _write_results(
         for one in asked
     }
     rate = tokens / seconds if seconds else None
-    clock = {"seconds": seconds, "generated_tokens": tokens, "tokens_per_s": rate}
+    clock: EvaluationTime = {"seconds": seconds, "generated_tokens": tokens, "tokens_per_s": rate}
     if not seconds and (out / "results.json").exists():  # nothing was to do
         clock = json.loads((out / "results.json").read_text())["time"]
-    told = results(manifest["model"], manifest["seed"], [one.benchmark for one in asked], found, clock)
-    write_json(out / "results.json", told)
-    return told
+    result = results(manifest["model"], manifest["seed"], [one.benchmark for one in asked], found, clock)
+    write_json(out / "results.json", result)
+    return result
 
 
 def differences(one: Any, other: Any, at: str = "") -> list[str]:

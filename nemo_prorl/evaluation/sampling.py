@@ -121,8 +121,16 @@ class Work:
                 self.drawn += 1
                 self.tokens += reply.tokens or 0
                 place = draw.places[index]
-                line = {"id": draw.record["id"], "sample": place.sample, "seed": seeds[index], "response": reply.text}
-                place.store.add({**line, "finished": reply.finished, "tokens": reply.tokens})
+                place.store.add(
+                    {
+                        "id": draw.record["id"],
+                        "sample": place.sample,
+                        "seed": seeds[index],
+                        "response": reply.text,
+                        "finished": reply.finished,
+                        "tokens": reply.tokens,
+                    }
+                )
                 group.create_task(self._judge_one(place))
 
             await self._source.generate(draw.record, draw.sampling, seeds, arrived)

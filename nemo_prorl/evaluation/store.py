@@ -8,17 +8,27 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.rewards.interface import Verdict
+
+if TYPE_CHECKING:  # the command line reads files without the catalogue's libraries
+    from nemo_prorl.evaluation.formats import EvaluationSample
 
 _log = logging.getLogger(__name__)
 
 Key = tuple[str, int]  # (prompt id, sample)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a file of an evaluation.  Raises ConfigError if there is none, DataError if it is broken."""
+class StoredVerdict(Verdict):
+    """The verdict on one response."""
+
+    sample: int
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON object of an evaluation.  Raises ConfigError if there is none, DataError if it is broken."""
     try:
         value = json.loads(path.read_text())
     except OSError as error:
@@ -39,8 +49,8 @@ class Store:
         self._verdicts = folder / "verdicts" / f"{benchmark}.jsonl"
         self._files: dict[Path, TextIO] = {}
         self.writable = writable
-        self.lines: dict[Key, dict[str, Any]] = {_key(line): line for line in self._read(self._samples)}
-        self.verdicts: dict[Key, dict[str, Any]] = {_key(line): line for line in self._read(self._verdicts)}
+        self.lines: dict[Key, EvaluationSample] = {_key(line): line for line in self._read(self._samples)}
+        self.verdicts: dict[Key, StoredVerdict] = {_key(line): line for line in self._read(self._verdicts)}
 
     def records(self) -> list[dict[str, Any]]:
         """The prompt records that the samples answer."""
@@ -55,14 +65,14 @@ class Store:
         temporary.write_text("".join(json.dumps(record) + "\n" for record in records))
         os.replace(temporary, self._prompts)
 
-    def add(self, line: dict[str, Any]) -> None:
-        """A response; `id` and `sample` name it."""
+    def add(self, line: "EvaluationSample") -> None:
+        """Store a response."""
         self._append(self._samples, line)
         self.lines[_key(line)] = line
 
-    def judge(self, sample: int, verdict: Mapping[str, Any]) -> None:
-        """The verdict on a response; a later one takes the place of an earlier."""
-        line = {**verdict, "sample": sample}
+    def judge(self, sample: int, verdict: Verdict) -> None:
+        """Store the verdict on a response; a later one takes the place of an earlier."""
+        line: StoredVerdict = {**verdict, "sample": sample}
         self._append(self._verdicts, line)
         self.verdicts[_key(line)] = line
 
@@ -73,7 +83,7 @@ class Store:
             file.close()
         self._files.clear()
 
-    def _append(self, path: Path, line: dict[str, Any]) -> None:
+    def _append(self, path: Path, line: Mapping[str, object]) -> None:
         assert self.writable
         if path not in self._files:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +92,7 @@ class Store:
         file.write(json.dumps(line) + "\n")
         file.flush()  # a killed process loses nothing that it wrote; only a machine that fails could
 
-    def _read(self, path: Path) -> list[dict[str, Any]]:
+    def _read(self, path: Path) -> list[Any]:
         if not path.exists():
             return []
         data = path.read_bytes()
@@ -103,5 +113,5 @@ class Store:
         return lines
 
 
-def _key(line: dict[str, Any]) -> Key:
+def _key(line: "EvaluationSample | StoredVerdict") -> Key:
     return str(line["id"]), int(line["sample"])

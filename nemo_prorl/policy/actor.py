@@ -30,7 +30,6 @@ from nemo_prorl.batch import Batch
 from nemo_prorl.errors import NonFiniteUpdate
 from nemo_prorl.micro_batches import Limits
 from nemo_prorl.policy.data_ranks import DataRanks, merge_sums
-from nemo_prorl.policy.host_memory import to_host
 from nemo_prorl.policy.packing import PackedBatch
 from nemo_prorl.policy.weights import Shape, sha256_of
 from nemo_prorl.policy.whole_weights import WholeWeights
@@ -213,23 +212,22 @@ class Actor:
             if kept:
                 kept.clear()
 
-    def logprobs(self, batch: Batch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
-        """(logp_BT, entropy_BT), float32 on the CPU, of the weights in use, at the training temperature or another."""
-        logp_BT, entropy_BT = self._forward_only(batch, temperature, with_entropy=True)
+    def logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(logp_BT, entropy_BT), float32 on the CPU, of the weights in use."""
+        logp_BT, entropy_BT = self._forward_only(batch, with_entropy=True)
         return logp_BT, entropy_BT
 
     def reference_logprobs(self, batch: Batch) -> Tensor:
         """logp_BT, float32 on the CPU, of the reference policy."""
         with self.reference_weights():
-            return self._forward_only(batch, None, with_entropy=False)[0]
+            return self._forward_only(batch, with_entropy=False)[0]
 
     @torch.no_grad()
-    def _forward_only(self, batch: Batch, temperature: float | None, with_entropy: bool) -> tuple[Tensor, ...]:
+    def _forward_only(self, batch: Batch, with_entropy: bool) -> tuple[Tensor, ...]:
         set_eval(self.model)  # updates set it to train; NeMo hides its modules from `model.eval()`
-        temperature = self.temperature if temperature is None else temperature
 
         def finish(micro: _Micro, hidden_BTH: Tensor) -> tuple[Tensor, ...]:
-            logp_BT, entropy_BT = self._logprobs_of(micro, hidden_BTH, temperature, with_entropy)
+            logp_BT, entropy_BT = self._logprobs_of(micro, hidden_BTH, self.temperature, with_entropy)
             return (logp_BT,) if entropy_BT is None else (logp_BT, entropy_BT)
 
         parts = self._parts(batch)
@@ -380,6 +378,14 @@ class Actor:
             with self.reference_weights():
                 self._reference_sha256 = self.weights_sha256()
         return self._reference_sha256
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Return a copy in host memory, page-locked if the tensor is on a GPU; complete after a synchronisation only."""
+    tensor = tensor.detach()
+    if not tensor.is_cuda:
+        return tensor.clone()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _counted(parts: Sequence[tuple[Tensor, _Micro]]) -> dict[str, float]:

@@ -40,8 +40,7 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import CheckpointError
 from nemo_prorl.lifecycle.killpoints import killpoint
 from nemo_prorl.lifecycle.retention import FORMAT, TEMPORARY, put_in_place, read_state
-from nemo_prorl.policy.actor import Actor
-from nemo_prorl.policy.host_memory import to_host
+from nemo_prorl.policy.actor import Actor, to_host
 from nemo_prorl.policy.random_state import RandomState, load_plain, random_state, set_random_state
 from nemo_prorl.policy.weights import sha256_of
 

@@ -27,11 +27,10 @@ LIGHTNING_KEYS = {  # of trainer.*, beside those that a user sets: no data loade
 
 @dataclass(frozen=True)
 class Built:
-    """What `build_actor` makes: the actor, and NeMo's experiment folder with its loggers."""
+    """The actor, and Lightning's trainer with its loggers."""
 
     actor: Any
     trainer: Any  # lightning.pytorch.Trainer
-    log_dir: Path | None
 
 
 def nemo_config(cfg: DictConfig, hf_folder: Path, hf: dict[str, Any], log_dir: Path | None) -> DictConfig:
@@ -59,18 +58,15 @@ def nemo_config(cfg: DictConfig, hf_folder: Path, hf: dict[str, Any], log_dir: P
     return OmegaConf.create({"trainer": trainer, "model": model, "exp_manager": exp})
 
 
-def build_actor(
-    cfg: DictConfig, hf_folder: str | Path, log_dir: Path | None = None, with_weights: bool = True
-) -> Built:
+def build_actor(cfg: DictConfig, hf_folder: str | Path, log_dir: Path | None = None) -> Built:
     """Builds the actor on this rank with the weights of a Hugging Face folder, and its reference policy equal to them.
 
-    `with_weights` False: random weights, for a checkpoint to be loaded.
     Reads the ranks from torchrun's variables (one rank without them).  Raises ConfigError where `model` and the
     folder's config.json disagree.
     """
     from nemo_prorl.policy.weights import HFFolder, check_agreement
 
-    folder = HFFolder(hf_folder, need_weights=with_weights)
+    folder = HFFolder(hf_folder)
     check_agreement(cfg.model, folder.config, folder.path)
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world != cfg.trainer.num_nodes * cfg.trainer.devices:
@@ -82,9 +78,8 @@ def build_actor(
     logging.getLogger("nemo_logger").addFilter(_says_something)
     cpu.enable(bool(cfg.model.get("transformer_engine")))
     built = _build(nemo_config(cfg, folder.path.resolve(), folder.config, log_dir), cfg, folder.config)
-    if with_weights:
-        built.actor.whole_weights.load(folder)
-        built.actor.reload_masters()
+    built.actor.whole_weights.load(folder)
+    built.actor.reload_masters()
     built.actor.set_reference()
     return built
 
@@ -102,7 +97,8 @@ def _build(nemo_cfg: DictConfig, cfg: DictConfig, hf: dict[str, Any]) -> Built:
     from nemo_prorl.policy.actor import Actor, ActorModel
 
     trainer = script.resolve_and_create_trainer(nemo_cfg, "grpo")
-    log_dir = exp_manager(trainer, nemo_cfg.exp_manager) if nemo_cfg.exp_manager is not None else None
+    if nemo_cfg.exp_manager is not None:
+        exp_manager(trainer, nemo_cfg.exp_manager)
     trainer.strategy._timeout = timedelta(seconds=cfg.trainer.deadlines.collective_s)
     torch.manual_seed(cfg.seed)
     model = ActorModel(nemo_cfg.model, trainer)
@@ -115,4 +111,4 @@ def _build(nemo_cfg: DictConfig, cfg: DictConfig, hf: dict[str, Any]) -> Built:
     grpo = cfg.trainer.grpo
     chunk = (grpo.logprob_chunk_tokens, grpo.logprob_chunk_words)
     actor = Actor(model, optimizer, grpo.temperature, hf, chunk, grpo.float32_head)
-    return Built(actor, trainer, log_dir)
+    return Built(actor, trainer)

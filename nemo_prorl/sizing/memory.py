@@ -176,15 +176,10 @@ def vocabulary(cfg: DictConfig) -> tuple[int, str]:
     folder = Path(given) if given else Path(cfg.run_dir) / "init"
     file = folder / "config.json"
     if given or file.is_file():
-        try:
-            said = json.loads(file.read_text())["vocab_size"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"pretrained_checkpoint.restore_from_path={given}: {file} names no vocab_size: {error!r}"
-            ) from error
-        if not isinstance(said, int) or isinstance(said, bool) or said < 1:
-            raise ConfigError(f"{file}: vocab_size={said}: must be a whole number, at least 1")
-        return said, str(file)
+        rows = json.loads(file.read_text()).get("vocab_size")
+        if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
+            raise ConfigError(f"{file}: vocab_size={rows}: must be a whole number, at least 1")
+        return rows, str(file)
     model = cfg.model
     known = KNOWN_VOCABULARIES.get((model.num_layers, model.hidden_size, model.ffn_hidden_size))
     if known:

@@ -9,14 +9,14 @@ from nemo_prorl.errors import ConfigError
 from nemo_prorl.sizing.memory import GB, Memory, device_source, memory_of, micro_batch_tokens, micro_batch_words
 
 
-def check_memory(cfg: DictConfig, device_bytes: float | None, vocab: int | None = None) -> Memory:
+def check_memory(cfg: DictConfig, device_bytes: float | None) -> Memory:
     """Return the sizes of a checked configuration; raises ConfigError if a device of this size cannot hold them.
 
     The error names key and value, the bytes needed and there, and which changes would make it fit.  With
     `device_bytes` None (a CPU) only the KV cache is judged: it must hold one sequence that fills the context, or vLLM
     refuses to start.
     """
-    memory = memory_of(cfg, vocab)
+    memory = memory_of(cfg)
     configured, context = memory.kv_configured, cfg.trainer.grpo.context_tokens
     if configured is not None and configured < memory.kv_sequence:
         raise ConfigError(
@@ -26,7 +26,7 @@ def check_memory(cfg: DictConfig, device_bytes: float | None, vocab: int | None 
         )
     if device_bytes is None or memory.needed <= device_bytes:
         return memory
-    fits = _what_fits(cfg, device_bytes, vocab)
+    fits = _what_fits(cfg, device_bytes)
     parts = ", ".join(f"{name} {value / GB:.1f} GB" for name, value in _parts(memory).items())
     raise ConfigError(
         f"{_subject(cfg, memory)}: a GPU needs {memory.needed:,} bytes ({parts}),"
@@ -65,7 +65,7 @@ def _parts(memory: Memory) -> dict[str, int]:
     return parts | {"reserve": memory.reserve}
 
 
-def _what_fits(cfg: DictConfig, device_bytes: float, vocab: int | None) -> list[str]:
+def _what_fits(cfg: DictConfig, device_bytes: float) -> list[str]:
     """Return single changes with which the configuration fits, each with the bytes that it then needs."""
     changes: list[dict[str, Any]] = []
     if cfg.rollout.sleep is None and not cfg.rollout.own_devices:
@@ -90,7 +90,7 @@ def _what_fits(cfg: DictConfig, device_bytes: float, vocab: int | None) -> list[
         other = copy.deepcopy(cfg)
         for key, value in change.items():
             OmegaConf.update(other, key, value, force_add=True)
-        needed, kind = memory_of(other, vocab).needed, tuple(change)
+        needed, kind = memory_of(other).needed, tuple(change)
         if needed <= device_bytes and kind not in seen:
             seen.add(kind)
             words = " ".join(f"{key}={'null' if value is None else value}" for key, value in change.items())

@@ -12,13 +12,15 @@ from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.evaluation import compare
 from nemo_prorl.evaluation.catalogue import catalogue, records_sha256
 from nemo_prorl.evaluation.estimates import Interval
+from nemo_prorl.evaluation.formats import EvaluationResults, EvaluationSample, EvaluationTime, ModelJson
 from nemo_prorl.evaluation.results import results, scored, table
 from nemo_prorl.evaluation.run import differences
 from nemo_prorl.evaluation.store import Store
+from nemo_prorl.rewards.interface import Verdict
 from tests.test_formats import against
 
 SHA = "0123456789abcdef" * 4
-MODEL = {"name": "m", "kind": "hf", "sha256": SHA, "folder": "/m", "weights_sha256": SHA}
+MODEL: ModelJson = {"name": "m", "kind": "hf", "sha256": SHA, "folder": "/m", "weights_sha256": SHA}
 
 Scores = Sequence[Sequence[float | None]]  # of a prompt's samples; None: no verdict
 
@@ -28,7 +30,7 @@ def record(number: int, dataset: str = "gcd") -> dict[str, Any]:
     return {"id": f"p{number}", "task": "puzzles", "prompt": f"? {number}", "truth": truth, "source": "", "meta": {}}
 
 
-def write(folder: Path, benchmark: str, scores: Scores, datasets: Sequence[str] = ()) -> dict[str, Any]:
+def write(folder: Path, benchmark: str, scores: Scores, datasets: Sequence[str] = ()) -> EvaluationResults:
     """An evaluation's files; its results.json."""
     one = catalogue()[benchmark].changed({"samples": max(map(len, scores))})
     records = [record(i, datasets[i] if datasets else "gcd") for i in range(len(scores))]
@@ -36,11 +38,18 @@ def write(folder: Path, benchmark: str, scores: Scores, datasets: Sequence[str] 
     store.write_records(records)
     for i, row in enumerate(scores):
         for k, score in enumerate(row):
-            line = {"id": f"p{i}", "sample": k, "seed": k, "response": str(score)}
-            store.add({**line, "finished": k > 0, "tokens": 10 * (k + 1)})
+            line: EvaluationSample = {
+                "id": f"p{i}",
+                "sample": k,
+                "seed": k,
+                "response": str(score),
+                "finished": k > 0,
+                "tokens": 10 * (k + 1),
+            }
+            store.add(line)
             failure = "infrastructure" if score is None else None
             correct = None if score is None else score == 1.0
-            verdict: dict[str, Any] = {
+            verdict: Verdict = {
                 "id": f"p{i}",
                 "score": score,
                 "correct": correct,
@@ -64,7 +73,7 @@ def write(folder: Path, benchmark: str, scores: Scores, datasets: Sequence[str] 
     assert against("evaluation-manifest", manifest) == []
     path.write_text(json.dumps(manifest))
     found = {benchmark: scored(records, store.lines, store.verdicts, one.sampling.samples)}
-    clock = {"seconds": 2.0, "generated_tokens": 40, "tokens_per_s": 20.0}
+    clock: EvaluationTime = {"seconds": 2.0, "generated_tokens": 40, "tokens_per_s": 20.0}
     result = results(MODEL, 1, [one], found, clock)
     assert against("evaluation-results", result) == []
     assert all(against("evaluation-sample", line) == [] for line in store.lines.values())

@@ -241,9 +241,9 @@ def patched_write(name: str, instead: Callable[..., None]) -> Iterator[None]:
 @contextmanager
 def copied_bytes() -> Iterator[list[int]]:
     """One number: bytes that a snapshot inside copies on this rank."""
-    from nemo_prorl.policy import checkpoint
+    from nemo_prorl.policy import actor, checkpoint
 
-    real, count = checkpoint.to_host, [0]
+    real, count = actor.to_host, [0]
 
     def counted(tensor: torch.Tensor) -> torch.Tensor:
         count[0] += tensor.nbytes

@@ -73,12 +73,12 @@ def config_of(case: Case, folder: HFFolder) -> Any:
     )
 
 
-def built(case: Case, out: Path, with_weights: bool = True) -> Any:
+def built(case: Case, out: Path) -> Any:
     from nemo_prorl.policy.build import build_actor
 
     torch.set_num_threads(1)
     folder = HFFolder(out / "model")
-    return build_actor(config_of(case, folder), folder.path, with_weights=with_weights).actor
+    return build_actor(config_of(case, folder), folder.path).actor
 
 
 def weights_of(actor: Any) -> dict[str, torch.Tensor]:
@@ -127,7 +127,7 @@ def resume(case: Case, out: Path) -> None:
     """The same steps by other processes, from the checkpoints; rank 0 writes OUT/NAME-resumed.pt."""
     from nemo_prorl.policy import checkpoint
 
-    actor = built(case, out, with_weights=False)
+    actor = built(case, out)
     step, again = updates_of(actor), []
     for name, steps in (("2", 2), ("reset", 1)):
         checkpoint.PolicyStore(actor).load(out / "checkpoints" / f"{case.name}-{name}")
@@ -140,7 +140,7 @@ def cross(case: Case, folders: list[Path], out: Path) -> None:
     """Load what others wrote, and make a step; writes OUT/NAME-from-FOLDER.pt for each."""
     from nemo_prorl.policy import checkpoint
 
-    actor = built(case, out, with_weights=False)
+    actor = built(case, out)
     for folder in folders:
         checkpoint.PolicyStore(actor).load(folder)
         found = {"weights": weights_of(actor), "step": updates_of(actor)()}

@@ -66,7 +66,7 @@ def test_what_a_resume_would_refuse_is_refused_when_it_is_written(
 ) -> None:
     from nemo_prorl.policy import checkpoint
 
-    monkeypatch.setattr(checkpoint.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     state = random_state()
     for common, written in (({"optimizer": {"lr": 1.0}}, True), ({"optimizer": RunsCode(tmp_path / "run")}, False)):
         snapshot = checkpoint._Snapshot({}, common, state, {"step": 1}, [("w", torch.zeros(2))], "0" * 64)

@@ -168,16 +168,3 @@ def longest_context(folder: Path) -> int | None:
     """The positions that the model has; None where its config.json does not say."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return config.get("max_position_embeddings")
-
-
-def cache_bytes(folder: Path, tokens: int, width: int) -> int | None:
-    """Return the bytes of the KV cache for `tokens` at `width` bytes a number; None if config.json lacks the sizes."""
-    config = json.loads((folder / "config.json").read_text())
-    try:
-        heads = config["num_attention_heads"]
-        size = config.get("head_dim") or config["hidden_size"] // heads
-        return int(
-            2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * size * width * tokens
-        )
-    except (KeyError, TypeError):
-        return None

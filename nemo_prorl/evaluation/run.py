@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from nemo_prorl import settings
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.errors import ConfigError, DataError, StoppedCleanly
+from nemo_prorl.errors import DataError, StoppedCleanly
 from nemo_prorl.evaluation import models
 from nemo_prorl.evaluation.catalogue import Benchmark, check_files, load_records
 from nemo_prorl.evaluation.formats import EvaluationManifest, EvaluationResults, EvaluationTime
@@ -23,14 +23,13 @@ from nemo_prorl.evaluation.models import Model
 from nemo_prorl.evaluation.store import Store
 from nemo_prorl.lifecycle.records import write_json
 from nemo_prorl.rewards.interface import Verdict
+from nemo_prorl.sizing.memory_check import check_memory
 
 if TYPE_CHECKING:  # they import torch, and wrong use is reported without it
     from nemo_prorl.evaluation.sampling import BenchmarkWork
     from nemo_prorl.evaluation.sources import LocalEngines, ResponseSource
 
 _log = logging.getLogger(__name__)
-
-_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
 
 
 @dataclass(frozen=True)
@@ -138,15 +137,8 @@ def _fitted(cfg: DictConfig, model: Model, benchmarks: Sequence[Benchmark]) -> D
     if model.folder is None:
         return cfg
     check_node(cfg, trains=False)
-    context = max(one.sampling.context for one in benchmarks)
-    cfg.trainer.grpo.context_tokens = context
-    needed = models.cache_bytes(model.folder, context, _WIDTH[cfg.rollout.dtype])
-    given = cfg.rollout.kv_cache_mb
-    if needed is not None and given is not None and needed > given << 20:
-        raise ConfigError(
-            f"rollout.kv_cache_mb={given}: one response that fills the context of {context} tokens needs"
-            f" {-(-needed >> 20)} MiB; give rollout.kv_cache_mb=N or --context N"
-        )
+    cfg.trainer.grpo.context_tokens = max(one.sampling.context for one in benchmarks)
+    check_memory(cfg, None)
     return cfg
 
 

@@ -12,7 +12,7 @@ from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.evaluation import compare
 from nemo_prorl.evaluation.catalogue import catalogue, records_sha256
 from nemo_prorl.evaluation.estimates import Interval
-from nemo_prorl.evaluation.formats import EvaluationResults, EvaluationSample, EvaluationTime, ModelJson
+from nemo_prorl.evaluation.formats import EvaluationSample, EvaluationTime, ModelJson
 from nemo_prorl.evaluation.results import results, scored, table
 from nemo_prorl.evaluation.run import differences
 from nemo_prorl.evaluation.store import Store
@@ -30,7 +30,7 @@ def record(number: int, dataset: str = "gcd") -> dict[str, Any]:
     return {"id": f"p{number}", "task": "puzzles", "prompt": f"? {number}", "truth": truth, "source": "", "meta": {}}
 
 
-def write(folder: Path, benchmark: str, scores: Scores, datasets: Sequence[str] = ()) -> EvaluationResults:
+def write(folder: Path, benchmark: str, scores: Scores, datasets: Sequence[str] = ()) -> Any:
     """An evaluation's files; its results.json."""
     one = catalogue()[benchmark].changed({"samples": max(map(len, scores))})
     records = [record(i, datasets[i] if datasets else "gcd") for i in range(len(scores))]

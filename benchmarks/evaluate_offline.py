@@ -11,11 +11,11 @@ import os
 import sys
 import time
 from pathlib import Path
+from random import Random
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from nemo_prorl.rollout.engine.requests import seed_of
 from nemo_prorl.rollout.engine.setup import cpu_options, is_cpu_build, set_environment
 
 
@@ -63,7 +63,7 @@ def main() -> None:
                 prompts.append({"prompt_token_ids": ids})
                 sampling.append(params(None, cfg["samples"], most))
             else:
-                seeds = [seed_of(int(line), len(prompts) + k) for k in range(cfg["samples"])]
+                seeds = [Random(f"{line}/{len(prompts) + k}").getrandbits(63) for k in range(cfg["samples"])]
                 prompts += [{"prompt_token_ids": ids}] * len(seeds)
                 sampling += [params(seed, 1, most) for seed in seeds]
         began = time.monotonic()

@@ -43,8 +43,8 @@ from nemo_prorl.rewards.connections import allow_connections
 from nemo_prorl.rollout.collector import Collector
 from nemo_prorl.rollout.endpoints import read_token
 from nemo_prorl.rollout.engines import EnginePool
+from nemo_prorl.rollout.groups import PromptDraw
 from nemo_prorl.rollout.overlap import OneStepOff
-from nemo_prorl.rollout.prompts import PromptDraw, PromptStream
 from nemo_prorl.rollout.rollouts import Rollouts
 from nemo_prorl.trainer import Trainer, TrainerState
 
@@ -102,9 +102,9 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
     actor, leader, renderer = policy.actor, policy.leader, policy.renderer
     records = Records(cfg, run_dir, leader.rank == 0, policy.loggers)
     source = policy.data.only(lambda data: rollout_source(cfg, run_dir, data, renderer))
-    prompts, collector = source.only(lambda source: source.prompts), source.only(lambda source: source.collector)
+    blend, collector = source.only(lambda source: source.blend), source.only(lambda source: source.collector)
     collector.tell(lambda collector: stopping.abandons(collector.abandon))
-    rollouts = Rollouts(cfg, run_dir, actor, prompts, collector, records, leader)
+    rollouts = Rollouts(cfg, run_dir, actor, blend, collector, records, leader)
     validation = Validation(cfg, source.only(lambda source: source.heldout), rollouts, records)
     allowed = kl_after_reset(cfg)  # type: ignore[arg-type]
     resets = Resets(cfg.trainer.resets, allowed, actor, rollouts, validation, records, leader)
@@ -114,7 +114,7 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
         "records": records,
         "validation": validation,
         "resets": resets,
-        "prompts": LeaderState(prompts),
+        "prompts": LeaderState(blend),
         "rollouts": rollouts,
         "entropy": entropy,
     }
@@ -146,7 +146,7 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
 class RolloutSource:
     """What rank 0 alone has: the prompts, and what collects judged responses to them."""
 
-    prompts: PromptStream
+    blend: Blend
     heldout: HeldOut
     collector: Collector
 
@@ -154,14 +154,14 @@ class RolloutSource:
 def rollout_source(cfg: Config, run_dir: Path, data: LoadedData, renderer: PromptRenderer) -> RolloutSource:
     """Return what draws prompts and collects responses; waits until engines and reward servers are ready."""
     train = without_long(of_tasks(data.train, cfg.data), renderer.length, cfg.data.max_prompt_tokens)
-    prompts = PromptStream(Blend(train, cfg.seed, cfg.data.retire_after), renderer)
+    blend = Blend(train, cfg.seed, cfg.data.retire_after)
     heldout = [(source.name, record) for source, records in data.validation for record in records]
     draws = [PromptDraw(record, renderer.prompt_ids(record), 0) for _, record in heldout]
-    collector = connect(cfg, run_dir, prompts, renderer)
-    return RolloutSource(prompts, HeldOut([name for name, _ in heldout], draws, collector), collector)
+    collector = connect(cfg, run_dir, blend, renderer)
+    return RolloutSource(blend, HeldOut([name for name, _ in heldout], draws, collector), collector)
 
 
-def connect(cfg: Config, run_dir: Path, prompts: PromptStream, renderer: PromptRenderer) -> Collector:
+def connect(cfg: Config, run_dir: Path, blend: Blend, renderer: PromptRenderer) -> Collector:
     """Return the collector, once every engine and reward server is ready; on rank 0.
 
     Raises DeadlineExceeded naming what is missing.
@@ -175,7 +175,7 @@ def connect(cfg: Config, run_dir: Path, prompts: PromptStream, renderer: PromptR
     engines = EnginePool(endpoints, read_token(token_file), cfg.rollout.engines)
     kind = OneStepOff if cfg.rollout.own_devices else Collector
     rewards = RewardClient(endpoints, token_file)
-    return kind(cfg, engines, rewards, prompts, renderer.judged_text, (renderer.eos_id,))
+    return kind(cfg, engines, rewards, blend, renderer)
 
 
 def _are_there(folder: Path, pattern: str, count: int) -> bool:

@@ -76,7 +76,7 @@ def call(url: str, path: str, body: Any) -> tuple[Any, float]:
 
 
 def answers(url: str) -> list[int]:
-    body = {"prompt": PROMPT, "temperature": 0.0, "max_tokens": 32, "stop_token_ids": []}
+    body = {"prompt": PROMPT, "seeds": [0], "temperature": 0.0, "max_tokens": 32, "stop_token_ids": []}
     return list(call(url, "/generate", body)[0][0]["token_ids"])
 
 

@@ -15,7 +15,7 @@ from nemo_prorl.lifecycle.records import Records
 from nemo_prorl.lifecycle.summary import heldout_scores
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.rollout.collector import Collector
-from nemo_prorl.rollout.prompts import PromptDraw
+from nemo_prorl.rollout.groups import PromptDraw
 from nemo_prorl.rollout.rollouts import Rollouts
 
 

@@ -51,10 +51,6 @@ class BackgroundLoop:
         if `abandon` did.
         """
         try:
-            while not future.done():
-                concurrent.futures.wait([future], timeout=1.0)
-                if not self._thread.is_alive() and not future.done():
-                    raise StoppedCleanly("the rollouts were closed while they were waited for")
             return future.result()
         except concurrent.futures.CancelledError:
             if self._abandoned:
@@ -94,10 +90,9 @@ class BackgroundLoop:
             return
 
         async def wind_up() -> None:
-            others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
+            if self._task is not None:
+                self._task.cancel()
+                await asyncio.wait([self._task])
             await last
 
         future = asyncio.run_coroutine_threadsafe(wind_up(), self._loop)

@@ -20,24 +20,26 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Annotated, Any, NotRequired, Protocol, TypedDict
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import torch
 
 from nemo_prorl.algorithms.sampling import DynamicSampler, KeepRates, carries_signal
 from nemo_prorl.config import Config
+from nemo_prorl.data.blend import Blend
+from nemo_prorl.data.render import PromptRenderer
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.errors import DataError, RewardFailure, RolloutAbandoned
+from nemo_prorl.errors import RewardFailure, RolloutAbandoned
+from nemo_prorl.rewards.client import RewardClient
 from nemo_prorl.rewards.interface import Verdict
 from nemo_prorl.rollout.background import BackgroundLoop
 from nemo_prorl.rollout.endpoints import Response, SamplingParams, response_seed
-from nemo_prorl.rollout.engine_load import EngineLoad
-from nemo_prorl.rollout.groups import CollectedBatch, Group, TaskTally
-from nemo_prorl.rollout.prompts import PromptDraw
+from nemo_prorl.rollout.engines import EnginePool
+from nemo_prorl.rollout.groups import CollectedBatch, Group, PromptDraw, TaskTally
 from nemo_prorl.rollout.scheduling import is_fresh
 from nemo_prorl.schema import Amount, Constraint, Count
 
@@ -46,49 +48,11 @@ _log = logging.getLogger(__name__)
 _GRACE_S = 5.0  # a reward client answers by its deadline, with an infrastructure failure if need be; otherwise it hangs
 
 
-class Prompts(Protocol):
-    """An endless source of prompts (`prompts.PromptStream`), whose state its owner keeps."""
-
-    def next(self) -> PromptDraw: ...
-    def position(self) -> Any: ...
-    def return_to(self, position: Any) -> None: ...
-
-
-class Engines(Protocol):
-    """What the collector needs of `engines.EnginePool`."""
-
-    load: EngineLoad
-
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        seeds: Sequence[int],
-        sampling: SamplingParams,
-        deadline: Deadline,
-        on_response: Callable[[Response], None] | None = None,
-        version: int | None = None,
-    ) -> list[Response]: ...
-    async def publish(self, path: str, version: int, deadline: Deadline) -> None: ...
-    async def announce(self, path: str, version: int) -> None: ...
-    async def sleep(self, level: int, deadline: Deadline) -> int: ...
-    @property
-    def wake_failures(self) -> dict[str, str]: ...
-    async def health(self) -> dict[str, dict[str, Any]]: ...
-    async def close(self) -> None: ...
-
-
-class Rewards(Protocol):
-    """What the collector needs of the reward client (`rewards.client.RewardClient`)."""
-
-    async def score(self, request: dict[str, Any], deadline: Deadline) -> Verdict: ...
-    async def close(self) -> None: ...
-
-
 @dataclass
 class _Before:
     """What a collection that is abandoned goes back to."""
 
-    position: Any  # in the prompts
+    position: list[tuple[int, int]]  # in the blend
     surplus: list[Group]
     draws: int
     keep_rates: dict[str, Any]
@@ -115,16 +79,13 @@ class Collector:
     def __init__(
         self,
         cfg: Config,
-        engines: Engines,
-        rewards: Rewards,
-        prompts: Prompts,
-        judged_text: Callable[[list[int], list[int]], str],
-        stop_token_ids: tuple[int, ...] | None = None,
+        engines: EnginePool,
+        rewards: RewardClient,
+        blend: Blend,
+        renderer: PromptRenderer,
     ) -> None:
-        """`judged_text`: token ids of a prompt and of a response to it -> the text that verifiers see."""
-        self.cfg, self.keep_rates = cfg, KeepRates()
-        self._engines, self._rewards, self._prompts = engines, rewards, prompts
-        self.judged_text, self._stop_token_ids = judged_text, stop_token_ids
+        self.cfg, self.keep_rates, self.renderer = cfg, KeepRates(), renderer
+        self._engines, self._rewards, self._blend = engines, rewards, blend
         self._surplus: list[Group] = []
         self._draws = 0
         self._failures_in_a_row = 0
@@ -143,7 +104,7 @@ class Collector:
         return self._end(begun)
 
     def _begin(self, step: int, version: int) -> "tuple[_Before, Future[CollectedBatch]]":
-        before = _Before(self._prompts.position(), self._surplus, self._draws, self.keep_rates.state_dict())
+        before = _Before(self._blend.position(), self._surplus, self._draws, self.keep_rates.state_dict())
         self._clock = WaitClock()
         self._engines.load.begin()
         return before, self._background.start(self._collect(step, version))
@@ -153,7 +114,7 @@ class Collector:
         try:
             return self._background.result(future)
         except RolloutAbandoned:  # as if never begun
-            self._prompts.return_to(before.position)
+            self._blend.return_to(before.position)
             self._surplus, self._draws = before.surplus, before.draws
             self.keep_rates.load_state_dict(before.keep_rates)
             raise
@@ -201,8 +162,9 @@ class Collector:
         return batch
 
     def _draw(self, sampler: DynamicSampler, running: asyncio.TaskGroup, work: "_Work") -> "asyncio.Task[Group]":
-        draw = self._prompts.next()
-        sampler.dispatched(draw.record["task"])
+        record, visit = self._blend.next()
+        draw = PromptDraw(record, self.renderer.prompt_ids(record), visit)
+        sampler.dispatched(record["task"])
         self._draws += 1
         return running.create_task(self._group(draw, self._draws - 1, work))
 
@@ -232,7 +194,7 @@ class Collector:
                 work.generated_tokens += len(response.token_ids)
                 open_verdicts[response.index] = judging.create_task(self._judge(draw, response, work.clock))
 
-            with work.clock.engine():
+            with work.clock.open(engine=1):
                 responses = await self._engines.generate(
                     draw.prompt_ids,
                     seeds,
@@ -247,27 +209,22 @@ class Collector:
 
     def _sampling(self, draw: PromptDraw, work: "_Work") -> SamplingParams:
         grpo = self.cfg.trainer.grpo
-        room = grpo.context_tokens - len(draw.prompt_ids)
-        if room < 1:
-            raise DataError(
-                f"prompt {draw.record['id']}: {len(draw.prompt_ids)} tokens leave no room for a response in "
-                f"trainer.grpo.context_tokens={grpo.context_tokens}"
-            )
+        room = grpo.context_tokens - len(draw.prompt_ids)  # above 0: the renderer checks it
         most = grpo.max_response_tokens
         return SamplingParams(
             temperature=work.temperature,
             top_p=work.top_p,
             max_tokens=room if most is None else min(room, most),
-            stop_token_ids=self._stop_token_ids,
+            stop_token_ids=(self.renderer.eos_id,),
         )
 
     async def _judge(self, draw: PromptDraw, response: Response, clock: "WaitClock") -> Verdict:
         """Return the verdict on one response.  A missing score is counted, and after several in a row the run stops."""
-        record, text = draw.record, self.judged_text(draw.prompt_ids, response.token_ids)
+        record, text = draw.record, self.renderer.judged_text(draw.prompt_ids, response.token_ids)
         request = {**record, "response": text, "finished": response.finished}
         what = f"the verdict on {record['id']}, task {record['task']} (trainer.deadlines.reward_s)"
         deadline = Deadline(self.cfg.trainer.deadlines.reward_s, what)
-        with clock.reward():
+        with clock.open(reward=1):
             try:
                 async with asyncio.timeout(deadline.remaining + _GRACE_S):
                     verdict = await self._rewards.score(request, deadline)
@@ -315,10 +272,6 @@ class Collector:
         assert level is not None
         return self._background.run(self._engines.sleep(level, self._change("the engines' sleep")))
 
-    def health(self) -> dict[str, dict[str, Any]]:
-        """Return each engine's own account, by name."""
-        return self._background.run(self._engines.health())
-
     def _change(self, what: str) -> Deadline:
         """Return the deadline of a change to all engines; where they sleep, one may have to be started again."""
         deadlines = self.cfg.trainer.deadlines
@@ -347,7 +300,7 @@ class Collector:
     def state_dict(self) -> CollectorState:
         """For a checkpoint, when nothing is under way: JSON, exact."""
         return {
-            "surplus": [group.to_json() for group in self._surplus],
+            "surplus": [asdict(group) for group in self._surplus],
             "draws": self._draws,
             "keep_rates": self.keep_rates.state_dict(),
         }
@@ -404,20 +357,13 @@ class WaitClock:
         self._change(waited_for=waited_for)
 
     @contextmanager
-    def engine(self) -> Iterator[None]:
-        self._change(engine=1)
+    def open(self, engine: int = 0, reward: int = 0) -> Iterator[None]:
+        """So many requests more are open inside."""
+        self._change(engine, reward)
         try:
             yield
         finally:
-            self._change(engine=-1)
-
-    @contextmanager
-    def reward(self) -> Iterator[None]:
-        self._change(reward=1)
-        try:
-            yield
-        finally:
-            self._change(reward=-1)
+            self._change(-engine, -reward)
 
 
 def _carries_signal(group: Group, tolerance: float) -> bool:

@@ -14,6 +14,7 @@ import aiohttp
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, EngineFailure, EngineRefused
 
+_FAULTS = (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError, TypeError)  # of a connection or a reply
 _SILENCE_S = 60.0  # a stream says an empty line every 10 s; silence means that the server or the network is gone
 
 
@@ -46,13 +47,6 @@ class Response:
         """Whether it ended by itself, with a stop token."""
         return self.finish_reason == "stop"
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "Response":
-        return cls(**value)
-
 
 def response_seed(run_seed: int, prompt_id: str, visit: int, sample: int) -> int:
     """The seed of one response, in 0..2**63-1: its tokens do not depend on what is generated beside it."""
@@ -61,11 +55,13 @@ def response_seed(run_seed: int, prompt_id: str, visit: int, sample: int) -> int
 
 
 def read_token(path: str | Path) -> str:
-    """The run's token; ConfigError for a file that others can read."""
+    """Return the run's token; ConfigError for a file that others can read, or that holds none."""
     file = Path(path)
     if file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError(f"{file}: the token must be unreadable to others (chmod 600)")
-    return file.read_text(encoding="ascii").strip()
+    if len(token := file.read_text(encoding="ascii").strip()) < 16:
+        raise ConfigError(f"{file}: a token has 16 characters or more, this one {len(token)}")
+    return token
 
 
 class EngineClient:
@@ -102,9 +98,9 @@ class EngineClient:
                     if done := "done" in value:
                         break
                     yield self._checked(value, len(seeds), sampling.logprobs)
-        except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError, TypeError) as error:
-            if isinstance(error, EngineFailure | EngineRefused):
-                raise
+        except (EngineFailure, EngineRefused):  # a ConnectionError, a ValueError
+            raise
+        except _FAULTS as error:
             raise EngineFailure(f"{self.url}: {type(error).__name__}: {error}") from error
         if not done:
             raise EngineFailure(f"{self.url}: the stream was cut")
@@ -132,10 +128,6 @@ class EngineClient:
         """Takes the memory of `weights` or `kv_cache` back; an awake engine stays as it is."""
         return await self._call("POST", "/wake", deadline.remaining, {"parts": [part]})
 
-    async def health(self, timeout_s: float = 60.0) -> dict[str, Any]:
-        """The engine's own account; EngineFailure if it does not answer or its core is dead."""
-        return await self._call("GET", "/health", timeout_s)
-
     async def _call(self, method: str, path: str, timeout_s: float, body: Any = None) -> dict[str, Any]:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=10)
         try:
@@ -145,9 +137,9 @@ class EngineClient:
                 await self._raise_for_status(reply)
                 answer: dict[str, Any] = await reply.json()
                 return answer
-        except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError, TypeError) as error:
-            if isinstance(error, EngineFailure | EngineRefused):
-                raise
+        except (EngineFailure, EngineRefused):
+            raise
+        except _FAULTS as error:
             raise EngineFailure(f"{self.url}{path}: {type(error).__name__}: {error}") from error
 
     async def _raise_for_status(self, reply: aiohttp.ClientResponse) -> None:

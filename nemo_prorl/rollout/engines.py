@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.errors import DeadlineExceeded, EngineFailure, EngineRefused
+from nemo_prorl.errors import DeadlineExceeded, EngineFailure
 from nemo_prorl.rollout.endpoints import EngineClient, Response, SamplingParams
 from nemo_prorl.rollout.engine.sleep import HELD_SUFFIX, HOLD_FILE
 from nemo_prorl.rollout.engine_load import EngineLoad
@@ -283,7 +283,9 @@ class EnginePool:
             async with asyncio.timeout(deadline.remaining):
                 while True:
                     due = [slot for slot in self._scan() if slot.name not in freed]
-                    await asyncio.gather(*(self._try_sleep(slot, level, freed, deadline) for slot in due))
+                    await asyncio.gather(
+                        *(self._try(s, partial(self._put_to_sleep, s, level, freed, deadline)) for s in due)
+                    )
                     if len(freed.keys() | self._held()) >= self.engines:
                         return sum(freed.values())
                     await asyncio.sleep(_POLL_S)
@@ -292,15 +294,9 @@ class EnginePool:
             which = "; ".join(awake) or self._account(None)
             raise DeadlineExceeded(f"{deadline.error()}: {len(freed)} of {self.engines} sleep; {which}") from None
 
-    async def _try_sleep(self, slot: _Slot, level: int, freed: dict[str, int], deadline: Deadline) -> None:
-        if slot.retry_at > time.monotonic():
-            return
+    async def _put_to_sleep(self, slot: _Slot, level: int, freed: dict[str, int], deadline: Deadline) -> None:
         slot.asleep, slot.loaded = True, None  # also if the answer is lost: waking one that is awake does nothing
-        try:
-            freed[slot.name] = int((await slot.client.sleep(level, deadline)).get("freed_bytes", 0))
-            self._succeeded(slot)
-        except EngineFailure as error:
-            self._failed(slot, error)
+        freed[slot.name] = int((await slot.client.sleep(level, deadline)).get("freed_bytes", 0))
 
     def _held(self) -> set[str]:
         """Engines that wait with their start until the others wake."""
@@ -331,7 +327,13 @@ class EnginePool:
             async with asyncio.timeout(deadline.remaining):
                 while True:
                     slots = self._scan()
-                    await asyncio.gather(*(self._try_load(s, deadline) for s in slots if s.loaded != version))
+                    await asyncio.gather(
+                        *(
+                            self._try(s, partial(self._bring_up_to_date, s, deadline))
+                            for s in slots
+                            if s.loaded != version
+                        )
+                    )
                     if len(slots) >= self.engines and all(s.loaded == version for s in slots):
                         ended = [name for name, slot in slept.items() if self._slots.get(name) is not slot]
                         self.wake_failures = dict.fromkeys(ended, "it ended while it slept") | self.wake_failures
@@ -343,11 +345,12 @@ class EnginePool:
             which = "; ".join([*map(self._account, behind), *absent])
             raise DeadlineExceeded(f"{deadline.error()}: weights {version} are not in all engines: {which}") from None
 
-    async def _try_load(self, slot: _Slot, deadline: Deadline) -> None:
+    async def _try(self, slot: _Slot, change: Callable[[], Awaitable[object]]) -> None:
+        """Change an engine, unless it failed a moment ago."""
         if slot.retry_at > time.monotonic():
             return
         try:
-            await self._bring_up_to_date(slot, deadline)
+            await change()
             self._succeeded(slot)
         except EngineFailure as error:
             self._failed(slot, error)
@@ -367,19 +370,6 @@ class EnginePool:
             return f"{slot.name} at {slot.client.url}" + (f" (last failure: {last})" if last else "")
         failures = "".join(f"; {name} (last failure: {text})" for name, text in sorted(self._last_failure.items()))
         return f"{len(self._slots)} of {self.engines} engines known from {self.endpoints}/engine-*.json{failures}"
-
-    async def health(self) -> dict[str, dict[str, Any]]:
-        """What each engine says of itself, by name; {"error": ...} where it does not answer well."""
-
-        async def one(slot: _Slot) -> dict[str, Any]:
-            try:
-                return await slot.client.health()
-            except (EngineFailure, EngineRefused) as error:
-                return {"error": str(error)}
-
-        slots = self._scan()
-        answers = await asyncio.gather(*map(one, slots))
-        return {slot.name: answer for slot, answer in zip(slots, answers, strict=True)}
 
 
 async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:

@@ -5,12 +5,21 @@ Suffixes: G groups, N responses of a group.
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from nemo_prorl.algorithms.diagnostics import repetition
 from nemo_prorl.rewards.interface import Verdict
 from nemo_prorl.rollout.endpoints import Response
+
+
+@dataclass(frozen=True)
+class PromptDraw:
+    """One draw of a prompt record; `visit` counts the earlier ones of the same record."""
+
+    record: dict[str, Any]
+    prompt_ids: list[int]
+    visit: int
 
 
 @dataclass(frozen=True)
@@ -62,12 +71,10 @@ class Group:
             return "solved"
         return "unsolved" if high <= tolerance else "tied"
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Group":
-        return cls(**{**value, "responses": [Response.from_json(r) for r in value["responses"]]})
+        """The inverse of `asdict`."""
+        return cls(**{**value, "responses": [Response(**response) for response in value["responses"]]})
 
 
 @dataclass
@@ -150,21 +157,14 @@ class CollectedBatch:
     def full(self) -> bool:
         return len(self.groups) >= self.needed
 
-    @property
-    def reward_hidden_share(self) -> float:
-        """The share of reward time that ran beside other work; 1 when no reward was open."""
-        return 1.0 - self.reward_wait_s / self.reward_open_s if self.reward_open_s else 1.0
-
     def account(self) -> "CollectedBatch":
         """Return the batch without texts, tokens and verdicts: what all ranks learn of it."""
         left_out: dict[str, Any] = {"record": {}, "prompt_ids": [], "responses": [], "verdicts": []}
         return replace(self, groups=[replace(group, **left_out) for group in self.groups])
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "CollectedBatch":
+        """The inverse of `asdict`."""
         parts = {
             "groups": [Group.from_json(group) for group in value["groups"]],
             "tasks": {task: TaskTally(**tally) for task, tally in value["tasks"].items()},

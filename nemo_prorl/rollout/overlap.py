@@ -8,6 +8,7 @@ The weights that make a batch are one step older than those that train on it; `a
 import contextlib
 import time
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Any
 
 from nemo_prorl.errors import RolloutAbandoned
@@ -73,7 +74,7 @@ class OneStepOff(Collector):
         super().drop()
 
     def state_dict(self) -> CollectorState:
-        return {**super().state_dict(), "waiting": None if self._waiting is None else self._waiting.to_json()}
+        return {**super().state_dict(), "waiting": asdict(self._waiting) if self._waiting else None}
 
     def load_state_dict(self, state: CollectorState) -> None:
         waiting = state.get("waiting")  # absent where the run before shared its devices

@@ -12,12 +12,12 @@ import torch
 
 from nemo_prorl.batch import JudgedGroups
 from nemo_prorl.config import Config
+from nemo_prorl.data.blend import Blend
 from nemo_prorl.leader import Leader, LeaderOnly
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.rollout.collector import Collector, CollectorState
 from nemo_prorl.rollout.groups import CollectedBatch
 from nemo_prorl.rollout.overlap import OneStepOff
-from nemo_prorl.rollout.prompts import PromptStream
 from nemo_prorl.rollout.report import report_rollout
 from nemo_prorl.rollout.weights import WeightStore, weights_folder
 from nemo_prorl.tracing import RECORDER
@@ -49,13 +49,13 @@ class Rollouts:
         cfg: Config,
         run_dir: Path,
         policy: _Weights,
-        prompts: LeaderOnly[PromptStream],
+        blend: LeaderOnly[Blend],
         collector: LeaderOnly[Collector],
         records: _Notes,
         leader: Leader,
     ) -> None:
         self.collector = collector
-        self._cfg, self._policy, self._prompts, self._records, self._leader = cfg, policy, prompts, records, leader
+        self._cfg, self._policy, self._blend, self._records, self._leader = cfg, policy, blend, records, leader
         self._published: object = None  # the version that the engines have, and the policy's that it was
         self._asleep = False
         node = int(os.environ["GROUP_RANK"]) if cfg.trainer.num_nodes > 1 else None
@@ -121,7 +121,7 @@ class Rollouts:
     def _take(self, step: int, collector: Collector) -> list[_Dealt]:
         """On rank 0: return the batch of a step as each data rank gets it."""
         batch = collector.take(step, step - 1)
-        self._records.rollouts(step, batch.groups, collector.judged_text)
+        self._records.rollouts(step, batch.groups, collector.renderer.judged_text)
         judged, account = JudgedGroups.of(batch.groups), batch.account()
         updates = judged.rows_of_updates(self._cfg.trainer.grpo.updates_per_step, self._policy.data_ranks.size)
         return [(account, mine) for mine in judged.dealt([torch.cat(rows).tolist() for rows in updates])]
@@ -139,7 +139,7 @@ class Rollouts:
 
     def _retire(self, metrics: Metrics, batch: CollectedBatch) -> None:
         """Count solved prompts on rank 0, which draws by it; report on every rank how many are retired."""
-        before, retired = self._prompts.call(lambda prompts: (prompts.retired, prompts.observe(batch.outcomes)))
+        before, retired = self._blend.call(lambda blend: (blend.retired, blend.observe(batch.outcomes)))
         metrics.put("data/retired", retired)
         if retired < before:
             self._records.alarm(metrics.step, "every training prompt was solved often enough to retire: all come back")

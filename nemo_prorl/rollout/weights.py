@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 MARKER = ".prorl-weights"
 _OURS = re.compile(r"weights-\d{8,}\.safetensors(\.\d+\.tmp)?")
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_COPY_BYTES = 1 << 24
+_HEADER_BYTES = 1 << 19  # set aside for the header: enough for 4,000 tensors
 _STAGE_BYTES = 1 << 26
 
 
@@ -40,15 +40,12 @@ def weights_folder(run_dir: str | Path, node: int | None = None, base: str | Pat
 class WeightStore:
     """The published weights of one run on one node.  At most two versions exist at a time."""
 
-    def __init__(self, folder: str | Path, header_room: int = 1 << 18) -> None:
+    def __init__(self, folder: str | Path) -> None:
         """Creates the folder, mode 0700, with its marker.
 
-        `header_room`: bytes first set aside for the file's header; grows by itself.
         Raises ConfigError for a folder of somebody else's: another owner, a link, or files but no marker.
         """
         self.folder = Path(folder)
-        self._header_room = header_room
-        self._last_bytes = 0
         self._claim()
 
     def _claim(self) -> None:
@@ -70,39 +67,39 @@ class WeightStore:
         ours = (p for p in self.folder.iterdir() if _is_ours(p) and p.suffix == ".safetensors")
         return sorted(int(path.name.split("-")[1].split(".")[0]) for path in ours)
 
-    def write(self, tensors: Iterable[tuple[str, Tensor]], version: int, total_bytes: int | None = None) -> Path:
+    def write(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Path:
         """Writes one version, one tensor in memory at a time, dtypes kept; returns the complete file's path.
 
-        `tensors`: HF names with float tensors of any shape and device.  `total_bytes`: their size, where the caller
-        knows it; otherwise that of the version before is assumed, and each tensor is checked as it comes.
+        `tensors`: HF names with float tensors of any shape and device.
         Raises UnfitMachine when shared memory has no room; then nothing of this version is left.
         """
-        self._prune(keep=1, but=version)
-        self._check_room(total_bytes or self._last_bytes, version)
+        for old in [other for other in self.versions() if other != version][:-1]:
+            self.path_of(old).unlink(missing_ok=True)
         final = self.path_of(version)
         temporary = final.with_name(f"{final.name}.{os.getpid()}.tmp")
         try:
-            with open(temporary, "w+b") as file:
-                self._stream(file, tensors, version)
-            self._last_bytes = temporary.stat().st_size
+            with open(temporary, "wb") as file:
+                self._stream(file, tensors)
             os.replace(temporary, final)
         except OSError as error:
-            raise UnfitMachine(f"{self.folder}: weights version {version} cannot be written: {error}") from error
+            raise UnfitMachine(
+                f"{self.folder}: weights version {version} cannot be written: {error}; "
+                "enlarge the shared memory (containers: --shm-size) or remove other files there"
+            ) from error
         finally:
             temporary.unlink(missing_ok=True)
         return final
 
-    def _stream(self, file: BinaryIO, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def _stream(self, file: BinaryIO, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Data first, behind room for the header; then the header, padded with blanks as the format allows."""
         header: dict[str, object] = {}
         offset = 0
-        file.seek(8 + self._header_room)
+        file.seek(8 + _HEADER_BYTES)
         for name, tensor in tensors:
             if name in header or tensor.dtype not in _DTYPES:
                 raise ValueError(f"{name}: given twice" if name in header else f"{name}: dtype {tensor.dtype}")
             flat = tensor.detach().contiguous().reshape(-1)
             size = flat.numel() * flat.element_size()
-            self._check_room(size, version)
             for piece in _pieces(flat.view(torch.uint8)) if size else ():
                 file.write(piece)
             header[name] = {
@@ -112,27 +109,12 @@ class WeightStore:
             }
             offset += size
         text = json.dumps(header, separators=(",", ":")).encode()
-        if len(text) > self._header_room:
-            room = len(text) + (-len(text)) % 8
-            _move_up(file, 8 + self._header_room, offset, room - self._header_room)
-            self._header_room = room
-        file.seek(0)
-        file.write(self._header_room.to_bytes(8, "little") + text.ljust(self._header_room))
-
-    def _check_room(self, needed: int, version: int) -> None:
-        status = os.statvfs(self.folder)
-        free = status.f_bavail * status.f_frsize
-        if needed > free:
-            raise UnfitMachine(
-                f"{self.folder}: weights version {version} needs {needed / 1e6:,.1f} MB, has {free / 1e6:,.1f} MB; "
-                "enlarge the shared memory (containers: --shm-size) or remove other files there"
+        if len(text) > _HEADER_BYTES:
+            raise ValueError(
+                f"{len(header)} tensors need a header of {len(text)} bytes; there is room for {_HEADER_BYTES}"
             )
-
-    def _prune(self, keep: int, but: int | None = None) -> None:
-        """Deletes all complete versions but the newest `keep` ones."""
-        versions = [v for v in self.versions() if v != but]
-        for version in versions[: len(versions) - keep]:
-            self.path_of(version).unlink(missing_ok=True)
+        file.seek(0)
+        file.write(_HEADER_BYTES.to_bytes(8, "little") + text.ljust(_HEADER_BYTES))
 
     def remove_stale(self) -> list[Path]:
         """Deletes what an earlier process of this run left: weights and unfinished files of our own pattern only.
@@ -185,15 +167,3 @@ def _staged(flat: Tensor, size: int = _STAGE_BYTES) -> Iterator[memoryview]:
 
 def _is_ours(path: Path) -> bool:
     return _OURS.fullmatch(path.name) is not None and not path.is_symlink() and path.is_file()
-
-
-def _move_up(file: BinaryIO, start: int, size: int, by: int) -> None:
-    """Moves `size` bytes at `start` up by `by`, from the end backwards, in pieces."""
-    position = size
-    while position > 0:
-        length = min(_COPY_BYTES, position)
-        position -= length
-        file.seek(start + position)
-        piece = file.read(length)
-        file.seek(start + by + position)
-        file.write(piece)

@@ -25,7 +25,7 @@ from nemo_prorl.rewards.client import RewardClient
 from nemo_prorl.rewards.interface import Verdict
 from nemo_prorl.rollout.endpoints import Response
 from nemo_prorl.rollout.engine_load import EngineLoad
-from nemo_prorl.rollout.prompts import PromptDraw
+from nemo_prorl.rollout.groups import PromptDraw
 from tests.rewards.conftest import RunningServer, StartServer
 
 pytestmark = pytest.mark.starts
@@ -96,13 +96,12 @@ class Scripted:
 class InTurn:
     """The prompts of all domains, one after the other."""
 
-    def __init__(self, renderer: PromptRenderer) -> None:
-        self.renderer, self.drawn = renderer, 0
+    drawn = 0
 
-    def next(self) -> PromptDraw:
+    def next(self) -> tuple[dict[str, Any], int]:
         record = RECORDS[self.drawn % len(RECORDS)]
         self.drawn += 1
-        return PromptDraw(record, self.renderer.prompt_ids(record), 0)
+        return record, 0
 
     def position(self) -> int:
         return self.drawn
@@ -128,11 +127,13 @@ def test_training_validation_and_stored_rollouts(
     monkeypatch.setattr(rank, "EnginePool", lambda *_: Scripted(renderer))
     sizes = ["prompts_per_step=5", "samples_per_prompt=2", "context_tokens=256", "max_response_tokens=100"]
     cfg = settings.load(["trainer.grpo.updates_per_step=1", *(f"trainer.grpo.{size}" for size in sizes)])
-    prompts = InTurn(renderer)
+    prompts = InTurn()
     collector = rank.connect(cfg, tmp_path, prompts, renderer)  # type: ignore[arg-type]
     try:
         groups = collector.take(1, 0).groups
-        held_out = collector.sample([prompts.next() for _ in RECORDS], 2, 1.0, 1.0, step=0)
+        held_out = collector.sample(
+            [PromptDraw(record, renderer.prompt_ids(record), 0) for record in RECORDS], 2, 1.0, 1.0, step=0
+        )
     finally:
         collector.close()
     scores = {group.task: group.scores for group in groups}
@@ -142,7 +143,7 @@ def test_training_validation_and_stored_rollouts(
 
     texts = [[renderer.judged_text(group.prompt_ids, r.token_ids) for r in group.responses] for group in groups]
     assert texts[0] == ["<think>\nHm. So \\boxed{7}", "<think>\nHm.</think>So \\boxed{7}"]
-    write_rollouts(tmp_path, 1, groups, collector.judged_text)
+    write_rollouts(tmp_path, 1, groups, collector.renderer.judged_text)
     capsys.readouterr()
     assert cli.main(["reverify", str(tmp_path), "--settings", "{}"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]

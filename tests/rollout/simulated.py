@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from nemo_prorl.config import Config, DeadlinesConfig, DynamicSamplingConfig, GRPOConfig, RewardsConfig, TrainerConfig
@@ -12,8 +13,7 @@ from nemo_prorl.rewards.interface import RewardResult, Verdict, failed_verdict, 
 from nemo_prorl.rollout.collector import Collector
 from nemo_prorl.rollout.endpoints import Response, SamplingParams
 from nemo_prorl.rollout.engine_load import EngineLoad
-from nemo_prorl.rollout.groups import CollectedBatch
-from nemo_prorl.rollout.prompts import PromptDraw
+from nemo_prorl.rollout.groups import CollectedBatch, PromptDraw
 
 
 def config(max_infrastructure_failures: int = 8, reward_s: float = 30.0, **grpo: Any) -> Config:
@@ -34,10 +34,9 @@ class Numbered:
     def __init__(self, start: int = 0) -> None:
         self.drawn = start
 
-    def next(self) -> PromptDraw:
+    def next(self) -> tuple[dict[str, Any], int]:
         k, self.drawn = self.drawn, self.drawn + 1
-        record = {"id": f"p{k}", "task": "ab"[k % 2], "prompt": "?", "truth": {"k": k}}
-        return PromptDraw(record, [3 + (5 * k + j) % 500 for j in range(8)], k // 100)
+        return {"id": f"p{k}", "task": "ab"[k % 2], "prompt": "?", "truth": {"k": k}}, k // 100
 
     def position(self) -> int:
         return self.drawn
@@ -46,8 +45,28 @@ class Numbered:
         self.drawn = position
 
 
-def decode(prompt_ids: list[int], ids: list[int]) -> str:
-    return " ".join(map(str, ids))
+class Plain:
+    """Renders a prompt of 8 tokens that depend on its number, and a response as its token ids."""
+
+    eos_id = 2
+
+    def prompt_ids(self, record: dict[str, Any]) -> list[int]:
+        return [3 + (5 * record["truth"]["k"] + j) % 500 for j in range(8)]
+
+    def judged_text(self, prompt_ids: list[int], ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def drawn(k: int) -> PromptDraw:
+    """Draw the prompt pK."""
+    record, visit = Numbered(k).next()
+    return PromptDraw(record, Plain().prompt_ids(record), visit)
+
+
+def collector_of(engines: Any, rewards: Any, prompts: Any = None, cfg: Config | None = None) -> Collector:
+    """Return a collector of these stand-ins."""
+    plain: Any = Plain()
+    return Collector(cfg or config(), engines, rewards, prompts or Numbered(), plain)
 
 
 class EvenIsRight:
@@ -122,9 +141,6 @@ class Simulated:
     async def sleep(self, level: int, deadline: Deadline) -> int:
         return 0
 
-    async def health(self) -> dict[str, dict[str, Any]]:
-        return {}
-
     async def close(self) -> None:
         self.closed = True
 
@@ -135,7 +151,7 @@ def summary(batch: CollectedBatch) -> dict[str, Any]:
     return {
         **counts,
         "tasks": {k: vars(v) for k, v in batch.tasks.items()},
-        "groups": [g.to_json() for g in batch.groups],
+        "groups": [asdict(group) for group in batch.groups],
     }
 
 
@@ -144,7 +160,7 @@ def collected(
 ) -> tuple[list[CollectedBatch], dict[str, Any], int]:
     """Batches of some steps, the state after them, and how many prompts were drawn."""
     prompts = Numbered(start)
-    collector = Collector(cfg or config(), engines, rewards, prompts, decode)
+    collector = collector_of(engines, rewards, prompts, cfg)
     if state is not None:
         collector.load_state_dict(state)
     first = 1 if state is None else state["next"]

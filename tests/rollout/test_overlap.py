@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import EngineRefused, RolloutAbandoned
 from nemo_prorl.rollout.groups import CollectedBatch
 from nemo_prorl.rollout.overlap import OneStepOff
-from tests.rollout.simulated import EvenIsRight, Numbered, Simulated, config, decode, summary
+from tests.rollout.simulated import EvenIsRight, Numbered, Plain, Simulated, config, summary
 
 
 class Trained:
@@ -21,7 +22,7 @@ class Trained:
     def __init__(self, engines: Any = None, rewards: Any = None, state: Any = None, **dynamic: Any) -> None:
         sampling = DynamicSamplingConfig(**{"max_draw_factor": 5.0, "max_staleness": 2, **dynamic})
         self.prompts, cfg = Numbered(), config(dynamic_sampling=sampling)
-        self.collector = OneStepOff(cfg, engines or Simulated(), rewards or EvenIsRight(), self.prompts, decode)
+        self.collector = OneStepOff(cfg, engines or Simulated(), rewards or EvenIsRight(), self.prompts, Plain())
         if state is not None:
             self.prompts.return_to(state["position"])
             self.collector.load_state_dict(state["collector"])
@@ -102,7 +103,7 @@ def test_rewards_that_nobody_waits_for_are_hidden() -> None:
 
 def test_a_batch_comes_back_from_json_as_it_was() -> None:
     (batch, *_), _ = run(2)
-    assert CollectedBatch.from_json(json.loads(json.dumps(batch.to_json()))) == batch
+    assert CollectedBatch.from_json(json.loads(json.dumps(asdict(batch)))) == batch
 
 
 @pytest.mark.parametrize(("staleness", "carried"), [(1, 0), (2, 12)])

@@ -1,5 +1,6 @@
 """What an engine accepts, without an engine."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,27 @@ import torch
 from safetensors.torch import save_file
 
 from nemo_prorl.rollout.endpoints import response_seed
-from nemo_prorl.rollout.engine.requests import BadRequest, ModelLimits, parse_generate, parse_weights, seed_of
+from nemo_prorl.rollout.engine.requests import (
+    BadRequest,
+    Body,
+    GenerateRequest,
+    ModelLimits,
+    SleepRequest,
+    TraceRequest,
+    WakeRequest,
+    WeightsRequest,
+    parse,
+)
 from nemo_prorl.rollout.engine.weights import Shapes, UnfitWeights, check_fits, read_header, shapes_of_model
 
 LIMITS = ModelLimits(context_tokens=512, vocab_size=512, stop_token_ids=(2,))
-GOOD = {"prompt": [5, 6], "max_tokens": 4}
+GOOD = {"prompt": [5, 6], "seeds": [1], "max_tokens": 4}
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "token id is the vocabulary's size": ({"prompt": [5, 512]}, "512 is not a token id"),
     "token id -1": ({"prompt": [5, -1]}, "-1 is not a token id"),
-    "token id true": ({"prompt": [True]}, "True is not a token id"),
-    "token id a float": ({"prompt": [5.0]}, "5.0 is not a token id"),
+    "token id true": ({"prompt": [True]}, "prompt.0"),
+    "token id a float": ({"prompt": [5.0]}, "prompt.0"),
     "stop token outside": ({"stop_token_ids": [512]}, "512 is not a token id"),
     "stop tokens a number": ({"stop_token_ids": 2}, "stop_token_ids"),
     "empty prompt": ({"prompt": []}, "prompt"),
@@ -29,48 +40,73 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no room for the response": ({"prompt": [5] * 500, "max_tokens": 13}, "1..12"),
     "max_tokens 0": ({"max_tokens": 0}, "max_tokens"),
     "max_tokens a float": ({"max_tokens": 4.0}, "max_tokens"),
-    "n 0": ({"n": 0}, "n must be"),
-    "n a million": ({"n": 10**6}, "n must be"),
     "temperature nan": ({"temperature": math.nan}, "temperature"),
     "temperature negative": ({"temperature": -1}, "temperature"),
     "temperature tiny": ({"temperature": 1e-9}, "temperature"),
     "temperature a string": ({"temperature": "hot"}, "temperature"),
     "top_p 0": ({"top_p": 0}, "top_p"),
     "top_p 2": ({"top_p": 2}, "top_p"),
-    "seed too large": ({"seed": 2**63}, "seed"),
+    "seed too large": ({"seeds": [2**63]}, "seeds.0"),
+    "no seeds": ({"seeds": None}, "seeds"),
     "seeds empty": ({"seeds": []}, "seeds"),
     "seeds with a string": ({"seeds": [1, "2"]}, "seeds"),
-    "seeds beside n": ({"seeds": [1], "n": 2}, "either seeds"),
-    "seeds beside seed": ({"seeds": [1], "seed": 2}, "either seeds"),
     "version a string": ({"weight_version": "3"}, "weight_version"),
-    "logprobs a number": ({"logprobs": 0}, "logprobs must be true or false"),
+    "logprobs a number": ({"logprobs": 0}, "logprobs"),
     "unknown field": ({"temprature": 1.0}, "unknown field 'temprature'; known: logprobs, max_tokens"),
 }
+
+
+def generate(body: dict[str, Any]) -> GenerateRequest:
+    request = parse(GenerateRequest, json.dumps(body).encode())
+    LIMITS.check(request)
+    return request
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_requests_say_what_would_be_right(case: str) -> None:
     change, message = BAD[case]
     with pytest.raises(BadRequest) as caught:
-        parse_generate({**GOOD, **change}, LIMITS)
+        generate({**GOOD, **change})
     assert message in str(caught.value)
 
 
 def test_good_requests_pass() -> None:
-    request = parse_generate({"prompt": [5] * 500, "max_tokens": 12, "seeds": [0, 2**63 - 1]}, LIMITS)
+    request = generate({"prompt": [5] * 500, "max_tokens": 12, "seeds": [0, 2**63 - 1]})
     assert request.seeds == [0, 2**63 - 1]
-    assert request.stop_token_ids == [2]
-    assert parse_generate({**GOOD, "n": 3}, LIMITS).seeds == [None] * 3
-    assert parse_generate({**GOOD, "n": 2, "seed": 7}, LIMITS).seeds == [seed_of(7, 0), seed_of(7, 1)]
-    assert parse_generate({**GOOD, "temperature": 0, "stop_token_ids": []}, LIMITS).stop_token_ids == []
+    assert request.stop_token_ids is None
+    assert generate({**GOOD, "temperature": 0, "stop_token_ids": []}).stop_token_ids == []
+    assert parse(WakeRequest, b"{}").parts == ["weights", "kv_cache"]
 
 
 @pytest.mark.parametrize(
-    "body", [[], {"path": "x"}, {"path": 3, "version": 1}, {"path": "x", "version": -1}, {"path": "x", "wait_s": "1"}]
+    ("kind", "body", "words"),
+    [
+        (WeightsRequest, [], "the body: "),
+        (WeightsRequest, {"path": "x"}, "version: Field required"),
+        (WeightsRequest, {"path": 3, "version": 1}, "path: .*, not 3"),
+        (WeightsRequest, {"path": "x", "version": -1}, "version: .*, not -1"),
+        (WeightsRequest, {"path": "x", "version": 1, "wait_s": "1"}, "wait_s: .*, not '1'"),
+        (SleepRequest, {}, "level: Field required"),
+        (SleepRequest, {"level": True}, "level: Input should be a valid integer, not True"),
+        (SleepRequest, {"level": 3}, "level: Input should be less than or equal to 2, not 3"),
+        (SleepRequest, {"level": 1, "wait_s": -1}, "wait_s: "),
+        (SleepRequest, {"level": 1, "wait": 3}, "unknown field 'wait'; known: level, wait_s"),
+        (WakeRequest, {"parts": ["weight"]}, "parts.0: Input should be 'weights' or 'kv_cache'"),
+        (WakeRequest, {"parts": []}, "parts: "),
+        (WakeRequest, {"parts": "weights"}, "parts: "),
+        (WakeRequest, {"parts": None}, "parts: "),
+        (TraceRequest, {"record": 1}, "record: "),
+    ],
 )
-def test_bad_weight_requests(body: Any) -> None:
-    with pytest.raises(BadRequest):
-        parse_weights(body)
+def test_a_wrong_request_names_its_field(kind: type[Body], body: Any, words: str) -> None:
+    with pytest.raises(BadRequest, match=words):
+        parse(kind, json.dumps(body).encode())
+
+
+@pytest.mark.parametrize("body", [b"", b"{bad", b"\xff", b"[" * 100_000])
+def test_what_is_not_json_is_said(body: bytes) -> None:
+    with pytest.raises(BadRequest, match="the body: "):
+        parse(WakeRequest, body)
 
 
 def test_response_seeds_differ_in_every_part_and_stay_what_they_are() -> None:

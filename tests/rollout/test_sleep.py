@@ -12,18 +12,8 @@ import pytest
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DeadlineExceeded
-from nemo_prorl.rollout.engine.requests import BadRequest
-from nemo_prorl.rollout.engine.sleep import (
-    HELD_SUFFIX,
-    HOLD_FILE,
-    PARTS,
-    EngineSleep,
-    Refused,
-    parse_sleep,
-    parse_wake,
-    wait_while_held,
-    when_idle,
-)
+from nemo_prorl.rollout.engine.requests import PARTS, BadRequest
+from nemo_prorl.rollout.engine.sleep import HELD_SUFFIX, HOLD_FILE, EngineSleep, Refused, wait_while_held
 from nemo_prorl.rollout.engines import EnginePool
 from tests.rollout.engines import TOKEN, EngineProcess
 from tests.rollout.test_client import SAMPLING, Fake, run, tokens
@@ -84,7 +74,7 @@ def test_after_level_2_weights_must_be_loaded_whatever_is_awake() -> None:
         await sleep.fall_asleep(1)  # keeps what is not there
         await sleep.wake(PARTS)
         assert "dropped its weights" in str(sleep.refusal)
-        sleep.loaded()
+        sleep.weights_lost = False  # as a load does
         assert sleep.refusal is None
 
     asyncio.run(work())
@@ -104,35 +94,9 @@ def test_a_sleep_that_cannot_be_is_refused_and_one_that_breaks_leaves_nothing_se
             await sleep.fall_asleep(1)
         with pytest.raises(RuntimeError, match="wake"):
             await sleep.wake(("weights",))
-        assert sleep.weights_asleep
-        busy = asyncio.Event()
-        with pytest.raises(Refused, match="3 responses in flight for longer than 0.01 s"):
-            await when_idle(busy, lambda: 3, 0.01)
+        assert "weights" in sleep.asleep
 
     asyncio.run(work())
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ({}, "level must be 1 .* or 2 .*, not None"),
-        ({"level": True}, "level must be"),
-        ({"level": 3}, "not 3"),
-        ({"level": 1, "wait_s": -1}, "wait_s must be"),
-        ({"level": 1, "wait": 3}, "unknown field 'wait'"),
-    ],
-)
-def test_a_wrong_request_is_named(body: Any, words: str) -> None:
-    with pytest.raises(BadRequest, match=words):
-        parse_sleep(body)
-
-
-def test_parts_are_woken_in_their_order() -> None:
-    assert parse_wake({}) == PARTS
-    assert parse_wake({"parts": ["kv_cache", "weights"]}) == PARTS
-    for parts in (["weight"], [], "weights", None):
-        with pytest.raises(BadRequest, match="parts must be a list of weights and kv_cache"):
-            parse_wake({"parts": parts})
 
 
 def test_an_engine_waits_with_its_start_while_the_others_sleep(tmp_path: Path) -> None:
@@ -247,7 +211,7 @@ def test_a_real_engine_sleeps_and_answers_as_before(engine: EngineProcess, model
     path = published(engine, models["tied0"], 5)
     load(engine, path, 5)
     before = ask_all(engine, GREEDY)
-    one = {"prompt": [5, 6], "max_tokens": 2}
+    one = {"prompt": [5, 6], "seeds": [1], "max_tokens": 2}
     for level in (1, 2):
         status, said = http(engine, "POST", "/sleep", {"level": level})
         assert (status, said["asleep"], said["freed_bytes"], said["frees_memory"]) == (200, list(PARTS), 0, False)

@@ -8,7 +8,7 @@ The resource tracker of Python's multiprocessing is left to end by itself: it ta
 semaphores of the killed, which would stay in /dev/shm for good.
 
 What it does not stop: the guard and the server killed in the same instant.  A supervisor kills the whole group.
-Standard library only, Linux only (pidfd, kernel 5.3).
+Linux only (pidfd, kernel 5.3).
 """
 
 import contextlib
@@ -16,6 +16,8 @@ import os
 import select
 import signal
 import time
+
+import psutil
 
 TRACKER_S = 5.0  # for the resource trackers to clean up
 
@@ -68,32 +70,19 @@ def _keep_watch(watched: list[int]) -> None:
 def _end_all_but_trackers() -> None:
     """Kills the group's processes, then gives the trackers, whose pipes are closed by that, time to clean up."""
     end = time.monotonic() + TRACKER_S
-    while time.monotonic() < end:
-        others = [pid for pid in _members(os.getpgrp()) if pid != os.getpid()]
-        if not others:
-            return
-        for pid in others:
-            if b"multiprocessing.resource_tracker" not in _read(f"/proc/{pid}/cmdline"):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+    while (others := _others()) and time.monotonic() < end:
+        for process in others:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
+                    process.kill()
         time.sleep(0.02)
 
 
-def _members(group: int) -> list[int]:
-    """Living processes of a process group; zombies do not count."""
+def _others() -> list[psutil.Process]:
+    """Living processes of this one's group; zombies do not count."""
     found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            fields = _read(f"/proc/{name}/stat").rpartition(b")")[2].split()  # state, parent, group, ...
-            if len(fields) > 2 and fields[0] != b"Z" and int(fields[2]) == group:
-                found.append(int(name))
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if process.pid != os.getpid() and os.getpgid(process.pid) == os.getpgrp():
+                found += [process] if process.status() != psutil.STATUS_ZOMBIE else []
     return found
-
-
-def _read(path: str) -> bytes:
-    """Empty for a process that has just ended."""
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError:
-        return b""

@@ -1,19 +1,85 @@
-"""What an engine accepts: parsing and checking of request bodies, without vLLM.
+"""What an engine accepts: the bodies of its requests, checked before vLLM sees them.
 
 vLLM without a tokenizer does not check token ids, and one beyond the embedding table kills the engine.  So everything
 is checked here, and what passes is safe to hand on.
 """
 
-import hashlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 MAX_RESPONSES = 4096
-MAX_SEED = 2**63 - 1
+PARTS: tuple[Literal["weights"], Literal["kv_cache"]] = ("weights", "kv_cache")  # vLLM's tags, in the order of a wake
+
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+WaitS = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class BadRequest(ValueError):
     """Becomes a 400: names the field, its value, and what would be right."""
+
+
+class Body(BaseModel):
+    """A JSON object with known fields only."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class GenerateRequest(Body):
+    """POST /generate.  One engine request is made for each seed."""
+
+    prompt: Annotated[list[int], Field(min_length=1)]
+    seeds: Annotated[list[Seed], Field(min_length=1, max_length=MAX_RESPONSES)]
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, Field(ge=1e-6, le=1)] = 1.0
+    max_tokens: Annotated[int, Field(ge=1)] = 16
+    stop_token_ids: list[int] | None = None  # None: those of the model's config.json
+    weight_version: Annotated[int, Field(ge=-1)] | None = None
+    logprobs: bool = True
+
+
+class WeightsRequest(Body):
+    """POST /weights.  The file itself is checked by `weights.check_fits`."""
+
+    path: Annotated[str, Field(min_length=1)]
+    version: Annotated[int, Field(ge=0)]
+    wait_s: WaitS = 0.0
+
+
+class SleepRequest(Body):
+    """POST /sleep: at level 1 the weights go to host memory, at level 2 they are dropped."""
+
+    level: Annotated[int, Field(ge=1, le=2)]
+    wait_s: WaitS = 0.0
+
+
+class WakeRequest(Body):
+    """POST /wake."""
+
+    parts: Annotated[list[Literal["weights", "kv_cache"]], Field(min_length=1)] = list(PARTS)
+
+
+class TraceRequest(Body):
+    """POST /trace."""
+
+    record: bool
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
+    """Return the request in a JSON body.  Raises BadRequest for its first fault."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+    field, known = ".".join(map(str, fault["loc"])), ", ".join(sorted(kind.model_fields))
+    if fault["type"] == "extra_forbidden":
+        raise BadRequest(f"unknown field {field!r}; known: {known}")
+    given = "" if fault["type"] == "missing" else f", not {fault['input']!r:.60}"
+    raise BadRequest(f"{field or 'the body'}: {fault['msg']}{given}")
 
 
 @dataclass(frozen=True)
@@ -24,134 +90,16 @@ class ModelLimits:
     vocab_size: int
     stop_token_ids: tuple[int, ...]
 
-
-@dataclass(frozen=True)
-class GenerateRequest:
-    """A checked POST /generate.  One engine request is made for each seed."""
-
-    prompt: list[int]
-    seeds: list[int | None]
-    temperature: float
-    top_p: float
-    max_tokens: int
-    stop_token_ids: list[int]
-    weight_version: int | None
-    logprobs: bool
-
-
-def seed_of(seed: int, index: int) -> int:
-    """The seed of response `index` where a request brings one seed for all; in 0..2**63-1."""
-    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def is_number(value: Any, low: float, high: float, *types: type) -> bool:
-    """Whether value is of one of exactly these types and within [low, high]; a bool is no int, nan is no number."""
-    return type(value) in types and low <= value <= high
-
-
-def json_object(body: Any, known: set[str]) -> dict[str, Any]:
-    """The body, if it is a JSON object with known fields only."""
-    if not isinstance(body, dict):
-        raise BadRequest(f"the body must be a JSON object, not {type(body).__name__}")
-    if unknown := sorted(set(body) - known):
-        raise BadRequest(f"unknown field {unknown[0]!r}; known: {', '.join(sorted(known))}")
-    return body
-
-
-def parse_generate(body: Any, limits: ModelLimits) -> GenerateRequest:
-    """Checks a POST /generate body; raises BadRequest."""
-    defaults: dict[str, Any] = {
-        "prompt": None,
-        "seeds": None,
-        "n": 1,
-        "seed": None,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "max_tokens": 16,
-        "stop_token_ids": list(limits.stop_token_ids),
-        "weight_version": None,
-        "logprobs": True,
-    }
-    values = {**defaults, **json_object(body, set(defaults))}
-    _check_tokens(values, limits)
-    _check_numbers(values)
-    return GenerateRequest(
-        prompt=values["prompt"],
-        seeds=_seeds(values),
-        temperature=float(values["temperature"]),
-        top_p=float(values["top_p"]),
-        max_tokens=values["max_tokens"],
-        stop_token_ids=values["stop_token_ids"],
-        weight_version=values["weight_version"],
-        logprobs=values["logprobs"],
-    )
-
-
-def _check_tokens(values: dict[str, Any], limits: ModelLimits) -> None:
-    prompt, stop, room = values["prompt"], values["stop_token_ids"], limits.context_tokens
-    if not isinstance(prompt, list) or not prompt:
-        raise BadRequest(f"prompt must be a non-empty list of token ids, not {str(prompt)[:40]!r}")
-    if not isinstance(stop, list):
-        raise BadRequest(f"stop_token_ids must be a list of token ids, not {str(stop)[:40]!r}")
-    for token in prompt + stop:
-        if not is_number(token, 0, limits.vocab_size - 1, int):
-            raise BadRequest(f"{token!r} is not a token id in 0..{limits.vocab_size - 1}")
-    if not is_number(values["max_tokens"], 1, room - len(prompt), int):
-        raise BadRequest(
-            f"a prompt of {len(prompt)} tokens and max_tokens {values['max_tokens']!r} do not fit the context of "
-            f"{room} tokens; max_tokens must be an integer in 1..{max(room - len(prompt), 0)}"
-        )
-
-
-def _check_numbers(values: dict[str, Any]) -> None:
-    temperature, version = values["temperature"], values["weight_version"]
-    greedy = is_number(temperature, 0, 0, int, float)
-    checks = (  # vLLM lifts a temperature below 0.01 to 0.01 without a word
-        ("temperature", greedy or is_number(temperature, 0.01, 100, int, float), "0 or in 0.01..100"),
-        ("top_p", is_number(values["top_p"], 1e-6, 1, int, float), "in (0, 1]"),
-        ("n", is_number(values["n"], 1, MAX_RESPONSES, int), f"an integer in 1..{MAX_RESPONSES}"),
-        ("seed", values["seed"] is None or _is_seed(values["seed"]), f"an integer in 0..{MAX_SEED}"),
-        ("logprobs", isinstance(values["logprobs"], bool), "true or false"),
-        ("weight_version", version is None or is_number(version, -1, 2**62, int), "an integer, -1 or more"),
-    )
-    for name, good, wanted in checks:
-        if not good:
-            raise BadRequest(f"{name} must be {wanted}, not {values[name]!r}")
-
-
-def _is_seed(value: Any) -> bool:
-    return is_number(value, 0, MAX_SEED, int)
-
-
-def _seeds(values: dict[str, Any]) -> list[int | None]:
-    seeds = values["seeds"]
-    if seeds is None:
-        seed = values["seed"]
-        return [None if seed is None else seed_of(seed, index) for index in range(values["n"])]
-    if values["seed"] is not None or values["n"] != 1:
-        raise BadRequest("send either seeds, one for each response, or seed and n")
-    if not isinstance(seeds, list) or not 1 <= len(seeds) <= MAX_RESPONSES or not all(map(_is_seed, seeds)):
-        raise BadRequest(f"seeds must be a list of 1..{MAX_RESPONSES} integers in 0..{MAX_SEED}, one for each response")
-    return seeds
-
-
-@dataclass(frozen=True)
-class WeightsRequest:
-    """A checked POST /weights."""
-
-    path: str
-    version: int
-    wait_s: float
-
-
-def parse_weights(body: Any) -> WeightsRequest:
-    """Checks a POST /weights body; raises BadRequest.  The file itself is checked by `weights.check_fits`."""
-    values = {"path": None, "version": None, "wait_s": 0, **json_object(body, {"path", "version", "wait_s"})}
-    if not isinstance(values["path"], str) or not values["path"]:
-        raise BadRequest(f"path must be the name of a safetensors file, not {values['path']!r}")
-    if not is_number(values["version"], 0, 2**62, int):
-        raise BadRequest(f"version must be an integer, 0 or more, not {values['version']!r}")
-    if not is_number(values["wait_s"], 0, 1e6, int, float):
-        raise BadRequest(f"wait_s must be seconds in 0..1e6, not {values['wait_s']!r}")
-    return WeightsRequest(values["path"], values["version"], float(values["wait_s"]))
+    def check(self, request: GenerateRequest) -> None:
+        """Raise BadRequest for a request that vLLM would not survive, or would change without a word."""
+        for token in request.prompt + (request.stop_token_ids or []):
+            if not 0 <= token < self.vocab_size:
+                raise BadRequest(f"{token} is not a token id in 0..{self.vocab_size - 1}")
+        room = self.context_tokens - len(request.prompt)
+        if request.max_tokens > room:
+            raise BadRequest(
+                f"a prompt of {len(request.prompt)} tokens and max_tokens {request.max_tokens} do not fit the context "
+                f"of {self.context_tokens} tokens; max_tokens must be an integer in 1..{max(room, 0)}"
+            )
+        if 0 < request.temperature < 0.01:  # vLLM would lift it to 0.01
+            raise BadRequest(f"temperature must be 0 or in 0.01..100, not {request.temperature}")

@@ -10,8 +10,7 @@ POST /generate {"prompt": [ids], "seeds": [7, 8], "temperature": 1.2, "top_p": 1
     "weight_version"}; then {"done": n}.  Log-probabilities are of the distribution sampled from:
     log_softmax(logits / temperature), cut by top_p if that is below 1.  The stop token is part of token_ids.  Empty
     lines say that the server lives.  A stream without {"done"} was cut; {"error"} says why, if it could.
-    `logprobs` false leaves them out.  `weight_version` is optional: 409 if the engine holds another one.  `seed` and
-    `n` may stand for `seeds`.
+    `logprobs` false leaves them out.  `weight_version` is optional: 409 if the engine holds another one.
 POST /weights {"path": FILE, "version": 3, "wait_s": 60}
     Loads HF-named safetensors into the live engine once no response is in flight, and drops the prefix cache.
     400: the file does not fit or lies elsewhere, the engine keeps its weights.  409: busy for longer than wait_s.
@@ -37,7 +36,6 @@ import json
 import logging
 import os
 import socket
-import stat
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable
@@ -48,28 +46,23 @@ ROOT = str(Path(__file__).resolve().parents[3])
 if not __package__:  # started by path: this folder's module names must not shadow anybody's
     sys.path[0] = ROOT
 
+from nemo_prorl.rollout.endpoints import read_token  # noqa: E402
 from nemo_prorl.rollout.engine.guard import Guard  # noqa: E402
 from nemo_prorl.rollout.engine.requests import (  # noqa: E402
     BadRequest,
     GenerateRequest,
     ModelLimits,
-    parse_generate,
-    parse_weights,
+    SleepRequest,
+    TraceRequest,
+    WakeRequest,
+    WeightsRequest,
+    parse,
 )
 from nemo_prorl.rollout.engine.setup import is_cpu_build, limits_of, make_engine, set_environment  # noqa: E402
-from nemo_prorl.rollout.engine.sleep import (  # noqa: E402
-    HELD_SUFFIX,
-    EngineSleep,
-    Refused,
-    parse_sleep,
-    parse_wake,
-    wait_while_held,
-    when_idle,
-)
-from nemo_prorl.rollout.engine.trace import EngineTrace  # noqa: E402
+from nemo_prorl.rollout.engine.sleep import HELD_SUFFIX, EngineSleep, Refused, wait_while_held  # noqa: E402
 from nemo_prorl.rollout.engine.weights import Shapes, UnfitWeights, check_fits, shapes_of_model  # noqa: E402
 from nemo_prorl.schema import Constraint, Count, Number  # noqa: E402
-from nemo_prorl.tracing import RECORDER  # noqa: E402
+from nemo_prorl.tracing import RECORDER, answer  # noqa: E402
 
 _log = logging.getLogger("nemo_prorl.rollout.engine.server")
 
@@ -89,12 +82,10 @@ class EngineServer:
         shapes: Shapes,
         weights_dir: str,
         health_s: float,
-        sleep: EngineSleep | None = None,
-        name: str = "engine",
+        sleep: EngineSleep,
+        name: str,
     ) -> None:
-        self.engine, self.limits, self.shapes = engine, limits, shapes
-        self.sleeping = sleep or EngineSleep(engine, enabled=False, frees_memory=False)
-        self.recording = EngineTrace(engine, name)
+        self.engine, self.limits, self.shapes, self.sleeping, self.name = engine, limits, shapes, sleep, name
         self.weights_dir, self.health_s = weights_dir, health_s
         self.version: int = UNPUBLISHED
         self.worker_pids: list[int] = []
@@ -108,16 +99,16 @@ class EngineServer:
         await self.engine.update_weight_version(str(self.version))
         self.worker_pids = await self.engine.collective_rpc("prorl_process_id")
 
-    async def generate(self, body: Any) -> Any:
-        from starlette.responses import JSONResponse, StreamingResponse
+    async def generate(self, body: bytes) -> Any:
+        from starlette.responses import StreamingResponse
 
-        request = parse_generate(body, self.limits)
+        request = parse(GenerateRequest, body)
+        self.limits.check(request)
         if refusal := self.sleeping.refusal:
-            return JSONResponse({"error": refusal, "weight_version": self.version}, status_code=409)
+            raise Refused(refusal)
         await self.open.wait()
         if request.weight_version not in (None, self.version):
-            error = f"the engine holds weights {self.version}, not {request.weight_version}; publish them first"
-            return JSONResponse({"error": error, "weight_version": self.version}, status_code=409)
+            raise Refused(f"the engine holds weights {self.version}, not {request.weight_version}; publish them first")
         return StreamingResponse(self._stream(request), media_type="application/x-ndjson")
 
     async def _stream(self, request: GenerateRequest) -> AsyncIterator[str]:
@@ -149,13 +140,14 @@ class EngineServer:
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
+        stop = request.stop_token_ids
         params = SamplingParams(
             n=1,
             temperature=request.temperature,
             top_p=request.top_p,
             max_tokens=request.max_tokens,
             seed=request.seeds[0],
-            stop_token_ids=request.stop_token_ids,
+            stop_token_ids=list(self.limits.stop_token_ids) if stop is None else stop,
             ignore_eos=True,  # config.json's: the request says what stops
             logprobs=0 if request.logprobs else None,
             flat_logprobs=request.logprobs,
@@ -174,9 +166,12 @@ class EngineServer:
     async def _one(self, index: int, prompt: Any, params: Any) -> str:
         """A response's line."""
         self.requests += 1
-        final = None
-        async for result in self.engine.generate(prompt, params, f"r{self.requests}"):
-            final = result
+        final, began = None, time.monotonic()
+        try:
+            async for result in self.engine.generate(prompt, params, f"r{self.requests}"):
+                final = result
+        finally:
+            _record(final, began)
         if final is None or final.outputs[0].finish_reason not in ("stop", "length"):
             raise RuntimeError(f"response {index} was aborted")
         output = final.outputs[0]
@@ -197,78 +192,72 @@ class EngineServer:
         if not task.cancelled():
             task.exception()  # looked at, so that asyncio does not report it a second time
 
-    async def weights(self, body: Any) -> Any:
-        from starlette.responses import JSONResponse
-
-        request = parse_weights(body)
+    async def weights(self, body: bytes) -> Any:
+        request = parse(WeightsRequest, body)
         check_fits(request.path, self.weights_dir, self.shapes)
         async with self.update:
-            if self.sleeping.weights_asleep:
+            if "weights" in self.sleeping.asleep:
                 raise Refused(str(self.sleeping.refusal))
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self.idle.wait(), request.wait_s)
-            if self.in_flight:
-                error = f"{self.in_flight} responses in flight for longer than {request.wait_s:g} s; not updated"
-                return JSONResponse({"error": error}, status_code=409)
-            self.open.clear()
-            self.updating_since = began = time.monotonic()
-            try:
-                await self._load(os.path.realpath(request.path), request.version)
-            except Exception as error:  # the model may be half old, half new: never serve from it
-                _log.critical("update to %d failed half-way: %s: %s", request.version, type(error).__name__, error)
-                asyncio.get_running_loop().call_later(0.5, os._exit, ENGINE_LOST)
-                return JSONResponse({"error": f"update failed, engine lost: {error}"[:500]}, status_code=500)
-            self.updating_since = 0.0
-            self.sleeping.loaded()
-            self._open_if_awake()
-        RECORDER.add(f"load weights {request.version}", "weights", began, time.monotonic())
-        return JSONResponse({"weight_version": request.version, "seconds": round(time.monotonic() - began, 4)})
+            await self._close(request.wait_s)
+            return await self._change(f"load weights {request.version}", self._load(request))
 
-    async def _load(self, path: str, version: int) -> None:
-        await self.engine.collective_rpc("prorl_load_weights", args=(path,))
+    async def _load(self, request: WeightsRequest) -> dict[str, Any]:
+        self.updating_since = began = time.monotonic()
+        await self.engine.collective_rpc("prorl_load_weights", args=(os.path.realpath(request.path),))
         if not await self.engine.reset_prefix_cache():  # true unless blocks are in use; old prefixes would answer
             raise RuntimeError("the prefix cache could not be dropped")
-        await self.engine.update_weight_version(str(version))  # vLLM stamps it on every response
-        self.version = version
+        await self.engine.update_weight_version(str(request.version))  # vLLM stamps it on every response
+        self.version, self.updating_since, self.sleeping.weights_lost = request.version, 0.0, False
+        RECORDER.add(f"load weights {request.version}", "weights", began, time.monotonic())
+        return {"weight_version": request.version, "seconds": round(time.monotonic() - began, 4)}
 
-    def _open_if_awake(self) -> None:
-        if self.sleeping.refusal is None:
-            self.open.set()
-
-    async def sleep(self, body: Any) -> Any:
-        request = parse_sleep(body)
+    async def sleep(self, body: bytes) -> Any:
+        request = parse(SleepRequest, body)
         async with self.update:
-            await when_idle(self.idle, lambda: self.in_flight, request.wait_s)
-            self.open.clear()
+            await self._close(request.wait_s)
             return await self._change("sleep", self.sleeping.fall_asleep(request.level))
 
-    async def wake(self, body: Any) -> Any:
-        parts = parse_wake(body)
+    async def wake(self, body: bytes) -> Any:
+        request = parse(WakeRequest, body)
         async with self.update:
-            return await self._change("wake", self.sleeping.wake(parts))
+            return await self._change("wake", self.sleeping.wake(request.parts))
+
+    async def _close(self, wait_s: float) -> None:
+        """Let no response begin; returns once none is in flight.  Raises Refused with their number after `wait_s`."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.idle.wait(), wait_s)
+        if self.in_flight:
+            raise Refused(f"{self.in_flight} responses in flight for longer than {wait_s:g} s; nothing was changed")
+        self.open.clear()
 
     async def _change(self, what: str, work: Awaitable[dict[str, Any]]) -> Any:
-        """Falls asleep or wakes; an engine that did so by half holds memory that nobody counts on, and ends."""
+        """Do what changes the whole engine, and open it for responses unless it sleeps.
+
+        An engine that failed half-way may hold half-old weights or memory that nobody counts on: it serves nothing
+        more, and ends.
+        """
         from starlette.responses import JSONResponse
 
         try:
-            return JSONResponse(await work)
-        except (BadRequest, Refused):
+            result = await work
+        except (BadRequest, Refused):  # nothing was changed
+            self._open_if_awake()
             raise
         except Exception as error:
             _log.critical("the engine failed to %s: %s: %s", what, type(error).__name__, error)
             asyncio.get_running_loop().call_later(0.5, os._exit, ENGINE_LOST)
             return JSONResponse({"error": f"failed to {what}, engine lost: {error}"[:500]}, status_code=500)
-        finally:
-            self._open_if_awake()
+        self._open_if_awake()
+        return JSONResponse(result)
 
-    async def trace(self, body: Any) -> Any:
+    def _open_if_awake(self) -> None:
+        if self.sleeping.refusal is None:
+            self.open.set()
+
+    async def trace(self, body: bytes) -> Any:
         from starlette.responses import JSONResponse
 
-        try:
-            return JSONResponse(self.recording.record(body))
-        except ValueError as error:
-            raise BadRequest(str(error)) from error
+        return JSONResponse(answer(parse(TraceRequest, body).model_dump(), self.name))
 
     async def health(self) -> Any:
         """Asks the core itself, so a hung one shows; during an update the core has no time, and the clock decides."""
@@ -296,6 +285,17 @@ class EngineServer:
         )
 
 
+def _record(final: Any, began: float) -> None:
+    """Note a response in the trace, if one is recorded; `final` None: it was given up."""
+    output = None if final is None else final.outputs[0]
+    said: dict[str, Any] = {
+        "tokens": 0 if output is None else len(output.token_ids),
+        "finish_reason": "aborted" if output is None else str(output.finish_reason),
+        "prompt_cached": 0 if final is None else final.num_cached_tokens or 0,
+    }
+    RECORDER.add("response", "responses", began, time.monotonic(), **said)
+
+
 async def _next_of(queue: "asyncio.Queue[asyncio.Task[str]]", seconds: float) -> "list[asyncio.Task[str]]":
     """All that is in a queue, waiting for the first; nothing after so many seconds."""
     try:
@@ -319,44 +319,29 @@ async def leave_with(engine: Any, guard: Guard) -> None:
     os._exit(ENGINE_LOST)
 
 
-def require_token(app: Any, token: str) -> Any:
-    """The same ASGI application for requests that bring the run's token; 401 for all others."""
-    from starlette.responses import JSONResponse
-
-    expected = f"Bearer {token}".encode()
-
-    async def guarded(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, expected):
-                refusal = JSONResponse({"error": "Authorization: Bearer TOKEN with the run's token is needed"}, 401)
-                await refusal(scope, receive, send)
-                return
-        await app(scope, receive, send)
-
-    return guarded
-
-
-def make_app(lifespan: Any) -> Any:
-    """Routes; `app.state.server` is set by the lifespan."""
+def make_app(lifespan: Any, token: str) -> Any:
+    """Routes, for requests that bring the run's token; `app.state.server` is set by the lifespan."""
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import JSONResponse
     from starlette.routing import Route
 
+    def refused(status: int, error: object) -> JSONResponse:
+        return JSONResponse({"error": str(error)}, status_code=status)
+
     async def call(request: Request) -> Any:
         server: EngineServer = app.state.server
+        given = request.headers.get("authorization", "").encode("latin-1")
+        if not hmac.compare_digest(given, f"Bearer {token}".encode()):
+            return refused(401, "Authorization: Bearer TOKEN with the run's token is needed")
         try:
             if request.url.path == "/health":
                 return await server.health()
-            body = await request.json()
-            return await getattr(server, request.url.path[1:])(body)  # of the routes below only
+            return await getattr(server, request.url.path[1:])(await request.body())  # of the routes below only
         except (BadRequest, UnfitWeights) as error:
-            return JSONResponse({"error": str(error)}, status_code=400)
+            return refused(400, error)
         except Refused as error:
-            return JSONResponse({"error": str(error)}, status_code=409)
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-            return JSONResponse({"error": f"the body is not JSON: {error}"}, status_code=400)
+            return refused(409, error)
 
     routes = [Route(path, call, methods=["POST"]) for path in ("/generate", "/weights", "/sleep", "/wake", "/trace")]
     app = Starlette(routes=[*routes, Route("/health", call)], lifespan=lifespan)
@@ -388,18 +373,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--hold-s", type=float, default=3600.0, help="for the hold file to go")
     p.add_argument("--health-s", type=float, default=30.0, help="the core must answer /health within this")
     return p.parse_args(argv)
-
-
-def read_token(path: str) -> str:
-    """The token; ValueError unless the file is the user's own, unreadable to others and not empty."""
-    status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_uid != os.getuid():
-        raise ValueError(f"{path}: must be a file of yours that nobody else can read (chmod 600)")
-    with open(path, encoding="ascii") as file:
-        token = file.read().strip()
-    if len(token) < 16:
-        raise ValueError(f"{path}: a token has 16 characters or more, this one {len(token)}")
-    return token
 
 
 class EngineEndpoint(TypedDict):
@@ -468,8 +441,9 @@ def serve(args: argparse.Namespace, token: str, shapes: Shapes, guard: Guard) ->
             remove_endpoint(args.endpoint_file)
         engine.shutdown()
 
-    app = require_token(make_app(lifespan), token)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="on")
+    config = uvicorn.Config(
+        make_app(lifespan, token), log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="on"
+    )
     server = uvicorn.Server(config)
     server.run(sockets=[sock])
     return 0 if server.started else ENGINE_LOST
@@ -482,7 +456,7 @@ def main(argv: list[str] | None = None) -> int:
         token = read_token(args.token_file)
         shapes = shapes_of_model(args.model)
         guard = Guard(args.parent_pid)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # a ConfigError is one, too
         _log.error("%s", error)
         return 2
     set_environment(args.threads, args.eager)

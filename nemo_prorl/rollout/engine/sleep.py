@@ -9,51 +9,20 @@ resumes its scheduler, and keeps its memory; the answers say so (`frees_memory` 
 Runs in the rollout environment.  Importing this module imports neither torch nor vLLM.
 """
 
-import asyncio
 import contextlib
 import logging
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-from nemo_prorl.rollout.engine.requests import BadRequest, is_number, json_object
+from nemo_prorl.rollout.engine.requests import PARTS, BadRequest
 
 _log = logging.getLogger(__name__)
 
-PARTS = ("weights", "kv_cache")  # vLLM's tags, in the order in which they are woken
-LEVELS = (1, 2)
 HOLD_FILE = "engines-asleep"  # beside the endpoint files, while the engines sleep
 HELD_SUFFIX = ".held"  # of the file of an engine that waits for it to go
 _POLL_S = 0.2
-
-
-@dataclass(frozen=True)
-class SleepRequest:
-    """A checked POST /sleep."""
-
-    level: int
-    wait_s: float
-
-
-def parse_sleep(body: Any) -> SleepRequest:
-    """Checks a POST /sleep body; raises BadRequest."""
-    values = {"level": None, "wait_s": 0, **json_object(body, {"level", "wait_s"})}
-    if values["level"] not in LEVELS or isinstance(values["level"], bool):
-        raise BadRequest(
-            f"level must be 1 (weights go to host memory) or 2 (they are dropped), not {values['level']!r}"
-        )
-    if not is_number(values["wait_s"], 0, 1e6, int, float):
-        raise BadRequest(f"wait_s must be seconds in 0..1e6, not {values['wait_s']!r}")
-    return SleepRequest(values["level"], float(values["wait_s"]))
-
-
-def parse_wake(body: Any) -> tuple[str, ...]:
-    """Checks a POST /wake body; the parts to wake, in order.  Raises BadRequest."""
-    parts = {"parts": list(PARTS), **json_object(body, {"parts"})}["parts"]
-    if not isinstance(parts, list) or not parts or not all(part in PARTS for part in parts):
-        raise BadRequest(f"parts must be a list of {' and '.join(PARTS)}, not {parts!r}")
-    return tuple(part for part in PARTS if part in parts)
 
 
 class Refused(RuntimeError):
@@ -78,14 +47,6 @@ class EngineSleep:
             return "the engine dropped its weights when it slept (level 2); load some first"
         return None
 
-    @property
-    def weights_asleep(self) -> bool:
-        return "weights" in self.asleep
-
-    def loaded(self) -> None:
-        """All weights were just loaded."""
-        self.weights_lost = False
-
     async def fall_asleep(self, level: int) -> dict[str, Any]:
         """With nothing in flight.  Raises Refused while it sleeps at another level, BadRequest if not made for it."""
         if not self.enabled:
@@ -100,10 +61,10 @@ class EngineSleep:
         freed = await self._free_bytes() - free
         return {**self.account(), "freed_bytes": freed, "seconds": round(time.monotonic() - began, 4)}
 
-    async def wake(self, parts: tuple[str, ...]) -> dict[str, Any]:
+    async def wake(self, parts: Sequence[str]) -> dict[str, Any]:
         """Takes the device's memory for these parts; what is awake stays so."""
         began = time.monotonic()
-        if due := [part for part in parts if part in self.asleep]:
+        if due := [part for part in self.asleep if part in parts]:
             await self.engine.wake_up(due)
             self.asleep = tuple(part for part in self.asleep if part not in due)
         return {**self.account(), "seconds": round(time.monotonic() - began, 4)}
@@ -113,21 +74,13 @@ class EngineSleep:
         return {
             "level": self.level if self.asleep else 0,
             "asleep": list(self.asleep),
-            "holds_weights": not (self.weights_lost or self.weights_asleep),
+            "holds_weights": not (self.weights_lost or "weights" in self.asleep),
             "frees_memory": self.frees_memory,
         }
 
     async def _free_bytes(self) -> int:
         """Of the devices of all workers; 0 where they cannot say."""
         return sum(await self.engine.collective_rpc("prorl_free_bytes")) if self.frees_memory else 0
-
-
-async def when_idle(idle: asyncio.Event, in_flight: Any, seconds: float) -> None:
-    """Returns once nothing is in flight; raises Refused with the count after `seconds`."""
-    with contextlib.suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(idle.wait(), seconds)
-    if count := in_flight():
-        raise Refused(f"{count} responses in flight for longer than {seconds:g} s; the engine stays awake")
 
 
 def wait_while_held(hold: str, told: str, seconds: float) -> None:

@@ -65,8 +65,9 @@ def drawn(k: int) -> PromptDraw:
 
 def collector_of(engines: Any, rewards: Any, prompts: Any = None, cfg: Config | None = None) -> Collector:
     """Return a collector of these stand-ins."""
+    drawn_from: Any = prompts or Numbered()
     plain: Any = Plain()
-    return Collector(cfg or config(), engines, rewards, prompts or Numbered(), plain)
+    return Collector(cfg or config(), engines, rewards, drawn_from, plain)
 
 
 class EvenIsRight:

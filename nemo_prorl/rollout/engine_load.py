@@ -48,15 +48,15 @@ class EngineLoad:
             busy = sum(map(bool, self._open.values()))
             self._seen.append((time.monotonic(), self._total, busy, len(self._lost)))
 
-    def end(self, over: float | None = None) -> dict[str, float]:
-        """Of what was measured until `over` (monotonic; None: now).
+    def end(self) -> dict[str, float]:
+        """Of what was measured.
 
         `responses` asked for; `tail_s` and `tail_responses`, the tail's length and how many it waited for; `idle_s`:
         seconds without work, mean over the engines; in the tail by how far they are from what they once held; `lost_s`:
         seconds from an engine's failure until it answers again, mean over the engines.
         """
         assert self._began is not None, "begin was not called"
-        began, over, self._began = self._began, time.monotonic() if over is None else over, None
+        began, over, self._began = self._began, time.monotonic(), None
         most = max(total for _, total, *_ in self._seen)
         few = max(1, int(TAIL_SHARE * most))
         last = max((at for at, total, *_ in self._seen if total), default=began)  # the change before the last end

@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,10 @@ class _Slot:
 
 @dataclass
 class _Share:
-    """Room on an engine for some responses to a prompt, of which so many are still open."""
+    """Room on an engine for some responses to a prompt, by their indexes, of which so many are still open."""
 
     slot: _Slot
+    indexes: list[int]
     open: int
 
 
@@ -135,7 +137,7 @@ class EnginePool:
         seeds: Sequence[int],
         sampling: SamplingParams,
         deadline: Deadline,
-        on_response: Callable[[Response], None] | None = None,
+        on_response: Callable[[Response], object] = lambda response: None,
         version: int | None = None,
     ) -> list[Response]:
         """One response for each seed, in the order of seeds; `on_response` is called for each the moment it ends.
@@ -146,71 +148,68 @@ class EnginePool:
         if version is not None and self.current is not None and self.current[1] != version:
             raise ValueError(f"weights {version} are asked for, but {self.current[1]} are published")
         got: dict[int, Response] = {}
-        asked: dict[asyncio.Task[list[int]], _Slot] = {}
+
+        def take(share: _Share, response: Response) -> None:
+            if response.index not in got:
+                got[response.index] = response
+                self._free(share, 1)
+                on_response(response)
+
+        attempt = partial(self._attempt, prompt_ids, seeds, sampling, version, deadline, take)
         missing, failed = list(range(len(seeds))), None
+        attempts: dict[asyncio.Task[None], _Share] = {}
         try:
             async with asyncio.timeout(deadline.remaining):
-                while missing or asked:
-                    for share in await self._room_for(len(missing)) if missing else ():
-                        part, missing = missing[: share.open], missing[share.open :]
-                        attempt = self._attempt(
-                            share, prompt_ids, seeds, part, sampling, version, got, on_response, deadline
-                        )
-                        task = asyncio.ensure_future(attempt)
+                while missing or attempts:
+                    for share in await self._room_for(missing) if missing else ():
+                        missing = missing[share.open :]
+                        task = asyncio.ensure_future(attempt(share))
                         task.add_done_callback(partial(self._free_rest, share))
-                        asked[task] = share.slot
+                        attempts[task] = share
                     if not missing:
-                        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-                    for task in [task for task in asked if task.done()]:
-                        slot = asked.pop(task)
-                        if again := task.result():
-                            missing, failed = missing + again, slot
+                        await asyncio.wait(attempts, return_when=asyncio.FIRST_COMPLETED)
+                    for task in [task for task in attempts if task.done()]:
+                        share = attempts.pop(task)
+                        task.result()
+                        if again := [index for index in share.indexes if index not in got]:
+                            missing, failed = missing + again, share.slot
         except TimeoutError:
-            accounts = sorted({self._account(slot) for slot in asked.values()}) or [self._account(failed)]
+            accounts = sorted({self._account(s.slot) for s in attempts.values()}) or [self._account(failed)]
             where = f"{len(seeds) - len(got)} of {len(seeds)} responses missing, {'; '.join(accounts)}"
             raise DeadlineExceeded(f"{deadline.error()}: {where}") from None
         finally:
-            await _cancel(asked)
+            await _cancel(attempts)
         return [got[i] for i in range(len(seeds))]
 
     async def _attempt(
         self,
-        share: _Share,
         prompt_ids: Sequence[int],
         seeds: Sequence[int],
-        missing: list[int],
         sampling: SamplingParams,
         version: int | None,
-        got: dict[int, Response],
-        on_response: Callable[[Response], None] | None,
         deadline: Deadline,
-    ) -> list[int]:
-        """Asks one engine for some responses; returns those that it failed to give."""
+        take: Callable[[_Share, Response], None],
+        share: _Share,
+    ) -> None:
+        """Ask one engine for the responses of a share; `take` gets each the moment it comes."""
         slot = share.slot
         try:
             if await self._bring_up_to_date(slot, deadline):
                 self.load.answered(slot.name)
-            stream = slot.client.generate(prompt_ids, [seeds[i] for i in missing], sampling, version)
+            stream = slot.client.generate(prompt_ids, [seeds[i] for i in share.indexes], sampling, version)
             async with contextlib.aclosing(stream) as replies:
                 async for reply in replies:
                     self.load.answered(slot.name)
                     if version is not None and reply.weight_version != version:
                         raise EngineFailure(f"{slot.name}: answered with weights {reply.weight_version}, not {version}")
-                    index = missing[reply.index]
-                    if index in got:
-                        continue
-                    got[index] = replace(reply, index=index)
-                    self._free(share, 1)
-                    if on_response is not None:
-                        on_response(got[index])
+                    take(share, replace(reply, index=share.indexes[reply.index]))
             self._succeeded(slot)
         except EngineFailure as error:
             self._failed(slot, error)
             slot.loaded = None  # if it is the wrong version, load again; if it died, it is another slot anyway
-        return [index for index in missing if index not in got]
 
-    async def _room_for(self, responses: int) -> list[_Share]:
-        """Reserves room for responses, or for some of them, on the least loaded engines that are well.
+    async def _room_for(self, responses: list[int]) -> list[_Share]:
+        """Reserve room for responses, or for the first of them, on the least loaded engines that are well.
 
         Waits for room for one at least, first come first served.
         """
@@ -227,12 +226,12 @@ class EnginePool:
                     async with asyncio.timeout(_POLL_S):
                         await self._freed.wait()
 
-    def _shares(self, slots: list[_Slot], responses: int) -> list[_Share]:
-        """What each engine that is well gets of a prompt's responses, as far as there is room."""
-        now = time.monotonic()
+    def _shares(self, slots: list[_Slot], responses: list[int]) -> list[_Share]:
+        """Return what each engine that is well gets of a prompt's responses, as far as there is room."""
+        now, left = time.monotonic(), iter(responses)
         usable = [slot for slot in slots if slot.retry_at <= now]
-        counts = spread([slot.in_flight for slot in usable], responses, self.max_in_flight)
-        return [_Share(slot, count) for slot, count in zip(usable, counts, strict=True) if count]
+        counts = spread([slot.in_flight for slot in usable], len(responses), self.max_in_flight)
+        return [_Share(slot, list(islice(left, n)), n) for slot, n in zip(usable, counts, strict=True) if n]
 
     def _free(self, share: _Share, responses: int) -> None:
         share.open -= responses

@@ -27,14 +27,14 @@ _HEADER_BYTES = 1 << 19  # set aside for the header: enough for 4,000 tensors
 _STAGE_BYTES = 1 << 26
 
 
-def weights_folder(run_dir: str | Path, node: int | None = None, base: str | Path = "/dev/shm") -> Path:
+def weights_folder(run_dir: str | Path, node: int | None = None) -> Path:
     """The folder of a run's published weights: another for every user and run directory.
 
     `node`: of a run on several; with it nodes that share a machine keep apart.
     """
     real = os.path.realpath(run_dir)
     digest = hashlib.blake2b(real.encode(), digest_size=8).hexdigest()
-    return Path(base) / f"prorl-{os.getuid()}-{digest}{'' if node is None else f'-{node}'}"
+    return Path("/dev/shm") / f"prorl-{os.getuid()}-{digest}{'' if node is None else f'-{node}'}"
 
 
 class WeightStore:

@@ -117,16 +117,13 @@ class EngineServer:
         tasks = self._start(request)
         self.in_flight += len(tasks)
         self.idle.clear()
-        ended: asyncio.Queue[asyncio.Task[str]] = asyncio.Queue()
         for task in tasks:
             task.add_done_callback(self._ended)
-            task.add_done_callback(ended.put_nowait)
-        left = len(tasks)
+        left = set(tasks)
         try:
             while left:
-                got = await _next_of(ended, HEARTBEAT_S)
-                left -= len(got)
-                yield "".join(task.result() for task in got) or "\n"
+                done, left = await asyncio.wait(left, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
+                yield "".join(task.result() for task in done) or "\n"
             yield json.dumps({"done": len(tasks)}) + "\n"
         except Exception as error:  # EngineDeadError above all; the response has begun, so it is said in the stream
             _log.error("a request broke off: %s: %s", type(error).__name__, error)
@@ -294,18 +291,6 @@ def _record(final: Any, began: float) -> None:
         "prompt_cached": 0 if final is None else final.num_cached_tokens or 0,
     }
     RECORDER.add("response", "responses", began, time.monotonic(), **said)
-
-
-async def _next_of(queue: "asyncio.Queue[asyncio.Task[str]]", seconds: float) -> "list[asyncio.Task[str]]":
-    """All that is in a queue, waiting for the first; nothing after so many seconds."""
-    try:
-        async with asyncio.timeout(seconds):
-            got = [await queue.get()]
-    except TimeoutError:
-        return []
-    while not queue.empty():
-        got.append(queue.get_nowait())
-    return got
 
 
 async def leave_with(engine: Any, guard: Guard) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import threading
 from collections.abc import Awaitable, Coroutine
@@ -25,7 +26,7 @@ class BackgroundLoop:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Waits for `work`; it has the deadlines.  See `start` and `result`."""
+        """Start `work` and wait for its result; it has the deadlines."""
         return self.result(self.start(work))
 
     def start(self, work: Coroutine[Any, Any, _T]) -> "concurrent.futures.Future[_T]":
@@ -95,11 +96,8 @@ class BackgroundLoop:
                 await asyncio.wait([self._task])
             await last
 
-        future = asyncio.run_coroutine_threadsafe(wind_up(), self._loop)
-        try:
-            future.result(seconds)
-        except Exception as error:
-            _log.warning("closing the rollouts: %s: %s", type(error).__name__, error)
+        with contextlib.suppress(Exception):  # what is left over ends with the process
+            asyncio.run_coroutine_threadsafe(wind_up(), self._loop).result(seconds)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(seconds)
         if not self._thread.is_alive():

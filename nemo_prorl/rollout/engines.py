@@ -47,22 +47,11 @@ class _Slot:
     in_flight: int = 0
     failures: int = 0
     retry_at: float = 0.0  # monotonic
-    last_error: str = ""
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def path_of(self, published: str) -> str:
         """A published file as this engine's node has it: every node writes its own, under the same name."""
         return published if self.weights_dir is None else str(self.weights_dir / Path(published).name)
-
-    def failed(self, error: Exception) -> None:
-        self.failures += 1
-        self.retry_at = time.monotonic() + min(_MAX_BACKOFF_S, 0.1 * 2.0 ** min(self.failures, 10))
-        self.last_error = str(error)
-        if self.failures & (self.failures - 1) == 0:  # a dead engine fails all its open requests: 1, 2, 4, ... are told
-            _log.warning("%s failed (%d in a row): %s", self.name, self.failures, error)
-
-    def succeeded(self) -> None:
-        self.failures, self.retry_at = 0, 0.0
 
 
 @dataclass
@@ -90,7 +79,7 @@ class EnginePool:
         self.wake_failures: dict[str, str] = {}  # of the last publication: engine, what it said
         self._token = token
         self._slots: dict[str, _Slot] = {}
-        self._last_failure: dict[str, str] = {}
+        self._last_failure: dict[str, str] = {}  # of each engine, also of one that is gone
         self._scanned_at = -math.inf  # monotonic
         self._http: aiohttp.ClientSession | None = None
         self._turn, self._freed = asyncio.Lock(), asyncio.Event()
@@ -125,9 +114,6 @@ class EnginePool:
                 found[name] = old
             elif ready:
                 found[name] = _Slot(name, pid, EngineClient(session, url, self._token), weights_dir)
-        for name, slot in self._slots.items():
-            if slot.last_error:
-                self._last_failure[name] = slot.last_error
         self._slots, self._scanned_at = found, time.monotonic()
         return list(found.values())
 
@@ -355,17 +341,21 @@ class EnginePool:
             self._failed(slot, error)
 
     def _succeeded(self, slot: _Slot) -> None:
-        slot.succeeded()
+        slot.failures, slot.retry_at = 0, 0.0
         self.load.answered(slot.name)
 
     def _failed(self, slot: _Slot, error: EngineFailure) -> None:
-        slot.failed(error)
+        slot.failures += 1
+        slot.retry_at = time.monotonic() + min(_MAX_BACKOFF_S, 0.1 * 2.0 ** min(slot.failures, 10))
+        self._last_failure[slot.name] = str(error)
+        if slot.failures & (slot.failures - 1) == 0:  # a dead engine fails all its open requests: 1, 2, 4, ... are told
+            _log.warning("%s failed (%d in a row): %s", slot.name, slot.failures, error)
         self.load.lost(slot.name)
 
     def _account(self, slot: _Slot | None) -> str:
         """One engine, or all, in an error message."""
         if slot is not None:
-            last = slot.last_error or self._last_failure.get(slot.name, "")
+            last = self._last_failure.get(slot.name, "")
             return f"{slot.name} at {slot.client.url}" + (f" (last failure: {last})" if last else "")
         failures = "".join(f"; {name} (last failure: {text})" for name, text in sorted(self._last_failure.items()))
         return f"{len(self._slots)} of {self.engines} engines known from {self.endpoints}/engine-*.json{failures}"

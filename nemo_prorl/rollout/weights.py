@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,7 +24,6 @@ MARKER = ".prorl-weights"
 _OURS = re.compile(r"weights-\d{8,}\.safetensors(\.\d+\.tmp)?")
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _HEADER_BYTES = 1 << 19  # set aside for the header: enough for 4,000 tensors
-_STAGE_BYTES = 1 << 26
 
 
 def weights_folder(run_dir: str | Path, node: int | None = None) -> Path:
@@ -100,8 +99,7 @@ class WeightStore:
                 raise ValueError(f"{name}: given twice" if name in header else f"{name}: dtype {tensor.dtype}")
             flat = tensor.detach().contiguous().reshape(-1)
             size = flat.numel() * flat.element_size()
-            for piece in _pieces(flat.view(torch.uint8)) if size else ():
-                file.write(piece)
+            file.write(flat.view(torch.uint8).cpu().numpy().data)
             header[name] = {
                 "dtype": _DTYPES[tensor.dtype],
                 "shape": list(tensor.shape),
@@ -134,35 +132,6 @@ class WeightStore:
         if [p.name for p in self.folder.iterdir()] == [MARKER]:
             (self.folder / MARKER).unlink()
             self.folder.rmdir()
-
-
-def _pieces(flat: Tensor) -> Iterator[memoryview]:
-    """The bytes of a uint8 tensor: at once from host memory, staged from a GPU's."""
-    return _staged(flat) if flat.is_cuda else iter([flat.numpy().data])
-
-
-def _staged(flat: Tensor, size: int = _STAGE_BYTES) -> Iterator[memoryview]:
-    """The bytes of a uint8 tensor through two page-locked buffers: the GPU fills one while the other is written.
-
-    A piece holds until the next one is asked for.
-    """
-    buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=flat.is_cuda) for _ in range(2)]
-    copied: list[torch.cuda.Event | None] = [None, None]
-
-    def begin(number: int) -> None:
-        part = flat[number * size : (number + 1) * size]
-        buffers[number % 2][: len(part)].copy_(part, non_blocking=True)
-        if flat.is_cuda:
-            event = copied[number % 2] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-
-    begin(0)
-    for number in range(-(-len(flat) // size)):
-        if (number + 1) * size < len(flat):
-            begin(number + 1)
-        if (event := copied[number % 2]) is not None:
-            event.synchronize()
-        yield buffers[number % 2][: min(size, len(flat) - number * size)].numpy().data
 
 
 def _is_ours(path: Path) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemo_prorl.errors import ConfigError, UnfitMachine
 from nemo_prorl.rollout.engine.weights import read_header
-from nemo_prorl.rollout.weights import MARKER, WeightStore, _staged, weights_folder
+from nemo_prorl.rollout.weights import MARKER, WeightStore, weights_folder
 
 TENSORS = {
     "model.a": torch.randn(5, 7, generator=torch.Generator().manual_seed(1)),
@@ -135,10 +135,3 @@ def test_a_tensor_of_no_known_dtype_or_given_twice_is_refused(tmp_path: Path) ->
         with pytest.raises(ValueError, match="a: "):
             store.write(tensors, 1)
     assert store.versions() == []
-
-
-@pytest.mark.parametrize("length", [1, 4, 7, 8, 9, 16, 31])
-def test_staged_bytes_are_all_bytes_in_order(length: int) -> None:
-    """The path of a GPU's tensors, here with ordinary memory and without a stream: it says nothing of their order."""
-    flat = torch.arange(length, dtype=torch.uint8)
-    assert b"".join(bytes(piece) for piece in _staged(flat, size=4)) == bytes(range(length))

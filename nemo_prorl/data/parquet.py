@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 _BATCH_ROWS = 1024
 
 
-def is_parquet(path: str | Path) -> bool:
-    return Path(path).suffix == ".parquet"
-
-
 def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Each row with its number, from 1; columns that are null are absent.  Raises DataError that names the file."""
     import pyarrow
@@ -35,18 +31,6 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     yield number, {key: value for key, value in row.items() if value is not None}
     except pyarrow.ArrowException as error:
         raise DataError(f"{path}: no readable Parquet file: {str(error).splitlines()[0]}") from error
-
-
-def has_messages(path: str | Path) -> bool:
-    """Whether the prompts of a file are message lists; a file that cannot be read has none."""
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        schema = pyarrow.parquet.read_schema(path)
-        return "prompt" in schema.names and bool(pyarrow.types.is_list(schema.field("prompt").type))
-    except (pyarrow.ArrowException, OSError):
-        return False
 
 
 def record_of(row: dict[str, Any], where: str) -> dict[str, Any]:

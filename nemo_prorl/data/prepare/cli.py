@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = _options(arguments)
     from nemo_prorl.data.prepare import job
 
-    manifest = job.prepare(options, job.own_command())
+    manifest = job.prepare(options, ["prorl", *sys.argv[1:]])
     sys.stdout.write(job.summary(options, manifest))
     return 0
 

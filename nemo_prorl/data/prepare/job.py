@@ -2,7 +2,6 @@
 
 import logging
 import random
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -373,8 +372,3 @@ def summary(options: PrepareOptions, manifest: PreparedManifest) -> str:
         part = "train" if path.stem == "train" else "validation"
         lines.append(f"{path}: {written['records']} records; data.{part}=[{{name: {options.name}, path: {path}}}]")
     return "\n".join(lines) + "\n"
-
-
-def own_command() -> list[str]:
-    """The command line as it was given."""
-    return ["prorl", *sys.argv[1:]]

@@ -80,8 +80,6 @@ class EngineClient:
         Raises EngineFailure for a cut or silent stream, EngineRefused for a request that the engine calls wrong.
         """
         body = {"prompt": list(prompt_ids), "seeds": list(seeds), **asdict(sampling), "weight_version": version}
-        if sampling.stop_token_ids is None:
-            del body["stop_token_ids"]
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=_SILENCE_S)
         done = False
         try:
@@ -118,22 +116,20 @@ class EngineClient:
     async def load_weights(self, path: str, version: int, deadline: Deadline) -> None:
         """Loads a published file once the engine is idle."""
         body = {"path": path, "version": version, "wait_s": deadline.remaining}
-        await self._call("POST", "/weights", deadline.remaining, body)
+        await self._call("/weights", deadline, body)
 
     async def sleep(self, level: int, deadline: Deadline) -> dict[str, Any]:
         """Gives the device's memory away once the engine is idle; its account, with `freed_bytes`."""
-        return await self._call("POST", "/sleep", deadline.remaining, {"level": level, "wait_s": deadline.remaining})
+        return await self._call("/sleep", deadline, {"level": level, "wait_s": deadline.remaining})
 
     async def wake(self, part: str, deadline: Deadline) -> dict[str, Any]:
         """Takes the memory of `weights` or `kv_cache` back; an awake engine stays as it is."""
-        return await self._call("POST", "/wake", deadline.remaining, {"parts": [part]})
+        return await self._call("/wake", deadline, {"parts": [part]})
 
-    async def _call(self, method: str, path: str, timeout_s: float, body: Any = None) -> dict[str, Any]:
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=10)
+    async def _call(self, path: str, deadline: Deadline, body: dict[str, Any]) -> dict[str, Any]:
+        timeout = aiohttp.ClientTimeout(total=deadline.remaining, sock_connect=10)
         try:
-            async with self._http.request(
-                method, self.url + path, json=body, headers=self._headers, timeout=timeout
-            ) as reply:
+            async with self._http.post(self.url + path, json=body, headers=self._headers, timeout=timeout) as reply:
                 await self._raise_for_status(reply)
                 answer: dict[str, Any] = await reply.json()
                 return answer

@@ -52,7 +52,7 @@ def test_nothing_is_generated_between_sleep_and_the_last_part_of_the_wake() -> N
         sleep = EngineSleep(core, enabled=True, frees_memory=True)
         assert sleep.refusal is None
         said = await sleep.fall_asleep(1)
-        assert (said["freed_bytes"], said["asleep"], said["holds_weights"]) == (80, list(PARTS), False)
+        assert (said["freed_bytes"], said["asleep"]) == (80, list(PARTS))
         assert "sleeps (level 1: weights, kv_cache)" in str(sleep.refusal)
         await sleep.wake(("weights",))
         assert "sleeps (level 1: kv_cache)" in str(sleep.refusal)
@@ -70,7 +70,6 @@ def test_after_level_2_weights_must_be_loaded_whatever_is_awake() -> None:
         await sleep.fall_asleep(2)
         await sleep.wake(PARTS)
         assert "dropped its weights" in str(sleep.refusal)
-        assert not sleep.account()["holds_weights"]
         await sleep.fall_asleep(1)  # keeps what is not there
         await sleep.wake(PARTS)
         assert "dropped its weights" in str(sleep.refusal)

@@ -20,7 +20,7 @@ POST /sleep {"level": 2, "wait_s": 60}, POST /wake {"parts": ["weights"]}
 POST /trace {"record": true} or {"record": false}
     Records each response and each load of weights, until it is told to stop: then it answers with them.
 GET /health
-    200 with version, work in flight and processes; 503 if the engine core is dead or does not answer.
+    200 with version and work in flight; 503 if the engine core is dead or does not answer.
 
 Requests that arrive during an update wait for it.  Exit status 70: the core died, or an update, a sleep or a wake
 failed half-way; 2: wrong use.  No process survives this one (`guard.py`).
@@ -88,16 +88,11 @@ class EngineServer:
         self.engine, self.limits, self.shapes, self.sleeping, self.name = engine, limits, shapes, sleep, name
         self.weights_dir, self.health_s = weights_dir, health_s
         self.version: int = UNPUBLISHED
-        self.worker_pids: list[int] = []
         self.in_flight, self.requests, self.updating_since = 0, 0, 0.0
         self.update = asyncio.Lock()
         self.idle, self.open = asyncio.Event(), asyncio.Event()  # nothing in flight; no update under way
         self.idle.set()
         self.open.set()
-
-    async def start(self) -> None:
-        await self.engine.update_weight_version(str(self.version))
-        self.worker_pids = await self.engine.collective_rpc("prorl_process_id")
 
     async def generate(self, body: bytes) -> Any:
         from starlette.responses import StreamingResponse
@@ -277,7 +272,6 @@ class EngineServer:
                 "updating": updating,
                 "sleep": self.sleeping.account(),
                 "pid": os.getpid(),
-                "worker_pids": self.worker_pids,
             }
         )
 
@@ -412,8 +406,8 @@ def serve(args: argparse.Namespace, token: str, shapes: Shapes, guard: Guard) ->
         limits = limits_of(engine.model_config.hf_config, args.max_model_len)
         sleep = EngineSleep(engine, args.sleep, frees_memory=not is_cpu_build())
         name = f"engine-{args.index}"
-        server = app.state.server = EngineServer(engine, limits, shapes, args.weights_dir, args.health_s, sleep, name)
-        await server.start()
+        app.state.server = EngineServer(engine, limits, shapes, args.weights_dir, args.health_s, sleep, name)
+        await engine.update_weight_version(str(UNPUBLISHED))
         gc.collect()
         gc.freeze()  # vLLM and torch stay: they are not looked through while responses end
         watch = asyncio.ensure_future(leave_with(engine, guard))

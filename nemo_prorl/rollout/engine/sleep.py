@@ -74,7 +74,6 @@ class EngineSleep:
         return {
             "level": self.level if self.asleep else 0,
             "asleep": list(self.asleep),
-            "holds_weights": not (self.weights_lost or "weights" in self.asleep),
             "frees_memory": self.frees_memory,
         }
 

@@ -66,10 +66,6 @@ class WeightLoader:
     model_runner: Any
     reload_weights: Any  # the worker's: it also sets vLLM's configuration of the moment, which a quantised load reads
 
-    def prorl_process_id(self) -> int:
-        """The worker's process, for /health and for tests."""
-        return os.getpid()
-
     def prorl_free_bytes(self) -> int:
         """Of this worker's GPU."""
         import torch

@@ -33,6 +33,18 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise DataError(f"{path}: no readable Parquet file: {str(error).splitlines()[0]}") from error
 
 
+def has_messages(path: str | Path) -> bool:
+    """Whether the prompts of a file are message lists; a file that cannot be read has none."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        schema = pyarrow.parquet.read_schema(path)
+        return "prompt" in schema.names and bool(pyarrow.types.is_list(schema.field("prompt").type))
+    except (pyarrow.ArrowException, OSError):
+        return False
+
+
 def record_of(row: dict[str, Any], where: str) -> dict[str, Any]:
     """A row as a prompt record: `truth` and `meta` as objects.  Raises DataError naming `where` and the column."""
     record = dict(row)

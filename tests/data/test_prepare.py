@@ -288,12 +288,15 @@ def test_parquet_holds_the_same_records(tmp_path: Path) -> None:
         assert prepare("math", "--from", file, "--out", tmp_path / form, "--format", form, "--check", 0) == 0
     lines, rows = read_records(tmp_path / "jsonl" / "train.jsonl"), read_records(tmp_path / "parquet" / "train.parquet")
     assert lines == rows
+    assert tables.has_messages(tmp_path / "parquet" / "train.parquet")
     assert prepare("math", "--from", file, "--out", tmp_path / "parquet", "--prompt", "text", "--check", 0) == 0
     assert not (tmp_path / "parquet" / "train.parquet").exists()  # the form before is no part of the folder now
     texts: Any = [{**one, "prompt": one["prompt"][0]["content"]} for one in lines]
     assert records(tmp_path / "parquet") == texts
     tables.write_records(tmp_path / "t.parquet", texts)
     assert read_records(tmp_path / "t.parquet") == texts
+    assert not tables.has_messages(tmp_path / "t.parquet")
+    assert not tables.has_messages(file)
 
 
 def test_a_bad_parquet_file_is_named_with_its_row(tmp_path: Path) -> None:

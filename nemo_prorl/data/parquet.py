@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 _BATCH_ROWS = 1024
 
 
+def is_parquet(path: str | Path) -> bool:
+    return Path(path).suffix == ".parquet"
+
+
 def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Each row with its number, from 1; columns that are null are absent.  Raises DataError that names the file."""
     import pyarrow

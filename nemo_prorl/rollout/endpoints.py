@@ -59,8 +59,8 @@ def read_token(path: str | Path) -> str:
     file = Path(path)
     if file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError(f"{file}: the token must be unreadable to others (chmod 600)")
-    if len(token := file.read_text(encoding="ascii").strip()) < 16:
-        raise ConfigError(f"{file}: a token has 16 characters or more, this one {len(token)}")
+    if not (token := file.read_text(encoding="ascii").strip()):
+        raise ConfigError(f"{file}: is empty; it must hold the run's token")
     return token
 
 

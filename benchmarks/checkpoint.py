@@ -93,7 +93,7 @@ def measure(shape: dict[str, int], rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:  # TMPDIR says where
         folder = Path(name)
         job = build(shape, folder / "hf")
-        from nemo_prorl.policy.checkpoint import PolicyStore
+        from nemo_prorl.policy.checkpoint_files import PolicyStore
 
         saved = folder / "checkpoints" / "step-000001"
         writers = {way: PolicyStore(job.actor, way == "background", 600) for way in ("foreground", "background")}

@@ -3,9 +3,10 @@
 .venv/train/bin/python benchmarks/simulate.py                  the table, under a minute
 .venv/train/bin/python benchmarks/simulate.py --steps 40 --seed 2 --engines 8
 
-What is drawn, kept, carried and dropped is decided by the code that a run uses (`algorithms.sampling`), and so is
-which engine generates what (`rollout.scheduling`).  Simulated are lengths, verdicts, engines and reward workers.  All
-schedulers see the same prompts with the same lengths and verdicts.  These are assumptions, not measurements of a model:
+What is drawn, kept, carried and dropped is decided by the code that a run uses (`algorithms.dynamic_sampling`), and so
+is which engine generates what (`rollout.scheduling`).  Simulated are lengths, verdicts, engines and reward workers.
+All schedulers see the same prompts with the same lengths and verdicts.
+These are assumptions, not measurements of a model:
 
 Lengths: log-normal, exp(m + 0.45 u + 0.5 v) tokens, u of the prompt and v of the response standard normal, cut off at
 the cap; exp(m) by task as in TASKS.  A reasoning model of 1.5B parameters writes some thousands of tokens and is cut
@@ -35,7 +36,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from machine import describe
 
-from nemo_prorl.algorithms.sampling import DynamicSampler, KeepRates
+from nemo_prorl.algorithms.dynamic_sampling import DynamicSampler, KeepRates
 from nemo_prorl.config import DynamicSamplingConfig
 from nemo_prorl.rollout.scheduling import is_fresh, spread
 

@@ -85,7 +85,7 @@ class AdaptiveEntropyConfig:
 
 @dataclass
 class GRPOConfig:
-    """One training step (paper sec. 3, 4.1); `recipe.md` of the paper's numbers is `algorithm=prorl`."""
+    """One training step (paper sec. 3, 4.1).  conf/algorithm/prorl.yaml has the paper's numbers."""
 
     max_steps: int = key(100, "steps in all; a continued run may only raise it", least=1, may_change=True)
     prompts_per_step: int = key(256, "groups that a step trains on", least=1)

@@ -97,7 +97,7 @@ def warmup_examples(
 
 def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Trainer:
     """Build and wire all parts of a run.  A collective; waits until engines and reward servers are ready."""
-    from nemo_prorl.policy.checkpoint import PolicyStore
+    from nemo_prorl.policy.checkpoint_files import PolicyStore
 
     actor, leader, renderer = policy.actor, policy.leader, policy.renderer
     records = Records(cfg, run_dir, leader.rank == 0, policy.loggers)
@@ -202,7 +202,7 @@ def begin(trainer: Trainer, run_dir: Path) -> None:
 
 
 def begin_stage(trainer: Trainer, start: stages.Origin) -> None:
-    """Policy, master weights, reference and optimizer become those of the stage before, and the place in the data."""
+    """Take over policy, optimizer, reference and the place in the data from the stage before."""
     cfg, records = trainer.cfg, trainer.records
     sha256 = trainer.checkpoints.load_all(start.checkpoint)["weights_sha256"]
     from_ = {"start_from": str(start.checkpoint), "weights_sha256": sha256}

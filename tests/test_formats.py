@@ -454,8 +454,8 @@ def test_requests_to_a_run_and_what_its_hook_is_given_fit(tmp_path: Path) -> Non
 
 def test_state_fits(tmp_path: Path) -> None:
     """The parts of state.json from the objects whose state they are; whole runs' checkpoints are held to it, too."""
+    from nemo_prorl.algorithms.dynamic_sampling import KeepRates
     from nemo_prorl.algorithms.entropy import AdaptiveEntropy
-    from nemo_prorl.algorithms.sampling import KeepRates
     from nemo_prorl.config import DataSource, GRPOConfig
     from nemo_prorl.data.blend import Blend
     from nemo_prorl.lifecycle.records import code_sha256

@@ -127,6 +127,7 @@ class Parts:
         self.calls: list[Any] = []
         (folder / "endpoints").mkdir()
         (folder / "endpoints" / "token").touch(0o600)
+        (folder / "endpoints" / "token").write_text("t" * 16)
         Plan.of(self.cfg).write(folder)
 
     def note(self, name: str) -> Any:

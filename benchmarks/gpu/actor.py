@@ -83,7 +83,7 @@ def memory(emit: Emit, actor: Any, cfg: Any, settings: Settings, resident: int |
 
 def reset_save_load(emit: Emit, actor: Any, cfg: Any, batch: Any, folder: Path) -> None:
     """A hard reset, its checkpoint, and whether an update after loading it is the update without it."""
-    from nemo_prorl.policy import checkpoint
+    from nemo_prorl.policy import checkpoint_files
 
     update = real.updater(actor, cfg)
     actor.set_reference()
@@ -94,11 +94,11 @@ def reset_save_load(emit: Emit, actor: Any, cfg: Any, batch: Any, folder: Path) 
     emit("reference, right after a hard reset", mean_logp_gap=gap)
     batch = real.with_logprobs(batch, old_BT, ref_BT)
     saved = folder / "step-000001"
-    checkpoint.PolicyStore(actor).save(saved, {"step": 1})
+    checkpoint_files.PolicyStore(actor).save(saved, {"step": 1})
     size = sum(file.stat().st_size for file in saved.iterdir())
     emit("saved after the reset", size_bytes=size)
     onward = update(batch)["grad_norm"], actor.weights_sha256()
-    checkpoint.PolicyStore(actor).load(saved)
+    checkpoint_files.PolicyStore(actor).load(saved)
     again = update(batch)["grad_norm"], actor.weights_sha256()
     emit(
         "loaded, and the same update again",

@@ -1,6 +1,7 @@
 """How a run is saved and continued: the policy in Megatron's format, and named parts beside it in state.json.
 
-A part is anything with `state_dict` and `load_state_dict`.  All methods are collectives of all trainer ranks.
+A part is anything with `state_dict` and `load_state_dict`; `rank.build` names all of them.  Which files a checkpoint
+has, and who writes each, stands in `policy.checkpoint_files`.  All methods are collectives of all trainer ranks.
 """
 
 import logging
@@ -59,7 +60,7 @@ class LeaderState:
 
 
 class StoredPolicy(Protocol):
-    """What checkpoints need of the policy (`policy.checkpoint.PolicyStore`)."""
+    """What checkpoints need of the policy (`policy.checkpoint_files.PolicyStore`)."""
 
     def save(self, folder: Path, state: dict[str, Any], on_complete: Callable[[], object] | None = None) -> None: ...
     def wait(self) -> None: ...

@@ -1,8 +1,10 @@
 """Hard resets: pi_ref <- pi_theta and the optimizer anew (paper sec. 3.3.1): when, how, and the check that it was one.
 
-A reset is one transaction.  The journal gets `reset_intent`, policy and optimizer are reset, a checkpoint is written,
-the journal gets `reset_commit`.  A run that is killed before the checkpoint is complete goes on from the one before,
-and comes to the same reset again; one killed after it finds the reset in the checkpoint, and `settle` adds the commit.
+A reset is one transaction, `Resets.perform`, called by the trainer after a step and by `rank.begin_stage` at a stage's
+start.  The journal gets `reset_intent`, policy and optimizer are reset, and a checkpoint is written: when it is
+complete, the reset is done.  `reset_commit` in the journal only records that.  A run that is killed before the
+checkpoint is complete goes on from the one before, and comes to the same reset again; one killed after it finds the
+reset in the checkpoint, and `settle` adds the record.
 """
 
 import logging

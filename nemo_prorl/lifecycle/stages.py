@@ -1,4 +1,7 @@
-"""The chain of stages: where a stage finds the one before it (paper sec. 4.2)."""
+"""The chain of stages: where a stage finds the one before it (paper sec. 4.2).
+
+`rank.begin_stage` begins a stage from there.
+"""
 
 import json
 import os

@@ -5,6 +5,6 @@
 | `actor.py` | the model and the four things asked of it: log-probabilities, updates, weights, reference |
 | `build.py` | from a configuration to a running actor, with NeMo-Aligner's own script utilities |
 | `weights.py` | Hugging Face names and shapes <-> Megatron's, for any tensor and pipeline parallel size |
-| `checkpoint.py` | exact checkpoints in Megatron's distributed format, complete when renamed |
+| `checkpoint_files.py` | exact checkpoints in Megatron's distributed format, complete when renamed |
 | `cpu/` | what NeMo and Megatron need to run without CUDA, apex and Transformer Engine |
 """

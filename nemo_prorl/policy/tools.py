@@ -1,6 +1,6 @@
 """Between Hugging Face folders and checkpoints of this project: `prorl import-hf`, `prorl export-hf`.
 
-An imported checkpoint is a checkpoint folder (see `checkpoint.py`) with weights alone and `hf/`, the model's
+An imported checkpoint is a checkpoint folder (see `checkpoint_files.py`) with weights alone and `hf/`, the model's
 config.json and tokenizer.  It loads at any tensor, pipeline and data parallel size.  No model is built, so a machine
 without GPUs, NeMo or Megatron can do both.
 """
@@ -18,7 +18,7 @@ from nemo_prorl import settings
 from nemo_prorl.errors import CheckpointError, ConfigError
 from nemo_prorl.lifecycle.checkpoints import ImportedState
 from nemo_prorl.lifecycle.retention import FORMAT, OLD, TEMPORARY, TRASH, check_format, complete
-from nemo_prorl.policy.stored import read_policy, write_policy
+from nemo_prorl.policy.import_export import read_policy, write_policy
 from nemo_prorl.policy.weights import Digests, HFFolder, dtype_of, write_hf_folder
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@
 
 Each response goes to the reward server the moment it ends.  What is drawn and what is trained on depend on the verdicts
 in draw order and never on timing, so short responses are not favoured.  Which groups carry a signal, and when another
-prompt is drawn, is decided by `algorithms.sampling`.
+prompt is drawn, is decided by `algorithms.dynamic_sampling`.
 
 Suffixes: G groups, N responses of a group.
 """
@@ -28,7 +28,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 
 import torch
 
-from nemo_prorl.algorithms.sampling import DynamicSampler, KeepRates, carries_signal
+from nemo_prorl.algorithms.dynamic_sampling import DynamicSampler, KeepRates, carries_signal
 from nemo_prorl.config import Config
 from nemo_prorl.data.blend import Blend
 from nemo_prorl.data.render import PromptRenderer

@@ -1,5 +1,7 @@
 """What a rollout gives: judged groups, what a task's groups came to, and the batch of a step.
 
+`collector` keeps or drops a group.
+
 Suffixes: G groups, N responses of a group.
 """
 

@@ -1,6 +1,6 @@
 """What a step draws, and which engine generates what: decisions without I/O, which `benchmarks/simulate.py` runs too.
 
-`algorithms.sampling` decides which groups are kept, and when another is drawn.
+`algorithms.dynamic_sampling` decides which groups are kept, and when another is drawn.
 """
 
 import heapq

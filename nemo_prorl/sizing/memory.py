@@ -304,9 +304,9 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
     FP8, Transformer Engine keeps each layer's weights twice more, one byte each: as they are, and transposed.  The
     reference policy stays in host memory; while it is in use it lies on the GPU, too, beside the policy's own weights
     (`policy.actor`).  A checkpoint has both, float32 weights and moments; it is copied to host memory first, on rank 0
-    with the whole weights once more (`policy.checkpoint`), but for what lies there already while a run waits for the
-    write.  A pipeline's first stage keeps one micro-batch for each stage (arXiv 2205.05198, sec. 4.2.3); its last has
-    the logits.
+    with the whole weights once more (`policy.checkpoint_files`), but for what lies there already while a run waits for
+    the write.  A pipeline's first stage keeps one micro-batch for each stage (arXiv 2205.05198, sec. 4.2.3); its last
+    has the logits.
     """
     shape, layout = ModelShape.of(cfg.model, vocabulary(cfg)[0] if vocab is None else vocab), Layout.of(cfg)
     grpo, size = cfg.trainer.grpo, weight_bytes(cfg)

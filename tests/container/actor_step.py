@@ -19,7 +19,7 @@ def step(out: Path, overrides: list[str]) -> None:
 
     from nemo_prorl.algorithms.losses import denominator_terms
     from nemo_prorl.config import GRPOConfig
-    from nemo_prorl.policy import build, checkpoint
+    from nemo_prorl.policy import build, checkpoint_files
     from nemo_prorl.policy.weights import HFFolder
     from nemo_prorl.trainer import policy_loss
     from tests.policy import models, ranks
@@ -31,8 +31,8 @@ def step(out: Path, overrides: list[str]) -> None:
     logp_BT = actor.logprobs(batch)[0]
     share = float(denominator_terms(batch.mask_BT, "token"))
     stats = actor.update(batch, partial(policy_loss, config=GRPOConfig(kl_coef=0.1)), share)
-    checkpoint.PolicyStore(actor).save(out / "step-000001", {"step": 1})
-    checkpoint.PolicyStore(actor).load(out / "step-000001")
+    checkpoint_files.PolicyStore(actor).save(out / "step-000001", {"step": 1})
+    checkpoint_files.PolicyStore(actor).load(out / "step-000001")
     dtype = next(actor.module.parameters()).dtype
     say = f"weights {dtype}, mean logp {float(logp_BT[batch.mask_BT].mean()):.4f}, grad norm {stats['grad_norm']:.4f}"
     print(f"actor: torch {torch.__version__}, {say}, checkpoint saved and loaded")  # noqa: T201
@@ -46,7 +46,7 @@ def main() -> None:
     torch.set_num_threads(1)
     cpu.enable()
     import nemo_prorl.policy.build
-    import nemo_prorl.policy.checkpoint  # noqa: F401
+    import nemo_prorl.policy.checkpoint_files  # noqa: F401
     from tests.policy.ranks import fork_ranks
 
     with tempfile.TemporaryDirectory() as folder:

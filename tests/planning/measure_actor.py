@@ -30,7 +30,7 @@ def main(out: Path, context: int, rows: int) -> None:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     from nemo_prorl.batch import Batch
-    from nemo_prorl.policy import checkpoint
+    from nemo_prorl.policy import checkpoint_files
     from nemo_prorl.policy.build import build_actor
 
     actor = build_actor(cfg, out / "model").actor
@@ -54,9 +54,9 @@ def main(out: Path, context: int, rows: int) -> None:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             actor.gradients(batch, loss, 1.0, 1.2)
         sizes.append(sum(size for size, _ in kept.values()))
-    checkpoint.PolicyStore(actor).save(out / "step-000001", {"step": 1})
+    checkpoint_files.PolicyStore(actor).save(out / "step-000001", {"step": 1})
     place = ShardedTensor.from_rank_offsets("weight", torch.empty(2, 3, dtype=torch.bfloat16, device="meta"))
-    read = checkpoint._to_be_read(place).data
+    read = checkpoint_files._to_be_read(place).data
     told = {
         "read_into": [read.device.type, str(read.dtype), *read.shape],
         "activations": sizes[0],

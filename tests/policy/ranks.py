@@ -133,7 +133,7 @@ def rows_of_rank(rows: int, actor: Any) -> torch.Tensor:
 
 def measure(layout: Layout, out: Path) -> None:
     """What one rank does; rank 0 writes OUT/NAME.pt."""
-    from nemo_prorl.policy import checkpoint
+    from nemo_prorl.policy import checkpoint_files
     from nemo_prorl.policy.build import build_actor
 
     torch.set_num_threads(1)
@@ -160,7 +160,7 @@ def measure(layout: Layout, out: Path) -> None:
 
     # A checkpoint goes on to the bit, though it is written while updates go on; so does one of a hard reset.
     saved, step = out / "checkpoints" / layout.name, {"step": STEPS}
-    writer = checkpoint.PolicyStore(actor, background=True, seconds=60)
+    writer = checkpoint_files.PolicyStore(actor, background=True, seconds=60)
     sha = actor.weights_sha256()
     with held_back():
         with copied_bytes() as copied:
@@ -168,7 +168,7 @@ def measure(layout: Layout, out: Path) -> None:
         onward = [actor.update(mine, loss, denominator, with_entropy=True), actor.weights_sha256()]
         found["meanwhile"] = (writer.busy, saved.exists())
     writer.wait()
-    state = checkpoint.PolicyStore(actor).load(saved)
+    state = checkpoint_files.PolicyStore(actor).load(saved)
     again = [actor.update(mine, loss, denominator, with_entropy=True), actor.weights_sha256()]
     found["resumed"] = (state["step"], state["weights_sha256"] == sha, onward, again)
     found["copied"] = [torch.empty(1, dtype=torch.int64) for _ in range(layout.world)]
@@ -179,11 +179,11 @@ def measure(layout: Layout, out: Path) -> None:
         )
     actor.set_reference()
     actor.reset_optimizer()
-    checkpoint.PolicyStore(actor).save(saved.with_name(layout.name + "-reset"), step)
+    checkpoint_files.PolicyStore(actor).save(saved.with_name(layout.name + "-reset"), step)
     if layout in CLOSER:
         writer.save(saved.with_name(layout.name + "-reset-background"), step)
     onward = [actor.update(mine, loss, denominator, with_entropy=True), actor.weights_sha256()]
-    checkpoint.PolicyStore(actor).load(saved.with_name(layout.name + "-reset"))
+    checkpoint_files.PolicyStore(actor).load(saved.with_name(layout.name + "-reset"))
     again = [actor.update(mine, loss, denominator, with_entropy=True), actor.weights_sha256()]
     found["reset"] = (onward, again, actor.reference_sha256())
 
@@ -196,14 +196,14 @@ def measure(layout: Layout, out: Path) -> None:
         found["poison"] = f"{type(error).__name__}; weights kept: {actor.weights_sha256() == before}"
 
     first = out / "checkpoints" / FIRST[layout.model].name
-    checkpoint.PolicyStore(actor).load(first)  # another layout's checkpoint: the same policy, from other files
+    checkpoint_files.PolicyStore(actor).load(first)  # another layout's checkpoint: the same policy, from other files
     if layout.world == 1:
         write_hf_folder(out / f"{layout.name}-hf", actor.export_weights(), folder.path, None)
     found["resharded"] = {k: v.clone() for k, v in actor.export_weights()}
     found["resharded_update"] = actor.update(mine, loss, denominator, with_entropy=True)
 
     # A hard reset of the one policy, and updates on recorded rollouts.
-    checkpoint.PolicyStore(actor).load(first)
+    checkpoint_files.PolicyStore(actor).load(first)
     actor.set_reference()
     actor.reset_optimizer()
     ref_logp_BT = actor.reference_logprobs(everything)
@@ -214,7 +214,7 @@ def measure(layout: Layout, out: Path) -> None:
     found["recorded"] = (actor.reference_sha256(), {k: v.clone() for k, v in actor.export_weights()})
 
     if layout == OTHER_MICRO_BATCHES:
-        checkpoint.PolicyStore(actor).load(out / "checkpoints" / MOST_CUT.name)
+        checkpoint_files.PolicyStore(actor).load(out / "checkpoints" / MOST_CUT.name)
         weights = {k: v.clone() for k, v in actor.export_weights()}
         found["put_together"] = (weights, actor.update(mine, loss, denominator, with_entropy=True))
     if layout == Layout():
@@ -228,20 +228,20 @@ def measure(layout: Layout, out: Path) -> None:
 @contextmanager
 def patched_write(name: str, instead: Callable[..., None]) -> Iterator[None]:
     """Inside, a checkpoint's write runs `instead`, which gets what it replaces as its first argument."""
-    from nemo_prorl.policy import checkpoint
+    from nemo_prorl.policy import checkpoint_files
 
-    real = getattr(checkpoint._Snapshot, name)
-    setattr(checkpoint._Snapshot, name, lambda *arguments: instead(real, *arguments))
+    real = getattr(checkpoint_files._Snapshot, name)
+    setattr(checkpoint_files._Snapshot, name, lambda *arguments: instead(real, *arguments))
     try:
         yield
     finally:
-        setattr(checkpoint._Snapshot, name, real)
+        setattr(checkpoint_files._Snapshot, name, real)
 
 
 @contextmanager
 def copied_bytes() -> Iterator[list[int]]:
     """One number: bytes that a snapshot inside copies on this rank."""
-    from nemo_prorl.policy import actor, checkpoint
+    from nemo_prorl.policy import actor, checkpoint_files
 
     real, count = actor.to_host, [0]
 
@@ -249,11 +249,11 @@ def copied_bytes() -> Iterator[list[int]]:
         count[0] += tensor.nbytes
         return real(tensor)
 
-    vars(checkpoint)["to_host"] = counted
+    vars(checkpoint_files)["to_host"] = counted
     try:
         yield count
     finally:
-        vars(checkpoint)["to_host"] = real
+        vars(checkpoint_files)["to_host"] = real
 
 
 @contextmanager
@@ -274,16 +274,16 @@ def held_back() -> Iterator[None]:
 
 def rolled_back(actor: Any, folder: Path, update: Callable[[], Any]) -> dict[str, Any]:
     """What `load_policy` leaves as it was, and how it goes on with an optimizer reset."""
-    from nemo_prorl.policy import checkpoint
+    from nemo_prorl.policy import checkpoint_files
 
-    checkpoint.PolicyStore(actor).load(folder)
+    checkpoint_files.PolicyStore(actor).load(folder)
     actor.reset_optimizer()
     wanted = [update(), actor.weights_sha256()]
     actor.set_reference()
     torch.rand(3)
     reference, random = actor.reference_sha256(), torch.get_rng_state()
     update()
-    state = checkpoint.PolicyStore(actor).load_policy(folder)
+    state = checkpoint_files.PolicyStore(actor).load_policy(folder)
     found = {
         "weights": (actor.weights_sha256(), state["weights_sha256"]),
         "random": torch.equal(random, torch.get_rng_state()),
@@ -303,14 +303,14 @@ def killed_writes(actor: Any, out: Path) -> dict[str, list[Any]]:
     A second one is written: of step 2, and of step 1 again where only that comes past the point.
     """
     from nemo_prorl.lifecycle import killpoints, retention
-    from nemo_prorl.policy import checkpoint
+    from nemo_prorl.policy import checkpoint_files
 
     def content(folder: Path) -> dict[str, bytes]:
         """The same of each write; torch notes a random identity in .metadata."""
         return {p.name: p.read_bytes() for p in folder.iterdir() if p.name not in ("state.json", ".metadata")}
 
     found: dict[str, list[Any]] = {}
-    checkpoint.PolicyStore(actor).save(whole := retention.step_folder(out / "before", 1), {"write": 1})
+    checkpoint_files.PolicyStore(actor).save(whole := retention.step_folder(out / "before", 1), {"write": 1})
     for point in (p for p in killpoints.POINTS if p.startswith("checkpoint:")):
 
         def die(name: str, point: str = point) -> None:
@@ -319,10 +319,10 @@ def killed_writes(actor: Any, out: Path) -> dict[str, list[Any]]:
 
         folder, step = out / point.split(":")[1], 1 if point == "checkpoint:exchange" else 2
         shutil.copytree(whole, retention.step_folder(folder, 1))
-        for module in (checkpoint, retention):
+        for module in (checkpoint_files, retention):
             setattr(module, "killpoint", die)  # noqa: B010
         try:
-            writer = checkpoint.PolicyStore(actor, background=False, seconds=60)
+            writer = checkpoint_files.PolicyStore(actor, background=False, seconds=60)
             writer.save(retention.step_folder(folder, step), {"write": 2}, on_complete=lambda: None)
             found[point] = ["was not passed"]
         except Killed:
@@ -336,7 +336,7 @@ def killed_writes(actor: Any, out: Path) -> dict[str, list[Any]]:
                 for p in retention.complete(folder)
             ]
         finally:
-            for module in (checkpoint, retention):
+            for module in (checkpoint_files, retention):
                 setattr(module, "killpoint", killpoints.killpoint)  # noqa: B010
     return found
 
@@ -345,7 +345,7 @@ def failing_writes(actor: Any, out: Path) -> dict[str, list[Any]]:
     """What each of two ranks is told when rank 1 cannot write, and when it never does."""
     import torch.distributed as dist
 
-    from nemo_prorl.policy import checkpoint
+    from nemo_prorl.policy import checkpoint_files
 
     def full_disk(real: Callable[..., None], *arguments: Any) -> None:
         if dist.get_rank() == 1:
@@ -374,20 +374,20 @@ def failing_writes(actor: Any, out: Path) -> dict[str, list[Any]]:
 
     found = {}
     for way, background in (("background", True), ("foreground", False)):
-        writer, folder = checkpoint.PolicyStore(actor, background, 60), out / way
+        writer, folder = checkpoint_files.PolicyStore(actor, background, 60), out / way
         with patched_write("write_rest", full_disk):
             found[way] = told(partial(save_and_wait, writer, folder))
         there = folder.exists()
         found[f"{way}, again"] = told(partial(save_and_wait, writer, folder))
         found[f"{way}, there"] = [there, folder.exists()]
-    writer = checkpoint.PolicyStore(actor, background=True, seconds=60)
+    writer = checkpoint_files.PolicyStore(actor, background=True, seconds=60)
     with patched_write("write_rest", full_disk):
         writer.save(out / "first", {})
         while writer.busy:
             time.sleep(0.01)
     found["next save"] = told(lambda: writer.save(out / "second", {}))
     with patched_write("write_tensors", silent):
-        writer = checkpoint.PolicyStore(actor, background=True, seconds=1)
+        writer = checkpoint_files.PolicyStore(actor, background=True, seconds=1)
         writer.save(out / "silent", {})
         found["silent"] = told(writer.wait)
     return found
@@ -455,7 +455,7 @@ def main() -> None:
 
     cpu.enable()
     import nemo_prorl.policy.actor
-    import nemo_prorl.policy.checkpoint  # noqa: F401  (imported before the forks)
+    import nemo_prorl.policy.checkpoint_files  # noqa: F401  (imported before the forks)
 
     for layout in LAYOUTS:
         fork_ranks(layout.world, lambda layout=layout: measure(layout, out), out / layout.name, 240)  # type: ignore[misc]

@@ -104,20 +104,20 @@ def updates_of(actor: Any) -> Callable[[], Any]:
 
 def measure(case: Case, out: Path) -> None:
     """Log-probabilities, gradients, updates, and what a checkpoint goes on with; rank 0 writes OUT/NAME.pt."""
-    from nemo_prorl.policy import checkpoint
+    from nemo_prorl.policy import checkpoint_files
 
     actor = built(case, out)
     step, batch = updates_of(actor), fixed_batch()
     found: dict[str, Any] = {"logp": actor.logprobs(batch)[0], "layers": str(actor.module.decoder.layers[0])}
     found["in_fp8"] = [any(getattr(part, "fp8", False) for part in x.modules()) for x in actor.module.decoder.layers]
-    checkpoint.PolicyStore(actor).save(out / "checkpoints" / f"{case.name}-0", {"step": 0})
+    checkpoint_files.PolicyStore(actor).save(out / "checkpoints" / f"{case.name}-0", {"step": 0})
     found["steps"] = [step() for _ in range(2)]
-    checkpoint.PolicyStore(actor).save(out / "checkpoints" / f"{case.name}-2", {"step": 2})
+    checkpoint_files.PolicyStore(actor).save(out / "checkpoints" / f"{case.name}-2", {"step": 2})
     found["weights"] = weights_of(actor)
     onward = [step(), step()]
     actor.set_reference()
     actor.reset_optimizer()
-    checkpoint.PolicyStore(actor).save(out / "checkpoints" / f"{case.name}-reset", {"step": 4})
+    checkpoint_files.PolicyStore(actor).save(out / "checkpoints" / f"{case.name}-reset", {"step": 4})
     found["onward"] = [onward, [step()]]
     if int(os.environ["RANK"]) == 0:
         torch.save(found, out / f"{case.name}.pt")
@@ -125,12 +125,12 @@ def measure(case: Case, out: Path) -> None:
 
 def resume(case: Case, out: Path) -> None:
     """The same steps by other processes, from the checkpoints; rank 0 writes OUT/NAME-resumed.pt."""
-    from nemo_prorl.policy import checkpoint
+    from nemo_prorl.policy import checkpoint_files
 
     actor = built(case, out)
     step, again = updates_of(actor), []
     for name, steps in (("2", 2), ("reset", 1)):
-        checkpoint.PolicyStore(actor).load(out / "checkpoints" / f"{case.name}-{name}")
+        checkpoint_files.PolicyStore(actor).load(out / "checkpoints" / f"{case.name}-{name}")
         again.append([step() for _ in range(steps)])
     if int(os.environ["RANK"]) == 0:
         torch.save(again, out / f"{case.name}-resumed.pt")
@@ -138,11 +138,11 @@ def resume(case: Case, out: Path) -> None:
 
 def cross(case: Case, folders: list[Path], out: Path) -> None:
     """Load what others wrote, and make a step; writes OUT/NAME-from-FOLDER.pt for each."""
-    from nemo_prorl.policy import checkpoint
+    from nemo_prorl.policy import checkpoint_files
 
     actor = built(case, out)
     for folder in folders:
-        checkpoint.PolicyStore(actor).load(folder)
+        checkpoint_files.PolicyStore(actor).load(folder)
         found = {"weights": weights_of(actor), "step": updates_of(actor)()}
         torch.save(found, out / f"{case.name}-from-{folder.name}.pt")
 
@@ -164,7 +164,7 @@ def main() -> None:
     import megatron.core.tensor_parallel.layers as layers
 
     import nemo_prorl.policy.actor
-    import nemo_prorl.policy.checkpoint  # noqa: F401  (imported before the forks)
+    import nemo_prorl.policy.checkpoint_files  # noqa: F401  (imported before the forks)
 
     layers._grad_accum_fusion_available = True  # as with apex; the only layer that would call it is not Megatron's here
 

@@ -64,12 +64,12 @@ def test_a_pickle_in_a_checkpoint_is_refused_and_not_run(tmp_path: Path) -> None
 def test_what_a_resume_would_refuse_is_refused_when_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nemo_prorl.policy import checkpoint
+    from nemo_prorl.policy import checkpoint_files
 
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     state = random_state()
     for common, written in (({"optimizer": {"lr": 1.0}}, True), ({"optimizer": RunsCode(tmp_path / "run")}, False)):
-        snapshot = checkpoint._Snapshot({}, common, state, {"step": 1}, [("w", torch.zeros(2))], "0" * 64)
+        snapshot = checkpoint_files._Snapshot({}, common, state, {"step": 1}, [("w", torch.zeros(2))], "0" * 64)
         folder = tmp_path / str(written)
         folder.mkdir()
         if written:

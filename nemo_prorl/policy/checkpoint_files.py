@@ -1,9 +1,11 @@
 """Exact checkpoints in Megatron's distributed format, which loads at another parallel layout too.
 
 checkpoints/step-000040/        complete only when it has this name; written as step-000040.tmp (lifecycle/retention.py)
-    *.distcp .metadata common.pt metadata.json     weights, optimizer, reference policy
-    rng-RANK.pt                                    random states of each rank
-    state.json                                     what the run knows beside tensors, and the reference's sha256
+    *.distcp .metadata          all ranks: tensors of the policy, the optimizer and the reference policy
+    common.pt metadata.json     rank 0: the optimizer's settings, and the format
+    rng-RANK.pt                 each rank: its random states
+    state.json                  rank 0: the state of each part of the run (`rank.build` names the parts), and the sha256
+                                of weights and reference
 """
 
 import copy
@@ -69,7 +71,7 @@ def _sharded_state(actor: Actor) -> dict[str, Any]:
 
 
 def _sharded_optimizer(actor: Actor, model: dict[str, Any], is_loading: bool) -> dict[str, Any]:
-    """It finds its place by the very parameters in `model`."""
+    """Return the optimizer's tensors; Megatron finds their places by the parameters in `model`."""
     state: dict[str, Any] = actor.optimizer.sharded_state_dict(
         model, is_loading=is_loading, dist_ckpt_parallel_save=True
     )

@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 import torch
 
-from nemo_prorl.algorithms.sampling import DynamicSampler, KeepRates, carries_signal
+from nemo_prorl.algorithms.dynamic_sampling import DynamicSampler, KeepRates, carries_signal
 from nemo_prorl.config import DynamicSamplingConfig
 
 

@@ -1,5 +1,7 @@
 """Dynamic sampling: which groups are trained on, and how many prompts are drawn to find them (paper sec. 3.3).
 
+`rollout.collector` asks and obeys.
+
 Suffixes: G groups, N samples a group.  No clock, no thread, no randomness: whoever plays the same verdicts in the same
 order gets the same decisions to the bit.
 """

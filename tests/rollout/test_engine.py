@@ -250,7 +250,7 @@ def test_responses_come_the_moment_they_end_and_include_the_stop_token(engine: E
     assert ended
     assert all(r.token_ids[-1] == EOS and EOS not in r.token_ids[:-1] for r in ended)
     assert all(r.finished or len(r.token_ids) == 400 for r in responses)
-    # All began within a step or two, so the shortest comes first; those that a busy machine sends together are unordered.
+    # All began within a step or two, so the shortest comes first; what a busy machine sends at once has no order.
     earlier = sum(length > following + 2 for length, following in itertools.pairwise(lengths))
     assert earlier <= len(lengths) // 8, lengths
     assert lengths[0] < lengths[-1]

@@ -4,7 +4,7 @@
 
 Node 0 leads: it alone reads the overrides, locks and prepares the run directory, and decides how the run ended.  The
 other nodes wait until it has prepared the run, and say in a file of their own whether they are fit (`peers`).  Standard
-output is for who called `srun`: each line of a process, and the outcome as the last line.
+output is for who called `srun`: each line of a process, and the outcome once more, in case that the disk is full.
 """
 
 import argparse
@@ -132,7 +132,8 @@ def main(argv: list[str] | None = None) -> int:
     with contextlib.redirect_stdout(sys.stderr):
         end = _end(args, place, peers, output)
     if args.node == 0:
-        output.line(OUTCOME + json.dumps(end.to_json()))
+        peers.write_end(end)
+        output.line(OUTCOME + json.dumps({**end.to_json(), "log": []}))
         return 0 if end.clean else end.code  # after any other code srun ends the other nodes
     return 0 if end.clean or peers.decision is not None else end.code  # what node 0 has decided, it says itself
 

@@ -1,10 +1,15 @@
 """How the supervisors of a run's nodes meet, and agree on how the run ended: one small file per node.
 
 RUN/endpoints/launch-ATTEMPT.json is written by node 0 once the run is prepared.  RUN/endpoints/node-K-ATTEMPT.json is
-written by node K when it is fit to begin, and again when its processes have ended.  ATTEMPT is of one start of all
-nodes: what an earlier start left behind says nothing to this one.  Nothing listens and nothing beats: `srun` starts the
-supervisors, forwards their output and signals, and ends them all when one ends with an error or a node is lost.
+written by node K when it is fit to begin, and again when its processes have ended; that of node 0 then says how the run
+ended, also to the batch script.  ATTEMPT is of one start of all nodes: what an earlier start left behind says nothing
+to this one.  Nothing listens and nothing beats: `srun` starts the supervisors, forwards their output and signals, and
+ends them all when one ends with an error or a node is lost.
+
+Standard library only, Python 3.9 at least (see `slurm.py`).
 """
+
+from __future__ import annotations
 
 import json
 import logging
@@ -70,7 +75,7 @@ class Peers:
 
     def __init__(self, endpoints: Path, place: Place, attempt: str = "", seconds: float = _ENDS_S) -> None:
         self.place, self.launch = place, endpoints / f"launch-{attempt}.json"
-        self._files = [endpoints / f"node-{k}-{attempt}.json" for k in range(place.nodes)]
+        self._files = [node_file(endpoints, k, attempt) for k in range(place.nodes)]
         self._seconds, self._look_at = seconds, 0.0
         self.decision: End | None = None  # node 0's, once it is known here
 
@@ -137,6 +142,7 @@ class Peers:
     def write_end(self, end: End) -> bool:
         """Write how this node ended; return whether that was possible (a disk may be full)."""
         try:
+            self._files[self.place.node].parent.mkdir(exist_ok=True)
             self._write({"host": self.place.host, "end": end.to_json()})
         except OSError as error:
             _log.warning("how this node ended could not be written: %s", error)
@@ -169,6 +175,11 @@ def blame(ends: list[End]) -> End | None:
         return 0 if killed else 1, end.at
 
     return min(ends, key=weight, default=None)
+
+
+def node_file(endpoints: Path, node: int, attempt: str) -> Path:
+    """Return the file in which a node says that it is fit, and how it ended."""
+    return endpoints / f"node-{node}-{attempt}.json"
 
 
 def write(file: Path, content: dict[str, Any]) -> None:

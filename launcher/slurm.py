@@ -35,14 +35,14 @@ if not __package__:  # started by path: this folder's module names must not shad
 
 from nemo_prorl.errors import ProrlError  # noqa: E402
 from nemo_prorl.launcher.launches import PREEMPTED, Launches  # noqa: E402
+from nemo_prorl.launcher.peers import node_file  # noqa: E402
 from nemo_prorl.launcher.slurm_job import Job, say  # noqa: E402
 from nemo_prorl.launcher.step import Step  # noqa: E402
 from nemo_prorl.launcher.submission import Submission, arguments  # noqa: E402
 
 STOPPED = 75
 _ALL_ATTEMPTS = 10  # times launch.attempts: attempts in a row without a new checkpoint, whatever ended them
-_SRUN_ENDS_S = 90.0  # after node 0 said how the run ended
-_LAST_WORDS_S = 10.0  # for the last lines to arrive after srun has ended
+_SRUN_ENDS_S = 180.0  # after node 0 said how the run ended, for processes to stop (trainer.deadlines.stop_s)
 _LOCK_WAIT_S = 300.0  # for processes of an earlier attempt to leave the run directory
 _REACH_S, _REACH_IMAGE_S = 300.0, 1800.0  # for all supervisors to begin; where an image is fetched first
 _LOOK_S = 60.0  # between two checks that Slurm has not started the job elsewhere
@@ -143,13 +143,21 @@ class Driver:
 
     def attempt(self, number: int) -> dict[str, Any]:
         """Start the nodes once, wait for their end, and return it."""
-        log = self.run_dir / "logs" / "all.log"
-        self.step = step = Step(self._command(number), self.submission.environment(), self.plan["num_nodes"], log)
+        log, env = self.run_dir / "logs" / "all.log", self.submission.environment()
+        leader = node_file(self.run_dir / "endpoints", 0, self.submission.attempt_id(number))
+        self.step = step = Step(self._command(number), env, self.plan["num_nodes"], log, leader)
         if self.asked is not None or self.ended:  # meanwhile
             step.stop()
-        ended = self._watch(step)
+        why = self._watch(step)
         self.step = None
-        return {"code": 1, "what": ended} if ended else step.result(_LAST_WORDS_S)
+        if not why:
+            return step.result()
+        missing = self._missing(step)
+        return {"code": 1, "what": why, "host": missing[0] if len(missing) == 1 else ""}
+
+    def _missing(self, step: Step) -> list[str]:
+        """Return the nodes whose supervisors have not begun."""
+        return [host for host in self.job.nodes if host not in step.begun]
 
     def _watch(self, step: Step) -> str:
         """Wait until srun has ended.  Return why it was killed before the run had ended, or an empty string."""
@@ -164,13 +172,11 @@ class Driver:
             step.forward_stop()
             if self.asked is not None and stop_by is None:
                 stop_by = now + _PATIENCE * max(0.0, (self.job.end() or time.time() + 600.0) - time.time())
-            if step.outcome is not None:
+            if step.has_outcome():
                 over = over or now + _SRUN_ENDS_S
-            elif step.missing and now - began > reach_s:
-                why, over = (
-                    f"{step.missing} of {self.plan['num_nodes']} supervisors have not begun for {reach_s:g} s",
-                    now,
-                )
+            elif now - began > reach_s and (missing := self._missing(step)):
+                hosts = f"{len(missing)} of {len(self.job.nodes)} nodes ({', '.join(missing)})"
+                why, over = f"the supervisors of {hosts} have not begun for {reach_s:g} s", now
             elif stop_by is not None and now > stop_by:
                 why, over = "the run did not stop in time", now
             elif now - looked > _LOOK_S:

@@ -13,29 +13,43 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from nemo_prorl.launcher.peers import read
 from nemo_prorl.launcher.slurm_job import say
 
 BEGUN = "the supervisor has begun on "  # in the first line of each supervisor, which SIGUSR1 can stop from then on
-OUTCOME = "outcome of the run: "  # begins the line of standard output that says how the run ended, as JSON
+OUTCOME = "outcome of the run: "  # begins JSON on standard output; counts if a full disk takes no file
+_BEGUN = re.compile(BEGUN + r"(\S+)")
 _ENDING_S = 15.0  # for srun to end after a SIGTERM
+_LAST_WORDS_S = 10.0  # for the last lines to arrive after srun has ended
+_LOOK_S = 1.0  # between two looks for node 0's file
 # srun's words for the first task that fails, or the first node that is lost.
-_FAULT = re.compile(r"srun: error: (?:Node failure on (?P<lost>\S+)|(?P<host>\S+): tasks? [\d,-]+: (?P<how>.+))")
+_FAULT = re.compile(
+    r"srun: error: (?:Node failure on (?P<lost>\S+)|(?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+))"
+)
 _EXITED = re.compile(r"Exited with exit code (\d+)")
 _SAID = (2, 3, 4)  # exit codes that mean the same wherever they come from
 
 
 class Step:
-    """The supervisors of all nodes, as one `srun` runs them.  Their lines go to `log`, srun's own to standard error."""
+    """The supervisors of all nodes, as one `srun` runs them.  Their lines go to `log`, srun's own to standard error.
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], nodes: int, log: Path) -> None:
-        self.outcome: dict[str, Any] | None = None  # as node 0 says it
-        self.missing = nodes  # supervisors that have not begun
+    Args:
+        leader: the file in which node 0 writes how the run ended.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], nodes: int, log: Path, leader: Path) -> None:
+        self.begun: set[str] = set()  # hosts whose supervisors have begun
+        self._nodes, self._log, self._leader = nodes, log, leader
         self._stop, self._stopped = False, False  # whether to stop, and whether the supervisors were told so
-        self._log, self._fault = log, None  # type: Path, dict[str, Any] | None
+        self._printed: dict[str, Any] | None = None  # the outcome on standard output
+        self._fault: re.Match[str] | None = None  # the first one that srun reports before node 0's outcome is known
+        self._has_outcome, self._look_at = False, 0.0
+        self._open_log: IO[bytes] | None = None
         self.process = subprocess.Popen(
             list(command),
             env=dict(env),
@@ -60,7 +74,7 @@ class Step:
 
     def forward_stop(self) -> None:
         """Send the signal that is due, once: a supervisor takes a second one for an order to end at once."""
-        if not self._stop or self._stopped or self.missing > 0:
+        if not self._stop or self._stopped or len(self.begun) < self._nodes:
             return
         self._stopped = True
         with contextlib.suppress(OSError):
@@ -75,31 +89,66 @@ class Step:
                 self.process.wait(seconds)
                 return
 
-    def result(self, seconds: float) -> dict[str, Any]:
-        """Return how the run ended, after srun has; wait at most `seconds` for the last lines.
+    def has_outcome(self) -> bool:
+        """Return whether node 0 has said how the run ended.  Looks for its file once a second."""
+        if not self._has_outcome and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + _LOOK_S
+            self._has_outcome = self.outcome() is not None
+        return self._has_outcome
+
+    def outcome(self) -> dict[str, Any] | None:
+        """Return how the run ended, as node 0 says it.
+
+        The file counts: on standard output, lines of several nodes can be mixed.
+        """
+        written = read(self._leader)
+        return self._printed if written is None or written["end"] is None else written["end"]
+
+    def result(self) -> dict[str, Any]:
+        """Return how the run ended, after srun has.
 
         A supervisor that ended before node 0 had decided is the cause: node 0 knows only what that led to.
         """
         for reader in self._readers:
-            reader.join(seconds)
-        if self._fault is not None and (self.outcome is None or self.outcome["code"] not in (0, 75)):
-            return self._fault
-        return self.outcome or {"code": 1, "what": f"srun ended with status {self.process.returncode}"}
+            reader.join(_LAST_WORDS_S)
+        outcome, fault = self.outcome(), self._fault
+        if outcome is None:
+            nothing = {"code": 1, "what": f"srun ended with status {self.process.returncode}"}
+            return nothing if fault is None else _fault_of(fault)
+        if fault is None or outcome["code"] in (0, 75) or _is_end_of_leader(fault, outcome["code"]):
+            return outcome
+        return _fault_of(fault)
 
     def _read_supervisors(self, stream: IO[str]) -> None:
         for line in stream:
-            self.missing -= BEGUN in line and self.missing > 0
-            if line.startswith(OUTCOME):
-                self.outcome = json.loads(line[len(OUTCOME) :])
-                continue
-            with contextlib.suppress(OSError), self._log.open("a", errors="replace") as log:
-                log.write(line)  # a disk that is full stops nothing
+            self.begun.update(_BEGUN.findall(line))
+            self._printed = _outcome_in(line) or self._printed
+            with contextlib.suppress(OSError):  # no folder yet, or a full disk: neither stops anything
+                if self._open_log is None:
+                    self._open_log = self._log.open("ab", buffering=0)
+                self._open_log.write(line.encode())
 
     def _read_srun(self, stream: IO[str]) -> None:
         for line in stream:
             os.write(sys.stderr.fileno(), line.encode())
-            if self.outcome is None and self._fault is None and (found := _FAULT.match(line)):
-                self._fault = _fault_of(found)
+            if self._fault is None and (found := _FAULT.match(line)) and self.outcome() is None:
+                self._fault = found
+
+
+def _outcome_in(line: str) -> dict[str, Any] | None:
+    """Return the outcome that a line holds, whatever another node wrote before and behind it."""
+    _, mark, text = line.partition(OUTCOME)
+    try:
+        found = json.JSONDecoder().raw_decode(text)[0] if mark else None
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and {"code", "what"} <= found.keys() else None
+
+
+def _is_end_of_leader(fault: re.Match[str], code: int) -> bool:
+    """Return whether srun reports no more than that node 0, whose task is the first, ended with the outcome's code."""
+    exited = _EXITED.match(fault["how"] or "")
+    return exited is not None and int(exited[1]) == code and re.split("[,-]", fault["tasks"])[0] == "0"
 
 
 def _fault_of(found: re.Match[str]) -> dict[str, Any]:

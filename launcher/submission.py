@@ -25,6 +25,7 @@ _PATHS = re.compile(
     r"pretrained_checkpoint\.restore_from_path|data\.folder|data\.(train|validation)\.\d+\.path|rollout\.python"
     r"|chain\.start_from"
 )
+_OUTPUT = ("SLURM_LABELIO", "SLURM_UNBUFFEREDIO", "SLURM_STDOUTMODE")  # change what srun prints, which is read here
 _DATA = "prepared"  # data.folder, where no override names it
 _SHOWN = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "NVTE_", "OMP_", "PRORL_", "SLURM_TOPOLOGY")
 
@@ -98,12 +99,16 @@ class Submission:
 
         `wait`: seconds, for an earlier attempt to leave the run directory.  `launches`: RUN/launches.jsonl.
         """
-        command = [*self.srun(self.plan["num_nodes"]), "--kill-on-bad-exit=1", *self.python()]
+        command = [*self.srun(self.plan["num_nodes"]), "--kill-on-bad-exit=1", "--wait=0", *self.python()]
         command += ["-m", "nemo_prorl.launcher.node", f"--nodes={self.plan['num_nodes']}", f"--run-dir={self.run_dir}"]
-        command += [f"--attempt={self.job.id or '-'}.{self.job.restart}.{attempt}", f"--lock-wait-s={wait:g}"]
+        command += [f"--attempt={self.attempt_id(attempt)}", f"--lock-wait-s={wait:g}"]
         if launches.is_file():  # the nodes must see it; otherwise another folder has this name in there
             command.append(f"--expect={launches}")
         return [*command, *self.overrides]
+
+    def attempt_id(self, attempt: int) -> str:
+        """Return what names the files of an attempt in RUN/endpoints."""
+        return f"{self.job.id or '-'}.{self.job.restart}.{attempt}"
 
     def ask_plan(self) -> subprocess.CompletedProcess[str]:
         """Have the configuration composed and checked; its standard output ends with the plan, as JSON."""
@@ -118,7 +123,7 @@ class Submission:
         return subprocess.run(command, check=False, stdout=subprocess.PIPE, env=env, text=True)
 
     def environment(self) -> dict[str, str]:
-        env = with_path()
+        env = {name: value for name, value in with_path().items() if name not in _OUTPUT}
         if self.args.container_image:  # packages of this machine are none of the image's
             env.pop("PYTHONPATH")
         return env

@@ -107,7 +107,7 @@ def test_ranks_of_node_0_that_outlive_the_others_have_failed(tmp_path: Path) -> 
 
 
 def test_a_disk_that_is_full_ends_a_node_with_its_own_end(tmp_path: Path) -> None:
-    _, other = peers_of(tmp_path / "missing", 2)
+    _, other = peers_of(tmp_path / "missing" / "folder", 2)
     assert (other.agree(FAILED), other.decision) == (FAILED, None)
 
 

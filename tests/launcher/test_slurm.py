@@ -1,6 +1,6 @@
 """What a job does after each way in which a run can end.  Stand-ins for Slurm's commands; tests/cluster has it.
 
-The stand-in `srun` says what node 0 would, with the outcome that the test wrote, and `scontrol` answers from a file.
+The stand-in `srun` writes what node 0 would, with the outcome that the test wrote, and `scontrol` answers from a file.
 """
 
 import ast
@@ -18,6 +18,7 @@ import pytest
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.launcher.slurm_job import Job
+from nemo_prorl.launcher.step import Step
 
 pytestmark = pytest.mark.starts
 
@@ -26,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SRUN = """
 import json, os, signal, sys, time
 sys.path.insert(0, "ROOT")
+from pathlib import Path
+from nemo_prorl.launcher.peers import node_file, write
 from nemo_prorl.launcher.step import OUTCOME
 if "true" in sys.argv:
     sys.exit(os.path.exists("dead-node"))
@@ -42,6 +45,7 @@ outcomes = json.load(open("outcomes.json"))
 told = outcomes.pop(0) if len(outcomes) > 1 else outcomes[0]
 json.dump(outcomes, open("outcomes.json", "w"))
 if told.get("deaf"):
+    if told["deaf"] == "b": print("node-0: the supervisor has begun on a", flush=True)
     time.sleep(60)
 stops = []
 signal.signal(signal.SIGUSR1, lambda *_: stops.append(1))
@@ -62,7 +66,15 @@ if told.get("waits"):
     open("waiting", "w").close()
     while not stops: time.sleep(0.05)
 outcome = {"what": "", "host": "", "process": "", "status": None, "log": [], **told}
-print(OUTCOME + json.dumps(outcome), flush=True)
+said = OUTCOME + json.dumps({**outcome, "log": []}) + "\\n"
+if told.get("full disk"):
+    print("trainer-3: " + "y" * 1000 + said, end="", flush=True)
+else:
+    attempt = next(word for word in sys.argv if word.startswith("--attempt=")).partition("=")[2]
+    os.makedirs("run/endpoints", exist_ok=True)
+    write(node_file(Path("run/endpoints"), 0, attempt), {"host": "a", "end": outcome})
+    if not told.get("mixed"): print(said, end="", flush=True)
+    else: print(said[:30] + "trainer-3: " + "y" * 1000 + "\\n" + said[30:], end="", flush=True)
 sys.exit(0 if outcome["code"] == 75 else outcome["code"])
 """
 
@@ -173,6 +185,7 @@ def test_a_finished_run_ends_the_job(cluster: Cluster) -> None:
     (line,) = cluster.sruns()
     for word in ("--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=8", "--kill-on-bad-exit=1"):
         assert word in line
+    assert "--wait=0" in line  # otherwise srun ends node 0 a while after another node has ended cleanly
     assert "--lock-wait-s=0 " in line  # a second job on the same run directory is refused at once
     assert f"run_dir={cluster.folder / 'run'}" in line
 
@@ -225,6 +238,36 @@ def test_an_exit_code_counts_where_node_0_says_nothing(cluster: Cluster, code: i
 
 def test_a_clean_end_counts_whatever_srun_says_of_another_node(cluster: Cluster) -> None:
     assert cluster.run([{"code": 0, "srun": "b: task 1: Killed"}])[0] == 0
+
+
+@pytest.mark.parametrize("how", ["mixed", "full disk"])
+def test_the_outcome_survives_lines_of_other_nodes_in_its_midst(cluster: Cluster, how: str) -> None:
+    """srun mixes the output of its tasks in chunks."""
+    assert cluster.run([{"code": 75, how: True}])[0] == 75
+    assert cluster.launches() == [(1, 75, "give_up")]
+
+
+def test_node_0_is_not_to_blame_for_its_exit_after_its_decision(tmp_path: Path) -> None:
+    """srun's standard error may be read before its standard output, and a disk that is full takes no file."""
+    says = """import sys, time
+print("srun: error: a: task 0: Exited with exit code 1", file=sys.stderr, flush=True)
+time.sleep(0.5)
+print('outcome of the run: {"code": 1, "what": "trainer-2 ended with status -9", "host": "b"}', flush=True)
+"""
+    step = Step([sys.executable, "-c", says], os.environ, 2, tmp_path / "all.log", tmp_path / "none.json")
+    step.process.wait(30)
+    assert step.result()["host"] == "b"
+
+
+def test_srun_s_output_is_not_labelled_whatever_the_site_s_habit(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = 'if os.environ.get("SLURM_LABELIO"): sys.exit(9)\n'
+    (cluster.folder / "bin" / "srun").write_text(
+        (cluster.folder / "bin" / "srun").read_text().replace("outcomes = json", f"{labels}outcomes = json")
+    )
+    monkeypatch.setenv("SLURM_LABELIO", "1")
+    assert cluster.run([{"code": 0}])[0] == 0
 
 
 def test_the_lines_of_all_nodes_are_in_one_log(cluster: Cluster) -> None:
@@ -409,7 +452,7 @@ def test_a_path_under_no_mount_is_named_with_the_mounts(cluster: Cluster, overri
     place = cluster.folder / mount
     assert "expected a path under a mount of the container; the mounts are /lustre:/lustre,/data. Fix:" in said
     assert f"--container-mounts={place}:{place}" in said
-    assert len([line for line in cluster.sruns() if "--leader=" in line]) == 0
+    assert len([line for line in cluster.sruns() if "nemo_prorl.launcher.node" in line]) == 0
 
 
 def test_paths_under_a_mount_or_in_the_image_are_no_matter(cluster: Cluster) -> None:
@@ -438,9 +481,9 @@ def test_the_dry_run_of_the_script_needs_no_slurm_and_shows_the_container() -> N
 def test_the_script_s_python_may_be_an_old_one() -> None:
     """Outside a container it is the node's own: 3.9's grammar, annotations unevaluated, the standard library alone."""
     files = [ROOT / "nemo_prorl" / name for name in ("__init__.py", "errors.py", "launcher/__init__.py")]
-    own = ("slurm.py", "submission.py", "slurm_job.py", "launches.py", "step.py")
+    own = ("slurm.py", "submission.py", "slurm_job.py", "launches.py", "step.py", "peers.py")
     files += [ROOT / "nemo_prorl" / "launcher" / name for name in own]
-    files += [ROOT / "nemo_prorl" / name for name in ("schema.py", "launcher/formats.py")]
+    files += [ROOT / "nemo_prorl" / name for name in ("schema.py", "launcher/formats.py", "deadlines.py")]
     for file in files:
         tree = ast.parse(file.read_text(), feature_version=(3, 9))
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -450,7 +493,9 @@ def test_the_script_s_python_may_be_an_old_one() -> None:
             "nemo_prorl.errors",
             "nemo_prorl.schema",
             "nemo_prorl.launcher.formats",
+            "nemo_prorl.deadlines",
             "nemo_prorl.launcher.launches",
+            "nemo_prorl.launcher.peers",
             "nemo_prorl.launcher.step",
             "nemo_prorl.launcher.submission",
             "nemo_prorl.launcher.slurm_job",
@@ -499,8 +544,18 @@ def test_a_run_that_does_not_stop_in_time_is_ended_and_requeued(
 
 def test_supervisors_that_never_begin_are_a_failed_attempt(cluster: Cluster) -> None:
     cluster.code += "s._REACH_S = 1.0; "
-    assert cluster.run([{"code": 0, "deaf": True}])[0] == 1
+    code, said = cluster.run([{"code": 0, "deaf": True}])
+    assert code == 1
     assert cluster.launches() == [(1, 1, "again"), (2, 1, "again"), (3, 1, "again")]
+    assert "the supervisors of 2 of 2 nodes (a, b) have not begun for 1 s" in said
+
+
+def test_the_only_supervisor_that_does_not_begin_names_the_node_to_blame(cluster: Cluster) -> None:
+    cluster.code += "s._REACH_S = 1.0; "
+    cluster.run([{"code": 0, "deaf": "b"}, {"code": 0}])
+    lines = [json.loads(line) for line in (cluster.folder / "run" / "launches.jsonl").read_text().splitlines()]
+    assert (lines[1]["host"], lines[1]["next"]) == ("b", "again")
+    assert "the supervisors of 1 of 2 nodes (b)" in lines[1]["what"]
 
 
 def test_attempts_that_cannot_be_written_down_are_counted_too(cluster: Cluster) -> None:

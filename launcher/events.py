@@ -158,7 +158,13 @@ class Events:
                 given.write(json.dumps(about).encode() + b"\n")
                 given.seek(0)
                 process = subprocess.Popen(
-                    self.command, env={**os.environ, **env}, stdin=given, stdout=log, stderr=log, start_new_session=True
+                    self.command,
+                    env={**os.environ, **env},
+                    stdin=given,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    preexec_fn=_deaf_to_stop,
                 )
         except (OSError, ValueError) as error:
             self._complain(f"for {what} it could not be started: {error}")
@@ -193,6 +199,11 @@ class Events:
                 log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
         except OSError:
             pass  # a full disk is told by others
+
+
+def _deaf_to_stop() -> None:
+    """Ignore Slurm's signal to stop, which it sends to every process of a task.  A shell lifts a signal's block."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def last_step(run_dir: Path) -> int:

@@ -12,7 +12,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -140,11 +140,17 @@ def tell(run_dir: Path) -> None:
     outcome.tell(run_dir)
 
 
-def clear_endpoints(run_dir: Path) -> None:
-    """Remove the addresses of an earlier process's services, and write a new token for those of this one."""
+def clear_endpoints(run_dir: Path, keep: Iterable[Path] = ()) -> None:
+    """Remove the addresses of an earlier process's services, and write a new token for those of this one.
+
+    Args:
+        keep: files of this start of the run, which other nodes may have written already.
+    """
+    kept = {file.name for file in keep}
     endpoints = run_dir / "endpoints"
     for old in endpoints.iterdir():
-        old.unlink()
+        if old.with_suffix(".json").name not in kept:
+            old.unlink(missing_ok=True)
     token = endpoints / "token"
     with open(os.open(token, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
         file.write(secrets.token_urlsafe(32))

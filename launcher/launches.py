@@ -27,6 +27,7 @@ class Launches:
         self.file = run_dir / "launches.jsonl"
         self._run_dir, self._job = run_dir, job
         self._begins: list[int] = []  # the step at which each attempt of this process began
+        self._last = 0  # the number of the newest attempt, which may be written nowhere
 
     @property
     def begun_here(self) -> int:
@@ -35,10 +36,10 @@ class Launches:
 
     def begin(self) -> int:
         """Record that an attempt begins; return its number, from 1."""
-        attempt = len(self._begun()) + 1
+        self._last = max(self._last, *(record["attempt"] for record in self._begun()), 0) + 1
         self._begins.append(self.step())
-        self._write("begin", attempt)
-        return attempt
+        self._write("begin", self._last)
+        return self._last
 
     def end(self, attempt: int, **fields: Unpack[LaunchEndFields]) -> None:
         self._write("end", attempt, **fields)

@@ -56,7 +56,8 @@ def lead(args: argparse.Namespace, place: Place, peers: Peers, output: StandardO
             return End(0)
         with Events(cfg.on_event, run_dir) as events:
             tasks = prepare(cfg, run_dir, settings.resolved_yaml(cfg))
-            job.clear_endpoints(run_dir)
+            job.clear_endpoints(run_dir, keep=peers.files)
+            peers.require_no_end()
             place = replace(place, master=place.host, port=free_port())  # preparing took minutes: not before it
             write(peers.launch, {"tasks": tasks, "master": place.master, "port": place.port})
             startup = Deadline(cfg.trainer.deadlines.startup_s, "the nodes (trainer.deadlines.startup_s)")
@@ -144,9 +145,12 @@ def _stop(*_: Any) -> None:
 
 def _end(args: argparse.Namespace, place: Place, peers: Peers, output: StandardOutput) -> End:
     try:
-        if args.expect is not None:
-            _seen(args.expect)
-        return (lead if place.node == 0 else follow)(args, place, peers, output)
+        try:
+            if args.expect is not None:
+                _seen(args.expect)
+            return (lead if place.node == 0 else follow)(args, place, peers, output)
+        finally:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # what has ended the run counts
     except _Stopped:
         end = End(75, "stopped before the run began")
     except ProrlError as error:

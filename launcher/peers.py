@@ -75,7 +75,7 @@ class Peers:
 
     def __init__(self, endpoints: Path, place: Place, attempt: str = "", seconds: float = _ENDS_S) -> None:
         self.place, self.launch = place, endpoints / f"launch-{attempt}.json"
-        self._files = [node_file(endpoints, k, attempt) for k in range(place.nodes)]
+        self.files = [node_file(endpoints, k, attempt) for k in range(place.nodes)]
         self._seconds, self._look_at = seconds, 0.0
         self.decision: End | None = None  # node 0's, once it is known here
 
@@ -88,15 +88,20 @@ class Peers:
         """
         self._write({"host": self.place.host, "end": None})
         while True:
-            states = self._states()
-            for end in self._ends(states):
-                raise NodeEnded(end)
+            states = self.require_no_end()
             if len(states) == self.place.nodes - 1:
                 return [state["host"] for state in states.values()]
             if deadline.passed:
                 missing = ", ".join(str(k) for k in range(self.place.nodes) if k not in {*states, self.place.node})
                 raise DeadlineExceeded(f"{deadline.error()}: node {missing} of {self.place.nodes} did not come")
             time.sleep(0.2)
+
+    def require_no_end(self) -> dict[int, dict[str, Any]]:
+        """Return what the other nodes have written so far, by their numbers.  Raises NodeEnded."""
+        states = self._states()
+        for end in self._ends(states):
+            raise NodeEnded(end)
+        return states
 
     def look(self) -> End | None:
         """Return what ends the run, if a node wrote it.  Only node 0 looks: `srun` ends the other nodes."""
@@ -105,7 +110,7 @@ class Peers:
         self._look_at = time.monotonic() + _LOOK_S
         return blame(self._ends(self._states()))
 
-    def agree(self, end: End | None) -> End:
+    def agree(self, end: End | None, asked_to_stop: bool = False) -> End:
         """Return how the run ended, after the processes of this node have ended (None: those of another node).
 
         Node 0 decides.  A clean end of rank 0, which is there, is one of the run.  Otherwise node 0 waits a moment for
@@ -115,46 +120,50 @@ class Peers:
         if self.place.nodes == 1:
             return end or End(1)
         if self.place.node == 0:
-            self.decision = end if end is not None and end.clean else self._decide(end)
+            self.decision = end if end is not None and end.clean else self._decide(end, asked_to_stop)
             self.write_end(self.decision)
             return self.decision
         mine = end or End(1)
-        if not self.write_end(mine) or mine.clean:
+        self.write_end(mine)
+        if mine.clean:
             return mine
-        limit = time.monotonic() + 4 * self._seconds
+        limit = time.monotonic() + 4 * self._seconds  # also on a full disk: node 0 decides before
         while time.monotonic() < limit:
-            leader = read(self._files[0])
+            leader = read(self.files[0])
             if leader is not None and leader["end"] is not None:
                 self.decision = End(**leader["end"])
                 return self.decision
             time.sleep(0.2)
         return mine
 
-    def _decide(self, end: End | None) -> End:
-        limit = time.monotonic() + self._seconds
+    def _decide(self, end: End | None, asked_to_stop: bool) -> End:
+        # Where this node cannot write, the others cannot either, and do not wait for ever.
+        limit = time.monotonic() + (self._seconds if self.write_end(None) else min(_LOOK_S, self._seconds))
         while len(ends := self._ends(self._states())) < self.place.nodes - 1 and time.monotonic() < limit:
             time.sleep(0.2)
         known = [*ends, *([end] if end else [])]
         if end is None and all(one.clean for one in known):
+            if asked_to_stop and known and all(one.code == 75 for one in known):
+                return End(75, "stopped; the leading node's ranks did not end with the others", self.place.host)
             return End(1, "the leading node's ranks did not end with the others", self.place.host)
         return blame(known) or End(1)
 
-    def write_end(self, end: End) -> bool:
-        """Write how this node ended; return whether that was possible (a disk may be full)."""
+    def write_end(self, end: End | None) -> bool:
+        """Write how this node ended, if it has; return whether that was possible (a disk may be full)."""
         try:
-            self._files[self.place.node].parent.mkdir(exist_ok=True)
-            self._write({"host": self.place.host, "end": end.to_json()})
+            self.files[self.place.node].parent.mkdir(exist_ok=True)
+            self._write({"host": self.place.host, "end": end and end.to_json()})
         except OSError as error:
             _log.warning("how this node ended could not be written: %s", error)
             return False
         return True
 
     def _write(self, state: dict[str, Any]) -> None:
-        write(self._files[self.place.node], state)
+        write(self.files[self.place.node], state)
 
     def _states(self) -> dict[int, dict[str, Any]]:
         """What the other nodes have written so far, by their numbers."""
-        found = {k: read(file) for k, file in enumerate(self._files) if k != self.place.node}
+        found = {k: read(file) for k, file in enumerate(self.files) if k != self.place.node}
         return {k: state for k, state in found.items() if state is not None}
 
     @staticmethod
@@ -163,7 +172,7 @@ class Peers:
 
 
 def blame(ends: list[End]) -> End | None:
-    """Return the end that explains the others: of a killed process or a lost node, otherwise the first error.
+    """Return the end that explains the others: of a killed process, otherwise the first error.
 
     Not every signal counts: a rank whose peer is gone may end itself by SIGABRT.
     """
@@ -171,8 +180,7 @@ def blame(ends: list[End]) -> End | None:
     def weight(end: End) -> tuple[int, float]:
         if end.clean:
             return 2, end.at
-        killed = end.status in _KILLED or (end.status is None and not end.process)
-        return 0 if killed else 1, end.at
+        return 0 if end.status in _KILLED else 1, end.at
 
     return min(ends, key=weight, default=None)
 

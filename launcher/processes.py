@@ -1,6 +1,7 @@
 """Child processes of the node supervisor: started with logs, watched, restarted, and never left behind."""
 
 import contextlib
+import io
 import logging
 import os
 import random
@@ -50,6 +51,8 @@ class StandardOutput:
     """The lines of every process with its name in front, on standard output, which `srun` forwards; whole lines."""
 
     def __init__(self) -> None:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # whatever the locale: a line that cannot be written ends a copier
+            sys.stdout.reconfigure(encoding="utf-8", errors="replace")
         self._file, self._lock = sys.stdout, threading.Lock()
 
     def write(self, name: str, line: str) -> None:

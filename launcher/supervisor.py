@@ -116,7 +116,8 @@ class Node:
             except ProcessFailed as failure:
                 if self.place.nodes == 1:
                     raise
-                return self._over(End(1, str(failure), self.place.host))
+                status = None if child.process is None else child.process.returncode
+                return self._over(End(1, str(failure), self.place.host, child.name, status))
             health.update()
             self._show()
             time.sleep(0.1)
@@ -155,7 +156,7 @@ class Node:
 
     def _over(self, mine: End | None) -> End:
         """Agree with the other nodes on the end of the run; node 0 reports a failure."""
-        end = self.peers.agree(mine)
+        end = self.peers.agree(mine, asked_to_stop=bool(self._signals))
         if end.clean or self.place.node > 0:
             return end
         where = f"{end.host}: " if end.host else ""
@@ -174,7 +175,9 @@ class Node:
             if number in self._signals:
                 raise KeyboardInterrupt
             self._signals.append(number)
-            _log.warning("%s: the run stops after this step", signal.Signals(number).name)
+            name = signal.Signals(number).name
+            by_slurm = ": srun or Slurm ends this node" if name == "SIGTERM" and self.place.nodes > 1 else ""
+            _log.warning("%s%s: the run stops after this step", name, by_slurm)
             for rank in ranks:
                 rank.signal(signal.SIGTERM)
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -280,3 +281,13 @@ def test_the_hook_is_known_by_its_own_name(caplog: pytest.LogCaptureFixture, tmp
     assert (tmp_path / "step").read_text() == "5\n"
     assert os.environ.get("PRORL_STEP") != "5"
     assert events_module.last_step(tmp_path) == 0
+
+
+def test_slurm_s_signal_to_all_processes_of_a_task_does_not_end_it(script: Script, tmp_path: Path) -> None:
+    with Events(script("echo $$ > pid; sleep 1; touch done"), tmp_path) as events:
+        events.tell("alarm", 1, "a")
+        pid = tmp_path / "pid"
+        Deadline(20, "the hook").wait_until(lambda: pid.exists() and pid.read_text().strip().isdigit())
+        os.kill(int(pid.read_text()), signal.SIGUSR1)
+        settled(events)
+    assert (tmp_path / "done").exists()

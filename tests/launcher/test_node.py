@@ -1,9 +1,14 @@
 """How several nodes agree on the end of a run.  Whole runs on several nodes are in tests/cluster."""
 
 import argparse
+import errno
 import json
 import signal
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +16,8 @@ import pytest
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DeadlineExceeded
-from nemo_prorl.launcher import node, prepare
+from nemo_prorl.launcher import job, node, prepare
+from nemo_prorl.launcher import peers as peers_module
 from nemo_prorl.launcher.node import main
 from nemo_prorl.launcher.peers import End, NodeEnded, Peers, Place, blame
 from nemo_prorl.launcher.processes import StandardOutput
@@ -19,11 +25,20 @@ from nemo_prorl.launcher.step import OUTCOME
 
 pytestmark = pytest.mark.starts
 
+
+@pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    """A supervisor ignores SIGUSR1 in the end, and processes inherit that."""
+    before = signal.getsignal(signal.SIGUSR1)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
 KILLED = End(1, "trainer-2 ended with status -9", "node2", "trainer-2", -9, at=3.0)
 ABORTED = End(1, "trainer-3 ended with status -6", "node3", "trainer-3", -6, at=2.0)  # NCCL's, when a peer is gone
 FAILED = End(1, "trainer-0 ended with status 1", "node0", "trainer-0", 1, at=1.0)
 BAD_DATA = End(4, "trainer-1 ended with status 4", "node1", "trainer-1", 4, at=0.5)
-LOST = End(1, "engine-3 ended with status 1, 9 times within an hour", "node3", at=4.0)
+WORN_OUT = End(1, "engine-3 ended with status 1, 9 times within an hour", "node3", "engine-3", 1, at=4.0)
 STOPPED = End(75, at=0.1)
 
 
@@ -31,7 +46,8 @@ STOPPED = End(75, at=0.1)
     ("ends", "cause"),
     [
         ([FAILED, KILLED], KILLED),
-        ([FAILED, LOST, FAILED], LOST),
+        ([WORN_OUT, FAILED], FAILED),
+        ([WORN_OUT, STOPPED], WORN_OUT),
         ([FAILED, BAD_DATA], BAD_DATA),
         ([ABORTED, FAILED], FAILED),
         ([STOPPED, FAILED], FAILED),
@@ -106,8 +122,83 @@ def test_ranks_of_node_0_that_outlive_the_others_have_failed(tmp_path: Path) -> 
     assert leader.agree(None).what == "the leading node's ranks did not end with the others"
 
 
-def test_a_disk_that_is_full_ends_a_node_with_its_own_end(tmp_path: Path) -> None:
-    _, other = peers_of(tmp_path / "missing" / "folder", 2)
+def test_ranks_of_node_0_that_outlive_the_others_after_a_stop_have_stopped(tmp_path: Path) -> None:
+    leader, other = peers_of(tmp_path, 2)
+    assert other.agree(STOPPED) == STOPPED
+    assert leader.agree(None, asked_to_stop=True).code == 75
+
+
+def test_on_a_full_disk_a_node_waits_for_node_0_which_does_not_wait_for_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that ends before node 0 has decided is to blame by srun's words."""
+    peers, took = peers_of(tmp_path, 2, seconds=5.0), dict[int, float]()
+    for place in peers:
+        place.write_end(None)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(peers_module, "write", full)
+
+    def agree(node: int) -> None:
+        began = time.monotonic()
+        peers[node].agree(FAILED)
+        took[node] = time.monotonic() - began
+
+    other = threading.Thread(target=agree, args=(1,), daemon=True)
+    other.start()
+    agree(0)
+    assert took[0] < 4
+    other.join(1)
+    assert other.is_alive()
+
+
+def test_an_end_that_another_node_wrote_before_the_launch_is_heard(tmp_path: Path) -> None:
+    """It may be over before node 0 has prepared the run and removes what earlier starts left."""
+    endpoints = tmp_path / "endpoints"
+    endpoints.mkdir()
+    for name in ("engine-1.json", "node-1-0.json", "node-1-0.tmp", "token"):
+        (endpoints / name).touch()
+    leader, other = peers_of(endpoints, 2, seconds=0.1)
+    other.agree(End(3, "launches.jsonl is not to be seen here", "node1"))
+    job.clear_endpoints(tmp_path, keep=leader.files)
+    with pytest.raises(NodeEnded, match="node1: launches.jsonl is not to be seen here"):
+        leader.require_no_end()
+    assert sorted(path.name for path in endpoints.iterdir()) == ["node-1-1.json", "token"]
+
+
+def test_a_file_that_another_node_renames_meanwhile_is_no_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "endpoints").mkdir()
+    monkeypatch.setattr(Path, "iterdir", lambda self: iter([self / "node-1-0.tmp"]))
+    job.clear_endpoints(tmp_path)
+
+
+def test_a_stop_while_a_node_waits_for_the_decision_does_not_hide_why_it_ended(tmp_path: Path) -> None:
+    (tmp_path / "endpoints").mkdir()
+    code = "from nemo_prorl.launcher import node; node._SEEN_S = 0.1; raise SystemExit(node.main())"
+    words = ["--nodes=2", "--node=1", "--host=b", f"--run-dir={tmp_path}", "--attempt=1", f"--expect={tmp_path}/none"]
+    process = subprocess.Popen([sys.executable, "-c", code, *words], stderr=subprocess.DEVNULL)
+    end = tmp_path / "endpoints" / "node-1-1.json"
+    Deadline(30, "the end of the node").wait_until(end.exists)
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(0.5)
+    assert process.poll() is None
+    Peers(tmp_path / "endpoints", Place(0, 2, "a"), "1").write_end(BAD_DATA)
+    assert process.wait(30) == 0  # node 0 has decided
+    assert json.loads(end.read_text())["end"]["code"] == 3
+
+
+def test_the_outcome_is_in_node_0_s_file_also_where_it_ends_early(tmp_path: Path) -> None:
+    words = [f"run_dir={tmp_path}", "trainer.grpo.max_stps=3"]
+    assert main(["--nodes=1", "--node=0", f"--run-dir={tmp_path}", "--attempt=17.0.1", *words]) == 2
+    assert json.loads((tmp_path / "endpoints" / "node-0-17.0.1.json").read_text())["end"]["code"] == 2
+
+
+def test_a_node_without_a_decision_ends_with_its_own_end(tmp_path: Path) -> None:
+    _, other = peers_of(tmp_path / "missing" / "folder", 2, seconds=0.1)
     assert (other.agree(FAILED), other.decision) == (FAILED, None)
 
 

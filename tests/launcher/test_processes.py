@@ -1,6 +1,7 @@
 """One process under the supervisor: its output, its restarts, its end."""
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -223,3 +224,13 @@ def test_a_port_for_later_is_none_that_a_connection_may_take() -> None:
     found = {free_port("127.0.0.1") for _ in range(20)}
     assert max(found) < lowest
     assert len(found) > 10
+
+
+def test_standard_output_that_is_not_utf_8_takes_every_line() -> None:
+    """A thread that fails at a character would leave the process behind at a full pipe."""
+    code = """from nemo_prorl.launcher.processes import StandardOutput
+StandardOutput().write("trainer-1", "reward \\u2192 1")
+"""
+    env = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(sys.path)}
+    said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True)
+    assert said.stdout.decode() == "trainer-1: reward \u2192 1\n"

@@ -3,10 +3,12 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import DictConfig
 
+from nemo_prorl.launcher.peers import Peers, Place
 from nemo_prorl.launcher.processes import Child, MergedLog
 from nemo_prorl.launcher.supervisor import Node
 from nemo_prorl.settings import load
@@ -40,3 +42,17 @@ def test_what_the_user_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
     env = trainer(tmp_path, "+launch.env.MALLOC_MMAP_THRESHOLD_='2'").env
     assert (env["MALLOC_TRIM_THRESHOLD_"], env["MALLOC_MMAP_THRESHOLD_"]) == ("1", "2")
+
+
+def test_a_service_that_used_up_its_restarts_is_named(tmp_path: Path) -> None:
+    """Without its name and status, this end would be blamed before the rank whose failure came first."""
+    cfg: DictConfig = load([f"run_dir={tmp_path}"])
+    merged, place = MergedLog(tmp_path / "all.log"), Place(1, 2, "b")
+    engine = Child("engine-1", [sys.executable, "-c", "exit(7)"], {}, tmp_path / "engine-1.log", merged)
+    engine.start()
+    assert engine.process is not None
+    engine.process.wait(20)
+    node = Node(cfg, tmp_path, ["chain_sum"], merged, None, place, Peers(tmp_path, place, "1", 0.1))
+    health: Any = None
+    end = node._watch([engine], [], health)
+    assert (end.code, end.host, end.process, end.status) == (1, "b", "engine-1", 7)

@@ -164,7 +164,7 @@ class Events:
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
-                    preexec_fn=_deaf_to_stop,
+                    preexec_fn=_deaf_to_stop,  # noqa: PLW1509 - one system call, which takes no lock
                 )
         except (OSError, ValueError) as error:
             self._complain(f"for {what} it could not be started: {error}")

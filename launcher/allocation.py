@@ -24,6 +24,7 @@ def allocation(cfg: DictConfig) -> dict[str, Any]:
         "accelerator": cfg.trainer.accelerator,
         "attempts": cfg.launch.attempts,
         "env": dict(cfg.launch.env),
+        "on_event": cfg.on_event,
     }
 
 

@@ -3,6 +3,8 @@
 The supervisor calls it, from what the run writes in its journal and from what it sees of the processes, so that a hook
 can neither delay nor end the training, and hears of a trainer that was killed.  The command is split as a shell would,
 run without one, in its own session; standard input is the event as one JSON object.
+
+    python -m nemo_prorl.launcher.events COMMAND RUN WHAT     a failure that only the batch script sees
 """
 
 import json
@@ -12,6 +14,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections import deque
@@ -212,3 +215,8 @@ def last_step(run_dir: Path) -> int:
         if isinstance(line.get("step"), int):
             return int(line["step"])
     return 0
+
+
+if __name__ == "__main__":
+    with Events(sys.argv[1], Path(sys.argv[2])) as _events:
+        _events.failure(sys.argv[3])

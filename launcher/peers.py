@@ -16,9 +16,10 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DeadlineExceeded, ProrlError
@@ -62,6 +63,24 @@ class End:
         return asdict(self)
 
 
+class NodeState(TypedDict):
+    """What a node of a run on several says of itself, in endpoints/node-K-ATTEMPT.json."""
+
+    host: str
+    end: End | None
+    """null: the node is fit to begin, or at work; the end of node 0 is that of the run"""
+
+
+class Launch(TypedDict):
+    """What node 0 has prepared for the other nodes, in endpoints/launch-ATTEMPT.json."""
+
+    tasks: list[str] | None
+    """of the reward servers; null: the run is finished"""
+    master: str
+    """the host where the ranks meet, at `port`"""
+    port: int
+
+
 class NodeEnded(ProrlError):
     """Another node of the run ended before the run began, for instance because it is not fit (exit code 3)."""
 
@@ -86,7 +105,7 @@ class Peers:
             NodeEnded: another node ended, for instance because it is not fit.
             DeadlineExceeded: with the numbers of the missing nodes.
         """
-        self._write({"host": self.place.host, "end": None})
+        self._write(None)
         while True:
             states = self.require_no_end()
             if len(states) == self.place.nodes - 1:
@@ -152,14 +171,14 @@ class Peers:
         """Write how this node ended, if it has; return whether that was possible (a disk may be full)."""
         try:
             self.files[self.place.node].parent.mkdir(exist_ok=True)
-            self._write({"host": self.place.host, "end": end and end.to_json()})
+            self._write(end)
         except OSError as error:
             _log.warning("how this node ended could not be written: %s", error)
             return False
         return True
 
-    def _write(self, state: dict[str, Any]) -> None:
-        write(self.files[self.place.node], state)
+    def _write(self, end: End | None) -> None:
+        write(self.files[self.place.node], {"host": self.place.host, "end": end and end.to_json()})
 
     def _states(self) -> dict[int, dict[str, Any]]:
         """What the other nodes have written so far, by their numbers."""
@@ -190,7 +209,7 @@ def node_file(endpoints: Path, node: int, attempt: str) -> Path:
     return endpoints / f"node-{node}-{attempt}.json"
 
 
-def write(file: Path, content: dict[str, Any]) -> None:
+def write(file: Path, content: Mapping[str, object]) -> None:
     """Write a file of JSON that appears whole.  Raises OSError."""
     half = file.with_suffix(".tmp")
     half.write_text(json.dumps(content))

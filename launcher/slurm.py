@@ -62,6 +62,7 @@ class Driver:
         self.asked: str | None = None  # why the run is to stop
         self.ended = False  # Slurm ends the job: a SIGTERM came
         self.removed = False  # the container
+        self.reported = False  # node 0 said how the newest attempt ended, and has called on_event
         self.step: Step | None = None
 
     def run(self) -> int:
@@ -149,7 +150,7 @@ class Driver:
         if self.asked is not None or self.ended:  # meanwhile
             step.stop()
         why = self._watch(step)
-        self.step = None
+        self.step, self.reported = None, step.outcome() is not None
         if not why:
             return step.result()
         missing = self._missing(step)
@@ -211,6 +212,8 @@ class Driver:
             return "requeue", STOPPED
         if code == STOPPED:
             return ("requeue", STOPPED) if self.out_of_time() else ("give_up", STOPPED)
+        if not self.reported:
+            self.submission.tell_failure(outcome["what"])
         if code in (2, 4):
             return "give_up", code
         host = outcome["host"] = outcome.get("host") or (self.silent_node() if code == 1 else "")

@@ -26,6 +26,7 @@ _PATHS = re.compile(
     r"|chain\.start_from"
 )
 _OUTPUT = ("SLURM_LABELIO", "SLURM_UNBUFFEREDIO", "SLURM_STDOUTMODE")  # change what srun prints, which is read here
+_TELL_S = 120.0  # for the command in on_event; in a container, srun starts it
 _DATA = "prepared"  # data.folder, where no override names it
 _SHOWN = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "NVTE_", "OMP_", "PRORL_", "SLURM_TOPOLOGY")
 
@@ -112,15 +113,27 @@ class Submission:
 
     def ask_plan(self) -> subprocess.CompletedProcess[str]:
         """Have the configuration composed and checked; its standard output ends with the plan, as JSON."""
-        ask = ["-m", "nemo_prorl.launcher.allocation", *self.overrides]
-        if self.args.container_image and not self.args.dry_run:
-            command, env = [*self.srun(1), *self.python(), *ask], self.environment()
-        else:
-            python = self.args.python or OWN_PYTHON
-            if not shutil.which(python):
-                raise Unfit(f"{python} is not there: make setup makes it; or --container-image=IMAGE after the stage")
-            command, env = [python, *ask], with_path()
+        command, env = self._ours("nemo_prorl.launcher.allocation", *self.overrides)
         return subprocess.run(command, check=False, stdout=subprocess.PIPE, env=env, text=True)
+
+    def tell_failure(self, what: str) -> None:
+        """Call the command in `on_event` for a failure that no supervisor could report."""
+        if not self.plan["on_event"]:
+            return
+        command, env = self._ours("nemo_prorl.launcher.events", self.plan["on_event"], str(self.run_dir), what)
+        try:
+            subprocess.run(command, check=False, stdin=subprocess.DEVNULL, env=env, timeout=_TELL_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            say(f"on_event={self.plan['on_event']}: {error}")
+
+    def _ours(self, *words: str) -> tuple[list[str], dict[str, str]]:
+        """Return the command that runs a module of ours with its arguments, and the command's environment."""
+        if self.args.container_image and not self.args.dry_run:
+            return [*self.srun(1), *self.python(), "-m", *words], self.environment()
+        python = self.args.python or OWN_PYTHON
+        if not shutil.which(python):
+            raise Unfit(f"{python} is not there: make setup makes it; or --container-image=IMAGE after the stage")
+        return [python, "-m", *words], with_path()
 
     def environment(self) -> dict[str, str]:
         env = {name: value for name, value in with_path().items() if name not in _OUTPUT}

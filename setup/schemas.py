@@ -25,6 +25,7 @@ from nemo_prorl.data.blend import BlendState  # noqa: E402
 from nemo_prorl.data.prepare.manifest import PreparedManifest  # noqa: E402
 from nemo_prorl.evaluation import formats as evaluation  # noqa: E402
 from nemo_prorl.launcher import formats as launcher  # noqa: E402
+from nemo_prorl.launcher.peers import Launch, NodeState  # noqa: E402
 from nemo_prorl.lifecycle.checkpoints import ImportedState  # noqa: E402
 from nemo_prorl.lifecycle.control import Request  # noqa: E402
 from nemo_prorl.lifecycle.journal_events import JournalEvent  # noqa: E402
@@ -113,6 +114,7 @@ FORMATS: dict[str, tuple[str, Any, bool]] = {
     "hook-event": ("Event given to on_event", launcher.HookEvent, False),
     "journal-event": ("Line of journal.jsonl", any_of(JournalEvent, "Something that happened to a run."), True),
     "launch": ("Line of launches.jsonl", any_of(LAUNCH, "A start of a run by a Slurm job, or its end."), False),
+    "node": ("Node file", any_of(NodeState | Launch, "How the nodes of a run on several meet and end."), False),
     "prompt-record": ("Prompt record", records.PromptRecord, True),
     "reward-request": ("Reward request", RewardRequest, True),
     "state": (

@@ -143,7 +143,7 @@ def test_every_format_has_a_schema_that_says_what_it_is() -> None:
     wanted = (
         "prompt-record reward-request verdict metrics journal-event summary endpoint state control-request hook-event"
         " chain launch data-manifest evaluation-results evaluation-comparison evaluation-manifest evaluation-sample"
-        " trace"
+        " trace node"
     )
     assert set(SCHEMAS) == set(wanted.split())
     for name, path in SCHEMAS.items():
@@ -255,6 +255,18 @@ def test_requests_and_verdicts_fit() -> None:
         assert against("verdict", verdict) == []
         assert against("verdict", {**verdict, "score": 0.0 if score is None else None}), "the other score must not fit"
     assert against("verdict", {**verdict_of("a-1", RewardResult(1.0)), "score": 1.5})
+
+
+def test_what_the_nodes_of_a_run_write_fits(tmp_path: Path) -> None:
+    from nemo_prorl.launcher.peers import End, Launch, Peers, Place, write
+
+    peers = Peers(tmp_path, Place(host="a"), "17.0.1")
+    for end in (None, End(1, "trainer-0 ended with status -9", "a", "trainer-0", -9, ["a line"])):
+        peers.write_end(end)
+        assert against("node", json.loads(peers.files[0].read_text())) == []
+    write(peers.launch, Launch(tasks=["math"], master="a", port=4711))
+    assert against("node", json.loads(peers.launch.read_text())) == []
+    assert against("node", {"host": "a", "ended": None})
 
 
 # --- what a run writes, through the code that writes it --------------------------------------------------------------

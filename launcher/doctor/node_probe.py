@@ -64,12 +64,21 @@ def locks(folder: Path) -> dict[str, Any]:
 
 def stale(beat: Path) -> float | None:
     """Return the seconds until a file that doctor replaces all the time reads as new here; None: not in STALE_S."""
-    before, begin = beat.read_text(), time.monotonic()  # now this machine has it in its caches
-    while beat.read_text() == before:
+    before, begin = _read(beat), time.monotonic()  # now this machine has it in its caches
+    while _read(beat) == before:
         if time.monotonic() - begin > STALE_S:
             return None
         time.sleep(0.02)
     return time.monotonic() - begin
+
+
+def _read(file: Path) -> str:
+    """Return the content of a file; read it again after an error: over NFS, the file just replaced may be stale."""
+    try:
+        return file.read_text()
+    except OSError:
+        time.sleep(0.1)
+        return file.read_text()
 
 
 def versions() -> dict[str, str]:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -56,7 +56,7 @@ def check_nodes(cfg: DictConfig, srun: str) -> Iterator[Check]:
     count = cfg.trainer.num_nodes
     try:
         shared = nearest(Path(cfg.run_dir).absolute())
-        with _trial_folder(shared) as folder, _clock() as (host, port):
+        with _trial_folder(shared) as (folder, faults), _clock() as (host, port):
             probe = [sys.executable, "-P", node_probe.__file__, host, str(port), str(folder)]
             output, errors = run_probes([*shlex.split(srun), *task_options(count), *probe])
             found = parse(output)
@@ -64,6 +64,10 @@ def check_nodes(cfg: DictConfig, srun: str) -> Iterator[Check]:
     except OSError as error:
         yield Check("nodes", "fail", f"the nodes cannot be asked: {error}", "run it in the job, where srun is")
         return
+    if faults:  # what a node did not see then says nothing about its mount
+        cure = "free space or raise the quota there, or take another run_dir"
+        yield Check("nodes: dir", "fail", f"{shared}: a file could not be replaced: {faults[0]}", cure)
+        found = [replace(facts, stale_s=0.0) for facts in found]
     yield from judged(found, count, errors, memory_of(cfg).published, hidden)
 
 
@@ -182,8 +186,12 @@ def _counted(gpus: Sequence[str]) -> str:
 
 
 @contextmanager
-def _trial_folder(run_dir: Path) -> Iterator[Path]:
-    """A folder in the run directory, with a lock that is held and a file that is replaced; removed at the end."""
+def _trial_folder(run_dir: Path) -> Iterator[tuple[Path, list[OSError]]]:
+    """Make a folder in the run directory, with a lock that is held and a file that is replaced; remove it at the end.
+
+    Yields the folder, and the errors of replacing the file.
+    """
+    faults: list[OSError] = []
     folder, end = Path(tempfile.mkdtemp(prefix=".prorl-doctor-", dir=run_dir)), threading.Event()
 
     def beat() -> None:
@@ -192,7 +200,10 @@ def _trial_folder(run_dir: Path) -> Iterator[Path]:
 
     def beats() -> None:
         while not end.wait(BEAT_S):
-            beat()
+            try:
+                beat()
+            except OSError as error:
+                faults.append(error)
 
     thread = threading.Thread(target=beats, daemon=True, name="doctor's beat")
     try:
@@ -200,7 +211,7 @@ def _trial_folder(run_dir: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             beat()
             thread.start()
-            yield folder
+            yield folder, faults
     finally:
         end.set()
         if thread.is_alive():

@@ -1,6 +1,7 @@
 """`prorl doctor`: each check by a made-up fact that it must not pass, and the measuring where it is quick."""
 
 import copy
+import errno
 import fcntl
 import json
 import os
@@ -19,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl import cli, settings
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.launcher.doctor import machine, model, network, nodes, storage
+from nemo_prorl.launcher.doctor import machine, model, network, node_probe, nodes, storage
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask, output_of
 from nemo_prorl.sizing.memory import memory_of
 
@@ -397,6 +398,37 @@ def test_the_probes_really_run(fake_srun: str, tmp_path: Path, monkeypatch: pyte
     assert list(nodes.check_nodes(cfg, fake_srun)) == []
     assert [facts.ahead_s for facts in seen] == [pytest.approx(500, abs=1)] * 2
     assert all(facts.lock_holds and facts.stale_s is not None for facts in seen)
+
+
+def test_an_error_of_doctor_s_own_file_is_not_put_down_to_the_nodes_mounts(
+    fake_srun: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Path] = []
+
+    def replaced(half: Path, whole: Path) -> None:
+        calls.append(whole)
+        if len(calls) == 3:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        os.replace(half, whole)
+
+    monkeypatch.setattr(nodes, "own_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(nodes, "os", SimpleNamespace(replace=replaced))
+    cfg = laptop(trainer__num_nodes=2, rollout__engines=2, run_dir=str(tmp_path / "run"))
+    (failed,) = [check for check in nodes.check_nodes(cfg, fake_srun) if check.state != "pass"]
+    assert "Disk quota exceeded" in failed.text
+
+
+def test_a_file_that_was_just_replaced_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter(["1", OSError(errno.ESTALE, "Stale file handle"), "2"])
+
+    def read_text(_: Path) -> str:
+        found = next(answers)
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert node_probe.stale(tmp_path / "beat") is not None
 
 
 def test_without_srun_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,7 @@ PLAN = {
     "accelerator": "cpu",
     "attempts": 3,
     "env": {},
+    "on_event": None,
 }
 KNOWN = QUICK + f"s.Driver.load_plan = lambda self: self.plan.update({PLAN}); "  # else 1.5 s a time
 
@@ -227,6 +228,16 @@ def test_what_srun_says_of_a_node_names_the_cause(
     lines = [json.loads(line) for line in (cluster.folder / "run" / "launches.jsonl").read_text().splitlines()]
     assert (lines[1]["code"], lines[1]["host"] or "", lines[1]["next"]) == (1, host, "again")
     assert what in lines[1]["what"]
+
+
+def test_a_failure_that_only_srun_sees_is_told_to_the_hook(cluster: Cluster) -> None:
+    """The ranks of node 0 may hang until Slurm kills node 0's supervisor, which then reports nothing."""
+    hook = cluster.folder / "hook"
+    hook.write_text('#!/bin/sh\necho "$PRORL_EVENT $PRORL_WHAT" >> told\n')
+    hook.chmod(0o755)
+    cluster.code = QUICK + f"s.Driver.load_plan = lambda self: self.plan.update({ {**PLAN, 'on_event': str(hook)} }); "
+    assert cluster.run([{"code": None, "srun": "b: task 1: Killed"}, {**CRASH, "host": ""}, {"code": 0}])[0] == 0
+    assert (cluster.folder / "told").read_text() == "failure the supervisor of b: Killed\n"
 
 
 @pytest.mark.parametrize(("code", "expected"), [(3, 3), (1, 1)])

@@ -107,7 +107,8 @@ class Step:
     def result(self) -> dict[str, Any]:
         """Return how the run ended, after srun has.
 
-        A supervisor that ended before node 0 had decided is the cause: node 0 knows only what that led to.
+        A supervisor that ended before node 0 had decided is the cause: node 0 knows only what that led to, and stops
+        because srun asks it to.
         """
         for reader in self._readers:
             reader.join(_LAST_WORDS_S)
@@ -115,7 +116,7 @@ class Step:
         if outcome is None:
             nothing = {"code": 1, "what": f"srun ended with status {self.process.returncode}"}
             return nothing if fault is None else _fault_of(fault)
-        if fault is None or outcome["code"] in (0, 75) or _is_end_of_leader(fault, outcome["code"]):
+        if fault is None or outcome["code"] == 0 or _is_end_of_leader(fault, outcome["code"]):
             return outcome
         return _fault_of(fault)
 

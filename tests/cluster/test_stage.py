@@ -94,6 +94,20 @@ def test_a_killed_rank_starts_the_run_again_on_the_same_nodes(stage: Stage, rank
     assert stage.launches("begin")[1]["step"] >= 2
 
 
+@pytest.mark.slow
+def test_a_killed_supervisor_starts_the_run_again_and_is_the_cause(stage: Stage) -> None:
+    """srun then sends SIGTERM to node 0."""
+    stage.order("hold-2")
+    job = stage.submit()
+    stage.until_step(2)
+    ours = [p for p in stage.slurm.processes() if p.environ().get("SLURM_NODEID") == "1"]
+    (supervisor,) = [p for p in ours if any("launcher.node" in word for word in p.cmdline())]
+    supervisor.kill()
+    found = stage.slurm.wait(job, 90)  # unlike ours, the stand-ins of its services live on
+    assert (found, stage.next()) == (Ended("COMPLETED", 0, 0), [(1, "again"), (0, "done")])
+    assert stage.launches()[0]["host"] == "node1"
+
+
 def test_scancel_is_the_end_and_the_same_command_goes_on(stage: Stage) -> None:
     stage.order("hold-1")
     job = stage.submit()

@@ -217,6 +217,7 @@ def test_a_new_checkpoint_is_progress(cluster: Cluster) -> None:
     [
         ("b: task 1: Killed", None, "b", "the supervisor of b: Killed"),
         ("b: task 1: Killed", {"code": 1, "what": "trainer-0 ended with status 1", "host": "a"}, "b", "Killed"),
+        ("b: task 1: Killed", {"code": 75}, "b", "Killed"),  # then srun asks node 0 to stop
         ("Node failure on b", None, "b", "b was lost to Slurm"),
         ("node[1-3]: tasks 1-3: Terminated", None, "", "node[1-3]: Terminated"),
     ],

@@ -3,6 +3,7 @@
 Requests made close together travel in one POST; verdicts come back one by one, each found by the key of its request,
 and its `id` is checked.  A refused or broken connection, a full queue or a stopping server means another try, on
 another server where there is one, until the deadline; then the verdict is an infrastructure failure (score None).
+A server that refuses several requests is sent each of them alone, so that only the one at fault is lost.
 """
 
 import asyncio
@@ -18,13 +19,14 @@ from typing import Any
 import aiohttp
 
 from nemo_prorl.deadlines import Deadline
+from nemo_prorl.rewards.connections import MAX_BODY
 from nemo_prorl.rewards.interface import Verdict, failed_verdict, read_verdict
 
 _log = logging.getLogger(__name__)
 
 _TELL_EVERY_S = 10.0  # between complaints that no server is there
 _LOOK_EVERY_S = 0.5  # between looks at the servers' files
-_NEVER = (400, 413)  # what the same POST will be answered again
+_NEVER = (400, 413)  # what the same POST would be answered again
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class ClientOptions:
     """How requests are bundled and tried again."""
 
     batch_size: int = 64
+    batch_bytes: int = MAX_BODY // 2  # of encoded requests; a longer request is sent alone
     batch_wait_s: float = 0.005  # for others, after which a bundle leaves
     batch_gap_s: float = 0.05  # after the bundle before it, at least: while many come, few POSTs
     max_posts: int = 2048  # at the same time; more wait: where responses end one by one, each is a POST of its own
@@ -42,13 +45,21 @@ class ClientOptions:
 
 @dataclass(eq=False)
 class _Waiting:
-    request: dict[str, Any]
+    """One attempt for a request."""
+
+    request_id: str
+    key: int
+    body: bytes  # the request with its key, as JSON
     deadline: Deadline
     future: "asyncio.Future[Verdict | None]"  # None: no verdict, try again
 
     def settle(self, verdict: Verdict | None) -> None:
         if not self.future.done():
             self.future.set_result(verdict)
+
+    def refuse(self, refused: "_Refused") -> None:
+        if not self.future.done():
+            self.future.set_exception(refused)
 
 
 @dataclass(eq=False)
@@ -61,6 +72,10 @@ class _Endpoint:
     def failed(self, now: float) -> None:
         self.failures += 1
         self.closed_until = max(self.closed_until, now + min(5.0, 0.1 * 2.0 ** min(self.failures, 10)))
+
+
+class _Refused(Exception):
+    """A server refused what was posted, and would refuse it again."""
 
 
 @dataclass
@@ -107,6 +122,7 @@ class RewardClient:
         self._token_file = Path(token_file)
         self._endpoints = _Endpoints(Path(endpoints_dir))
         self._bundle: list[_Waiting] = []
+        self._bundle_bytes = 0
         self._flush: asyncio.TimerHandle | None = None
         self._flushed = -math.inf  # the loop's clock
         self._keys = itertools.count(1)
@@ -134,7 +150,10 @@ class RewardClient:
         judged = 0
         backoff = self.options.first_backoff_s
         while not deadline.passed:
-            verdict = await self._once(request, deadline)
+            try:
+                verdict = await self._once(request, deadline)
+            except _Refused as refused:
+                return failed_verdict(request["id"], "infrastructure", str(refused))
             if verdict is not None and verdict["failure"] != "infrastructure":
                 return verdict
             if verdict is not None:
@@ -147,10 +166,15 @@ class RewardClient:
         return failed_verdict(request["id"], "infrastructure", f"{deadline.error()}; last: {self._last_error}")
 
     async def _once(self, request: dict[str, Any], deadline: Deadline) -> Verdict | None:
-        """One attempt as part of a bundle; None where no verdict came."""
+        """One attempt as part of a bundle; None where no verdict came.  Raises _Refused."""
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(request, deadline, loop.create_future())
+        key = next(self._keys)
+        body = json.dumps({**request, "key": key}).encode()
+        waiting = _Waiting(request["id"], key, body, deadline, loop.create_future())
+        if self._bundle and self._bundle_bytes + len(body) > self.options.batch_bytes:
+            self._send_bundle()
         self._bundle.append(waiting)
+        self._bundle_bytes += len(body)
         if len(self._bundle) >= self.options.batch_size:
             self._send_bundle()
         elif self._flush is None:
@@ -167,14 +191,17 @@ class RewardClient:
             self._flush = None
         self._flushed = asyncio.get_running_loop().time()
         bundle = [waiting for waiting in self._bundle if not waiting.future.done()]
-        self._bundle = []
+        self._bundle, self._bundle_bytes = [], 0
         if bundle:
-            task = asyncio.create_task(self._post(bundle))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._start_post(bundle)
+
+    def _start_post(self, bundle: list[_Waiting]) -> None:
+        task = asyncio.create_task(self._post(bundle))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _post(self, bundle: list[_Waiting]) -> None:
-        """Posts a bundle; whoever has no verdict in the end is told to try again."""
+        """Post a bundle.  Whoever has no verdict in the end tries again, and a request that was refused ends."""
         now = asyncio.get_running_loop().time()
         server = self._endpoints.choose(now)
         if server is None and now - self._told_none >= _TELL_EVERY_S:
@@ -184,12 +211,20 @@ class RewardClient:
             for waiting in bundle:
                 waiting.settle(None)
             return
-        of_key = {next(self._keys): waiting for waiting in bundle}
+        unsettled = bundle
         server.open_requests += len(bundle)
         self.stats.posts += 1
         try:
-            await self._exchange(server.url, of_key)
+            await self._exchange(server.url, bundle)
             server.failures = 0
+        except _Refused as refused:
+            _log.warning("reward server %s refused %d requests: %s", server.url, len(bundle), refused)
+            if len(bundle) == 1:
+                bundle[0].refuse(refused)
+            else:
+                unsettled = []
+                for waiting in bundle:
+                    self._start_post([waiting])
         except (aiohttp.ClientError, OSError, ValueError) as error:
             self.stats.connection_failures += 1
             self._last_error = f"reward server {server.url}: {type(error).__name__}: {error}"
@@ -198,30 +233,31 @@ class RewardClient:
                 _log.warning("%s (%d in a row)", self._last_error, server.failures)
         finally:
             server.open_requests -= len(bundle)
-            for waiting in bundle:
+            for waiting in unsettled:
                 waiting.settle(None)
 
-    async def _exchange(self, url: str, of_key: dict[int, _Waiting]) -> None:
-        """One POST and its stream of verdicts.  Raises on a broken connection or an answer that is not as agreed."""
+    async def _exchange(self, url: str, bundle: list[_Waiting]) -> None:
+        """One POST and its stream of verdicts.
+
+        Raises _Refused, and others for a broken connection or an answer that is not as agreed.
+        """
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=self.options.max_posts)
             self._session = aiohttp.ClientSession(connector=connector, read_bufsize=2**20)
-        longest = max(waiting.deadline.remaining for waiting in of_key.values())
+        longest = max(waiting.deadline.remaining for waiting in bundle)
         headers = {
             "Authorization": f"Bearer {self._token_file.read_text().strip()}",
             "Accept": "application/x-ndjson",
+            "Content-Type": "application/json",
             "prorl-deadline-s": f"{longest:.3f}",
         }
-        body = [{**waiting.request, "key": key} for key, waiting in of_key.items()]
+        body = b"[" + b",".join(waiting.body for waiting in bundle) + b"]"
         timeout = aiohttp.ClientTimeout(total=longest + 1.0, sock_connect=5.0)
-        async with self._session.post(f"{url}/v1/score", json=body, headers=headers, timeout=timeout) as response:
+        async with self._session.post(f"{url}/v1/score", data=body, headers=headers, timeout=timeout) as response:
             if response.status != 200:
                 fault = f"HTTP {response.status}: {(await response.text())[:300]}"
-                if response.status not in _NEVER:
-                    raise ValueError(fault)
-                for waiting in of_key.values():
-                    waiting.settle(failed_verdict(waiting.request["id"], "infrastructure", fault))
-                return
+                raise _Refused(fault) if response.status in _NEVER else ValueError(fault)
+            of_key = {waiting.key: waiting for waiting in bundle}
             async for line in response.content:
                 take_verdict(json.loads(line), of_key)
 
@@ -232,4 +268,4 @@ def take_verdict(verdict: Any, of_key: dict[int, _Waiting]) -> None:
     waiting = of_key.pop(key, None)
     if waiting is None:
         raise ValueError(f"the server sent a verdict with key {key!r}, which is not awaited")
-    waiting.settle(read_verdict(verdict, waiting.request["id"]))
+    waiting.settle(read_verdict(verdict, waiting.request_id))

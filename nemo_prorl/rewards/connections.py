@@ -1,6 +1,8 @@
-"""How many connections a process may have open."""
+"""Limits of a connection that both of its ends know: how many a process may have, how long a body may be."""
 
 import resource
+
+MAX_BODY = 256 * 2**20  # bytes of a POST that a reward server accepts
 
 
 def allow_connections() -> None:

@@ -33,7 +33,7 @@ from starlette.routing import Route
 
 from nemo_prorl import tracing
 from nemo_prorl.errors import ConfigError, ProrlError
-from nemo_prorl.rewards.connections import allow_connections
+from nemo_prorl.rewards.connections import MAX_BODY, allow_connections
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest, Verdict
 from nemo_prorl.rewards.options import add_server_arguments
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 NDJSON = "application/x-ndjson"
 DEADLINE_HEADER = "prorl-deadline-s"  # seconds after which an unjudged request is an infrastructure failure
-MAX_REQUESTS, MAX_BODY = 4096, 256 * 2**20
+MAX_REQUESTS = 4096  # in one POST
 _BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 

@@ -1,16 +1,20 @@
 """The client against real servers: nothing mixed up, nothing lost, never an exception for one response."""
 
 import asyncio
+import contextlib
+import json
 import re
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.rewards.client import ClientOptions, RewardClient, _Endpoint, _Waiting, take_verdict
+from nemo_prorl.rewards.interface import Verdict
 from tests.rewards.conftest import StartServer, request_of
 from tests.rewards.test_server import http
 
@@ -169,6 +173,91 @@ def test_a_wrong_token_and_a_raising_plugin_are_infrastructure(
     with_client(tmp_path, steps)
 
 
+class StrictServer:
+    """Answers as a reward server does, but takes no body over `longest` bytes and no request whose task is "bad"."""
+
+    def __init__(self, tmp_path: Path, longest: int) -> None:
+        self.tmp_path, self.longest = tmp_path, longest
+        self.posted: list[int] = []  # requests of each POST that it read
+
+    async def _answer(self, http: web.Request) -> web.Response:
+        try:
+            requests = await http.json()
+        except web.HTTPRequestEntityTooLarge:
+            self.posted.append(-1)
+            return web.json_response({"error": "the body is too long"}, status=413)
+        self.posted.append(len(requests))
+        if any(request["task"] == "bad" for request in requests):
+            return web.json_response({"error": "a bad request"}, status=400)
+        good = {"score": 1.0, "correct": None, "parts": {}, "detail": "", "failure": None}
+        return web.Response(
+            text="".join(json.dumps({**good, "id": one["id"], "key": one["key"]}) + "\n" for one in requests)
+        )
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        app = web.Application(client_max_size=self.longest)
+        app.router.add_post("/v1/score", self._answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        (self.tmp_path / "token").write_text("secret")
+        (self.tmp_path / "endpoints").mkdir()
+        announced = {"kind": "rewards", "url": f"http://127.0.0.1:{port}", "pid": 1, "state": "ready"}
+        (self.tmp_path / "endpoints" / "rewards.json").write_text(json.dumps(announced))
+        try:
+            yield
+        finally:
+            await runner.cleanup()
+
+
+async def _all_scored(client: RewardClient, requests: list[dict[str, Any]]) -> list[Verdict]:
+    deadline = Deadline(30, "verdicts")
+    return await asyncio.gather(*(client.score(request, deadline) for request in requests))
+
+
+def test_a_refused_request_costs_no_other_request_its_verdict(tmp_path: Path) -> None:
+    async def steps(client: RewardClient) -> None:
+        server = StrictServer(tmp_path, 2**20)
+        requests = [request_of("bad" if at == 7 else "echo", "1", str(at)) for at in range(64)]
+        async with server.running():
+            verdicts = await _all_scored(client, requests)
+        assert [verdict["id"] for verdict in verdicts if verdict["score"] != 1.0] == ["7"]
+        assert (verdicts[7]["failure"], "HTTP 400" in verdicts[7]["detail"]) == ("infrastructure", True)
+        assert server.posted == [64] + 64 * [1]  # the refusal of a single request is final
+        assert client.stats.retries == client.stats.connection_failures == 0
+
+    with_client(tmp_path, steps)
+
+
+def test_bundles_of_long_requests_are_cut_by_their_size(tmp_path: Path) -> None:
+    async def steps(client: RewardClient) -> None:
+        server = StrictServer(tmp_path, 2**20)
+        requests = [request_of("echo", "x" * 200_000, str(at)) for at in range(10)]
+        async with server.running():
+            verdicts = await _all_scored(client, requests)
+        assert [verdict["score"] for verdict in verdicts] == [1.0] * 10
+        assert server.posted == [2] * 5
+
+    with_client(tmp_path, steps, ClientOptions(batch_bytes=500_000))
+
+
+def test_a_request_that_is_too_long_for_the_server_ends_alone(tmp_path: Path) -> None:
+    async def steps(client: RewardClient) -> None:
+        server = StrictServer(tmp_path, 2**20)
+        lengths = {"short": 1, "long": 2**20, "another": 1}
+        async with server.running():
+            verdicts = await _all_scored(client, [request_of("echo", "x" * n, name) for name, n in lengths.items()])
+        assert [verdict["score"] for verdict in verdicts] == [1.0, None, 1.0]
+        assert "HTTP 413" in verdicts[1]["detail"]
+        assert sorted(server.posted) == [-1, -1, 1, 1]
+        assert client.stats.retries == client.stats.connection_failures == 0
+
+    with_client(tmp_path, steps)
+
+
 def test_a_request_whose_worker_dies_is_sent_again(plugins: Path, start_server: StartServer, tmp_path: Path) -> None:
     start_server("odd")
 
@@ -185,7 +274,7 @@ def test_a_verdict_that_is_not_the_requests_own_is_refused() -> None:
     async def main() -> None:
         def fresh() -> dict[int, _Waiting]:
             future = asyncio.get_running_loop().create_future()
-            return {5: _Waiting(request_of("echo", "1", "mine"), Deadline(1, "x"), future)}
+            return {5: _Waiting("mine", 5, b"", Deadline(1, "x"), future)}
 
         good = {"id": "mine", "score": 1.0, "correct": None, "parts": {}, "detail": "", "failure": None, "key": 5}
         awaited = fresh()

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from nemo_prorl.rewards.server import MAX_BODY
+from nemo_prorl.rewards.connections import MAX_BODY
 from tests.rewards.conftest import ROOT, RunningServer, StartServer, is_alive, request_of, wait_gone
 
 Capture = pytest.CaptureFixture[str]

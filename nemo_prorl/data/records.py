@@ -149,7 +149,7 @@ class InstructionTruth(TypedDict):
     """IFEval's own fields, of equal length."""
 
     instruction_id_list: Annotated[Texts, Expected("a list of instruction names")]
-    kwargs: Annotated[list[Object], Field(description="a list of objects, one per instruction")]
+    kwargs: Annotated[list[Object | None], Field(description="a list of objects or null, one per instruction")]
 
 
 # The forms of a task's truth, by the field that only this form has; "" where none of these fields is there.
@@ -203,7 +203,6 @@ def _check(value: Any, kind: Any, where: str, field: str) -> None:
 
 
 def _check_truth(task: str, truth: dict[str, Any], where: str) -> None:
-    truth = {name: value for name, value in truth.items() if value is not None}  # null, as of tables, is absent
     for one, other in _EITHER:
         if one in truth and other in truth:
             raise DataError(f"{where}: field 'truth' has both {one!r} and {other!r}; it must have one of them")
@@ -215,7 +214,9 @@ def _check_truth(task: str, truth: dict[str, Any], where: str) -> None:
 
 
 def validate_record(obj: Any, where: str, tasks: Collection[str] | None = None) -> dict[str, Any]:
-    """Return the record, with `source` and `meta` filled in.  Raise DataError: `where`, the field, and what is right.
+    """Return the record, with `source` and `meta` filled in and without the fields of its truth that are null.
+
+    Raise DataError: `where`, the field, and what is right.
 
     Args:
         tasks: those that can be judged; None accepts any.
@@ -227,6 +228,8 @@ def validate_record(obj: Any, where: str, tasks: Collection[str] | None = None) 
     task = record["task"]
     if tasks is not None and task not in tasks:
         raise DataError(f"{where}: field 'task' is {json.dumps(task)}; it must be one of: {', '.join(sorted(tasks))}")
+    # Tables have null where a field is absent; plugins see no such field.
+    record["truth"] = {name: value for name, value in record["truth"].items() if value is not None}
     if task in TRUTHS:
         _check_truth(task, record["truth"], where)
     return record

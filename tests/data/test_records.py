@@ -10,6 +10,7 @@ import pytest
 
 from nemo_prorl.data.records import TRUTHS, read_records, validate_record
 from nemo_prorl.errors import DataError
+from nemo_prorl.rewards.discovery import discover, make_plugin
 
 GOOD: dict[str, Any] = {
     "id": "a",
@@ -27,10 +28,11 @@ GOOD_TRUTHS: list[tuple[str, dict[str, Any]]] = [
     ("stem", {"answer": "C", "options": ["a", "b", "c"]}),
     ("code", {"tests": [{"input": "", "output": "1"}], "time_limit_s": 2, "setup": "import math"}),
     ("code", {"fn_name": "f", "tests": [{"args": [1], "expected": None}]}),
-    ("code", {"asserts": ["assert f(1) == 2"], "tests": None}),
+    ("code", {"asserts": ["assert f(1) == 2"]}),
     ("code", {"tests": [{"input": ["1", "2"], "output": ["3"]}]}),
     ("puzzles", {"dataset": "chain_sum", "entry": ENTRY}),
     ("instructions", {"instruction_id_list": ["a:b"], "kwargs": [{}]}),
+    ("instructions", {"instruction_id_list": ["a:b", "c:d"], "kwargs": [None, {}]}),
     ("a_task_of_another_plugin", {"anything": 1}),
 ]
 BAD_TRUTHS: list[tuple[str, Any, str]] = [
@@ -91,6 +93,24 @@ def test_records_are_read_in_order(tmp_path: Path) -> None:
 def test_truths_of_each_task_pass(task: str, truth: dict[str, Any]) -> None:
     record = {**GOOD, "task": task, "truth": truth}
     assert validate_record(record, "f:1") == record
+
+
+@pytest.mark.parametrize(
+    ("task", "truth", "left"),
+    [
+        ("math", {"answer": "2", "all_of": None, "unit": None}, {"answer": "2"}),
+        ("stem", {"answer": None, "all_of": ["2"]}, {"all_of": ["2"]}),
+        ("code", {"tests": [{"args": [1], "expected": None}], "fn_name": "f", "setup": None}, None),
+        ("code", {"asserts": ["assert f(1) == 2"], "tests": None}, None),
+        ("instructions", {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [None]}, None),
+        ("another", {"x": None, "y": [None]}, {"y": [None]}),
+    ],
+)
+def test_a_plugin_sees_no_null_field_of_a_truth(task: str, truth: dict[str, Any], left: dict[str, Any] | None) -> None:
+    record = validate_record({"id": "a", "task": task, "prompt": "?", "truth": dict(truth)}, "here")
+    assert record["truth"] == (left or {name: value for name, value in truth.items() if value is not None})
+    if task != "another":
+        make_plugin(discover().plugin_of_task(task)).validate_truth(record["truth"])
 
 
 def test_every_task_is_covered_by_the_cases() -> None:

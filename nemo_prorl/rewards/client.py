@@ -21,6 +21,7 @@ import aiohttp
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.rewards.connections import MAX_BODY
 from nemo_prorl.rewards.interface import Verdict, failed_verdict, read_verdict
+from nemo_prorl.rewards.retries import until_judged
 
 _log = logging.getLogger(__name__)
 
@@ -31,16 +32,13 @@ _NEVER = (400, 413)  # what the same POST would be answered again
 
 @dataclass(frozen=True)
 class ClientOptions:
-    """How requests are bundled and tried again."""
+    """How requests are bundled."""
 
     batch_size: int = 64
     batch_bytes: int = MAX_BODY // 2  # of encoded requests; a longer request is sent alone
     batch_wait_s: float = 0.005  # for others, after which a bundle leaves
     batch_gap_s: float = 0.05  # after the bundle before it, at least: while many come, few POSTs
     max_posts: int = 2048  # at the same time; more wait: where responses end one by one, each is a POST of its own
-    judge_retries: int = 2  # of a verdict "infrastructure" that the server itself gave, such as a plugin that raises
-    first_backoff_s: float = 0.1
-    longest_backoff_s: float = 5.0
 
 
 @dataclass(eq=False)
@@ -147,23 +145,17 @@ class RewardClient:
 
     async def score(self, request: dict[str, Any], deadline: Deadline) -> Verdict:
         """The verdict on one request, both as JSON objects.  Never raises for what a server does; cancel it freely."""
-        judged = 0
-        backoff = self.options.first_backoff_s
-        while not deadline.passed:
-            try:
-                verdict = await self._once(request, deadline)
-            except _Refused as refused:
-                return failed_verdict(request["id"], "infrastructure", str(refused))
-            if verdict is not None and verdict["failure"] != "infrastructure":
-                return verdict
-            if verdict is not None:
-                judged, self._last_error = judged + 1, verdict["detail"]
-                if judged > self.options.judge_retries:
-                    return verdict
-            self.stats.retries += 1
-            await asyncio.sleep(min(backoff, deadline.remaining))
-            backoff = min(2 * backoff, self.options.longest_backoff_s)
-        return failed_verdict(request["id"], "infrastructure", f"{deadline.error()}; last: {self._last_error}")
+        try:
+            verdict = await until_judged(lambda: self._once(request, deadline), deadline, self._on_retry)
+        except _Refused as refused:
+            return failed_verdict(request["id"], "infrastructure", str(refused))
+        late = f"{deadline.error()}; last: {self._last_error}"
+        return failed_verdict(request["id"], "infrastructure", late) if verdict is None else verdict
+
+    def _on_retry(self, verdict: Verdict | None) -> None:
+        self.stats.retries += 1
+        if verdict is not None:
+            self._last_error = verdict["detail"]
 
     async def _once(self, request: dict[str, Any], deadline: Deadline) -> Verdict | None:
         """One attempt as part of a bundle; None where no verdict came.  Raises _Refused."""

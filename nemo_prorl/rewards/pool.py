@@ -4,7 +4,7 @@ Why not a ready-made process pool: pebble's workers share one channel and one lo
 of one that holds the lock, breaks the whole pool.  Here the server always knows which request which worker holds.
 
 * Over its time budget: the worker is killed, the submission is judged "timeout" (score 0).
-* Worker dies otherwise: the verdict is "infrastructure" (score null).  Trying again is the client's decision.
+* Worker dies otherwise, or answers nonsense: the verdict is "infrastructure" (score null).  The caller tries again.
 
 A message on the socket is one line of JSON.  ASCII escapes keep lone surrogates, which UTF-8 does not have.
 """
@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from nemo_prorl.errors import RewardFailure
-from nemo_prorl.rewards.interface import RewardRequest, Verdict, failed_verdict
+from nemo_prorl.rewards.interface import RewardRequest, Verdict, failed_verdict, read_verdict
 from nemo_prorl.tracing import RECORDER
 
 _log = logging.getLogger(__name__)
@@ -114,8 +114,9 @@ class _Worker:
         worker = cls(process, *await asyncio.open_connection(sock=ours, limit=_MAX_LINE))
         try:
             first = await asyncio.wait_for(worker.receive(), STARTUP_S)
-            if "failed" in first:
-                raise RewardFailure(f"reward plugin {spec.plugin!r} cannot start: {first['failed']}")
+            if not isinstance(first, dict) or "ready" not in first:
+                why = first["failed"] if isinstance(first, dict) and "failed" in first else f"it sent {first!r:.80}"
+                raise RewardFailure(f"reward plugin {spec.plugin!r} cannot start: {why}")
         except WorkerGone as error:
             worker.kill()
             raise RewardFailure(f"a worker of reward plugin {spec.plugin!r} died while it started") from error
@@ -137,14 +138,17 @@ class _Worker:
         return float(times.user + times.system)
 
     async def receive(self) -> Any:
-        """The next message.  Raises WorkerGone."""
+        """The next message.  Raises WorkerGone, also for a line that is not JSON."""
         try:
             line = await self._reader.readline()
         except OSError as error:
             raise WorkerGone("worker died") from error
         if not line.endswith(b"\n"):
             raise WorkerGone("worker died")
-        return json.loads(line)
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise WorkerGone(f"worker sent {line[:80]!r}, which is not JSON") from error
 
     async def judge(self, job: _Job, budget_s: float) -> Verdict:
         """The verdict on a request.  Raises WorkerGone if the worker dies or takes too long.
@@ -163,14 +167,13 @@ class _Worker:
                 if used >= 0.98 * budget_s or elapsed >= WALL_FACTOR * budget_s:
                     raise WorkerGone(f"over the time budget of {budget_s:g} s", "timeout")
                 wait = max(0.02, min(budget_s - used, WALL_FACTOR * budget_s - elapsed))
-            verdict: Verdict = receiving.result()
+            return read_verdict(receiving.result(), job.request.id)
+        except ValueError as error:
+            raise WorkerGone(f"worker sent a wrong verdict: {error}") from error
         except psutil.NoSuchProcess as error:
             raise WorkerGone("worker died") from error
         finally:
             receiving.cancel()
-        if verdict["id"] != job.request.id:
-            raise WorkerGone(f"worker answered request {verdict['id']!r} where {job.request.id!r} was due")
-        return verdict
 
     def kill(self) -> None:
         """Kills the process and everything it started; closes our end."""

@@ -1,14 +1,17 @@
 """The plugins in use with their worker pools: what the HTTP server and `prorl rewards score` share."""
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, TypeVar
 
+from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.rewards.discovery import Registry, make_plugin
 from nemo_prorl.rewards.interface import RewardRequest, Verdict, failed_verdict
 from nemo_prorl.rewards.pool import MAX_QUEUE, PluginPool, PoolSpec
+from nemo_prorl.rewards.retries import until_judged
 
 T = TypeVar("T")
 
@@ -112,6 +115,16 @@ class RewardService:
         future.set_result(failed_verdict(request.id, "infrastructure", detail))
         return future
 
+    async def judge(self, request: RewardRequest) -> Verdict:
+        """Return the verdict on a request, judged again where a worker died.  Raises what `submit` raises."""
+
+        async def attempt() -> Verdict:
+            return await self.submit(request)
+
+        verdict = await until_judged(attempt, Deadline(math.inf, "a verdict"))
+        assert verdict is not None
+        return verdict
+
     async def in_order(
         self, items: AsyncIterator[T], request_of: Callable[[T], RewardRequest], workers: int
     ) -> AsyncIterator[tuple[T, Verdict]]:
@@ -119,7 +132,7 @@ class RewardService:
 
         Raises what reading the items raises, after the verdicts on those before.
         """
-        waiting: asyncio.Queue[tuple[T, asyncio.Future[Verdict]] | None] = asyncio.Queue(
+        waiting: asyncio.Queue[tuple[T, asyncio.Task[Verdict]] | None] = asyncio.Queue(
             min(workers * _READ_AHEAD, MAX_QUEUE // 2)
         )
 
@@ -128,7 +141,7 @@ class RewardService:
                 async for item in items:
                     request = request_of(item)
                     await self.ready(request.task)
-                    await waiting.put((item, self.submit(request)))
+                    await waiting.put((item, asyncio.create_task(self.judge(request))))
             finally:
                 await waiting.put(None)
 

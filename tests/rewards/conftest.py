@@ -17,7 +17,7 @@ from nemo_prorl.deadlines import Deadline
 ROOT = Path(__file__).resolve().parents[2]
 
 PLUGINS = '''
-import os, signal, time
+import os, signal, sys, time
 from nemo_prorl.rewards.interface import InvalidAnswer, RewardPlugin, RewardResult
 
 class Echo(RewardPlugin):
@@ -46,6 +46,9 @@ class Odd(RewardPlugin):
                 pass
         if word == "die":
             os.kill(os.getpid(), signal.SIGKILL)
+        if word == "line":  # past the worker, on its socket
+            os.write(int(sys.argv[1]), request.meta["line"].encode() + b"\\n")
+            time.sleep(60)
         if word == "memory":
             held = [bytearray(2**26) for _ in range(10**6)]
         odd = {"two": 2.0, "nan": float("nan"), "text": "1", "true": True}

@@ -1,18 +1,23 @@
 """Worker processes: timeouts, deaths, kills; every request gets exactly one verdict."""
 
 import asyncio
+import json
 import os
 import random
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nemo_prorl.data.prepare.gold import failures
+from nemo_prorl.data.records import PromptRecord
 from nemo_prorl.errors import RewardFailure
+from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest, Verdict
 from nemo_prorl.rewards.pool import PluginPool, PoolSpec
+from nemo_prorl.rewards.service import RewardService, plan_pools
 from tests.rewards.conftest import is_alive
 from tests.rewards.conftest import request_of as json_of
 
@@ -100,6 +105,51 @@ def test_a_request_whose_worker_dies_is_infrastructure(plugins: Path) -> None:
     with_pool(steps)
 
 
+_VERDICT = {"id": "another", "score": 1.0, "correct": None, "parts": {}, "detail": "", "failure": None}
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("not JSON", "which is not JSON"),
+        ("7", "it must be an object"),
+        ("{}", "field 'verdict.id' is missing"),
+        (json.dumps(_VERDICT), "the request's id is 'r'"),
+        (json.dumps({**_VERDICT, "id": "r", "score": "1"}), "field 'verdict.score' is '1'"),
+    ],
+)
+def test_a_worker_that_answers_nonsense_is_replaced(plugins: Path, line: str, says: str) -> None:
+    async def steps(pool: PluginPool) -> None:
+        async with asyncio.timeout(20):
+            verdict = await judged(pool, "line", meta={"line": line})
+            assert (verdict["id"], verdict["score"], verdict["failure"]) == ("r", None, "infrastructure")
+            assert says in verdict["detail"]
+            assert (await judged(pool, "fine"))["score"] == 1.0
+        assert pool.stats.workers_lost == 1
+
+    with_pool(steps, budget_s=30)
+
+
+def test_who_has_workers_of_their_own_judges_again_when_one_dies(plugins: Path, tmp_path: Path) -> None:
+    """`prorl data prepare` by `failures`; `prorl rewards score` and `prorl reverify` by `in_order`."""
+    record: PromptRecord = {"id": "a", "task": "odd", "prompt": "?", "truth": {}, "meta": {"flag": str(tmp_path / "1")}}
+    assert failures([record], ["die_once"], 1, True) == {}
+    registry = discover()
+
+    async def one() -> AsyncIterator[RewardRequest]:
+        yield request_of("odd", "die_once", meta={"flag": str(tmp_path / "2")})
+
+    async def main() -> list[Verdict]:
+        service = RewardService(plan_pools(registry, ["odd"], 1), registry)
+        await service.start()
+        try:
+            return [verdict async for _, verdict in service.in_order(one(), lambda request: request, 1)]
+        finally:
+            await service.close()
+
+    assert [verdict["score"] for verdict in asyncio.run(main())] == [1.0]
+
+
 def test_every_request_is_answered_once_while_workers_are_killed(plugins: Path) -> None:
     async def steps(pool: PluginPool) -> None:
         chance = random.Random(1)
@@ -171,6 +221,22 @@ def test_what_waits_when_the_pool_closes_gets_a_verdict(plugins: Path) -> None:
             assert (verdict["score"], verdict["failure"]) == (None, "infrastructure")
 
     asyncio.run(main())
+
+
+def test_what_a_slot_has_just_taken_when_the_pool_closes_gets_a_verdict(plugins: Path) -> None:
+    async def main(turns: int) -> Verdict:
+        pool = PluginPool(PoolSpec("echo", {}, 1, 10.0))
+        await pool.start()
+        await asyncio.sleep(0.1)  # its slot waits for work
+        future = pool.submit(request_of("echo", "1", meta={"sleep_s": 30}))
+        for _ in range(turns):  # of the loop: the request leaves the queue before its slot goes on
+            await asyncio.sleep(0)
+        await pool.close()
+        return await asyncio.wait_for(future, 5)
+
+    for turns in range(4):
+        verdict = asyncio.run(main(turns))
+        assert (verdict["failure"], verdict["detail"]) == ("infrastructure", "the reward server stopped"), turns
 
 
 def test_a_plugin_that_cannot_start_is_an_error_that_names_it(broken_plugins: Path) -> None:

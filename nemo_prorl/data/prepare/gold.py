@@ -61,7 +61,7 @@ async def _judge(
     registry, tasks = discover(), sorted({record["task"] for record in records})
     service = RewardService(plan_pools(registry, tasks, workers, unsafe_no_sandbox=unsafe_no_sandbox), registry)
     failed: dict[int, str] = {}
-    waiting: deque[tuple[int, asyncio.Future[Verdict]]] = deque()
+    waiting: deque[tuple[int, asyncio.Task[Verdict]]] = deque()
     told = time.monotonic()
 
     async def settle() -> None:
@@ -80,7 +80,7 @@ async def _judge(
     try:
         for at, (record, gold) in enumerate(zip(records, golds, strict=True)):
             request = RewardRequest.from_json({**record, "response": gold, "finished": True})
-            waiting.append((at, service.submit(request)))
+            waiting.append((at, asyncio.create_task(service.judge(request))))
             if len(waiting) >= workers * _IN_FLIGHT:
                 await settle()
         while waiting:

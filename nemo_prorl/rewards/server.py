@@ -106,12 +106,20 @@ def _requests_of(items: list[Any]) -> list[RewardRequest]:
     return requests
 
 
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """An error of reading a request is the sender's: 400.  All others are the server's: 500, and a client retries."""
+    try:
+        yield
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from error
+
+
 async def _refused(http: Request, error: Exception) -> Response:
     """The answer to a request that cannot be taken."""
     if isinstance(error, HTTPException):
         return JSONResponse({"error": error.detail}, error.status_code, error.headers)
-    text = "the body's JSON is nested too deeply" if isinstance(error, RecursionError) else str(error)
-    return JSONResponse({"error": text}, 400)
+    return JSONResponse({"error": "the body's JSON is nested too deeply"}, 400)
 
 
 class RewardApp:
@@ -128,7 +136,7 @@ class RewardApp:
             Route("/v1/health", self.health),
             Route("/metrics", self.metrics),
         ]
-        handlers: Any = dict.fromkeys((HTTPException, ValueError, RecursionError), _refused)
+        handlers: Any = dict.fromkeys((HTTPException, RecursionError), _refused)
         self.asgi = Starlette(routes=routes, exception_handlers=handlers)
 
     def _check_token(self, http: Request) -> None:
@@ -147,7 +155,8 @@ class RewardApp:
     async def trace(self, http: Request) -> Response:
         """{"record": true}, then {"record": false}: what the workers did in between."""
         self._check_token(http)
-        part = tracing.answer(await _body(http), self.name)
+        with _reading():
+            part = tracing.answer(await _body(http), self.name)
         workers = [(w.process.pid, f"reward worker {n}") for n, p in self.service.pools.items() for w in p.workers]
         return JSONResponse({**part, "others": workers})
 
@@ -155,11 +164,12 @@ class RewardApp:
         self._check_token(http)
         if self.draining:
             raise HTTPException(503, "the reward server is stopping")
-        deadline = http.headers.get(DEADLINE_HEADER)
-        timeout_s = None if deadline is None else max(0.0, float(deadline))
-        body = await _body(http)
-        items = body if isinstance(body, list) else [body]
-        requests = _requests_of(items)
+        with _reading():
+            deadline = http.headers.get(DEADLINE_HEADER)
+            timeout_s = None if deadline is None else max(0.0, float(deadline))
+            body = await _body(http)
+            items = body if isinstance(body, list) else [body]
+            requests = _requests_of(items)
         if not self.service.room_for(requests):
             raise HTTPException(429, "the queue is full", {"Retry-After": "1"})
         futures = [self.service.submit(request, timeout_s) for request in requests]

@@ -4,19 +4,25 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from starlette.testclient import TestClient
 
 from nemo_prorl.rewards.connections import MAX_BODY
+from nemo_prorl.rewards.discovery import discover
+from nemo_prorl.rewards.server import DEADLINE_HEADER, RewardApp
+from nemo_prorl.rewards.service import RewardService
 from tests.rewards.conftest import ROOT, RunningServer, StartServer, is_alive, request_of, wait_gone
 
 Capture = pytest.CaptureFixture[str]
@@ -122,13 +128,39 @@ def test_a_body_that_cannot_be_taken_is_refused(plugins: Path, start_server: Sta
     assert (response.status, json.load(response)) == (413, {"error": f"the body is over {MAX_BODY} bytes"})
     connection.close()
     connection = HTTPConnection(host, timeout=60)
-    chunks = (bytes(2**20) for _ in range(MAX_BODY // 2**20 + 1))
+    sent = []
+
+    def endless() -> Iterator[bytes]:  # until an answer comes, but for a server that gives none
+        while sum(sent) < 2 * MAX_BODY and not select.select([connection.sock], [], [], 0)[0]:
+            sent.append(2**20)
+            yield bytes(2**20)
+
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it answers before it has read the last
-        connection.request("POST", "/v1/score", chunks, {"Authorization": "Bearer secret"}, encode_chunked=True)
+        connection.request("POST", "/v1/score", endless(), {"Authorization": "Bearer secret"}, encode_chunked=True)
     assert connection.getresponse().status == 413
+    assert sum(sent) < 2 * MAX_BODY
     connection.close()
     assert http(server, "/v1/score", request_of("echo", "1"))[0] == 200
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_fault_of_the_server_is_not_the_senders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client takes 400 for final, and tries 500 again."""
+    service = RewardService([], discover())
+    client = TestClient(RewardApp(service, "secret").asgi, raise_server_exceptions=False)
+    headers = {"Authorization": "Bearer secret"}
+
+    def status(**more: str) -> int:
+        return int(client.post("/v1/score", json=[request_of("echo", "1")], headers={**headers, **more}).status_code)
+
+    assert status() == 200
+    assert status(**{DEADLINE_HEADER: "soon"}) == 400
+
+    def broken(_: Any) -> bool:
+        raise ValueError("a fault of our own")
+
+    monkeypatch.setattr(service, "room_for", broken)
+    assert status() == 500
 
 
 def test_verdicts_stream_as_they_are_known(plugins: Path, start_server: StartServer) -> None:

@@ -43,7 +43,8 @@ from nemo_prorl.errors import CheckpointError
 from nemo_prorl.lifecycle.killpoints import killpoint
 from nemo_prorl.lifecycle.retention import FORMAT, TEMPORARY, put_in_place, read_state
 from nemo_prorl.policy.actor import Actor, to_host
-from nemo_prorl.policy.random_state import RandomState, load_plain, random_state, set_random_state
+from nemo_prorl.policy.plain_files import check_metadata, load_plain
+from nemo_prorl.policy.random_state import RandomState, random_state, set_random_state
 from nemo_prorl.policy.weights import sha256_of
 
 REFERENCE = "reference."
@@ -250,8 +251,7 @@ class PolicyStore:
         weights alone: they are the reference policy, too, and the optimizer begins.
         Raises CheckpointError if the policy or its reference is not the one that was saved.
         """
-        state = read_state(folder)
-        load_plain(folder / "common.pt")  # Megatron reads it again, and would run a pickle in it
+        state = _read_checked_state(folder)
         if "imported_from" in state:
             _load_weights(self.actor, folder)
             self.actor.set_reference()
@@ -275,8 +275,7 @@ class PolicyStore:
         and step count become the checkpoint's: a roll-back goes on with `reset_optimizer`.
         Raises CheckpointError if the policy is not the one that was saved.
         """
-        state = read_state(folder)
-        load_plain(folder / "common.pt")  # as in `load`
+        state = _read_checked_state(folder)
         _load_weights(self.actor, folder)
         _load_optimizer(self.actor, folder)
         _check(folder, state, weights=self.actor.weights_sha256())
@@ -331,6 +330,14 @@ class PolicyStore:
             raise CheckpointError(text or f"{folder} was not saved: another rank is silent: {_said(lost)}") from failure
         if any(told):
             raise CheckpointError(next(t for t in told if t)) from failure
+
+
+def _read_checked_state(folder: Path) -> dict[str, Any]:
+    """A checkpoint's state, once what torch and Megatron will unpickle beside it is known to run no code."""
+    state = read_state(folder)
+    check_metadata(folder)
+    load_plain(folder / "common.pt")
+    return state
 
 
 def _check(folder: Path, state: dict[str, Any], **found: str) -> None:

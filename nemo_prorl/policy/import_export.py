@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_saver import save as torch_distributed_save
 
 from nemo_prorl.errors import CheckpointError, ConfigError
+from nemo_prorl.policy.plain_files import check_metadata
 from nemo_prorl.policy.weights import HFFolder, Rule, Shape, model_keys_from_hf, rule_of
 
 _MODEL, _LAYERS = "model.", "decoder.layers."
@@ -99,6 +100,7 @@ def read_policy(folder: Path, hf: dict[str, Any]) -> Iterator[tuple[str, Tensor]
 
     Raises CheckpointError where a tensor is missing, or is not as large as config.json says.
     """
+    check_metadata(folder)
     reader = FileSystemReader(folder)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=True)

@@ -1,14 +1,10 @@
 """Random states of a process, in a file that holds tensors and plain values only: reading it runs no code."""
 
-import pickle
 import random
-from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
 import torch
-
-from nemo_prorl.errors import CheckpointError
 
 
 class RandomState(TypedDict):
@@ -46,15 +42,3 @@ def set_random_state(state: RandomState) -> None:
     if state["cuda"]:
         torch.cuda.set_rng_state_all(state["cuda"])
     get_cuda_rng_tracker().set_states(state["megatron"])
-
-
-def load_plain(file: Path) -> Any:
-    """Load a file of torch.save.  Raises CheckpointError where it holds anything but tensors and plain values."""
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{file} was refused: expected tensors and plain values, but reading it could run code "
-            f"({str(error).splitlines()[0]})."
-            " Continue from a checkpoint that prorl wrote and nobody changed"
-        ) from error

@@ -1,5 +1,6 @@
 """Random states in a checkpoint: the same numbers come after they are loaded, and a pickle is refused."""
 
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,11 @@ import pytest
 import torch
 
 from nemo_prorl.errors import CheckpointError
-from nemo_prorl.policy.random_state import load_plain, random_state, set_random_state
+from nemo_prorl.policy.checkpoint import PolicyStore
+from nemo_prorl.policy.plain_files import check_metadata, load_plain
+from nemo_prorl.policy.random_state import random_state, set_random_state
+from nemo_prorl.policy.tools import export_hf, import_hf
+from tests.policy.models import QWEN2, write_model
 
 pytestmark = [pytest.mark.nemo, pytest.mark.timeout(300)]
 
@@ -59,6 +64,56 @@ def test_a_pickle_in_a_checkpoint_is_refused_and_not_run(tmp_path: Path) -> None
         with pytest.raises(CheckpointError, match=r"rng-0\.pt was refused: expected tensors and plain values"):
             load_plain(tmp_path / "rng-0.pt")
     assert not (tmp_path / "witness").exists()
+
+
+def test_a_truncated_file_of_a_checkpoint_is_named_with_the_cure(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(100)}, tmp_path / "whole.pt")
+    whole, file = (tmp_path / "whole.pt").read_bytes(), tmp_path / "rng-0.pt"
+    for content in (b"", whole[: len(whole) // 2], whole[:-1], b"no file of torch"):
+        file.write_bytes(content)
+        with pytest.raises(
+            CheckpointError, match=r"rng-0\.pt (cannot be read|was refused).* Continue from a checkpoint"
+        ):
+            load_plain(file)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"rng-0\.pt cannot be read"):
+        load_plain(file)
+
+
+def test_metadata_that_would_run_code_is_refused_before_torch_reads_it(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", QWEN2, torch.float32)
+    import_hf(tmp_path / "model", tmp_path / "imported")
+    (file,) = tmp_path.glob("imported/**/.metadata")
+    check_metadata(file.parent)
+    good = file.read_bytes()
+    file.write_bytes(pickle.dumps(RunsCode(tmp_path / "witness")))
+    with pytest.raises(CheckpointError, match=r"\.metadata was refused: expected torch's metadata"):
+        export_hf(tmp_path / "imported", tmp_path / "exported")
+    for load in (PolicyStore.load, PolicyStore.load_policy):
+        with pytest.raises(CheckpointError, match=r"\.metadata was refused"):
+            load(object.__new__(PolicyStore), file.parent)
+    for content in (b"", good[: len(good) // 2]):
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
+            check_metadata(file.parent)
+    file.write_bytes(good)
+    torch.save(RunsCode(tmp_path / "witness"), file.parent / "common.pt")
+    for load in (PolicyStore.load, PolicyStore.load_policy):
+        with pytest.raises(CheckpointError, match=r"common\.pt was refused"):
+            load(object.__new__(PolicyStore), file.parent)
+    assert not (tmp_path / "witness").exists()
+
+
+def test_random_states_that_a_resume_would_refuse_are_refused_when_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nemo_prorl.policy import checkpoint
+
+    monkeypatch.setattr(checkpoint.dist, "get_rank", lambda: 1)
+    bad: Any = RunsCode(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"rng-1\.pt was refused"):
+        checkpoint._Snapshot({}, {}, bad, {}, [], "").write_rest(tmp_path)
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_a_resume_would_refuse_is_refused_when_it_is_written(

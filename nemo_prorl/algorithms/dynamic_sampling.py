@@ -87,7 +87,8 @@ class DynamicSampler:
         keep_rate: shared by all steps of a run, updated by `decide`.
         config: `max_draw_factor`: draws in this step, carried groups included, at most, per needed group.
             `oversubscription`: expected kept groups per needed group that may be in flight; 1 starts no more than is
-            expected to be needed.  `enabled`: False keeps every group (static sampling); keep rates are still measured.
+            expected to be needed.  `enabled`: False keeps every usable group (static
+                sampling); keep rates are still measured.
             `margin`: drawing begins when fewer are expected than needed, and goes on until this many standard
             deviations more are expected.  Each time it begins anew costs the time of a whole response, so a little
             more at once is cheap, and what is too much is surplus.
@@ -118,10 +119,11 @@ class DynamicSampler:
         self.started += 1
         self._append(task)
 
-    def decide(self, kept: bool) -> bool:
+    def decide(self, kept: bool, usable: bool = True) -> bool:
         """The verdict of the oldest undecided group; returns whether it joins the batch.
 
-        `kept` is `carries_signal`'s answer.  Static sampling (`enabled` False) takes the group in any case.
+        `kept` is `carries_signal`'s answer.  Static sampling (`enabled` False) takes a group without a signal too, if
+        it is `usable`: its responses have rewards to compare.
         """
         if not self._undecided:
             raise RuntimeError(f"decide() but no group is undecided: {self}")
@@ -132,7 +134,7 @@ class DynamicSampler:
         task = self._undecided.popleft()
         self._undecided_of[task] -= 1
         self.keep_rate.update(task, kept)
-        joins = kept or not self._config.enabled
+        joins = usable and (kept or not self._config.enabled)
         self.kept += joins
         self.dropped += not joins
         self._filling = self.kept + self.expected < self._wanted

@@ -6,7 +6,8 @@
                                                                                               v
     no signal: DROPPED, perhaps another is drawn  <--  decide  -->  signal: KEPT, in the batch
                                                           |
-                                 the batch is full: SURPLUS, decided first in the next step
+                                 the batch is full: SURPLUS, decided first in the next step; not decided then if it is
+                                     TOO OLD (dynamic_sampling.max_staleness) or the run was ROLLED BACK (`drop`)
 
 Each response goes to the reward server the moment it ends.  What is drawn and what is trained on depend on the verdicts
 in draw order and never on timing, so short responses are not favoured.  Which groups carry a signal, and when another
@@ -171,7 +172,7 @@ class Collector:
     def _decide(self, group: Group, sampler: DynamicSampler, batch: CollectedBatch) -> None:
         """Decide the oldest undecided group.  This is where a group is kept or dropped."""
         tolerance = self.cfg.trainer.grpo.dynamic_sampling.tolerance
-        kept = sampler.decide(_carries_signal(group, tolerance)) and _can_teach(group)
+        kept = sampler.decide(_carries_signal(group, tolerance), usable=_can_teach(group))
         batch.tasks.setdefault(group.task, TaskTally()).add(group, kept, tolerance)
         batch.outcomes.append((group.prompt_id, group.outcome(tolerance)))
         if kept:

@@ -248,6 +248,26 @@ def test_a_missing_verdict_masks_its_response_only() -> None:
         assert batch.groups == []
 
 
+class BrokenForSome(Broken):
+    """Infrastructure fails for the first `count` responses of every other prompt."""
+
+    def verdict(self, request: dict[str, Any], position: int) -> float | None:
+        broken = request["truth"]["k"] // 2 % 2 == 0
+        return super().verdict(request, position) if broken else float(position % 2)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_group_that_cannot_teach_is_replaced_while_draws_are_left(
+    enabled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    dynamic = DynamicSamplingConfig(max_draw_factor=8.0, enabled=enabled)
+    (batch,), _, _ = collected(Simulated(), BrokenForSome(3), config(100, dynamic_sampling=dynamic))
+    assert len(batch.groups) == batch.needed == 6
+    assert all(sum(group.valid) == 4 for group in batch.groups)
+    assert batch.drawn > 6
+    assert "trains on" not in caplog.text
+
+
 def test_several_missing_verdicts_in_a_row_stop_the_run() -> None:
     with pytest.raises(RewardFailure, match=r"8 responses in a row .* task [ab], prompt p\d+: the scorer broke"):
         collected(Simulated(), Broken(4))

@@ -1,5 +1,6 @@
 """Reads what `prorl evaluate` wrote, for the report's tables: results.json and, if there is one, comparison.json."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ def read(folder: Path) -> dict[str, Any]:
 def _shown(path: Path, shape: Callable[[Mapping[str, Any]], dict[str, Any]]) -> dict[str, Any]:
     value = read_json(path)
     try:
-        return shape(value)
+        shown = shape(value)
+        json.dumps(shown, allow_nan=False)  # a page cannot show NaN
+        return shown
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{path}: not as prorl evaluate writes it: {error!r}") from error
 

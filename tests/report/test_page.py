@@ -214,3 +214,14 @@ def test_a_long_run_stays_a_small_file(tmp_path: Path) -> None:
     text, _ = written(folder)
     assert len(text) < 60 * 320 * 4 * 12  # metrics, points, numbers a point, characters
     assert len(json.loads(Elements(text).all("script")[0][1])["curves"][0]["metrics"]) == 60
+
+
+def test_nan_in_an_evaluation_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    from nemo_prorl.errors import DataError
+    from nemo_prorl.report import evaluation
+
+    row = {"pass@k": {"1": float("nan")}}
+    results = {"format": 1, "model": {"name": "m"}, "complete": True, "benchmarks": {"b": row}, "domains": {}}
+    (tmp_path / "results.json").write_text(json.dumps({**results, "out_of_distribution": None}))
+    with pytest.raises(DataError, match=r"results\.json: not as prorl evaluate writes it"):
+        evaluation.read(tmp_path)

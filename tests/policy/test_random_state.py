@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nemo_prorl.errors import CheckpointError
-from nemo_prorl.policy.checkpoint import PolicyStore
+from nemo_prorl.policy.checkpoint_files import PolicyStore
 from nemo_prorl.policy.plain_files import check_metadata, load_plain
 from nemo_prorl.policy.random_state import random_state, set_random_state
 from nemo_prorl.policy.tools import export_hf, import_hf
@@ -107,12 +107,12 @@ def test_metadata_that_would_run_code_is_refused_before_torch_reads_it(tmp_path:
 def test_random_states_that_a_resume_would_refuse_are_refused_when_they_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nemo_prorl.policy import checkpoint
+    from nemo_prorl.policy import checkpoint_files
 
-    monkeypatch.setattr(checkpoint.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     bad: Any = RunsCode(tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"rng-1\.pt was refused"):
-        checkpoint._Snapshot({}, {}, bad, {}, [], "").write_rest(tmp_path)
+        checkpoint_files._Snapshot({}, {}, bad, {}, [], "").write_rest(tmp_path)
     assert not (tmp_path / "run").exists()
 
 

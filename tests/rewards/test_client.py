@@ -189,7 +189,7 @@ class StrictServer:
         self.posted.append(len(requests))
         if any(request["task"] == "bad" for request in requests):
             return web.json_response({"error": "a bad request"}, status=400)
-        good = {"score": 1.0, "correct": None, "parts": {}, "detail": "", "failure": None}
+        good: dict[str, Any] = {"score": 1.0, "correct": None, "parts": {}, "detail": "", "failure": None}
         return web.Response(
             text="".join(json.dumps({**good, "id": one["id"], "key": one["key"]}) + "\n" for one in requests)
         )

@@ -128,7 +128,7 @@ def test_a_body_that_cannot_be_taken_is_refused(plugins: Path, start_server: Sta
     assert (response.status, json.load(response)) == (413, {"error": f"the body is over {MAX_BODY} bytes"})
     connection.close()
     connection = HTTPConnection(host, timeout=60)
-    sent = []
+    sent: list[int] = []
 
     def endless() -> Iterator[bytes]:  # until an answer comes, but for a server that gives none
         while sum(sent) < 2 * MAX_BODY and not select.select([connection.sock], [], [], 0)[0]:

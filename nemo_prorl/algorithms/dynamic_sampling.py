@@ -88,9 +88,9 @@ class DynamicSampler:
         config: `max_draw_factor`: draws in this step, carried groups included, at most, per needed group.
             `oversubscription`: expected kept groups per needed group that may be in flight; 1 starts no more than is
             expected to be needed.  `enabled`: False keeps every usable group (static sampling); keep rates are still
-            measured.  `margin`: drawing begins when fewer are expected than needed, and goes on until this many standard
-            deviations more are expected.  Each time it begins anew costs the time of a whole response, so a little
-            more at once is cheap, and what is too much is surplus.
+            measured.  `margin`: drawing begins when fewer are expected than needed, and goes on until this many
+            standard deviations more are expected.  Each time it begins anew costs the time of a whole response, so a
+            little more at once is cheap, and what is too much is surplus.
 
     Raises:
         RuntimeError: a call out of order.

@@ -167,7 +167,7 @@ def run_prorl(words: Sequence[str], steps: int | None, limit_s: float = 0.0, pro
         stdout=subprocess.DEVNULL,
         stderr=sys.stderr,
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        cwd=folder.parent,  # `python -m` looks for modules there first
+        cwd=prorl.parents[3],  # the checkout: `python -m` looks for modules there first
     )
     memory, block, ends, metrics = Memory(process.pid), Block(), [0.0], folder / "metrics.jsonl"
     stopped = False

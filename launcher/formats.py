@@ -1,6 +1,6 @@
 """The files of a launch: launches.jsonl, chain.json, and the event that the hook of a run reads.
 
-Standard library only, Python 3.9 at least (see `slurm.py`).
+Standard library only, Python 3.9 at least (see `slurm_driver.py`).
 """
 
 from __future__ import annotations

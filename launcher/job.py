@@ -135,9 +135,9 @@ def is_finished(run_dir: Path, max_steps: int) -> bool:
 
 
 def tell(run_dir: Path) -> None:
-    from nemo_prorl.launcher import outcome
+    from nemo_prorl.launcher import run_results
 
-    outcome.tell(run_dir)
+    run_results.tell(run_dir)
 
 
 def clear_endpoints(run_dir: Path, keep: Iterable[Path] = ()) -> None:

@@ -1,6 +1,6 @@
 """RUN/launches.jsonl: each start of a run by a Slurm job and how it ended, which shows whether the job progresses.
 
-Standard library only, Python 3.9 at least (see `slurm.py`).
+Standard library only, Python 3.9 at least (see `slurm_driver.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_prorl.launcher.slurm_job import Job, say
+from nemo_prorl.launcher.slurm_queries import Job, say
 
 if TYPE_CHECKING:
     from typing import Unpack

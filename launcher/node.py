@@ -25,7 +25,7 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DeadlineExceeded, ProrlError, UnfitMachine
 from nemo_prorl.launcher.peers import End, Launch, Peers, Place, read, write
 from nemo_prorl.launcher.processes import StandardOutput, free_port
-from nemo_prorl.launcher.step import BEGUN, OUTCOME
+from nemo_prorl.launcher.srun_step import BEGUN, OUTCOME
 from nemo_prorl.launcher.supervisor import Node
 
 _log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ ended, also to the batch script.  ATTEMPT is of one start of all nodes: what an 
 to this one.  Nothing listens and nothing beats: `srun` starts the supervisors, forwards their output and signals, and
 ends them all when one ends with an error or a node is lost.
 
-Standard library only, Python 3.9 at least (see `slurm.py`).
+Standard library only, Python 3.9 at least (see `slurm_driver.py`).
 """
 
 from __future__ import annotations

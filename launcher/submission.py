@@ -1,6 +1,6 @@
 """What the batch script was asked for, and the commands that carry it out.
 
-Standard library only, Python 3.9 at least (see `slurm.py`).
+Standard library only, Python 3.9 at least (see `slurm_driver.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.errors import ProrlError
-from nemo_prorl.launcher.slurm_job import Job, output, say
+from nemo_prorl.launcher.slurm_queries import Job, output, say
 
 ROOT = Path(__file__).absolute().parent.parent.parent  # of the link nemo_prorl/launcher
 OWN_PYTHON = str(ROOT / ".venv" / "train" / "bin" / "python")

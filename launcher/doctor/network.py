@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from nemo_prorl.launcher.doctor.check import Check
 from nemo_prorl.launcher.processes import free_port
-from nemo_prorl.launcher.slurm_job import Job
+from nemo_prorl.launcher.slurm_queries import Job
 from nemo_prorl.sizing.devices import devices_words, node_devices
 
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")

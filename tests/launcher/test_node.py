@@ -21,7 +21,7 @@ from nemo_prorl.launcher import peers as peers_module
 from nemo_prorl.launcher.node import main
 from nemo_prorl.launcher.peers import End, NodeEnded, Peers, Place, blame
 from nemo_prorl.launcher.processes import StandardOutput
-from nemo_prorl.launcher.step import OUTCOME
+from nemo_prorl.launcher.srun_step import OUTCOME
 
 pytestmark = pytest.mark.starts
 

@@ -1,7 +1,7 @@
 """The Slurm job that this process belongs to: what Slurm knows of it, and requests to Slurm.
 
 A SIGTERM to the job reaches every process of it.  Commands that ask Slurm ignore it, so that a missing answer is not
-taken for an answer.  Standard library only, Python 3.9 at least (see `slurm.py`).
+taken for an answer.  Standard library only, Python 3.9 at least (see `slurm_driver.py`).
 """
 
 from __future__ import annotations

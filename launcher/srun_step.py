@@ -1,6 +1,6 @@
 """One `srun` of the node supervisors, seen from the batch script: what they say, what `srun` says, how it ended.
 
-Standard library only, Python 3.9 at least (see `slurm.py`).
+Standard library only, Python 3.9 at least (see `slurm_driver.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from nemo_prorl.launcher.peers import read
-from nemo_prorl.launcher.slurm_job import say
+from nemo_prorl.launcher.slurm_queries import say
 
 BEGUN = "the supervisor has begun on "  # in the first line of each supervisor, which SIGUSR1 can stop from then on
 OUTCOME = "outcome of the run: "  # begins JSON on standard output; counts if a full disk takes no file

@@ -2,14 +2,15 @@
 
 `slurm/stage.sbatch` runs this on the first node of the job.
 
-    slurm.py STAGE [--container-image IMG] [--container-mounts A:B] [--dry-run] [OVERRIDE ...]
+    slurm_driver.py STAGE [--container-image IMG] [--container-mounts A:B] [--dry-run] [OVERRIDE ...]
 
 The cluster is h100_4x8 unless cluster=... says otherwise.
 
 0, 2, 3, 4            the job ends with this code; after 3 it is requeued without the unfit node, if others are there
 a crash               starts again in this allocation, at most `launch.attempts` times in a row without a new checkpoint
 USR1, preemption      the run is asked to stop; the job is requeued when the run has ended, or when time runs out
-a lost node           Slurm requeues the job; a node that fails twice in a row, or starts nothing, is left out
+a lost node           Slurm requeues the job by itself
+a bad node            one that fails twice in a row, or starts no program: the job is requeued without it
 `prorl control stop`  the job ends with 75
 scancel               nothing is requeued: after a SIGTERM this process starts nothing and asks Slurm for nothing
 requeued by Slurm     this start of the job is a ghost, and ends
@@ -36,8 +37,8 @@ if not __package__:  # started by path: this folder's module names must not shad
 from nemo_prorl.errors import ProrlError  # noqa: E402
 from nemo_prorl.launcher.launches import PREEMPTED, Launches  # noqa: E402
 from nemo_prorl.launcher.peers import node_file  # noqa: E402
-from nemo_prorl.launcher.slurm_job import Job, say  # noqa: E402
-from nemo_prorl.launcher.step import Step  # noqa: E402
+from nemo_prorl.launcher.slurm_queries import Job, say  # noqa: E402
+from nemo_prorl.launcher.srun_step import Step  # noqa: E402
 from nemo_prorl.launcher.submission import Submission, arguments  # noqa: E402
 
 STOPPED = 75

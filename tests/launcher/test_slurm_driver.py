@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.launcher.slurm_job import Job
-from nemo_prorl.launcher.step import Step
+from nemo_prorl.launcher.slurm_queries import Job
+from nemo_prorl.launcher.srun_step import Step
 
 pytestmark = pytest.mark.starts
 
@@ -29,7 +29,7 @@ import json, os, signal, sys, time
 sys.path.insert(0, "ROOT")
 from pathlib import Path
 from nemo_prorl.launcher.peers import node_file, write
-from nemo_prorl.launcher.step import OUTCOME
+from nemo_prorl.launcher.srun_step import OUTCOME
 if "true" in sys.argv:
     sys.exit(os.path.exists("dead-node"))
 with open("srun.txt", "a") as file:
@@ -94,7 +94,7 @@ print(open("nodes.txt").read())
 
 JOB = "JobId=17 JobState=RUNNING Restarts=0 BatchHost=localhost PreemptTime=None ExcNodeList=(null) ReqNodeList=(null)"
 QUICK = (
-    "import nemo_prorl.launcher.slurm as s; s.Driver.wait = lambda self, seconds: None; s._REQUEUED_S = 0.5;"
+    "import nemo_prorl.launcher.slurm_driver as s; s.Driver.wait = lambda self, seconds: None; s._REQUEUED_S = 0.5;"
     " s._REQUEUE_EVERY_S = 0.2; s._PLAN_PAUSE_S = 0.1; s._LOOK_S = 1.0; "
 )
 PLAN = {
@@ -493,7 +493,7 @@ def test_the_dry_run_of_the_script_needs_no_slurm_and_shows_the_container() -> N
 def test_the_script_s_python_may_be_an_old_one() -> None:
     """Outside a container it is the node's own: 3.9's grammar, annotations unevaluated, the standard library alone."""
     files = [ROOT / "nemo_prorl" / name for name in ("__init__.py", "errors.py", "launcher/__init__.py")]
-    own = ("slurm.py", "submission.py", "slurm_job.py", "launches.py", "step.py", "peers.py")
+    own = ("slurm_driver.py", "submission.py", "slurm_queries.py", "launches.py", "srun_step.py", "peers.py")
     files += [ROOT / "nemo_prorl" / "launcher" / name for name in own]
     files += [ROOT / "nemo_prorl" / name for name in ("schema.py", "launcher/formats.py", "deadlines.py")]
     for file in files:
@@ -508,9 +508,9 @@ def test_the_script_s_python_may_be_an_old_one() -> None:
             "nemo_prorl.deadlines",
             "nemo_prorl.launcher.launches",
             "nemo_prorl.launcher.peers",
-            "nemo_prorl.launcher.step",
+            "nemo_prorl.launcher.srun_step",
             "nemo_prorl.launcher.submission",
-            "nemo_prorl.launcher.slurm_job",
+            "nemo_prorl.launcher.slurm_queries",
         }
         assert not imports or "__future__" in names, file
 

@@ -154,10 +154,12 @@ class _Snapshot:
         )
 
     def write_tensors(self, folder: Path, group: dist.ProcessGroup | None) -> None:
-        """A collective of `group`.
+        """Write the tensors of all ranks; a collective of `group`.
 
         By torch's own writer: Megatron's forks and spawns processes, which a process with threads (rollout client,
         loggers) must not.
+
+        Raises CheckpointError where `load` would refuse what was written: now, and not at a resume days later.
         """
         torch_distributed_save(
             self.tensors,
@@ -167,6 +169,8 @@ class _Snapshot:
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
             process_group=group,
         )
+        if dist.get_rank() == 0:
+            check_metadata(folder)
 
     def write_rest(self, folder: Path) -> None:
         """Write what belongs to this rank alone, and on rank 0 what belongs to none.

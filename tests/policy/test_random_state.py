@@ -134,3 +134,19 @@ def test_what_a_resume_would_refuse_is_refused_when_it_is_written(
             snapshot.write_rest(folder)
         assert not (folder / "state.json").exists()
     assert not (tmp_path / "run").exists()
+
+
+def test_metadata_that_a_resume_would_refuse_is_refused_when_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nemo_prorl.policy import checkpoint_files
+
+    def save(*_: Any, **__: Any) -> None:
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(RunsCode(tmp_path / "run")))
+
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(checkpoint_files, "torch_distributed_save", save)
+    monkeypatch.setattr(checkpoint_files, "FileSystemWriter", lambda *_, **__: None)
+    with pytest.raises(CheckpointError, match=r"\.metadata was refused"):
+        checkpoint_files._Snapshot({}, {}, random_state(), {}, [], "").write_tensors(tmp_path, None)
+    assert not (tmp_path / "run").exists()

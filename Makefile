@@ -1,6 +1,7 @@
 # make train     sets up what is missing and runs the laptop job (again: continues it)
 # make test      sets up what is missing and runs the tests;  make test-all: the slow ones too
 # make check     the inner loop: format, lint, import contracts, types and the quick tests, in a minute
+# make docs      builds the documentation into site/;  make docs-serve: shows it while you write
 # make gpu-evidence   what kernels, actor and engine take on this machine's GPU;  make gpu-wheels: what a bare one lacks
 # make clean     deletes both environments and caches; runs/ stays
 
@@ -19,7 +20,7 @@ EVIDENCE_PYTHON ?= $(or $(wildcard .venv/train/bin/python),python3)
 GPU_WHEELS ?= .gpu-wheels
 GPU_PYTHON ?= python3.12
 
-.PHONY: setup train check test test-all gpu-evidence gpu-wheels clean
+.PHONY: setup train check docs docs-serve test test-all gpu-evidence gpu-wheels clean
 
 setup:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null || { \
@@ -48,6 +49,17 @@ test: setup
 test-all: setup
 	@$(PYTEST) $(ARGS)
 
+# Pages that are made from the code, then the site.
+docs: setup
+	@$(BIN)/python docs/configuration.py
+	@$(BIN)/python setup/schemas.py
+	@$(BIN)/python docs/schema_list.py
+	@$(BIN)/python docs/commands.py
+	@$(BIN)/mkdocs build --strict --quiet $(ARGS)
+
+docs-serve: setup
+	@$(BIN)/mkdocs serve $(ARGS)
+
 gpu-evidence:
 	@$(EVIDENCE_PYTHON) benchmarks/gpu_evidence.py \
 	  $(if $(filter $(BIN)/%,$(EVIDENCE_PYTHON)),,$(if $(wildcard $(GPU_WHEELS)/*.whl),--wheels $(GPU_WHEELS))) $(ARGS)
@@ -57,5 +69,5 @@ gpu-wheels:
 	@ls -l $(GPU_WHEELS)
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

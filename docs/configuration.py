@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the types in nemo_prorl/config.py, by `python docs/configuration.py`."""
+"""Writes docs/reference/configuration.md from the types in nemo_prorl/config.py, by `python docs/configuration.py`."""
 
 from collections import defaultdict
 from dataclasses import is_dataclass
@@ -9,15 +9,15 @@ import yaml
 
 from nemo_prorl.config import MISSING, ConfigKey, all_keys
 
-PAGE = Path(__file__).with_suffix(".md")
+PAGE = Path(__file__).resolve().parent / "reference" / "configuration.md"
 ENDS = "...\n"  # yaml writes it after a single value
 HEAD = """# Configuration keys
 
 Set a key with `KEY=VALUE`: `prorl train trainer.grpo.max_steps=200`. The defaults below are those of the schema;
-the files in [conf](../conf) set others, and `prorl train --dry-run` prints what holds for a run. `*` marks a key that
+the files in [conf](../../conf) set others, and `prorl train --dry-run` prints what holds for a run. `*` marks a key that
 a continued run may change. A wrong value is refused before anything starts.
 
-`python docs/configuration.py` writes this page from [config.py](../nemo_prorl/config.py).
+`python docs/configuration.py` writes this page from [config.py](../../nemo_prorl/config.py).
 """
 
 

@@ -257,7 +257,7 @@ def test_the_check_wants_to_know_what_was_there(container: tuple[Path, Path]) ->
 def test_a_missing_lock_names_the_page(container: tuple[Path, Path]) -> None:
     told = step(container, "setup/environments.py", "--rollout-lock", "setup/none.lock", "--only", "rollout")
     assert told.returncode == 3
-    assert "setup/none.lock is not there. What writes it: docs/container.md" in told.stderr
+    assert "setup/none.lock is not there. What writes it: docs/howto/container.md" in told.stderr
 
 
 @pytest.mark.slow  # pip installs six projects: 7 s of CPU

@@ -345,7 +345,7 @@ def test_what_takes_long_is_a_command_at_least(words: Words, place: Path) -> Non
     """Parsed by the real parser; overrides are composed and checked by the real loader."""
     if Path(words[0]).name != "prorl":
         return
-    new_plugin("word_count", Path("word_count"))  # the data of docs/plugins.md
+    new_plugin("word_count", Path("word_count"))  # the data of docs/tutorial/plugins.md
     prepared(place)
     arguments = cli._parse(with_model(words, place)[1:])
     if overrides := [text for text in getattr(arguments, "overrides", []) if "=" in text]:
@@ -390,7 +390,7 @@ def of_way(way: str) -> list[Words]:
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    """`runs/laptop` has been trained as docs/laptop.md says, smaller, and asked for what docs/prolonged.md says."""
+    """`runs/laptop` has been trained as docs/tutorial/laptop.md says, smaller, and asked for what docs/howto/prolonged.md says."""
     if not (ROOT / ".venv" / "rollout").is_dir():
         pytest.skip("no rollout environment: make setup")
     made = Story(tmp_path_factory.mktemp("story"))
@@ -442,7 +442,7 @@ def test_the_pages_about_evaluation(story: Story) -> None:
 
 @heavy
 def test_your_own_data_is_trained_on(story: Story) -> None:
-    """docs/data.md from its first command to a run, smaller."""
+    """docs/tutorial/data.md from its first command to a run, smaller."""
     write(story.folder / "my-problems.jsonl", [{"problem": f"{n} plus 25?", "answer": str(n + 25)} for n in range(200)])
     [prepare] = [words for _, words in COMMANDS if "my-problems.jsonl" in words]
     story.run(prepare)

@@ -226,13 +226,13 @@ def test_the_schema_of_prompt_records_is_the_code(record: dict[str, Any], good: 
 
 
 def test_documented_truths_are_accepted() -> None:
-    """Each JSON object in the table of truths in docs/formats.md."""
+    """Each JSON object in the table of truths in docs/reference/formats.md."""
     rows = re.findall(r"^\| (`[a-z`, ]+`) \| (.*) \|$", prose(ROOT / "docs" / "formats.md"), re.M)
     tried = 0
     for names, text in rows:
         for task in re.findall(r"`(math|stem|code|puzzles|instructions)`", names):
             for truth in re.findall(r"`(\{.*?\})`", text):
-                validate_record({**RECORD, "task": task, "truth": json.loads(truth)}, "docs/formats.md")
+                validate_record({**RECORD, "task": task, "truth": json.loads(truth)}, "docs/reference/formats.md")
                 tried += 1
     assert tried == 3 + 3 + 3 + 1 + 1
 

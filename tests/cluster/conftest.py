@@ -12,7 +12,7 @@ def _cannot(error: NoSlurm) -> None:
     """Skips, but fails where a machine tests for us all, so that these tests are never left out unseen."""
     if any(os.environ.get(name, "").lower() not in ("", "0", "false") for name in ("CI", "PRORL_CI")):
         pytest.fail(f"no Slurm cluster: {error}", pytrace=False)
-    pytest.skip(f"no Slurm cluster: {error} (docs/cluster.md, 'Trying it on one machine')")
+    pytest.skip(f"no Slurm cluster: {error} (docs/tutorial/cluster.md, 'Trying it on one machine')")
 
 
 def unless_there_is_no_slurm() -> None:

@@ -56,7 +56,7 @@ def test_a_gpu_run_outside_the_container_is_refused_with_the_image(smi: Smi) -> 
     text = refusal()
     for part in ("no module apex", "no module transformer_engine", "no module fused_weight_gradient_mlp_cuda"):
         assert part in text
-    for part in ("NVIDIA_PYTORCH_VERSION is not set", "--container-image=IMAGE", "docs/container.md"):
+    for part in ("NVIDIA_PYTORCH_VERSION is not set", "--container-image=IMAGE", "docs/howto/container.md"):
         assert part in text
     plain = ["model.transformer_engine=false", "model.gradient_accumulation_fusion=false"]
     plain.append("model.activations_checkpoint_granularity=selective")  # else the scores of attention do not fit

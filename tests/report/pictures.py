@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/report.md: `python -m tests.report.pictures CHAIN RUN...` into docs/images.
+"""Makes the pictures of docs/howto/report.md: `python -m tests.report.pictures CHAIN RUN...` into docs/images.
 
 CHAIN fills the pictures of one run, the RUNs after it are compared.
 """

@@ -1,4 +1,4 @@
-"""`prorl rewards new`, and the commands of docs/plugins.md, each run as it stands there, in an environment of its own.
+"""`prorl rewards new`, and the commands of docs/tutorial/plugins.md, each run as it stands there, in an environment of its own.
 
 The environment is an empty one over the present one: what is installed into it leaves no trace here.
 """
@@ -30,7 +30,7 @@ DOCS = (ROOT / "docs" / "plugins.md").read_text()
 BLOCKS = re.findall(r"^```sh\n(.*?)^```", DOCS, re.M | re.S)
 COMMANDS = [line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()]
 TRAIN_AT = next(at for at, line in enumerate(COMMANDS) if line.startswith("prorl train"))
-# Overrides that make the run of docs/plugins.md small.
+# Overrides that make the run of docs/tutorial/plugins.md small.
 SMALL = [
     "trainer.grpo.max_steps=2",
     "trainer.grpo.samples_per_prompt=4",
@@ -73,7 +73,7 @@ class Environment:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """The commands of docs/plugins.md up to the training have been run; all went well."""
+    """The commands of docs/tutorial/plugins.md up to the training have been run; all went well."""
     made = Environment(tmp_path_factory.mktemp("plugin"))
     for command in COMMANDS[:TRAIN_AT]:
         told = made.run(command)

@@ -122,4 +122,4 @@ def test_a_stream_starts_what_it_needs_with_all_the_workers(plugins: Path) -> No
 def test_bad_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run("score", "--settings", "[1]")
-    assert "must be an object by plugin name" in capsys.readouterr().err
+    assert "must map plugin names to settings" in capsys.readouterr().err

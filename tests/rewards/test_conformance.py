@@ -186,7 +186,7 @@ def test_a_plugin_that_ends_its_process_is_reported_and_not_believed(tested: Cal
     """It dies wherever it is prepared: in the worker and in the process that watches it."""
     report = check_plugin(tested(prepare="os._exit(3)"))
     assert report.failed == ["start"], "\n".join(report.lines())
-    assert "died while it started" in report["start"].text
+    assert "died during its start" in report["start"].text
     assert report["import"].state == "skipped"
     assert "ended with status 3" in report["truth"].text
 

@@ -44,9 +44,7 @@ def main(argv: list[str]) -> int:
     fd, server_pid, memory_mb, unsafe = map(int, argv[:4])
     name, settings = argv[4:]
     die_with_parent(server_pid)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C in a terminal is handled by the server, which then stops its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     channel = socket.socket(fileno=fd).makefile("rw", encoding="ascii", newline="\n")
 
     def send(message: object) -> None:

@@ -5,7 +5,8 @@
 * `POST /v1/score`: the body is one request or a list; the reply is the verdict or the list of verdicts.  With
   `Accept: application/x-ndjson` the reply is a stream: each verdict is sent once it is known, in any order, with the
   `key` of its request.
-* `GET /v1/health`, `GET /metrics` (Prometheus), and `POST /v1/trace`, which records what the workers do for a trace of a step.
+* `GET /v1/health`, `GET /metrics` (Prometheus), and `POST /v1/trace`, which records the workers'
+  activity for a trace.
 
 The server listens on the loopback address by default.  It stops when its parent ends (`--parent-pid`) or on SIGTERM,
 after it has finished the open requests.  Its workers end with it, even if it is killed.

@@ -56,7 +56,7 @@ def plan_pools(
     wanted = list(tasks) or sorted(registry.tasks())
     classes = {plugin.name: plugin for plugin in map(registry.plugin_of_task, wanted)}
     if not classes:
-        raise ConfigError("no reward plugin is installed; install one, for example from reward_plugins/")
+        raise ConfigError("no reward plugin is installed.  Fix: pip install one, for example from reward_plugins/")
     specs = []
     shares = dict.fromkeys(classes, workers) if on_demand else share_out(workers, list(classes))
     for name, count in shares.items():

@@ -82,7 +82,7 @@ def test_a_bad_line_is_named_before_anything_is_judged(plugins: Path, tmp_path: 
     with pytest.raises(DataError, match=r"in\.jsonl:1: not JSON"):
         run("score", "--in", str(tmp_path / "in.jsonl"))
     (tmp_path / "in.jsonl").write_text("\n")
-    with pytest.raises(DataError, match="holds no request"):
+    with pytest.raises(DataError, match="contains no request"):
         run("score", "--in", str(tmp_path / "in.jsonl"))
     with pytest.raises(DataError, match="cannot be read"):
         run("score", "--in", str(tmp_path / "absent.jsonl"))

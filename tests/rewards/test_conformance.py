@@ -210,7 +210,7 @@ def test_the_command_line(prorl: Prorl, tested: Callable[..., str], tmp_path: Pa
     assert "unknown reward plugin 'maths'; known: " in told.stderr
     told = prorl("rewards", "test", "puzzles", "--settings", '{"math": {}}')
     assert told.returncode == 2
-    assert "--settings names plugin 'math'; here only 'puzzles' is in use" in told.stderr
+    assert "--settings: plugin 'math' is not tested here; expected only 'puzzles'" in told.stderr
 
 
 def test_results_leave_as_lines_or_as_json(tested: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,9 +67,9 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.list:
         from nemo_prorl.evaluation.catalogue import catalogue, table
-        from nemo_prorl.evaluation.results import aligned
+        from nemo_prorl.planning.columns import columns
 
-        sys.stdout.write(aligned(table(catalogue().values()), numbers=False))
+        sys.stdout.write(columns(table(catalogue().values())))
         return 0
     if args.out is None:
         raise ConfigError("--out DIR is missing: where the evaluation is written")

@@ -24,8 +24,9 @@ from nemo_prorl.evaluation.formats import (
     Reading,
     SolvedCounts,
 )
-from nemo_prorl.evaluation.results import Scored, aligned, by_domain, numbers, percent, scored
+from nemo_prorl.evaluation.results import Scored, by_domain, numbers, percent, scored
 from nemo_prorl.evaluation.store import Store, read_json
+from nemo_prorl.planning.columns import columns
 
 RESAMPLES, SEED, LEVEL = 4000, 0, 0.95
 
@@ -232,7 +233,7 @@ def table(comparison: EvaluationComparison) -> str:
         for one in entry["differences"]:
             cells = [_percent(one["pass@k"].get(k)) for k in ks]
             rows.append([f"  {one['model']} - {comparison['base']}", _percent(one["reward"]), *cells])
-        text.append(aligned(rows).rstrip("\n"))
+        text.append(columns(rows, right=range(1, len(rows[0]))).rstrip("\n"))
         text += [f"  {_read_out(one, comparison['base'])}" for one in entry["differences"]]
     groups = dict(comparison["domains"])
     if comparison["out_of_distribution"] is not None:

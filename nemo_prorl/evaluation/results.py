@@ -18,6 +18,7 @@ from nemo_prorl.evaluation.formats import (
     Numbers,
 )
 from nemo_prorl.evaluation.store import Key, StoredVerdict
+from nemo_prorl.planning.columns import columns
 
 _RIGHT = 1.0 - 1e-9  # a verdict that says nothing of correctness is right with the full score
 
@@ -200,7 +201,7 @@ def table(result: EvaluationResults) -> str:
         rows += [["out of distribution:"]]
         rows += [_row(name, entry, largest) for name, entry in entries.items() if entry["out_of_distribution"]]
         rows += [_row("mean of these", result["out_of_distribution"], largest)]
-    return aligned(rows)
+    return columns(rows, right=range(1, len(heads)))
 
 
 def _row(name: str, entry: Mapping[str, Any], largest: int) -> list[str]:
@@ -224,14 +225,3 @@ def percent(value: Mean | None) -> str:
         return "-"
     error = value["se"]
     return f"{100 * value['mean']:.1f}" + ("" if error is None else f" ± {100 * error:.1f}")
-
-
-def aligned(rows: Sequence[Sequence[str]], numbers: bool = True) -> str:
-    """A table: the first column to the left, columns of numbers to the right; rows of one cell are headings."""
-    full = [row for row in rows if len(row) > 1]
-    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(w) if numbers else cell.ljust(w) for cell, w in zip(row[1:], widths[1:], strict=False)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells]).rstrip() + "\n")
-    return "".join(lines)

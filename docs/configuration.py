@@ -14,8 +14,8 @@ ENDS = "...\n"  # yaml writes it after a single value
 HEAD = """# Configuration keys
 
 Set a key with `KEY=VALUE`: `prorl train trainer.grpo.max_steps=200`. The defaults below are those of the schema;
-the files in [conf](../../conf) set others, and `prorl train --dry-run` prints what holds for a run. `*` marks a key that
-a continued run may change. A wrong value is refused before anything starts.
+the files in [conf](../../conf) set others, and `prorl train --dry-run` prints the values of a run. A continued run may
+change the keys marked `*`. A wrong value is refused before anything starts.
 
 `python docs/configuration.py` writes this page from [config.py](../../nemo_prorl/config.py).
 """

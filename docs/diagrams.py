@@ -28,15 +28,24 @@ def arrow(x1: int, y1: int, x2: int, y2: int, text: str = "", *, x: int = 0, y: 
     return line + (f"<text {place}>{escape(text)}</text>" if text else "")
 
 
+def bent_arrow(points: str) -> str:
+    """Return an arrow along `points`, "x,y x,y ..."."""
+    return f'<polyline points="{points}" fill="none" stroke="#546e7a" stroke-width="1.5" marker-end="url(#tip)"/>'
+
+
 def frame(x: int, y: int, width: int, height: int, text: str) -> str:
     """Return a dashed frame with its text in the upper left corner."""
-    rect = f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="8" fill="none" stroke="#78909c" stroke-dasharray="5 4"/>'
+    place = f'x="{x}" y="{y}" width="{width}" height="{height}"'
+    rect = f'<rect {place} rx="8" fill="none" stroke="#78909c" stroke-dasharray="5 4"/>'
     return rect + f'<text x="{x + 12}" y="{y + 20}" fill="#546e7a">{escape(text)}</text>'
 
 
 def drawing(width: int, height: int, title: str, parts: Iterator[str]) -> str:
     """Return the SVG file."""
-    tip = '<marker id="tip" markerWidth="9" markerHeight="8" refX="8" refY="4" orient="auto"><path d="M0,0 L9,4 L0,8 z" fill="#546e7a"/></marker>'
+    tip = (
+        '<marker id="tip" markerWidth="9" markerHeight="8" refX="8" refY="4" orient="auto">'
+        '<path d="M0,0 L9,4 L0,8 z" fill="#546e7a"/></marker>'
+    )
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" style="{STYLE}">'
     card = f'<rect width="{width}" height="{height}" rx="10" fill="#ffffff"/>'
     return f"{head}<title>{escape(title)}</title><defs>{tip}</defs>{card}\n" + "\n".join(parts) + "\n</svg>\n"
@@ -75,8 +84,8 @@ def processes() -> Iterator[str]:
     yield arrow(300, 238, 396, 238, "weights", y=-5)
     yield arrow(300, 258, 396, 258, "prompts", y=-5)
     yield arrow(400, 278, 304, 278, "responses", y=15)
-    yield '<polyline points="300,306 720,306 720,292" fill="none" stroke="#546e7a" stroke-width="1.5" marker-end="url(#tip)"/>'
-    yield '<polyline points="770,288 770,326 304,326" fill="none" stroke="#546e7a" stroke-width="1.5" marker-end="url(#tip)"/>'
+    yield bent_arrow("300,306 720,306 720,292")
+    yield bent_arrow("770,288 770,326 304,326")
     yield '<text x="620" y="302" font-size="12">responses</text><text x="620" y="342" font-size="12">verdicts</text>'
     yield arrow(180, 334, 180, 404, "metrics, rollouts, checkpoints", x=92, y=16)
     yield box(

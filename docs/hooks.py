@@ -1,7 +1,6 @@
-"""Hooks of the documentation site: formulas become MathML, and links to files outside docs become links to the repository.
+"""Hooks of the documentation site: formulas become MathML, links to files outside docs lead to the repository.
 
-The pages are written for a reader on the repository's site, too: there ```` ```math ```` blocks, `$...$` and relative links
-to source files work as they are.
+On the repository's own site ```` ```math ```` blocks, `$...$` and relative links to source files work without a hook.
 """
 
 import os

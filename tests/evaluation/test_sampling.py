@@ -1,6 +1,7 @@
 """What is drawn, what is not drawn again, and how failures of the infrastructure end."""
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_prorl.errors import ConfigError, DataError, DeadlineExceeded, EngineRefused
-from nemo_prorl.evaluation.catalogue import Benchmark, Sampling, catalogue, load_records
+from nemo_prorl.evaluation.catalogue import Benchmark, Sampling, catalogue
 from nemo_prorl.evaluation.sampling import BenchmarkWork, Work, plan, seed_of
 from nemo_prorl.evaluation.sources import Endpoint, OnReply, Reply
 from nemo_prorl.evaluation.store import Store
@@ -16,14 +17,24 @@ from nemo_prorl.rewards.interface import Verdict, failed_verdict
 from tests.evaluation.openai_server import Answers, serve
 
 GCD = catalogue()["laptop_gcd"].changed({"samples": 4})
-RECORDS = load_records(GCD, None, 6)
+RECORDS: list[dict[str, Any]] = [  # as the benchmark makes them, without the second that reasoning-gym takes to import
+    {
+        "id": f"laptop_gcd-{number}",
+        "source": "laptop_gcd",
+        "meta": {},
+        "task": "puzzles",
+        "prompt": f"Find the Greatest Common Divisor (GCD) of these numbers: {4 + number}, 24.",
+        "truth": {"dataset": "gcd", "entry": {"answer": str(math.gcd(4 + number, 24))}},
+    }
+    for number in range(6)
+]
 
 
 class Drawn:
     """A source whose responses follow from the seed; breaks off after so many."""
 
     def __init__(self, most: int = 10**9) -> None:
-        self.at_a_time, self.most = 8, most
+        self.max_concurrent, self.most = 8, most
         self.seeds: list[int] = []
 
     def check(self, record: Mapping[str, Any], sampling: Sampling) -> None:
@@ -70,7 +81,7 @@ def evaluate(folder: Path, source: Any, judge: Judged, benchmark: Benchmark = GC
     store = Store(folder, benchmark.name)
     work = Work(source, judge, seed)
     try:
-        asyncio.run(work.do(plan([BenchmarkWork(benchmark, store, RECORDS)], source)))
+        asyncio.run(work.run(plan([BenchmarkWork(benchmark, store, RECORDS)], source)))
     finally:
         store.close()
     return store, work
@@ -123,7 +134,7 @@ def test_the_room_of_a_response_that_ended_is_taken_before_its_prompt_is_done(tm
     source = Slow()
     evaluate(tmp_path, source, Judged())
     assert len(source.seeds) == 24
-    assert max(source.seen) <= source.at_a_time
+    assert max(source.seen) <= source.max_concurrent
     late = [count for count in source.seen[2:] if count > GCD.sampling.samples]  # beside others' late ones
     assert len(late) >= 3
 

@@ -116,9 +116,18 @@ def step() -> Iterator[str]:
     yield box(530, 240, 140, 50, "train", "log-probabilities", "policy, reference")
     yield box(676, 240, 110, 50, "train", "updates", "clipped loss")
     yield box(792, 240, 108, 50, "file", "if due: reset,", "checkpoint")
-    yield '<text x="140" y="330" fill="#546e7a">With engines on devices of their own, generation of the next step runs beside the log-probabilities and updates.</text>'
+    note = "Engines with devices of their own generate the next step beside log-probabilities and updates."
+    yield f'<text x="140" y="330" fill="#546e7a">{note}</text>'
+
+
+def drawings() -> dict[str, str]:
+    """Return the SVG of each file name."""
+    return {
+        "processes.svg": drawing(900, 490, "Processes of a run", processes()),
+        "step.svg": drawing(920, 350, "One training step", step()),
+    }
 
 
 if __name__ == "__main__":
-    (IMAGES / "processes.svg").write_text(drawing(900, 490, "Processes of a run", processes()))
-    (IMAGES / "step.svg").write_text(drawing(920, 350, "One training step", step()))
+    for name, text in drawings().items():
+        (IMAGES / name).write_text(text)

@@ -5,6 +5,7 @@ import ast
 import functools
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -26,7 +27,8 @@ from nemo_prorl.rewards.sandbox.levels import open_sandbox
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(path for folder in ("nemo_prorl", "launcher") for path in (ROOT / folder).rglob("*.py"))
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 
 def pages(*names: str) -> Any:
@@ -60,7 +62,6 @@ def anchors(page: Path) -> set[str]:
 @pages()
 def test_every_relative_link_leads_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
-    assert links
     for link in links:
         if link.startswith("http"):
             continue
@@ -82,14 +83,32 @@ def test_every_file_named_exists() -> None:
             assert (ROOT / code).exists(), code
 
 
-def test_the_pages_have_an_order() -> None:
-    """The README's list names every page, and each of the seven steps leads to the next."""
+def test_the_readme_leads_to_pages_in_an_order() -> None:
+    """Each of the README's seven steps names a page, and the page before it ends with a link to it."""
     order = (ROOT / "README.md").read_text().split("## Read in this order")[1].split("\n## ")[0]
-    steps = re.findall(r"^\d\. \[[^]]+\]\(docs/(\w+\.md)\)", order, re.M)
+    steps = [ROOT / link for link in re.findall(r"^\d\. \[[^]]+\]\((docs/[\w/]+\.md)\)", order, re.M)]
     assert len(steps) == 7
     for page, following in pairwise(steps):
-        assert (ROOT / "docs" / page).read_text().splitlines()[-1].endswith(f"]({following}).")
-    assert set(re.findall(r"docs/(\w+\.md)", order)) == {page.name for page in PAGES[1:]}
+        link = re.search(r"\]\(([^)]+)\)\.$", page.read_text().splitlines()[-1])
+        assert link, page
+        assert (page.parent / link[1]).resolve() == following
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = set(re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
+    assert listed == {str(page.relative_to(DOCS)) for page in PAGES[1:]}
+
+
+@pytest.mark.parametrize("script", ["configuration", "commands", "schema_list"])
+def test_generated_pages_are_up_to_date(script: str) -> None:
+    made = runpy.run_path(str(DOCS / f"{script}.py"))
+    assert made["PAGE"].read_text() == made["page"](), f"python docs/{script}.py writes it anew"
+
+
+@pytest.mark.parametrize("name", ["processes", "step"])
+def test_drawings_are_those_of_the_script(name: str) -> None:
+    drawings = runpy.run_path(str(DOCS / "diagrams.py"))["drawings"]()
+    assert (DOCS / "images" / f"{name}.svg").read_text() == drawings[f"{name}.svg"]
 
 
 def test_the_tree_in_the_readme_is_the_tree() -> None:
@@ -109,7 +128,7 @@ def functions_of(module: str) -> set[str]:
 
 def test_every_function_named_beside_a_formula_exists() -> None:
     modules = {path.stem for path in (ROOT / "nemo_prorl" / "algorithms").glob("*.py")}
-    named = [code.split(".") for code in inline_code(ROOT / "docs" / "algorithm.md") if "." in code]
+    named = [code.split(".") for code in inline_code(DOCS / "explanation" / "algorithm.md") if "." in code]
     found = [parts for parts in named if parts[0] in modules]
     assert len(found) >= 10
     assert [".".join(parts) for parts in found if parts[1] not in functions_of(parts[0])] == []
@@ -117,7 +136,7 @@ def test_every_function_named_beside_a_formula_exists() -> None:
 
 def test_beside_every_formula_stands_its_function() -> None:
     """What follows a block of mathematics begins with `module.name` of `algorithms`."""
-    parts = (ROOT / "docs" / "algorithm.md").read_text().split("```math\n")[1:]
+    parts = (DOCS / "explanation" / "algorithm.md").read_text().split("```math\n")[1:]
     assert len(parts) >= 14
     for part in parts:
         formula, _, after = part.partition("\n```\n\n")
@@ -141,7 +160,7 @@ def alarm_texts() -> dict[str, str]:
 
 
 def test_every_alarm_has_a_cause_and_a_cure() -> None:
-    texts, page = alarm_texts(), (ROOT / "docs" / "troubleshooting.md").read_text()
+    texts, page = alarm_texts(), (DOCS / "howto" / "troubleshooting.md").read_text()
     told = page.split("## Alarms")[1].split("\n## ")[0]
     assert sum(bool(text) for text in texts.values()) >= 7
     assert {where: text for where, text in texts.items() if text not in told} == {}
@@ -166,7 +185,7 @@ def test_every_error_of_the_package_has_a_cause_and_a_cure() -> None:
     while more := {name for name, of in bases.items() if of & errors} - errors:
         errors |= more
     assert len(errors) > 15
-    rows = re.findall(r"^\| `(\w+)` \| \d+ \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
+    rows = re.findall(r"^\| `(\w+)` \| \d+ \|", (DOCS / "howto" / "troubleshooting.md").read_text(), re.M)
     assert sorted(errors - set(rows) - {"ProrlError"}) == []
 
 
@@ -317,7 +336,7 @@ def test_every_configuration_key_exists() -> None:
 def test_overrides_in_the_tables_are_accepted() -> None:
     """Every `key=value` of README and docs/tutorial/laptop.md, each by itself, as a user would try it."""
     tried = 0
-    for page in (ROOT / "README.md", ROOT / "docs" / "laptop.md"):
+    for page in (ROOT / "README.md", DOCS / "tutorial" / "laptop.md"):
         for line in prose(page).splitlines():
             for code in re.findall(r"`([^`]+)`", line) if line.startswith("| `") else []:
                 words = code.split()
@@ -353,7 +372,7 @@ def test_the_readmes_plugin_judges() -> None:
 
 
 def test_the_sandboxs_plugin_judges() -> None:
-    [code] = blocks(ROOT / "docs" / "sandbox.md", "python")
+    [code] = blocks(DOCS / "explanation" / "sandbox.md", "python")
     names: dict[str, Any] = {}
     exec(compile(code, "sandbox.md", "exec"), names)
     plugin = names["PrintsTheAnswer"]()

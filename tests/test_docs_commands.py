@@ -276,13 +276,15 @@ def test_data_is_prepared(words: Words, place: Path, capsys: pytest.CaptureFixtu
     out = Path(str(value_of(words, "--out")))
     assert json.loads((out / "manifest.json").read_text())["counts"]["kept"] > 0
     if "my-problems.jsonl" in words:  # the page shows the last lines
-        [shown] = [text for text in blocks(ROOT / "docs" / "data.md", "text") if "data.train" in text]
+        [shown] = [text for text in blocks(ROOT / "docs" / "tutorial" / "data.md", "text") if "data.train" in text]
         assert capsys.readouterr().out.endswith(shown)
 
 
 def test_the_page_tells_the_columns_of_every_source() -> None:
     """Of these rows each is taken, and every column stands in the table."""
-    rows = re.findall(r"^\| (`[\w`, -]+) \| `\w+` \| (.+?) \| .+ \|$", (ROOT / "docs" / "data.md").read_text(), re.M)
+    rows = re.findall(
+        r"^\| (`[\w`, -]+) \| `\w+` \| (.+?) \| .+ \|$", (ROOT / "docs" / "tutorial" / "data.md").read_text(), re.M
+    )
     columns = {name: set(re.findall(r"`([^`]+)`", row)) for names, row in rows for name in re.findall(r"[\w-]+", names)}
     assert sorted(columns) == sorted(SOURCES)
     for source, [row, *_] in ROWS.items():
@@ -292,9 +294,9 @@ def test_the_page_tells_the_columns_of_every_source() -> None:
 
 
 def test_a_bad_row_is_named_as_the_page_says(place: Path, caplog: pytest.LogCaptureFixture) -> None:
-    [row] = [json.loads(text) for text in blocks(ROOT / "docs" / "data.md", "json")]
+    [row] = [json.loads(text) for text in blocks(ROOT / "docs" / "tutorial" / "data.md", "json")]
     write(place / "my-problems.jsonl", [*[row] * 11, {"problem": row["problem"], "solution": row["answer"]}])
-    [shown] = [text for text in blocks(ROOT / "docs" / "data.md", "text") if ":12:" in text]
+    [shown] = [text for text in blocks(ROOT / "docs" / "tutorial" / "data.md", "text") if ":12:" in text]
     words = ["data", "prepare", "math", "--from", "my-problems.jsonl", "--out", "prepared/mine"]
     assert cli.main(words) == 4
     assert shown.strip() in caplog.text
@@ -390,7 +392,7 @@ def of_way(way: str) -> list[Words]:
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    """`runs/laptop` has been trained as docs/tutorial/laptop.md says, smaller, and asked for what docs/howto/prolonged.md says."""
+    """`runs/laptop`, trained as docs/tutorial/laptop.md says but smaller, with the requests of docs/howto/prolonged.md."""
     if not (ROOT / ".venv" / "rollout").is_dir():
         pytest.skip("no rollout environment: make setup")
     made = Story(tmp_path_factory.mktemp("story"))

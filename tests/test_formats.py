@@ -151,7 +151,7 @@ def test_every_format_has_a_schema_that_says_what_it_is() -> None:
         assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
         assert schema["title"], name
         assert schema["description"], name
-        assert f"schemas/{path.name}" in (ROOT / "docs" / "formats.md").read_text(), name
+        assert f"schemas/{path.name}" in (ROOT / "docs" / "reference" / "formats.md").read_text(), name
 
 
 @pytest.mark.starts
@@ -227,7 +227,7 @@ def test_the_schema_of_prompt_records_is_the_code(record: dict[str, Any], good: 
 
 def test_documented_truths_are_accepted() -> None:
     """Each JSON object in the table of truths in docs/reference/formats.md."""
-    rows = re.findall(r"^\| (`[a-z`, ]+`) \| (.*) \|$", prose(ROOT / "docs" / "formats.md"), re.M)
+    rows = re.findall(r"^\| (`[a-z`, ]+`) \| (.*) \|$", prose(ROOT / "docs" / "reference" / "formats.md"), re.M)
     tried = 0
     for names, text in rows:
         for task in re.findall(r"`(math|stem|code|puzzles|instructions)`", names):
@@ -238,7 +238,7 @@ def test_documented_truths_are_accepted() -> None:
 
 
 def test_documented_json_blocks_fit_their_schemas() -> None:
-    record, verdict = (json.loads(block) for block in blocks(ROOT / "docs" / "formats.md", "json"))
+    record, verdict = (json.loads(block) for block in blocks(ROOT / "docs" / "reference" / "formats.md", "json"))
     assert against("prompt-record", record) == []
     assert against("verdict", verdict) == []
 
@@ -348,13 +348,13 @@ def test_metrics_fit_and_each_key_is_documented(metrics_line: dict[str, Any]) ->
     assert against("metrics", {**metrics_line, "reward/all": None}) == []
     assert against("metrics", {**metrics_line, "policy/new": 1.0})
     assert against("metrics", {**metrics_line, "kl": "0"})
-    documented = set(inline_code(ROOT / "docs" / "formats.md"))
+    documented = set(inline_code(ROOT / "docs" / "reference" / "formats.md"))
     assert len(metrics_line) > 60
     assert sorted(key for key in metrics_line if as_documented(key) not in documented) == []
 
 
 def test_documented_metrics_are_written(metrics_line: dict[str, Any]) -> None:
-    section = prose(ROOT / "docs" / "formats.md").split("## metrics.jsonl")[1].split("\n## ")[0]
+    section = prose(ROOT / "docs" / "reference" / "formats.md").split("## metrics.jsonl")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (`.*?`) \|", section, re.M)
     named = {key for row in rows for key in re.findall(r"`([^`]+)`", row)}
     assert sorted(named - {as_documented(key) for key in metrics_line}) == []
@@ -511,7 +511,7 @@ def test_state_has_the_parts_that_a_run_saves() -> None:
 
 
 def test_exit_codes_are_those_of_the_errors() -> None:
-    rows = dict(re.findall(r"^\| (\d+) \| (.+) \|$", prose(ROOT / "docs" / "formats.md"), re.M))
+    rows = dict(re.findall(r"^\| (\d+) \| (.+) \|$", prose(ROOT / "docs" / "reference" / "formats.md"), re.M))
     classes = [ProrlError]
     for kind in classes:
         classes += kind.__subclasses__()
@@ -521,5 +521,5 @@ def test_exit_codes_are_those_of_the_errors() -> None:
 def test_every_error_class_has_a_cure() -> None:
     tree = ast.parse(source("errors.py"))
     names = {node.name for node in tree.body if isinstance(node, ast.ClassDef)} - {"ProrlError"}
-    told = set(inline_code(ROOT / "docs" / "troubleshooting.md"))
+    told = set(inline_code(ROOT / "docs" / "howto" / "troubleshooting.md"))
     assert sorted(names - told) == []

@@ -109,7 +109,7 @@ def test_the_task_of_a_generator_is_that_of_its_records() -> None:
 
 
 def test_the_commands_are_those_of_the_page() -> None:
-    page = (ROOT / "docs" / "data.md").read_text()
+    page = (ROOT / "docs" / "tutorial" / "data.md").read_text()
     shown = re.findall(r"^prorl data prepare (.+) --out prepared/([\w-]+)(.*)$", page, re.MULTILINE)
     for name, command in PAPER.items():
         words = set(command.replace("--judge-url URL --judge-model NAME", "--judge-url --judge-model").split())

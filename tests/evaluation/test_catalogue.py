@@ -42,7 +42,7 @@ def test_each_has_a_plugin_a_licence_and_a_place_in_the_docs(name: str) -> None:
     assert one.task in discover().tasks()
     assert one.licence
     assert one.source
-    assert f"`{name}`" in (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
+    assert f"`{name}`" in (Path(__file__).parents[2] / "docs" / "howto" / "evaluation.md").read_text()
 
 
 @pytest.mark.parametrize("name", sorted(name for name, one in ALL.items() if one.generate))

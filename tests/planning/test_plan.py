@@ -202,7 +202,7 @@ def test_the_table_marks_the_stage_and_names_the_papers_hours(capsys: pytest.Cap
 
 
 def test_the_page_on_gpus_shows_what_it_prints(capsys: pytest.CaptureFixture[str], root: Path) -> None:
-    page = (root / "docs" / "gpu.md").read_text()
+    page = (root / "docs" / "howto" / "gpu.md").read_text()
     command = re.search(r"^prorl (plan cluster=h100_4x8 .*)$", page, re.MULTILINE)
     assert command is not None
     shown = [
@@ -229,7 +229,7 @@ def test_json_is_the_same_as_one_object_and_documented(capsys: pytest.CaptureFix
     assert told["paper"]["gpu_hours"] == 16_000
     assert told["run"]["stage"] == "run6"
     assert told["rates"]["device_seconds_per_token"] is None
-    section = (root / "docs" / "formats.md").read_text().split("## Plan\n")[1].split("\n## ")[0]
+    section = (root / "docs" / "reference" / "formats.md").read_text().split("## Plan\n")[1].split("\n## ")[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(told)
     assert told["stages"][0].keys() | told["rates"].keys() <= set(re.findall(r"`(\w+)`", section))

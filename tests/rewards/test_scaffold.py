@@ -26,7 +26,7 @@ from tests.rewards.conftest import ROOT
 
 pytestmark = pytest.mark.starts
 
-DOCS = (ROOT / "docs" / "plugins.md").read_text()
+DOCS = (ROOT / "docs" / "tutorial" / "plugins.md").read_text()
 BLOCKS = re.findall(r"^```sh\n(.*?)^```", DOCS, re.M | re.S)
 COMMANDS = [line for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()]
 TRAIN_AT = next(at for at, line in enumerate(COMMANDS) if line.startswith("prorl train"))

@@ -8,7 +8,8 @@ PAGE = DOCS / "reference" / "schemas.md"
 HEAD = """# JSON schemas
 
 Each file and message that other programs read has a JSON schema (draft 2020-12).
-`python setup/schemas.py` makes it from the types that write and read the file, and `make check` fails if a schema and its type differ.
+`python setup/schemas.py` makes it from the types that write and read the file,
+and `make check` fails if a schema and its type differ.
 `python docs/schema_list.py` writes this page.
 
 | Format | Content | Schema |

@@ -392,7 +392,7 @@ def of_way(way: str) -> list[Words]:
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    """`runs/laptop`, trained as docs/tutorial/laptop.md says but smaller, with the requests of docs/howto/prolonged.md."""
+    """`runs/laptop`, smaller than in docs/tutorial/laptop.md, with the requests of docs/howto/prolonged.md."""
     if not (ROOT / ".venv" / "rollout").is_dir():
         pytest.skip("no rollout environment: make setup")
     made = Story(tmp_path_factory.mktemp("story"))

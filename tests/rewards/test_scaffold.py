@@ -1,4 +1,4 @@
-"""`prorl rewards new`, and the commands of docs/tutorial/plugins.md, each run as it stands there, in an environment of its own.
+"""`prorl rewards new`, and each command of docs/tutorial/plugins.md, run unchanged in an environment of its own.
 
 The environment is an empty one over the present one: what is installed into it leaves no trace here.
 """

@@ -77,12 +77,12 @@ def check_node(cfg: DictConfig, trains: bool = True) -> None:
     Args:
         trains: False where only engines run, as in an evaluation.
     """
-    from nemo_prorl.launcher.doctor.devices import of_node
+    from nemo_prorl.launcher.doctor.devices import check_node_gpus
 
     python = Path(cfg.rollout.python)
     if not os.access(python, os.X_OK):
         raise UnfitMachine(f"rollout.python={python} is no Python that runs here; `make setup` makes .venv/rollout")
-    failed = [check for check in of_node(cfg, os.environ, python, trains) if check.state == "fail"]
+    failed = [check for check in check_node_gpus(cfg, os.environ, python, trains) if check.state == "fail"]
     if failed:
         raise UnfitMachine("\n".join(f"{check.name}: {check.text}. Fix: {check.cure}" for check in failed))
     Cores.of(cfg, os.sched_getaffinity(0))

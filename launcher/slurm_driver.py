@@ -111,7 +111,7 @@ class Driver:
     def load_plan(self) -> None:
         """Read what the configuration needs of the job.  End this process if the configuration is wrong."""
         for more in reversed(range(_PLAN_TRIES)):
-            done = self.submission.ask_plan()
+            done = self.submission.run_allocation()
             if done.returncode in (0, 2, 3, 4) or self.ended or not more:
                 break
             say(f"{shlex.join(done.args)} ended with {done.returncode}; again in {_PLAN_PAUSE_S:g} s")
@@ -214,7 +214,7 @@ class Driver:
         if code == STOPPED:
             return ("requeue", STOPPED) if self.out_of_time() else ("give_up", STOPPED)
         if not self.reported:
-            self.submission.tell_failure(outcome["what"])
+            self.submission.report_failure(outcome["what"])
         if code in (2, 4):
             return "give_up", code
         host = outcome["host"] = outcome.get("host") or (self.silent_node() if code == 1 else "")

@@ -1,14 +1,14 @@
-"""`prorl doctor`: is this machine fit, and for this run?  Prints one line per check, with a cure if it fails.
+"""`prorl doctor`: check that this machine can run the project, or a given run.  Prints one line per check, with a fix.
 
-    machine.py            Python, packages, rollout environment, memory, disk, sandbox, reward plugins
-    storage.py            a run's directory, /dev/shm and host memory against what sizing.memory says it needs
-    devices.py            GPUs, driver, torch, NCCL
+    machine.py            Python, packages, rollout environment, sandbox, reward plugins
+    storage.py            run directory, disk, /dev/shm and host memory, compared with the needs from sizing.memory
+    devices.py            GPUs, driver, torch, NVIDIA's container
     model.py              model folder: shape, tokenizer, eos, chat template
     network.py            ports, interfaces, the Slurm allocation
     nodes.py node_probe.py  clocks, run directory and versions of all nodes, through srun
-    preflight.py          one step at full context on this node, with everything that a run starts
+    preflight.py          one step at full context on this node, with all processes of a run
 
-Each module measures facts and judges them by functions of those facts alone.
+Each module measures facts, and judges them in functions that depend only on the measured facts.
 """
 
 import argparse
@@ -33,28 +33,35 @@ if TYPE_CHECKING:
 
 def add_parser(commands: Any, try_step: "TryStep") -> None:
     """Add `doctor` to the main command line.  `try_step`: see `preflight`."""
-    text = "is this machine fit; with overrides or --config: for that run, too"
+    text = "check that this machine can run the project; with overrides or --config: that it can run this configuration"
     parser = commands.add_parser("doctor", help=text, description=text)
-    parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", default=[], help="KEY=VALUE, as in conf/")
-    parser.add_argument("--config", metavar="FILE", type=Path, help="a run's config.yaml, instead of conf/")
+    parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", default=[], help="KEY=VALUE, for keys of conf/")
+    parser.add_argument("--config", metavar="FILE", type=Path, help="config.yaml of a run, used instead of conf/")
     parser.add_argument("--nodes", action="store_true", help="compare all nodes of the run, through srun")
-    parser.add_argument("--srun", metavar="COMMAND", default="srun", help="how to call srun, with options of its own")
     parser.add_argument(
-        "--preflight", action="store_true", help="on this node try one step at full context and batch: memory and time"
+        "--srun", metavar="COMMAND", default="srun", help="srun command for --nodes, with its options; default: srun"
+    )
+    parser.add_argument(
+        "--preflight",
+        action="store_true",
+        help="run one step at full context and batch on this node; measures memory and time",
     )
     parser.add_argument("--rows", type=int, metavar="N", help="with --preflight: try only N rows of each rank's update")
-    parser.add_argument("--json", action="store_true", help="one JSON object a check")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per check")
     parser.add_argument(
-        "--rollout-python", type=Path, metavar="PYTHON", help="instead of the run's, or of .venv/rollout"
+        "--rollout-python",
+        type=Path,
+        metavar="PYTHON",
+        help="Python of the rollout environment; default: rollout.python, or .venv/rollout/bin/python",
     )
     parser.set_defaults(run_command=partial(run, try_step=try_step))
 
 
 def run(args: argparse.Namespace, try_step: "TryStep") -> int:
-    """0 where nothing fails, else 3.  Raises ConfigError for a configuration that cannot work anywhere."""
+    """Print the checks; return 0 if none fails, otherwise 3.  Raises ConfigError for an invalid configuration."""
     cfg = None
     if args.rows is not None and (args.rows < 1 or not args.preflight):
-        raise ConfigError(f"--rows {args.rows}: must be 1 or more, and stand beside --preflight")
+        raise ConfigError(f"--rows {args.rows}: expected 1 or more, together with --preflight")
     if args.overrides or args.config or args.nodes or args.preflight:
         from nemo_prorl import settings
 
@@ -75,9 +82,12 @@ def run(args: argparse.Namespace, try_step: "TryStep") -> int:
 
 
 def checks(cfg: "DictConfig | None" = None, python: Path | None = None, srun: str | None = None) -> Iterator[Check]:
-    """Yield all checks in the order in which they are printed: of this machine, and of a run where `cfg` is given.
+    """Yield all checks in the order in which they are printed.
 
-    `python`: the rollout environment's, instead of the configuration's.  `srun`: compare the nodes by this command.
+    Args:
+        cfg: the run to check; None: check only this machine.
+        python: Python of the rollout environment; None: that of the configuration, or of .venv/rollout.
+        srun: command that starts the probes of all nodes; None: do not compare the nodes.
     """
     from nemo_prorl.launcher.doctor import devices, machine, model, network, nodes, storage
 
@@ -87,7 +97,7 @@ def checks(cfg: "DictConfig | None" = None, python: Path | None = None, srun: st
     yield machine.packages()
     yield machine.rollout(python, on_gpu)
     if cfg is None:
-        yield from machine.sizes()
+        yield from storage.check_sizes()
     else:
         yield from data(cfg)
         yield from storage.check_storage(cfg)
@@ -101,7 +111,7 @@ def checks(cfg: "DictConfig | None" = None, python: Path | None = None, srun: st
 
 
 def data(cfg: "DictConfig") -> Iterator[Check]:
-    """Check the data of a run, by the function that a start uses."""
+    """Check the data of a run with the same function as a start of the run."""
     from nemo_prorl.data.prepared import faults
 
     found = [Check("data", "fail", fault) for fault in faults(cfg)]

@@ -1,4 +1,4 @@
-"""The result of a check, and ways to ask another process for a fact.  Judgements are functions of measured facts."""
+"""The result of one doctor check, and functions that get a fact from another process."""
 
 import json
 import subprocess
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 GB = 1e9
-_MARK = "PRORL "  # begins the line of a probe's answer: what libraries print at import stands around it
+_MARK = "PRORL "  # begins the line with a probe's answer, because libraries print other lines when they are imported
 
 
 @dataclass(frozen=True)
 class Check:
-    """The result of a check: `state` is "pass", "warn" or "fail"; `cure` says what to do about the last two."""
+    """The result of a check: `state` is "pass", "warn" or "fail"; `cure` says how to fix a warning or a failure."""
 
     name: str
     state: str
@@ -24,7 +24,7 @@ class Check:
 
 
 class NoAnswer(Exception):
-    """A program did not start, failed, ran out of time or answered something else; the text says which."""
+    """A program did not start, failed, took too long or printed no answer; the message says which."""
 
 
 def output_of(command: Sequence[str], seconds: float) -> str:
@@ -32,27 +32,27 @@ def output_of(command: Sequence[str], seconds: float) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False)
     except subprocess.TimeoutExpired as error:
-        raise NoAnswer(f"{command[0]} gave no answer within {seconds:g} s") from error
+        raise NoAnswer(f"{command[0]} did not finish within {seconds:g} s") from error
     except OSError as error:
         raise NoAnswer(f"{command[0]} cannot be run: {error.strerror or error}") from error
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-        raise NoAnswer(f"{command[0]} ended with status {done.returncode}: {said}")
+        last_line = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+        raise NoAnswer(f"{command[0]} ended with status {done.returncode}: {last_line}")
     return done.stdout
 
 
 def ask(python: str, code: str, arguments: Sequence[str] = (), seconds: float = 120.0) -> Any:
-    """Return what `code` passes to `answer(...)` in another Python, whose imports take seconds.  Raises NoAnswer."""
+    """Run `code` in another Python, and return the value that `code` passes to `answer(...)`.  Raises NoAnswer."""
     head = f"import json\ndef answer(value):\n    print({_MARK!r} + json.dumps(value), flush=True)\n"
     lines = output_of([python, "-c", head + code, *arguments], seconds).splitlines()
-    told = [line.removeprefix(_MARK) for line in lines if line.startswith(_MARK)]
-    if not told:
-        raise NoAnswer(f"{python} answered nothing")
-    return json.loads(told[-1])
+    answers = [line.removeprefix(_MARK) for line in lines if line.startswith(_MARK)]
+    if not answers:
+        raise NoAnswer(f"{python} printed no answer")
+    return json.loads(answers[-1])
 
 
 def gb(number: float) -> str:
-    """Return bytes in words: GB of 10^9 of them, or MB of 10^6."""
+    """Return a number of bytes as text, in GB (10^9 bytes) or MB (10^6 bytes)."""
     if number < GB:
         return f"{number / 1e6:.0f} MB"
     return f"{number / GB:.1f} GB" if number < 10 * GB else f"{number / GB:.0f} GB"

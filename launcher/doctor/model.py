@@ -1,4 +1,4 @@
-"""The model folder of a run: config.json against `model`, tokenizer, eos, chat template."""
+"""Checks of a run's model folder: shape in config.json against the key `model`, tokenizer, eos, chat template."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ from nemo_prorl.rewards.interface import opened_thought
 
 _TOKENIZER = """
 import os, sys
-os.environ.update(HF_HUB_OFFLINE="1", USE_TORCH="0", USE_TF="0", USE_FLAX="0")  # a tokenizer needs none of them
+os.environ.update(HF_HUB_OFFLINE="1", USE_TORCH="0", USE_TF="0", USE_FLAX="0")  # a tokenizer needs no framework
 from transformers import AutoTokenizer
 try:
     t = AutoTokenizer.from_pretrained(sys.argv[1], local_files_only=True)
@@ -37,23 +37,19 @@ except Exception as error:
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """A tokenizer as it loads.
+    """Measured facts about a tokenizer."""
 
-    `ids`: one more than its highest token id.  `chat`: the chat template renders a message.  `end`: the last
-    characters of the rendered prompt, or why the template does not render.
-    """
-
-    ids: int
+    ids: int  # the highest token id plus 1
     eos: int | None
-    chat: bool
-    end: str = ""
+    chat: bool  # there is a chat template, and it renders a message
+    end: str = ""  # the last characters of the rendered prompt, or the error of the template
 
 
 def check_model(cfg: DictConfig) -> Iterator[Check]:
-    """Check the given folder, or the one that the run made at its first start."""
+    """Check the configured model folder, or the one that the run made at its first start."""
     folder = initial_model(cast(Config, cfg), Path(cfg.run_dir))
     if not folder.is_dir():
-        yield Check("model", "pass", f"{folder} is made at the first start")
+        yield Check("model", "pass", f"{folder} does not exist yet; the first start makes it")
         return
     generation_file = folder / "generation_config.json"
     try:
@@ -61,73 +57,79 @@ def check_model(cfg: DictConfig) -> Iterator[Check]:
         check_shape(cfg.model, config, str(folder))
         generation = json.loads(generation_file.read_text()) if generation_file.is_file() else {}
     except (OSError, ValueError) as error:
-        cure = "choose the model's own group (model=...), or another folder: a complete Hugging Face folder"
+        cure = (
+            "choose the group of this model (model=...), or another folder; it must be a complete Hugging Face folder"
+        )
         yield Check("model", "fail", f"{folder}: {error}", cure)
         return
     layers = f"{config.get('num_hidden_layers')} layers of {config.get('hidden_size')}"
-    yield Check("model", "pass", f"{folder}: {layers}, as model says")
+    yield Check("model", "pass", f"{folder}: {layers}, as configured by model.*")
     try:
-        told = ask(sys.executable, _TOKENIZER, [str(folder)])
+        answer = ask(sys.executable, _TOKENIZER, [str(folder)])
     except NoAnswer as error:
-        told = {"error": str(error)}
-    if "error" in told:
+        answer = {"error": str(error)}
+    if "error" in answer:
         cure = "copy the model's tokenizer files into the folder: tokenizer.json, tokenizer_config.json"
-        yield Check("tokenizer", "fail", f"{folder}: no tokenizer loads: {told['error']}", cure)
+        yield Check("tokenizer", "fail", f"{folder}: the tokenizer cannot be loaded: {answer['error']}", cure)
         return
-    facts = TokenizerFacts(**told)
-    yield vocabulary_judged(facts, config.get("vocab_size"))
-    yield from eos_judged(facts, config, generation)
-    yield chat_judged(facts, source_with_messages(cfg))
+    facts = TokenizerFacts(**answer)
+    yield judge_vocabulary(facts, config.get("vocab_size"))
+    yield from judge_eos(facts, config, generation)
+    yield judge_chat(facts, source_with_messages(cfg))
 
 
-def vocabulary_judged(facts: TokenizerFacts, rows: Any) -> Check:
-    """Check that each id has a row of the embedding; more rows than ids are padding."""
+def judge_vocabulary(facts: TokenizerFacts, rows: Any) -> Check:
+    """Judge whether the embedding has a row for each token id; rows beyond the ids are padding."""
     if not isinstance(rows, int):
-        return Check(
-            "tokenizer", "fail", f"config.json: vocab_size={rows}", "write the embedding's number of rows there"
-        )
+        text = f"config.json: expected a number in vocab_size; got {rows}"
+        return Check("tokenizer", "fail", text, "set vocab_size to the embedding's number of rows")
     text = f"ids below {facts.ids}, vocab_size {rows}"
     if facts.ids > rows:
-        cure = (
-            "this is another model's tokenizer, or one with added tokens that the embedding lacks: take the model's own"
-        )
-        return Check("tokenizer", "fail", text, cure)
+        cure = "use the model's own tokenizer: this one is another model's, or has tokens that the embedding lacks"
+        return Check("tokenizer", "fail", f"{text}: some ids have no row in the embedding", cure)
     return Check("tokenizer", "pass", text)
 
 
-def eos_judged(facts: TokenizerFacts, config: dict[str, Any], generation: dict[str, Any]) -> Iterator[Check]:
-    """Responses end with the tokenizer's eos; a model that was taught to end otherwise would never end one."""
+def judge_eos(facts: TokenizerFacts, config: dict[str, Any], generation: dict[str, Any]) -> Iterator[Check]:
+    """Judge whether the model's files name the eos of the tokenizer, the only token at which a run ends a response."""
     if facts.eos is None:
         yield Check("eos", "fail", "the tokenizer has no eos token", "set eos_token in tokenizer_config.json")
         return
-    ours = _ids(config.get("eos_token_id"))
-    if ours and facts.eos not in ours:
-        cure = "make eos_token in tokenizer_config.json and eos_token_id in config.json the one that ends a response"
-        yield Check("eos", "fail", f"the tokenizer's is {facts.eos}, config.json's {_said(ours)}", cure)
+    in_config = _ids(config.get("eos_token_id"))
+    if in_config and facts.eos not in in_config:
+        cure = (
+            "set eos_token in tokenizer_config.json and eos_token_id in config.json to the token that ends a response"
+        )
+        text = f"the tokenizer's eos is {facts.eos}; that of config.json is {_listed(in_config)}"
+        yield Check("eos", "fail", text, cure)
         return
-    theirs = _ids(generation.get("eos_token_id"))
-    if theirs and facts.eos not in theirs:
-        cure = "the run stops at the tokenizer's only: see which token ends the model's responses, and make both it"
-        yield Check("eos", "warn", f"the tokenizer's is {facts.eos}, generation_config.json's {_said(theirs)}", cure)
-    elif others := sorted((ours | theirs) - {facts.eos}):
-        cure = "only the tokenizer's ends a response in a run: nothing to do where the model ends with it"
-        yield Check("eos", "warn", f"{facts.eos}; the model's files name {_said(set(others))} beside it", cure)
+    in_generation = _ids(generation.get("eos_token_id"))
+    if in_generation and facts.eos not in in_generation:
+        cure = (
+            "set both to the token that ends the model's responses; a run ends a response only at the tokenizer's eos"
+        )
+        text = f"the tokenizer's eos is {facts.eos}; that of generation_config.json is {_listed(in_generation)}"
+        yield Check("eos", "warn", text, cure)
+    elif others := (in_config | in_generation) - {facts.eos}:
+        cure = "if the model ends its responses with the tokenizer's eos, do nothing: a run ends a response only there"
+        text = f"the tokenizer's eos is {facts.eos}; the model's files also name {_listed(others)}"
+        yield Check("eos", "warn", text, cure)
     else:
-        yield Check("eos", "pass", f"{facts.eos} in tokenizer and the model's files")
+        yield Check("eos", "pass", f"{facts.eos} in the tokenizer and in the model's files")
 
 
 def _ids(value: Any) -> set[int]:
     return set() if value is None else set(value) if isinstance(value, list) else {value}
 
 
-def _said(ids: set[int]) -> str:
+def _listed(ids: set[int]) -> str:
     return " and ".join(map(str, sorted(ids)))
 
 
 def source_with_messages(cfg: DictConfig) -> str | None:
-    """Return the name of the first source with a file that has a prompt which is a message list."""
+    """Return the name of the first source whose file has a prompt that is a message list; None if there is none."""
     for source in (*cfg.data.train, *cfg.data.validation):
-        if source.path is None or not Path(source.path).is_file():  # doctor/data.py names the missing ones
+        if source.path is None or not Path(source.path).is_file():  # the check `data` reports missing files
             continue
         if tables.is_parquet(source.path):
             if tables.has_messages(source.path):
@@ -142,21 +144,22 @@ def source_with_messages(cfg: DictConfig) -> str | None:
 def _has_messages(line: str) -> bool:
     try:
         record = json.loads(line) if '"role"' in line else None
-    except ValueError:  # a start says what is wrong with a record
+    except ValueError:  # a start of the run reports invalid records
         return False
     return isinstance(record, dict) and isinstance(record.get("prompt"), list)
 
 
-def chat_judged(facts: TokenizerFacts, source: str | None) -> Check:
+def judge_chat(facts: TokenizerFacts, source: str | None) -> Check:
     if source is None:
-        return Check("chat", "pass", "no file of prompts has message lists: no chat template is needed")
+        return Check("chat", "pass", "not needed: all prompts are strings")
     if not facts.chat and facts.end:
         cure = "repair chat_template in tokenizer_config.json (or chat_template.jinja)"
         return Check("chat", "fail", f"the tokenizer's chat template does not render a message: {facts.end}", cure)
     if not facts.chat:
-        cure = "put chat_template into tokenizer_config.json (or chat_template.jinja), or write prompts as strings"
-        return Check("chat", "fail", f"source {source!r} has message lists, the tokenizer no chat template", cure)
-    text = f"the tokenizer has a chat template, for source {source!r} and others"
+        cure = "add chat_template to tokenizer_config.json (or chat_template.jinja), or write prompts as strings"
+        text = f"source {source!r} has message lists, but the tokenizer has no chat template"
+        return Check("chat", "fail", text, cure)
+    text = f"the tokenizer has a chat template, which source {source!r} needs"
     if opened_thought(facts.end):
-        text += "; its prompts end in <think>, and a response that never closes this thought is not an answer"
+        text += "; its prompts end in <think>, and a response that does not close this thought has no answer"
     return Check("chat", "pass", text)

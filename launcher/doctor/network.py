@@ -1,4 +1,4 @@
-"""Ports, network interfaces and the Slurm allocation against a configuration."""
+"""Checks of ports, network interfaces and the Slurm allocation."""
 
 import os
 import socket
@@ -6,10 +6,11 @@ from collections.abc import Collection, Iterator, Mapping
 
 from omegaconf import DictConfig
 
+from nemo_prorl.launcher.allocation import allocation
 from nemo_prorl.launcher.doctor.check import Check
 from nemo_prorl.launcher.processes import free_port
 from nemo_prorl.launcher.slurm_queries import Job
-from nemo_prorl.sizing.devices import devices_words, node_devices
+from nemo_prorl.launcher.submission import allocation_faults, gpus_on_node
 
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
@@ -19,32 +20,32 @@ def check_network(cfg: DictConfig, environment: Mapping[str, str]) -> Iterator[C
     try:
         address = own_address() if nodes > 1 else "127.0.0.1"
     except OSError as error:
-        text = f"this machine's name {socket.gethostname()!r} has no address: {error.strerror or error}"
-        yield Check("ports", "fail", text, "put it into /etc/hosts or DNS")
+        text = f"this machine's name {socket.gethostname()!r} does not resolve to an address: {error.strerror or error}"
+        yield Check("ports", "fail", text, "add the name to /etc/hosts or DNS")
     else:
-        yield port_judged(address, port_fault(address), nodes)
+        yield judge_port(address, port_fault(address), nodes)
         variables = {**dict(cfg.launch.env), **environment}
         if nodes > 1 and (fault := loopback_fault(Job().nodes, variables)):
             yield Check("network", "fail", fault)
-    yield from interfaces_judged(environment, os.listdir("/sys/class/net"))
+    yield from judge_interfaces(environment, os.listdir("/sys/class/net"))
     if "SLURM_JOB_ID" in environment:
-        yield from allocation_judged(environment, cfg)
+        yield from judge_allocation(environment, cfg)
 
 
 def own_address() -> str:
-    """Return the IPv4 address of this machine's name, by which other nodes find it.  Raises OSError."""
+    """Return the IPv4 address of this machine's name, to which other nodes connect.  Raises OSError."""
     return socket.gethostbyname(socket.gethostname())
 
 
 def loopback_fault(peers: Collection[str], environment: Mapping[str, str], name: str | None = None) -> str | None:
-    """Return why ranks of other machines cannot reach this one; None where they can.
+    """Return why ranks of other machines cannot reach this machine; None if they can.
 
-    gloo listens at the address of this machine's own name, unless GLOO_SOCKET_IFNAME names an interface.  Where the
-    names of all nodes are loopback addresses, they are one machine, as with slurm/dev-cluster.sh.
+    gloo listens at the address of this machine's name, unless GLOO_SOCKET_IFNAME names an interface.  If the names of
+    all nodes resolve to loopback addresses, all nodes are one machine, as with slurm/dev-cluster.sh.
 
     Args:
-        peers: names of the run's other nodes.
-        name: of this machine.
+        peers: names of the run's nodes.
+        name: this machine's name; None: its host name.
     """
     name = name or socket.gethostname()
     outside = [peer for peer in peers if not _address(peer).startswith("127.")]
@@ -52,14 +53,14 @@ def loopback_fault(peers: Collection[str], environment: Mapping[str, str], name:
     if environment.get("GLOO_SOCKET_IFNAME") or not outside or not own.startswith("127."):
         return None
     return (
-        f"this machine's name {name} resolves to {own}, where {outside[0]} cannot reach it: the ranks would wait for"
-        f" each other in vain. Fix: let /etc/hosts or DNS give {name} the address by which nodes reach it (no line of"
-        f" 127.0.1.1 with {name}), or name the network's interface: +launch.env.GLOO_SOCKET_IFNAME=INTERFACE"
+        f"this machine's name {name} resolves to {own}, which {outside[0]} cannot reach: the ranks of the nodes could"
+        f" not connect to each other. Fix: give {name} its network address in /etc/hosts or DNS (and remove a line"
+        f" 127.0.1.1 {name} from /etc/hosts), or name the network interface: +launch.env.GLOO_SOCKET_IFNAME=INTERFACE"
     )
 
 
 def _address(name: str) -> str:
-    """Return the IPv4 address of a name; that of loopback where it has none, as gloo takes it."""
+    """Return the IPv4 address of a name; without one the loopback address, as gloo does."""
     try:
         return socket.gethostbyname(name)
     except OSError:
@@ -67,7 +68,7 @@ def _address(name: str) -> str:
 
 
 def port_fault(address: str) -> str:
-    """Return why a free port on an address cannot be opened or reached; empty where it can."""
+    """Return why a free port on an address cannot be opened or reached; an empty string if it can."""
     try:
         with socket.create_server((address, free_port(address))) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()
@@ -76,19 +77,19 @@ def port_fault(address: str) -> str:
     return ""
 
 
-def port_judged(address: str, fault: str, nodes: int) -> Check:
-    text = f"a port on {address} is opened and reached"
+def judge_port(address: str, fault: str, nodes: int) -> Check:
+    text = f"a port on {address} can be opened and reached"
     if fault:
-        cure = "look at `ulimit -n`, net.ipv4.ip_local_port_range and the firewall's rules for that address"
+        cure = "check `ulimit -n`, net.ipv4.ip_local_port_range and the firewall rules for this address"
         return Check("ports", "fail", f"no port on {address} can be opened and reached: {fault}", cure)
     if nodes > 1 and address.startswith("127."):
-        cure = f"let /etc/hosts or DNS give {socket.gethostname()} the address by which nodes reach it; try --nodes"
-        return Check("ports", "warn", f"{text}, which other machines cannot reach", cure)
+        cure = f"give {socket.gethostname()} its network address in /etc/hosts or DNS; check the nodes with --nodes"
+        return Check("ports", "warn", f"{text}, but not from other machines", cure)
     return Check("ports", "pass", text)
 
 
-def interfaces_judged(environment: Mapping[str, str], there: Collection[str]) -> Iterator[Check]:
-    """NCCL's and Gloo's choice of interfaces: prefixes, `=` before whole names, `^` before those to leave out."""
+def judge_interfaces(environment: Mapping[str, str], there: Collection[str]) -> Iterator[Check]:
+    """Judge the interfaces for NCCL and Gloo: names are prefixes; `=` begins full names, `^` begins excluded ones."""
     for key in _INTERFACES:
         value = environment.get(key, "")
         if not value or value.startswith("^"):
@@ -97,30 +98,24 @@ def interfaces_judged(environment: Mapping[str, str], there: Collection[str]) ->
         if any(name == n or (not whole and n.startswith(name)) for name in names for n in there):
             yield Check("network", "pass", f"{key}={value}")
         else:
-            cure = f"unset it, or name one of {', '.join(sorted(there))}"
-            yield Check("network", "fail", f"{key}={value}: no such interface here", cure)
+            cure = f"unset it, or set it to one of {', '.join(sorted(there))}"
+            yield Check("network", "fail", f"{key}={value}: this machine has no such interface", cure)
 
 
-def allocation_judged(environment: Mapping[str, str], cfg: DictConfig) -> Iterator[Check]:
-    """Compare what Slurm gave with trainer.num_nodes and trainer.devices, by the job's environment."""
-    nodes, devices = cfg.trainer.num_nodes, node_devices(cfg)
-    given = _number(environment, "SLURM_JOB_NUM_NODES")
-    gpus, cores = _number(environment, "SLURM_GPUS_ON_NODE"), _number(environment, "SLURM_CPUS_ON_NODE")
-    said = f"job {environment['SLURM_JOB_ID']}: {given} nodes, here {gpus or 0} GPUs and {cores} cores"
-    wanted = f"trainer.num_nodes={nodes} x {devices_words(cfg)}"
-    wrong = []
-    if given is not None and given != nodes:
-        cure = f"ask for --nodes={nodes}, or set trainer.num_nodes={given}"
-        wrong.append(Check("slurm", "fail", f"{said}; {wanted}", cure))
-    if cfg.trainer.accelerator == "gpu" and (gpus or 0) < devices:
-        cure = f"ask for --gpus-per-node={devices}, or set trainer.devices={gpus or 1} and the layout to it"
-        wrong.append(Check("slurm", "fail", f"{said}; {wanted}", cure))
-    processes = cfg.trainer.devices + cfg.rollout.engines // nodes
+def judge_allocation(environment: Mapping[str, str], cfg: DictConfig) -> Iterator[Check]:
+    """Compare the Slurm job of this process, as its environment describes it, with the needs of the configuration."""
+    plan, nodes = allocation(cfg), _number(environment, "SLURM_JOB_NUM_NODES")
+    gpus, cores = gpus_on_node(environment), _number(environment, "SLURM_CPUS_ON_NODE")
+    found = f"job {environment['SLURM_JOB_ID']}: {nodes} nodes; on this node {gpus} GPUs and {cores} cores"
+    faults = allocation_faults(plan, plan["num_nodes"] if nodes is None else nodes, gpus)
+    wrong = [Check("slurm", "fail", f"{found}; {fault}", cure) for fault, cure in faults]
+    processes = cfg.trainer.devices + cfg.rollout.engines // plan["num_nodes"]
     if cores is not None and cores < processes + cfg.rewards.workers:
-        text = f"{said}; {processes} ranks and engines and rewards.workers={cfg.rewards.workers} share the cores"
-        cure = "ask for --exclusive or more --cpus-per-task, or lower rewards.workers"
+        text = f"{found}; {processes} ranks and engines and rewards.workers={cfg.rewards.workers} share these cores"
+        cure = "request --exclusive or more --cpus-per-task, or lower rewards.workers"
         wrong.append(Check("slurm", "warn", text, cure))
-    yield from wrong or [Check("slurm", "pass", f"{said}, as the run wants: {wanted}")]
+    needs = f"trainer.num_nodes={plan['num_nodes']} x {plan['devices_words']}"
+    yield from wrong or [Check("slurm", "pass", f"{found}; the run needs {needs}")]
 
 
 def _number(environment: Mapping[str, str], key: str) -> int | None:

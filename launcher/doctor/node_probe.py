@@ -1,9 +1,10 @@
-"""The part of `prorl doctor --nodes` that srun runs on each node.  Standard library only.
+"""The probe of `prorl doctor --nodes`, which srun runs on each node.  Standard library only.
 
     python node_probe.py HOST PORT FOLDER
 
-Asks doctor at HOST:PORT for its time, tries FOLDER, in which doctor holds `lock` and replaces `beat` all the time, and
-prints one line: PRORL-NODE and a JSON object, whose keys are the fields of `nodes.NodeFacts`.  Ends within 90 s.
+Reads doctor's clock from HOST:PORT, and tests FOLDER, in which doctor locks the file `lock` and replaces the file
+`beat` continuously.  Prints one line: PRORL-NODE and a JSON object with the fields of `nodes.NodeFacts`.  Ends within
+90 s.
 """
 
 import fcntl
@@ -20,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 MARK = "PRORL-NODE "
-STALE_S = 10.0  # how long a replaced file may go on to read as before
+STALE_S = 10.0  # limit in seconds until a replaced file shows its new content
 PACKAGES = ("nemo_prorl", "torch", "nemo_toolkit", "nemo_aligner", "megatron_core", "nvidia-nccl-cu12")
 
 
 def clock(host: str, port: int) -> dict[str, Any]:
-    """Return how many seconds doctor's clock is ahead of this one, and how far that may be wrong."""
+    """Return how many seconds doctor's clock is ahead of this machine's clock, and the maximum error of this number."""
     steady, before = time.monotonic(), time.time()
     try:
         with socket.create_connection((host, port), timeout=15) as connection, connection.makefile() as doctor:
@@ -41,19 +42,19 @@ def node_name() -> str:
 
 
 def shared(folder: Path) -> dict[str, Any]:
-    """Return how the folder behaves as seen from this node."""
-    mine = folder / f"node-{node_name()}"
-    temporary = mine.with_suffix(".tmp")
+    """Write a file into the shared folder; return how replaced files and locks behave on this node."""
+    own_file = folder / f"node-{node_name()}"
+    temporary = own_file.with_suffix(".tmp")
     try:
         temporary.write_text(node_name())
-        os.replace(temporary, mine)
+        os.replace(temporary, own_file)
         return {"stale_s": stale(folder / "beat"), **locks(folder)}
     except OSError as error:
         return {"folder_fault": f"{error.strerror or error}: {error.filename or folder}"}
 
 
 def locks(folder: Path) -> dict[str, Any]:
-    """Return whether doctor's lock, held on another machine, keeps this one out."""
+    """Return whether doctor's lock, which another machine may hold, prevents a lock by this process."""
     with (folder / "lock").open("r+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -63,8 +64,8 @@ def locks(folder: Path) -> dict[str, Any]:
 
 
 def stale(beat: Path) -> float | None:
-    """Return the seconds until a file that doctor replaces all the time reads as new here; None: not in STALE_S."""
-    before, begin = _read(beat), time.monotonic()  # now this machine has it in its caches
+    """Return the seconds until this node sees new content in doctor's `beat` file; None if not within STALE_S."""
+    before, begin = _read(beat), time.monotonic()  # reading the file puts its old content into this machine's caches
     while _read(beat) == before:
         if time.monotonic() - begin > STALE_S:
             return None
@@ -73,7 +74,7 @@ def stale(beat: Path) -> float | None:
 
 
 def _read(file: Path) -> str:
-    """Return the content of a file; read it again after an error: over NFS, the file just replaced may be stale."""
+    """Return the content of a file; read it again after an error: over NFS, a replaced file gives a stale handle."""
     try:
         return file.read_text()
     except OSError:
@@ -92,20 +93,20 @@ def versions() -> dict[str, str]:
 
 
 def gpus() -> list[str]:
-    """Return name and driver of each GPU; none if nvidia-smi does not answer."""
+    """Return name and driver of each GPU; an empty list if nvidia-smi fails."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return told.stdout.strip().splitlines()
+    return done.stdout.strip().splitlines()
 
 
 def main() -> None:
     host, port, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     signal.alarm(90)
-    here = {"versions": versions(), "gpus": gpus(), "shm_free": shutil.disk_usage("/dev/shm").free}
-    report = {"node": node_name(), **here, **clock(host, port), **shared(folder)}
+    machine = {"versions": versions(), "gpus": gpus(), "shm_free": shutil.disk_usage("/dev/shm").free}
+    report = {"node": node_name(), **machine, **clock(host, port), **shared(folder)}
     sys.stdout.write(MARK + json.dumps(report) + "\n")
 
 

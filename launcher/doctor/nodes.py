@@ -1,7 +1,7 @@
-"""Compares the nodes of a run: clocks, the shared run directory, versions, GPUs, /dev/shm.
+"""Comparison of the nodes of a run: clocks, the shared run directory, versions, GPUs, /dev/shm.
 
-`node_probe.py` runs once a node through srun and prints what it finds; meanwhile this process tells the time on a port
-of this machine's address, and replaces a file in the shared folder.  `judged` needs the nodes' facts alone.
+srun runs `node_probe.py` once per node.  Meanwhile this process serves its clock on a port of this machine, and
+replaces a file in the shared folder.
 """
 
 import fcntl
@@ -29,30 +29,33 @@ from nemo_prorl.launcher.doctor.storage import nearest
 from nemo_prorl.launcher.processes import free_port
 from nemo_prorl.sizing.memory import memory_of
 
-SKEW_WARN_S, SKEW_FAIL_S = 1.0, 60.0  # between any two nodes; deadlines of the job are by the clock
+SKEW_WARN_S, SKEW_FAIL_S = 1.0, 60.0  # difference of two nodes' clocks; deadlines of the job depend on the clocks
 STALE_WARN_S = 1.0
-BEAT_S = 0.05  # between two replacements of the file that nodes watch
-DEADLINE_S = 150.0  # for srun to start the probes and for them to end
+BEAT_S = 0.05  # pause between two replacements of the file that the nodes watch
+DEADLINE_S = 150.0  # limit for srun to start the probes and for the probes to end
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """The facts about one node; None if they could not be found out."""
+    """Measured facts about one node; None means that the fact could not be measured."""
 
     node: str
     versions: dict[str, str]
     gpus: list[str]
     shm_free: int
-    ahead_s: float | None = None  # doctor's clock minus the node's
+    ahead_s: float | None = None  # doctor's clock minus the node's clock
     ahead_error_s: float = 0.0
     reach_fault: str = ""  # why the node could not connect to this machine
-    folder_fault: str = ""
-    lock_holds: bool | None = None
-    stale_s: float | None = None
+    folder_fault: str = ""  # why the node could not write to the run directory
+    lock_holds: bool | None = None  # whether the node sees a lock of another machine
+    stale_s: float | None = None  # seconds until the node saw that a file was replaced
 
 
 def check_nodes(cfg: DictConfig, srun: str) -> Iterator[Check]:
-    """Run the probes in the run directory, or where it is to be made, and judge."""
+    """Run the probes on all nodes, and judge the nodes.
+
+    The probes use the run directory, or its nearest existing parent.
+    """
     count = cfg.trainer.num_nodes
     try:
         shared = nearest(Path(cfg.run_dir).absolute())
@@ -62,22 +65,26 @@ def check_nodes(cfg: DictConfig, srun: str) -> Iterator[Check]:
             found = parse(output)
             hidden = [n.node for n in found if not n.folder_fault and not (folder / f"node-{n.node}").exists()]
     except OSError as error:
-        yield Check("nodes", "fail", f"the nodes cannot be asked: {error}", "run it in the job, where srun is")
+        cure = "run doctor inside the Slurm job, where srun is available"
+        yield Check("nodes", "fail", f"the probes could not be started: {error}", cure)
         return
-    if faults:  # what a node did not see then says nothing about its mount
-        cure = "free space or raise the quota there, or take another run_dir"
-        yield Check("nodes: dir", "fail", f"{shared}: a file could not be replaced: {faults[0]}", cure)
+    if faults:  # a node that saw no new content then does not prove a fault of its mount
+        cure = "free space or raise the quota there, or choose another run_dir"
+        yield Check("nodes: dir", "fail", f"{shared}: this machine could not replace a file: {faults[0]}", cure)
         found = [replace(facts, stale_s=0.0) for facts in found]
-    yield from judged(found, count, errors, memory_of(cfg).published, hidden)
+    yield from judge(found, count, errors, memory_of(cfg).published, hidden)
 
 
 def task_options(count: int) -> list[str]:
-    """Return srun's options for one task per node, beside what the job already runs."""
+    """Return srun's options for one task per node, in parallel to the job's other steps."""
     return [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--overlap"]
 
 
 def run_probes(command: Sequence[str], seconds: float = DEADLINE_S) -> tuple[str, str]:
-    """Return (output, last line of the errors); srun is asked to end when the time is up, which ends its tasks."""
+    """Run srun; return (standard output, last line of the errors).
+
+    After `seconds`, srun gets a SIGTERM, with which it ends its tasks.
+    """
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -85,22 +92,22 @@ def run_probes(command: Sequence[str], seconds: float = DEADLINE_S) -> tuple[str
     try:
         output, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        late = f"no end within {seconds:g} s"
+        late = f"srun did not end within {seconds:g} s"
         process.terminate()
         try:
             output, errors = process.communicate(timeout=10)
         except subprocess.TimeoutExpired:
             process.kill()
             output, errors = process.communicate()
-    said = errors.strip().splitlines()[-1:]
-    return output, "; ".join(filter(None, [late, *said]))
+    last_line = errors.strip().splitlines()[-1:]
+    return output, "; ".join(filter(None, [late, *last_line]))
 
 
 def parse(output: str) -> list[NodeFacts]:
-    """Read what the probes printed, by node; other lines, broken lines and unknown keys are skipped."""
+    """Return the facts that the probes printed, sorted by node; skip other lines, broken lines and unknown keys."""
     known, found = {field.name for field in fields(NodeFacts)}, {}
     for line in output.splitlines():
-        _, mark, text = line.partition(node_probe.MARK)  # srun --label writes the task before it
+        _, mark, text = line.partition(node_probe.MARK)  # srun --label prefixes each line with the task
         if not mark:
             continue
         try:
@@ -111,14 +118,21 @@ def parse(output: str) -> list[NodeFacts]:
     return [found[name] for name in sorted(found)]
 
 
-def judged(
+def judge(
     nodes: Sequence[NodeFacts], expected: int, errors: str, published: int, hidden: Sequence[str] = ()
 ) -> Iterator[Check]:
-    """`errors`: srun's last words; `hidden`: nodes whose own file in the run directory is not seen here."""
+    """Judge the nodes by their facts.
+
+    Args:
+        nodes: facts of the nodes that answered.
+        errors: last line of srun's errors.
+        published: bytes of two versions of the weights.
+        hidden: nodes that wrote a file into the run directory which this machine does not see.
+    """
     names = ", ".join(facts.node for facts in nodes) or "none"
     if len(nodes) < expected:
         text = f"{len(nodes)} of {expected} nodes answered ({names})" + (f": {errors}" if errors else "")
-        cure = "run it in a job of so many nodes; each needs this project at the same path; drain a node that hangs"
+        cure = f"run doctor in a job of {expected} nodes with this project at one path on all; drain a node that hangs"
         yield Check("nodes", "fail", text, cure)
     else:
         yield Check("nodes", "pass", names)
@@ -126,59 +140,62 @@ def judged(
         return
     for facts in nodes:
         if facts.reach_fault:
-            cure = "let this machine's name resolve to an address that nodes reach, and open their firewalls"
+            cure = "make this machine's name resolve to an address that the nodes can reach, and open their firewalls"
             yield Check("nodes: net", "fail", f"{facts.node} cannot connect to {facts.reach_fault}", cure)
-    yield from _clocks(nodes)
-    wrong = [check for facts in nodes for check in _folder(facts, facts.node in hidden)]
-    yield from wrong or [Check("nodes: dir", "pass", "shared, replaced files are seen, locks hold")]
-    wrong = [check for facts in nodes[1:] for check in _unlike(facts, nodes[0])]
-    yield from wrong or [Check("nodes: same", "pass", f"versions and GPUs ({_counted(nodes[0].gpus)})")]
+    yield from _judge_clocks(nodes)
+    wrong = [check for facts in nodes for check in _judge_folder(facts, facts.node in hidden)]
+    text = "all nodes see the run directory, replaced files and each other's locks"
+    yield from wrong or [Check("nodes: dir", "pass", text)]
+    wrong = [check for facts in nodes[1:] for check in _differences(facts, nodes[0])]
+    text = f"all nodes have the same versions and GPUs ({_counted(nodes[0].gpus)})"
+    yield from wrong or [Check("nodes: same", "pass", text)]
     if small := [f"{n.node} {gb(n.shm_free)}" for n in nodes if n.shm_free < published]:
-        text = f"/dev/shm has less than the {gb(published)} of two versions of the weights: {', '.join(small)}"
-        yield Check("nodes: shm", "fail", text, "free it there, or give the containers more (--shm-size)")
+        text = f"two versions of the weights take {gb(published)}; free in /dev/shm: {', '.join(small)}"
+        yield Check("nodes: shm", "fail", text, "free space in it there, or enlarge it (containers: --shm-size)")
 
 
-def _clocks(nodes: Sequence[NodeFacts]) -> Iterator[Check]:
-    """Judge the largest difference of two clocks; each was compared with this process's."""
-    asked = sorted((-facts.ahead_s, facts.ahead_error_s, facts.node) for facts in nodes if facts.ahead_s is not None)
-    if len(asked) < 2:
+def _judge_clocks(nodes: Sequence[NodeFacts]) -> Iterator[Check]:
+    """Judge the largest difference of two nodes' clocks; each clock was compared with this process's clock."""
+    known = sorted((-facts.ahead_s, facts.ahead_error_s, facts.node) for facts in nodes if facts.ahead_s is not None)
+    if len(known) < 2:
         return
-    (low, low_error, first), (high, high_error, last) = asked[0], asked[-1]
-    sure = high - low - low_error - high_error  # what the time of the answers cannot explain
-    text = f"{last} is {high - low:.3f} s ahead of {first} (to {low_error + high_error:.3f} s)"
-    cure = "start chrony or NTP on both: deadlines of a job and times in the journal are by these clocks"
-    state = "fail" if sure > SKEW_FAIL_S else "warn" if sure > SKEW_WARN_S else "pass"
+    (low, low_error, first), (high, high_error, last) = known[0], known[-1]
+    certain = high - low - low_error - high_error  # the part that measuring errors cannot explain
+    text = f"the clock of {last} is {high - low:.3f} s ahead of that of {first} (+- {low_error + high_error:.3f} s)"
+    cure = "start chrony or NTP on both: a job's deadlines and the times in the journal depend on these clocks"
+    state = "fail" if certain > SKEW_FAIL_S else "warn" if certain > SKEW_WARN_S else "pass"
     yield Check("nodes: clock", state, text, "" if state == "pass" else cure)
 
 
-def _folder(facts: NodeFacts, hidden: bool) -> Iterator[Check]:
-    """Yield what is wrong with the run directory as a node sees it."""
+def _judge_folder(facts: NodeFacts, hidden: bool) -> Iterator[Check]:
+    """Yield the faults of the run directory on a node."""
     name, node = "nodes: dir", facts.node
-    if fault := facts.folder_fault or ("its files are not seen here" if hidden else ""):
+    if fault := facts.folder_fault or ("this machine does not see the file that the node wrote" if hidden else ""):
         cure = "put run_dir on a filesystem that all nodes mount at the same path, writable"
         yield Check(name, "fail", f"{node}: {fault}", cure)
         return
     if facts.lock_holds is False:
         cure = "mount it with locks between nodes (Lustre: -o flock; NFS: local_lock=none)"
-        yield Check(name, "warn", f"{node}: a lock held elsewhere does not count: two jobs could work on a run", cure)
-    late = f"{node}: a file replaced elsewhere read as before for"
+        text = f"{node}: a lock of another node has no effect here, so that two jobs could work on one run"
+        yield Check(name, "warn", text, cure)
+    late = f"{node}: a file that another node replaced showed its old content for"
+    cure = "lower the mount's attribute caching (NFS: actimeo=1)"
     if facts.stale_s is None:
-        cure = "lower the mount's attribute caching (NFS: actimeo=1), or use another"
-        yield Check(name, "fail", f"{late} {node_probe.STALE_S:g} s", cure)
+        yield Check(name, "fail", f"{late} {node_probe.STALE_S:g} s or longer", f"{cure}, or use another filesystem")
     elif facts.stale_s > STALE_WARN_S:
-        yield Check(name, "warn", f"{late} {facts.stale_s:.1f} s", "services are found so much later: NFS: actimeo=1")
+        yield Check(name, "warn", f"{late} {facts.stale_s:.1f} s", f"{cure}: services are found late by this time")
 
 
-def _unlike(facts: NodeFacts, first: NodeFacts) -> Iterator[Check]:
-    """Yield how a node differs from the first: versions must be equal, GPUs should."""
+def _differences(facts: NodeFacts, first: NodeFacts) -> Iterator[Check]:
+    """Yield the differences of a node from the first: other versions are failures, other GPUs are warnings."""
     keys = sorted(first.versions.keys() | facts.versions.keys())
     if unlike := [k for k in keys if first.versions.get(k) != facts.versions.get(k)]:
-        said = ", ".join(f"{k} {facts.versions.get(k)}, not {first.versions.get(k)}" for k in unlike)
-        text = f"{facts.node} has {said} as {first.node}"
+        versions = ", ".join(f"{k} {facts.versions.get(k)} (there {first.versions.get(k)})" for k in unlike)
+        text = f"{facts.node} has other versions than {first.node}: {versions}"
         yield Check("nodes: same", "fail", text, "start all nodes from one image or one shared environment")
     if facts.gpus != first.gpus:
         text = f"GPUs of {facts.node}: {_counted(facts.gpus)}; of {first.node}: {_counted(first.gpus)}"
-        yield Check("nodes: same", "warn", text, "ask for nodes of one kind (--constraint), with one driver")
+        yield Check("nodes: same", "warn", text, "request nodes of one kind (--constraint), with the same driver")
 
 
 def _counted(gpus: Sequence[str]) -> str:
@@ -187,9 +204,10 @@ def _counted(gpus: Sequence[str]) -> str:
 
 @contextmanager
 def _trial_folder(run_dir: Path) -> Iterator[tuple[Path, list[OSError]]]:
-    """Make a folder in the run directory, with a lock that is held and a file that is replaced; remove it at the end.
+    """Make a folder with a locked file and with a file that a thread replaces continuously; remove it at the end.
 
-    Yields the folder, and the errors of replacing the file.
+    Yields:
+        The folder, and a list to which errors of replacing the file are added.
     """
     faults: list[OSError] = []
     folder, end = Path(tempfile.mkdtemp(prefix=".prorl-doctor-", dir=run_dir)), threading.Event()
@@ -221,11 +239,11 @@ def _trial_folder(run_dir: Path) -> Iterator[tuple[Path, list[OSError]]]:
 
 @contextmanager
 def _clock() -> Iterator[tuple[str, int]]:
-    """Tell the time to the probes while it lasts; yields the address."""
+    """Serve this process's clock to the probes; yield the address (host, port)."""
 
     class Answer(socketserver.StreamRequestHandler):
         def handle(self) -> None:
-            with suppress(OSError):  # a node that breaks off is judged by what it printed
+            with suppress(OSError):  # the node that closed the connection reports the error itself
                 self.wfile.write(f"{time.time()}\n".encode())
 
     host = own_address()

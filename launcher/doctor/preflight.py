@@ -1,6 +1,7 @@
-"""`--preflight` tries one step at full context on this node (`preflight`) and compares its needs with the machine.
+"""`prorl doctor --preflight`: run one step at full context on this node, and judge time, memory and errors.
 
-Everything of a run is started, with its configuration, in a folder beside its run directory that is removed at the end.
+The trial starts all processes of a run with its configuration (`nemo_prorl.preflight`).  It uses a temporary folder
+beside the run directory.
 """
 
 import copy
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from nemo_prorl.config import Config
     from nemo_prorl.preflight import Plan
 
-# (configuration, the same as YAML, who hears of failures) -> exit code of the trainer: `launcher.job.preflight`.
+# `launcher.job.preflight`: (configuration, configuration as YAML, receiver of failures) -> exit code of the trainer.
 TryStep = Callable[[DictConfig, str, Events], int]
 
 _PREFIX = ".prorl-preflight-"
@@ -38,53 +39,52 @@ _OUT_OF_MEMORY = re.compile(
     re.IGNORECASE,
 )
 _ENGINE_ENDED = re.compile(r"\bengine-\d+ ended")
-_LOG_NAME = re.compile(r"; its log is .*")  # in the folder that is removed
+_LOG_NAME = re.compile(r"; its log is .*")  # cut from messages, because the log is removed with the folder
 _KILLED = re.compile(r"status -9\b")
 _ERROR = re.compile(r"\w(Error|Exception)\b")
 _ENGINE = ("engines", "publish", "fill", "generate", "sleep", "wake")
 _ENGINE_KEYS = (
     "lower rollout.kv_cache_mb, rollout.max_num_seqs or rollout.max_batched_tokens, raise"
-    " rollout.tensor_parallel_size, or give the trainer less (model.micro_batch_tokens, model.micro_batch_size)"
+    " rollout.tensor_parallel_size, or lower the trainer's memory (model.micro_batch_tokens, model.micro_batch_size)"
 )
-_STATE_KEYS = "raise model.tensor_model_parallel_size or model.pipeline_model_parallel_size, or take more GPUs"
+_STATE_KEYS = "raise model.tensor_model_parallel_size or model.pipeline_model_parallel_size, or use more GPUs"
+_FORWARD_KEYS = (
+    "lower model.micro_batch_size, model.micro_batch_tokens, trainer.grpo.logprob_chunk_tokens or rollout.kv_cache_mb"
+)
 _WORK_KEYS = (
-    "lower model.micro_batch_size or _tokens, trainer.grpo.logprob_chunk_tokens or rollout.kv_cache_mb, set"
-    " model.activations_checkpoint_granularity=full, or raise model.tensor_model_parallel_size"
+    f"{_FORWARD_KEYS}, set model.activations_checkpoint_granularity=full, or raise model.tensor_model_parallel_size"
 )
-_HOST_KEYS = "ask for more memory of the machine (Slurm: --mem=0), or lower trainer.devices a node"
+_HOST_KEYS = "request more memory for the job (Slurm: --mem=0), or lower trainer.devices"
 _CURES = {
     "build": _STATE_KEYS,
     **dict.fromkeys(_ENGINE, _ENGINE_KEYS),
     "batch": f"{_HOST_KEYS}, or lower trainer.grpo.prompts_per_step",
-    "logprobs": "lower model.micro_batch_size or _tokens, trainer.grpo.logprob_chunk_tokens or rollout.kv_cache_mb",
-    "reference": "lower model.micro_batch_size or _tokens, trainer.grpo.logprob_chunk_tokens or rollout.kv_cache_mb",
+    "logprobs": _FORWARD_KEYS,
+    "reference": _FORWARD_KEYS,
     "first update": _WORK_KEYS,
     "update": _WORK_KEYS,
-    "checkpoint": f"{_HOST_KEYS}; trainer.grpo.async_checkpoints=false does not hold two at once",
+    "checkpoint": f"{_HOST_KEYS}; or set trainer.grpo.async_checkpoints=false: memory then holds one checkpoint",
     "resume": f"{_STATE_KEYS}; or lower rollout.kv_cache_mb",
 }
-_LOG = "a start of the run would fail in the same way"
-LOG = "preflight.log"  # of all processes of a trial that failed; in the run directory, or the nearest folder above it
-SCARCE = 0.05  # of a device or a machine: less left is a warning
+_SAME_FAILURE = "correct this first: a start of the run would fail in the same way"
+# Log of all processes of a failed trial, kept in the run directory or its nearest existing parent.
+LOG = "preflight.log"
+SCARCE = 0.05  # a smaller share of free memory, of a device or of the machine, is a warning
 
 
 @dataclass
 class TrialOutcome:
-    """The records and failures of a trial.
+    """The records and failures of a trial."""
 
-    `ranks`: the records of each rank (`preflight.TrialRecorder`).  `failures`: in words, empty where all is well.
-    `first_free`, `lowest_free`: bytes of host memory before the trial, and the least while it ran.
-    """
-
-    ranks: list[list[dict[str, Any]]]
-    failures: list[str] = field(default_factory=list)
-    first_free: int = 0
-    lowest_free: int = 0
-    log: Path | None = None  # kept of a failure
+    ranks: list[list[dict[str, Any]]]  # records of each rank (`preflight.TrialRecorder`)
+    failures: list[str] = field(default_factory=list)  # messages; empty if the trial succeeded
+    first_free: int = 0  # bytes of free host memory before the trial
+    lowest_free: int = 0  # minimum bytes of free host memory during the trial
+    log: Path | None = None  # log of a failed trial
 
 
 def check_step(cfg: DictConfig, try_step: TryStep, rows: int | None = None) -> Iterator[Check]:
-    """Try a step.  `rows`: try only this many rows of each rank's update."""
+    """Run one step and judge it.  `rows`: use only this many rows of each rank's update; None: use all rows."""
     from nemo_prorl.preflight import Plan
 
     plan = Plan.of(cast("Config", cfg), rows)
@@ -97,13 +97,13 @@ def check_step(cfg: DictConfig, try_step: TryStep, rows: int | None = None) -> I
                 outcome.log = beside / LOG
                 shutil.copy(folder / "logs" / "all.log", outcome.log)
     except (ProrlError, OSError) as error:
-        yield Check("preflight", "fail", disk_full(error) or str(error), "what a start of the run would say, too")
+        yield Check("preflight", "fail", disk_full(error) or str(error), _SAME_FAILURE)
         return
-    yield from judged(outcome, plan, trial, memory_of(trial))
+    yield from judge(outcome, plan, trial, memory_of(trial))
 
 
 def trial_config(cfg: DictConfig, folder: Path) -> DictConfig:
-    """Return the run's configuration for this node alone.  Raises ConfigError if one node does not do."""
+    """Return the run's configuration for this node alone.  Raises ConfigError if it cannot run on one node."""
     from nemo_prorl.checks import check
 
     trial, nodes = copy.deepcopy(cfg), cfg.trainer.num_nodes
@@ -123,13 +123,13 @@ def trial_config(cfg: DictConfig, folder: Path) -> DictConfig:
     except ConfigError as error:
         if nodes == 1:
             raise
-        raise ConfigError(f"one node of trainer.num_nodes={nodes} alone: {error}") from error
+        raise ConfigError(f"--preflight runs only one node of trainer.num_nodes={nodes}: {error}") from error
     return trial
 
 
 @contextmanager
 def _trial_folder(beside: Path) -> Iterator[Path]:
-    """A folder on the run's own disk; removed at the end, and so is what an earlier trial that was killed left."""
+    """Make a temporary folder on the run's disk, and remove those of earlier trials that were killed."""
     for old in beside.glob(f"{_PREFIX}*"):
         if (old / ".lock").is_file() and not is_locked(old):
             _remove_weights(old)
@@ -146,8 +146,8 @@ def _remove_weights(trial: Path) -> None:
         WeightStore(published).remove()
 
 
-class _Heard(Events):
-    """Keeps what the supervisor says of a failure, instead of calling a hook."""
+class _FailureList(Events):
+    """A stand-in for the hook's caller that collects the supervisor's failures in a list."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(None, run_dir)
@@ -159,7 +159,7 @@ class _Heard(Events):
 
 @contextmanager
 def _watched_memory(outcome: TrialOutcome) -> Iterator[None]:
-    """Note the host's free memory, and the least while this lasts."""
+    """Record the host's free memory before the trial, and its minimum during the trial."""
     end = threading.Event()
     outcome.first_free = outcome.lowest_free = available_memory({})[0]
 
@@ -177,14 +177,14 @@ def _watched_memory(outcome: TrialOutcome) -> Iterator[None]:
 
 
 def _try(trial: DictConfig, plan: "Plan", folder: Path, try_step: TryStep) -> TrialOutcome:
-    """Run the trial.  Raises what a start raises before any process is there."""
+    """Run the trial.  Raises the errors of a start before any process has started."""
     from nemo_prorl.settings import resolved_yaml
 
     plan.write(folder)
-    heard, outcome = _Heard(folder), TrialOutcome([])
+    events, outcome = _FailureList(folder), TrialOutcome([])
     with _watched_memory(outcome):
-        code = try_step(trial, resolved_yaml(trial), heard)
-    outcome.failures = heard.failures or ([f"the trainer ended with status {code}"] if code else [])
+        code = try_step(trial, resolved_yaml(trial), events)
+    outcome.failures = events.failures or ([f"the trainer ended with status {code}"] if code else [])
     outcome.ranks = [_records(folder / f"preflight-{rank}.jsonl") for rank in range(trial.trainer.devices)]
     return outcome
 
@@ -196,22 +196,30 @@ def _records(file: Path) -> list[dict[str, Any]]:
 # --- judging ---------------------------------------------------------------------------------------------------------
 
 
-def judged(outcome: TrialOutcome, plan: "Plan", trial: DictConfig, memory: Memory) -> Iterator[Check]:
-    """`trial`: the configuration that was tried; `memory`: what `sizing.memory` says of it."""
+def judge(outcome: TrialOutcome, plan: "Plan", trial: DictConfig, memory: Memory) -> Iterator[Check]:
+    """Judge a trial.
+
+    Args:
+        trial: the configuration of the trial.
+        memory: the planned memory of that configuration.
+    """
     parts = parts_of(outcome.ranks)
     for part, facts in parts.items():
-        yield Check("preflight", "pass", said_of(part, facts))
+        yield Check("preflight", "pass", describe_part(part, facts))
     if outcome.failures:
-        yield failure_judged(outcome, trial)
+        yield judge_failure(outcome, trial)
         return
     if trial.trainer.accelerator == "gpu":
-        yield device_judged(parts, memory)
-    yield host_judged(outcome, parts, trial.trainer.devices)
+        yield judge_device(parts, memory)
+    yield judge_host(outcome, parts, trial.trainer.devices)
     yield Check("preflight", "pass", estimate(parts, plan))
 
 
 def parts_of(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return the parts that all ranks ended: the largest number of all ranks, but the smallest of what is free."""
+    """Return the facts of each part that all ranks have ended.
+
+    Each number is the largest over the ranks, except `gpu_free`, which is the smallest.
+    """
     found: dict[str, list[Mapping[str, Any]]] = {}
     for records in ranks:
         for record in records:
@@ -228,35 +236,35 @@ def parts_of(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, dict[str
     }
 
 
-def said_of(part: str, facts: Mapping[str, Any]) -> str:
+def describe_part(part: str, facts: Mapping[str, Any]) -> str:
     text = f"{part}: {facts['seconds']:.1f} s"
     if "tokens" in facts:
         text += f" for {facts['rows']} rows, {facts['tokens'] / max(facts['seconds'], 1e-9):,.0f} tokens/s"
     peak = facts.get("gpu_peak", facts["host_peak"])
-    if part not in _ENGINE:  # the engines are other processes
-        text += f"; a rank's peak {gb(peak)}"
-    return text + (f", {gb(facts['gpu_free'])} of the GPU free" if "gpu_free" in facts else "")
+    if part not in _ENGINE:  # in the engines' parts, engine processes use the memory, not the ranks
+        text += f"; peak memory of a rank {gb(peak)}"
+    return text + (f"; {gb(facts['gpu_free'])} of the GPU free" if "gpu_free" in facts else "")
 
 
-def failure_judged(outcome: TrialOutcome, trial: DictConfig) -> Check:
-    """Quote the error and its part, and name the keys to change if memory was short."""
+def judge_failure(outcome: TrialOutcome, trial: DictConfig) -> Check:
+    """Quote the error and name its part; after an out-of-memory error, name the keys to change."""
     part, text = _what_failed(outcome)
     killed, memory = _KILLED.search(text) is not None, _OUT_OF_MEMORY.search(text) is not None
-    text = f"in {part!r}: {text}" + (f"; all processes' lines are in {outcome.log}" if outcome.log is not None else "")
+    text = f"in {part!r}: {text}" + (f"; the log of all processes is {outcome.log}" if outcome.log is not None else "")
     if not killed and not memory:
-        return Check("preflight", "fail", text, _LOG)
+        return Check("preflight", "fail", text, _SAME_FAILURE)
     host = trial.trainer.accelerator == "cpu" and part not in _ENGINE
-    cures = [f"the kernel kills a process when the host's memory is gone: {_HOST_KEYS}"] if killed else []
+    cures = [f"the kernel kills a process if the host runs out of memory: {_HOST_KEYS}"] if killed else []
     cures += [_CURES[part]] if host or not killed else []
     cures += [_HOST_KEYS] if host and _HOST_KEYS not in "; ".join(cures) else []
     return Check("preflight", "fail", text, "; or ".join(cures))
 
 
 def _what_failed(outcome: TrialOutcome) -> tuple[str, str]:
-    """Return (part, words) of the failure.
+    """Return (part, message) of the failure.
 
-    A rank's own error comes first if it is about memory, or if no process was killed; otherwise the supervisor's words,
-    with the line of the process's log that says most.
+    The message is a rank's own error if that error is about memory, or if no process was killed.  Otherwise it is the
+    supervisor's message, with the most informative line of the process's log.
     """
     errors = [record for records in outcome.ranks for record in records if record["event"] == "error"]
     errors.sort(key=lambda record: _OUT_OF_MEMORY.search(record["what"]) is None)
@@ -274,38 +282,38 @@ def _what_failed(outcome: TrialOutcome) -> tuple[str, str]:
     return part, first
 
 
-def device_judged(parts: Mapping[str, Mapping[str, Any]], memory: Memory) -> Check:
-    """Compare the most that a rank held on its GPU with the planned bytes, and with the room left."""
+def judge_device(parts: Mapping[str, Mapping[str, Any]], memory: Memory) -> Check:
+    """Compare a rank's peak memory on its GPU with the planned bytes, and with the free memory."""
     part, peak = max(((name, facts["gpu_peak"]) for name, facts in parts.items()), key=lambda pair: pair[1])
     free = min(facts["gpu_free"] for facts in parts.values())
     total = max(facts["gpu_total"] for facts in parts.values())
     text = (
-        f"GPU: {gb(peak)} in {part!r}, planned {gb(memory.trainer_peak)}; {gb(free)} of {gb(total)} were free at least"
+        f"GPU: peak memory of a rank {gb(peak)} in {part!r}, planned {gb(memory.trainer_peak)};"
+        f" at least {gb(free)} of {gb(total)} stayed free"
     )
     if free < SCARCE * total:
-        cure = f"fragmentation can still end the run: {_WORK_KEYS}"
+        cure = f"fragmentation can still exhaust the memory: {_WORK_KEYS}"
         return Check("preflight", "warn", text, cure)
     if peak > memory.trainer_peak:
-        cure = (
-            "it fits all the same; where more nodes or other sizes are to come, `prorl plan` says too little for them"
-        )
+        cure = "this configuration fits; but for more nodes or other sizes, `prorl plan` underestimates the memory"
         return Check("preflight", "warn", text, cure)
     return Check("preflight", "pass", text)
 
 
-def host_judged(outcome: TrialOutcome, parts: Mapping[str, Mapping[str, Any]], devices: int) -> Check:
+def judge_host(outcome: TrialOutcome, parts: Mapping[str, Mapping[str, Any]], devices: int) -> Check:
     part, peak = max(((name, facts["host_peak"]) for name, facts in parts.items()), key=lambda pair: pair[1])
-    text = f"host memory: a rank held {gb(peak)} at most, in {part!r}; {gb(outcome.lowest_free)} of"
-    text += f" {gb(outcome.first_free)} were left at least, beside {devices} ranks, engines and reward server"
+    text = f"host: peak memory of a rank {gb(peak)} in {part!r}; with {devices} ranks, engines and reward server,"
+    text += f" at least {gb(outcome.lowest_free)} of {gb(outcome.first_free)} stayed free"
     if outcome.lowest_free < SCARCE * outcome.first_free:
-        return Check("preflight", "warn", text, f"the kernel kills a process when it is gone: {_HOST_KEYS}")
+        return Check("preflight", "warn", text, f"the kernel kills a process if memory runs out: {_HOST_KEYS}")
     return Check("preflight", "pass", text)
 
 
 def estimate(parts: Mapping[str, Mapping[str, Any]], plan: "Plan") -> str:
     """Estimate the seconds of a step whose responses all fill the context.
 
-    Each token is taken to cost what the last ones do, so the rollout's is an upper bound.  Rows are a rank's.
+    The rollout's time is an upper bound, because the trial measures only the last tokens of the context, which take
+    longest.  Rows are counted per rank.
     """
     generated = parts["generate"]["tokens"] / max(parts["generate"]["seconds"], 1e-9)
     nodes = plan.all_engines / plan.engines
@@ -316,6 +324,6 @@ def estimate(parts: Mapping[str, Mapping[str, Any]], plan: "Plan") -> str:
     rest = parts["publish"]["seconds"] + parts["batch"]["seconds"] * plan.prompts / plan.tried_prompts
     total = rollout + scoring + updates + rest
     return (
-        f"a step whose responses all fill the context takes about {total:,.0f} s at most: rollout {rollout:,.0f},"
-        f" log-probabilities {scoring:,.0f}, updates {updates:,.0f}, publication and batch {rest:,.0f}"
+        f"estimate: a step whose responses all fill the context takes at most about {total:,.0f} s: rollout"
+        f" {rollout:,.0f}, log-probabilities {scoring:,.0f}, updates {updates:,.0f}, publication and batch {rest:,.0f}"
     )

@@ -1,4 +1,4 @@
-"""A run's directory, /dev/shm and host memory, against what `sizing.memory` says the run needs."""
+"""Checks of run directory, disk, /dev/shm and host memory, for a run or without a configuration."""
 
 import errno
 import fcntl
@@ -17,45 +17,73 @@ from omegaconf import DictConfig
 from nemo_prorl.launcher.doctor.check import GB, Check, gb
 from nemo_prorl.sizing.memory import Memory, memory_of
 
-MTIME_SKEW_S = 2.0  # between a file's time and the clock that wrote it
-SLOW_SYNC_S = 1.0  # of one small file and its folder
-# Copies between machines, or files of one machine only: fine for one node.
+MTIME_SKEW_S = 2.0  # allowed difference of a file's modification time and this machine's clock, in seconds
+SLOW_SYNC_S = 1.0  # an fsync of one small file and its folder that takes longer is a warning
+_GIB = 2**30
+# Types of filesystems that several machines can share.
 _REMOTE = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "fuse", "wekafs", "9p", "cifs", "smb", "afs", "glusterfs", "pvfs")
 _IN_MEMORY = ("tmpfs", "ramfs", "overlay")
 
 
 @dataclass(frozen=True)
 class FolderFacts:
-    """The facts about a folder; a `_fault` is empty if all is well."""
+    """Measured facts about a folder.  A `_fault` describes an error; an empty one means that the trial succeeded."""
 
     path: Path
     filesystem: str
-    free: int
-    held: int  # bytes of the run's checkpoints that are there already
+    free: int  # bytes
+    held: int  # bytes of the run's existing checkpoints
     replace_fault: str
     sync_fault: str
     sync_s: float
     lock_fault: str
-    mtime_skew_s: float  # file's time minus this machine's
+    mtime_skew_s: float  # the file's modification time minus this machine's clock
+
+
+def check_sizes() -> Iterator[Check]:
+    """Check memory, /dev/shm and disk by general thresholds, because no configuration determines the needs."""
+    memory = psutil.virtual_memory()
+    free = memory.available / _GIB
+    text = f"{free:.0f} GiB available of {memory.total / _GIB:.0f}"
+    yield Check("memory", "warn" if free < 6 else "pass", text, "the laptop job takes about 6 GiB" if free < 6 else "")
+    free = _shm_free() / _GIB
+    text = f"{free:.1f} GiB free in /dev/shm, which passes the weights to the engines"
+    if free < 0.25:
+        cure = "free space in it, or enlarge it (containers: --shm-size) to three times the size of the weights"
+        yield Check("shm", "fail", text, cure)
+    else:
+        note = "" if free >= 12 else "a 1.5B model takes 9 GiB of it"
+        yield Check("shm", "warn" if note else "pass", text, note)
+    free = shutil.disk_usage(".").free / _GIB
+    note = "" if free >= 10 else "the environments take 7 GiB, and each checkpoint of a 1.5B model takes 25 GiB"
+    yield Check("disk", "warn" if note else "pass", f"{free:.0f} GiB free in this folder", note)
 
 
 def check_storage(cfg: DictConfig) -> Iterator[Check]:
-    """Check run directory, /dev/shm and host memory."""
+    """Check run directory, /dev/shm and host memory against the needs of a run (`sizing.memory`)."""
     memory, run_dir = memory_of(cfg), Path(cfg.run_dir).absolute()
     try:
         facts = measure_folder(run_dir)
     except OSError as error:
-        cure = "name a folder that this user can write: run_dir=..."
-        yield Check("run_dir", "fail", f"{run_dir} cannot be written: {error.strerror or error}", cure)
+        cure = "choose a folder that this user can write to: run_dir=..."
+        yield Check("run_dir", "fail", f"{run_dir}: cannot be written: {error.strerror or error}", cure)
     else:
-        yield from folder_judged(facts, cfg.trainer.num_nodes)
-        yield room_judged(facts, checkpoint_room(memory, cfg.trainer.grpo.checkpoint_budget_gb))
-    yield shm_judged(shutil.disk_usage("/dev/shm").free, memory.published)
-    yield host_judged(available_memory(os.environ), host_parts(cfg, memory))
+        yield from judge_folder(facts, cfg.trainer.num_nodes)
+        yield judge_room(facts, checkpoint_room(memory, cfg.trainer.grpo.checkpoint_budget_gb))
+    yield judge_shm(_shm_free(), memory.published)
+    yield judge_host(available_memory(os.environ), host_parts(cfg, memory))
+
+
+def _shm_free() -> int:
+    return shutil.disk_usage("/dev/shm").free
 
 
 def measure_folder(run_dir: Path) -> FolderFacts:
-    """Tries the folder, or the nearest above it that is there; leaves nothing.  Raises OSError: not writable."""
+    """Measure the run directory, or its nearest existing parent, with trial files that are removed afterwards.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
     there = nearest(run_dir)
     with tempfile.TemporaryDirectory(prefix=".prorl-doctor-", dir=there, ignore_cleanup_errors=True) as made:
         trial, began = Path(made), time.monotonic()
@@ -79,14 +107,14 @@ def measure_folder(run_dir: Path) -> FolderFacts:
 
 
 def nearest(run_dir: Path) -> Path:
-    """Return the run directory, or the nearest folder above it that exists.  Raises OSError where it is a file."""
+    """Return the run directory, or its nearest existing parent.  Raises NotADirectoryError if it is a file."""
     if run_dir.exists() and not run_dir.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "it is a file", str(run_dir))
+        raise NotADirectoryError(errno.ENOTDIR, "it is a file, not a folder", str(run_dir))
     return next(folder for folder in (run_dir, *run_dir.parents) if folder.is_dir())
 
 
 def _bytes_under(folder: Path) -> int:
-    """Return the bytes under a folder; files that a running job removes meanwhile do not count."""
+    """Return the total bytes of the files under a folder, without files that a running job removes meanwhile."""
     total = 0
     for file in folder.rglob("*"):
         with suppress(FileNotFoundError):
@@ -102,7 +130,7 @@ def _fault(trial: Callable[[Path], str], folder: Path) -> str:
 
 
 def _sync(folder: Path) -> str:
-    """Write a file and its folder to the disk, as a checkpoint is committed."""
+    """Write a file and its folder to the disk with fsync, as a checkpoint does."""
     with (folder / "synced").open("w") as file:
         file.write("x" * 4096)
         file.flush()
@@ -116,18 +144,18 @@ def _sync(folder: Path) -> str:
 
 
 def _replace(folder: Path) -> str:
-    """Replace a file while it is read: a second open must see the new file, whole."""
+    """Replace a file that is open: another open must read the new content."""
     target, new = folder / "target", folder / "target.tmp"
     target.write_text("old")
     with target.open():
         new.write_text("new")
         os.replace(new, target)
         seen = target.read_text()
-    return "" if seen == "new" else f"a replaced file reads {seen!r}, its old content"
+    return "" if seen == "new" else f"after the replacement the file still reads {seen!r}"
 
 
 def _lock(folder: Path) -> str:
-    """Open a locked file twice: the second must not get the lock."""
+    """Lock a file through two file handles: the second lock must be refused."""
     path = folder / "lock"
     with path.open("w") as first, path.open("w") as second:
         fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -135,23 +163,25 @@ def _lock(folder: Path) -> str:
             fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return ""
-    return "two held the same lock"
+    return "two file handles got the same lock"
 
 
 def filesystem_of(path: Path) -> str:
-    """Return the type of the filesystem that a path lies on."""
-    kinds = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}  # of two the later shows
+    """Return the type of the filesystem that contains a path."""
+    # Of two mounts at the same point, the later one hides the earlier one, as in this dict.
+    kinds = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
     real = Path(os.path.realpath(path))
     return kinds.get(max((point for point in kinds if real.is_relative_to(point)), key=len, default=""), "unknown")
 
 
-def folder_judged(facts: FolderFacts, nodes: int) -> Iterator[Check]:
-    """Judge a run directory: checkpoints and endpoints are renamed into place, one run holds its lock."""
+def judge_folder(facts: FolderFacts, nodes: int) -> Iterator[Check]:
+    """Judge a run directory, which must support atomic renames, fsync and locks."""
     where = f"{facts.path} ({facts.filesystem})"
+    locks = "mount it with locks (Lustre: -o flock; NFS: without nolock), or use another filesystem"
     faults = {
         "a file is not replaced at once": (facts.replace_fault, "use a POSIX filesystem for run_dir"),
-        "fsync fails": (facts.sync_fault, "a checkpoint would not outlive a crash: use another filesystem"),
-        "flock fails": (facts.lock_fault, "mount it with locks (Lustre: -o flock; NFS: no nolock), or use another"),
+        "fsync fails": (facts.sync_fault, "use another filesystem: on this one a crash can destroy a checkpoint"),
+        "flock fails": (facts.lock_fault, locks),
     }
     wrong = [
         Check("run_dir", "fail", f"{where}: {what}: {fault}", cure) for what, (fault, cure) in faults.items() if fault
@@ -161,46 +191,48 @@ def folder_judged(facts: FolderFacts, nodes: int) -> Iterator[Check]:
         wrong.append(Check("run_dir", "warn", f"{where}: {text}", cure))
 
     if abs(facts.mtime_skew_s) > MTIME_SKEW_S:
-        text = f"files' times are {facts.mtime_skew_s:+.1f} s from this machine's clock"
-        warn(text, "let NTP or chrony set the clocks of file server and machine")
+        text = f"modification times differ by {facts.mtime_skew_s:+.1f} s from this machine's clock"
+        warn(text, "synchronize the clocks of file server and machine with NTP or chrony")
     if not facts.sync_fault and facts.sync_s > SLOW_SYNC_S:
-        text = f"one small file took {facts.sync_s:.1f} s to reach the disk"
-        warn(text, "checkpoints and the journal wait for it: use a faster one, or ask why")
+        text = f"an fsync of one small file took {facts.sync_s:.1f} s"
+        warn(text, "use a faster filesystem: checkpoints and the journal wait for each fsync")
     if facts.filesystem in _IN_MEMORY:
-        warn("is gone when the machine or the container is", "name a disk that stays: run_dir=...")
+        warn("files here are lost when the machine or the container ends", "choose a persistent disk: run_dir=...")
     elif nodes > 1 and not facts.filesystem.startswith(_REMOTE):
-        text = f"a disk of this machine, as it seems; {nodes} nodes share run_dir"
-        warn(text, "put it on a shared filesystem, and look with --nodes")
-    found = f"{where}: replace, fsync ({facts.sync_s * 1e3:.0f} ms), flock, times"
+        text = f"this seems to be a local disk, but {nodes} nodes must share run_dir"
+        warn(text, "put run_dir on a shared filesystem, and check it with --nodes")
+    found = f"{where}: replacing a file, fsync ({facts.sync_s * 1e3:.0f} ms), flock and modification times work"
     yield from wrong or [Check("run_dir", "pass", found)]
 
 
 def checkpoint_room(memory: Memory, budget_gb: float | None) -> int:
-    """Return the bytes that a run's checkpoints take at most, with one that is being written."""
+    """Return the maximum bytes of a run's checkpoints, including the one that is being written."""
     if budget_gb is None:
         return memory.checkpoints
     return min(memory.checkpoints, max(int(budget_gb * GB), memory.checkpoint) + memory.checkpoint)
 
 
-def room_judged(facts: FolderFacts, needed: int) -> Check:
+def judge_room(facts: FolderFacts, needed: int) -> Check:
     free = facts.free + facts.held
-    text = f"{gb(facts.free)} free for checkpoints, which take {gb(needed)}"
-    text += f" ({gb(facts.held)} of it are there)" if facts.held else ""
+    text = f"{gb(facts.free)} free; the run's checkpoints take {gb(needed)}"
+    text += f", of which {gb(facts.held)} exist already" if facts.held else ""
     if free < needed:
-        cure = "free some room, or lower trainer.grpo.keep_checkpoints or trainer.grpo.checkpoint_budget_gb"
+        cure = "free space, or lower trainer.grpo.keep_checkpoints or trainer.grpo.checkpoint_budget_gb"
         return Check("disk", "fail", text, cure)
     if free < 1.2 * needed:
-        return Check("disk", "warn", text, "little is left for rollouts, logs and other users; a quota may lower it")
+        cure = "free space: little is left for rollouts, logs and other users, and a quota may leave even less"
+        return Check("disk", "warn", text, cure)
     return Check("disk", "pass", text)
 
 
-def shm_judged(free: int, published: int) -> Check:
-    """`published`: two versions of the weights, for the engines of this node."""
+def judge_shm(free: int, published: int) -> Check:
+    """Judge /dev/shm.  `published`: bytes of two versions of the weights, for the engines of this node."""
     text = f"{gb(free)} free in /dev/shm; two versions of the weights take {gb(published)}"
     if free < published:
-        return Check("shm", "fail", text, "free it, or give the container more (--shm-size, or --ipc=host)")
+        cure = "free space in it, or enlarge it (containers: --shm-size, or --ipc=host)"
+        return Check("shm", "fail", text, cure)
     if free < published + 0.5e9:
-        return Check("shm", "warn", text, "NCCL and data workers use it too: give it half a GB more")
+        return Check("shm", "warn", text, "enlarge it by 0.5 GB: NCCL and data workers use it too")
     return Check("shm", "pass", text)
 
 
@@ -212,21 +244,27 @@ def host_parts(cfg: DictConfig, memory: Memory) -> dict[str, int]:
     return parts
 
 
-def host_judged(available: tuple[int, str], parts: Mapping[str, int]) -> Check:
-    """`available`: bytes, and what sets the limit.  Libraries and reward workers come on top: a quarter is left."""
+def judge_host(available: tuple[int, str], parts: Mapping[str, int]) -> Check:
+    """Judge host memory; a quarter and 4 GB stay free for libraries and reward workers.
+
+    Args:
+        available: bytes, and the name of what limits them.
+        parts: bytes that the node's processes take, by purpose.
+    """
     needed = sum(parts.values())
-    said = ", ".join(f"{name} {gb(value)}" for name, value in parts.items())
-    text = f"{gb(available[0])} available ({available[1]}); the run takes {gb(needed)} beside its programs ({said})"
+    by_purpose = ", ".join(f"{name} {gb(value)}" for name, value in parts.items())
+    text = f"{gb(available[0])} available ({available[1]}); the run's data take {gb(needed)} ({by_purpose})"
     if available[0] < needed:
-        cure = "ask for more (Slurm: --mem=0), or lower trainer.devices; else the kernel kills a process"
+        cure = "request more (Slurm: --mem=0), or lower trainer.devices; otherwise the kernel kills a process"
         return Check("memory", "fail", text, cure)
     if available[0] < 1.25 * needed + 4e9:
-        return Check("memory", "warn", text, "programs and reward workers take some GB too: end others on this machine")
+        cure = "end other programs on this machine: libraries and reward workers need some GB more"
+        return Check("memory", "warn", text, cure)
     return Check("memory", "pass", text)
 
 
 def available_memory(environment: Mapping[str, str], cgroups: Path = Path("/sys/fs/cgroup")) -> tuple[int, str]:
-    """Return (bytes, what limits them): the machine's, the control groups' or Slurm's."""
+    """Return (bytes, name of the limit): the smallest of the limits of machine, control groups and Slurm."""
     found = [(psutil.virtual_memory().available, "this machine")]
     inside = next((s[3:].strip("/") for s in _read(Path("/proc/self/cgroup")).splitlines() if s.startswith("0::")), "")
     folder = cgroups / inside
@@ -241,7 +279,7 @@ def available_memory(environment: Mapping[str, str], cgroups: Path = Path("/sys/
 
 
 def _in_use(folder: Path) -> int:
-    """Return the bytes in use by a control group that the kernel cannot simply drop."""
+    """Return the bytes that a control group uses, without file cache that the kernel can drop."""
     used = int(_read(folder / "memory.current").strip() or 0)
     cached = [
         line.split()[1] for line in _read(folder / "memory.stat").splitlines() if line.startswith("inactive_file")

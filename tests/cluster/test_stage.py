@@ -142,7 +142,7 @@ def test_a_run_that_was_stopped_on_purpose_is_not_started_again(stage: Stage) ->
 def test_another_number_of_nodes_is_refused(stage: Stage) -> None:
     job = stage.submit("--nodes=1")
     assert ended(stage, job, 30) == Ended("FAILED", 3, 0)
-    assert "the job has 1 nodes, trainer.num_nodes=2" in stage.log.read_text()
+    assert "expected a job of 2 nodes (trainer.num_nodes=2); got 1" in stage.log.read_text()
 
 
 @pytest.mark.slow

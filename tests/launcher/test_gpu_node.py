@@ -75,14 +75,14 @@ def test_the_command_ends_with_3_before_anything_starts(
 
 def test_too_few_or_closed_gpus_are_refused(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
     smi(7)
-    assert "7 x NVIDIA H100 80GB HBM3; trainer.devices=8" in refusal()
+    assert "found 7 x NVIDIA H100 80GB HBM3; the run needs trainer.devices=8" in refusal()
     smi(8, "Exclusive_Process")
     text = refusal()
-    assert "compute mode of GPUs is not Default (0: Exclusive_Process" in text
+    assert "expected compute mode Default; got 0: Exclusive_Process" in text
     assert "nvidia-smi --compute-mode=0" in text
     smi(8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    assert "4 x NVIDIA H100 80GB HBM3; trainer.devices=8" in refusal()
+    assert "found 4 x NVIDIA H100 80GB HBM3; the run needs trainer.devices=8" in refusal()
 
 
 def test_a_node_without_nvidia_smi_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,12 +115,14 @@ def test_what_cuda_shows_is_what_counts() -> None:
 
 def test_a_driver_must_run_the_cuda_of_both_environments(tmp_path: Path) -> None:
     rollout = "the rollout environment"
-    good = devices.driver_judged({rollout: "13.0", "the training environment": "12.8"}, 13000, "580.65.06")
-    old = devices.driver_judged({rollout: "13.0"}, 12080, "570.86.15")
-    cpu = devices.driver_judged({rollout: None}, 12080, "570.86.15")
-    assert states([good, old, cpu, devices.driver_judged({}, 0, "none")]) == ["pass", "fail", "pass", "fail"]
-    assert "torch of the rollout environment is built for CUDA 13.0; driver 570.86.15 runs CUDA 12.8" in old.text
-    assert "a driver of 580 or newer" in old.cure
+    good = devices.judge_driver({rollout: "13.0", "the training environment": "12.8"}, 13000, "580.65.06")
+    old = devices.judge_driver({rollout: "13.0"}, 12080, "570.86.15")
+    cpu = devices.judge_driver({rollout: None}, 12080, "570.86.15")
+    assert states([good, old, cpu, devices.judge_driver({}, 0, "none")]) == ["pass", "fail", "pass", "fail"]
+    assert (
+        "torch of the rollout environment is built for CUDA 13.0; driver 570.86.15 runs at most CUDA 12.8" in old.text
+    )
+    assert "install driver 580 or later" in old.cure
     assert "cuda-compat-13-0" in old.cure
     for line, expected in (("cuda: Optional[str] = '13.0'", "13.0"), ("cuda = None", None)):
         (tmp_path / "torch").mkdir(exist_ok=True)
@@ -134,7 +136,7 @@ def test_a_name_that_only_this_machine_understands_is_refused(monkeypatch: pytes
     monkeypatch.setattr("socket.gethostbyname", lambda name: addresses[name])
     fault = network.loopback_fault(["node1"], {}, "node0")
     assert fault is not None
-    assert "this machine's name node0 resolves to 127.0.1.1, where node1 cannot reach it" in fault
+    assert "this machine's name node0 resolves to 127.0.1.1, which node1 cannot reach" in fault
     assert "/etc/hosts" in fault
     assert network.loopback_fault(["node1"], {"GLOO_SOCKET_IFNAME": "ib0"}, "node0") is None
     assert network.loopback_fault(["node2"], {}, "node0") is None  # one machine that plays several

@@ -389,8 +389,13 @@ def test_attempts_are_counted_over_requeues_and_not_over_jobs(
 @pytest.mark.parametrize(
     ("variable", "value", "override", "told"),
     [
-        ("SLURM_JOB_NODELIST", "a,b,c", "seed=1", "the job has 3 nodes, trainer.num_nodes=2: sbatch --nodes=2"),
-        ("SLURM_JOB_ID", "", "seed=1", "no Slurm job"),
+        (
+            "SLURM_JOB_NODELIST",
+            "a,b,c",
+            "seed=1",
+            "expected a job of 2 nodes (trainer.num_nodes=2); got 3. Fix: sbatch --nodes=2",
+        ),
+        ("SLURM_JOB_ID", "", "seed=1", "not part of a Slurm job"),
     ],
 )
 def test_another_allocation_than_the_configuration_s_is_refused(

@@ -5,7 +5,6 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from nemo_prorl.evaluation.estimates import (
     KS,
@@ -30,6 +29,8 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n: int) -> None:
 
 @pytest.mark.parametrize(("n", "c", "k"), [(256, 1, 256), (256, 1, 128), (512, 3, 256), (4096, 5, 64), (10000, 1, 1)])
 def test_pass_at_k_equals_the_product_form_and_scipys_where_numbers_are_large(n: int, c: int, k: int) -> None:
+    from scipy import stats
+
     product = 1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
     assert pass_at_k(n, c, k) == pytest.approx(product, rel=1e-10)
     assert pass_at_k(n, c, k) == pytest.approx(float(stats.hypergeom.sf(0, n, c, k)), rel=1e-8)
@@ -56,6 +57,8 @@ def test_k_goes_as_far_as_the_samples() -> None:
 
 
 def test_the_standard_error_is_over_prompts() -> None:
+    from scipy import stats
+
     values = [0.0, 0.5, 1.0, 0.25]
     found = mean_of(values)
     assert found["mean"] == pytest.approx(0.4375)
@@ -70,6 +73,8 @@ def test_the_mean_over_benchmarks_adds_variances() -> None:
 
 
 def test_bootstrap_intervals_agree_with_those_of_scipy_and_repeat() -> None:
+    from scipy import stats
+
     difference_PK = np.random.default_rng(3).normal(0.1, 1.0, size=(400, 2))
 
     def drawn() -> Interval:

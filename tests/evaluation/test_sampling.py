@@ -1,6 +1,7 @@
 """What is drawn, what is not drawn again, and how failures of the infrastructure end."""
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_prorl.errors import ConfigError, DataError, DeadlineExceeded, EngineRefused
-from nemo_prorl.evaluation.catalogue import Benchmark, Sampling, catalogue, load_records
+from nemo_prorl.evaluation.catalogue import Benchmark, Sampling, catalogue
 from nemo_prorl.evaluation.sampling import BenchmarkWork, Work, plan, seed_of
 from nemo_prorl.evaluation.sources import Endpoint, OnReply, Reply
 from nemo_prorl.evaluation.store import Store
@@ -16,7 +17,17 @@ from nemo_prorl.rewards.interface import Verdict, failed_verdict
 from tests.evaluation.openai_server import Answers, serve
 
 GCD = catalogue()["laptop_gcd"].changed({"samples": 4})
-RECORDS = load_records(GCD, None, 6)
+RECORDS: list[dict[str, Any]] = [  # as the benchmark makes them, without the second that reasoning-gym takes to import
+    {
+        "id": f"laptop_gcd-{number}",
+        "source": "laptop_gcd",
+        "meta": {},
+        "task": "puzzles",
+        "prompt": f"Find the Greatest Common Divisor (GCD) of these numbers: {4 + number}, 24.",
+        "truth": {"dataset": "gcd", "entry": {"answer": str(math.gcd(4 + number, 24))}},
+    }
+    for number in range(6)
+]
 
 
 class Drawn:

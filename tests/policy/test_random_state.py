@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from nemo_prorl.errors import CheckpointError
-from nemo_prorl.policy.checkpoint_files import PolicyStore
 from nemo_prorl.policy.plain_files import check_metadata, load_plain
 from nemo_prorl.policy.random_state import random_state, set_random_state
 from nemo_prorl.policy.tools import export_hf, import_hf
 from tests.policy.models import QWEN2, write_model
 
 pytestmark = [pytest.mark.nemo, pytest.mark.timeout(300)]
+# NeMo is imported inside the tests: a worker that only collects them saves five seconds.
 
 
 def drawn() -> list[Any]:
@@ -81,6 +81,8 @@ def test_a_truncated_file_of_a_checkpoint_is_named_with_the_cure(tmp_path: Path)
 
 
 def test_metadata_that_would_run_code_is_refused_before_torch_reads_it(tmp_path: Path) -> None:
+    from nemo_prorl.policy.checkpoint_files import PolicyStore
+
     write_model(tmp_path / "model", QWEN2, torch.float32)
     import_hf(tmp_path / "model", tmp_path / "imported")
     (file,) = tmp_path.glob("imported/**/.metadata")

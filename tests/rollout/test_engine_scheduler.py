@@ -56,7 +56,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
-from nemo_prorl.rollout.engine.scheduler import AsyncWholeResponses, WholeResponses, _Held
+from nemo_prorl.rollout.engine.vllm_internals.scheduler import AsyncWholeResponses, WholeResponses, _Held
 
 def step(scheduler, *outputs):
     base.update_from_output = lambda self, *_: {0: EngineCoreOutputs(outputs=list(outputs))}
@@ -97,7 +97,7 @@ def test_tokens_are_held_until_their_response_ends(said: dict[str, str]) -> None
 CPU = """
 import torch
 from vllm import ir
-from nemo_prorl.rollout.engine import cpu as _  # it registers the norms
+from nemo_prorl.rollout.engine.vllm_internals import cpu as _  # it registers the norms
 from nemo_prorl.rollout.engine.setup import cpu_options
 
 # norms: chosen by the engine's options, as vLLM's own, and left to vLLM where memory is not in one piece

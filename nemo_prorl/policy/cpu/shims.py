@@ -111,13 +111,15 @@ def _megatron_without_cuda() -> None:
     import megatron.core.transformer.mlp as mlp
 
     from nemo_prorl.policy.cpu import kernels as cpu_kernels
+    from nemo_prorl.policy.cpu.versions import fits_installed_versions
 
     rng._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     rng._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    layers.linear_with_grad_accumulation_and_async_allreduce = cpu_kernels.linear(
-        layers.linear_with_grad_accumulation_and_async_allreduce
-    )
-    mlp.bias_swiglu_impl = cpu_kernels.swiglu  # else compiled, or slower than without fusion
+    if fits_installed_versions():
+        layers.linear_with_grad_accumulation_and_async_allreduce = cpu_kernels.linear(
+            layers.linear_with_grad_accumulation_and_async_allreduce
+        )
+        mlp.bias_swiglu_impl = cpu_kernels.swiglu  # else compiled, or slower than without fusion
 
 
 def _own_rotary_positions() -> None:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from nemo_prorl.rollout.engine import vllm_internals
 from nemo_prorl.rollout.engine.requests import ModelLimits
 
 ROOT = str(Path(__file__).resolve().parents[3])
@@ -47,14 +48,12 @@ def set_environment(threads: int, eager: bool) -> None:
 
 def cpu_options(eager: bool) -> dict[str, Any]:
     """What vLLM's CPU build is told otherwise than by default."""
-    ours = {"ir_op_priority": {"rms_norm": ["prorl_cpu"], "fused_add_rms_norm": ["prorl_cpu"]}}  # of cpu.py
     return {
         # A prompt cut in two makes vLLM rewind the response's random generator, which a CPU's cannot: the core dies.
         "enable_chunked_prefill": False,
         # vLLM's 128 would share no prompt shorter than that among its responses; a CPU's kernels want multiples of 32.
         "block_size": 32,
-        "worker_extension_cls": "nemo_prorl.rollout.engine.cpu.CpuWorker",
-        **(ours if eager else {}),  # a compiled model has its own
+        **vllm_internals.cpu_options(eager),
     }
 
 
@@ -92,7 +91,7 @@ def make_engine(args: argparse.Namespace) -> Any:
             enable_prefix_caching=True,
             tensor_parallel_size=args.tp,
             disable_log_stats=True,
-            scheduler_cls="nemo_prorl.rollout.engine.scheduler.make_scheduler",
+            **vllm_internals.scheduler_options(),
             **optional,
         )
     )

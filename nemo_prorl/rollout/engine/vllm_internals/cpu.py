@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_prorl.rollout.engine.vllm_internals import NORMS
 from nemo_prorl.rollout.engine.weights import WeightLoader
 
-_NORMS = "prorl_cpu"  # as vLLM calls who implements an operation; setup.py chooses it
 _LANES = 32  # numbers that a compiled norm takes at a time, at most
 _ROWS = 4  # rows of a float32 product, at least
 
@@ -37,14 +37,14 @@ def _register_norms() -> None:
 
     compiled = hasattr(torch.ops._C, "rms_norm") and hasattr(torch.ops._C, "fused_add_rms_norm")
 
-    @ir.ops.rms_norm.register_impl(_NORMS, supported=compiled, supports_args=takes)  # type: ignore[untyped-decorator]
+    @ir.ops.rms_norm.register_impl(NORMS, supported=compiled, supports_args=takes)  # type: ignore[untyped-decorator]
     def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
         out = torch.empty_like(x)
         torch.ops._C.rms_norm(out, x, weight, epsilon)
         return out
 
     @ir.ops.fused_add_rms_norm.register_impl(  # type: ignore[untyped-decorator]
-        _NORMS, supported=compiled, supports_args=takes_residual, inplace=True
+        NORMS, supported=compiled, supports_args=takes_residual, inplace=True
     )
     def fused_add_rms_norm(
         x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None

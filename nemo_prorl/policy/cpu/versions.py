@@ -1,0 +1,31 @@
+"""The versions of torch and Megatron-Core for which the faster linear layers and SwiGLU of kernels.py were made.
+
+Both replace functions inside Megatron-Core, and the linear layers call a private operator of torch.  Under other
+versions Megatron-Core keeps its own functions, which are slower on a CPU.
+"""
+
+import functools
+import importlib.metadata
+import logging
+
+_log = logging.getLogger(__name__)
+
+MADE_FOR = {"torch": "2.13.0", "megatron-core": "0.12.3"}
+
+
+@functools.cache
+def fits_installed_versions() -> bool:
+    """Return whether torch and Megatron-Core have the versions in `MADE_FOR`; log one warning if they do not."""
+    installed = {name: importlib.metadata.version(name).split("+")[0] for name in MADE_FOR}
+    if installed != MADE_FOR:
+        _log.warning(
+            "%s are installed; the faster linear layers and SwiGLU were made for %s and are off: training on a CPU is"
+            " slower",
+            _in_words(installed),
+            _in_words(MADE_FOR),
+        )
+    return installed == MADE_FOR
+
+
+def _in_words(versions: dict[str, str]) -> str:
+    return " and ".join(f"{name} {version}" for name, version in versions.items())

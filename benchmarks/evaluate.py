@@ -61,7 +61,7 @@ class Ours:
 
             what = [BenchmarkWork(one, stores[one.name], self.records[one.name]) for one in self.benchmarks]
             work = Work(self.source, judge, number)
-            await services.watching(work.do(plan(what, self.source)))
+            await services.watching(work.run(plan(what, self.source)))
         lacking = [v for store in stores.values() for v in store.verdicts.values() if v["score"] is None]
         assert not lacking, lacking[0]
         for store in stores.values():

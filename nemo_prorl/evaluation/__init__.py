@@ -1,1 +1,1 @@
-"""`prorl evaluate`: benchmarks as files, samples of any model, pass@k with intervals, comparison of models."""
+"""`prorl evaluate`: benchmarks as yaml files, responses of any model, pass@k with errors, comparison of models."""

@@ -1,4 +1,4 @@
-"""The benchmarks: one yaml file each in benchmarks/, and their prompt records, from a file or made on the spot."""
+"""The catalogue of benchmarks: one yaml file each in benchmarks/, with prompt records from a file or a generator."""
 
 import difflib
 import hashlib
@@ -21,7 +21,7 @@ _CONFIG = ConfigDict(extra="forbid")
 
 
 class BenchmarkAbout(TypedDict):
-    """What a benchmark is."""
+    """The facts about a benchmark that manifest.json, results.json and comparison.json repeat."""
 
     title: str
     domain: Domain
@@ -31,7 +31,7 @@ class BenchmarkAbout(TypedDict):
 
 @dataclass(frozen=True, config=_CONFIG)
 class Sampling:
-    """How responses are drawn; `context` is prompt and response together, in tokens."""
+    """How responses are sampled.  `context` counts the tokens of prompt and response together."""
 
     samples: int = Field(default=16, ge=1, le=4096)
     temperature: float = Field(default=0.6, ge=0, le=100)  # 0: greedy
@@ -42,46 +42,46 @@ class Sampling:
     @model_validator(mode="after")
     def _check(self) -> "Sampling":
         if 0 < self.temperature < 0.01:
-            raise ValueError(f"temperature is {self.temperature!r}; it must be 0 (greedy), or 0.01 to 100")
+            raise ValueError(f"temperature is {self.temperature!r}; expected 0 (greedy) or 0.01 to 100")
         if self.max_response is not None and self.max_response >= self.context:
-            raise ValueError(f"max_response is {self.max_response}; it must be from 1 to {self.context - 1}, or null")
+            raise ValueError(f"max_response is {self.max_response}; expected 1 to {self.context - 1}, or null")
         return self
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class Benchmark:
-    """One benchmark.  Exactly one of `prompts` (a file that the user gives) and `generate` is set."""
+    """One benchmark.  Exactly one of `prompts` (a file that the user provides) and `generate` is set."""
 
     name: str
     sha256: str  # of the yaml file
     title: str
     domain: Domain
-    task: str  # of its records: which reward plugin judges
-    metric: Metric  # what the paper reports: binary correctness, or mean continuous reward
+    task: str  # task of its records, which selects the reward plugin
+    metric: Metric  # number that the paper reports: binary correctness, or mean continuous reward
     sets: tuple[str, ...]
     source: str
     licence: str
-    prompts: str | None = None  # NAME of the file or folder in --data, see `file_of`
-    prepare: str = ""  # how to get that file
-    generate: dict[str, Any] | None = None  # generator, size, seed, options, as a data source of a run
+    prompts: str | None = None  # name of its file or folder in --data, see `file_of`
+    prepare: str = ""  # how the user gets that file
+    generate: dict[str, Any] | None = None  # generator, size, seed and options, as in a run's data source
     out_of_distribution: bool = False
     sampling: Sampling = Field(default_factory=Sampling)
 
     @model_validator(mode="after")
     def _check(self) -> "Benchmark":
         if (self.prompts is None) == (self.generate is None):
-            raise ValueError("needs either 'prompts', a name in --data, or 'generate'")
+            raise ValueError("expected exactly one of 'prompts' (a name in --data) and 'generate'")
         return self
 
     def changed(self, given: Mapping[str, Any]) -> "Benchmark":
-        """Return the benchmark with these sampling values in place of its own.  Raises ConfigError."""
+        """Return a copy with these sampling values replaced.  Raises ConfigError for an invalid value."""
         try:
             return replace(self, sampling=replace(self.sampling, **given))
         except ValidationError as error:
             raise _wrong(self.name, error) from None
 
     def about(self) -> BenchmarkAbout:
-        """Return what manifest.json and results.json say of it."""
+        """Return the facts that manifest.json and results.json repeat."""
         return {
             "title": self.title,
             "domain": self.domain,
@@ -98,23 +98,27 @@ def _wrong(where: object, error: ValidationError) -> ConfigError:
 
 
 def catalogue() -> dict[str, Benchmark]:
-    """All benchmarks by name."""
+    """Return all benchmarks by name."""
     return {path.stem: read(path) for path in sorted(FOLDER.glob("*.yaml"))}
 
 
 def read(path: Path) -> Benchmark:
-    """One file; raises ConfigError naming file and key."""
+    """Read one yaml file of the catalogue.  Raises ConfigError naming file and key."""
     text = path.read_bytes()
     try:
         return Benchmark(name=path.stem, sha256=hashlib.sha256(text).hexdigest(), **yaml.safe_load(text))
     except (yaml.YAMLError, TypeError) as error:
-        raise ConfigError(f"{path}: must be a mapping in yaml: {error}") from error
+        raise ConfigError(f"{path}: expected a yaml mapping: {error}") from error
     except ValidationError as error:
         raise _wrong(path, error) from None
 
 
 def choose(text: str) -> list[Benchmark]:
-    """The benchmarks of `A,B`, names or sets, each once.  Raises ConfigError listing what is known."""
+    """Return the benchmarks that `A,B` names, by name or by set, each once.
+
+    Raises:
+        ConfigError: A name is unknown; the message lists the known names and sets.
+    """
     known = catalogue()
     sets = sorted({name for one in known.values() for name in one.sets})
     chosen: dict[str, Benchmark] = {}
@@ -128,24 +132,29 @@ def choose(text: str) -> list[Benchmark]:
             )
         chosen.update({one.name: one for one in found})
     if not chosen:
-        raise ConfigError(f"--benchmarks: name one at least; known are {', '.join(known)}; sets: {', '.join(sets)}")
+        raise ConfigError(
+            f"--benchmarks: expected at least one name; known are {', '.join(known)}; sets: {', '.join(sets)}"
+        )
     return list(chosen.values())
 
 
 def check_files(chosen: Iterable[Benchmark], data: Path | None) -> None:
-    """Raises DataError that names every file which is missing and how to get it."""
+    """Raise DataError if prompt files are missing, naming each file and how to get it."""
     lacking = [one for one in chosen if one.prompts is not None and file_of(one, data) is None]
     if not lacking:
         return
     lines = [f"  {one.name}: {one.prompts}.jsonl or {one.prompts}/validation.jsonl ({one.prepare})" for one in lacking]
-    where = "--data DIR is not given" if data is None else f"{data} (--data) lacks it"
+    where = "--data DIR was not given" if data is None else f"{data} (--data) does not contain it"
     raise DataError(
         f"{len(lacking)} of the benchmarks need a file of prompt records, and {where}:\n" + "\n".join(lines)
     )
 
 
 def file_of(benchmark: Benchmark, data: Path | None) -> Path | None:
-    """Its records in --data: NAME.jsonl, or what `prorl data prepare` held out in NAME/; None if neither exists."""
+    """Return the benchmark's file in --data, or None if it does not exist.
+
+    The file is NAME.jsonl, or the held-out part that `prorl data prepare` wrote into the folder NAME; or .parquet.
+    """
     if data is None:
         return None
     name = benchmark.prompts
@@ -154,7 +163,7 @@ def file_of(benchmark: Benchmark, data: Path | None) -> Path | None:
 
 
 def load_records(benchmark: Benchmark, data: Path | None, limit: int | None = None) -> list[dict[str, Any]]:
-    """Its prompt records, in order.  Raises DataError naming file, line and field."""
+    """Return the first `limit` prompt records, in order.  Raises DataError naming file, line and field."""
     if benchmark.generate is not None:
         from nemo_prorl.config import DataSource
         from nemo_prorl.data.laptop.generators import generate
@@ -163,27 +172,27 @@ def load_records(benchmark: Benchmark, data: Path | None, limit: int | None = No
     from nemo_prorl.data.records import read_records
 
     file = file_of(benchmark, data)
-    assert file is not None, "check_files comes first"
+    assert file is not None, "call check_files first"
     return read_records(file, {benchmark.task})[:limit]
 
 
 def records_sha256(records: Iterable[Mapping[str, Any]]) -> str:
-    """sha256 over id, task, prompt and truth of the records, in order: what is asked and how it is judged."""
+    """Return the sha256 over id, task, prompt and truth of the records in order, which is all that scores depend on."""
     digest = hashlib.sha256()
     for record in records:
-        asked = {key: record[key] for key in ("id", "task", "prompt", "truth")}
-        digest.update(json.dumps(asked, sort_keys=True, ensure_ascii=False).encode() + b"\n")
+        hashed = {key: record[key] for key in ("id", "task", "prompt", "truth")}
+        digest.update(json.dumps(hashed, sort_keys=True, ensure_ascii=False).encode() + b"\n")
     return digest.hexdigest()
 
 
 def part_of(record: Mapping[str, Any]) -> str:
-    """Within a benchmark, what a record is reported under: the data set of a puzzle, else its source."""
+    """Return the part of its benchmark that a record is reported under: a puzzle's data set, otherwise its source."""
     dataset = record["truth"].get("dataset") if record["task"] == "puzzles" else None
     return str(dataset or record.get("source") or record["task"])
 
 
 def table(chosen: Iterable[Benchmark]) -> list[list[str]]:
-    """The rows that `--list` prints."""
+    """Return the rows that `--list` prints."""
     rows = [["benchmark", "domain", "metric", "samples", "context", "sets", "needs"]]
     for one in chosen:
         numbers = [str(one.sampling.samples), str(one.sampling.context)]

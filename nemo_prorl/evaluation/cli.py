@@ -1,4 +1,4 @@
-"""`prorl evaluate`: what the command line means.  Light: `--help` and wrong use load nothing heavy."""
+"""Command line of `prorl evaluate`.  It imports heavy libraries late, so that `--help` and wrong use are fast."""
 
 import argparse
 import logging
@@ -16,75 +16,75 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_SHOWN = 10  # differences
+_SHOWN = 10  # differences printed at most
 _SAMPLING = ("samples", "temperature", "top_p", "context", "max_response")
-_OPTIONS = (  # that an evaluation takes as they were given
+_OPTIONS = (  # passed to EvaluationOptions unchanged
     "model", "out", "data", "limit", "engines", "checkpoint", "model_name", "opens_thought", "token_env", "requests",
 )  # fmt: skip
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number of at least 1")
     return int(text)
 
 
 def _seed(text: str) -> int:
     if not text.isdecimal() or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(f"{text}: must be in 0..2**63-1")
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number in 0..2**63-1")
     return int(text)
 
 
 def add_parser(commands: Any) -> None:
-    """Adds `evaluate` to the main command line."""
-    text = "benchmarks of a model: pass@1, pass@k, rewards; comparison of models"
+    """Add `evaluate` to the main command line."""
+    text = "evaluate a model on benchmarks (pass@1, pass@k, rewards), or compare evaluated models"
     parser = commands.add_parser("evaluate", help=text, description=text)
     add = parser.add_argument
     add("model", metavar="MODEL", nargs="?", help="Hugging Face folder, checkpoint, run directory, or http://HOST/v1")
-    add("overrides", metavar="OVERRIDE", nargs="*", default=[], help="KEY=VALUE, as of prorl train: rollout.*, ...")
-    add("--benchmarks", metavar="A,B", help="names or sets; --list shows them")
-    add("--out", metavar="DIR", type=Path, help="where everything is written; again: goes on")
-    add("--list", action="store_true", help="the benchmarks, and what file each needs")
-    add("--data", metavar="DIR", type=Path, help="folder with the prompt records that are not shipped")
-    add("--samples", metavar="N", type=int, help="responses to each prompt")
-    add("--temperature", metavar="T", type=float)
-    add("--top-p", metavar="P", type=float)
-    add("--context", metavar="N", type=int, help="tokens of prompt and response together")
-    add("--max-response", metavar="N", type=int, help="tokens of a response, at most")
+    add("overrides", metavar="OVERRIDE", nargs="*", default=[], help="KEY=VALUE as for prorl train: rollout.*, ...")
+    add("--benchmarks", metavar="A,B", help="names of benchmarks or of sets; --list shows them")
+    add("--out", metavar="DIR", type=Path, help="folder of the evaluation; the same command again completes it")
+    add("--list", action="store_true", help="list the benchmarks and the file that each needs")
+    add("--data", metavar="DIR", type=Path, help="folder with the prompt records of benchmarks that are not shipped")
+    add("--samples", metavar="N", type=int, help="responses per prompt (default: the benchmark's)")
+    add("--temperature", metavar="T", type=float, help="sampling temperature; 0: greedy (default: the benchmark's)")
+    add("--top-p", metavar="P", type=float, help="nucleus sampling, up to 1 (default: the benchmark's)")
+    add("--context", metavar="N", type=int, help="tokens of prompt and response together (default: the benchmark's)")
+    add("--max-response", metavar="N", type=int, help="maximum tokens per response (default: the benchmark's)")
     add("--limit", metavar="N", type=_positive, help="only the first N prompts of each benchmark")
-    add("--seed", metavar="N", type=_seed, help="default 1")
-    add("--engines", metavar="N", type=_positive, help="on this machine; default: the cluster's, per node")
-    add("--checkpoint", metavar="WHICH", default="newest", help="of a run directory: newest, best, or a step")
-    add("--model", metavar="NAME", dest="model_name", help="of an address: what the server calls the model")
-    add("--opens-thought", action="store_true", help="of an address: its chat template ends the prompt in <think>")
-    add("--token-env", metavar="VAR", default="OPENAI_API_KEY", help="environment variable with the address's token")
-    add("--requests", metavar="N", type=_positive, default=32, help="maximum concurrent requests to an address")
-    add("--manifest", metavar="FILE", type=Path, help="evaluate as it says, and report whether the numbers are equal")
-    add("--compare", metavar="DIR", type=Path, nargs="+", help="folders of evaluations, the base first")
+    add("--seed", metavar="N", type=_seed, help="seed of the sampling (default 1)")
+    add("--engines", metavar="N", type=_positive, help="engines on this machine (default: one node's of the cluster)")
+    add("--checkpoint", metavar="WHICH", default="newest", help="of a run directory: newest (default), best or a step")
+    add("--model", metavar="NAME", dest="model_name", help="name of the model on the server at its URL")
+    add("--opens-thought", action="store_true", help="the server's chat template ends the prompt in <think>")
+    add("--token-env", metavar="VAR", default="OPENAI_API_KEY", help="environment variable with the server's token")
+    add("--requests", metavar="N", type=_positive, default=32, help="maximum concurrent requests to a URL (32)")
+    add("--manifest", metavar="FILE", type=Path, help="manifest.json to repeat; reports whether the numbers are equal")
+    add("--compare", metavar="DIR", type=Path, nargs="+", help="folders of evaluations to compare, the base first")
     parser.set_defaults(run_command=run)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.list:
         from nemo_prorl.evaluation.catalogue import catalogue, table
-        from nemo_prorl.evaluation.results import aligned
+        from nemo_prorl.planning.columns import columns
 
-        sys.stdout.write(aligned(table(catalogue().values()), numbers=False))
+        sys.stdout.write(columns(table(catalogue().values())))
         return 0
     if args.out is None:
-        raise ConfigError("--out DIR is missing: where the evaluation is written")
+        raise ConfigError("--out DIR is missing: the folder that the evaluation is written to")
     if args.compare:
         return _compare(args)
-    _sort_words(args)
+    _separate_model(args)
     return _again(args) if args.manifest else _evaluate(args)
 
 
-def _sort_words(args: argparse.Namespace) -> None:
-    """Tell MODEL and overrides apart, in any order among the options.  Raises ConfigError for two models."""
+def _separate_model(args: argparse.Namespace) -> None:
+    """Separate MODEL from overrides, in whatever order they were given.  Raises ConfigError for two models."""
     words = [*([] if args.model is None else [args.model]), *args.overrides]
     named = [word for word in words if "=" not in word or "://" in word or Path(word).exists()]
     if len(named) > 1:
-        raise ConfigError(f"{' '.join(named)}: one MODEL at a time; overrides are KEY=VALUE")
+        raise ConfigError(f"{' '.join(named)}: expected one MODEL; overrides are KEY=VALUE")
     args.model = named[0] if named else None
     args.overrides = [word for word in words if word not in named]
 
@@ -93,9 +93,11 @@ def _evaluate(args: argparse.Namespace) -> int:
     from nemo_prorl.evaluation.catalogue import choose
 
     if args.model is None:
-        raise ConfigError("MODEL is missing: a Hugging Face folder, a checkpoint, a run directory, or http://HOST/v1")
+        raise ConfigError(
+            "MODEL is missing: give a Hugging Face folder, a checkpoint, a run directory, or http://HOST/v1"
+        )
     if args.benchmarks is None:
-        raise ConfigError("--benchmarks A,B is missing; prorl evaluate --list shows them")
+        raise ConfigError("--benchmarks A,B is missing; prorl evaluate --list shows the names")
     given = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
     return _run(args, [one.changed(given) for one in choose(args.benchmarks)])[1]
 
@@ -103,7 +105,7 @@ def _evaluate(args: argparse.Namespace) -> int:
 def _run(
     args: argparse.Namespace, benchmarks: "list[Benchmark]", expected: "EvaluationManifest | None" = None
 ) -> "tuple[EvaluationResults, int]":
-    """Evaluate and print the table; results.json as an object, and the exit code."""
+    """Evaluate, print the table, and return the content of results.json and the exit code."""
     from nemo_prorl.evaluation.results import table
     from nemo_prorl.evaluation.run import EvaluationOptions, evaluate
 
@@ -120,7 +122,7 @@ def _run(
     if found["complete"]:
         return found, 0
     lacking = sum(entry["unjudged"] for entry in found["benchmarks"].values())
-    _log.error("prorl: %d responses have no verdict and count nowhere; the same command judges them again", lacking)
+    _log.error("prorl: %d responses have no verdict and count nowhere. Fix: run the same command again", lacking)
     return found, 1
 
 
@@ -131,14 +133,14 @@ def _again(args: argparse.Namespace) -> int:
     expected: EvaluationManifest = read_json(args.manifest)
     for name in ("benchmarks", *_SAMPLING, "limit", "seed"):
         if getattr(args, name) is not None:
-            raise ConfigError(f"--{name.replace('_', '-')}: with --manifest everything is as the manifest says")
+            raise ConfigError(f"--{name.replace('_', '-')}: cannot be combined with --manifest, which sets it")
     if args.out.resolve() == args.manifest.resolve().parent:
-        raise ConfigError(f"--out {args.out} is the manifest's own folder; name another")
+        raise ConfigError(f"--out {args.out}: is the folder of the manifest itself; give another folder")
     known, keys = catalogue(), {one.name for one in fields(Sampling)}
     chosen = []
     for name, entry in expected["benchmarks"].items():
         if name not in known or set(entry["sampling"]) != keys:
-            raise ConfigError(f"{args.manifest}: {name}: no benchmark of this version")
+            raise ConfigError(f"{args.manifest}: {name}: this version does not have this benchmark")
         chosen.append(known[name].changed(entry["sampling"]))
     model = expected["model"]
     if model["kind"] == "run" and args.checkpoint == "newest" and args.model is None:
@@ -150,15 +152,15 @@ def _again(args: argparse.Namespace) -> int:
     args.data = args.data or (None if expected["data"] is None else Path(expected["data"]))
     args.seed, args.limit = expected["seed"], expected["limit"]
     found, code = _run(args, chosen, expected)
-    there = args.manifest.parent / "results.json"
-    if not there.is_file():
-        _log.warning("%s is not there: nothing to compare with", there)
+    earlier = args.manifest.parent / "results.json"
+    if not earlier.is_file():
+        _log.warning("%s does not exist: the numbers cannot be compared with it", earlier)
         return code
-    unequal = differences(read_json(there), found)
+    unequal = differences(read_json(earlier), found)
     if not unequal:
-        sys.stdout.write(f"equal to {there}\n")
+        sys.stdout.write(f"equal to {earlier}\n")
         return code
-    sys.stdout.write(f"{len(unequal)} numbers differ from {there}:\n")
+    sys.stdout.write(f"{len(unequal)} numbers differ from {earlier}:\n")
     sys.stdout.write("".join(f"  {text}\n" for text in unequal[:_SHOWN]))
     return 1
 

@@ -1,7 +1,7 @@
-"""comparison.json: two or more evaluated models on the same prompts, with paired bootstrap intervals.
+"""Comparison of two or more evaluated models on the same prompts, with paired bootstrap intervals: comparison.json.
 
-The first is the base.  What a model gained over it at k = 1 may be old solutions found more surely; what it gained at
-the largest k are solutions that the base did not find in so many tries.
+The first model is the base.  A gain over the base at k = 1 may come from solutions that the base also finds, but less
+often.  A gain at the largest k comes from solutions that the base did not find in that many tries.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,15 +24,16 @@ from nemo_prorl.evaluation.formats import (
     Reading,
     SolvedCounts,
 )
-from nemo_prorl.evaluation.results import Scored, aligned, by_domain, numbers, percent, scored
+from nemo_prorl.evaluation.results import Scored, by_domain, numbers, percent, scored
 from nemo_prorl.evaluation.store import Store, read_json
+from nemo_prorl.planning.columns import columns
 
 RESAMPLES, SEED, LEVEL = 4000, 0, 0.95
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One model's evaluation, as it lies in a folder."""
+    """One model's evaluation, read from its folder."""
 
     name: str
     folder: Path
@@ -42,23 +43,28 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Paired:
-    """Two models on the prompts that both have a verdict on.  Columns: pass@1, reward, then pass@k for each of ks."""
+    """A model minus the base, over the prompts judged for both.  Columns: pass@1, reward, pass@k for each of ks."""
 
     prompts: int
     ks: tuple[int, ...]
-    mean_K: Floats  # [2 + K] of the differences
-    drawn_RK: Floats
+    mean_K: Floats  # [2 + K] mean difference
+    drawn_RK: Floats  # [R, 2 + K] mean difference of each bootstrap draw
     solved: SolvedCounts
 
 
 def read(folders: Sequence[Path]) -> list[Evaluated]:
-    """Raises ConfigError for a folder that holds no evaluation, DataError where its files do not fit together."""
+    """Read the folders of evaluations.
+
+    Raises:
+        ConfigError: A folder does not contain an evaluation, or folders are given twice.
+        DataError: A file is broken.
+    """
     if len(folders) < 2:
-        raise ConfigError("--compare: name two folders of evaluations at least, the base first")
+        raise ConfigError("--compare: expected at least two folders of evaluations, the base first")
     short = [folder.resolve().name for folder in folders]
     names = short if len(set(short)) == len(short) else [str(folder) for folder in folders]
     if len(set(names)) < len(names):
-        raise ConfigError(f"--compare: {', '.join(names)}: each folder once")
+        raise ConfigError(f"--compare: {', '.join(names)}: a folder is given twice")
     return [_read(name, folder) for name, folder in zip(names, folders, strict=True)]
 
 
@@ -72,7 +78,7 @@ def _read(name: str, folder: Path) -> Evaluated:
 
 
 def compare(models: Sequence[Evaluated]) -> EvaluationComparison:
-    """comparison.json, as docs/formats.md describes it."""
+    """Return the content of comparison.json, which docs/formats.md describes."""
     common = [name for name in models[0].found if all(name in model.found for model in models)]
     if not common:
         raise ConfigError("--compare: the evaluations have no benchmark in common")
@@ -116,14 +122,17 @@ def _check_same_prompts(name: str, models: Sequence[Evaluated]) -> None:
     for model, value in zip(models, hashes, strict=True):
         if value != hashes[0]:
             raise DataError(
-                f"{model.folder}: its prompts of {name} are not those of {models[0].folder} (sha256 {value[:12]},"
-                f" {hashes[0][:12]}); a paired comparison needs the same"
+                f"{model.folder}: its prompts of {name} differ from those of {models[0].folder} (sha256 {value[:12]},"
+                f" {hashes[0][:12]}); a paired comparison needs the same prompts"
             )
 
 
 def _entry(found: Mapping[str, Scored], where: str) -> tuple[ComparedPart, dict[str, Paired]]:
-    """One benchmark or part of it: each model's numbers, and each one's differences from the first, the base."""
-    told = {model: numbers(one) for model, one in found.items()}
+    """Return the entry of a benchmark, or of a part of it, and each other model paired with the base.
+
+    `where`: BENCHMARK or BENCHMARK/PART, which seeds the bootstrap.
+    """
+    numbers_of = {model: numbers(one) for model, one in found.items()}
     base, *others = found
     pairs = {
         other: pair for other in others if (pair := _pair(found[base], found[other], f"{other}/{where}")) is not None
@@ -133,15 +142,18 @@ def _entry(found: Mapping[str, Scored], where: str) -> tuple[ComparedPart, dict[
             **_difference(other, pair.mean_K, pair.drawn_RK, pair.ks),
             "prompts": pair.prompts,
             "solved": pair.solved,
-            "base_k": base_k(told[base], told[other]),
+            "base_k": base_k(numbers_of[base], numbers_of[other]),
         }
         for other, pair in pairs.items()
     ]
-    return {"models": told, "differences": differences}, pairs
+    return {"models": numbers_of, "differences": differences}, pairs
 
 
 def _pair(base: Scored, other: Scored, key: str) -> Paired | None:
-    """The prompts that both have, drawn together; None where there is none.  The draws depend on `key` and SEED."""
+    """Return the differences over the prompts that both models have, or None if they share none.
+
+    The bootstrap draws depend only on `key` and SEED.
+    """
     left, right = base.judged(), other.judged()
     at = {name: i for i, name in enumerate(right.ids)}
     pairs = [(i, at[name]) for i, name in enumerate(left.ids) if name in at]
@@ -166,7 +178,7 @@ def _pair(base: Scored, other: Scored, key: str) -> Paired | None:
 
 
 def _solved(base: Scored, other: Scored) -> SolvedCounts:
-    """Prompts by who solved them at least once, each with the same number of samples."""
+    """Count the prompts by which model solved them at least once, with equal numbers of samples per prompt."""
     counts: SolvedCounts = {"both": 0, "gained": 0, "lost": 0, "neither": 0}
     for mine, theirs in zip(base.samples, other.samples, strict=True):
         n = min(len(mine), len(theirs))
@@ -176,21 +188,21 @@ def _solved(base: Scored, other: Scored) -> SolvedCounts:
 
 
 def _difference(model: str, mean_K: Floats, drawn_RK: Floats, ks: Sequence[int]) -> GroupDifference:
-    """One model against the base, from the mean and the bootstrap draws of the differences."""
+    """Return a model's differences from the base, from their mean and their bootstrap draws."""
     first, reward, *rest = intervals(mean_K, drawn_RK, LEVEL)
     curve = {str(k): one for k, one in zip(ks, rest, strict=True)}
     return {"model": model, "pass@1": first, "reward": reward, "pass@k": curve, "reading": reading(curve, reward)}
 
 
 def base_k(base: Numbers, other: Numbers) -> int | None:
-    """Return the least k at which the base's pass@k reaches the other's pass@1: the tries that it replaces by one."""
+    """Return the least k at which the base's pass@k reaches the other's pass@1, or None if no measured k does."""
     curve, target = base["pass@k"], other["pass@1"]
-    assert target is not None  # both have a judged prompt
+    assert target is not None  # _pair found a judged prompt
     return next((int(k) for k in sorted(curve, key=int) if curve[k]["mean"] >= target["mean"]), None)
 
 
 def reading(curve: Mapping[str, Interval], reward: Interval) -> Reading:
-    """What the intervals say, in the words that docs/formats.md explains."""
+    """Return the verdict that the intervals allow, in the words that docs/formats.md explains."""
     one, most = curve["1"], curve[max(curve, key=int)]
     better, more = one["low"] > 0, most["low"] > 0
     worse, less = one["high"] < 0, most["high"] < 0
@@ -204,13 +216,13 @@ def reading(curve: Mapping[str, Interval], reward: Interval) -> Reading:
 
 
 def _group(names: list[str], others: Sequence[str], paired: Mapping[tuple[str, str], Paired]) -> ComparedGroup:
-    """Differences of the unweighted mean over some benchmarks; none for a model that lacks one of them."""
+    """Return the differences of the unweighted mean over benchmarks, without models that lack one of them."""
     differences: list[GroupDifference] = []
     for other in others:
         pairs = [paired[other, name] for name in names if (other, name) in paired]
         if len(pairs) == len(names):
             ks = min((pair.ks for pair in pairs), key=len)
-            width = 2 + len(ks)  # ks are powers of 2 from 1: the shorter is a beginning of the longer
+            width = 2 + len(ks)  # ks are powers of 2 from 1, so the shorter tuple is a prefix of the longer
             mean_K = np.mean([pair.mean_K[:width] for pair in pairs], axis=0)
             drawn_RK = np.mean([pair.drawn_RK[:, :width] for pair in pairs], axis=0)
             differences.append(_difference(other, mean_K, drawn_RK, ks))
@@ -221,7 +233,7 @@ def _group(names: list[str], others: Sequence[str], paired: Mapping[tuple[str, s
 
 
 def table(comparison: EvaluationComparison) -> str:
-    """For each benchmark: the models' curves, then the differences from the base with their intervals."""
+    """Return the text that `--compare` prints: per benchmark, each model's curve and its differences from the base."""
     text = []
     for name, entry in comparison["benchmarks"].items():
         text.append(f"{name}{' (out of distribution)' if entry['out_of_distribution'] else ''}")
@@ -232,19 +244,19 @@ def table(comparison: EvaluationComparison) -> str:
         for one in entry["differences"]:
             cells = [_percent(one["pass@k"].get(k)) for k in ks]
             rows.append([f"  {one['model']} - {comparison['base']}", _percent(one["reward"]), *cells])
-        text.append(aligned(rows).rstrip("\n"))
-        text += [f"  {_read_out(one, comparison['base'])}" for one in entry["differences"]]
+        text.append(columns(rows, right=range(1, len(rows[0]))).rstrip("\n"))
+        text += [f"  {_summary(one, comparison['base'])}" for one in entry["differences"]]
     groups = dict(comparison["domains"])
     if comparison["out_of_distribution"] is not None:
         groups["out of distribution"] = comparison["out_of_distribution"]
     for group, compared in groups.items():
         for mean in compared["differences"]:
             largest = max(mean["pass@k"], key=int)
-            told = f"pass@1 {_percent(mean['pass@1'])}, pass@{largest} {_percent(mean['pass@k'][largest])}"
-            text.append(f"{group}: {mean['model']} - {comparison['base']}: {told}: {mean['reading']}")
+            gains = f"pass@1 {_percent(mean['pass@1'])}, pass@{largest} {_percent(mean['pass@k'][largest])}"
+            text.append(f"{group}: {mean['model']} - {comparison['base']}: {gains}: {mean['reading']}")
     if comparison["skipped"]:
-        text.append(f"not in all evaluations, left out: {', '.join(comparison['skipped'])}")
-    text.append(f"In percent; in brackets {100 * LEVEL:.0f} % paired bootstrap intervals over prompts.")
+        text.append(f"left out, because not in all evaluations: {', '.join(comparison['skipped'])}")
+    text.append(f"All in percent; in brackets: {100 * LEVEL:.0f} % intervals of a paired bootstrap over prompts.")
     return "\n".join(text) + "\n"
 
 
@@ -254,10 +266,10 @@ def _percent(value: Interval | None) -> str:
     return f"{100 * value['difference']:+.1f} [{100 * value['low']:+.1f}, {100 * value['high']:+.1f}]"
 
 
-def _read_out(one: Difference, base: str) -> str:
+def _summary(one: Difference, base: str) -> str:
     solved, k = one["solved"], one["base_k"]
-    tries = "more tries than were made" if k is None else f"{k} {'try' if k == 1 else 'tries'}"
+    tries = "more tries than were sampled" if k is None else f"{k} {'try' if k == 1 else 'tries'}"
     return (
-        f"{one['model']}: {one['reading']}; prompts solved by it alone {solved['gained']}, by {base} alone"
-        f" {solved['lost']}, by both {solved['both']}; {base} needs {tries} for what it does in one"
+        f"{one['model']}: {one['reading']}; prompts solved by {one['model']} alone {solved['gained']}, by {base} alone"
+        f" {solved['lost']}, by both {solved['both']}; {base} needs {tries} to reach {one['model']}'s pass@1"
     )

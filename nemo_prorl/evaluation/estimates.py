@@ -1,7 +1,7 @@
 """Pass@k, means with standard errors, and paired bootstrap intervals.
 
-Shapes: P prompts, K values of k, R bootstrap draws.  A prompt is the unit that was drawn at random: its samples are not
-independent trials of the benchmark, so all errors are over prompts (clusters).
+Shapes: P prompts, K values of k, R bootstrap draws.  Samples of one prompt are not independent trials of the benchmark,
+so the prompt is the unit of resampling and all standard errors are over prompts.
 """
 
 import math
@@ -13,7 +13,7 @@ import numpy as np
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
 KS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_CHUNK_CELLS = 1 << 22  # counts of prompts drawn at a time, to bound memory
+_CHUNK_CELLS = 1 << 22  # cells of a chunk of bootstrap draws, which bounds memory (float64: 32 MiB)
 
 
 class Mean(TypedDict):
@@ -32,9 +32,10 @@ class Interval(TypedDict):
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the probability that at least one of k samples is right, drawn without replacement from n of which c are.
+    """Return the probability that at least one of k samples is correct.
 
-    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, eq. 1), in whole numbers up to the division.
+    The k samples are drawn without replacement from n samples, of which c are correct: 1 - C(n - c, k) / C(n, k)
+    (Chen et al. 2021, eq. 1).  Everything before the division is computed in integers.
     """
     if not 1 <= k <= n or not 0 <= c <= n:
         raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, not n={n}, c={c}, k={k}")
@@ -48,21 +49,24 @@ def ks_up_to(n: int) -> tuple[int, ...]:
 
 
 def mean_of(value_P: Sequence[float] | Floats) -> Mean:
-    """Mean over prompts; standard error = sample standard deviation over prompts / sqrt(P)."""
+    """Return the mean over prompts and its standard error: sample standard deviation over prompts / sqrt(P)."""
     values = np.asarray(value_P, dtype=np.float64)
     se = float(values.std(ddof=1) / np.sqrt(values.size)) if values.size > 1 else None
     return {"mean": float(values.mean()), "se": se}
 
 
 def mean_of_means(means: Sequence[Mean]) -> Mean:
-    """Unweighted mean over benchmarks, whose prompts are independent; no error if one of them has none."""
+    """Return the unweighted mean over benchmarks with its standard error, which assumes independent prompts.
+
+    The standard error is None if one of the benchmarks has none.
+    """
     errors = [one["se"] for one in means if one["se"] is not None]
     se = float(np.sqrt(np.sum(np.square(errors))) / len(means)) if len(errors) == len(means) else None
     return {"mean": float(np.mean([one["mean"] for one in means])), "se": se}
 
 
 def bootstrap_means(value_PK: Floats, resamples: int, rng: np.random.Generator) -> Floats:
-    """[R, K] means over prompts drawn with replacement; a prompt's K values stay together."""
+    """Return [R, K] means over prompts drawn with replacement.  The K values of a prompt are drawn together."""
     prompts = value_PK.shape[0]
     shares = np.full(prompts, 1.0 / prompts)
     chunk = max(1, _CHUNK_CELLS // prompts)
@@ -74,7 +78,7 @@ def bootstrap_means(value_PK: Floats, resamples: int, rng: np.random.Generator) 
 
 
 def intervals(mean_K: Floats, drawn_RK: Floats, level: float) -> list[Interval]:
-    """Percentile intervals at `level` around means, from their bootstrap draws."""
+    """Return the percentile interval of each mean from its bootstrap draws; `level` is the coverage, such as 0.95."""
     tail = 50.0 * (1.0 - level)
     low_K, high_K = np.percentile(drawn_RK, [tail, 100.0 - tail], axis=0).tolist()
     return [

@@ -12,7 +12,7 @@ SamplingJson = Annotated[dict[str, Any], JsonOf(Sampling)]
 
 
 class ModelJson(TypedDict):
-    """The model that was evaluated."""
+    """The evaluated model."""
 
     name: str
     kind: ModelKind
@@ -25,7 +25,7 @@ class ModelJson(TypedDict):
 
 
 class BenchmarkManifest(BenchmarkAbout):
-    """Which prompts of a benchmark were evaluated, and how."""
+    """The prompts of a benchmark that were evaluated, and the sampling settings."""
 
     file_sha256: Sha256
     prompts_sha256: Sha256
@@ -34,7 +34,7 @@ class BenchmarkManifest(BenchmarkAbout):
 
 
 class EvaluationManifest(TypedDict):
-    """What was evaluated and how, so that prorl evaluate --manifest can do it again."""
+    """The settings of an evaluation, complete enough for prorl evaluate --manifest to repeat it."""
 
     format: Literal[1]
     model: ModelJson
@@ -48,7 +48,7 @@ class EvaluationManifest(TypedDict):
 
 
 class EvaluationSample(TypedDict):
-    """One response of an evaluation; its verdict stands in verdicts/BENCHMARK.jsonl under the same id and sample."""
+    """One response of an evaluation.  verdicts/BENCHMARK.jsonl has its verdict under the same id and sample."""
 
     id: str
     sample: Count
@@ -59,7 +59,7 @@ class EvaluationSample(TypedDict):
 
 
 class FailureCounts(TypedDict):
-    """Responses that could not be judged as answers, by verdict."""
+    """Numbers of responses that could not be judged as answers, by the failure in the verdict."""
 
     timeout: Count
     invalid: Count
@@ -81,7 +81,7 @@ _Differences = TypedDict("_Differences", {"model": str, "pass@1": Interval, "rew
 
 
 class Numbers(_Means):
-    """The numbers of some prompts; means over prompts of the means over their samples."""
+    """The numbers of some prompts.  Means are over prompts, after a mean over the samples of each prompt."""
 
     prompts: Count
     samples: Count
@@ -97,14 +97,14 @@ class BenchmarkNumbers(BenchmarkAbout, Numbers):
 
 
 class GroupNumbers(_Means):
-    """The unweighted mean of some benchmarks."""
+    """The unweighted means over some benchmarks."""
 
     benchmarks: list[str]
     headline: Mean | None
 
 
 class EvaluationTime(TypedDict):
-    """How long the evaluation took."""
+    """The duration of the last command that sampled or judged, and its throughput."""
 
     seconds: Amount
     generated_tokens: Count
@@ -112,7 +112,7 @@ class EvaluationTime(TypedDict):
 
 
 class EvaluationResults(TypedDict):
-    """The numbers of one model on some benchmarks, as prorl evaluate writes them."""
+    """The content of results.json: the numbers of one model on some benchmarks."""
 
     format: Literal[1]
     complete: bool
@@ -125,7 +125,7 @@ class EvaluationResults(TypedDict):
 
 
 class SolvedCounts(TypedDict):
-    """Prompts by who solved them at least once."""
+    """Numbers of prompts by which of two models solved them at least once."""
 
     both: Count
     gained: Count
@@ -134,13 +134,13 @@ class SolvedCounts(TypedDict):
 
 
 class GroupDifference(_Differences):
-    """How a model differs from the base in the mean of some benchmarks."""
+    """A model's differences from the base in the mean over some benchmarks."""
 
     reading: Reading
 
 
 class Difference(GroupDifference):
-    """How a model differs from the base on some prompts."""
+    """A model's differences from the base on some prompts."""
 
     prompts: Count
     solved: SolvedCounts
@@ -148,27 +148,27 @@ class Difference(GroupDifference):
 
 
 class ComparedPart(TypedDict):
-    """Each model's numbers, and its differences from the base."""
+    """Each model's numbers and its differences from the base."""
 
     models: dict[str, Numbers]
     differences: list[Difference]
 
 
 class ComparedBenchmark(BenchmarkAbout, ComparedPart):
-    """A benchmark with each model's numbers."""
+    """A benchmark with each model's numbers and differences, as a whole and by part."""
 
     parts: dict[str, ComparedPart]
 
 
 class ComparedGroup(TypedDict):
-    """How models differ from the base in the mean of some benchmarks."""
+    """The models' differences from the base in the mean over some benchmarks."""
 
     benchmarks: list[str]
     differences: list[GroupDifference]
 
 
 class ComparedModel(TypedDict):
-    """A model, and the folder of its evaluation."""
+    """A compared model and the folder of its evaluation."""
 
     name: str
     folder: str
@@ -176,7 +176,7 @@ class ComparedModel(TypedDict):
 
 
 class Bootstrap(TypedDict):
-    """How the intervals were made."""
+    """The settings of the bootstrap that produced the intervals."""
 
     resamples: Number
     seed: Count
@@ -184,7 +184,7 @@ class Bootstrap(TypedDict):
 
 
 class EvaluationComparison(TypedDict):
-    """Two or more evaluated models on the same prompts, as prorl evaluate --compare writes it."""
+    """The content of comparison.json: two or more evaluated models on the same prompts."""
 
     format: Literal[1]
     base: str

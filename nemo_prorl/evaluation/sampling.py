@@ -1,4 +1,4 @@
-"""The work of an evaluation: what is still to draw and to judge, and doing it.  Each response is stored as it comes."""
+"""Sampling and judging for an evaluation: plans the missing work and does it, storing each response when it ends."""
 
 import asyncio
 import contextlib
@@ -16,13 +16,13 @@ from nemo_prorl.rollout.endpoints import response_seed
 
 _log = logging.getLogger(__name__)
 
-_TELL_EVERY_S = 10.0
+_PROGRESS_EVERY_S = 10.0
 
-Judge = Callable[[dict[str, Any]], Awaitable[Verdict]]  # reward request -> verdict; never raises
+Judge = Callable[[dict[str, Any]], Awaitable[Verdict]]  # reward request -> verdict
 
 
 class BenchmarkWork(NamedTuple):
-    """One benchmark of an evaluation, what is stored of it, and its prompt records."""
+    """One benchmark of an evaluation with its store and its prompt records."""
 
     benchmark: Benchmark
     store: Store
@@ -31,7 +31,7 @@ class BenchmarkWork(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredPlace:
-    """Where a response belongs."""
+    """The place of one response: its store, prompt record and sample number."""
 
     store: Store
     record: dict[str, Any]
@@ -49,11 +49,11 @@ class Draw:
 
 @dataclass
 class EvaluationPlan:
-    """What an evaluation still has to do."""
+    """The responses that an evaluation still has to sample or to judge."""
 
     draws: list[Draw] = field(default_factory=list)
     unjudged: list[StoredPlace] = field(default_factory=list)
-    there: int = 0  # stored responses
+    num_stored: int = 0  # responses
 
     @property
     def to_draw(self) -> int:
@@ -61,12 +61,12 @@ class EvaluationPlan:
 
 
 def seed_of(run_seed: int, record: Mapping[str, Any], sample: int) -> int:
-    """Return the seed of one response: the same in every benchmark, for every model, in every order."""
+    """Return the seed of one response, which depends only on the run's seed, the prompt and the sample number."""
     return response_seed(run_seed, str(record["prompt"]), 0, sample)
 
 
 def plan(parts: Sequence[BenchmarkWork], source: ResponseSource) -> EvaluationPlan:
-    """Compare what is asked for with what is stored.  Raises DataError for a prompt that the source cannot answer."""
+    """List the responses without a stored sample or verdict.  Raises DataError for a prompt without room to respond."""
     found = EvaluationPlan()
     for benchmark, store, records in parts:
         for record in records:
@@ -77,7 +77,7 @@ def plan(parts: Sequence[BenchmarkWork], source: ResponseSource) -> EvaluationPl
                 if (record["id"], sample) not in store.lines:
                     draw.places.append(place)
                     continue
-                found.there += 1
+                found.num_stored += 1
                 verdict = store.verdicts.get((record["id"], sample))
                 if verdict is None or verdict["score"] is None:
                     found.unjudged.append(place)
@@ -87,18 +87,18 @@ def plan(parts: Sequence[BenchmarkWork], source: ResponseSource) -> EvaluationPl
 
 
 class Work:
-    """Does a plan.  Everything is stored the moment it is known: a kill loses only what was under way."""
+    """Samples and judges the responses of a plan.  Each is stored at once: a kill loses only unfinished responses."""
 
     def __init__(self, source: ResponseSource, judge: Judge, run_seed: int) -> None:
         self._source, self._judge, self._run_seed = source, judge, run_seed
         self.drawn = self.tokens = self.judged = 0
         self.seconds = 0.0
 
-    async def do(self, todo: EvaluationPlan) -> None:
-        """Raises the first error of the source or of the store, such as a full disk; what came before is stored."""
+    async def run(self, todo: EvaluationPlan) -> None:
+        """Do the work.  Raises the first error of source or store; earlier responses are stored."""
         began = time.monotonic()
-        telling = asyncio.ensure_future(self._tell(todo, began))
-        room = _Room(self._source.at_a_time)
+        progress = asyncio.ensure_future(self._log_progress(todo, began))
+        room = _Room(self._source.max_concurrent)
         try:
             async with asyncio.TaskGroup() as group:
                 for place in todo.unjudged:
@@ -108,7 +108,7 @@ class Work:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
-            telling.cancel()
+            progress.cancel()
             self.seconds = time.monotonic() - began
 
     async def _draw(self, draw: Draw, room: "_Room", group: asyncio.TaskGroup) -> None:
@@ -141,19 +141,19 @@ class Work:
         place.store.judge(place.sample, verdict)
         self.judged += 1
 
-    async def _tell(self, todo: EvaluationPlan, began: float) -> None:
+    async def _log_progress(self, todo: EvaluationPlan, began: float) -> None:
         while True:
-            await asyncio.sleep(_TELL_EVERY_S)
+            await asyncio.sleep(_PROGRESS_EVERY_S)
             seconds = time.monotonic() - began
             left = (todo.to_draw - self.drawn) * seconds / max(1, self.drawn)
             _log.info(
-                "%d of %d responses, %d judged, %.0f tokens/s, about %.0f s left",
+                "sampled %d of %d responses, judged %d; %.0f tokens/s, about %.0f s left",
                 *(self.drawn, todo.to_draw, self.judged, self.tokens / seconds, left),
             )
 
 
 class _Room:
-    """Room for this many responses at a time, whichever prompt they belong to; prompts enter in their order."""
+    """A limit on concurrent responses over all prompts.  Prompts enter in the order in which they came."""
 
     def __init__(self, most: int) -> None:
         self._most, self._inside = most, 0
@@ -161,7 +161,10 @@ class _Room:
 
     @contextlib.asynccontextmanager
     async def entered(self, responses: int) -> AsyncIterator[Callable[[], None]]:
-        """Wait for room; an empty room takes any number.  Yields what is called when one of the responses ends."""
+        """Wait until this many responses fit; an empty room accepts any number.
+
+        Yields a function that must be called when a response has ended.
+        """
         async with self._turn:
             while self._inside and self._inside + responses > self._most:
                 self._left.clear()

@@ -1,4 +1,4 @@
-"""The reward server and the engines of an evaluation: a run's own, by its supervisor's code, without a trainer."""
+"""The reward server and engines of an evaluation, started by the supervisor's code of a run, without a trainer."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence
@@ -17,14 +17,21 @@ from nemo_prorl.rewards.connections import allow_connections
 
 T = TypeVar("T")
 
-_LOOK_S = 0.2
+_CHECK_EVERY_S = 0.2
 
 
 class Services:
-    """Starts them on entering, ends them on leaving; `watching` keeps them up meanwhile."""
+    """The reward server and engines, running while the context is open; `watching` restarts those that fail."""
 
     def __init__(self, cfg: DictConfig, out: Path, tasks: Sequence[str], engines: int) -> None:
-        """`engines` 0: only the reward server.  `out`: endpoints/ and logs/ lie there."""
+        """Prepare the processes without starting them.
+
+        Args:
+            cfg: Configuration of a run.
+            out: Folder of the evaluation, which gets endpoints/ and logs/.
+            tasks: Tasks that the reward server judges.
+            engines: Number of engines; 0 for the reward server alone.
+        """
         for name in ("endpoints", "logs"):
             (out / name).mkdir(parents=True, exist_ok=True)
         (out / "endpoints").chmod(0o700)
@@ -32,7 +39,7 @@ class Services:
         self.endpoints, self.token_file = out / "endpoints", out / "endpoints" / "token"
         self._cfg, self._out, self._engines = cfg, out, engines
         node = Node(cfg, out, tasks, MergedLog(out / "logs" / "all.log"))
-        # No weights are ever published: the engines keep those of their model folder.
+        # alone: no weights are published, so the engines keep those of their model folder.
         self.children: list[Child] = node.services(self.endpoints, engines, alone=True)
 
     async def __aenter__(self) -> "Services":
@@ -47,11 +54,11 @@ class Services:
         stop_all(self.children, 5.0, quiet=True)
 
     def reward_client(self) -> RewardClient:
-        """In bundles larger than a run's: nobody waits for a single verdict here."""
+        """Return a client with larger batches than a run's, because no step waits for a single verdict here."""
         return RewardClient(self.endpoints, self.token_file, ClientOptions(batch_size=256, batch_wait_s=0.05))
 
     async def watching(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what the work returns, with the services kept up.  Raises ProcessFailed if one of them cannot be."""
+        """Await the work while restarting failed services.  Raises ProcessFailed if a service cannot be restarted."""
         try:
             async with asyncio.TaskGroup() as group:
                 watch = group.create_task(self._keep_up())
@@ -66,10 +73,10 @@ class Services:
             for child in self.children:
                 child.keep_up()
             self._health.update()
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_CHECK_EVERY_S)
 
     async def ready(self) -> None:
-        """Waits for all of them; raises DeadlineExceeded naming what is missing."""
+        """Wait until all services have announced themselves.  Raises DeadlineExceeded naming the missing kind."""
         seconds = self._cfg.trainer.deadlines.startup_s
         for kind, count in (("rewards", 1), ("engine", self._engines)):
             what = f"{count} x {self.endpoints}/{kind}-*.json (trainer.deadlines.startup_s); see {self._out / 'logs'}"

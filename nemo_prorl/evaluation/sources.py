@@ -1,7 +1,7 @@
-"""Where responses come from: this machine's engines, or an OpenAI-compatible address.
+"""Sources of responses: this machine's engines, or a server with OpenAI's API.
 
-Both have a deadline for each prompt, try again what the network or a dead server took, and raise where it will not
-pass: a response that did not come is no response, and never a wrong one.
+Both have a deadline per prompt, retry after network errors and dead servers, and raise when the deadline has passed.
+A missing response is therefore never counted as a wrong one.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 30.0
-_HOPELESS = (400, 401, 403, 404, 405, 413, 422)  # asking again cannot help
+_HOPELESS = (400, 401, 403, 404, 405, 413, 422)  # HTTP status after which a retry cannot succeed
 
 
 @dataclass(frozen=True)
 class Reply:
-    """One response; `tokens` None: the endpoint did not say."""
+    """One response.  `tokens` is None if the endpoint did not report the number of response tokens."""
 
     text: str
     finished: bool
@@ -42,56 +42,56 @@ OnReply = Callable[[int, Reply], None]
 
 
 class ResponseSource(Protocol):
-    """Draws responses."""
+    """A source that samples responses to prompts."""
 
-    at_a_time: int  # responses asked for at a time that keep it busy
+    max_concurrent: int  # concurrent responses that keep the source busy
 
     def check(self, record: Mapping[str, Any], sampling: Sampling) -> None:
-        """Raises DataError for a prompt that leaves no room in the context."""
+        """Raise DataError if the prompt leaves no room for a response in the context."""
 
     async def generate(
         self, record: Mapping[str, Any], sampling: Sampling, seeds: Sequence[int], on_reply: OnReply
     ) -> None:
-        """Calls `on_reply` with the index of each seed, the moment its response ends."""
+        """Sample one response per seed; call `on_reply` with the index of the seed when its response has ended."""
 
     async def close(self) -> None: ...
 
 
 class LocalEngines:
-    """The engines of this machine: tokens in, tokens out, to the least loaded."""
+    """The engines of this machine, which exchange token ids.  Each prompt goes to the least loaded engine."""
 
     def __init__(
-        self, renderer: "PromptRenderer", stop: Sequence[int], at_each: int, engines: int, seconds: float
+        self, renderer: "PromptRenderer", stop: Sequence[int], per_engine: int, engines: int, seconds: float
     ) -> None:
         """Use the engines of a run.
 
         Args:
             renderer: Turns prompts into tokens.
-            stop: The model's end tokens.
-            at_each: Responses at a time that keep one engine busy.
+            stop: Ids of the model's end tokens.
+            per_engine: Concurrent responses that keep one engine busy.
             engines: Number of engines.
-            seconds: Limit for all responses to a prompt.
+            seconds: Deadline for all responses to a prompt.
         """
-        self.at_a_time = at_each * engines
+        self.max_concurrent = per_engine * engines
         self._renderer, self._stop = renderer, tuple(sorted(stop))
-        self._at_each, self._seconds = at_each, seconds
+        self._per_engine, self._seconds = per_engine, seconds
         self._pool: EnginePool | None = None
 
     def connect(self, endpoints: Path, token: str, engines: int) -> None:
-        """To the engines that announce themselves in a folder; before the first `generate`."""
-        self._pool = EnginePool(endpoints, token, engines, self._at_each)
+        """Connect to the engines that announce themselves in the folder `endpoints`.  Call it before `generate`."""
+        self._pool = EnginePool(endpoints, token, engines, self._per_engine)
 
     def check(self, record: Mapping[str, Any], sampling: Sampling) -> None:
         self.request(record, sampling)
 
     def request(self, record: Mapping[str, Any], sampling: Sampling) -> tuple[list[int], SamplingParams]:
-        """Return the prompt's tokens and how an engine is to sample; raises DataError as `check` does."""
+        """Return the prompt's token ids and the sampling parameters.  Raises DataError as `check` does."""
         ids = self._renderer.prompt_ids(dict(record))
         room = sampling.context - len(ids)
         if room < 1:
             raise DataError(
-                f"record {record['id']!r}: its prompt has {len(ids)} tokens, and the context of {sampling.context}"
-                " leaves no room for a response; --context N"
+                f"record {record['id']!r}: its prompt of {len(ids)} tokens leaves no room for a response in the"
+                f" context of {sampling.context}. Fix: --context N"
             )
         most = room if sampling.max_response is None else min(room, sampling.max_response)
         return ids, SamplingParams(sampling.temperature, sampling.top_p, most, self._stop, logprobs=False)
@@ -99,7 +99,7 @@ class LocalEngines:
     async def generate(
         self, record: Mapping[str, Any], sampling: Sampling, seeds: Sequence[int], on_reply: OnReply
     ) -> None:
-        assert self._pool is not None, "connect first"
+        assert self._pool is not None, "call connect first"
 
         def ended(response: Response) -> None:
             text = self._renderer.judged_text(ids, response.token_ids)
@@ -115,33 +115,33 @@ class LocalEngines:
 
 
 class Endpoint:
-    """A model behind an OpenAI-compatible address: messages to /chat/completions, text to /completions."""
+    """A model on an OpenAI-compatible server.  Messages go to /chat/completions, text prompts to /completions."""
 
     def __init__(
         self,
         url: str,
         name: str,
         token: str | None,
-        at_a_time: int,
+        max_concurrent: int,
         seconds: float,
         opens_thought: bool = False,
     ) -> None:
         """Use a server with OpenAI's API.
 
         Args:
-            url: Address up to /v1.
-            name: The server's name of the model.
+            url: URL up to /v1.
+            name: Name of the model on the server.
             token: Sent as a bearer token, if any.
-            at_a_time: Maximum concurrent requests.
-            seconds: Limit for one response with all tries.
+            max_concurrent: Maximum concurrent requests.
+            seconds: Deadline for one response, retries included.
             opens_thought: The server's chat template ends the prompt in `<think>`.
         """
-        self.at_a_time = at_a_time
+        self.max_concurrent = max_concurrent
         self._opens_thought, self._warned = opens_thought, False
         self._url, self._name, self._seconds = url, name, seconds
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._http: aiohttp.ClientSession | None = None
-        self._room = asyncio.Semaphore(at_a_time)
+        self._room = asyncio.Semaphore(max_concurrent)
 
     def check(self, record: Mapping[str, Any], sampling: Sampling) -> None:
         self._body(record, sampling, 0)
@@ -152,13 +152,13 @@ class Endpoint:
         prompt = record["prompt"]
         if not isinstance(prompt, str):
             most = {} if sampling.max_response is None else {"max_tokens": sampling.max_response}
-            return {**body, "messages": prompt, **most}  # without: as many as the server's context allows
-        # Servers make 16 tokens of text where nothing is said.  A token has a byte at least.
+            return {**body, "messages": prompt, **most}  # without max_tokens the server uses its whole context
+        # Without max_tokens servers generate 16 tokens. A prompt has at most as many tokens as bytes.
         room = sampling.max_response or sampling.context - len(prompt.encode())
         if room < 1:
             raise DataError(
                 f"record {record['id']!r}: its prompt of {len(prompt.encode())} bytes may fill the context of"
-                f" {sampling.context} tokens; give --context N or --max-response N"
+                f" {sampling.context} tokens. Fix: --context N or --max-response N"
             )
         return {**body, "prompt": prompt, "max_tokens": room}
 
@@ -178,7 +178,7 @@ class Endpoint:
             raise errors.exceptions[0] from None
 
     def _judged_text(self, prompt: Any, text: str) -> str:
-        """Return a response as verifiers see it: behind the `<think>` that the prompt opened, if it opened one."""
+        """Return the response for the verifiers, with the `<think>` in front if the prompt opened one."""
         if isinstance(prompt, str):
             return opened_thought(prompt) + text
         if self._opens_thought:
@@ -187,14 +187,19 @@ class Endpoint:
         if closing and "<think>" not in before and not self._warned:
             self._warned = True
             _log.warning(
-                "%s: a response closes a thought that it did not open. Give --opens-thought, or a response cut off "
-                "inside its thought is judged as an answer",
+                "%s: a response closes a thought that it did not open. Fix: --opens-thought; without it, a response "
+                "that was truncated inside its thought is judged as an answer",
                 self._url,
             )
         return text
 
     async def _reply(self, record: Mapping[str, Any], body: dict[str, Any]) -> Reply:
-        """Tries again, later each time, until the deadline; raises DeadlineExceeded, EngineRefused or ConfigError."""
+        """Request one response, retrying with growing pauses until the deadline.
+
+        Raises:
+            DeadlineExceeded: No try succeeded in time; the message has the last error.
+            EngineRefused, ConfigError: The server refused the request; a retry cannot succeed.
+        """
         deadline = Deadline(self._seconds, f"{self._url} to answer {record['id']!r} (trainer.deadlines.rollout_s)")
         backoff = _FIRST_BACKOFF_S
         while True:
@@ -203,7 +208,7 @@ class Endpoint:
             except EngineFailure as error:
                 if deadline.remaining <= backoff:
                     raise DeadlineExceeded(f"{deadline.error()}; last: {error}") from None
-                _log.debug("%s; trying again", error)
+                _log.debug("%s; retrying", error)
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, _LONGEST_BACKOFF_S)
 
@@ -226,16 +231,16 @@ class Endpoint:
             return _reply_of(value, chat)
         except (KeyError, IndexError, TypeError) as error:
             raise EngineRefused(
-                f"{url}: its answer is not of the OpenAI form ({error!r}): {str(value)[:200]}"
+                f"{url}: expected an answer in OpenAI's format ({error!r}); got: {str(value)[:200]}"
             ) from error
 
     def _refused(self, url: str, status: int, text: str) -> None:
-        told = f"{url}: HTTP {status}: {text}"
+        reply = f"{url}: HTTP {status}: {text}"
         if status in (401, 403):
-            raise ConfigError(f"{told}\nThe token must stand in the environment variable that --token-env names")
+            raise ConfigError(f"{reply}\nThe environment variable that --token-env names must contain the token")
         if status == 404:
-            raise ConfigError(f"{told}\nMODEL must be the address up to /v1, --model a name that GET /v1/models lists")
-        raise (EngineRefused if status in _HOPELESS else EngineFailure)(told)
+            raise ConfigError(f"{reply}\nMODEL must be the URL up to /v1, and --model a name that GET /v1/models lists")
+        raise (EngineRefused if status in _HOPELESS else EngineFailure)(reply)
 
     async def close(self) -> None:
         if self._http is not None:
@@ -248,9 +253,9 @@ def _reply_of(value: Any, chat: bool) -> Reply:
         message = choice["message"]
         text = message.get("content") or ""
         thinking = message.get("reasoning_content") or message.get("reasoning")
-        if thinking:  # a server that parses it out; judged is what follows
-            cut_off = not text and choice["finish_reason"] == "length"
-            text = f"<think>{thinking}{'' if cut_off else '</think>'}{text}"
+        if thinking:  # a server that separates the thought, which the verifiers need as text
+            truncated = not text and choice["finish_reason"] == "length"
+            text = f"<think>{thinking}{'' if truncated else '</think>'}{text}"
     else:
         text = choice["text"]
     if not isinstance(text, str):

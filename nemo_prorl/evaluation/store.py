@@ -1,6 +1,6 @@
-"""What an evaluation keeps in its folder: prompts, responses, verdicts; one JSON object a line, appended as they come.
+"""The stored prompts, responses and verdicts of an evaluation: one JSON object per line, appended at once.
 
-A process killed at any moment leaves whole lines and at most one torn one at the end, which is cut off.
+A process killed at any moment leaves complete lines and at most one partial line at the end, which is removed.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.rewards.interface import Verdict
 
-if TYPE_CHECKING:  # the command line reads files without the catalogue's libraries
+if TYPE_CHECKING:  # the command line reads JSON files without importing the catalogue's libraries
     from nemo_prorl.evaluation.formats import EvaluationSample
 
 _log = logging.getLogger(__name__)
@@ -28,11 +28,13 @@ class StoredVerdict(Verdict):
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON object of an evaluation.  Raises ConfigError if there is none, DataError if it is broken."""
+    """Read a JSON file of an evaluation.  Raises ConfigError if it cannot be read, DataError if it is broken."""
     try:
         value = json.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}; name what prorl evaluate --out wrote") from error
+        raise ConfigError(
+            f"{path}: cannot be read: {error.strerror}; give a folder that prorl evaluate --out wrote"
+        ) from error
     except ValueError as error:
         raise DataError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict) or value.get("format") != 1:
@@ -41,7 +43,7 @@ def read_json(path: Path) -> Any:
 
 
 class Store:
-    """One benchmark's lines in an evaluation's folder."""
+    """The stored prompts, responses and verdicts of one benchmark."""
 
     def __init__(self, folder: Path, benchmark: str, writable: bool = True) -> None:
         self._prompts = folder / "prompts" / f"{benchmark}.jsonl"
@@ -53,13 +55,13 @@ class Store:
         self.verdicts: dict[Key, StoredVerdict] = {_key(line): line for line in self._read(self._verdicts)}
 
     def records(self) -> list[dict[str, Any]]:
-        """The prompt records that the samples answer."""
+        """Return the prompt records of the stored responses."""
         from nemo_prorl.data.records import read_records
 
         return read_records(self._prompts)
 
     def write_records(self, records: Sequence[dict[str, Any]]) -> None:
-        """As a whole, under its name only when complete."""
+        """Write the prompt records; the file gets its name only when it is complete."""
         self._prompts.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._prompts.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -71,7 +73,7 @@ class Store:
         self.lines[_key(line)] = line
 
     def judge(self, sample: int, verdict: Verdict) -> None:
-        """Store the verdict on a response; a later one takes the place of an earlier."""
+        """Store the verdict on a response.  It replaces an earlier verdict."""
         line: StoredVerdict = {**verdict, "sample": sample}
         self._append(self._verdicts, line)
         self.verdicts[_key(line)] = line
@@ -90,7 +92,7 @@ class Store:
             self._files[path] = path.open("a", encoding="utf-8")
         file = self._files[path]
         file.write(json.dumps(line) + "\n")
-        file.flush()  # a killed process loses nothing that it wrote; only a machine that fails could
+        file.flush()  # a killed process then loses no line; only a failing machine can
 
     def _read(self, path: Path) -> list[Any]:
         if not path.exists():
@@ -98,7 +100,7 @@ class Store:
         data = path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data) and self.writable:
-            _log.info("%s: cut off a line that a killed process left unfinished", path)
+            _log.info("%s: removed the unfinished last line of a killed process", path)
             os.truncate(path, len(whole))
         lines = []
         for number, text in enumerate(whole.split(b"\n")[:-1], 1):
@@ -107,7 +109,7 @@ class Store:
                 _key(line)
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(
-                    f"{path}:{number}: no line of an evaluation ({error}); remove it to make it anew"
+                    f"{path}:{number}: expected a line of an evaluation ({error}). Fix: remove the line to redo it"
                 ) from None
             lines.append(line)
         return lines

@@ -11,6 +11,7 @@ from nemo_prorl.launcher.chain_slurm import JobState, job_states, read_record
 from nemo_prorl.launcher.formats import ChainRecord
 from nemo_prorl.lifecycle.bottleneck import bottleneck
 from nemo_prorl.lifecycle.retention import complete
+from nemo_prorl.planning.columns import columns
 from nemo_prorl.report.read import Run, read_run
 
 _log = logging.getLogger(__name__)
@@ -92,8 +93,7 @@ def _run_table(run: dict[str, Any]) -> str:
         rows["bottleneck"] = run["bottleneck"]
     if run["journal"]:
         rows["journal"] = json.dumps(run["journal"])
-    width = max(map(len, rows))
-    return "".join(f"{name:<{width}}  {value}\n" for name, value in rows.items())
+    return columns((name, str(value)) for name, value in rows.items())
 
 
 def _step(run: dict[str, Any]) -> str:
@@ -144,7 +144,4 @@ def _chain_table(chain: dict[str, Any]) -> str:
                 last if len(last) <= _ALARM_LENGTH else last[: _ALARM_LENGTH - 3] + "...",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "".join(
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() + "\n" for row in rows
-    )
+    return columns(rows)

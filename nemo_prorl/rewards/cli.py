@@ -1,4 +1,7 @@
-"""`prorl rewards list | describe | new | test | score | serve`.  Results go to standard output, else to stderr."""
+"""The commands `prorl rewards list | describe | new | test | score | serve`.
+
+Results are written to standard output, messages to standard error.
+"""
 
 import argparse
 import asyncio
@@ -29,36 +32,38 @@ _log = logging.getLogger(__name__)
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds `rewards` with its own commands to the main command line; `run` takes what it parsed."""
-    parser = subparsers.add_parser("rewards", help="list, describe, try and serve reward plugins")
+    """Add the command `rewards` with its subcommands to the main command line."""
+    parser = subparsers.add_parser("rewards", help="list, describe, test and serve reward plugins")
     commands = parser.add_subparsers(dest="rewards_command", required=True, metavar="COMMAND")
-    listed = commands.add_parser("list", help="the installed plugins, and those that are broken")
-    listed.add_argument("--json", action="store_true", help="one JSON object a line")
-    described = commands.add_parser("describe", help="one plugin: tasks, budget, settings")
-    described.add_argument("name", metavar="NAME")
-    made = commands.add_parser("new", help="write a plugin project to start from: code, tests, data")
-    made.add_argument("name", metavar="NAME", help="of the plugin and its task: lower case, digits, underscores")
-    made.add_argument("--dir", type=Path, help="the folder to write; default: ./NAME")
-    made.add_argument("--sandbox", action="store_true", help="its answers are code: it needs the sandbox")
-    tested = commands.add_parser("test", help="the conformance kit: what every plugin must hold")
-    tested.add_argument("name", metavar="NAME")
-    tested.add_argument("--examples", type=Path, help="JSON Lines of truth, good and bad; default: the plugin's own")
-    add_settings(tested)
-    tested.add_argument("--json", action="store_true", help="the whole report as one JSON object")
-    scored = commands.add_parser("score", help="judge requests (JSON Lines) and write verdicts in their order")
-    scored.add_argument("--in", dest="source", default="-", help="file of requests; - is standard input, streamed")
-    scored.add_argument("--out", default="-", help="file of verdicts; - is standard output")
-    workers = "worker processes, shared out over the plugins; streamed: each one's"
-    scored.add_argument("--workers", type=int, default=1, help=workers)
-    add_settings(scored)
-    add_unsafe(scored)
-    served = commands.add_parser("serve", help="run the reward server until it is stopped")
-    add_server_arguments(served)
+    list_parser = commands.add_parser("list", help="list the installed plugins, broken ones included")
+    list_parser.add_argument("--json", action="store_true", help="print one JSON object per plugin")
+    describe_parser = commands.add_parser("describe", help="show tasks, time budget and settings of a plugin")
+    describe_parser.add_argument("name", metavar="NAME", help="name of the plugin")
+    new_parser = commands.add_parser("new", help="write a project for a new plugin: code, tests, prompt records")
+    name = "name of the plugin and of its task: lower-case letters, digits, underscores"
+    new_parser.add_argument("name", metavar="NAME", help=name)
+    new_parser.add_argument("--dir", type=Path, help="folder to write; default: ./NAME")
+    new_parser.add_argument("--sandbox", action="store_true", help="make a plugin that runs model-written code")
+    test_parser = commands.add_parser("test", help="run the conformance kit, which every plugin must pass")
+    test_parser.add_argument("name", metavar="NAME", help="name of the plugin")
+    examples = "JSON Lines file with the fields truth, good and bad; default: the examples of the plugin"
+    test_parser.add_argument("--examples", type=Path, help=examples)
+    add_settings(test_parser)
+    test_parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    score_parser = commands.add_parser("score", help="judge requests (JSON Lines) and write verdicts in the same order")
+    score_parser.add_argument("--in", dest="source", default="-", help="file of requests; default: -, standard input")
+    score_parser.add_argument("--out", default="-", help="file of verdicts; default: -, standard output")
+    workers = "worker processes, divided among the plugins; per plugin with --in -; default: 1"
+    score_parser.add_argument("--workers", type=int, default=1, help=workers)
+    add_settings(score_parser)
+    add_unsafe(score_parser)
+    serve_parser = commands.add_parser("serve", help="run the reward server until it is stopped")
+    add_server_arguments(serve_parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit code.  Raises ProrlError, whose `exit_code` says which."""
+    """Run the chosen subcommand and return its exit code.  A ProrlError that it raises has the code of the failure."""
     if args.rewards_command == "list":
         return _list(args.json)
     if args.rewards_command == "describe":
@@ -72,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         return _test(args)
     if args.rewards_command == "score":
         return asyncio.run(_score(args))
-    from nemo_prorl.rewards import server  # starlette and uvicorn take a while to import
+    from nemo_prorl.rewards import server  # here, because the imports of starlette and uvicorn are slow
 
     return asyncio.run(server.serve(args))
 
@@ -85,48 +90,50 @@ def _write(out: TextIO, text: str) -> None:
 def _list(as_json: bool) -> int:
     registry = discover()
     for name, plugin in sorted(registry.plugins.items()):
-        made = make_plugin(plugin)
-        row = {"name": name, "tasks": list(plugin.tasks), "time_budget_s": made.time_budget_s}
+        budget_s = make_plugin(plugin).time_budget_s
+        row = {"name": name, "tasks": list(plugin.tasks), "time_budget_s": budget_s}
         row |= {"needs_sandbox": plugin.needs_sandbox, "state": "ok"}
-        text = f"{name:<16} {'ok':<8} tasks {', '.join(plugin.tasks)}; {made.time_budget_s:g} s an answer"
+        text = f"{name:<16} {'ok':<8} tasks {', '.join(plugin.tasks)}; {budget_s:g} s per answer"
         text += "; sandboxed" if plugin.needs_sandbox else ""
         _write(sys.stdout, json.dumps(row) if as_json else text)
     for name, why in sorted(registry.broken.items()):
         row = {"name": name, "state": "broken", "why": why}
         _write(sys.stdout, json.dumps(row) if as_json else f"{name:<16} {'broken':<8} {why}")
     if not registry.plugins and not registry.broken:
-        _log.warning("no reward plugin is installed; install one, for example from reward_plugins/")
+        _log.warning("no reward plugin is installed.  Fix: pip install one, for example from reward_plugins/")
     return 0
 
 
 def _describe(name: str) -> int:
     plugin = discover().plugin(name)
-    made = make_plugin(plugin)
-    sandbox = "needs the sandbox" if plugin.needs_sandbox else "needs no sandbox"
+    instance = make_plugin(plugin)
+    sandbox = "needs the sandbox" if plugin.needs_sandbox else "does not need the sandbox"
     description = (plugin.__doc__ or "no description").strip().splitlines()[0]
     _write(sys.stdout, f"{name}: {description}")
     _write(sys.stdout, f"  tasks     {', '.join(plugin.tasks)}")
-    _write(sys.stdout, f"  budget    {made.time_budget_s:g} s of CPU time an answer; {sandbox}")
+    _write(sys.stdout, f"  budget    {instance.time_budget_s:g} s of CPU time per answer; {sandbox}")
     _write(sys.stdout, f"  code      {plugin.__module__}:{plugin.__qualname__}")
     for field in dataclasses.fields(plugin.Config):
         kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
-        default = getattr(made.config, field.name)
+        default = getattr(instance.config, field.name)
         _write(sys.stdout, f"  setting   rewards.plugins.{name}.{field.name}: {kind} = {default!r}")
     if plugin.needs_sandbox:
-        named = made.sandbox_packages
-        told = [one if importlib.util.find_spec(one) else f"{one} (not installed here)" for one in named]
-        _write(sys.stdout, f"  packages  judged programs may import {', '.join(told) or 'none'}")
+        packages = [
+            package if importlib.util.find_spec(package) else f"{package} (not installed here)"
+            for package in instance.sandbox_packages
+        ]
+        _write(sys.stdout, f"  packages  judged programs may import {', '.join(packages) or 'none'}")
     return 0
 
 
 def _test(args: argparse.Namespace) -> int:
-    """0 where no check fails, else 1."""
+    """Run the conformance kit; return 1 if a check failed, otherwise 0."""
     from nemo_prorl.rewards.conformance import check_plugin
     from nemo_prorl.rewards.conformance_cases import read_examples
 
     examples = read_examples(args.examples, discover().plugin(args.name).tasks) if args.examples else None
     if others := sorted(args.settings.keys() - {args.name}):
-        raise ConfigError(f"--settings names plugin {others[0]!r}; here only {args.name!r} is in use")
+        raise ConfigError(f"--settings: plugin {others[0]!r} is not tested here; expected only {args.name!r}")
     report = check_plugin(args.name, args.settings.get(args.name, {}), examples)
     if args.json:
         _write(sys.stdout, json.dumps(report.to_json()))
@@ -141,7 +148,11 @@ async def _from_file(requests: list[RewardRequest]) -> AsyncIterator[RewardReque
 
 
 async def _from_stdin() -> AsyncIterator[RewardRequest]:
-    """Requests as they come, read beside the loop.  Raises DataError that names the line."""
+    """Yield each request once its line is read.  A thread reads, so that the event loop is not blocked.
+
+    Raises:
+        DataError: A line is not a request; the message names the line.
+    """
     loop, number = asyncio.get_running_loop(), 0
     try:
         while line := await loop.run_in_executor(None, sys.stdin.readline):
@@ -153,12 +164,16 @@ async def _from_stdin() -> AsyncIterator[RewardRequest]:
 
 
 async def _score(args: argparse.Namespace) -> int:
-    """Judges all requests; 0 whatever the verdicts are.  Those of a file are checked before anything starts."""
+    """Judge all requests and return 0, whatever the verdicts are.
+
+    Requests from a file are all checked before a worker starts; requests from standard input one by one.
+    """
     streamed = args.source == "-"
     read = [] if streamed else read_lines(Path(args.source), RewardRequest.from_json)
     requests = [request for _, request in read]
     if not streamed and not requests:
-        raise DataError(f"{args.source}: holds no request; each line must be a prompt record with response, finished")
+        line = "a prompt record with the fields response and finished"
+        raise DataError(f"{args.source}: contains no request; each line must be {line}")
     registry = discover()
     tasks = sorted({request.task for request in requests})
     unsafe = args.unsafe_no_sandbox

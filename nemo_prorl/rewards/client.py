@@ -1,9 +1,10 @@
-"""Asks the reward servers of all nodes.  One verdict for every request, whatever happens to a server meanwhile.
+"""The client of the reward servers of all nodes.  Every request gets one verdict, even if a server fails.
 
-Requests made close together travel in one POST; verdicts come back one by one, each found by the key of its request,
-and its `id` is checked.  A refused or broken connection, a full queue or a stopping server means another try, on
-another server where there is one, until the deadline; then the verdict is an infrastructure failure (score None).
-A server that refuses several requests is sent each of them alone, so that only the one at fault is lost.
+Requests that are made within a short time are sent in one POST.  The reply is a stream of verdicts, one per line; the
+client matches each verdict to its request by a key and checks the `id`.  After a connection error, a full queue (429)
+or a stopping server (503), the request is retried until its deadline, on another server if one is ready.  Then
+the verdict is "infrastructure" (score None).  If a server rejects a POST as invalid (400, 413), each of its requests is
+sent again alone, so that only the invalid request fails.
 """
 
 import asyncio
@@ -25,31 +26,31 @@ from nemo_prorl.rewards.retries import until_judged
 
 _log = logging.getLogger(__name__)
 
-_TELL_EVERY_S = 10.0  # between complaints that no server is there
-_LOOK_EVERY_S = 0.5  # between looks at the servers' files
-_NEVER = (400, 413)  # what the same POST would be answered again
+_WARN_EVERY_S = 10.0  # seconds between warnings that no server is ready
+_READ_EVERY_S = 0.5  # seconds between readings of the endpoint files
+_REJECTED = (400, 413)  # statuses that a repeated POST would get again
 
 
 @dataclass(frozen=True)
 class ClientOptions:
-    """How requests are bundled."""
+    """The limits that decide how requests are bundled into POSTs."""
 
-    batch_size: int = 64
-    batch_bytes: int = MAX_BODY // 2  # of encoded requests; a longer request is sent alone
-    batch_wait_s: float = 0.005  # for others, after which a bundle leaves
-    batch_gap_s: float = 0.05  # after the bundle before it, at least: while many come, few POSTs
-    max_posts: int = 2048  # at the same time; more wait: where responses end one by one, each is a POST of its own
+    batch_size: int = 64  # maximum requests per POST
+    batch_bytes: int = MAX_BODY // 2  # maximum bytes of encoded requests per POST; a longer request is sent alone
+    batch_wait_s: float = 0.005  # seconds to wait for further requests before a POST
+    batch_gap_s: float = 0.05  # minimum seconds between two POSTs, unless a bundle is full
+    max_posts: int = 2048  # maximum concurrent POSTs; further POSTs wait
 
 
 @dataclass(eq=False)
 class _Waiting:
-    """One attempt for a request."""
+    """One attempt to get a verdict on a request."""
 
     request_id: str
     key: int
     body: bytes  # the request with its key, as JSON
     deadline: Deadline
-    future: "asyncio.Future[Verdict | None]"  # None: no verdict, try again
+    future: "asyncio.Future[Verdict | None]"  # None: no verdict arrived; retry
 
     def settle(self, verdict: Verdict | None) -> None:
         if not self.future.done():
@@ -64,29 +65,29 @@ class _Waiting:
 class _Endpoint:
     url: str
     open_requests: int = 0
-    closed_until: float = 0.0  # the loop's clock; after a failure others are asked first
+    avoided_until: float = 0.0  # time on the loop's clock; after a failure other servers are preferred
     failures: int = 0  # in a row
 
     def failed(self, now: float) -> None:
         self.failures += 1
-        self.closed_until = max(self.closed_until, now + min(5.0, 0.1 * 2.0 ** min(self.failures, 10)))
+        self.avoided_until = max(self.avoided_until, now + min(5.0, 0.1 * 2.0 ** min(self.failures, 10)))
 
 
 class _Refused(Exception):
-    """A server refused what was posted, and would refuse it again."""
+    """A server rejected a POST as invalid, and would reject it again."""
 
 
 @dataclass
 class ClientStats:
-    """Counts since the start: POSTs sent, requests tried again, connections that failed."""
+    """Counts since the start of a client."""
 
     posts: int = 0
-    retries: int = 0
-    connection_failures: int = 0
+    retries: int = 0  # of requests, not of POSTs
+    connection_failures: int = 0  # POSTs that failed, malformed replies included
 
 
 class _Endpoints:
-    """The servers that announce themselves as ready in a folder."""
+    """The ready reward servers, found by their endpoint files in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -96,23 +97,28 @@ class _Endpoints:
     def _read(self) -> None:
         known: dict[str, _Endpoint] = {}
         for path in sorted(self._folder.glob("*.json")):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # being replaced, or not one of ours
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # removed, or of another kind
                 obj = json.loads(path.read_text())
                 if obj["kind"] == "rewards" and obj["state"] == "ready":
                     known[obj["url"]] = self._known.get(obj["url"]) or _Endpoint(obj["url"])
         self._known = known
 
     def choose(self, now: float) -> _Endpoint | None:
-        """The least loaded server that is not closed off; failing that the one that opens first; None without any."""
-        if not self._known or now >= self._read_at + _LOOK_EVERY_S:
+        """Return the server with the fewest open requests, of those that did not fail recently.
+
+        If all failed recently: the server whose waiting time ends first.  If no server is ready: None.
+        """
+        if not self._known or now >= self._read_at + _READ_EVERY_S:
             self._read()
             self._read_at = now
         servers = self._known.values()
-        return min(servers, key=lambda one: (max(0.0, one.closed_until - now), one.open_requests), default=None)
+        return min(
+            servers, key=lambda server: (max(0.0, server.avoided_until - now), server.open_requests), default=None
+        )
 
 
 class RewardClient:
-    """Use as an async context manager, within one event loop."""
+    """A client of all ready reward servers.  Use it as an async context manager, within one event loop."""
 
     def __init__(self, endpoints_dir: Path, token_file: Path, options: ClientOptions | None = None) -> None:
         self.options = options or ClientOptions()
@@ -122,12 +128,12 @@ class RewardClient:
         self._bundle: list[_Waiting] = []
         self._bundle_bytes = 0
         self._flush: asyncio.TimerHandle | None = None
-        self._flushed = -math.inf  # the loop's clock
+        self._flushed_at = -math.inf  # time of the last POST on the loop's clock
         self._keys = itertools.count(1)
         self._session: aiohttp.ClientSession | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._no_server = self._last_error = f"no reward server is ready in {endpoints_dir}"
-        self._told_none = -_TELL_EVERY_S
+        self._warned_at = -_WARN_EVERY_S
 
     async def __aenter__(self) -> "RewardClient":
         return self
@@ -144,7 +150,11 @@ class RewardClient:
             self._session = None
 
     async def score(self, request: dict[str, Any], deadline: Deadline) -> Verdict:
-        """The verdict on one request, both as JSON objects.  Never raises for what a server does; cancel it freely."""
+        """Return the verdict on one request.  Never raises because of a server; may be cancelled at any time.
+
+        Args:
+            request: A reward request as a JSON object.
+        """
         try:
             verdict = await until_judged(lambda: self._once(request, deadline), deadline, self._on_retry)
         except _Refused as refused:
@@ -158,7 +168,7 @@ class RewardClient:
             self._last_error = verdict["detail"]
 
     async def _once(self, request: dict[str, Any], deadline: Deadline) -> Verdict | None:
-        """One attempt as part of a bundle; None where no verdict came.  Raises _Refused."""
+        """Send a request as part of a bundle; return None if no verdict arrived.  Raises _Refused."""
         loop = asyncio.get_running_loop()
         key = next(self._keys)
         body = json.dumps({**request, "key": key}).encode()
@@ -170,7 +180,7 @@ class RewardClient:
         if len(self._bundle) >= self.options.batch_size:
             self._send_bundle()
         elif self._flush is None:
-            at = max(loop.time() + self.options.batch_wait_s, self._flushed + self.options.batch_gap_s)
+            at = max(loop.time() + self.options.batch_wait_s, self._flushed_at + self.options.batch_gap_s)
             self._flush = loop.call_at(at, self._send_bundle)
         try:
             return await asyncio.wait_for(waiting.future, deadline.remaining)
@@ -181,7 +191,7 @@ class RewardClient:
         if self._flush is not None:
             self._flush.cancel()
             self._flush = None
-        self._flushed = asyncio.get_running_loop().time()
+        self._flushed_at = asyncio.get_running_loop().time()
         bundle = [waiting for waiting in self._bundle if not waiting.future.done()]
         self._bundle, self._bundle_bytes = [], 0
         if bundle:
@@ -193,13 +203,13 @@ class RewardClient:
         task.add_done_callback(self._tasks.discard)
 
     async def _post(self, bundle: list[_Waiting]) -> None:
-        """Post a bundle.  Whoever has no verdict in the end tries again, and a request that was refused ends."""
+        """Send a bundle to one server.  Attempts without a verdict end with None; a rejected request ends."""
         now = asyncio.get_running_loop().time()
         server = self._endpoints.choose(now)
-        if server is None and now - self._told_none >= _TELL_EVERY_S:
-            self._told_none = now
-            _log.warning("%d verdicts wait: %s", len(bundle), self._no_server)
-        if server is None or server.closed_until > now:  # all failed a moment ago: the callers' back-off decides
+        if server is None and now - self._warned_at >= _WARN_EVERY_S:
+            self._warned_at = now
+            _log.warning("%d reward requests wait: %s", len(bundle), self._no_server)
+        if server is None or server.avoided_until > now:  # all servers failed recently: retry after the back-off
             for waiting in bundle:
                 waiting.settle(None)
             return
@@ -210,7 +220,7 @@ class RewardClient:
             await self._exchange(server.url, bundle)
             server.failures = 0
         except _Refused as refused:
-            _log.warning("reward server %s refused %d requests: %s", server.url, len(bundle), refused)
+            _log.warning("reward server %s rejected a POST of %d requests: %s", server.url, len(bundle), refused)
             if len(bundle) == 1:
                 bundle[0].refuse(refused)
             else:
@@ -221,17 +231,19 @@ class RewardClient:
             self.stats.connection_failures += 1
             self._last_error = f"reward server {server.url}: {type(error).__name__}: {error}"
             server.failed(asyncio.get_running_loop().time())
-            if server.failures & (server.failures - 1) == 0:  # all its open POSTs fail at once: 1, 2, 4, ... are told
-                _log.warning("%s (%d in a row)", self._last_error, server.failures)
+            if server.failures & (server.failures - 1) == 0:  # all open POSTs fail at once: log only 1, 2, 4, ...
+                _log.warning("%s (failure %d in a row; its requests are retried)", self._last_error, server.failures)
         finally:
             server.open_requests -= len(bundle)
             for waiting in unsettled:
                 waiting.settle(None)
 
     async def _exchange(self, url: str, bundle: list[_Waiting]) -> None:
-        """One POST and its stream of verdicts.
+        """Send one POST and settle its requests with the stream of verdicts.
 
-        Raises _Refused, and others for a broken connection or an answer that is not as agreed.
+        Raises:
+            _Refused: The server rejected the POST as invalid.
+            aiohttp.ClientError, OSError, ValueError: The connection broke, or the reply is malformed.
         """
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=self.options.max_posts)
@@ -248,16 +260,23 @@ class RewardClient:
         async with self._session.post(f"{url}/v1/score", data=body, headers=headers, timeout=timeout) as response:
             if response.status != 200:
                 fault = f"HTTP {response.status}: {(await response.text())[:300]}"
-                raise _Refused(fault) if response.status in _NEVER else ValueError(fault)
+                raise _Refused(fault) if response.status in _REJECTED else ValueError(fault)
             of_key = {waiting.key: waiting for waiting in bundle}
             async for line in response.content:
                 take_verdict(json.loads(line), of_key)
 
 
 def take_verdict(verdict: Any, of_key: dict[int, _Waiting]) -> None:
-    """Hands a verdict to the request whose key it bears.  Raises ValueError where it is not that request's verdict."""
+    """Settle the attempt that a verdict from a server belongs to.
+
+    Args:
+        of_key: Open attempts of the POST by key; the settled attempt is removed.
+
+    Raises:
+        ValueError: No open attempt has this key, or the verdict is malformed or has another request's id.
+    """
     key = verdict.pop("key", None)
     waiting = of_key.pop(key, None)
     if waiting is None:
-        raise ValueError(f"the server sent a verdict with key {key!r}, which is not awaited")
+        raise ValueError(f"the server sent a verdict with key {key!r}, but no open request has this key")
     waiting.settle(read_verdict(verdict, waiting.request_id))

@@ -1,4 +1,7 @@
-"""Finds the installed reward plugins by their entry points, and imports no package that judges."""
+"""Discovery of the installed reward plugins by their entry points.
+
+Imports the modules of plugins, but not the heavy packages that plugins import in `prepare`.
+"""
 
 import dataclasses
 import importlib.metadata
@@ -16,13 +19,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Registry:
-    """The plugins that work, by name, and why the others do not."""
+    """The installed reward plugins."""
 
-    plugins: dict[str, type[RewardPlugin]]
-    broken: dict[str, str]
+    plugins: dict[str, type[RewardPlugin]]  # working plugins by name
+    broken: dict[str, str]  # name of each broken plugin -> reason
 
     def plugin(self, name: str) -> type[RewardPlugin]:
-        """Raises ConfigError with the known names, or with what broke that plugin."""
+        """Return the plugin class of that name.
+
+        Raises:
+            ConfigError: The name is unknown (the message lists the known names), or the plugin is broken.
+        """
         if name in self.broken:
             raise ConfigError(f"reward plugin {name!r} is broken: {self.broken[name]}")
         if name not in self.plugins:
@@ -30,11 +37,16 @@ class Registry:
         return self.plugins[name]
 
     def tasks(self) -> dict[str, str]:
-        """Task -> name of the plugin that judges it."""
+        """Return the name of the responsible plugin for each known task."""
         return {task: name for name, plugin in sorted(self.plugins.items()) for task in plugin.tasks}
 
     def plugin_of_task(self, task: str) -> type[RewardPlugin]:
-        """Raises ConfigError with the known tasks, and with the broken plugins, one of which may be meant."""
+        """Return the plugin class that judges a task.
+
+        Raises:
+            ConfigError: No working plugin judges the task.  The message lists the known tasks, and the broken plugins,
+                because one of these may be the plugin of this task.
+        """
         known = self.tasks()
         if task not in known:
             broken = "".join(f"; plugin {name!r} is broken: {why}" for name, why in sorted(self.broken.items()))
@@ -47,11 +59,11 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _fault(name: str, plugin: Any) -> str | None:
-    """Why `plugin` cannot be registered under `name`; None if it can."""
+    """Return the reason why `plugin` cannot be registered under `name`; None if it can."""
     if not (isinstance(plugin, type) and issubclass(plugin, RewardPlugin)):
         return f"its entry point is {plugin!r}; it must be a subclass of nemo_prorl.rewards.interface.RewardPlugin"
     if getattr(plugin, "name", None) != name:
-        return f"its class says name = {getattr(plugin, 'name', None)!r}; it must be the entry point's {name!r}"
+        return f"its class has name = {getattr(plugin, 'name', None)!r}; it must be the entry point's name {name!r}"
     tasks = getattr(plugin, "tasks", None)
     if not (isinstance(tasks, tuple) and tasks and all(isinstance(task, str) for task in tasks)):
         return f"tasks is {tasks!r}; it must be a tuple of task names"
@@ -62,12 +74,18 @@ def _fault(name: str, plugin: Any) -> str | None:
     try:
         budget = plugin(plugin.Config()).time_budget_s
     except Exception as error:
-        return f"it cannot be made with its default settings: {type(error).__name__}: {error}"
+        return f"it cannot be created with its default settings: {type(error).__name__}: {error}"
     return None if budget > 0 else f"time_budget_s is {budget!r}; it must be above 0"
 
 
 def discover(entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> Registry:
-    """Loads every entry point of the group; a broken one is reported by name and does not touch the others."""
+    """Load every entry point of the group `nemo_prorl.rewards`.
+
+    A broken plugin is logged and recorded in `Registry.broken`; the other plugins stay usable.
+
+    Args:
+        entry_points: None: those of all installed packages.
+    """
     found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if entry_points is None else entry_points
     plugins: dict[str, type[RewardPlugin]] = {}
     broken: dict[str, str] = {}
@@ -94,7 +112,11 @@ def discover(entry_points: Iterable[importlib.metadata.EntryPoint] | None = None
 
 
 def make_plugin(plugin: type[RewardPlugin], settings: dict[str, Any] | None = None) -> RewardPlugin:
-    """The plugin with its settings.  Raises ConfigError naming plugin, key, value and the known keys."""
+    """Return a plugin object with the given settings.
+
+    Raises:
+        ConfigError: A key is unknown or a value is wrong; the message names plugin, key, value and the known keys.
+    """
     settings = settings or {}
     hints = typing.get_type_hints(plugin.Config)
     for key, value in settings.items():
@@ -107,9 +129,9 @@ def make_plugin(plugin: type[RewardPlugin], settings: dict[str, Any] | None = No
         if isinstance(kind, type) and (not isinstance(value, kind) or (kind is not bool and isinstance(value, bool))):
             raise ConfigError(f"rewards.plugins.{plugin.name}.{key}={value!r}: must be {kind.__name__}")
     try:
-        made = plugin(plugin.Config(**settings))
+        instance = plugin(plugin.Config(**settings))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"rewards.plugins.{plugin.name}={settings!r}: {error}") from error
-    if not made.time_budget_s > 0:
-        raise ConfigError(f"rewards.plugins.{plugin.name}.time_budget_s={made.time_budget_s!r}: must be above 0")
-    return made
+    if not instance.time_budget_s > 0:
+        raise ConfigError(f"rewards.plugins.{plugin.name}.time_budget_s={instance.time_budget_s!r}: must be above 0")
+    return instance

@@ -1,10 +1,13 @@
-"""What a reward plugin sees: a typed request, a typed result, and the base class.  Standard library only.
+"""The interface of reward plugins: request, result and base class.  Imports only the standard library.
 
-A plugin lives in a project of its own, subclasses `RewardPlugin`, and is found by its entry point in the group
-`nemo_prorl.rewards`.  It is called in a worker process, on the main thread, one request at a time.
+A plugin is a separate Python project with a subclass of `RewardPlugin`, registered under the entry point group
+`nemo_prorl.rewards`.  A worker process calls the plugin on its main thread, one request at a time.
 
-Failure kinds of a verdict: None (judged), "timeout" and "invalid" (score 0: the answer's fault), "infrastructure"
-(score None: ours; retried elsewhere, then masked, never a reward of 0).
+The `failure` of a verdict is one of:
+    None: the response was judged.
+    "timeout", "invalid": the response is at fault; score 0.
+    "infrastructure": the plugin or the machine is at fault; score None.  The request is retried on another worker.  If
+        the retries fail too, the response is masked out of training; it never counts as a reward of 0.
 """
 
 import dataclasses
@@ -20,13 +23,14 @@ DETAIL_CHARS = 500
 
 
 class InvalidAnswer(ValueError):
-    """The answer is malformed: its score is 0.  All else that leaves a plugin is an infrastructure failure."""
+    """A malformed answer, which scores 0.  Any other exception that a plugin raises is an infrastructure failure."""
 
 
 def answer_text(response: str) -> str | None:
-    """The part of a response that is judged: what follows the last `</think>`.
+    """Return the part of a response that is judged: the text after the last `</think>`.
 
-    Without any tag this is the whole text; a `<think>` that is never closed has no answer (None).
+    Returns:
+        The whole response if it contains neither tag.  None if a `<think>` is never closed.
     """
     _, closing, answer = response.rpartition("</think>")
     if closing:
@@ -35,49 +39,56 @@ def answer_text(response: str) -> str | None:
 
 
 def opened_thought(prompt: str) -> str:
-    """Return the `<think>` that a rendered prompt ends in, with the white space behind it; empty without one.
+    """Return the `<think>` at the end of a rendered prompt, with the white space after it.
 
-    Some chat templates open the thought for the model, that of DeepSeek-R1-Distill among them.
+    Some chat templates, such as that of DeepSeek-R1-Distill, open the thought for the model.
+
+    Returns:
+        The empty string if the prompt does not end in `<think>`.
     """
     _, tag, blank = prompt.rpartition("<think>")
     return tag + blank if tag and not blank.strip() else ""
 
 
 def one_line(text: str, limit: int = DETAIL_CHARS) -> str:
-    """`text` without line breaks, at most `limit` characters."""
+    """Return `text` with each run of white space replaced by one blank, cut to at most `limit` characters."""
     line = " ".join(text.split())
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
-def _typed(obj: Mapping[str, Any], key: str, kind: type | tuple[type, ...], says: str) -> Any:
+def _typed(obj: Mapping[str, Any], key: str, kind: type | tuple[type, ...], expected: str) -> Any:
     if key not in obj:
-        raise ValueError(f"field {key!r} is missing; it must be {says}")
+        raise ValueError(f"field {key!r} is missing; it must be {expected}")
     if not isinstance(obj[key], kind):
-        raise ValueError(f"field {key!r} is {type(obj[key]).__name__}; it must be {says}")
+        raise ValueError(f"field {key!r} is {type(obj[key]).__name__}; it must be {expected}")
     return obj[key]
 
 
 @dataclass(frozen=True)
 class RewardRequest:
-    """One response to judge: a prompt record, the full response text, and whether it ended with eos."""
+    """One response to judge, with the prompt record that it answers."""
 
     id: str
     task: str
-    prompt: str | list[dict[str, Any]]
-    truth: dict[str, Any]
-    response: str
-    finished: bool = True
-    source: str = ""
+    prompt: str | list[dict[str, Any]]  # text, or chat messages with the fields `role` and `content`
+    truth: dict[str, Any]  # the data that the plugin judges by; not yet checked by `validate_truth`
+    response: str  # full text of the model, with its thought
+    finished: bool = True  # ended with eos; False: cut off at the length limit
+    source: str = ""  # name of the dataset
     meta: dict[str, Any] = field(default_factory=dict)
 
     @property
     def answer_text(self) -> str | None:
-        """What follows the last `</think>`; None where a `<think>` was never closed."""
+        """The text after the last `</think>`; None if a `<think>` is never closed."""
         return answer_text(self.response)
 
     @classmethod
     def from_json(cls, obj: Any) -> "RewardRequest":
-        """Checks the fields of the documented request.  Raises ValueError that names the field and what is right."""
+        """Return the request that a JSON object describes.
+
+        Raises:
+            ValueError: A field is missing or has a wrong type; the message names the field and the expected type.
+        """
         if not isinstance(obj, dict):
             raise ValueError(f"a request must be a JSON object, not {type(obj).__name__}")
         return cls(
@@ -92,25 +103,22 @@ class RewardRequest:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The request's fields; prompt, truth and meta are not copied."""
-        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        """Return the fields of the request.  `prompt`, `truth` and `meta` are shared with the request, not copied."""
+        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """What a plugin answers: `score` in [0, 1], `correct` where binary correctness exists, named sub-scores.
+    """The judgement that a plugin returns for one response."""
 
-    `failure` is None, "timeout" or "invalid"; with a failure the score must be 0.
-    """
-
-    score: float
-    correct: bool | None = None
-    parts: dict[str, float] = field(default_factory=dict)
-    detail: str = ""
-    failure: str | None = None
+    score: float  # in [0, 1]; 0 if there is a failure
+    correct: bool | None = None  # None: the task does not distinguish right from wrong
+    parts: dict[str, float] = field(default_factory=dict)  # sub-scores by name
+    detail: str = ""  # the reason for the score, for people; cut to one line of DETAIL_CHARS characters
+    failure: str | None = None  # None, "timeout" or "invalid"
 
     def fault(self) -> str | None:
-        """What is wrong with this result, in words; None if it is well formed."""
+        """Return a description of the first rule that this result violates; None if the result is well formed."""
         numbers = {"score": self.score, **{f"parts[{k!r}]": v for k, v in self.parts.items()}}
         for name, value in numbers.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
@@ -120,7 +128,7 @@ class RewardResult:
         if self.correct is not None and not isinstance(self.correct, bool):
             return f"correct is {self.correct!r}; it must be true, false or None"
         if self.failure not in (None, "timeout", "invalid"):
-            return f"failure is {self.failure!r}; a plugin may say None, 'timeout' or 'invalid'"
+            return f"failure is {self.failure!r}; it must be None, 'timeout' or 'invalid'"
         if self.failure is not None and self.score != 0:
             return f"failure is {self.failure!r} but score is {self.score!r}; it must be 0"
         if not isinstance(self.detail, str):
@@ -130,107 +138,133 @@ class RewardResult:
 
 @dataclass(frozen=True)
 class Example:
-    """What `prorl rewards test` tries a plugin with: a truth, a response that scores 1, and one that scores less.
-
-    `task` is the plugin's first where empty.
-    """
+    """A truth with two responses, from which `prorl rewards test` makes its requests."""
 
     truth: dict[str, Any]
-    good: str
-    bad: str
-    task: str = ""
+    good: str  # response that must score 1
+    bad: str  # response that must score less than 1
+    task: str = ""  # empty: the first task of the plugin
 
 
 @dataclass(frozen=True)
 class Program:
-    """Code written by the model, and what it is run on.  No answer that it could be compared with belongs in here.
+    """Code written by the model, with its inputs.  Must not contain expected outputs: the code could read them.
 
-    `style` says what an input is, and what comes of it:
-    "stdin": a text for standard input; the bytes that the program printed.
-    "call": a JSON array of arguments for `function` (of `Solution()` where there is such a class); the result as JSON.
-    "assert": a statement that runs beside the program; nothing.
-    `time_limit_s`: on all inputs, computing or asleep; waiting for the CPU of a busy machine does not count.
+    The meaning of an input and of its output depends on `style`:
+        "stdin": the input is the text of standard input; the output is the bytes that the program printed.
+        "call": the input is a JSON array of arguments for `function`; the output is the result as JSON.  If the program
+            defines a class `Solution` with a method of that name, the method of a new `Solution()` is called.
+        "assert": the input is a Python statement that is executed after the program; the output is empty.
     """
 
     source: str
     style: str
     inputs: tuple[str, ...]
-    function: str = ""
-    setup: str = ""
-    time_limit_s: float = 5.0
+    function: str = ""  # for style "call"
+    setup: str = ""  # Python code that is executed before `source`
+    time_limit_s: float = 5.0  # for all inputs together, computing or asleep; waiting for a busy CPU does not count
     memory_mb: int = 2048
-    output_mb: int = 1
+    output_mb: int = 1  # for each input
 
 
 @dataclass(frozen=True)
 class ProgramRun:
-    """What came of each input: the output, or None where the program did not end well on it, and then why.
+    """The outputs of a program, one for each input."""
 
-    `over_time`: all inputs together took longer than the limit.  `refused`: why it did not compile, if it did not.
-    """
-
-    outputs: tuple[bytes | None, ...]
-    details: tuple[str, ...]
-    over_time: bool = False
-    refused: str = ""
+    outputs: tuple[bytes | None, ...]  # None: the program failed on this input
+    details: tuple[str, ...]  # reason of the failure; empty where the program ended well
+    over_time: bool = False  # all inputs together took longer than the time limit
+    refused: str = ""  # error of the compiler; empty if the program compiles
 
 
 class Sandbox(Protocol):
-    """Runs code that nobody has read; handed to the plugins that need it (`needs_sandbox`) as `self.sandbox`."""
+    """The sandbox that runs untrusted code.  Plugins with `needs_sandbox = True` find it at `self.sandbox`."""
 
     def run(self, program: Program, passes: Callable[[int, bytes], bool]) -> ProgramRun:
-        """Runs the program on each of its inputs.
+        """Run the program on each of its inputs.
 
-        `passes` says whether the output on an input is right: one that is not, and shared its process with another
-        input, is tried once more in a process of its own.  What is raised is an infrastructure failure.
+        Args:
+            passes: Called with the index of an input and its output; returns whether the output is right.  An input
+                whose output is wrong, and that shared its process with other inputs, is repeated alone: another input
+                may have caused the error.
+
+        Raises:
+            RewardFailure: The sandbox itself failed.  Do not catch this error; it becomes an infrastructure failure.
         """
 
 
 class RewardPlugin(ABC):
-    """Base of all plugins.  Importing the module of a plugin must be cheap: import heavy packages in `prepare`.
+    """The base class of all reward plugins.
 
-    `Config` is the schema of the plugin's settings, a dataclass whose every field has a default; where it has a field
-    `time_budget_s`, that replaces the class attribute.  The budget is CPU seconds of one answer (wall time: 4 times).
+    Importing the module of a plugin must be cheap and without side effects: import heavy packages in `prepare`.
+    A subclass must define `name`, `tasks` and `score`.
     """
 
-    name: ClassVar[str]
-    tasks: ClassVar[tuple[str, ...]]
-    time_budget_s: float = 10.0
+    name: ClassVar[str]  # equal to the name of the entry point
+    tasks: ClassVar[tuple[str, ...]]  # values of `task` in prompt records that this plugin judges
+    time_budget_s: float = 10.0  # CPU seconds for one response; the limit of wall time is 4 times as long
     needs_sandbox: ClassVar[bool] = False
     sandbox_packages: tuple[str, ...] = ()  # installed packages that programs in the sandbox may import
-    sandbox: Sandbox  # set before `prepare` where the class says that it needs one
+    sandbox: Sandbox  # set before `prepare` if `needs_sandbox` is True
 
     @dataclass(frozen=True)
     class Config:
-        """No settings."""
+        """The settings of the plugin, given by `rewards.plugins.NAME` in the configuration; here none.
+
+        A subclass overrides it with a frozen dataclass in which every field has a default.  A field `time_budget_s`
+        replaces the class attribute of the same name.
+        """
 
     def __init__(self, config: Any = None) -> None:
         self.config = self.Config() if config is None else config
         self.time_budget_s = float(getattr(self.config, "time_budget_s", type(self).time_budget_s))
 
     def prepare(self) -> None:  # noqa: B027 - overriding is a choice
-        """Called once in each worker before its first request: imports, caches, a first call of what is slow."""
+        """Import heavy packages, fill caches and warm up slow code.
+
+        Called once in each worker, before the first request.  May take two minutes.  Any exception means that the
+        worker cannot start.
+        """
 
     def validate_truth(self, truth: dict[str, Any]) -> None:  # noqa: B027
-        """Raises ValueError that names the field where `truth` is not what this plugin judges by."""
+        """Check that this plugin can judge by `truth`.
+
+        `prorl data prepare` and `prorl evaluate` call it for each record; `score` may call it for each request.
+
+        Raises:
+            ValueError: A field is missing or wrong; the message must name the field and the expected value.
+        """
 
     @classmethod
     def examples(cls) -> tuple[Example, ...]:
-        """For the conformance kit; two or three, of different forms of truth.  Without any it can check little."""
+        """Return two or three examples, with different forms of truth, for the conformance kit.
+
+        Without examples, `prorl rewards test` skips most of its checks.
+        """
         return ()
 
     @abstractmethod
     def score(self, request: RewardRequest) -> RewardResult:
-        """Judges one response.  Raises InvalidAnswer for a malformed one; all else raised is infrastructure."""
+        """Judge one response.
+
+        The result may depend only on the request: not on time, random numbers, the network or earlier requests.
+
+        Args:
+            request: `request.answer_text` is the part to judge; return `no_answer()` if it is None.
+
+        Raises:
+            InvalidAnswer: The response is malformed; its score is 0.  Any other exception counts as an infrastructure
+                failure, and a run stops after several of these in a row.
+        """
 
 
 def no_answer() -> RewardResult:
-    """The result for a response whose `<think>` was never closed."""
+    """Return the result for a response whose `<think>` is never closed: score 0."""
     return RewardResult(score=0.0, correct=False, detail="<think> was opened and never closed: no answer")
 
 
 class Verdict(TypedDict):
-    """The documented verdict on one request, a JSON object; `score` is None for failure "infrastructure" only."""
+    """The judgement of one request as a JSON object.  `score` is None only if `failure` is "infrastructure"."""
 
     id: str
     score: float | None
@@ -241,7 +275,7 @@ class Verdict(TypedDict):
 
 
 def verdict_of(request_id: str, result: RewardResult) -> Verdict:
-    """Return the verdict that a plugin's result stands for."""
+    """Return the verdict with the content of a well-formed result; `detail` is cut to one line."""
     return {
         "id": request_id,
         "score": float(result.score),
@@ -253,7 +287,7 @@ def verdict_of(request_id: str, result: RewardResult) -> Verdict:
 
 
 def failed_verdict(request_id: str, failure: str, detail: str) -> Verdict:
-    """Return a verdict without a judgement: score 0 for "timeout" and "invalid", None for "infrastructure"."""
+    """Return the verdict of a request that failed: score 0 for "timeout" and "invalid", None for "infrastructure"."""
     if failure != "infrastructure":
         return verdict_of(request_id, RewardResult(0.0, False, {}, detail, failure))
     return {
@@ -267,7 +301,11 @@ def failed_verdict(request_id: str, failure: str, detail: str) -> Verdict:
 
 
 def read_verdict(obj: Any, request_id: str) -> Verdict:
-    """Check a verdict that comes from outside this process.  Raises ValueError that names field, value and rule."""
+    """Return the verdict in an object that another process sent or a file contains, without unknown fields.
+
+    Raises:
+        ValueError: The object is not a verdict on request `request_id`; the message names field, value and rule.
+    """
     if not isinstance(obj, dict):
         raise ValueError(f"field 'verdict' is {obj!r}; it must be an object, as `prorl rewards score` writes it")
     found = {key: obj.get(key) for key in Verdict.__annotations__}
@@ -281,8 +319,8 @@ def read_verdict(obj: Any, request_id: str) -> Verdict:
         "detail": (isinstance(found["detail"], str), "it must be a string"),
         "failure": (failure in (None, *FAILURES), f"it must be null or one of {', '.join(FAILURES)}"),
     }
-    for key, (holds, rule) in rules.items():
-        if key not in obj or not holds:
+    for key, (is_valid, rule) in rules.items():
+        if key not in obj or not is_valid:
             raise ValueError(f"field 'verdict.{key}' is {repr(obj[key]) if key in obj else 'missing'}; {rule}")
     if (score is None) != (failure == "infrastructure"):
         raise ValueError(f"field 'verdict.score' is {score!r} with failure {failure!r}; only infrastructure has null")
@@ -290,7 +328,11 @@ def read_verdict(obj: Any, request_id: str) -> Verdict:
 
 
 def judge(plugin: RewardPlugin, request: RewardRequest) -> Verdict:
-    """Calls the plugin and turns whatever comes of it into one verdict that names the plugin where it failed."""
+    """Return the plugin's verdict on a request.  Never raises.
+
+    Any exception but InvalidAnswer, and any malformed result, becomes an "infrastructure" verdict that names the
+    plugin.
+    """
     try:
         result = plugin.score(request)
         fault = (

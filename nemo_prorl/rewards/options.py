@@ -1,4 +1,4 @@
-"""What several commands around rewards share: options, JSON Lines, output.  Light, so that `--help` starts quickly."""
+"""Options, JSON Lines input and output shared by the reward commands.  Imports little, so that `--help` is fast."""
 
 import argparse
 import contextlib
@@ -14,47 +14,59 @@ T = TypeVar("T")
 
 
 def parse_settings(text: str) -> dict[str, dict[str, Any]]:
-    """Return settings by plugin name from an option's JSON."""
+    """Return the settings by plugin name from the JSON text of `--settings`."""
     try:
         settings = json.loads(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
     if not isinstance(settings, dict) or not all(isinstance(value, dict) for value in settings.values()):
-        raise argparse.ArgumentTypeError('must be an object by plugin name, such as {"math": {"time_budget_s": 3}}')
+        raise argparse.ArgumentTypeError('must map plugin names to settings, such as {"math": {"time_budget_s": 3}}')
     return settings
 
 
 def add_settings(parser: argparse.ArgumentParser, default: Any = {}) -> None:  # noqa: B006 - never changed
-    """Add the option for settings of plugins."""
-    text = "JSON object: plugin name -> its settings"
+    """Add the option `--settings`."""
+    text = 'plugin settings as JSON, such as {"math": {"time_budget_s": 3}}; default: those of the plugins'
     parser.add_argument("--settings", type=parse_settings, default=default, help=text)
 
 
 def add_unsafe(parser: argparse.ArgumentParser) -> None:
-    """Add the option that lets code of the model run without a sandbox."""
-    text = "where no sandbox holds, run code of the model with all rights of this user"
+    """Add the option `--unsafe-no-sandbox`."""
+    text = "if no sandbox works on this machine, run model-written code with all rights of this user"
     parser.add_argument("--unsafe-no-sandbox", action="store_true", help=text)
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the server's options, for `prorl rewards serve` and `python -m nemo_prorl.rewards.server`."""
-    parser.add_argument("--workers", type=int, default=1, help="worker processes, shared out; one a plugin at least")
-    parser.add_argument("--tasks", default="", help="comma-separated tasks to judge; default: all that are known")
+    """Add the options of the server, for `prorl rewards serve` and `python -m nemo_prorl.rewards.server`."""
+    workers = "total worker processes, divided among the plugins, at least one per plugin; default: 1"
+    parser.add_argument("--workers", type=int, default=1, help=workers)
+    parser.add_argument("--tasks", default="", help="comma-separated tasks to judge; default: all known tasks")
     add_settings(parser)
-    parser.add_argument("--token-file", type=Path, required=True, help="file that holds the run's token")
-    parser.add_argument("--endpoint-file", type=Path, help="written when ready: address, process and state")
-    parser.add_argument("--host", default="127.0.0.1", help="the address to listen at")
-    parser.add_argument("--public-host", help="the name that the endpoint file gives; default: --host")
-    parser.add_argument("--port", type=int, default=0, help="0: any free one")
-    parser.add_argument("--parent-pid", type=int, help="end when this process ends")
-    parser.add_argument("--max-queue", type=int, default=8192, help="waiting requests a plugin; more get 429")
-    parser.add_argument("--worker-memory-mb", type=int, default=4096, help="private memory of a worker")
+    parser.add_argument("--token-file", type=Path, required=True, help="file with the token that clients must send")
+    parser.add_argument("--endpoint-file", type=Path, help="file to write with URL, process id and state of the server")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1")
+    parser.add_argument("--public-host", help="host name written to the endpoint file; default: --host")
+    parser.add_argument("--port", type=int, default=0, help="TCP port; default: 0, any free port")
+    parser.add_argument("--parent-pid", type=int, help="process id; the server stops when this process ends")
+    queue = "maximum waiting requests per plugin; more get HTTP 429; default: 8192"
+    parser.add_argument("--max-queue", type=int, default=8192, help=queue)
+    memory = "MiB of private memory per worker; default: 4096"
+    parser.add_argument("--worker-memory-mb", type=int, default=4096, help=memory)
     add_unsafe(parser)
-    parser.add_argument("--drain-s", type=int, default=20, help="seconds to finish what was begun when stopped")
+    drain = "seconds to finish open requests after a stop signal; default: 20"
+    parser.add_argument("--drain-s", type=int, default=20, help=drain)
 
 
 def read_line(line: str, where: str, read: Callable[[Any], T]) -> T:
-    """Return what `read` makes of one line of JSON.  Raises DataError that names `where` and what `read` objects to."""
+    """Parse one line of JSON and return the result of `read` on it.
+
+    Args:
+        where: File and line, for error messages.
+        read: Raises ValueError if the object is wrong.
+
+    Raises:
+        DataError: The line is not JSON, or `read` raised ValueError.
+    """
     try:
         return read(json.loads(line))
     except (json.JSONDecodeError, RecursionError) as error:
@@ -64,7 +76,11 @@ def read_line(line: str, where: str, read: Callable[[Any], T]) -> T:
 
 
 def read_lines(path: Path, read: Callable[[Any], T]) -> Iterator[tuple[int, T]]:
-    """Yield (line number, what `read` makes of it) for the lines of a file that are not empty.  Raises DataError."""
+    """Yield (line number, result of `read`) for each line of a JSON Lines file, without empty lines.
+
+    Raises:
+        DataError: The file cannot be read, or as in `read_line`.
+    """
     try:
         with path.open(encoding="utf-8", newline="\n") as file:
             for number, line in enumerate(file, 1):
@@ -76,7 +92,7 @@ def read_lines(path: Path, read: Callable[[Any], T]) -> Iterator[tuple[int, T]]:
 
 @contextlib.contextmanager
 def opened(out: str) -> Iterator[TextIO]:
-    """The file to write results to; `-` is standard output.  Raises DataError where it cannot be written."""
+    """Open the file for results; `-` is standard output.  Raises DataError if it cannot be written."""
     if out == "-":
         yield sys.stdout
         return
@@ -88,5 +104,5 @@ def opened(out: str) -> Iterator[TextIO]:
 
 
 def printable(text: str) -> str:
-    """`text` for a terminal: what is not printable, such as a lone surrogate or an escape, as its code."""
+    """Return `text` with each unprintable character but line feed as an escape sequence, safe for a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

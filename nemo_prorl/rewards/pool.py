@@ -1,12 +1,14 @@
-"""Worker processes of one plugin: pre-warmed, each with a socket of its own, so that a kill harms one request only.
+"""A pool of worker processes for one plugin.
 
-Why not a ready-made process pool: pebble's workers share one channel and one lock, and the death of an idle worker, or
-of one that holds the lock, breaks the whole pool.  Here the server always knows which request which worker holds.
+Each worker has a separate socket, so the death of a worker affects only the request that it is judging.  pebble's pool
+is not used because its workers share one channel and one lock: the death of an idle worker, or of the worker that owns
+the lock, breaks the whole pool.
 
-* Over its time budget: the worker is killed, the submission is judged "timeout" (score 0).
-* Worker dies otherwise, or answers nonsense: the verdict is "infrastructure" (score null).  The caller tries again.
+* A worker over its time budget is killed; the verdict is "timeout" (score 0).
+* If a worker dies for another reason or sends a malformed verdict, the verdict is "infrastructure" (score null), and
+  the caller retries the request.
 
-A message on the socket is one line of JSON.  ASCII escapes keep lone surrogates, which UTF-8 does not have.
+Each message on a socket is one line of JSON in ASCII, because UTF-8 cannot encode lone surrogates.
 """
 
 import asyncio
@@ -30,39 +32,35 @@ from nemo_prorl.tracing import RECORDER
 
 _log = logging.getLogger(__name__)
 
-MAX_QUEUE = 8192  # requests that may wait for one plugin
-STARTUP_S = 120.0
-WALL_FACTOR = 4.0  # on a busy machine a worker may take this many times its CPU budget by the clock
+MAX_QUEUE = 8192  # maximum waiting requests per plugin
+STARTUP_S = 120.0  # seconds for a worker to start and run `prepare`
+WALL_FACTOR = 4.0  # limit of wall time per request, as a multiple of the CPU budget
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-_MAX_LINE = 2**30  # bytes of a worker's message; nothing is set aside for it
+_MAX_LINE = 2**30  # maximum bytes of a worker's message; the memory is not reserved in advance
 
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """One plugin's workers: its settings, their number, CPU seconds an answer may take, bounds of queue and memory.
-
-    `hash_seed` is their PYTHONHASHSEED: a verdict must not depend on it, which the conformance kit checks.
-    `unsafe_no_sandbox`: a plugin that needs the sandbox runs without where none holds.
-    """
+    """The configuration of one plugin's pool."""
 
     plugin: str
     settings: dict[str, Any]
     workers: int
-    budget_s: float
+    budget_s: float  # CPU seconds per request
     max_queue: int = MAX_QUEUE
-    memory_mb: int = 4096
-    hash_seed: int = 0
-    unsafe_no_sandbox: bool = False
+    memory_mb: int = 4096  # MiB of private memory per worker
+    hash_seed: int = 0  # PYTHONHASHSEED of the workers; the conformance kit checks that verdicts do not depend on it
+    unsafe_no_sandbox: bool = False  # if no sandbox works on this machine, run model-written code without one
 
 
 @dataclass
 class PoolStats:
-    """Counts since the start; `on_seconds` is called with the time that a judged request spent in its worker."""
+    """Counts since the start of a pool."""
 
-    outcomes: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)  # verdicts: "judged" or the kind of failure
     workers_lost: int = 0
-    on_seconds: Callable[[float], None] = lambda _: None
+    on_seconds: Callable[[float], None] = lambda _: None  # called with the wall seconds that a judgement took
 
 
 @dataclass(eq=False)
@@ -73,7 +71,7 @@ class _Job:
 
 
 class WorkerGone(Exception):
-    """The worker is dead, or is to be killed; `failure` is that of the verdict on its request."""
+    """The worker is dead or must be killed; `failure` is the failure kind of the verdict on its current request."""
 
     def __init__(self, why: str, failure: str = "infrastructure") -> None:
         super().__init__(why)
@@ -81,7 +79,7 @@ class WorkerGone(Exception):
 
 
 def worker_environment(hash_seed: int = 0) -> dict[str, str]:
-    """The environment variables of a worker: few of ours, one thread, a fixed hash seed."""
+    """Return the environment variables of a worker: a few of this process, one thread per library, a hash seed."""
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     return kept | dict.fromkeys(ONE_THREAD, "1") | {"PYTHONHASHSEED": str(hash_seed), "PYTHONUNBUFFERED": "1"}
 
@@ -98,7 +96,11 @@ class _Worker:
 
     @classmethod
     async def start(cls, spec: PoolSpec) -> "_Worker":
-        """Starts the process and waits until its plugin is ready.  Raises RewardFailure naming plugin and cause."""
+        """Start the process and wait until its plugin is ready.
+
+        Raises:
+            RewardFailure: The worker reported an error, died, or was not ready within STARTUP_S.
+        """
         ours, theirs = socket.socketpair()
         numbers = [theirs.fileno(), os.getpid(), spec.memory_mb, int(spec.unsafe_no_sandbox)]
         arguments = [*map(str, numbers), spec.plugin, json.dumps(spec.settings)]
@@ -106,7 +108,7 @@ class _Worker:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "nemo_prorl.rewards.worker", *arguments),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=2,  # a plugin that prints must not reach our results
+                stdout=2,  # keep what plugins print out of this process's standard output, which has the results
                 pass_fds=(theirs.fileno(),),
                 env=worker_environment(spec.hash_seed),
                 start_new_session=True,
@@ -119,10 +121,11 @@ class _Worker:
                 raise RewardFailure(f"reward plugin {spec.plugin!r} cannot start: {why}")
         except WorkerGone as error:
             worker.kill()
-            raise RewardFailure(f"a worker of reward plugin {spec.plugin!r} died while it started") from error
+            raise RewardFailure(f"a worker of reward plugin {spec.plugin!r} died during its start") from error
         except TimeoutError as error:
             worker.kill()
-            raise RewardFailure(f"waited {STARTUP_S:g} s for a worker of reward plugin {spec.plugin!r}") from error
+            late = f"a worker of reward plugin {spec.plugin!r} was not ready after {STARTUP_S:g} s"
+            raise RewardFailure(late) from error
         except BaseException:
             worker.kill()
             raise
@@ -138,7 +141,7 @@ class _Worker:
         return float(times.user + times.system)
 
     async def receive(self) -> Any:
-        """The next message.  Raises WorkerGone, also for a line that is not JSON."""
+        """Return the next message.  Raises WorkerGone if the worker is dead or sent a line that is not JSON."""
         try:
             line = await self._reader.readline()
         except OSError as error:
@@ -151,10 +154,13 @@ class _Worker:
             raise WorkerGone(f"worker sent {line[:80]!r}, which is not JSON") from error
 
     async def judge(self, job: _Job, budget_s: float) -> Verdict:
-        """The verdict on a request.  Raises WorkerGone if the worker dies or takes too long.
+        """Send one request to the worker and return its verdict.
 
-        Time counts as CPU time, so that a busy machine does not turn right answers into zeros; one that sleeps
-        instead of computing runs into WALL_FACTOR times the budget.
+        The budget counts CPU time, so that a busy machine does not turn right answers into timeouts.  A plugin that
+        sleeps instead of computing is stopped after WALL_FACTOR times the budget.
+
+        Raises:
+            WorkerGone: The worker died, exceeded its budget or sent a malformed verdict.  The caller must kill it.
         """
         self._writer.write(job.line)
         receiving = asyncio.ensure_future(self.receive())
@@ -176,7 +182,7 @@ class _Worker:
             receiving.cancel()
 
     def kill(self) -> None:
-        """Kills the process and everything it started; closes our end."""
+        """Kill the process and its process group, and close the socket."""
         if self.alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -184,7 +190,7 @@ class _Worker:
 
 
 class PluginPool:
-    """The queue and the workers of one plugin."""
+    """The request queue and the workers of one plugin.  A dead worker is replaced by a new one."""
 
     def __init__(self, spec: PoolSpec) -> None:
         self.spec = spec
@@ -194,7 +200,7 @@ class PluginPool:
         self._slots: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Starts and warms all workers.  Raises RewardFailure where one cannot start."""
+        """Start all workers and wait until they are ready.  Raises RewardFailure if a worker cannot start."""
         first = await asyncio.gather(*(self._spawn() for _ in range(self.spec.workers)), return_exceptions=True)
         if errors := [worker for worker in first if isinstance(worker, BaseException)]:
             await self.close()
@@ -202,7 +208,7 @@ class PluginPool:
         self._slots = [asyncio.create_task(self._run_slot(worker)) for worker in tuple(self.workers)]
 
     async def close(self) -> None:
-        """Kills the workers; what is still queued gets an infrastructure verdict."""
+        """Kill the workers, and answer all open requests with "infrastructure" verdicts."""
         for slot in self._slots:
             slot.cancel()
         await asyncio.gather(*self._slots, return_exceptions=True)
@@ -219,10 +225,17 @@ class PluginPool:
         return self.spec.max_queue - self._jobs.qsize()
 
     def submit(self, request: RewardRequest, timeout_s: float | None = None) -> "asyncio.Future[Verdict]":
-        """Queues one request; its future ends with exactly one verdict, never an error.
+        """Queue one request.
 
-        After `timeout_s` seconds that is an infrastructure verdict.  Raises asyncio.QueueFull (ask for `room` first),
-        and RecursionError for a request that is nested too deeply to be sent.
+        Args:
+            timeout_s: Seconds until an unjudged request gets an "infrastructure" verdict; None: no limit.
+
+        Returns:
+            A future of the verdict, which never ends with an exception.
+
+        Raises:
+            asyncio.QueueFull: The queue is full; check `room` first.
+            RecursionError: The request is nested too deeply for JSON.
         """
         loop = asyncio.get_running_loop()
         job = _Job(request, json.dumps(request.to_json()).encode() + b"\n", loop.create_future())
@@ -251,14 +264,17 @@ class PluginPool:
         return worker
 
     async def _respawn(self) -> _Worker:
-        """A new worker, tried until it starts; after three failures what waits is not left waiting."""
+        """Start a new worker, and retry until it starts.
+
+        After three failures, if the pool has no worker left, the queued requests get "infrastructure" verdicts.
+        """
         failures = 0
         while True:
             try:
                 return await self._spawn()
             except (RewardFailure, OSError) as error:
                 failures += 1
-                _log.error("%s (attempt %d)", error, failures)
+                _log.error("%s (failure %d in a row; the start will be retried)", error, failures)
                 if failures >= 3 and not self.workers:
                     self._fail_all(str(error))
                 await asyncio.sleep(min(10.0, 0.5 * 2**failures))
@@ -279,7 +295,7 @@ class PluginPool:
                 worker = await self._respawn()
 
     async def _next_job(self, worker: _Worker) -> _Job | None:
-        """Waits for work; None where the worker ends first."""
+        """Return the next request for a worker; None if the worker ends first."""
         if worker.alive and not self._jobs.empty():
             return self._jobs.get_nowait()
         getting = asyncio.ensure_future(self._jobs.get())
@@ -294,7 +310,7 @@ class PluginPool:
         return getting.result() if getting.done() else None
 
     async def _run_job(self, worker: _Worker, job: _Job) -> None:
-        """Judges one request.  Whatever happens, it is answered."""
+        """Let a worker judge one request.  The request always gets a verdict, even if this task is cancelled."""
         loop = asyncio.get_running_loop()
         started, score = loop.time(), None
         try:
@@ -303,7 +319,7 @@ class PluginPool:
             score = verdict["score"]
             self._answer(job, verdict)
         except WorkerGone as error:
-            _log.warning("plugin %r: %s on request %r", self.spec.plugin, error, job.request.id)
+            _log.warning("plugin %r, request %r: %s; its worker is replaced", self.spec.plugin, job.request.id, error)
             self._fail(job, f"plugin {self.spec.plugin!r}: {error}", error.failure)
             await self._drop(worker)
         except asyncio.CancelledError:

@@ -1,8 +1,8 @@
-"""Imports a plugin in a fresh process and watches what that does; then watches its `prepare` and `score` for network.
+"""A process that records the side effects of a plugin's import, and the network use of its `prepare` and `score`.
 
-Started by `conformance.py` as `python -B -m nemo_prorl.rewards.probe PARENT_PID NAME`; its orders come as JSON on
-standard input, its findings leave as JSON on standard output.  It sees what Python's audit events show: code in C that
-writes or connects by itself is not seen.
+`conformance.py` starts it as `python -B -m nemo_prorl.rewards.probe PARENT_PID NAME`, with a task as JSON on standard
+input, and reads the findings as JSON from standard output.  The probe relies on Python's audit events, so it does not
+notice C code that writes files or opens connections directly.
 """
 
 import importlib
@@ -23,7 +23,7 @@ HEAVY = (
     *("matplotlib", "megatron", "nemo", "nltk", "numpy", "openai", "pandas", "pyarrow", "reasoning_gym", "requests"),
     *("scipy", "sklearn", "spacy", "sympy", "tensorflow", "torch", "transformers", "vllm"),
 )
-IMPORT_CPU_S = 1.0
+IMPORT_CPU_S = 1.0  # maximum CPU seconds for the import of a plugin's module
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _FILES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod")
 _PROCESSES = ("subprocess.Popen", "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn")
@@ -31,7 +31,7 @@ _NETWORK = ("socket.connect", "socket.bind", "socket.sendto", "socket.getaddrinf
 
 
 class Watch:
-    """Notes audit events while `stage` is "import" or "judge"; each kind of thing once."""
+    """A recorder of audit events while `stage` is "import" or "judge".  Each distinct effect is recorded once."""
 
     def __init__(self) -> None:
         self.stage = ""
@@ -39,13 +39,13 @@ class Watch:
         sys.addaudithook(self._hook)
 
     def _hook(self, event: str, args: tuple[Any, ...]) -> None:
-        said = None
+        effect = None
         if self.stage == "import":
-            said = _import_effect(event, args)
+            effect = _import_effect(event, args)
         elif self.stage == "judge":
-            said = _network_use(event, args)
-        if said and said not in self.found[self.stage]:
-            self.found[self.stage].append(said)
+            effect = _network_use(event, args)
+        if effect and effect not in self.found[self.stage]:
+            self.found[self.stage].append(effect)
 
 
 def _import_effect(event: str, args: tuple[Any, ...]) -> str | None:
@@ -69,12 +69,12 @@ def _network_use(event: str, args: tuple[Any, ...]) -> str | None:
         return None
     target = args[0] if event.startswith("socket.get") else args[-1]
     local = event.startswith("socket.") and isinstance(target, (str, bytes)) and not event.startswith("socket.get")
-    return None if local else f"{event}({target!r})"  # a text as address is a socket file of this machine
+    return None if local else f"{event}({target!r})"  # a string as address is the path of a local socket
 
 
 def _import(point: importlib.metadata.EntryPoint, watch: Watch) -> type[RewardPlugin]:
-    """The plugin class; what its import does is noted."""
-    notes = watch.found["import"]
+    """Import and return the plugin class; record the effects of the import in `watch`."""
+    effects = watch.found["import"]
     before, threads, started = set(sys.modules), _threads(), time.process_time()
     directory = os.getcwd()
     watch.stage = "import"
@@ -86,15 +86,15 @@ def _import(point: importlib.metadata.EntryPoint, watch: Watch) -> type[RewardPl
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     if printed := os.lseek(1, 0, os.SEEK_CUR) + os.lseek(2, 0, os.SEEK_CUR):
-        notes.append(f"prints {printed} bytes")
-    if _threads() > threads and "starts a thread" not in notes:
-        notes.append("starts a thread")
+        effects.append(f"prints {printed} bytes")
+    if _threads() > threads and "starts a thread" not in effects:
+        effects.append("starts a thread")
     if os.getcwd() != directory:
-        notes.append("changes the working directory")
+        effects.append("changes the working directory")
     if heavy := sorted({name.split(".")[0] for name in set(sys.modules) - before} & set(HEAVY)):
-        notes.append(f"imports {', '.join(heavy)}")
+        effects.append(f"imports {', '.join(heavy)}")
     if used > IMPORT_CPU_S:
-        notes.append(f"takes {used:.1f} s of CPU time")
+        effects.append(f"takes {used:.1f} s of CPU time; at most {IMPORT_CPU_S:g} s are allowed")
     return plugin
 
 
@@ -102,8 +102,8 @@ def _threads() -> int:
     return max(threading.active_count(), len(os.listdir("/proc/self/task")))
 
 
-def _validated(plugin: RewardPlugin, truth: dict[str, Any]) -> dict[str, str]:
-    """What `validate_truth` does with a truth: nothing, or the type and text of what it raises."""
+def _validation(plugin: RewardPlugin, truth: dict[str, Any]) -> dict[str, str]:
+    """Return type and text of the exception that `validate_truth` raises; empty strings if it raises none."""
     try:
         plugin.validate_truth(truth)
     except ValueError as error:
@@ -115,7 +115,7 @@ def _validated(plugin: RewardPlugin, truth: dict[str, Any]) -> dict[str, str]:
 
 def main(argv: list[str]) -> int:
     die_with_parent(int(argv[0]))
-    orders = json.load(sys.stdin)
+    task = json.load(sys.stdin)
     results = os.fdopen(os.dup(1), "w")
     for number in (1, 2):
         os.dup2(os.memfd_create(f"stream-{number}"), number)
@@ -123,12 +123,12 @@ def main(argv: list[str]) -> int:
     [point] = set(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=argv[1]))
     findings: dict[str, Any] = {"import": watch.found["import"], "network": watch.found["judge"], "truths": []}
     try:
-        plugin = make_plugin(_import(point, watch), orders["settings"])
+        plugin = make_plugin(_import(point, watch), task["settings"])
         watch.stage = "judge"
-        if orders["prepare"]:
+        if task["prepare"]:
             plugin.prepare()
-        findings["truths"] = [_validated(plugin, truth) for truth in orders["truths"]]
-        for request in orders["requests"]:
+        findings["truths"] = [_validation(plugin, truth) for truth in task["truths"]]
+        for request in task["requests"]:
             judge(plugin, RewardRequest.from_json(request))
     except Exception as error:
         findings["failed"] = one_line(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""When a request is judged again: one rule for the client of reward servers and for who has workers of their own."""
+"""The retry rule for reward requests, shared by the client of reward servers and by callers with local workers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.rewards.interface import Verdict
 
-RETRIES = 2  # of a verdict "infrastructure": a worker died, or a plugin raised
+RETRIES = 2  # after an "infrastructure" verdict: a worker died, or a plugin raised an exception
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 5.0
 
 
@@ -15,11 +15,15 @@ async def until_judged(
     deadline: Deadline,
     on_retry: Callable[[Verdict | None], None] = lambda _: None,
 ) -> Verdict | None:
-    """Return the first verdict that is a judgement, or the last "infrastructure"; None once the deadline has passed.
+    """Request verdicts until one is not "infrastructure", RETRIES are used up, or the deadline has passed.
 
     Args:
-        attempt: asks for a verdict; None if no verdict came, which may be tried again until the deadline.
-        on_retry: called with what an attempt gave before another attempt is made.
+        attempt: Requests one verdict.  None means that no verdict arrived; this is repeated without limit until the
+            deadline.
+        on_retry: Called after each attempt that will be repeated, with the result of the attempt.
+
+    Returns:
+        The last verdict.  None if the deadline passed first.
     """
     failures, backoff = 0, _FIRST_BACKOFF_S
     while not deadline.passed:

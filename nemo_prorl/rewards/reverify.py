@@ -1,7 +1,7 @@
-"""`prorl reverify`: judges stored rollouts again, with the plugins as installed now, and says which verdicts changed.
+"""The command `prorl reverify`, which judges stored rollouts again with the installed plugins and reports differences.
 
-A line of `rollouts/step-N.jsonl` is a reward request with its `verdict`.  The settings of the plugins are those of the
-run's config.yaml, where there is one, unless given.
+Each line of `rollouts/step-N.jsonl` is a reward request with its `verdict`.  Without `--settings`, the settings of the
+plugins are read from the run's config.yaml, if it exists.
 """
 
 import argparse
@@ -26,40 +26,46 @@ from nemo_prorl.rewards.service import RewardService, plan_pools
 
 _log = logging.getLogger(__name__)
 
-_SAME = 1e-9  # scores this close are the same
-_JUDGED = ("score", "correct", "parts", "failure")  # a verdict that differs in one of these has changed
+_TOLERANCE = 1e-9  # maximum difference of equal scores
+_JUDGED = ("score", "correct", "parts", "failure")  # a verdict has changed if one of these fields differs
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One response with the verdict that it once got."""
+    """One stored response with its former verdict."""
 
     file: str
     line: int
-    step: int | None
+    step: int | None  # None: the file is not named step-N.jsonl
     request: RewardRequest
     verdict: Verdict
 
 
 def add_parser(commands: Any) -> None:
-    """Adds `reverify` to the main command line."""
-    text = "judge a run's stored rollouts again, and say which verdicts changed"
+    """Add the command `reverify` to the main command line."""
+    text = "judge the stored rollouts of a run again, and report which verdicts changed"
     parser = commands.add_parser("reverify", help=text, description=text)
     parser.add_argument("source", metavar="RUN_OR_FILE", type=Path, help="a run directory, or a file of its rollouts/")
-    parser.add_argument("--workers", type=int, default=1, help="worker processes, shared out over the plugins")
+    workers = "worker processes, divided among the plugins; default: 1"
+    parser.add_argument("--workers", type=int, default=1, help=workers)
     add_unsafe(parser)
     add_settings(parser, default=None)
-    parser.add_argument("--out", default="", help="file of JSON Lines: id, step, task, changed, old and new verdict")
+    out = "JSON Lines file to write: id, step, task, changed, old and new verdict; default: none"
+    parser.add_argument("--out", default="", help=out)
     parser.add_argument("--only-changed", action="store_true", help="write only changed verdicts to --out")
     parser.set_defaults(run_command=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 also where verdicts changed.  Raises DataError (bad file, line and field) before any worker starts."""
+    """Run the command and return 0, even if verdicts changed.
+
+    Raises:
+        DataError: A file or line is wrong; the message names file, line and field.  No worker was started.
+    """
     files = rollout_files(args.source)
     tasks = sorted({stored.request.task for stored in read_all(files)})
     if not tasks:
-        raise DataError(f"{args.source}: holds no response; see trainer.grpo.save_rollout_groups")
+        raise DataError(f"{args.source}: contains no response; see trainer.grpo.save_rollout_groups")
     settings = _settings_of(files[0]) if args.settings is None else args.settings
     registry = discover()
     specs = plan_pools(registry, tasks, args.workers, settings, unsafe_no_sandbox=args.unsafe_no_sandbox)
@@ -74,13 +80,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def rollout_files(source: Path) -> list[Path]:
-    """The files of a run in the order of steps, or the one that is named.  Raises DataError where there is none."""
+    """Return the rollout files of a run in the order of steps, or `source` itself if it is not a folder.
+
+    Raises:
+        DataError: The folder contains no rollout file.
+    """
     if not source.is_dir():
         return [source]
     folder = source / "rollouts" if (source / "rollouts").is_dir() else source
     files = sorted(folder.glob("step-*.jsonl"), key=lambda path: (_step_of(path) or 0, path.name))
     if not files:
-        raise DataError(f"{source}: holds no rollouts/step-N.jsonl; see trainer.grpo.save_rollout_groups")
+        raise DataError(f"{source}: contains no rollouts/step-N.jsonl; see trainer.grpo.save_rollout_groups")
     return files
 
 
@@ -90,7 +100,7 @@ def _step_of(path: Path) -> int | None:
 
 
 def _settings_of(file: Path) -> dict[str, dict[str, Any]]:
-    """`rewards.plugins` of the run that a file of rollouts belongs to; none without a config.yaml."""
+    """Return `rewards.plugins` from the config.yaml of the run that wrote a rollout file; {} without config.yaml."""
     path = file.absolute().parent.parent / "config.yaml"
     if not path.is_file():
         return {}
@@ -99,14 +109,14 @@ def _settings_of(file: Path) -> dict[str, dict[str, Any]]:
     try:
         settings: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text())["rewards"]["plugins"]
     except (yaml.YAMLError, OSError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: has no rewards.plugins ({error}); give --settings") from error
+        raise ConfigError(f"{path}: rewards.plugins cannot be read ({error}).  Fix: give --settings") from error
     if settings:
-        _log.info("settings of %s: %s", path, json.dumps(settings))
+        _log.info("using the plugin settings of %s: %s", path, json.dumps(settings))
     return settings
 
 
 def read_all(files: list[Path]) -> Iterator[Stored]:
-    """All lines of all files, one at a time.  Raises DataError naming file, line and field."""
+    """Yield the lines of all files.  Raises DataError that names file, line and field."""
     for path in files:
         for number, (request, verdict) in read_lines(path, _request_and_verdict):
             yield Stored(str(path), number, _step_of(path), request, verdict)
@@ -123,7 +133,7 @@ def _request_and_verdict(obj: Any) -> tuple[RewardRequest, Verdict]:
 async def _judge_all(
     service: RewardService, files: list[Path], workers: int, out: TextIO | None, only_changed: bool
 ) -> "Summary":
-    """Judges in order; changed verdicts go to standard output as they are known."""
+    """Judge all responses in order, and print each changed verdict once it is known."""
 
     async def lines() -> AsyncIterator[Stored]:
         for stored in read_all(files):
@@ -145,7 +155,7 @@ async def _judge_all(
 
 
 def differs(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether two verdicts differ in more than their wording."""
+    """Return whether two verdicts differ in a field other than id and detail."""
     return any(not _alike(old[key], new[key]) for key in _JUDGED)
 
 
@@ -154,7 +164,7 @@ def _alike(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
     if any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in (one, other)):
         return bool(one == other and isinstance(one, bool) == isinstance(other, bool))
-    return math.isclose(one, other, rel_tol=0.0, abs_tol=_SAME)
+    return math.isclose(one, other, rel_tol=0.0, abs_tol=_TOLERANCE)
 
 
 def _row(stored: Stored, new: Verdict, changed: bool) -> dict[str, Any]:
@@ -164,7 +174,6 @@ def _row(stored: Stored, new: Verdict, changed: bool) -> dict[str, Any]:
 
 
 def _change_line(stored: Stored, new: Verdict) -> str:
-    """One line on a changed verdict."""
     old: Mapping[str, Any] = stored.verdict
     after: Mapping[str, Any] = new
     step = "" if stored.step is None else f"step {stored.step}, "
@@ -187,13 +196,13 @@ _HEADS = ("same", "reworded", "changed", "up", "down", "newly failed", "mean bef
 
 
 class Summary:
-    """What became of the verdicts, by task; means are over verdicts that have a score."""
+    """A table of unchanged and changed verdicts by task.  Mean scores are over the verdicts that have a score."""
 
     def __init__(self) -> None:
         self._counts: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
 
     def add(self, stored: Stored, new: Verdict, changed: bool) -> None:
-        """`reworded` are those among `same` whose detail differs."""
+        """Count one verdict.  A verdict counts as "reworded", besides "same", if only its detail differs."""
         old, counts = stored.verdict, self._counts[stored.request.task]
         counts["changed" if changed else "same"] += 1
         counts["reworded"] += not changed and old["detail"] != new["detail"]
@@ -203,11 +212,11 @@ class Summary:
                 counts[f"scores {key}"] += 1
                 counts[f"sum {key}"] += score
         if old["score"] is not None and new["score"] is not None:
-            counts["up"] += new["score"] > old["score"] + _SAME
-            counts["down"] += new["score"] < old["score"] - _SAME
+            counts["up"] += new["score"] > old["score"] + _TOLERANCE
+            counts["down"] += new["score"] < old["score"] - _TOLERANCE
 
     def lines(self) -> list[str]:
-        """The table."""
+        """Return the lines of the table."""
         lines = [f"{'task':<16}" + "".join(f"{head:>13}" for head in _HEADS)]
         for task, counts in sorted(self._counts.items()):
             cells = [f"{counts[head]:.0f}" for head in _HEADS[:6]]

@@ -1,10 +1,15 @@
-"""The reward server: `POST /v1/score`, `GET /v1/health`, `GET /metrics`, on loopback unless told otherwise.
+"""The reward server, which judges requests over HTTP.
 
     python -m nemo_prorl.rewards.server --workers 2 --tasks math,puzzles --token-file F --endpoint-file G
 
-It ends with its parent (`--parent-pid`), finishes what it has begun on SIGTERM, and its workers end with it however it
-ends.  A POST holds one request or a list; with `Accept: application/x-ndjson` verdicts are sent as soon as each is
-known, out of order, each with the `key` that its request carried.
+* `POST /v1/score`: the body is one request or a list; the reply is the verdict or the list of verdicts.  With
+  `Accept: application/x-ndjson` the reply is a stream: each verdict is sent once it is known, in any order, with the
+  `key` of its request.
+* `GET /v1/health`, `GET /metrics` (Prometheus), and `POST /v1/trace`, which records the workers'
+  activity for a trace.
+
+The server listens on the loopback address by default.  It stops when its parent ends (`--parent-pid`) or on SIGTERM,
+after it has finished the open requests.  Its workers end with it, even if it is killed.
 """
 
 import argparse
@@ -45,25 +50,25 @@ _log = logging.getLogger(__name__)
 
 NDJSON = "application/x-ndjson"
 DEADLINE_HEADER = "prorl-deadline-s"  # seconds after which an unjudged request is an infrastructure failure
-MAX_REQUESTS = 4096  # in one POST
+MAX_REQUESTS = 4096  # per POST
 _BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
 class _PoolMetrics:
-    """The pools' counts in Prometheus' form, read at each scrape."""
+    """The counts of the pools in the format of Prometheus, collected at each scrape."""
 
     def __init__(self, pools: dict[str, PluginPool], registry: CollectorRegistry) -> None:
         self._pools = pools
         registry.register(self)
-        text = "Time in a worker, by the clock"
+        text = "Wall time of a judgement in its worker, in seconds"
         seconds = Histogram("prorl_reward_seconds", text, ["plugin"], buckets=_BUCKETS, registry=registry)
         for name, pool in pools.items():
             pool.stats.on_seconds = seconds.labels(name).observe
 
     def collect(self) -> Iterator[Metric]:
-        verdicts = CounterMetricFamily("prorl_reward_verdicts", "Verdicts given", labels=["plugin", "outcome"])
-        lost = CounterMetricFamily("prorl_reward_workers_lost", "Workers killed or dead", labels=["plugin"])
-        queued = GaugeMetricFamily("prorl_reward_queued", "Requests that wait for a worker", labels=["plugin"])
+        verdicts = CounterMetricFamily("prorl_reward_verdicts", "Verdicts by outcome", labels=["plugin", "outcome"])
+        lost = CounterMetricFamily("prorl_reward_workers_lost", "Workers that died or were killed", labels=["plugin"])
+        queued = GaugeMetricFamily("prorl_reward_queued", "Requests waiting for a worker", labels=["plugin"])
         workers = GaugeMetricFamily("prorl_reward_workers", "Workers alive", labels=["plugin"])
         for name, pool in self._pools.items():
             for outcome, count in sorted(pool.stats.outcomes.items()):
@@ -75,16 +80,21 @@ class _PoolMetrics:
 
 
 async def _body(http: Request) -> Any:
-    """The JSON of a body.  Raises HTTPException, and RecursionError where it is nested too deeply."""
+    """Return the parsed JSON body.
+
+    Raises:
+        HTTPException: The body is too long (413) or not JSON (400).
+        RecursionError: The JSON is nested too deeply.
+    """
     declared, size, parts = int(http.headers.get("content-length", "0")), 0, []
     if declared <= MAX_BODY:
-        async for part in http.stream():  # a body in chunks declares nothing
+        async for part in http.stream():  # a chunked body declares no length
             parts.append(part)
             size += len(part)
             if size > MAX_BODY:
                 break
     if max(declared, size) > MAX_BODY:
-        raise HTTPException(413, f"the body is over {MAX_BODY} bytes")
+        raise HTTPException(413, f"the body is larger than {MAX_BODY} bytes")
     try:
         return json.loads(b"".join(parts))
     except ValueError as error:
@@ -92,9 +102,9 @@ async def _body(http: Request) -> Any:
 
 
 def _requests_of(items: list[Any]) -> list[RewardRequest]:
-    """Raises ValueError naming the request and the field."""
+    """Return the requests of a POST.  Raises ValueError that names the request's index and the field."""
     if len(items) > MAX_REQUESTS:
-        raise ValueError(f"{len(items)} requests in one POST; at most {MAX_REQUESTS}")
+        raise ValueError(f"{len(items)} requests in one POST; at most {MAX_REQUESTS} are allowed")
     requests = []
     for index, item in enumerate(items):
         try:
@@ -108,7 +118,7 @@ def _requests_of(items: list[Any]) -> list[RewardRequest]:
 
 @contextlib.contextmanager
 def _reading() -> Iterator[None]:
-    """An error of reading a request is the sender's: 400.  All others are the server's: 500, and a client retries."""
+    """Turn a ValueError of parsing a request into status 400, which clients do not retry, instead of 500."""
     try:
         yield
     except ValueError as error:
@@ -116,14 +126,14 @@ def _reading() -> Iterator[None]:
 
 
 async def _refused(http: Request, error: Exception) -> Response:
-    """The answer to a request that cannot be taken."""
+    """Return the reply to an HTTP request that the server rejects."""
     if isinstance(error, HTTPException):
         return JSONResponse({"error": error.detail}, error.status_code, error.headers)
     return JSONResponse({"error": "the body's JSON is nested too deeply"}, 400)
 
 
 class RewardApp:
-    """The HTTP side of a service whose pools run."""
+    """The HTTP application of a service whose pools are started."""
 
     def __init__(self, service: RewardService, token: str, name: str = "rewards") -> None:
         self.service, self.name, self._token = service, name, token.encode()
@@ -145,7 +155,7 @@ class RewardApp:
             raise HTTPException(401, "Authorization: Bearer TOKEN is missing or wrong")
 
     async def health(self, http: Request) -> Response:
-        """Open to all, and says nothing but whether requests are taken."""
+        """Reply "ready" (200) or "draining" (503).  Needs no token."""
         return JSONResponse({"status": "draining" if self.draining else "ready"}, 503 if self.draining else 200)
 
     async def metrics(self, http: Request) -> Response:
@@ -153,7 +163,7 @@ class RewardApp:
         return Response(generate_latest(self._metrics), media_type="text/plain; version=0.0.4")
 
     async def trace(self, http: Request) -> Response:
-        """{"record": true}, then {"record": false}: what the workers did in between."""
+        """Start recording on {"record": true}; stop on {"record": false} and reply what the workers did between."""
         self._check_token(http)
         with _reading():
             part = tracing.answer(await _body(http), self.name)
@@ -181,7 +191,7 @@ class RewardApp:
 
 
 async def _as_known(futures: list["asyncio.Future[Verdict]"], keys: list[Any]) -> AsyncIterator[bytes]:
-    """Verdict lines in the order in which they become known; those known together leave together."""
+    """Yield verdicts as JSON lines once they are known; verdicts known at the same time are sent together."""
     key_of = dict(zip(futures, keys, strict=True))
     known: asyncio.Queue[asyncio.Future[Verdict]] = asyncio.Queue()
     for future in futures:
@@ -197,7 +207,10 @@ async def _as_known(futures: list["asyncio.Future[Verdict]"], keys: list[Any]) -
 
 
 class _UvicornServer(uvicorn.Server):  # type: ignore[misc,unused-ignore]
-    """Uvicorn that says when it listens, and whose signals are ours: it would end by re-raising SIGTERM."""
+    """A uvicorn server that calls `on_ready` once it listens, and leaves signals alone.
+
+    Uvicorn's own signal handling would re-raise SIGTERM at the end of the process.
+    """
 
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -213,7 +226,7 @@ class _UvicornServer(uvicorn.Server):  # type: ignore[misc,unused-ignore]
 
 
 class RewardEndpoint(TypedDict):
-    """Where a reward server of a run listens."""
+    """The content of an endpoint file: address and state of a reward server."""
 
     kind: Literal["rewards"]
     url: Annotated[str, Constraint(pattern="^http://")]
@@ -222,7 +235,7 @@ class RewardEndpoint(TypedDict):
 
 
 def write_endpoint(path: Path | None, url: str, state: Literal["ready", "stopped"]) -> None:
-    """Announces this server, if anywhere, and atomically: a reader sees the old file or the new one."""
+    """Write the endpoint file atomically: readers see the old content or the new.  Does nothing if `path` is None."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -233,7 +246,7 @@ def write_endpoint(path: Path | None, url: str, state: Literal["ready", "stopped
 
 
 def _is_ours(path: Path | None, url: str) -> bool:
-    """Whether the endpoint file is still this server's, and not that of one started since."""
+    """Return whether the endpoint file still describes this server, and not another one started since."""
     try:
         return path is not None and bool(json.loads(path.read_text())["url"] == url)
     except (OSError, ValueError, KeyError, TypeError):
@@ -241,15 +254,15 @@ def _is_ours(path: Path | None, url: str) -> bool:
 
 
 def read_token(path: Path) -> str:
-    """The run's token.  Raises ConfigError where the file is missing or empty."""
+    """Return the token that clients must send.  Raises ConfigError if the file is missing or empty."""
     try:
         token = path.read_text().strip()
     except OSError as error:
         raise ConfigError(f"token file {path}: {error.strerror}; the launcher writes one for each run") from error
     if not token:
-        raise ConfigError(f"token file {path} is empty; it must hold the run's token")
+        raise ConfigError(f"token file {path} is empty; it must contain the run's token")
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
-        _log.warning("token file %s can be read by others than its owner; chmod 600 it", path)
+        _log.warning("token file %s can be read by other users.  Fix: chmod 600 %s", path, path)
     return token
 
 
@@ -261,7 +274,7 @@ def _pidfd(pid: int | None) -> int | None:
 
 
 async def serve(args: argparse.Namespace) -> int:
-    """Runs until SIGTERM, SIGINT or the parent's end; then drains for `--drain-s` seconds.  0 when it ended cleanly."""
+    """Run the server until SIGTERM, SIGINT or the parent's end; then finish open requests for up to `--drain-s`."""
     allow_connections()
     token = read_token(args.token_file)
     registry = discover()
@@ -277,10 +290,11 @@ async def serve(args: argparse.Namespace) -> int:
         access_log=False,
         timeout_graceful_shutdown=args.drain_s,
         ws="none",
-        timeout_keep_alive=75,  # longer than a client keeps an idle connection, so that it never meets a closed one
+        timeout_keep_alive=75,  # seconds; longer than a client keeps an idle connection, so that the client closes it
     )
     listener = socket.create_server((args.host, args.port), backlog=1024)
-    # asyncio sets it only where the socket says TCP itself; without it a small answer waits 40 ms for an ACK
+    # Without TCP_NODELAY a small reply waits 40 ms for an ACK.  asyncio sets it only on sockets created with
+    # IPPROTO_TCP.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     url = f"http://{args.public_host or args.host}:{listener.getsockname()[1]}"
     server = _UvicornServer(config, lambda: write_endpoint(args.endpoint_file, url, "ready"))
@@ -299,7 +313,8 @@ async def serve(args: argparse.Namespace) -> int:
         loop.add_signal_handler(number, stop)
     try:
         await starting
-        _log.info("reward server at %s: %s", url, ", ".join(f"{spec.plugin} x{spec.workers}" for spec in specs))
+        workers = ", ".join(f"{spec.plugin} x{spec.workers}" for spec in specs)
+        _log.info("reward server listens at %s; workers: %s", url, workers)
         await server.serve(sockets=[listener])
         if _is_ours(args.endpoint_file, url):
             write_endpoint(args.endpoint_file, url, "stopped")

@@ -1,4 +1,4 @@
-"""The plugins in use with their worker pools: what the HTTP server and `prorl rewards score` share."""
+"""The reward service: the plugins in use with their worker pools.  Used by the HTTP server and by commands."""
 
 import asyncio
 import math
@@ -15,11 +15,11 @@ from nemo_prorl.rewards.retries import until_judged
 
 T = TypeVar("T")
 
-_READ_AHEAD = 256  # requests for each worker
+_READ_AHEAD = 256  # requests per worker that `in_order` reads before their verdicts are known
 
 
 def share_out(workers: int, plugins: list[str]) -> dict[str, int]:
-    """Workers for each plugin: as even as can be, and at least one each, so that none can starve another."""
+    """Return the number of workers for each plugin: evenly divided, and at least one each."""
     if workers < 1:
         raise ConfigError(f"rewards.workers={workers}: must be at least 1")
     each, more = divmod(workers, max(1, len(plugins)))
@@ -36,10 +36,19 @@ def plan_pools(
     unsafe_no_sandbox: bool = False,
     on_demand: bool = False,
 ) -> list[PoolSpec]:
-    """One pool for each plugin that `tasks` need (all tasks where none is named).
+    """Return the configuration of one pool for each plugin that the tasks need.
 
-    `on_demand`: the pools will be started when they are needed, so each gets all the workers, and nothing is tried now.
-    Raises ConfigError (unknown task, plugin or setting, the known ones listed) and UnfitMachine (no sandbox).
+    Args:
+        tasks: Empty: all known tasks.
+        workers: Worker processes of all pools together.
+        settings: Settings by plugin name.
+        max_queue: Maximum waiting requests per plugin.
+        on_demand: The pools will be started by `RewardService.ready`.  Then each pool gets `workers` workers, and the
+            sandbox is not tested now.
+
+    Raises:
+        ConfigError: A task, plugin or setting is unknown (the message lists the known ones) or a value is wrong.
+        UnfitMachine: A plugin needs the sandbox, and no sandbox works on this machine.
     """
     settings = settings or {}
     for name in settings:
@@ -47,7 +56,7 @@ def plan_pools(
     wanted = list(tasks) or sorted(registry.tasks())
     classes = {plugin.name: plugin for plugin in map(registry.plugin_of_task, wanted)}
     if not classes:
-        raise ConfigError("no reward plugin is installed; install one, for example from reward_plugins/")
+        raise ConfigError("no reward plugin is installed.  Fix: pip install one, for example from reward_plugins/")
     specs = []
     shares = dict.fromkeys(classes, workers) if on_demand else share_out(workers, list(classes))
     for name, count in shares.items():
@@ -60,14 +69,14 @@ def plan_pools(
 
 
 def check_sandbox(unsafe_no_sandbox: bool = False) -> None:
-    """Tries the sandbox on this machine.  Raises UnfitMachine where none holds and that is not allowed."""
+    """Test the sandbox on this machine.  Raises UnfitMachine if none works, unless `unsafe_no_sandbox`."""
     from nemo_prorl.rewards.sandbox.levels import open_sandbox
 
     open_sandbox(unsafe_no_sandbox).close()
 
 
 class RewardService:
-    """Judges requests; every one is answered with exactly one verdict."""
+    """The pools of several plugins.  Every request gets exactly one verdict, from the plugin of its task."""
 
     def __init__(self, specs: list[PoolSpec], registry: Registry) -> None:
         self.pools = {spec.plugin: PluginPool(spec) for spec in specs}
@@ -76,7 +85,7 @@ class RewardService:
         self._started: set[str] = set()
 
     async def start(self) -> None:
-        """Raises RewardFailure, naming the plugin, where a worker cannot start."""
+        """Start all pools.  Raises RewardFailure, naming the plugin, if a worker cannot start."""
         started = await asyncio.gather(*(pool.start() for pool in self.pools.values()), return_exceptions=True)
         if errors := [error for error in started if isinstance(error, BaseException)]:
             await self.close()
@@ -84,7 +93,12 @@ class RewardService:
         self._started.update(self.pools)
 
     async def ready(self, task: str) -> None:
-        """Starts the pool of a task if none did before.  Raises RewardFailure and UnfitMachine; unknown tasks pass."""
+        """Start the pool of a task unless it was started before; ignore unknown tasks.
+
+        Raises:
+            RewardFailure: A worker cannot start.
+            UnfitMachine: The plugin needs the sandbox, and no sandbox works on this machine.
+        """
         name = self.tasks.get(task)
         if name is None or name in self._started:
             return
@@ -97,15 +111,18 @@ class RewardService:
         await asyncio.gather(*(pool.close() for pool in self.pools.values()))
         from nemo_prorl.rewards.sandbox import folders
 
-        folders.sweep()  # workers are killed where they stand, and may leave one
+        folders.sweep()  # killed workers cannot remove their sandbox folders
 
     def room_for(self, requests: list[RewardRequest]) -> bool:
-        """Whether the queues can take all of them."""
+        """Return whether the queues have room for all of these requests."""
         counts = Counter(self.tasks[request.task] for request in requests if request.task in self.tasks)
         return all(self.pools[name].room >= count for name, count in counts.items())
 
     def submit(self, request: RewardRequest, timeout_s: float | None = None) -> "asyncio.Future[Verdict]":
-        """A future of the verdict; for an unknown task it lists the known.  Raises what `PluginPool.submit` raises."""
+        """Queue one request and return a future of its verdict; see `PluginPool.submit`.
+
+        For an unknown task the verdict is "infrastructure" and lists the tasks in use.
+        """
         name = self.tasks.get(request.task)
         if name is not None:
             return self.pools[name].submit(request, timeout_s)
@@ -116,7 +133,7 @@ class RewardService:
         return future
 
     async def judge(self, request: RewardRequest) -> Verdict:
-        """Return the verdict on a request, judged again where a worker died.  Raises what `submit` raises."""
+        """Return the verdict on a request; "infrastructure" failures are retried.  Raises as `submit` does."""
 
         async def attempt() -> Verdict:
             return await self.submit(request)
@@ -128,9 +145,13 @@ class RewardService:
     async def in_order(
         self, items: AsyncIterator[T], request_of: Callable[[T], RewardRequest], workers: int
     ) -> AsyncIterator[tuple[T, Verdict]]:
-        """Yield each item with its verdict once that and all before it are known.
+        """Judge items concurrently, and yield each item with its verdict in the order of the items.
 
-        Raises what reading the items raises, after the verdicts on those before.
+        An exception of `items` is raised after the verdicts on all earlier items.
+
+        Args:
+            request_of: Returns the request of an item.
+            workers: Scales how many items are read ahead.
         """
         waiting: asyncio.Queue[tuple[T, asyncio.Task[Verdict]] | None] = asyncio.Queue(
             min(workers * _READ_AHEAD, MAX_QUEUE // 2)

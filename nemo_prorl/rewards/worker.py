@@ -1,7 +1,8 @@
-"""A worker process: one plugin, one thread, one request at a time, on the main thread (SIGALRM works there).
+"""A worker process that judges the requests of one plugin, one at a time.
 
-Started by `pool.py` as `python -m nemo_prorl.rewards.worker SOCKET_FD SERVER_PID MEMORY_MB UNSAFE PLUGIN SETTINGS`.
-It dies with its server: PDEATHSIG kills it in the middle of a request too, and an end of file ends its loop.
+`pool.py` starts it as `python -m nemo_prorl.rewards.worker SOCKET_FD SERVER_PID MEMORY_MB UNSAFE PLUGIN SETTINGS`.
+Plugins run on the main thread, because SIGALRM works only there.  The worker ends with its server: the kernel kills it
+(PDEATHSIG) when the server dies, also in the middle of a request, and its loop ends when the server closes the socket.
 """
 
 import importlib.metadata
@@ -19,7 +20,7 @@ from nemo_prorl.rewards.sandbox.kernel import die_with_parent
 
 
 def limit_memory(megabytes: int) -> None:
-    """Private memory at most `megabytes`, so that an answer like 9^9^9 raises MemoryError; no core files."""
+    """Limit private memory, so that an answer like 9^9^9 raises MemoryError, and switch off core files."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     wanted = megabytes * 2**20
     soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -28,7 +29,7 @@ def limit_memory(megabytes: int) -> None:
 
 
 def load(name: str, settings: dict[str, object], unsafe_no_sandbox: bool) -> RewardPlugin:
-    """The plugin, warmed up.  Raises what its import, its settings, its sandbox or its `prepare` raise."""
+    """Return the plugin, ready to judge.  Raises whatever its import, settings, sandbox or `prepare` raise."""
     points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name)
     plugin = make_plugin(discover(points).plugin(name), settings)
     if plugin.needs_sandbox:
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> int:
     fd, server_pid, memory_mb, unsafe = map(int, argv[:4])
     name, settings = argv[4:]
     die_with_parent(server_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the server's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     channel = socket.socket(fileno=fd).makefile("rw", encoding="ascii", newline="\n")
 
     def send(message: object) -> None:

@@ -182,7 +182,7 @@ def test_with_real_engines_killed_resumed_and_done_again_by_its_manifest(laptop_
     assert "numbers differ" in out
     code, _, err = ended(prorl(*options, "--temperature", "0.5", "--out", str(tmp_path / "whole")))
     assert code == 2
-    assert "temperature 0.5 (it has 1.0)" in err
+    assert "temperature 0.5 (there: 1.0)" in err
 
 
 @VLLM
@@ -199,5 +199,5 @@ def test_asked_to_stop_it_keeps_what_it_has(laptop_model: Path, tmp_path: Path) 
     process.send_signal(signal.SIGTERM)
     code, _, err = ended(process)
     assert code == 75
-    assert "the same command goes on" in err
+    assert "Run the same command to continue" in err
     assert not list((tmp_path / "endpoints").glob("engine-*.json"))

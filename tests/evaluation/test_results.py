@@ -169,7 +169,7 @@ def test_readings(one: tuple[float, float], most: tuple[float, float], told: str
 def test_only_the_same_prompts_are_compared(tmp_path: Path) -> None:
     write(tmp_path / "a", "laptop_gcd", [[1.0], [0.0]])
     write(tmp_path / "b", "laptop_gcd", [[1.0], [0.0], [0.0]])
-    with pytest.raises(DataError, match="its prompts of laptop_gcd are not those of"):
+    with pytest.raises(DataError, match="its prompts of laptop_gcd differ from those of"):
         compare.compare(compare.read([tmp_path / "a", tmp_path / "b"]))
     write(tmp_path / "c", "acre", [[1.0], [0.0]])
     with pytest.raises(ConfigError, match="no benchmark in common"):

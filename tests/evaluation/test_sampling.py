@@ -34,7 +34,7 @@ class Drawn:
     """A source whose responses follow from the seed; breaks off after so many."""
 
     def __init__(self, most: int = 10**9) -> None:
-        self.at_a_time, self.most = 8, most
+        self.max_concurrent, self.most = 8, most
         self.seeds: list[int] = []
 
     def check(self, record: Mapping[str, Any], sampling: Sampling) -> None:
@@ -81,7 +81,7 @@ def evaluate(folder: Path, source: Any, judge: Judged, benchmark: Benchmark = GC
     store = Store(folder, benchmark.name)
     work = Work(source, judge, seed)
     try:
-        asyncio.run(work.do(plan([BenchmarkWork(benchmark, store, RECORDS)], source)))
+        asyncio.run(work.run(plan([BenchmarkWork(benchmark, store, RECORDS)], source)))
     finally:
         store.close()
     return store, work
@@ -134,7 +134,7 @@ def test_the_room_of_a_response_that_ended_is_taken_before_its_prompt_is_done(tm
     source = Slow()
     evaluate(tmp_path, source, Judged())
     assert len(source.seeds) == 24
-    assert max(source.seen) <= source.at_a_time
+    assert max(source.seen) <= source.max_concurrent
     late = [count for count in source.seen[2:] if count > GCD.sampling.samples]  # beside others' late ones
     assert len(late) >= 3
 

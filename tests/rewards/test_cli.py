@@ -82,7 +82,7 @@ def test_a_bad_line_is_named_before_anything_is_judged(plugins: Path, tmp_path: 
     with pytest.raises(DataError, match=r"in\.jsonl:1: not JSON"):
         run("score", "--in", str(tmp_path / "in.jsonl"))
     (tmp_path / "in.jsonl").write_text("\n")
-    with pytest.raises(DataError, match="holds no request"):
+    with pytest.raises(DataError, match="contains no request"):
         run("score", "--in", str(tmp_path / "in.jsonl"))
     with pytest.raises(DataError, match="cannot be read"):
         run("score", "--in", str(tmp_path / "absent.jsonl"))
@@ -122,4 +122,4 @@ def test_a_stream_starts_what_it_needs_with_all_the_workers(plugins: Path) -> No
 def test_bad_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run("score", "--settings", "[1]")
-    assert "must be an object by plugin name" in capsys.readouterr().err
+    assert "must map plugin names to settings" in capsys.readouterr().err

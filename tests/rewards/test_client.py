@@ -94,10 +94,10 @@ def test_a_server_whose_many_posts_all_fail_is_closed_off_for_seconds() -> None:
     server = _Endpoint("http://x")
     for k in range(2000):
         server.failed(now=10.0 + 0.001 * k)
-    assert server.closed_until == pytest.approx(17.0, abs=0.01)
+    assert server.avoided_until == pytest.approx(17.0, abs=0.01)
     server.failures = 0
     server.failed(now=12.0)  # a late one opens nothing
-    assert server.closed_until == pytest.approx(17.0, abs=0.01)
+    assert server.avoided_until == pytest.approx(17.0, abs=0.01)
 
 
 def test_slow_verdicts_hold_no_other_request_back(plugins: Path, start_server: StartServer, tmp_path: Path) -> None:
@@ -281,12 +281,12 @@ def test_a_verdict_that_is_not_the_requests_own_is_refused() -> None:
         future = awaited[5].future
         take_verdict(dict(good), awaited)
         assert future.result() == {key: value for key, value in good.items() if key != "key"}
-        with pytest.raises(ValueError, match="key 5, which is not awaited"):
+        with pytest.raises(ValueError, match="key 5, but no open request"):
             take_verdict(dict(good), awaited)
         for wrong in ({"key": 6}, {"id": "another's"}, {"key": None}):
             awaited = fresh()
             future = awaited[5].future
-            with pytest.raises(ValueError, match="which is not awaited|the request's id is 'mine'"):
+            with pytest.raises(ValueError, match="but no open request|the request's id is 'mine'"):
                 take_verdict({**good, **wrong}, awaited)
             assert not future.done()
         with pytest.raises(ValueError, match="field 'verdict.correct' is missing"):

@@ -186,7 +186,7 @@ def test_a_plugin_that_ends_its_process_is_reported_and_not_believed(tested: Cal
     """It dies wherever it is prepared: in the worker and in the process that watches it."""
     report = check_plugin(tested(prepare="os._exit(3)"))
     assert report.failed == ["start"], "\n".join(report.lines())
-    assert "died while it started" in report["start"].text
+    assert "died during its start" in report["start"].text
     assert report["import"].state == "skipped"
     assert "ended with status 3" in report["truth"].text
 
@@ -210,7 +210,7 @@ def test_the_command_line(prorl: Prorl, tested: Callable[..., str], tmp_path: Pa
     assert "unknown reward plugin 'maths'; known: " in told.stderr
     told = prorl("rewards", "test", "puzzles", "--settings", '{"math": {}}')
     assert told.returncode == 2
-    assert "--settings names plugin 'math'; here only 'puzzles' is in use" in told.stderr
+    assert "--settings: plugin 'math' is not tested here; expected only 'puzzles'" in told.stderr
 
 
 def test_results_leave_as_lines_or_as_json(tested: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:

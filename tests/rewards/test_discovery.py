@@ -44,7 +44,7 @@ def test_two_packages_with_one_name_or_one_task_are_both_named(plugins: Path) ->
     again = EntryPoint("echo", "misbehaving_plugins:Echo ", ENTRY_POINT_GROUP)
     assert "two installed packages" in discover([point, again]).broken["echo"]
     renamed = EntryPoint("ecco", "misbehaving_plugins:Echo", ENTRY_POINT_GROUP)
-    assert "its class says name = 'echo'" in discover([renamed]).broken["ecco"]
+    assert "its class has name = 'echo'" in discover([renamed]).broken["ecco"]
 
 
 def test_settings_are_checked() -> None:

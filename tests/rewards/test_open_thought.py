@@ -162,7 +162,7 @@ def test_evaluation(renderer: PromptRenderer, server: RunningServer, tmp_path: P
             async def judge(request: dict[str, Any]) -> Verdict:
                 return await rewards.score(request, Deadline(60, "a verdict"))
 
-            await Work(source, judge, 1).do(plan([BenchmarkWork(benchmark, store, RECORDS)], source))
+            await Work(source, judge, 1).run(plan([BenchmarkWork(benchmark, store, RECORDS)], source))
 
     try:
         asyncio.run(evaluate())
@@ -246,9 +246,9 @@ def test_an_address_whose_prompt_opens_the_thought(caplog: pytest.LogCaptureFixt
 
 
 def test_what_was_said_of_an_address_is_in_its_manifest() -> None:
-    from nemo_prorl.evaluation.models import behind_address
+    from nemo_prorl.evaluation.models import on_server
 
-    opens, plain = (behind_address("http://x/v1", "tiny", opens) for opens in (True, False))
+    opens, plain = (on_server("http://x/v1", "tiny", opens) for opens in (True, False))
     assert json.loads(json.dumps(opens.to_json()))["opens_thought"] is True
     assert "opens_thought" not in plain.to_json()
     assert opens.sha256 != plain.sha256

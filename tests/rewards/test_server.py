@@ -125,7 +125,7 @@ def test_a_body_that_cannot_be_taken_is_refused(plugins: Path, start_server: Sta
     connection.putheader("Content-Length", str(MAX_BODY + 1))
     connection.endheaders()
     response = connection.getresponse()
-    assert (response.status, json.load(response)) == (413, {"error": f"the body is over {MAX_BODY} bytes"})
+    assert (response.status, json.load(response)) == (413, {"error": f"the body is larger than {MAX_BODY} bytes"})
     connection.close()
     connection = HTTPConnection(host, timeout=60)
     sent: list[int] = []

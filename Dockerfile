@@ -1,4 +1,4 @@
-# Training and rollout on GPUs, from NVIDIA's NeMo container.  docs/container.md: how to build, run and check it.
+# Training and rollout on GPUs, from NVIDIA's NeMo container.  docs/howto/container.md: how to build, run and check it.
 #
 # The tag: NVIDIA's changelog (https://docs.nvidia.com/nemo-framework/user-guide/latest/changelog.html) has 25.04.00 to
 # 25.04.02 and says that the tag 25.04 itself was moved to the newer ones in turn, so a patch is named here.  That 25.04
@@ -47,7 +47,7 @@ COPY reward_plugins/ reward_plugins/
 RUN ${PYTHON} setup/environments.py --in-place --only train
 # Fails where a package of the container has changed, NeMo or Megatron-Core is of another series, a dependency of ours
 # is missing, or a module does not import.  CHECK_IMPORTS= (empty) leaves the imports out, where a build machine
-# without a driver cannot do them; the check on a node (docs/container.md) does them then.
+# without a driver cannot do them; the check on a node (docs/howto/container.md) does them then.
 ARG CHECK_IMPORTS=torch,megatron.core,nemo.collections.nlp.models.language_modeling.megatron_gpt_model,\
 nemo_aligner.models.nlp.gpt.gpt_sft_model
 RUN ${PYTHON} setup/environments.py --check --rollout-lock "${ROLLOUT_LOCK}" --imports "${CHECK_IMPORTS}"

@@ -1,6 +1,6 @@
 # make train     sets up what is missing and runs the laptop job (again: continues it)
 # make test      sets up what is missing and runs the tests;  make test-all: the slow ones too
-# make check     the inner loop: format, lint, import contracts, types and the quick tests, in a minute
+# make check     the inner loop: format, lint, spelling, import contracts, types and the quick tests, in a minute
 # make docs      builds the documentation into site/;  make docs-serve: shows it while you write
 # make gpu-evidence   what kernels, actor and engine take on this machine's GPU;  make gpu-wheels: what a bare one lacks
 # make clean     deletes both environments and caches; runs/ stays
@@ -39,6 +39,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses=$(shell n=$$(nproc); echo $$((n
 check: setup
 	@$(BIN)/ruff format --check
 	@$(BIN)/ruff check
+	@$(BIN)/codespell
 	@$(BIN)/lint-imports
 	@$(BIN)/mypy
 	@$(PYTEST) --dist=worksteal -m "not slow and not vllm and not nemo and not starts" $(ARGS)

@@ -229,7 +229,7 @@ def _lines(axis: Any, lines: list[tuple[list[float], list[float]]], label: str, 
 
 
 def report(found: list[dict[str, Any]]) -> None:
-    """The tables into docs/ablations.md, between its marks, and a picture a group beside it."""
+    """The tables into docs/explanation/ablations.md, between its marks, and a picture a group beside it."""
     found = [json.loads(json.dumps(r)) for r in found]
     text = table(found)
     sys.stdout.write(text)

@@ -10,11 +10,11 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_prorl.errors import ConfigError, ProrlError, disk_full
+from nemo_prorl import __version__
+from nemo_prorl.errors import ConfigError, ProrlError, UnfitMachine, disk_full
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -37,6 +37,16 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     except BrokenPipeError:
         return 0  # the reader of our output has seen enough
+    except ModuleNotFoundError as error:
+        if (name := str(error.name)).startswith("nemo_prorl"):
+            raise
+        _log.error(
+            "prorl: this command needs the Python package %s, which %s does not have. Fix: run `make setup` in a"
+            " checkout of the project and use .venv/train/bin/prorl",
+            name,
+            sys.executable,
+        )
+        return UnfitMachine.exit_code
     except Exception as error:
         if (text := disk_full(error)) is None:
             raise
@@ -74,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Prolonged reinforcement learning with verifiable rewards, on a laptop's CPU and on H100 nodes.",
         epilog="Configuration is overridden in Hydra's way: KEY=VALUE, or a group: cluster=laptop, stage=run1.",
     )
-    parser.add_argument("--version", action="version", version=f"prorl {_version()}")
+    parser.add_argument("--version", action="version", version=f"prorl {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     train = _add(commands, "train", _train, "run the laptop job, a stage or any run; continues what run_dir holds")
@@ -134,13 +144,6 @@ def _try_step(cfg: "DictConfig", config_text: str, events: "Events") -> int:
     from nemo_prorl.launcher import job
 
     return job.preflight(cfg, config_text, events)
-
-
-def _version() -> str:
-    try:
-        return version("nemo-prorl")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 def _add(

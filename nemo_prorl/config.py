@@ -3,7 +3,7 @@
 Standard library only.  Each key has one owner: what the trainer needs stands under `trainer.grpo`, what NeMo's model
 needs under `model`.  `model` and `exp_manager` hold NeMo's own keys, as their yaml in `conf/` lists them; those that
 this project computes with are described by `ModelKeys`.  `nemo_prorl.checks` checks each value by its line, and
-docs/configuration.md is made from the lines.
+docs/reference/configuration.md is made from the lines.
 """
 
 import dataclasses

@@ -359,7 +359,7 @@ def main() -> int:
         wanted = [e for e in environments(arguments) if arguments.only in (None, e.name)]
         for env in wanted:
             if not env.lock.exists():
-                raise Unfit(f"{env.lock} is not there. What writes it: docs/container.md.")
+                raise Unfit(f"{env.lock} is not there. What writes it: docs/howto/container.md.")
         if arguments.check:
             check(arguments, wanted)
             return 0

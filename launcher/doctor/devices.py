@@ -42,7 +42,7 @@ answer(version.value)
 """
 _IMAGE = (
     "run in the image built from NVIDIA's NeMo container: sbatch slurm/stage.sbatch STAGE --container-image=IMAGE"
-    " (docs/container.md)"
+    " (docs/howto/container.md)"
 )
 _TORCH = """
 import torch
@@ -231,7 +231,7 @@ def judge_driver(cuda: Mapping[str, str | None], runs: int, driver: str) -> Chec
             package = f"cuda-compat-{version.replace('.', '-')}"
             cure = (
                 f"install driver {DRIVERS.get(major, 'of a newer branch')} or later, or the package {package} in the"
-                f" image (data-centre GPUs only), or torch for CUDA {major - 1} in that environment (docs/container.md)"
+                f" image (data-centre GPUs only), or torch for CUDA {major - 1} in that environment (docs/howto/container.md)"
             )
             return Check("driver", "fail", text, cure)
     return Check("driver", "pass", f"{driver}, CUDA {newest}")

@@ -78,7 +78,7 @@ def _read(name: str, folder: Path) -> Evaluated:
 
 
 def compare(models: Sequence[Evaluated]) -> EvaluationComparison:
-    """Return the content of comparison.json, which docs/formats.md describes."""
+    """Return the content of comparison.json, which docs/reference/formats.md describes."""
     common = [name for name in models[0].found if all(name in model.found for model in models)]
     if not common:
         raise ConfigError("--compare: the evaluations have no benchmark in common")
@@ -202,7 +202,7 @@ def base_k(base: Numbers, other: Numbers) -> int | None:
 
 
 def reading(curve: Mapping[str, Interval], reward: Interval) -> Reading:
-    """Return the verdict that the intervals allow, in the words that docs/formats.md explains."""
+    """Return the verdict that the intervals allow, in the words that docs/reference/formats.md explains."""
     one, most = curve["1"], curve[max(curve, key=int)]
     better, more = one["low"] > 0, most["low"] > 0
     worse, less = one["high"] < 0, most["high"] < 0

@@ -167,7 +167,7 @@ def by_domain(entries: Mapping[str, BenchmarkAbout]) -> dict[str, list[str]]:
 def results(
     model: ModelJson, seed: int, benchmarks: Sequence[Benchmark], found: Mapping[str, Scored], time: EvaluationTime
 ) -> EvaluationResults:
-    """Return the content of results.json, which docs/formats.md describes."""
+    """Return the content of results.json, which docs/reference/formats.md describes."""
     entries = {one.name: benchmark_numbers(one, found[one.name]) for one in benchmarks}
     domains = {group: together({name: entries[name] for name in names}) for group, names in by_domain(entries).items()}
     outside = domains.pop("out_of_distribution", None)

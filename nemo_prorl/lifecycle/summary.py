@@ -97,7 +97,7 @@ def summary(
     checkpoint_s: float,
     hashes: Mapping[str, str] | None,
 ) -> RunSummary:
-    """Return summary.json, as docs/formats.md describes it.
+    """Return summary.json, as docs/reference/formats.md describes it.
 
     Args:
         scores: validations by step.

@@ -70,7 +70,7 @@ class Report {
 
   buildAnyMetric() {
     this.metric = el("select", { onchange: () => { this.showMetric(); drawAll(); } });
-    this.metricChart = new Chart({ id: "any", title: "Chosen metric", unit: "as in docs/formats.md", free: true });
+    this.metricChart = new Chart({ id: "any", title: "Chosen metric", unit: "as in docs/reference/formats.md", free: true });
     this.metricTable = el("details", {}, el("summary", {}, "Every metric: first, last, least, greatest"));
     this.metricTable.addEventListener("toggle", () => this.fillMetrics());
     this.section("metrics", "Any metric", "", el("fieldset", {}, el("legend", {}, "Which metric"), el("label", {}, "Metric", this.metric)), this.metricChart.node, this.metricTable);

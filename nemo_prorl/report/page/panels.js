@@ -1,4 +1,4 @@
-// Which charts there are, and which metrics each shows.  Keys are those of docs/formats.md.
+// Which charts there are, and which metrics each shows.  Keys are those of docs/reference/formats.md.
 const OVERVIEW = [
   { id: "kl", title: "KL to the reference policy", unit: "nats a token", keys: [["kl", "KL"]], help: "Before the step's updates; 0 right after a hard reset." },
   { id: "entropy", title: "Entropy", unit: "nats a token", keys: [["entropy", "entropy"]], help: "How undecided the policy is at the rollout temperature." },

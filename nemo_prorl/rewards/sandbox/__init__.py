@@ -10,7 +10,7 @@ Expected outputs never enter it: outputs come back as bytes in memory files and 
 
 Levels: "full" (namespaces, Landlock, seccomp) and "reduced" (what is left of these where the host forbids some; the
 report says what it lacks).  A level is used only after a program under it has attempted every escape (`escapes.py`) and
-failed.  Without any, code is refused (docs/sandbox.md says what the option `unsafe_no_sandbox` does).
+failed.  Without any, code is refused (docs/explanation/sandbox.md says what the option `unsafe_no_sandbox` does).
 
 What it does not stop: a bug in the kernel; measuring time; using its share of CPU, memory and disk to the bounds; at
 level "reduced" also asking for names, sizes and times of files of the host (stat).

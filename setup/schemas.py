@@ -45,7 +45,7 @@ FOLDER = ROOT / "docs" / "schemas"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
-# The keys of a line of metrics.jsonl beside step and stage, as regular expressions.  docs/reference/formats.md explains each.
+# Regular expressions for the keys of a line of metrics.jsonl; docs/reference/formats.md explains each key.
 METRICS = (
     "kl",
     "entropy",

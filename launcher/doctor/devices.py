@@ -231,7 +231,8 @@ def judge_driver(cuda: Mapping[str, str | None], runs: int, driver: str) -> Chec
             package = f"cuda-compat-{version.replace('.', '-')}"
             cure = (
                 f"install driver {DRIVERS.get(major, 'of a newer branch')} or later, or the package {package} in the"
-                f" image (data-centre GPUs only), or torch for CUDA {major - 1} in that environment (docs/howto/container.md)"
+                f" image (data-centre GPUs only), or torch for CUDA {major - 1} in that environment"
+                " (docs/howto/container.md)"
             )
             return Check("driver", "fail", text, cure)
     return Check("driver", "pass", f"{driver}, CUDA {newest}")

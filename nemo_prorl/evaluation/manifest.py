@@ -37,7 +37,7 @@ def manifest_of(
     data: Path | None,
     limit: int | None,
 ) -> EvaluationManifest:
-    """Return the content of manifest.json, which docs/reference/formats.md describes.  `limit`: prompts per benchmark."""
+    """Return the content of manifest.json (docs/reference/formats.md).  `limit`: prompts per benchmark."""
     from nemo_prorl.launcher.prepare import plain
 
     engine = None

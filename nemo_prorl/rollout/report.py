@@ -5,7 +5,7 @@ from nemo_prorl.rollout.groups import CollectedBatch, TaskTally
 
 
 def report_rollout(metrics: Metrics, batch: CollectedBatch) -> None:
-    """Puts a batch's numbers, by task and in all; see docs/reference/formats.md.  The same on every rank that has the batch."""
+    """Record a batch's metrics by task and in total (docs/reference/formats.md); equal on every rank with the batch."""
     for task, tally in sorted(batch.tasks.items()):
         for name, value in (of_groups(tally) | of_responses(tally)).items():
             metrics.put(f"{name}/{task}", value)

@@ -5,7 +5,7 @@
 Needs root and Slurm's daemons (docs/tutorial/cluster.md).  One run is not disturbed; each other run has one fault at
 step 3 of 6.  Slurm and the job continue without help.  Where a fault ends the job for good (scancel, a full run
 directory), the same command is submitted again.  Weights, metrics (all but time/), held-out scores and rollouts must be
-equal to the bit: no prompt is lost or counted twice.  No process may be left on any node, and no wait may be longer than
+equal to the bit: no prompt is lost or counted twice.  No process may be left on any node, no wait may be longer than
 --deadline.
 """
 

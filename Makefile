@@ -56,10 +56,10 @@ docs: setup
 	@$(BIN)/python setup/schemas.py
 	@$(BIN)/python docs/schema_list.py
 	@$(BIN)/python docs/commands.py
-	@$(BIN)/mkdocs build --strict --quiet $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 docs-serve: setup
-	@$(BIN)/mkdocs serve $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve $(ARGS)
 
 gpu-evidence:
 	@$(EVIDENCE_PYTHON) benchmarks/gpu_evidence.py \

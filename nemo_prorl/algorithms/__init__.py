@@ -15,13 +15,13 @@ Imports torch and the standard library only.  "paper" is "Scaling Up RL" (arXiv 
 | its global denominator | `losses.denominator_terms` | DAPO, arXiv 2503.14476; Dr. GRPO, arXiv 2503.20783 |
 | log-softmax(hidden W^T / T) at the target, entropy | `logprobs.chunked_logprobs` | paper sec. 5.1 (temperature) |
 | trainer/engine importance weights | `correction.rollout_correction` | TIS, IcePop, sequence mask: see there |
-| dynamic sampling | `sampling.carries_signal`, `sampling.DynamicSampler` | paper sec. 3.3 |
+| dynamic sampling | `dynamic_sampling.carries_signal`, `dynamic_sampling.DynamicSampler` | paper sec. 3.3 |
 | missing eos, overlong and cosine shaping | `shaping` | paper sec. 4.2; DAPO eq. 13; arXiv 2502.03373 |
 | adaptive entropy coefficient | `entropy` | paper sec. 5.4; arXiv 2505.22312 |
 | when a hard reset is due | `reset_rules` (standard library only) | paper sec. 3.3.1, 4.2, 5.3; numbers are ours |
 | clip fractions, gaps, lengths | `diagnostics` | - |
 
-Shape suffixes, in every file: B responses of a (micro-)batch, T token positions, G groups, N samples a group,
+Shape suffixes, in every file: B responses of a (micro-)batch, T token positions, G groups, N samples per group,
 V words (of this rank's shard), H hidden size.  In `logprobs`, where neither G nor B occurs, N is a number of tokens.
 
 Diagnostics are dicts of 0-dimensional float64 tensors without gradient.  Their keys say how they are reduced over

@@ -1,4 +1,4 @@
-"""Advantages of a group of responses to one prompt.  Suffixes: G groups, N samples a group."""
+"""Advantages of a group of responses to one prompt.  Suffixes: G groups, N samples per group."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ def reward_spread(reward_GN: Tensor, valid_GN: Tensor) -> Tensor:
 
 
 def group_advantages(reward_GN: Tensor, valid_GN: Tensor, kind: str) -> Tensor:
-    """Advantage of each response, one number for all of its tokens.
+    """Return the advantage of each response: one number for all of its tokens.
 
     With mean and std over the n valid responses of the group (std is the sample's, divided by n - 1):
 

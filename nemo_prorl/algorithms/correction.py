@@ -1,7 +1,7 @@
-"""Correction of the gap between the engine that sampled and the trainer that learns.  Suffixes: B responses, T tokens.
+"""Correction of the gap between the engine that samples and the trainer that learns.  Suffixes: B responses, T tokens.
 
-The two run different kernels in different precisions, so that tokens drawn from pi_engine are trained on as if drawn
-from pi_old.  The ratio pi_old / pi_engine of a token, without gradient, corrects for it.
+Engine and trainer run different kernels in different precisions, so tokens drawn from pi_engine are trained on as if
+they were drawn from pi_old.  The ratio pi_old / pi_engine of each token, without gradient, corrects for this.
 """
 
 import torch
@@ -15,7 +15,7 @@ from nemo_prorl.config import CorrectionConfig
 def rollout_correction(
     old_logp_BT: Tensor, engine_logp_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weight of each token in the surrogate, from the ratio r = pi_old / pi_engine.
+    """Return the weight of each token in the surrogate, from the ratio r = pi_old / pi_engine.
 
     - `none`: 1.
     - `tis`: min(r, cap), truncated importance sampling (Yao et al., "Your efficient RL framework secretly brings you
@@ -24,11 +24,11 @@ def rollout_correction(
     - `sequence_mask`: 1 for all tokens of a response whose geometric mean of r lies within [floor, cap], else 0
       (Liu et al., "When speed kills stability", 2025; the mean's length normalisation is GSPO's, arXiv 2507.18071).
 
-    A bound itself is within.  A token of weight 0 still counts in the loss's denominator.
+    The bounds belong to the interval.  A token of weight 0 still counts in the loss's denominator.
 
     Args:
-        old_logp_BT, engine_logp_BT: log-probabilities of the sampled tokens, both at the rollout temperature; ignored
-            where the mask is False.
+        old_logp_BT: log pi_old of the sampled tokens at the rollout temperature; ignored where the mask is False.
+        engine_logp_BT: log pi_engine of the same tokens, likewise.
         mask_BT: bool, the response tokens that count.
         config: `kind`, `cap` (largest ratio) and `floor` (smallest ratio) are used.
 
@@ -72,7 +72,7 @@ def rollout_correction(
 
 
 def _counted(logp_BT: Tensor, mask_BT: Tensor, name: str) -> Tensor:
-    """float32 without gradient, 0 where the mask is False; raises ValueError for nan or inf where it is True."""
+    """Return float32 without gradient, 0 where the mask is False; raise ValueError for nan or inf where it is True."""
     logp_BT = logp_BT.detach().float()
     bad = (mask_BT & ~torch.isfinite(logp_BT)).nonzero()
     if len(bad):

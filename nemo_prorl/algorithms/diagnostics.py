@@ -1,4 +1,4 @@
-"""What a step says about itself.  Suffixes: B responses, T token positions.  Reduction rules: see the package."""
+"""Statistics of a training step.  Suffixes: B responses, T token positions.  Reduction rules: see the package."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ def reduction(key: str) -> str:
 
 
 def merge(first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, Tensor]:
-    """One dict for two disjoint sets of tokens, by the keys' prefixes (see the package's docstring).
+    """Merge the dicts of two disjoint sets of tokens, by the prefixes of the keys (see the package's docstring).
 
     A dict of 0 tokens takes no part in means, maxima and minima.
     """
@@ -41,7 +41,7 @@ def merge(first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, Tens
 
 
 def gap_statistics(difference_BT: Tensor, k3_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
-    """`tokens`, `mean_abs`, `max_abs` and `mean_k3` of a gap between two policies; all 0 if no token counts.
+    """Return `tokens`, `mean_abs`, `max_abs` and `mean_k3` of a gap between two policies; all 0 if no token counts.
 
     Both value tensors must be 0 where the mask is False.
     """
@@ -56,10 +56,11 @@ def gap_statistics(difference_BT: Tensor, k3_BT: Tensor, mask_BT: Tensor) -> dic
 
 
 def reference_gap(old_logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
-    """How far the policy before a step's updates is from the reference; exactly 0 right after a hard reset.
+    """Measure the distance of the policy before a step's updates from the reference: 0 right after a hard reset.
 
     Args:
-        old_logp_BT, ref_logp_BT: log-probabilities of the sampled tokens, ignored where the mask is False.
+        old_logp_BT: log pi_old of the sampled tokens, ignored where the mask is False.
+        ref_logp_BT: log pi_ref of the same tokens, likewise.
         mask_BT: bool, the response tokens that count.
 
     Returns:
@@ -74,12 +75,13 @@ def reference_gap(old_logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor) -> 
 def policy_diagnostics(
     logp_BT: Tensor, old_logp_BT: Tensor, advantage_B: Tensor, mask_BT: Tensor, config: GRPOConfig
 ) -> dict[str, Tensor]:
-    """How far an update has moved the policy, and what the clipping does to it.
+    """Measure how far an update has moved the policy, and how much of it is clipped.
 
-    Args: as `losses.grpo_loss`.
+    The arguments are those of `losses.grpo_loss`.
 
-    Returns, as sums over tokens except the last two:
-        `tokens`, `positive_tokens`, `negative_tokens`: that count; those of positive and negative advantage.
+    Returns:
+        Sums over tokens, except the last two.
+        `tokens`, `positive_tokens`, `negative_tokens`: all that count; with positive and with negative advantage.
         `clipped_high`: positive advantage and ratio above 1 + clip_high; `clipped_low`: negative advantage and ratio
         below 1 - clip_low.  These get no gradient from the surrogate.
         `unclipped_high`, `unclipped_low`: beyond the same bounds with the other sign of the advantage: full gradient.
@@ -121,12 +123,14 @@ def sums_by_task(
     task_B: Tensor,
     tasks: Sequence[str],
 ) -> dict[str, Tensor]:
-    """Entropy and KL to the reference of each task, as sums over its response tokens.
+    """Return entropy and KL to the reference of each task, as sums over its response tokens.
 
     Args:
-        old_logp_BT, ref_logp_BT, entropy_BT: nats, ignored where the mask is False.
+        old_logp_BT: log pi_old in nats, ignored where the mask is False.
+        ref_logp_BT: log pi_ref, likewise.
+        entropy_BT: entropy of each token's distribution in nats, likewise.
         mask_BT: bool, the response tokens that count.
-        task_B: int64, each response's place in `tasks`.
+        task_B: int64, index of each response's task in `tasks`.
 
     Returns:
         `tokens/TASK`, `entropy/TASK` and `kl/TASK` (k3) of every task, also of those without a row here: ranks with
@@ -181,7 +185,7 @@ def repetition(token_ids: Sequence[int]) -> float:
 
 @functools.cache
 def _powers(count: int) -> Tensor:
-    """Of an odd number, modulo 2^64: a polynomial in it is a good hash."""
+    """Return the powers of an odd number modulo 2^64: a polynomial in it is a good hash."""
     powers = torch.full((count,), 6364136223846793005, dtype=torch.int64)
     powers[0] = 1
     return powers.cumprod(0)

@@ -31,11 +31,11 @@ def carries_signal(reward_GN: Tensor, valid_GN: Tensor, tolerance: float) -> Ten
 
 
 class KeepRates:
-    """How likely a drawn group is to be kept, for each task: an exponential moving average with a prior.
+    """The probability that a drawn group is kept, for each task: an exponential moving average with a prior.
 
     rate = (strength * prior + sum of decay^age * kept) / (strength + sum of decay^age), age counted in decisions of
-    the same task; decay 0.98 remembers about 50 decisions.  The prior of 1 is optimistic on purpose: a task that is not
-    known yet is drawn no more often than needed, and what is missing is refilled once verdicts say so.  A pessimistic
+    the same task; decay 0.98 remembers about 50 decisions.  The prior of 1 is optimistic on purpose: an
+    unknown task is not drawn more often than needed, and missing groups are drawn again after their verdicts.  A pessimistic
     prior would start with a surplus, which costs generation and goes stale.  Because strength and prior are
     positive, a rate is never 0.
     """
@@ -46,12 +46,12 @@ class KeepRates:
         self._sums: dict[str, tuple[float, float]] = {}  # task -> (discounted kept, discounted decisions)
 
     def __getitem__(self, task: str) -> float:
-        """The rate of a task, in (0, 1]; the prior for one never seen."""
+        """Return the rate of a task, in (0, 1]; the prior for a task that was never decided."""
         kept, decisions = self._sums.get(task, (0.0, 0.0))
         return (self.strength * self.prior + kept) / (self.strength + decisions)
 
     def update(self, task: str, kept: bool) -> None:
-        """One decision.  Call in draw order: the average depends on the order."""
+        """Add one decision.  Call in draw order: the average depends on the order."""
         old_kept, old_decisions = self._sums.get(task, (0.0, 0.0))
         self._sums[task] = (self.decay * old_kept + float(kept), self.decay * old_decisions + 1.0)
 
@@ -75,7 +75,7 @@ class DynamicSampler:
                 sampler.dispatched(draw_and_start().task)
             sampler.decide(kept=wait_for_verdict_of_the_oldest_undecided())
 
-    All that it decides depends on the verdicts in draw order alone.  `decide` therefore refuses to go on while
+    Every decision depends on the verdicts in draw order alone.  `decide` therefore refuses to continue while
     `wants_more()` is true: otherwise a faster verdict would change which prompts are drawn.
 
     When the batch is full, groups drawn and not yet decided are the surplus.  They are judged in the next step, after
@@ -102,27 +102,27 @@ class DynamicSampler:
         self.kept = self.dropped = self.carried = self.started = 0
         self._undecided: deque[str] = deque()
         self._undecided_of: dict[str, int] = {}
-        self._filling = True  # up to the margin; else down to what is needed
+        self._filling = True  # True: draw up to the margin; False: wait until fewer are expected than needed
 
     def carry(self, task: str) -> None:
-        """Takes over a surplus group of the step before.  Before the first `dispatched` and `decide`."""
+        """Take over a surplus group of the step before.  Call it before the first `dispatched` and `decide`."""
         if self.started or self.decided:
             raise RuntimeError("carry() after the first dispatched() or decide(): surplus groups come first")
         self.carried += 1
         self._append(task)
 
     def dispatched(self, task: str) -> None:
-        """A prompt of this task was drawn.  Only while `wants_more()`."""
+        """Count a prompt of this task as drawn.  Call it only while `wants_more()` is true."""
         if not self.wants_more():
             raise RuntimeError(f"dispatched({task!r}) although wants_more() is false: {self}")
         self.started += 1
         self._append(task)
 
     def decide(self, kept: bool, usable: bool = True) -> bool:
-        """The verdict of the oldest undecided group; returns whether it joins the batch.
+        """Count the verdict of the oldest undecided group; return whether the group joins the batch.
 
-        `kept` is `carries_signal`'s answer.  Static sampling (`enabled` False) takes a group without a signal too, if
-        it is `usable`: its responses have rewards to compare.
+        `kept` is the result of `carries_signal`.  Static sampling (`enabled` False) also takes a group without a
+        signal, if it is `usable`: its responses have rewards to compare.
         """
         if not self._undecided:
             raise RuntimeError(f"decide() but no group is undecided: {self}")
@@ -140,7 +140,7 @@ class DynamicSampler:
         return joins
 
     def wants_more(self) -> bool:
-        """Whether another prompt is to be drawn now."""
+        """Return whether another prompt is to be drawn now."""
         if self.full or self.drawn >= self.max_drawn:
             return False
         in_hand = self.kept + self.expected - (self._config.margin * self.deviation if self._filling else 0.0)
@@ -152,7 +152,7 @@ class DynamicSampler:
 
     @property
     def expected(self) -> float:
-        """How many of the undecided groups will be kept, by the keep rates of now."""
+        """Return how many of the undecided groups will be kept, by the present keep rates."""
         if not self._config.enabled:
             return float(self.undecided)
         # By task and in sorted order: the sum's rounding must not depend on history.
@@ -160,7 +160,7 @@ class DynamicSampler:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation of how many of the undecided groups will be kept, the keep rates taken as known."""
+        """Return the standard deviation of `expected`, with the keep rates taken as known."""
         if not self._config.enabled:
             return 0.0
         rates = ((self.keep_rate[task], count) for task, count in sorted(self._undecided_of.items()))
@@ -168,7 +168,7 @@ class DynamicSampler:
 
     @property
     def drawn(self) -> int:
-        """Groups drawn or carried so far."""
+        """Return the number of groups drawn or carried so far."""
         return self.carried + self.started
 
     @property
@@ -181,12 +181,12 @@ class DynamicSampler:
 
     @property
     def full(self) -> bool:
-        """The batch has all the groups that it needs."""
+        """Return whether the batch has all the groups that it needs."""
         return self.kept >= self.needed
 
     @property
     def exhausted(self) -> bool:
-        """All draws are used up and decided, and the batch is short: it is trained as it is."""
+        """Return whether all draws are used and decided while the batch is short: it is trained on as it is."""
         return not self.full and not self._undecided and self.drawn >= self.max_drawn
 
     @property

@@ -6,7 +6,7 @@ from nemo_prorl.config import AdaptiveEntropyConfig
 
 
 class EntropyState(TypedDict):
-    """What a checkpoint keeps of the adaptive entropy bonus."""
+    """State of the adaptive entropy bonus in a checkpoint."""
 
     coefficient: float
 

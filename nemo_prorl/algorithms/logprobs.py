@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies from last hidden states, without ever holding logits of all tokens or of all words.
+"""Log-probabilities and entropies from last hidden states, without the logits of all tokens or all words in memory.
 
 Suffixes: N tokens, C tokens of one chunk, V words of this rank's shard of the vocabulary, W words of one block of it,
 H hidden size.
@@ -35,14 +35,14 @@ def chunked_logprobs(
     with_entropy: bool = False,
     float32_head: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(hidden weight^T / temperature) at the target, and the entropy of that distribution.
+    """Return log softmax(hidden weight^T / temperature) at the target, and the entropy of that distribution.
 
-    Works on `chunk` tokens and `block` words at a time, with a running maximum and sums, and computes the logits again
-    in the backward pass: beside inputs and gradients the largest tensors are logits [chunk, block] and float32 copies
-    of 16-bit inputs, [chunk, H] and [block, H].  Eager, the forward pass holds one tensor of logits without entropy and
-    two with; the backward pass holds one, or two where the entropy has a gradient.  On GPUs the code between matrix
-    products is compiled; the backward pass then holds two.  Arithmetic on logits, and sums over chunks and blocks, are
-    float32 (float64 for float64 inputs).
+    The function works on `chunk` tokens and `block` words at a time, with a running maximum and sums, and computes the
+    logits again in the backward pass: beside inputs and gradients the largest tensors are logits [chunk, block] and
+    float32 copies of 16-bit inputs, [chunk, H] and [block, H].  Eager, the forward pass holds one tensor of logits
+    without entropy and two with; the backward pass holds one, or two where the entropy has a gradient.  On GPUs the
+    code between matrix products is compiled; the backward pass then holds two.  Arithmetic on logits, and sums over
+    chunks and blocks, are float32 (float64 for float64 inputs).
 
     With `float32_head`, logits of 16-bit inputs are sums of exact products in float32 on every device and torch
     version.  Gradients are rounded once, to the inputs' dtype, at the end.  On GPUs the logits' gradient enters its
@@ -102,7 +102,7 @@ def _spans(total: int, size: int) -> Iterator[slice]:
 
 @contextmanager
 def _tf32() -> Iterator[None]:
-    """Lets CUDA multiply float32 matrices in TF32: 11 significant bits, float32 sums.
+    """Let CUDA multiply float32 matrices in TF32: 11 significant bits, float32 sums.
 
     Numbers of bfloat16 (8 bits, the same exponents) and float16 (11 bits) are numbers of TF32, and a product of two has
     at most 22 bits: exact in float32.
@@ -116,7 +116,7 @@ def _tf32() -> Iterator[None]:
 
 
 def _logit_product(hidden_CH: Tensor, weight_WH: Tensor, dtype: torch.dtype, float32_head: bool) -> Tensor:
-    """hidden weight^T in `dtype`: a new tensor, which the caller may change in place."""
+    """Return hidden weight^T in `dtype`: a new tensor, which the caller may change in place."""
     if hidden_CH.dtype == dtype:
         return torch.mm(hidden_CH, weight_WH.t())
     if hidden_CH.is_cuda and not float32_head:
@@ -129,7 +129,7 @@ def _logit_product(hidden_CH: Tensor, weight_WH: Tensor, dtype: torch.dtype, flo
 
 
 def _add_product(total: Tensor, grad: Tensor, operand: Tensor, float32_head: bool) -> None:
-    """total += grad @ operand, for a gradient of logits and rows of the weight or of hidden states."""
+    """Add grad @ operand to total, for a gradient of logits and rows of the weight or of hidden states."""
     if operand.dtype == total.dtype:
         total.addmm_(grad, operand)
     elif float32_head or not operand.is_cuda:
@@ -155,14 +155,14 @@ def _nothing_seen(target_C: Tensor, dtype: torch.dtype, with_entropy: bool) -> _
 def _raise_maximum(
     highest_C: Tensor, raised_C: Tensor, exp_C: Tensor, product_C: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The two sums for a larger m."""
+    """Return the two sums for a larger maximum m."""
     moved_C = torch.where(exp_C == 0, 0.0, highest_C - raised_C)  # nothing was added yet: from -inf
     shrink_C = moved_C.exp()
     return exp_C * shrink_C, None if product_C is None else (product_C + moved_C * exp_C) * shrink_C
 
 
 def _seen(product_CW: Tensor, temperature: float, local_C: Tensor, statistics: _Statistics, reuse: bool) -> _Statistics:
-    """The statistics with one more block of words.
+    """Return the statistics with one more block of words.
 
     `local_C`: the targets' places in the block, outside of [0, W) where they are elsewhere.  `reuse`: the product's
     memory holds the intermediate results; otherwise this is a pure function.
@@ -191,7 +191,7 @@ def _logit_gradient(
     slope_C: Tensor | None,
     reuse: bool,
 ) -> Tensor:
-    """Gradient with respect to hidden weight^T of one block of words.  `slope_C`: that of entropies, or None.
+    """Return the gradient with respect to hidden weight^T of one block of words.  `slope_C`: that of entropies.
 
     `local_C` and `reuse` as in `_seen`.  The formulas are in `_ChunkedLogprobs.backward`.
     """
@@ -214,7 +214,7 @@ def _is_compiled(tensor: Tensor) -> bool:
 
 
 class _Block:
-    """A function of one block of logits: compiled where `_is_compiled`, eager elsewhere and once compiling failed.
+    """A function of one block of logits: compiled where `_is_compiled`, eager elsewhere and after a failed compilation.
 
     One compiled function serves all block sizes (`dynamic`).  The eager function reuses the logits' memory.
     """
@@ -224,7 +224,7 @@ class _Block:
 
     @cached_property
     def _compiled(self) -> Callable[..., Any]:
-        """The compiled function; torch imports its compiler here, for two seconds, and a CPU never does."""
+        """Return the compiled function; torch imports its compiler here (two seconds), which a CPU never needs."""
         return torch.compile(self._body, dynamic=True)
 
     def __call__(self, product_CW: Tensor, *arguments: Any) -> Any:
@@ -247,7 +247,7 @@ _gradient_block = _Block("the backward pass", _logit_gradient)
 
 
 def _results(statistics: _Statistics, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(log-probability of the target, log-sum-exp, entropy or None) of each token, over all shards."""
+    """Return (log-probability of the target, log-sum-exp, entropy or None) of each token, over all shards."""
     highest_C, exp_C, at_target_C, product_C = statistics
     if group is not None:
         raised_C = highest_C.clone()
@@ -263,7 +263,7 @@ def _results(statistics: _Statistics, group: dist.ProcessGroup | None) -> tuple[
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """See `chunked_logprobs`.  Keeps its inputs and one float (two with entropy) per token for the backward pass."""
+    """The autograd function of `chunked_logprobs`; it keeps inputs and one float (two with entropy) per token."""
 
     @staticmethod
     def forward(
@@ -307,7 +307,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
         d logp / dx_j = 1[j = target] - p_j        d H / dx_j = -p_j (x_j - L + H)
 
-        Block by block of words, so that the weight's gradient is summed in float32 without a whole one beside it.
+        The sum goes over blocks of words, so that the weight's gradient is summed in float32 without a second copy.
         """
         hidden_NH, weight_VH, target_N, log_sum_N, entropy_N = ctx.saved_tensors
         temperature, words, vocab_start, chunk, block, float32_head = ctx.settings
@@ -346,7 +346,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def _sum_for(grad_weight_VH: Tensor | None, part: slice, dtype: torch.dtype) -> Tensor | None:
-    """Where a block's gradient is summed: its place in the whole one, or zeros in `dtype` where that is narrower."""
+    """Return the tensor for the sum of a block's gradient: a view of the whole, or zeros if the whole is narrower."""
     if grad_weight_VH is None or grad_weight_VH.dtype == dtype:
         return None if grad_weight_VH is None else grad_weight_VH[part]
     return torch.zeros_like(grad_weight_VH[part], dtype=dtype)

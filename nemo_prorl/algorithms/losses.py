@@ -1,5 +1,7 @@
 """The policy loss of one micro-batch (paper eq. 1, 3, 4, 5).  Suffixes: B responses, T token positions.
 
+A new variant needs a key in `config.GRPOConfig`, its term here, and its statistics in `diagnostics.policy_diagnostics`.
+
 Signs: the surrogate is an objective (higher is better); `grpo_loss` returns a loss (lower is better).
 """
 
@@ -8,19 +10,19 @@ from torch import Tensor
 
 from nemo_prorl.config import GRPOConfig
 
-MAX_LOG_RATIO = 20.0  # exp of it is 4.9e8: far outside any clip range, and sums of it stay finite in float32
+MAX_LOG_RATIO = 20.0  # exp(20) is 4.9e8: far outside any clip range, and sums of it stay finite in float32
 
 
 def token_ratio(logp_BT: Tensor, old_logp_BT: Tensor) -> Tensor:
-    """pi_theta / pi_old of each token, in the dtype of the arguments.
+    """Return pi_theta / pi_old of each token, in the dtype of the arguments.
 
-    Clamped at exp(20); beyond it the gradient is 0, where without the clamp it would be inf or nan.
+    The ratio is clamped at exp(20).  Above the clamp the gradient is 0; without it, the gradient would be inf or nan.
     """
     return (logp_BT - old_logp_BT).clamp(max=MAX_LOG_RATIO).exp()
 
 
 def clipped_surrogate(ratio_BT: Tensor, advantage_BT: Tensor, config: GRPOConfig) -> Tensor:
-    """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) of each token (paper eq. 1, 3), an objective.
+    """Return min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) of each token (paper eq. 1, 3): an objective.
 
     With `dual_clip` c, a token of negative advantage never counts for less than c A (arXiv 1912.09729, eq. 5).
     """
@@ -33,17 +35,18 @@ def clipped_surrogate(ratio_BT: Tensor, advantage_BT: Tensor, config: GRPOConfig
 
 
 def kl_estimate(logp: Tensor, other_logp: Tensor, estimator: str) -> Tensor:
-    """Estimate of KL(p || q) from tokens drawn from p, one value a token.
+    """Estimate KL(p || q) from tokens drawn from p: one value per token.
 
     With d = log q - log p: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1 (Schulman, "Approximating KL divergence", 2020;
-    k3 is paper eq. 5).  Differentiable in both.  As losses, for tokens drawn from p: the expected gradient of k1 is 0,
-    that of k2 is the gradient of KL(p || q), that of k3 is the gradient of KL(q || p).
+    k3 is paper eq. 5).  All are differentiable in both arguments.  As losses, for tokens drawn from p: the expected
+    gradient of k1 is 0, that of k2 is the gradient of KL(p || q), that of k3 is the gradient of KL(q || p).
 
     For k3, d is clamped at 20 (k3 is 4.9e8 there): above it the gradient is 0.  Small d loses no digits (expm1), and
     equal arguments give exactly 0.
 
     Args:
-        logp, other_logp: log p and log q of the tokens, same shape, float32 or float64.
+        logp: log p of the tokens, float32 or float64.
+        other_logp: log q of the tokens, same shape and dtype.
         estimator: k1, k2 or k3.
     """
     difference = other_logp - logp
@@ -58,7 +61,9 @@ def kl_estimate(logp: Tensor, other_logp: Tensor, estimator: str) -> Tensor:
 
 
 def denominator_terms(mask_BT: Tensor, aggregation: str, constant: float = 1.0) -> Tensor:
-    """What these responses add to the global denominator of an optimizer step: sum it over all micro-batches and ranks.
+    """Return the share of these responses in the global denominator of an optimizer step.
+
+    The denominator is the sum of the shares over all micro-batches and ranks.
 
     Args:
         mask_BT: bool, the response tokens that count.
@@ -81,7 +86,7 @@ def denominator_terms(mask_BT: Tensor, aggregation: str, constant: float = 1.0) 
 
 
 def aggregate(value_BT: Tensor, mask_BT: Tensor, aggregation: str) -> Tensor:
-    """The numerator that belongs to `denominator_terms`: the sum over tokens, or over the responses' means.
+    """Return the numerator that belongs to `denominator_terms`: the sum over tokens, or over the means of responses.
 
     `value_BT` must be 0 where the mask is False.
     """
@@ -102,28 +107,28 @@ def grpo_loss(
     config: GRPOConfig,
     entropy_BT: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A micro-batch's share of the loss of an optimizer step: shares add up over micro-batches and ranks.
+    """Return the share of a micro-batch in the loss of an optimizer step; shares add up over micro-batches and ranks.
 
     loss = sum of (-weight * surrogate + kl_coef * KL(pi_theta || pi_ref) - entropy_coef * entropy) / denominator
 
     (paper eq. 4 with the sign of a loss; the sum is `aggregate`'s).  All terms have the same denominator.  The weight
     corrects the sampling distribution of the surrogate only; a token of weight 0 still counts in the denominator.
-    Whatever stands where the mask is False, nan included, reaches neither loss nor gradient.  If nothing is left, the
-    loss is 0 with gradient 0.  nan at a token that counts makes the loss nan, so that the update can be refused; an
-    infinite log-probability may hide behind a clamp, but shows in `nonfinite`.
+    Values where the mask is False, nan included, reach neither the loss nor the gradient.  Without any token that
+    counts, the loss is 0 with gradient 0.  nan at a token that counts makes the loss nan, so that the update can be
+    refused; an infinite log-probability may be hidden by a clamp, but is counted in `nonfinite`.
 
     Args:
-        logp_BT: log pi_theta of the rollout temperature's distribution, with gradient.
-        old_logp_BT: log pi_old, of the weights before this step's updates.
+        logp_BT: log pi_theta at the rollout temperature, with gradient.
+        old_logp_BT: log pi_old: from the weights before the updates of this step.
         ref_logp_BT: log pi_ref.
-        advantage_B: one advantage a response.
+        advantage_B: one advantage per response.
         mask_BT: bool, the response tokens that count.
-        weight_BT: from `correction.rollout_correction`; None is 1 everywhere.
+        weight_BT: weights from `correction.rollout_correction`; None means 1 everywhere.
         denominator: sum of `denominator_terms` over the whole optimizer step, all ranks; above 0.
         config: `clip_*`, `dual_clip`, `kl_*`, `entropy_coef` and `aggregation` are used.
         entropy_BT: entropy of each token's distribution; needed when entropy_coef is not 0, else only reported.
 
-    All floating inputs are taken to float32 (float64 if logp is float64); only logp and entropy are differentiated.
+    All floating inputs are converted to float32 (float64 if logp is float64); only logp and entropy have gradients.
 
     Returns:
         loss: scalar, already divided by the global denominator.
@@ -134,7 +139,7 @@ def grpo_loss(
     dtype = torch.promote_types(logp_BT.dtype, torch.float32)
 
     def masked(value: Tensor) -> Tensor:
-        # Before the arithmetic: nan * 0 is nan, in the backward pass too.
+        # Masked before the arithmetic, because nan * 0 is nan, also in the backward pass.
         return torch.where(mask_BT, value.to(dtype), 0.0)
 
     logp, old_logp = masked(logp_BT), masked(old_logp_BT.detach())

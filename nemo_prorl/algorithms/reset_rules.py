@@ -1,10 +1,10 @@
-"""When a hard reset is due, and what a person should look at: pure functions of recorded metrics.
+"""Rules for when a hard reset is due and what a person should look at: pure functions of recorded metrics.
 
 The paper resets when validation gets worse or stops improving (sec. 4.2), and shows a sharp drop of one benchmark and
 a plateau with a spike of KL (sec. 5.3; why: sec. 3.3.1).  It gives no numbers: rules and numbers are ours.  Entropy,
 length and missing eos it watches (sec. 4.2): here they advise only.
 
-A rule sees a line of metrics.jsonl at a time.  What was measured up to a reset is no baseline any more, and for
+A rule sees one line of metrics.jsonl at a time.  What was measured up to a reset is no baseline any more, and for
 `cooldown_steps` after it, as after a run's start, no rule asks for another.  A rule that spoke is silent on the same
 subject for `cooldown_steps`, plateau for `plateau_steps`; only a reset silences the others too.
 
@@ -24,15 +24,15 @@ from nemo_prorl.config import ResetRulesConfig
 
 ASKING = ("validation_drop", "plateau", "kl_spike")  # rules that may ask for a reset
 ADVISING = ("truncation", "length", "entropy")
-LEAST_DIFFERENCES = 12  # with fewer the scatter says nothing
+LEAST_DIFFERENCES = 12  # with fewer, the scatter is no estimate
 LEAST_BASELINE = 4  # evaluations
 SCATTER_POINTS = 100
-BLOCK_STEPS = 10  # length, truncation and entropy are looked at in means over so many steps
+BLOCK_STEPS = 10  # steps per block: length, truncation and entropy are compared as means of blocks
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule saw: `seen` passed `threshold` at `step`; `asks` says whether it asks for a reset or only advises."""
+    """A rule's finding: `seen` passed `threshold` at `step`.  `asks`: for a reset; otherwise it advises."""
 
     rule: str
     step: int
@@ -48,7 +48,7 @@ class Finding:
 
 @dataclass
 class History:
-    """What the rules know of a run: numbers by metrics key since the last reset, and by blocks since its start."""
+    """The rules' memory of a run: numbers by metrics key since the last reset, and by blocks since the start."""
 
     step: int = 0
     began: int | None = None  # the step before the first recorded one
@@ -61,7 +61,7 @@ class History:
     told: dict[str, int] = field(default_factory=dict)  # rule and subject -> the step at which it last spoke
 
     def add(self, line: Mapping[str, Any], standard_errors: Mapping[str, float] | None = None) -> None:
-        """A line of metrics.jsonl, and the standard errors of its validation by name.  Null and nan are passed over."""
+        """Add a line of metrics.jsonl, and the standard errors of its validation by name.  Null and nan are skipped."""
         self.step = int(line["step"])
         self.began = self.step - 1 if self.began is None else self.began
         numbers = {k: float(v) for k, v in line.items() if isinstance(v, int | float) and math.isfinite(v)}
@@ -78,12 +78,12 @@ class History:
                 self._to_block(key, numbers[key])
 
     def note(self, findings: Iterable[Finding]) -> None:
-        """These were told: their rules stay silent on their subjects for a while."""
+        """Record findings as reported: their rules stay silent on these subjects for a while."""
         for finding in findings:
             self.told[f"{finding.rule} {finding.subject}"] = finding.step
 
     def reset(self, step: int) -> None:
-        """A hard reset after the updates and the validation of `step`."""
+        """Record a hard reset after the updates and the validation of `step`."""
         self.last_reset = step
         self.series = {key: [p for p in points if p[0] > step] for key, points in self.series.items()}
 
@@ -97,7 +97,7 @@ class History:
 
 
 def learning_rate(base: float, step: int, resets: Sequence[int], factor: float, warmup_steps: int) -> float:
-    """The learning rate of a step's updates, with hard resets after the steps `resets` (0: at a stage's start).
+    """Return the learning rate of a step's updates, with hard resets after the steps `resets` (0: at a stage's start).
 
     Each reset after a step of this stage multiplies it by `factor`.  Over the `warmup_steps` after the last one it
     rises linearly to its full value, which it has in the last of them: Adam's moments know nothing yet.
@@ -134,7 +134,7 @@ def best_policy(
 
 
 def decide(history: History, rules: ResetRulesConfig) -> list[Finding]:
-    """What the rules say after the history's last step, in the order drop (by name), plateau, KL, advice."""
+    """Return the findings after the history's last step, in the order drop (by name), plateau, KL, advice."""
     found = []
     since = history.began if history.last_reset is None else history.last_reset
     if since is not None and history.step - since >= rules.cooldown_steps:
@@ -158,7 +158,10 @@ def replay(
     resets: Iterable[int] = (),
     act: bool = False,
 ) -> list[Finding]:
-    """All findings over recorded lines; `resets` are the run's own, with `act` those asked for count as made too."""
+    """Return all findings over recorded lines.
+
+    `resets`: the resets that the run made.  `act`: count each reset that a rule asks for as made, too.
+    """
     history, findings, recorded = History(), list[Finding](), set(resets)
     for line in lines:
         history.add(line, (standard_errors or {}).get(int(line["step"])))
@@ -174,7 +177,7 @@ def replay(
 
 
 def _drops(history: History, rules: ResetRulesConfig) -> list[Finding]:
-    """A validation score far below the best it held (paper sec. 5.3: a sudden degradation on one benchmark).
+    """Find a validation score far below its best mean (paper sec. 5.3: a sudden degradation on one benchmark).
 
     best = the highest mean of m = `drop_baseline` successive evaluations since the reset; seen = best - mean of
     the last w, for w = `drop_confirm` and w + 1.  It is a drop if seen > max(drop_min, s (k sqrt(1/w + 1/m) + b)), with
@@ -221,7 +224,7 @@ def _drop(
 
 
 def _plateau(history: History, rules: ResetRulesConfig, since: int) -> list[Finding]:
-    """The blend surely gains less than `plateau_gain` over `plateau_steps` (paper sec. 4.2: improvements plateau).
+    """Find a plateau: the blend surely gains less than `plateau_gain` over `plateau_steps` (paper sec. 4.2).
 
     The blend is the mean of all validation scores that were measured throughout; gain = the slope of its least-squares
     line times `plateau_steps`, whose standard deviation is s plateau_steps / sqrt(sum (t - mean t)^2).  It is a plateau
@@ -260,7 +263,7 @@ def _plateau(history: History, rules: ResetRulesConfig, since: int) -> list[Find
 
 
 def _kl_spike(history: History, rules: ResetRulesConfig) -> list[Finding]:
-    """KL to the reference far above what it was (paper sec. 3.3.1, 5.3: a sudden increase of KL).
+    """Find a KL to the reference far above its earlier level (paper sec. 3.3.1, 5.3: a sudden increase of KL).
 
     seen = median of the last 3 steps / median of the `kl_steps` before them, so that one odd batch is none.  A spike if
     seen > max(kl_factor, exp(s k sqrt(pi/2 (1/3 + 1/n)))), s the scatter of log KL over these n, k = `kl_sigma`, and
@@ -284,7 +287,7 @@ def _kl_spike(history: History, rules: ResetRulesConfig) -> list[Finding]:
 
 
 def _advice(history: History, rules: ResetRulesConfig) -> list[Finding]:
-    """Responses that no longer end or grow long (paper sec. 4.2, run 3), and collapsed entropy (sec. 3.2.1).
+    """Find responses that no longer end or grow long (paper sec. 4.2, run 3), and collapsed entropy (sec. 3.2.1).
 
     The mean over the last block of 10 steps against the lowest block of the run (truncation: difference; length:
     ratio), entropy against the highest.
@@ -319,7 +322,7 @@ def _bound(
     sigmas: float,
     judged: Sequence[tuple[int, float]] = (),
 ) -> float | None:
-    """`sigmas` standard deviations of one measurement, from scatter or standard errors; None where neither is known.
+    """Return `sigmas` standard deviations of one measurement, from scatter or standard errors; None if unknown.
 
     The standard errors are those of `points` or of those `judged` against them, whichever are larger: a score at 0 or 1
     has none, until it leaves it.
@@ -339,7 +342,7 @@ def _bound(
 
 
 def t_quantile(sigmas: float, dof: float) -> float:
-    """Student's quantile with the tail of `sigmas` normal standard deviations, by its expansion in 1 / dof.
+    """Return Student's quantile with the tail of `sigmas` normal standard deviations, by its expansion in 1 / dof.
 
     z + (z^3 + z) / (4 dof) + (5 z^5 + 16 z^3 + 3 z) / (96 dof^2) + (3 z^7 + 19 z^5 + 17 z^3 - 15 z) / (384 dof^3)
     (Abramowitz and Stegun 26.7.5).

@@ -1,6 +1,6 @@
-"""Rewards as the loss sees them.  The raw reward stays what dynamic sampling and validation see.
+"""Shaped rewards, for the loss only: dynamic sampling and validation use the raw rewards.
 
-Suffixes: G groups, N samples a group.  Lengths are response tokens.
+Suffixes: G groups, N samples per group.  Lengths are response tokens.
 """
 
 from itertools import pairwise
@@ -14,7 +14,7 @@ from nemo_prorl.config import GRPOConfig, ShapingConfig
 def shaped_rewards(
     reward_GN: Tensor, ended_GN: Tensor, length_GN: Tensor, longest_GN: Tensor, config: GRPOConfig, step: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the rewards that the advantages are made of, and what each shaping that is on changed, by its name.
+    """Return the rewards that advantages are computed from, and the change that each active shaping made, by name.
 
     The cosine comes first, in place of the raw reward.  Then the reward of each response that did not end with eos is
     scaled (as in ProRL v2 and DLER, arXiv 2510.15110) and lowered (paper sec. 4.2, runs 4 to 8).  Then the overlong
@@ -23,7 +23,8 @@ def shaped_rewards(
     Args:
         reward_GN: raw rewards in [0, 1]; nan (of an invalid response) stays nan.
         ended_GN: bool, the response ended with eos.
-        length_GN, longest_GN: the response's tokens, and how many it might have had; at least 1.
+        length_GN: tokens of the response.
+        longest_GN: tokens that the response could have had; at least 1.
         config: `unfinished_*` and `shaping` are used.
         step: from 1, for the cosine's schedule.
 
@@ -52,9 +53,9 @@ def in_schedule(step: int, every: int, last: int) -> bool:
 
 
 def soft_overlong_penalty(length: Tensor, longest: Tensor, cache: int) -> Tensor:
-    """Return what is added to the reward of a long response (DAPO, arXiv 2503.14476, eq. 13), float32.
+    """Return the penalty that is added to the reward of a long response (DAPO, arXiv 2503.14476, eq. 13), float32.
 
-    0 up to longest - cache tokens, then linearly down to -1 at `longest` and beyond.
+    The penalty is 0 up to longest - cache tokens, then falls linearly to -1 at `longest` and beyond.
     """
     return ((longest - cache - length.float()) / cache).clamp(-1.0, 0.0)
 
@@ -64,7 +65,7 @@ def cosine_length_reward(
 ) -> Tensor:
     """Return the cosine reward of "Demystifying long chain-of-thought reasoning" (arXiv 2502.03373).
 
-    From the `short` value at length 0 to the `long` value at `longest`, along half a cosine:
+    The reward goes from the `short` value at length 0 to the `long` value at `longest`, along half a cosine:
     long + (short - long) (1 + cos(pi length / longest)) / 2.  A response of `longest` tokens gets `cosine_exceeded`,
     unless it ended: eos may be its very last token.  A score between 0 and 1 gets a value that lies as far between the
     wrong and the right one; nan stays nan.

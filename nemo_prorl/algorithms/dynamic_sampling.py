@@ -34,10 +34,10 @@ class KeepRates:
     """The probability that a drawn group is kept, for each task: an exponential moving average with a prior.
 
     rate = (strength * prior + sum of decay^age * kept) / (strength + sum of decay^age), age counted in decisions of
-    the same task; decay 0.98 remembers about 50 decisions.  The prior of 1 is optimistic on purpose: an
-    unknown task is not drawn more often than needed, and missing groups are drawn again after their verdicts.  A pessimistic
-    prior would start with a surplus, which costs generation and goes stale.  Because strength and prior are
-    positive, a rate is never 0.
+    the same task; decay 0.98 remembers about 50 decisions.  The prior of 1 is optimistic on purpose: an unknown task is
+    not drawn more often than needed, and missing groups are drawn again after their verdicts.  A pessimistic prior
+    would start with a surplus, which costs generation and goes stale.  Strength and prior are positive, so no rate is
+    ever 0.
     """
 
     prior, strength, decay = 1.0, 1.0, 0.98

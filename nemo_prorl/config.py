@@ -1,9 +1,9 @@
-"""The typed schema of a run's configuration: each key with type, default, meaning and range on its line.
+"""The typed schema of a run's configuration: the type, default, meaning and range of each key.
 
-Standard library only.  Each key has one owner: what the trainer needs stands under `trainer.grpo`, what NeMo's model
-needs under `model`.  `model` and `exp_manager` hold NeMo's own keys, as their yaml in `conf/` lists them; those that
-this project computes with are described by `ModelKeys`.  `nemo_prorl.checks` checks each value by its line, and
-docs/reference/configuration.md is made from the lines.
+`nemo_prorl.checks` checks each value against its field here, and docs/reference/configuration.md is generated from the fields.
+Each key has one owner: the trainer's keys are under `trainer.grpo`, those of NeMo's model under `model`.  `model` and
+`exp_manager` contain NeMo's own keys, which the yaml files in `conf/` list; `ModelKeys` describes those that this
+project computes with.  Imports the standard library only.
 """
 
 import dataclasses
@@ -12,314 +12,344 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-MISSING: Any = "???"  # OmegaConf's word for a key that must be given
-RESET_RULES = ("validation_drop", "plateau", "kl_spike")  # those that may ask for a hard reset
+MISSING: Any = "???"  # OmegaConf's marker for a key without a default
+RESET_RULES = ("validation_drop", "plateau", "kl_spike")  # rules that may trigger a hard reset
 
 
 @dataclass(frozen=True)
 class KeyRule:
-    """What a key means, and which values it takes; of a list, which values its items take."""
+    """The meaning and the allowed values of a key; for a list, the allowed values of its items."""
 
-    meaning: str
-    least: float | None = None  # the lowest value
-    above: float | None = None  # values are larger than this
-    most: float | None = None  # the highest value
+    meaning: str  # a noun phrase with its unit, for docs/configuration.md
+    least: float | None = None  # lowest allowed value
+    above: float | None = None  # exclusive lower bound
+    most: float | None = None  # highest allowed value
     choices: tuple[Any, ...] = ()
-    may_change: bool = False  # a run that is continued may change it; of a mapping, all below it
-    described: Any = None  # of a mapping: the dataclass whose fields describe some of its keys
+    may_change: bool = False  # a continued run may change the key; for a mapping, also every key below it
+    described: Any = None  # for a mapping: a dataclass whose fields describe some of its keys
 
 
 def key(default: Any, meaning: str, **rule: Any) -> Any:
-    """Return the field of a key.  `default`: a value, or a function that makes it.  `rule`: as in `KeyRule`."""
-    described = {"rule": KeyRule(meaning, **rule)}
+    """Return the dataclass field of a key.
+
+    Args:
+        default: a value, or a function that makes the value.
+        rule: the other fields of `KeyRule`.
+    """
+    metadata = {"rule": KeyRule(meaning, **rule)}
     if callable(default):
-        return field(default_factory=default, metadata=described)
-    return field(default=default, metadata=described)
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass
 class CorrectionConfig:
-    """Correction of the gap between the engine's policy and the trainer's (`algorithms.correction`)."""
+    """Correction of the gap between the engine's policy and the trainer's policy (`algorithms.correction`)."""
 
-    kind: str = key("tis", "form of the correction", choices=("none", "tis", "icepop", "sequence_mask"))
-    cap: float = key(2.0, "upper bound of the importance weight pi_old / pi_engine", least=1)
-    floor: float = key(0.5, "icepop, sequence_mask: tokens or sequences below it are masked", least=0)
-    alarm: float | None = key(None, "gap to the engine that is reported; null: by precision", above=0)
+    kind: str = key(
+        "tis",
+        "method: none, capped weights (tis), masked tokens (icepop), masked responses (sequence_mask)",
+        choices=("none", "tis", "icepop", "sequence_mask"),
+    )
+    cap: float = key(2.0, "largest ratio pi_old / pi_engine: tis clips to it, the other methods mask above it", least=1)
+    floor: float = key(0.5, "smallest ratio pi_old / pi_engine: icepop and sequence_mask mask below it", least=0)
+    alarm: float | None = key(None, "engine gap that raises an alarm, nats per token; null: by precision", above=0)
 
 
 @dataclass
 class DynamicSamplingConfig:
-    """Which groups are trained on, and how many may be drawn to find them (paper sec. 3.3)."""
+    """Selection of the groups to train on, and limits for the search (paper sec. 3.3)."""
 
     enabled: bool = key(True, "train only on groups whose rewards differ")
-    tolerance: float = key(1e-6, "groups whose raw rewards differ by no more carry no signal", least=0)
-    max_draw_factor: float = key(4.0, "prompts judged in a step, at most, in units of prompts_per_step", least=1)
+    tolerance: float = key(1e-6, "largest difference of raw rewards that still counts as no signal", least=0)
+    max_draw_factor: float = key(4.0, "maximum groups judged per step, as a multiple of prompts_per_step", least=1)
     oversubscription: float = key(1.0, "groups in flight for each group that is expected to be needed", least=1)
-    margin: float = key(0.0, "standard deviations drawn beyond the expected number", least=0)
-    max_staleness: int = key(1, "groups made by weights older than this many steps are dropped", least=0)
+    margin: float = key(0.0, "surplus to draw beyond the expected number of groups, in standard deviations", least=0)
+    max_staleness: int = key(1, "maximum age of a group's weights, in steps; older groups are dropped", least=0)
 
 
 @dataclass
 class ShapingConfig:
-    """Rewards by length.  For the loss only: dynamic sampling and validation see the raw ones."""
+    """Rewards that depend on the response length.  Only the loss uses them; dynamic sampling and validation do not."""
 
-    overlong_tokens: int = key(0, "DAPO: last tokens over which the penalty builds up; 0: off", least=0)
-    overlong_penalty: float = key(1.0, "taken off the reward of the longest response", least=0)
-    cosine: bool = key(False, "replace the raw reward by a cosine of the response's length")
-    cosine_correct: list[float] = key(lambda: [2.0, 1.0], "cosine of a right answer: at length 0, at the longest")
-    cosine_wrong: list[float] = key(lambda: [-10.0, 0.0], "cosine of a wrong answer: at length 0, at the longest")
+    overlong_tokens: int = key(0, "DAPO: tokens below the length limit in which the penalty builds up; 0: off", least=0)
+    overlong_penalty: float = key(1.0, "DAPO: penalty subtracted from the reward at the length limit", least=0)
+    cosine: bool = key(False, "replace the raw reward by a cosine of the response length")
+    cosine_correct: list[float] = key(lambda: [2.0, 1.0], "cosine: right answer's reward at length 0 and at the limit")
+    cosine_wrong: list[float] = key(lambda: [-10.0, 0.0], "cosine: wrong answer's reward at length 0 and at the limit")
     cosine_exceeded: float = key(-10.0, "cosine: reward of a response that was cut off", least=-1000)
-    cosine_every: int = key(0, "length of the cosine's schedule in steps; 0: all steps are shaped", least=0)
-    cosine_for: int = key(0, "steps at the end of each schedule that the cosine shapes", least=0)
+    cosine_every: int = key(0, "cosine: length of the schedule in steps; 0: every step is shaped", least=0)
+    cosine_for: int = key(0, "cosine: number of steps at the end of each schedule that are shaped", least=0)
 
 
 @dataclass
 class AdaptiveEntropyConfig:
-    """An entropy bonus that switches itself on where the entropy falls below a target (paper sec. 5.4)."""
+    """An entropy bonus that applies only while the entropy is at or below a target (paper sec. 5.4)."""
 
-    enabled: bool = key(False, "move the coefficient of the entropy bonus by the entropy")
-    target: float = key(0.2, "nats per token", least=0)
-    step: float = key(1e-4, "change of the coefficient per step", above=0)
+    enabled: bool = key(False, "adapt the coefficient of the entropy bonus to the measured entropy")
+    target: float = key(0.2, "entropy at or below which the bonus applies, nats per token", least=0)
+    step: float = key(1e-4, "change of the coefficient per training step", above=0)
     maximum: float = key(5e-3, "largest coefficient", least=0)
 
 
 @dataclass
 class GRPOConfig:
-    """One training step (paper sec. 3, 4.1).  conf/algorithm/prorl.yaml has the paper's numbers."""
+    """Settings of the training step (paper sec. 3, 4.1).  conf/algorithm/prorl.yaml has the paper's values."""
 
-    max_steps: int = key(100, "steps in all; a continued run may only raise it", least=1, may_change=True)
-    prompts_per_step: int = key(256, "groups that a step trains on", least=1)
-    samples_per_prompt: int = key(16, "responses to a prompt: the size of a group", least=1)
-    updates_per_step: int = key(4, "mini-batches of prompts_per_step / updates_per_step prompts", least=1)
-    context_tokens: int = key(8192, "prompt and response together", least=2)
-    max_response_tokens: int | None = key(None, "longest response; null: context_tokens minus the prompt", least=1)
-    temperature: float = key(1.2, "of the rollout", above=0)
+    max_steps: int = key(100, "total number of steps; a continued run may only raise it", least=1, may_change=True)
+    prompts_per_step: int = key(256, "groups in the batch of a step", least=1)
+    samples_per_prompt: int = key(16, "responses per prompt: the size of a group", least=1)
+    updates_per_step: int = key(4, "mini-batches per step of prompts_per_step / updates_per_step prompts each", least=1)
+    context_tokens: int = key(8192, "maximum tokens of prompt and response together", least=2)
+    max_response_tokens: int | None = key(None, "maximum tokens of a response; null: the rest of the context", least=1)
+    temperature: float = key(1.2, "sampling temperature of training responses", above=0)
     advantage: str = key(
         "group_norm",
-        "baseline and scale of advantages",
+        "estimator of advantages: baseline and scale",
         choices=("group_norm", "leave_one_out", "reinforce_pp_baseline"),
     )
-    aggregation: str = key("token", "average of the loss; constant: Dr.GRPO", choices=("token", "sequence", "constant"))
-    clip_low: float = key(0.2, "the probability ratio is clipped at 1 minus this", above=0, most=1)
-    clip_high: float = key(0.4, "the probability ratio is clipped at 1 plus this", above=0)
-    dual_clip: float | None = key(None, "bound of the ratio where the advantage is negative; null: none", above=1)
+    aggregation: str = key(
+        "token",
+        "terms that the loss averages over: tokens, responses, or a constant per response (Dr. GRPO)",
+        choices=("token", "sequence", "constant"),
+    )
+    clip_low: float = key(0.2, "lower clip range: the probability ratio is clipped at 1 - clip_low", above=0, most=1)
+    clip_high: float = key(0.4, "upper clip range: the probability ratio is clipped at 1 + clip_high", above=0)
+    dual_clip: float | None = key(None, "largest ratio where the advantage is negative; null: no limit", above=1)
     kl_coef: float = key(1e-4, "coefficient of the KL divergence to the reference policy", least=0)
-    kl_estimator: str = key("k3", "estimator of that divergence", choices=("k1", "k2", "k3"))
-    entropy_coef: float = key(0.0, "fixed coefficient of an entropy bonus", least=0)
+    kl_estimator: str = key("k3", "estimator of the KL divergence", choices=("k1", "k2", "k3"))
+    entropy_coef: float = key(0.0, "fixed coefficient of the entropy bonus", least=0)
     adaptive_entropy: AdaptiveEntropyConfig = field(default_factory=AdaptiveEntropyConfig)
-    unfinished_penalty: float = key(0.0, "taken off the shaped reward of a response without eos", least=0)
-    unfinished_factor: float = key(1.0, "factor of the reward without eos, before the penalty", least=0, most=1)
+    unfinished_penalty: float = key(0.0, "penalty subtracted from the shaped reward of a response without eos", least=0)
+    unfinished_factor: float = key(1.0, "reward factor of a response without eos, before the penalty", least=0, most=1)
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
-    float32_head: bool = key(True, "logits of 16-bit models in float32, here and in the engines")
-    logprob_chunk_tokens: int = key(4096, "rows of logits in memory at a time", least=1, may_change=True)
-    logprob_chunk_words: int = key(8192, "words of the vocabulary at a time", least=1, may_change=True)
+    float32_head: bool = key(True, "compute the logits of 16-bit models in float32, in trainer and engines")
+    logprob_chunk_tokens: int = key(4096, "tokens whose logits are in memory at once", least=1, may_change=True)
+    logprob_chunk_words: int = key(8192, "vocabulary entries per chunk of logits in memory", least=1, may_change=True)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     checkpoint_every: int = key(20, "steps between checkpoints", least=1, may_change=True)
-    keep_checkpoints: int = key(3, "newest checkpoints that are kept", least=1, may_change=True)
-    keep_best: int = key(1, "checkpoints of the best validations beside them", least=0, may_change=True)
-    checkpoint_budget_gb: float | None = key(None, "10^9 bytes of all checkpoints", above=0, may_change=True)
-    async_checkpoints: bool = key(True, "train on while a checkpoint is written", may_change=True)
+    keep_checkpoints: int = key(3, "number of newest checkpoints to keep", least=1, may_change=True)
+    keep_best: int = key(1, "further checkpoints to keep: those with the best validations", least=0, may_change=True)
+    checkpoint_budget_gb: float | None = key(
+        None, "disk space for all checkpoints, in GB (10^9 bytes); null: no limit", above=0, may_change=True
+    )
+    async_checkpoints: bool = key(True, "write checkpoints in the background while training continues", may_change=True)
     validate_every: int = key(25, "steps between validations", least=1)
-    validation_samples: int = key(4, "responses to a held-out prompt", least=1)
-    validation_temperature: float = key(0.6, "of a validation's responses", least=0)
-    validation_top_p: float = key(0.95, "of a validation's responses", above=0, most=1)
+    validation_samples: int = key(4, "responses per held-out prompt", least=1)
+    validation_temperature: float = key(0.6, "sampling temperature of validations", least=0)
+    validation_top_p: float = key(0.95, "top-p (nucleus) sampling of validations", above=0, most=1)
     save_rollout_groups: int = key(4, "groups per step written to rollouts/; -1: all", least=-1, may_change=True)
 
 
 @dataclass
 class ResetRulesConfig:
-    """When a rule asks for a hard reset or advises: `algorithms.reset_rules` has the formulas."""
+    """Rules that trigger or advise a hard reset; `algorithms.reset_rules` has the formulas."""
 
-    asks: list[str] = key(lambda: list(RESET_RULES), "rules that ask; others advise", choices=RESET_RULES)
-    cooldown_steps: int = key(50, "no rule asks this soon after the start, a reset or its last finding", least=1)
-    drop_sigma: float = key(4.6, "standard deviations of the noise; 1 in 500,000 by chance", above=0)
-    drop_min: float = key(0.05, "smaller drops of a validation score do not count", least=0)
-    drop_baseline: int = key(10, "evaluations whose mean is the level before a drop", least=4)
-    drop_confirm: int = key(2, "evaluations that must show a drop", least=1)
-    plateau_steps: int = key(300, "steps in which a plateau is looked for", least=2)
-    plateau_gain: float = key(0.02, "least gain of the mean validation score over plateau_steps", least=0)
-    plateau_sigma: float = key(2.5, "standard deviations of the noise of that gain", least=0)
-    kl_factor: float = key(3.0, "a spike is this many times the median of the steps before", above=1)
-    kl_min: float = key(0.001, "nats per token; below it nothing is a spike", least=0)
-    kl_sigma: float = key(5.0, "standard deviations above the median", least=0)
-    kl_steps: int = key(30, "steps that say what is usual", least=13)
-    truncation_rise: float = key(0.1, "advises: share cut off beyond that of the best 10 steps", least=0, most=1)
-    length_factor: float = key(1.5, "advises: times the length of the shortest 10 steps", least=1)
-    entropy_share: float = key(0.3, "advises: share of the entropy of the highest 10 steps", least=0, most=1)
+    asks: list[str] = key(lambda: list(RESET_RULES), "rules that trigger a reset; others advise", choices=RESET_RULES)
+    cooldown_steps: int = key(50, "pause of a rule after the start, a reset or its last finding, in steps", least=1)
+    drop_sigma: float = key(4.6, "drop: threshold in noise standard deviations; 4.6: 1 in 500,000 by chance", above=0)
+    drop_min: float = key(0.05, "drop: smallest fall of a validation score that counts", least=0)
+    drop_baseline: int = key(10, "drop: number of evaluations whose mean is the level before the fall", least=4)
+    drop_confirm: int = key(2, "drop: number of evaluations that must show the fall", least=1)
+    plateau_steps: int = key(300, "plateau: length of the window, in steps", least=2)
+    plateau_gain: float = key(0.02, "plateau: least gain of the mean validation score in plateau_steps", least=0)
+    plateau_sigma: float = key(
+        2.5, "plateau: certainty that the gain is less, in standard deviations of noise", least=0
+    )
+    kl_factor: float = key(3.0, "KL spike: threshold as a multiple of the median KL", above=1)
+    kl_min: float = key(0.001, "KL spike: smallest KL that counts, nats per token", least=0)
+    kl_sigma: float = key(5.0, "KL spike: threshold in standard deviations above the median", least=0)
+    kl_steps: int = key(30, "KL spike: number of preceding steps for the median", least=13)
+    truncation_rise: float = key(0.1, "advice: rise of the cut-off share above the best 10 steps", least=0, most=1)
+    length_factor: float = key(1.5, "advice: response length as a multiple of that of the shortest 10 steps", least=1)
+    entropy_share: float = key(0.3, "advice: entropy as a share of that of the highest 10 steps", least=0, most=1)
 
 
 @dataclass
 class ResetsConfig:
     """Hard resets of reference policy and optimizer (paper sec. 3.3.1)."""
 
-    mode: str = key("manual", "what rules do: nothing, advise or reset", choices=("manual", "advise", "auto"))
-    at_steps: list[int] = key(list, "steps after whose updates there is a reset")
-    every: int | None = key(None, "steps between resets; null: none at fixed distances", least=1)
-    parts: str = key("both", "what is reset; one of them for ablations", choices=("both", "reference", "optimizer"))
-    roll_back: bool = key(False, "return to the best validated weights since the last reset, if kept")
-    lr_factor: float = key(1.0, "the learning rate is multiplied by it at each reset", above=0)
-    lr_warmup_steps: int = key(0, "steps of rising learning rate after a reset, as moments start anew", least=0)
-    kl_after_reset: float | None = key(None, "allowed gap to the reference after a reset; null: by precision", least=0)
+    mode: str = key("manual", "effect of rules: none, alarms, alarms and resets", choices=("manual", "advise", "auto"))
+    at_steps: list[int] = key(list, "steps after whose updates a reset takes place")
+    every: int | None = key(None, "steps between resets; null: no regular resets", least=1)
+    parts: str = key("both", "what is reset; one part alone for ablations", choices=("both", "reference", "optimizer"))
+    roll_back: bool = key(False, "at a reset return to the best validated weights since the last reset, if kept")
+    lr_factor: float = key(1.0, "factor that multiplies the learning rate at each reset", above=0)
+    lr_warmup_steps: int = key(0, "steps of rising learning rate after a reset, while Adam's moments are new", least=0)
+    kl_after_reset: float | None = key(
+        None,
+        "allowed gap between policy and reference right after a reset, nats per token; null: by precision",
+        least=0,
+    )
     rules: ResetRulesConfig = field(default_factory=ResetRulesConfig)
 
 
 @dataclass
 class WarmupConfig:
-    """Supervised steps before the reinforcement learning, from the prompts' own answers."""
+    """Supervised steps on the prompts' own answers, before the reinforcement learning."""
 
-    steps: int = key(0, "0: none", least=0)
+    steps: int = key(0, "number of supervised steps; 0: no warm-up", least=0)
     batch_size: int = key(64, "answers per step", least=1)
-    lr: float = key(1e-3, "learning rate", least=0)
+    lr: float = key(1e-3, "learning rate of the warm-up", least=0)
 
 
 @dataclass
 class DeadlinesConfig:
-    """Seconds that each wait may take; every error names its key."""
+    """Time limits of all waits, in seconds.  The error of a missed deadline names its key."""
 
-    startup_s: float = key(300.0, "start of engines and reward servers", above=0)
-    rollout_s: float = key(3600.0, "a step's rollout", above=0)
-    reward_s: float = key(600.0, "one verdict", above=0)
-    publish_s: float = key(300.0, "new weights in all engines", above=0)
-    collective_s: float = key(1800.0, "one operation of all ranks", above=0)
-    stop_s: float = key(30.0, "a process that is asked to end", above=0)
-    health_s: float = key(120.0, "a service that does not answer for so long is started again", above=0)
-    finish_step_s: float = key(120.0, "asked to stop: a longer rollout is given up", above=0)
-    job_s: float | None = key(None, "the run stops before its job lasts this long; null: no limit", above=0)
+    startup_s: float = key(300.0, "seconds until engines and reward servers must be ready", above=0)
+    rollout_s: float = key(3600.0, "seconds for the rollout of one step", above=0)
+    reward_s: float = key(600.0, "seconds for one verdict", above=0)
+    publish_s: float = key(300.0, "seconds until all engines must have new weights", above=0)
+    collective_s: float = key(1800.0, "seconds for one collective operation of all ranks", above=0)
+    stop_s: float = key(30.0, "seconds for a process to end after a stop signal", above=0)
+    health_s: float = key(120.0, "seconds without an answer after which a service is restarted", above=0)
+    finish_step_s: float = key(
+        120.0, "seconds for the rollout under way after a stop request; a longer one is given up", above=0
+    )
+    job_s: float | None = key(None, "seconds of the whole job; the run stops before the end; null: no limit", above=0)
 
 
 @dataclass
 class TrainerConfig:
-    """PyTorch Lightning's trainer, as NeMo-Aligner builds it, and what trains with it."""
+    """PyTorch Lightning's trainer, as NeMo-Aligner builds it, and the settings of the training."""
 
     num_nodes: int = key(1, "nodes of the run", least=1, may_change=True)
     devices: int = key(1, "trainer ranks per node", least=1, may_change=True)
-    accelerator: str = key("gpu", "what the trainer computes on", choices=("cpu", "gpu"))
-    # fp16 would need its loss scaled
-    precision: Any = key("bf16", "of the trainer", choices=(32, "32", "32-true", "bf16", "bf16-mixed"))
-    gradient_clip_val: float = key(1.0, "norm that gradients are clipped to; 0: not clipped", least=0)
-    trace_steps: list[int] = key(list, "steps of which a timeline of all processes is written", may_change=True)
+    accelerator: str = key("gpu", "device type of the trainer", choices=("cpu", "gpu"))
+    # fp16 is missing because it would need loss scaling.
+    precision: Any = key("bf16", "numeric format of the trainer", choices=(32, "32", "32-true", "bf16", "bf16-mixed"))
+    gradient_clip_val: float = key(1.0, "maximum norm of the gradient; 0: no clipping", least=0)
+    trace_steps: list[int] = key(list, "steps for which a timeline of all processes is written", may_change=True)
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     resets: ResetsConfig = field(default_factory=ResetsConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
-    deadlines: DeadlinesConfig = key(DeadlinesConfig, "seconds that each wait may take", may_change=True)
+    deadlines: DeadlinesConfig = key(DeadlinesConfig, "time limits of waits, in seconds", may_change=True)
 
 
 @dataclass
 class PretrainedConfig:
-    """Where the policy's first weights come from."""
+    """Source of the policy's first weights."""
 
-    restore_from_path: str | None = key(MISSING, "a Hugging Face folder; null (model=laptop): random weights")
+    restore_from_path: str | None = key(MISSING, "Hugging Face model folder; null (model=laptop): random weights")
 
 
 @dataclass
 class RolloutConfig:
-    """The rollout engines (vLLM in an environment of its own)."""
+    """The rollout engines (vLLM in a separate environment)."""
 
-    python: str = key(".venv/rollout/bin/python", "Python of the rollout environment", may_change=True)
-    engines: int = key(1, "in all nodes together", least=1, may_change=True)
-    tensor_parallel_size: int = key(1, "ranks of an engine", least=1, may_change=True)
-    own_devices: bool = key(False, "GPUs (CPU: cores) of the engines' own, which then work a step ahead")
-    dtype: str = key("float32", "of the engine's weights", choices=("float32", "bfloat16", "float16"))
-    threads: int = key(1, "threads of a CPU engine's rank", least=1, may_change=True)
-    max_num_seqs: int = key(256, "sequences that an engine generates at a time", least=1, may_change=True)
-    max_batched_tokens: int = key(4096, "tokens of an engine's step", least=1, may_change=True)
-    kv_cache_mb: int | None = key(None, "KV cache of an engine; null: what vLLM takes", least=1, may_change=True)
-    device_memory_gb: float | None = key(None, "10^9 bytes of a GPU; null: by nvidia-smi", above=0, may_change=True)
+    python: str = key(".venv/rollout/bin/python", "Python interpreter of the rollout environment", may_change=True)
+    engines: int = key(1, "number of engines on all nodes together", least=1, may_change=True)
+    tensor_parallel_size: int = key(1, "tensor-parallel ranks per engine", least=1, may_change=True)
+    own_devices: bool = key(False, "separate GPUs (CPU: cores) for the engines, which then generate one step ahead")
+    dtype: str = key("float32", "data type of the engine's weights", choices=("float32", "bfloat16", "float16"))
+    threads: int = key(1, "CPU threads per rank of a CPU engine", least=1, may_change=True)
+    max_num_seqs: int = key(256, "maximum sequences that an engine generates at once", least=1, may_change=True)
+    max_batched_tokens: int = key(4096, "tokens per engine step, at least context_tokens", least=1, may_change=True)
+    kv_cache_mb: int | None = key(None, "MiB of KV cache per engine rank; null: vLLM's own", least=1, may_change=True)
+    device_memory_gb: float | None = key(None, "GB (10^9 bytes) per GPU; null: by nvidia-smi", above=0, may_change=True)
     eager: bool = key(False, "run without CUDA graphs", may_change=True)
     sleep: int | None = key(
-        None, "give memory to the trainer; 1: weights to the host, 2: dropped", choices=(1, 2), may_change=True
+        None,
+        "release of GPU memory to the trainer: 1: weights go to host memory, 2: weights are dropped; null: off",
+        choices=(1, 2),
+        may_change=True,
     )
-    max_restarts: int = key(5, "of one engine within an hour", least=0, may_change=True)
+    max_restarts: int = key(5, "restarts of one engine or reward server within an hour", least=0, may_change=True)
 
 
 @dataclass
 class RewardsConfig:
-    """The reward server of a node."""
+    """The reward server of each node."""
 
-    workers: int = key(1, "worker processes per node, shared out over the tasks in use", least=1, may_change=True)
-    max_infrastructure_failures: int = key(8, "in a row; then the run stops and names the plugin", least=1)
-    unsafe_no_sandbox: bool = key(False, "without a sandbox run code with all your rights", may_change=True)
+    workers: int = key(1, "worker processes per node, shared by the tasks in use", least=1, may_change=True)
+    max_infrastructure_failures: int = key(8, "failures in a row after which the run stops", least=1)
+    unsafe_no_sandbox: bool = key(False, "run code with all your rights where no sandbox works", may_change=True)
     plugins: dict[str, Any] = key(dict, "settings by plugin name")
 
 
 @dataclass
 class DataSource:
-    """One source of a blend: either a file of prompt records, or tasks made on the spot by a generator."""
+    """One source of a blend: either a file of prompt records, or a generator that makes records at the start."""
 
-    name: str = key(MISSING, "of the source, and of its validation")
-    path: str | None = key(None, "a file of prompt records")
-    generator: str | None = key(None, "reasoning_gym:DATASET, arithmetic, code, stem or instructions")
-    options: dict[str, Any] = key(dict, "the generator's own")
-    size: int | None = key(None, "records to generate; of a file: its first records", least=1)
-    weight: float = key(1.0, "share of the blend, in proportion", above=0)
-    seed: int = key(0, "of the generator")
+    name: str = key(MISSING, "name of the source and of its validation score")
+    path: str | None = key(None, "file of prompt records")
+    generator: str | None = key(None, "record generator: reasoning_gym:DATASET, arithmetic, code, stem or instructions")
+    options: dict[str, Any] = key(dict, "options of the generator")
+    size: int | None = key(None, "number of records to generate; with path: number of first records to use", least=1)
+    weight: float = key(1.0, "relative share of the source in the blend", above=0)
+    seed: int = key(0, "random seed of the generator")
 
 
 @dataclass
 class DataConfig:
-    """What is trained on and what is held out."""
+    """Training data and held-out data."""
 
-    train: list[DataSource] = key(list, "sources of training")
-    validation: list[DataSource] = key(list, "sources that are held out")
-    tasks: list[str] | None = key(None, "training takes records of these tasks only; null: of all")
-    retire_after: int | None = key(None, "a prompt solved in so many draws in a row is not drawn again", least=1)
-    max_prompt_tokens: int | None = key(None, "longer prompts are left out; null: they are errors", least=1)
-    folder: str = key("prepared", "of data=prorl: a folder for each source, as `prorl data prepare` writes them")
+    train: list[DataSource] = key(list, "sources of training prompts")
+    validation: list[DataSource] = key(list, "sources of held-out prompts")
+    tasks: list[str] | None = key(None, "tasks to train on; null: all tasks")
+    retire_after: int | None = key(None, "solved draws in a row after which a prompt retires; null: never", least=1)
+    max_prompt_tokens: int | None = key(
+        None,
+        "maximum tokens of a training prompt; longer ones are left out; null: too long for the context is an error",
+        least=1,
+    )
+    folder: str = key("prepared", "data=prorl: folder with one folder per source, as `prorl data prepare` writes them")
 
 
 @dataclass
 class ChainConfig:
-    """How a stage hangs on the one before it (paper sec. 4.2)."""
+    """Link of a stage to the previous stage (paper sec. 4.2)."""
 
-    after: str | None = key(None, "the stage before, whose run directory lies beside this run's")
-    start_from: str | None = key(None, "run directory or checkpoint of the stage before, where it lies elsewhere")
-    hard_reset: bool = key(True, "begin with a hard reset")
-    step_scale: float = key(1.0, "factor of the stages' steps; a cluster sets it", above=0)
-    long_context_tokens: int = key(16384, "context of run8; a cluster sets it", least=2)
+    after: str | None = key(None, "name of the previous stage, whose run directory is beside this run's")
+    start_from: str | None = key(None, "run directory or checkpoint of the previous stage, if elsewhere")
+    hard_reset: bool = key(True, "begin the stage with a hard reset")
+    step_scale: float = key(1.0, "factor for the steps of all stages; set by the cluster group", above=0)
+    long_context_tokens: int = key(16384, "tokens of the context of stage run8; set by the cluster group", least=2)
 
 
 @dataclass
 class LaunchConfig:
-    """Starting the run's processes, above all by Slurm."""
+    """Start of the run's processes, mainly under Slurm."""
 
-    env: dict[str, str] = key(dict, "variables of all processes; those of the environment win")
-    attempts: int = key(3, "starts in a row without a new checkpoint, after which a job ends", least=1)
+    env: dict[str, str] = key(dict, "environment variables of all processes; variables already set win")
+    attempts: int = key(3, "starts in a row without a new checkpoint after which a job ends", least=1)
 
 
 @dataclass
 class OptimKeys:
-    """Keys of NeMo's optimizer that are checked."""
+    """The checked keys of NeMo's optimizer."""
 
-    name: str = key(MISSING, "the optimizer", choices=("mcore_distributed_optim",))
+    name: str = key(MISSING, "optimizer", choices=("mcore_distributed_optim",))
     lr: float | None = key(MISSING, "learning rate", least=0)
-    weight_decay: float | None = key(MISSING, "of AdamW", least=0)
+    weight_decay: float | None = key(MISSING, "weight decay of AdamW", least=0)
 
 
 @dataclass
 class ModelKeys:
-    """Keys of NeMo's model that are checked; conf/model and conf/config.yaml list all that are set."""
+    """The checked keys of NeMo's model; conf/model and conf/config.yaml list every key that is set."""
 
-    num_layers: int = key(MISSING, "transformer layers", least=1)
-    hidden_size: int = key(MISSING, "width of the model", least=2)
-    ffn_hidden_size: int = key(MISSING, "width of the gated layer", least=1)
-    num_attention_heads: int = key(MISSING, "query heads", least=1)
-    num_query_groups: int = key(MISSING, "key and value heads", least=1)
-    max_position_embeddings: int = key(MISSING, "longest sequence of the model", least=2)
-    encoder_seq_length: int | None = key(MISSING, "longest sequence that is trained on", least=2)
-    make_vocab_size_divisible_by: int = key(MISSING, "rows of the embedding are padded to a multiple", least=1)
-    tensor_model_parallel_size: int = key(MISSING, "ranks that a layer is cut over", least=1, may_change=True)
-    pipeline_model_parallel_size: int = key(MISSING, "ranks that the layers are dealt to", least=1, may_change=True)
+    num_layers: int = key(MISSING, "number of transformer layers", least=1)
+    hidden_size: int = key(MISSING, "width of the hidden state", least=2)
+    ffn_hidden_size: int = key(MISSING, "width of the gated feed-forward layer", least=1)
+    num_attention_heads: int = key(MISSING, "number of query heads", least=1)
+    num_query_groups: int = key(MISSING, "number of key and value heads", least=1)
+    max_position_embeddings: int = key(MISSING, "longest sequence that the model supports, in tokens", least=2)
+    encoder_seq_length: int | None = key(MISSING, "longest training sequence, in tokens", least=2)
+    make_vocab_size_divisible_by: int = key(MISSING, "divisor of the padded vocabulary size", least=1)
+    tensor_model_parallel_size: int = key(MISSING, "tensor-parallel ranks of the trainer", least=1, may_change=True)
+    pipeline_model_parallel_size: int = key(MISSING, "pipeline-parallel ranks of the trainer", least=1, may_change=True)
     virtual_pipeline_model_parallel_size: int | None = key(None, "not supported", may_change=True)
-    sequence_parallel: bool = key(False, "cut activations over tensor ranks too", may_change=True)
-    micro_batch_size: int = key(MISSING, "responses of a micro-batch", least=1, may_change=True)
-    micro_batch_tokens: int | None = key(None, "tokens of a micro-batch; null: no limit", may_change=True)
-    packed_sequences: bool = key(False, "rows of a micro-batch without padding between them", may_change=True)
-    fp8: str | None = key(None, "format of Transformer Engine's FP8; null: none", choices=("hybrid", "e4m3"))
-    fp8_recipe: str | None = key(None, "scales of FP8", choices=("tensorwise", "delayed"))
-    position_embedding_type: str = key("rope", "position embedding", choices=("rope",))
-    normalization: str = key("rmsnorm", "normalisation", choices=("rmsnorm",))
-    activation: str = key("fast-swiglu", "activation", choices=("fast-swiglu",))
+    sequence_parallel: bool = key(False, "split activations over the tensor-parallel ranks too", may_change=True)
+    micro_batch_size: int = key(MISSING, "maximum responses per micro-batch", least=1, may_change=True)
+    micro_batch_tokens: int | None = key(None, "maximum tokens per micro-batch; null: no limit", may_change=True)
+    packed_sequences: bool = key(False, "pack responses of a micro-batch without padding between", may_change=True)
+    fp8: str | None = key(None, "FP8 format of Transformer Engine; null: no FP8", choices=("hybrid", "e4m3"))
+    fp8_recipe: str | None = key(None, "scaling recipe of FP8", choices=("tensorwise", "delayed"))
+    position_embedding_type: str = key("rope", "type of position embedding", choices=("rope",))
+    normalization: str = key("rmsnorm", "type of normalization", choices=("rmsnorm",))
+    activation: str = key("fast-swiglu", "activation function", choices=("fast-swiglu",))
     optim: OptimKeys = field(default_factory=OptimKeys)
 
 
@@ -327,42 +357,42 @@ class ModelKeys:
 class Config:
     """The whole configuration of a run."""
 
-    run_dir: str = key("runs/laptop", "folder of the run; a stage's default is runs/prorl/STAGE", may_change=True)
-    stage: str = key("none", "set by the group stage=run1..run8")
-    seed: int = key(1, "of data, sampling and weights", least=0)
-    deterministic: bool = key(False, "equal runs are equal to the bit, at some speed")
-    on_event: str | None = key(None, "a command called with each alarm, reset and failure", may_change=True)
+    run_dir: str = key("runs/laptop", "directory of the run; default of a stage: runs/prorl/STAGE", may_change=True)
+    stage: str = key("none", "stage of the chain, set by the group stage=run1..run8")
+    seed: int = key(1, "random seed of data, sampling and weights", least=0)
+    deterministic: bool = key(False, "bitwise equal results of equal runs, at lower speed")
+    on_event: str | None = key(None, "command to call with each alarm, reset and failure", may_change=True)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    model: dict[str, Any] = key(dict, "NeMo's model: +model.KEY=VALUE sets one more of its keys", described=ModelKeys)
+    model: dict[str, Any] = key(dict, "keys of NeMo's model; +model.KEY=VALUE sets one more", described=ModelKeys)
     pretrained_checkpoint: PretrainedConfig = field(default_factory=PretrainedConfig)
-    exp_manager: dict[str, Any] = key(dict, "NeMo's experiment manager: folders and loggers", may_change=True)
+    exp_manager: dict[str, Any] = key(dict, "keys of NeMo's experiment manager: folders and loggers", may_change=True)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
     data: DataConfig = field(default_factory=DataConfig)
     chain: ChainConfig = field(default_factory=ChainConfig)
-    launch: LaunchConfig = key(LaunchConfig, "starting the processes", may_change=True)
+    launch: LaunchConfig = key(LaunchConfig, "start of the processes", may_change=True)
 
 
 class ConfigKey(NamedTuple):
-    """A key as `all_keys` lists it.  `name` has `*` for the index of a list."""
+    """A key of the schema, as `all_keys` yields it."""
 
-    name: str
-    kind: Any  # its type, without None
+    name: str  # full key, with `*` for the index of a list
+    kind: Any  # type without None
     optional: bool  # null is allowed
     default: Any
     rule: KeyRule
 
 
 def all_keys(section: Any = Config, prefix: str = "") -> Iterator[ConfigKey]:
-    """Yield every key of the schema with a rule, in the order of its lines."""
+    """Yield every key that has a `KeyRule`, in the order of the fields."""
     hints = get_type_hints(section)
-    for line in fields(section):
-        name, kind, rule = prefix + line.name, hints[line.name], line.metadata.get("rule")
+    for item in fields(section):
+        name, kind, rule = prefix + item.name, hints[item.name], item.metadata.get("rule")
         optional = get_origin(kind) in (types.UnionType, Union) and type(None) in get_args(kind)
         if optional:
             [kind] = (part for part in get_args(kind) if part is not type(None))
         if rule is not None:
-            default = line.default if line.default_factory is dataclasses.MISSING else line.default_factory()
+            default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
             yield ConfigKey(name, kind, optional, default, rule)
         below = rule.described if rule is not None and rule.described else kind
         items = get_args(kind)[0] if get_origin(kind) is list else None

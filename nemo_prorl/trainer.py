@@ -1,6 +1,9 @@
-"""The training step and the loop around it (paper sec. 3).
+"""The GRPO training step and the loop around it (paper sec. 3).  Start reading the code here.
 
-`rank.py` builds the parts that are handed in; none of them knows the trainer.  Nothing here knows NeMo, vLLM or HTTP.
+Every trainer rank runs this file on its share of the batch.  `rank.py` builds the parts that `Trainer` combines.  The
+parts do not know the trainer, and this file does not know NeMo, vLLM or HTTP.
+
+Shape suffixes: B responses of this data rank, T token positions, G groups (one per prompt), N responses per group.
 """
 
 from collections.abc import Mapping
@@ -26,7 +29,7 @@ from nemo_prorl.lifecycle.tolerances import engine_gap_alarm
 from nemo_prorl.metrics import Metrics, MetricsState
 from nemo_prorl.schema import Count
 
-if TYPE_CHECKING:  # what is handed in
+if TYPE_CHECKING:  # parts that `rank.py` builds and passes in
     from nemo_prorl.leader import Leader
     from nemo_prorl.lifecycle.checkpoints import Checkpoints
     from nemo_prorl.lifecycle.control import Control
@@ -39,19 +42,19 @@ if TYPE_CHECKING:  # what is handed in
 
 
 class ProgressState(TypedDict):
-    """Where a run is."""
+    """The last updated step of a run."""
 
     step: Count
     unfinished: MetricsState | None
-    """the metrics of a step whose validation was given up at a stop, and is due"""
+    """metrics of that step if its validation was abandoned at a stop; a resume validates first"""
 
 
 @dataclass
 class TrainerState:
-    """Where a run is.  Part of a checkpoint.  `unfinished`: metrics of a step that is updated and not logged."""
+    """The progress of a run, saved in each checkpoint."""
 
     step: int = 0
-    unfinished: Metrics | None = None
+    unfinished: Metrics | None = None  # metrics of `step` while its updates are made and its line is not logged
 
     def state_dict(self) -> ProgressState:
         return {"step": self.step, "unfinished": self.unfinished.to_json() if self.unfinished is not None else None}
@@ -63,10 +66,10 @@ class TrainerState:
 
 @dataclass
 class Trainer:
-    """One trainer rank.  Its methods are collectives of all ranks."""
+    """One trainer rank.  All ranks must call each method together, because the methods use collectives."""
 
     cfg: Config
-    policy: Any  # policy.actor.Actor: log-probabilities, updates, weights, reference
+    policy: Any  # a policy.actor.Actor: log-probabilities, updates, weights, reference
     progress: TrainerState
     rollouts: "Rollouts"
     validation: "Validation"
@@ -82,10 +85,14 @@ class Trainer:
     # --- the loop --------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Step until the run ends; resumable at any kill.  Raises StoppedCleanly when asked to stop in between."""
+        """Train from the current step to `max_steps`.  A run that is killed at any point can be resumed.
+
+        Raises:
+            StoppedCleanly: a stop was requested; a checkpoint is complete.
+        """
         progress = self.progress
         try:
-            self.stop_if_asked(progress.step)  # while engines started
+            self.stop_if_requested(progress.step)  # the request may have come while engines started
             if progress.unfinished is not None:
                 self.finish_step(progress.unfinished)
             if progress.step == 0 and not self.validation.scores:
@@ -97,40 +104,41 @@ class Trainer:
                     metrics = self.train_step(step)
                     self.rollouts.await_next(metrics)
                     self.finish_step(metrics)
-        except RolloutAbandoned as stop:  # of a step whose updates are not begun, or of a validation
+        except RolloutAbandoned as stop:  # raised before a step's first update, or in a validation
             self.checkpoints.save(progress.step, wait=True)
-            raise StoppedCleanly(f"{stop}; what is done is saved, the same command continues") from stop
+            raise StoppedCleanly(f"{stop}; finished steps are saved; the same command continues") from stop
 
     def finish_step(self, metrics: Metrics) -> None:
-        """Do what follows a step's updates: validation, log, hard reset, checkpoint, and what somebody asked for."""
+        """Do the work that follows a step's updates: validation, log, hard reset or checkpoint, control requests."""
         step, self.progress.unfinished = metrics.step, metrics
         if self.validation.due(step):
             self.validate(metrics)
-        self.records.log(metrics)  # before the checkpoint, which records the log's length
+        self.records.log(metrics)  # before the checkpoint, which records the length of metrics.jsonl
         self.progress.unfinished = None
-        asked = self.control.pending(step)
-        if reason := reset_reason(asked, self.resets.due(metrics)):  # after the log: the rules go by what it holds
-            self.resets.perform(step, reason, self.checkpoints)
+        requests = self.control.pending(step)
+        if reason := reset_reason(requests, self.resets.due(metrics)):  # after the log, whose lines the rules use
+            self.resets.perform(step, reason, self.checkpoints)  # includes a checkpoint
         elif self.checkpoints.due(step):
             self.checkpoints.save(step)
-        self.control.serve(asked, step)
-        self.stop_if_asked(step)
+        self.control.serve(requests, step)
+        self.stop_if_requested(step)
 
     def validate(self, metrics: Metrics) -> None:
+        """Validate the current weights, and write the scores into the metrics and summary.json."""
         self.validation.run(metrics)
         self.write_summary()
 
     def write_summary(self, hashes: Mapping[str, str] | None = None) -> None:
         self.records.summary(self.progress.step, self.validation.scores, self.resets.done, hashes)
 
-    def stop_if_asked(self, step: int) -> None:
-        """Raise StoppedCleanly, with everything saved, if somebody or the job's end asks for it."""
+    def stop_if_requested(self, step: int) -> None:
+        """Save a checkpoint and raise StoppedCleanly if a signal, a user or the end of the job requests a stop."""
         if reason := self.leader.call(self.stopping.reason):
             self.checkpoints.save(step, wait=True)
             raise StoppedCleanly(f"{reason}: stopped after step {step}; the same command continues")
 
     def finish(self) -> None:
-        """End a run that has made all its steps."""
+        """Complete the records of a run that has made all its steps."""
         self.checkpoints.wait()
         self.traces.close()
         policy = self.policy
@@ -141,51 +149,55 @@ class Trainer:
     # --- the step --------------------------------------------------------------------------------------------------
 
     def train_step(self, step: int) -> Metrics:
-        """Roll out one batch and make its gradient updates.
+        """Roll out one batch of groups and make its gradient updates.
 
-        Raises DeadlineExceeded naming what it waited for, ResetFailure when the policy is not its reference right after
-        a reset, and NonFiniteUpdate with weights and optimizer as they were before the update.
+        Raises:
+            DeadlineExceeded: a wait took too long; the error names the peer or file.
+            ResetFailure: policy and reference differ on the first step of a run or right after a hard reset.
+            NonFiniteUpdate: the loss or gradient of an update is inf or nan; that update has changed nothing.
+            RolloutAbandoned: a stop was requested and the rollout took too long; the step has not begun its updates.
         """
         cfg, policy, metrics = self.cfg.trainer.grpo, self.policy, Metrics(step, self.cfg.stage)
         with metrics.phase("publish"):
             self.rollouts.publish(version=step - 1)
-        with metrics.phase("rollout"):  # judged while others still generate; dynamic sampling inside
-            judged = self.rollouts.collect(metrics)
+        with metrics.phase("rollout"):  # includes rewards and dynamic sampling, which overlap with generation
+            groups = self.rollouts.collect(metrics)
         self.progress.step = step
-        if not len(judged.draws):
+        if not len(groups.draws):
             self.records.alarm(step, "no group carries a signal; the step makes no update")
             return metrics
 
         with metrics.phase("logprobs"):
-            rows = judged.rows_of_updates(cfg.updates_per_step, policy.data_ranks.size)[policy.data_ranks.rank]
-            numbers_B = torch.cat(rows)
-            mine = judged.batch()
-            old_logp_BT, entropy_BT = policy.logprobs(mine)
-            ref_logp_BT = policy.reference_logprobs(mine)
-            gap = policy.data_ranks.reduce(reference_gap(old_logp_BT, ref_logp_BT, mine.mask_BT))
+            # `groups` has the rewards of all responses, and the tokens of this data rank's responses only.
+            update_rows = groups.rows_of_updates(cfg.updates_per_step, policy.data_ranks.size)[policy.data_ranks.rank]
+            row_B = torch.cat(update_rows)  # this rank's responses, as positions among all responses of the step
+            batch = groups.batch()
+            old_logp_BT, entropy_BT = policy.logprobs(batch)
+            ref_logp_BT = policy.reference_logprobs(batch)
+            gap = policy.data_ranks.reduce(reference_gap(old_logp_BT, ref_logp_BT, batch.mask_BT))
             self.resets.check_reference(step, gap["mean_abs"])
-            task_B = judged.task_B[numbers_B]
-            sums = sums_by_task(old_logp_BT, ref_logp_BT, entropy_BT, mine.mask_BT, task_B, judged.tasks)
-            for key, value in means_by_task(policy.data_ranks.reduce(sums), judged.tasks).items():
+            task_B = groups.task_B[row_B]
+            sums = sums_by_task(old_logp_BT, ref_logp_BT, entropy_BT, batch.mask_BT, task_B, groups.tasks)
+            for key, value in means_by_task(policy.data_ranks.reduce(sums), groups.tasks).items():
                 metrics.put(key, value)
 
         with metrics.phase("advantages"):
-            advantage_B = advantages(judged, cfg, metrics)[numbers_B]
-            weight_BT, corrected = rollout_correction(old_logp_BT, mine.engine_logp_BT, mine.mask_BT, cfg.correction)
+            advantage_B = advantages(groups, cfg, metrics)[row_B]
+            weight_BT, corrected = rollout_correction(old_logp_BT, batch.engine_logp_BT, batch.mask_BT, cfg.correction)
             metrics.add("correction", policy.data_ranks.reduce(corrected))
-            mine = mine.with_targets(
+            batch = batch.with_targets(
                 old_logp_BT=old_logp_BT, ref_logp_BT=ref_logp_BT, advantage_B=advantage_B, weight_BT=weight_BT
             )
-            self.report_gaps(metrics, mine, judged.version_B[numbers_B])
+            self.report_gaps(metrics, batch, groups.version_B[row_B])
 
         with metrics.phase("updates"):
             config = self.before_updates(metrics)
-            for update_rows in torch.arange(len(mine)).split([len(r) for r in rows]):
-                update(policy, mine.rows(update_rows), config, metrics)
+            for minibatch_rows in torch.arange(len(batch)).split([len(rows) for rows in update_rows]):
+                update(policy, batch.rows(minibatch_rows), config, metrics)
         return metrics
 
     def before_updates(self, metrics: Metrics) -> GRPOConfig:
-        """Set the learning rate of this step; return its loss, with the coefficient that its entropy asks for."""
+        """Set the step's learning rate; return the loss settings with the step's entropy coefficient."""
         resets, grpo = self.cfg.trainer.resets, self.cfg.trainer.grpo
         base = float(self.cfg.model["optim"]["lr"])
         lr = learning_rate(base, metrics.step, self.resets.steps, resets.lr_factor, resets.lr_warmup_steps)
@@ -197,16 +209,20 @@ class Trainer:
         metrics.put("policy/entropy_coef", coefficient)
         return replace(grpo, entropy_coef=coefficient)
 
-    def report_gaps(self, metrics: Metrics, mine: Batch, version_B: Tensor) -> None:
-        """Report how far engine and trainer are apart, with the same weights and with older ones in the engine.
+    def report_gaps(self, metrics: Metrics, batch: Batch, version_B: Tensor) -> None:
+        """Report the gap between the log-probabilities of engine and trainer; raise an alarm if it is too large.
 
-        An alarm goes by the former.
+        `engine_gap` covers responses that the engine made with the trainer's present weights, and only it can raise the
+        alarm.  `stale_gap` covers responses made with older weights.
+
+        Args:
+            version_B: int64, version of the weights that made each response.
         """
-        fresh_BT = mine.mask_BT & (version_B == metrics.step - 1)[:, None]
-        parts = {"engine_gap": fresh_BT, "stale_gap": mine.mask_BT & ~fresh_BT}
+        fresh_BT = batch.mask_BT & (version_B == metrics.step - 1)[:, None]
+        masks = {"engine_gap": fresh_BT, "stale_gap": batch.mask_BT & ~fresh_BT}
         gaps = {
-            name: self.policy.data_ranks.reduce(reference_gap(mine.engine_logp_BT, mine.old_logp_BT, part_BT))
-            for name, part_BT in parts.items()
+            name: self.policy.data_ranks.reduce(reference_gap(batch.engine_logp_BT, batch.old_logp_BT, mask_BT))
+            for name, mask_BT in masks.items()
         }
         tokens = sum(gap["tokens"] for gap in gaps.values())
         for name, gap in gaps.items():
@@ -214,40 +230,49 @@ class Trainer:
                 metrics.add(name, gap)
         if gaps["stale_gap"]["tokens"]:
             metrics.put("stale_gap/share", gaps["stale_gap"]["tokens"] / tokens)
-        mean = gaps["engine_gap"]["mean_abs"]
-        if mean > engine_gap_alarm(self.cfg):  # type: ignore[arg-type]
-            self.records.alarm(metrics.step, f"engine and trainer differ by {mean:.3g} a token (correction.alarm)")
+        mean, limit = gaps["engine_gap"]["mean_abs"], engine_gap_alarm(self.cfg)  # type: ignore[arg-type]
+        if mean > limit:
+            what = f"engine and trainer differ by {mean:.3g} nats per token; {limit:g} is allowed (correction.alarm)"
+            self.records.alarm(metrics.step, what)
 
 
 def update(policy: Any, minibatch: Batch, config: GRPOConfig, metrics: Metrics) -> None:
-    """Make one optimizer step on a mini-batch."""
+    """Make one optimizer step on this rank's rows of a mini-batch."""
     share = denominator_terms(minibatch.mask_BT, config.aggregation, float(config.context_tokens))
     denominator = policy.data_ranks.sum(float(share))
-    if denominator > 0:  # otherwise nothing was left to learn from
+    if denominator > 0:  # it is 0 if no rank has a token to train on
         loss, with_entropy = partial(policy_loss, config=config), config.entropy_coef != 0.0
         report_update(metrics, policy.update(minibatch, loss, denominator, with_entropy=with_entropy))
 
 
-def advantages(judged: JudgedGroups, cfg: GRPOConfig, metrics: Metrics) -> Tensor:
-    """advantage_B, float32, of all responses from their shaped rewards (paper eq. 2)."""
-    longest_GN = judged.longest_GN(cfg.context_tokens, cfg.max_response_tokens)
+def advantages(groups: JudgedGroups, cfg: GRPOConfig, metrics: Metrics) -> Tensor:
+    """Return the advantages of all responses of the step, from their shaped rewards (paper eq. 2).
+
+    Returns:
+        float32 [G * N], group after group; the caller selects the rows of its rank.
+    """
+    longest_GN = groups.longest_GN(cfg.context_tokens, cfg.max_response_tokens)
     reward_GN, changes = shaped_rewards(
-        judged.reward_GN, judged.ended_GN, judged.length_GN, longest_GN, cfg, metrics.step
+        groups.reward_GN, groups.ended_GN, groups.length_GN, longest_GN, cfg, metrics.step
     )
-    advantage_GN = group_advantages(reward_GN, judged.valid_GN, cfg.advantage)
-    if bool(judged.valid_GN.any()):
-        metrics.put("reward/shaped", float(reward_GN[judged.valid_GN].mean()))
-        for task, valid_GN in judged.valid_by_task().items():
+    advantage_GN = group_advantages(reward_GN, groups.valid_GN, cfg.advantage)
+    if bool(groups.valid_GN.any()):
+        metrics.put("reward/shaped", float(reward_GN[groups.valid_GN].mean()))
+        for task, valid_GN in groups.valid_by_task().items():
             metrics.put(f"reward_shaped/{task}", float(reward_GN[valid_GN].mean()))
         for name, change_GN in changes.items():
-            metrics.put(f"shaping/{name}", float(change_GN[judged.valid_GN].mean()))
+            metrics.put(f"shaping/{name}", float(change_GN[groups.valid_GN].mean()))
     return advantage_GN.reshape(-1).float()
 
 
 def policy_loss(
     logp_BT: Tensor, entropy_BT: Tensor | None, micro: Batch, denominator: float, config: GRPOConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """A micro-batch's share of the loss of an update, and its sums to report."""
+    """Return a micro-batch's share of the update's loss, and sums for `report_update`.
+
+    Args:
+        denominator: global denominator of the whole update, over all micro-batches and ranks.
+    """
     loss, sums = grpo_loss(
         logp_BT,
         micro.old_logp_BT,
@@ -259,12 +284,12 @@ def policy_loss(
         config,
         entropy_BT,
     )
-    moved = policy_diagnostics(logp_BT, micro.old_logp_BT, micro.advantage_B, micro.mask_BT, config)
-    return loss, {**moved, **sums}
+    diagnostics = policy_diagnostics(logp_BT, micro.old_logp_BT, micro.advantage_B, micro.mask_BT, config)
+    return loss, {**diagnostics, **sums}
 
 
 def report_update(metrics: Metrics, sums: dict[str, float]) -> None:
-    """An update's numbers: sums over tokens as means over the tokens of all updates of the step."""
+    """Add an update's sums to the metrics, averaged over the tokens of all updates of the step."""
     tokens = sums["tokens"]
     for key in ("surrogate", "kl", "weight", "clipped_high", "clipped_low", "dual_clipped", "ratio", "approx_kl"):
         metrics.put(f"policy/{key}", sums[key] / max(1.0, tokens), weight=tokens)

@@ -1,7 +1,8 @@
-"""A batch of responses as the trainer holds it: right-padded tokens, and per-token values aligned with them.
+"""Batches of responses for the trainer: right-padded tokens, and per-token values aligned with them.
 
-Shape suffixes: B responses, T token positions of the padded sequence (prompt first, then response, then padding).
-A per-token value at position t belongs to the token at t; it is 0 outside the response.
+Shape suffixes: B responses, T token positions of the padded sequence (prompt first, then response, then padding),
+G groups, N responses per group.  A per-token value at position t belongs to the token at t, and is 0 outside the
+response.
 """
 
 from collections.abc import Sequence
@@ -19,17 +20,13 @@ from nemo_prorl.micro_batches import Limits, deal, split_rows
 
 @dataclass(frozen=True)
 class Rows:
-    """Responses as they travel between ranks: their tokens one after another, without padding.
+    """Responses without padding, in the form in which rank 0 sends them to the other ranks."""
 
-    token_N: int32, prompt and response of each row in turn.  logp_M: float32, the engine's log-probabilities of the
-    response tokens.  prompt_B, response_B: int64, tokens of each.  valid_B: bool, false where no token is trained on.
-    """
-
-    token_N: NDArray[np.int32]
-    logp_M: NDArray[np.float32]
-    prompt_B: NDArray[np.int64]
-    response_B: NDArray[np.int64]
-    valid_B: NDArray[np.bool_]
+    token_N: NDArray[np.int32]  # prompt and response of each row, row after row
+    logp_M: NDArray[np.float32]  # the engine's log-probabilities of the response tokens, row after row
+    prompt_B: NDArray[np.int64]  # tokens of each prompt
+    response_B: NDArray[np.int64]  # tokens of each response
+    valid_B: NDArray[np.bool_]  # false for a response that is not trained on
 
     @classmethod
     def of(
@@ -50,12 +47,12 @@ class Rows:
 
     @property
     def length_B(self) -> NDArray[np.int64]:
-        """Tokens of prompt and response."""
+        """Return the number of tokens of prompt and response together."""
         length_B: NDArray[np.int64] = self.prompt_B + self.response_B
         return length_B
 
     def take(self, numbers: Sequence[int]) -> "Rows":
-        """Return some of the rows, in this order."""
+        """Return the rows with these numbers, in this order."""
         tokens = np.split(self.token_N, np.cumsum(self.length_B))
         logps = np.split(self.logp_M, np.cumsum(self.response_B))
         return Rows(
@@ -67,9 +64,9 @@ class Rows:
         )
 
     def batch(self, width: int) -> "Batch":
-        """Return the rows padded to `width` positions, which is at least the longest row's length.
+        """Return the rows padded to `width` positions, which must be at least the longest row's length.
 
-        The targets (advantages, old and reference log-probabilities) are zeros until set.
+        Advantages, old and reference log-probabilities are 0 until `Batch.with_targets` sets them.
         """
         shape = (len(self.valid_B), width)
         tokens_BT, mask_BT = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
@@ -95,26 +92,22 @@ class Rows:
 
 @dataclass(frozen=True)
 class Batch:
-    """Responses to train on.
+    """Responses to train on.  Log-probabilities are float32, and 0 where the mask is false."""
 
-    tokens_BT: int64.  mask_BT: bool, true at response tokens.  Log-probabilities and weights: float32, 0 where masked.
-    advantage_B: float32.  length_B: int64, tokens of prompt and response.
-    """
-
-    tokens_BT: Tensor
-    mask_BT: Tensor
-    length_B: Tensor
+    tokens_BT: Tensor  # int64
+    mask_BT: Tensor  # bool, true at response tokens to train on
+    length_B: Tensor  # int64, tokens of prompt and response together
     engine_logp_BT: Tensor
-    old_logp_BT: Tensor
-    ref_logp_BT: Tensor
-    weight_BT: Tensor
-    advantage_B: Tensor
+    old_logp_BT: Tensor  # by the trainer, with the weights before the step's updates
+    ref_logp_BT: Tensor  # by the reference policy
+    weight_BT: Tensor  # float32, of `algorithms.correction`
+    advantage_B: Tensor  # float32
 
     @classmethod
     def from_sequences(
         cls, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], logps: Sequence[Sequence[float]]
     ) -> "Batch":
-        """Pad token lists to the longest; the targets are zeros until set."""
+        """Return a batch of token lists, padded to the longest row."""
         rows = Rows.of(prompts, responses, logps, [True] * len(prompts))
         return rows.batch(max(rows.length_B.tolist(), default=1))
 
@@ -126,18 +119,21 @@ class Batch:
         return int(self.mask_BT.sum())
 
     def with_targets(self, **values: Tensor) -> "Batch":
-        """The same responses with some of their values set."""
+        """Return a copy with some tensors replaced, for example `advantage_B`."""
         return replace(self, **values)
 
     def rows(self, index: Tensor | slice) -> "Batch":
-        """Some of the responses, in the order of `index`, with the padding as it is."""
+        """Return the responses at `index`, in that order, with the same padded width."""
         return Batch(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
 
     def to(self, device: torch.device) -> "Batch":
         return Batch(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
 
     def padded_to(self, rows: int, length: int) -> "Batch":
-        """At least `rows` rows and exactly `length` positions; rows added count nowhere (all masked, length 1)."""
+        """Return a batch of at least `rows` rows and exactly `length` positions.
+
+        Added rows are masked everywhere and have length 1, so they do not change loss or metrics.
+        """
         missing = max(0, rows - len(self))
         values = {}
         for f in fields(self):
@@ -150,9 +146,9 @@ class Batch:
         return Batch(**values)
 
     def micro_batches(self, limits: Limits, at_least: int = 1) -> "list[tuple[Tensor, Batch]]":
-        """(row numbers, micro-batch) pairs as `split_rows` says it, each padded to its longest sequence.
+        """Return pairs of row numbers and micro-batch, split by `split_rows`, each padded to its longest sequence.
 
-        One without rows holds a row that counts nowhere.
+        An empty micro-batch contains one row that is masked everywhere.
         """
         parts = split_rows(self.length_B.tolist(), limits, at_least)
         numbers = [torch.tensor(rows, dtype=torch.int64) for rows in parts]
@@ -165,32 +161,25 @@ class Batch:
 
 @dataclass(frozen=True)
 class JudgedGroups:
-    """Groups of a step: numbers of all their responses, group after group, and the tokens of some.
+    """The groups of a step: rewards and lengths of all responses, but tokens only of this data rank's responses.
 
-    rows: tokens of all responses where the groups were collected; elsewhere of those `dealt` to this data rank.
-    length_B: int64, tokens of prompt and response.  reward_GN: float64, raw rewards.  valid_GN: bool, false where
-    infrastructure failed to judge.  ended_GN: bool, the response ended with eos.  length_GN: int64, its tokens.
-    version_B: int64, of the weights that made each response.  tasks: names, sorted.  task_B: int64, each response's
-    place in them.  draws: of each group.
+    B counts the responses of all groups, group after group: B = G * N.
     """
 
-    rows: Rows
-    length_B: Tensor
-    reward_GN: Tensor
-    valid_GN: Tensor
-    ended_GN: Tensor
-    length_GN: Tensor
-    version_B: Tensor
-    tasks: tuple[str, ...]
-    task_B: Tensor
-    draws: tuple[int, ...]
+    rows: Rows  # tokens of this data rank's responses (`dealt`); on rank 0, before that, of all responses
+    length_B: Tensor  # int64, tokens of prompt and response together
+    reward_GN: Tensor  # float64, raw rewards
+    valid_GN: Tensor  # bool, false where an infrastructure failure left a response without a verdict
+    ended_GN: Tensor  # bool, true where the response ended with eos
+    length_GN: Tensor  # int64, tokens of the response
+    version_B: Tensor  # int64, version of the weights that made the response
+    tasks: tuple[str, ...]  # sorted names
+    task_B: Tensor  # int64, index into `tasks`
+    draws: tuple[int, ...]  # draw number of each group
 
     @classmethod
     def of(cls, groups: Sequence[Any]) -> "JudgedGroups":
-        """Build from groups.
-
-        A group has task, prompt_ids, responses (token_ids, logprobs), scores, valid, finished, version and draw_index.
-        """
+        """Build from `rollout.groups.Group` objects, which all have the same number of responses."""
         responses = [r for g in groups for r in g.responses]
         prompts = [g.prompt_ids for g in groups for _ in g.responses]
         valid = [valid for g in groups for valid in g.valid]
@@ -211,28 +200,36 @@ class JudgedGroups:
         )
 
     def dealt(self, parts: Sequence[Sequence[int]]) -> "list[JudgedGroups]":
-        """Return one for each part, with the tokens of these rows alone."""
+        """Return one copy per data rank, with the tokens of that rank's rows only.
+
+        Args:
+            parts: row numbers of each data rank.
+        """
         return [replace(self, rows=self.rows.take(part)) for part in parts]
 
     def batch(self) -> Batch:
-        """Return the rows that are here, padded to the longest response of all groups."""
+        """Return the rows whose tokens are present, padded to the longest row of all groups."""
         return self.rows.batch(int(self.length_B.max()) if len(self.length_B) else 1)
 
     def valid_by_task(self) -> dict[str, Tensor]:
-        """Which responses of each task have a reward, bool [G, N]."""
+        """Return for each task a bool [G, N] mask of its responses that have a reward."""
         task_GN = self.task_B.reshape(self.valid_GN.shape)
         return {task: self.valid_GN & (task_GN == index) for index, task in enumerate(self.tasks)}
 
     def longest_GN(self, context_tokens: int, max_response_tokens: int | None) -> Tensor:
-        """How many tokens each response might have had, int64, at least 1."""
+        """Return the maximum possible tokens of each response, int64, at least 1."""
         prompt_GN = self.length_B.reshape(self.length_GN.shape) - self.length_GN
         return (context_tokens - prompt_GN).clamp(1, max_response_tokens)
 
     def rows_of_updates(self, updates: int, size: int) -> list[list[Tensor]]:
-        """Return for each of `size` data ranks the row numbers that it has in each mini-batch.
+        """Return the row numbers of each data rank in each mini-batch, as result[data rank][mini-batch].
 
-        A mini-batch is an equal share of the groups, in draw order; its rows are dealt out so that ranks have about
-        equally many tokens.
+        A mini-batch is an equal share of the groups, in draw order.  Its rows are distributed so that all data ranks
+        have about the same number of tokens.
+
+        Args:
+            updates: mini-batches of the step; fewer if the step has fewer groups.
+            size: number of data ranks.
         """
         groups, samples = self.valid_GN.shape
         updates = max(1, min(updates, groups))

@@ -1,6 +1,8 @@
-"""One trainer rank: builds the parts of a run, wires them, and runs the training.  The only file that knows them all.
+"""The program of one trainer rank: builds all parts of a run, connects them, and runs the training.
 
-python -m nemo_prorl.rank RUN_DIR [warmup]     started by the node's supervisor, once for each rank
+The supervisor of a node starts it once for each rank.  No other file knows all parts of a run.
+
+    python -m nemo_prorl.rank RUN_DIR [warmup]
 """
 
 import ctypes
@@ -48,14 +50,14 @@ from nemo_prorl.rollout.overlap import OneStepOff
 from nemo_prorl.rollout.rollouts import Rollouts
 from nemo_prorl.trainer import Trainer, TrainerState
 
-_log = logging.getLogger("nemo_prorl.rank")  # also as __main__
+_log = logging.getLogger("nemo_prorl.rank")  # __name__ is __main__ when this file is the program
 
 
 class Policy:
-    """The policy of this rank, and what is ready before engines are: tokenizer, data on rank 0, leader, loggers."""
+    """The policy of this rank, and the parts that do not need engines: tokenizer, data (rank 0), leader, loggers."""
 
     def __init__(self, cfg: Config, run_dir: Path) -> None:
-        """A collective.  Makes RUN/base, from which reinforcement learning starts, where a warm-up is due."""
+        """Build the policy; a collective of all ranks.  Also makes RUN/base if a warm-up is due."""
         from nemo_prorl.policy.build import build_actor
 
         base = base_folder(cfg, run_dir)
@@ -70,7 +72,7 @@ class Policy:
 
 
 def make_base(cfg: Config, run_dir: Path, policy: Policy, base: Path) -> None:
-    """Warm the policy up with supervised steps, and keep it as a Hugging Face folder."""
+    """Warm the policy up with supervised steps, and write it to `base` as a Hugging Face folder."""
     from nemo_prorl.policy.weights import write_hf_folder
 
     warmup, renderer, actor = cfg.trainer.warmup, policy.renderer, policy.actor
@@ -87,7 +89,7 @@ def make_base(cfg: Config, run_dir: Path, policy: Policy, base: Path) -> None:
 def warmup_examples(
     cfg: Config, train: Sequence[LoadedSource], renderer: PromptRenderer
 ) -> list[tuple[list[int], list[int]]]:
-    """Return the token ids of prompt and right response of every example of the warm-up."""
+    """Return the examples of the warm-up: the token ids of a prompt and of its correct response."""
     blend = Blend(without_long(train, renderer.length, cfg.data.max_prompt_tokens), cfg.seed + 1)
     records = [blend.next()[0] for _ in range(cfg.trainer.warmup.steps * cfg.trainer.warmup.batch_size)]
     prompts = [renderer.prompt_ids(record) for record in records]
@@ -96,20 +98,20 @@ def warmup_examples(
 
 
 def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Trainer:
-    """Build and wire all parts of a run.  A collective; waits until engines and reward servers are ready."""
+    """Build and connect all parts of a run; a collective.  Waits until engines and reward servers are ready."""
     from nemo_prorl.policy.checkpoint_files import PolicyStore
 
     actor, leader, renderer = policy.actor, policy.leader, policy.renderer
     records = Records(cfg, run_dir, leader.rank == 0, policy.loggers)
     source = policy.data.only(lambda data: rollout_source(cfg, run_dir, data, renderer))
     blend, collector = source.only(lambda source: source.blend), source.only(lambda source: source.collector)
-    collector.tell(lambda collector: stopping.abandons(collector.abandon))
+    collector.run_on_leader(lambda collector: stopping.set_abandon(collector.abandon))
     rollouts = Rollouts(cfg, run_dir, actor, blend, collector, records, leader)
     validation = Validation(cfg, source.only(lambda source: source.heldout), rollouts, records)
     allowed = kl_after_reset(cfg)  # type: ignore[arg-type]
     resets = Resets(cfg.trainer.resets, allowed, actor, rollouts, validation, records, leader)
     progress, entropy = TrainerState(), AdaptiveEntropy(cfg.trainer.grpo.adaptive_entropy)
-    parts: dict[str, Stateful] = {  # of a checkpoint, in the order in which they are loaded
+    parts: dict[str, Stateful] = {  # named as in state.json, and loaded in this order
         "trainer": progress,
         "records": records,
         "validation": validation,
@@ -144,7 +146,7 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
 
 @dataclass(frozen=True)
 class RolloutSource:
-    """What rank 0 alone has: the prompts, and what collects judged responses to them."""
+    """The prompts and the collector of judged responses, on rank 0 only."""
 
     blend: Blend
     heldout: HeldOut
@@ -152,7 +154,7 @@ class RolloutSource:
 
 
 def rollout_source(cfg: Config, run_dir: Path, data: LoadedData, renderer: PromptRenderer) -> RolloutSource:
-    """Return what draws prompts and collects responses; waits until engines and reward servers are ready."""
+    """Build the prompts and the collector on rank 0; wait until engines and reward servers are ready."""
     train = without_long(of_tasks(data.train, cfg.data), renderer.length, cfg.data.max_prompt_tokens)
     blend = Blend(train, cfg.seed, cfg.data.retire_after)
     heldout = [(source.name, record) for source, records in data.validation for record in records]
@@ -162,28 +164,28 @@ def rollout_source(cfg: Config, run_dir: Path, data: LoadedData, renderer: Promp
 
 
 def connect(cfg: Config, run_dir: Path, blend: Blend, renderer: PromptRenderer) -> Collector:
-    """Return the collector, once every engine and reward server is ready; on rank 0.
+    """Wait on rank 0 until every engine and reward server is ready, and return the collector.
 
-    Raises DeadlineExceeded naming what is missing.
+    Raises DeadlineExceeded with the number and pattern of the endpoint files that it waited for.
     """
     allow_connections()
     endpoints, token_file = run_dir / "endpoints", run_dir / "endpoints" / "token"
     seconds = cfg.trainer.deadlines.startup_s
     for pattern, count in (("rewards-*.json", cfg.trainer.num_nodes), ("engine-*.json", cfg.rollout.engines)):
         what = f"{count} x {endpoints / pattern} (trainer.deadlines.startup_s); see {run_dir / 'logs'}"
-        Deadline(seconds, what).wait_until(partial(_are_there, endpoints, pattern, count))
+        Deadline(seconds, what).wait_until(partial(_exist, endpoints, pattern, count))
     engines = EnginePool(endpoints, read_token(token_file), cfg.rollout.engines)
     kind = OneStepOff if cfg.rollout.own_devices else Collector
     rewards = RewardClient(endpoints, token_file)
     return kind(cfg, engines, rewards, blend, renderer)
 
 
-def _are_there(folder: Path, pattern: str, count: int) -> bool:
+def _exist(folder: Path, pattern: str, count: int) -> bool:
     return len(list(folder.glob(pattern))) >= count
 
 
 def begin(trainer: Trainer, run_dir: Path) -> None:
-    """Continue the newest checkpoint; without one begin, where there is a stage before from its checkpoint."""
+    """Resume from the newest checkpoint; without one, start the run or stage, from the previous stage if any."""
     cfg, checkpoints, progress = trainer.cfg, trainer.checkpoints, trainer.progress
     newest = checkpoints.newest()
     if newest is not None:
@@ -202,17 +204,17 @@ def begin(trainer: Trainer, run_dir: Path) -> None:
 
 
 def begin_stage(trainer: Trainer, start: stages.Origin) -> None:
-    """Take over policy, optimizer, reference and the place in the data from the stage before."""
+    """Load policy, optimizer, reference and the position in the data from the previous stage."""
     cfg, records = trainer.cfg, trainer.records
     sha256 = trainer.checkpoints.load_all(start.checkpoint)["weights_sha256"]
-    from_ = {"start_from": str(start.checkpoint), "weights_sha256": sha256}
-    records.event("start", 0, stage=cfg.stage, version=__version__, **from_)
-    state = retention.read_state(start.newest)  # the data moves on, also where the weights go back
+    source = {"start_from": str(start.checkpoint), "weights_sha256": sha256}
+    records.event("start", 0, stage=cfg.stage, version=__version__, **source)
+    state = retention.read_state(start.newest)  # prompts continue after the newest step even if the weights are older
     if "imported_from" not in state:
         trainer.checkpoints.carry(state)
     if (version := state.get("version", __version__)) != __version__:
         records.alarm(0, f"{start.checkpoint} was written by version {version}; this is {__version__}")
-    _log.info("stage %s begins from %s", cfg.stage, start.checkpoint)
+    _log.info("stage %s starts from checkpoint %s", cfg.stage, start.checkpoint)
     if cfg.chain.hard_reset:
         trainer.resets.perform(0, f"stage {cfg.stage} begins", trainer.checkpoints)
     else:
@@ -221,28 +223,28 @@ def begin_stage(trainer: Trainer, start: stages.Origin) -> None:
 
 
 def die_with_parent() -> None:
-    """Have this process killed when the supervisor that started it ends, however that happens (Linux)."""
+    """Make Linux kill this process as soon as the supervisor that started it ends, for whatever reason."""
     parent = int(os.environ.get("PRORL_SUPERVISOR_PID", os.getppid()))
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it ended before the line above
+    if os.getppid() != parent:  # the supervisor ended before the call of prctl
         os._exit(1)
 
 
 def setup_process(cfg: Config, rank: int) -> None:
-    """Logging, threads and determinism of this rank."""
+    """Set up logging, threads and determinism of this rank."""
     logging.basicConfig(
         level=logging.INFO if rank == 0 else logging.WARNING,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         force=True,
     )
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
-    if cfg.deterministic:  # the environment comes from launcher.determinism
-        # An operation of a library that has no such algorithm on GPUs would end the run: there it is logged.
+    if cfg.deterministic:  # launcher.determinism sets the environment variables
+        # On GPUs some library operations have no deterministic algorithm: log a warning instead of ending the run.
         torch.use_deterministic_algorithms(True, warn_only=cfg.trainer.accelerator == "gpu")
 
 
 def read(run_dir: Path) -> Config:
-    """Set this process up for a rank of the run in a directory, and return its configuration."""
+    """Return the configuration of the run in `run_dir`, after the setup of this process as one of its ranks."""
     from nemo_prorl.settings import read_config
 
     die_with_parent()
@@ -252,7 +254,7 @@ def read(run_dir: Path) -> Config:
 
 
 def train(cfg: Config, run_dir: Path, only_warmup: bool) -> None:
-    """Run a rank from its start to its end.  Raises StoppedCleanly when it was asked to stop."""
+    """Run a rank from its start to its end.  Raises StoppedCleanly after a stop request."""
     stopping = Stopping(cfg.trainer.deadlines)
     for sig in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(sig, stopping.on_signal)
@@ -263,20 +265,20 @@ def train(cfg: Config, run_dir: Path, only_warmup: bool) -> None:
     try:
         begin(trainer, run_dir)
         gc.collect()
-        gc.freeze()  # NeMo and torch stay: they are not looked through again and again
+        gc.freeze()  # saves time: later collections skip the many permanent objects of NeMo and torch
         trainer.train()
         trainer.finish()
     except StoppedCleanly as stopped:
         trainer.records.event("stop", trainer.progress.step, reason=str(stopped))
         trainer.control.close(trainer.progress.step)
         raise
-    except ProrlError:  # a checkpoint that is being written still counts, if it takes no longer than a stop may
+    except ProrlError:  # a checkpoint that is being written gets `stop_s` seconds to complete
         trainer.checkpoints.drain(cfg.trainer.deadlines.stop_s)
         raise
 
 
 def main(work: Callable[[], None]) -> int:
-    """Do a rank's work; return the exit code of the `prorl` command."""
+    """Run `work`, log its error if any, and return the exit code of the process."""
     try:
         work()
     except StoppedCleanly as stopped:
@@ -294,7 +296,7 @@ def main(work: Callable[[], None]) -> int:
 
 
 def end(code: int) -> None:
-    """End this process now: threads of loggers and collectives must not keep a finished rank alive."""
+    """Exit now, because threads of loggers and collectives could keep a finished rank alive."""
     logging.shutdown()
     os._exit(code)
 

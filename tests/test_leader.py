@@ -37,7 +37,7 @@ def slowly(part):
 leader.barrier()
 only = leader.only(lambda: 5)
 told = []
-only.tell(told.append)  # no collective
+only.run_on_leader(told.append)  # no collective
 assert (told, len(groups)) == ([5] if rank == 0 else [], 2)
 began, spent = time.monotonic(), time.process_time()
 found = only.call(slowly)

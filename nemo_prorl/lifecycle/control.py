@@ -108,11 +108,11 @@ class Requests:
             elif event["event"] == "control":
                 self._answered.add(event["request"])
             elif event["event"] == "reset_intent":
-                self._begun_at.update(dict.fromkeys(asked_in(event["reason"]), event["step"]))
+                self._begun_at.update(dict.fromkeys(request_ids_in(event["reason"]), event["step"]))
 
     def settle(self, step: int, reset_reasons: Iterable[str]) -> None:
         """At a start: what an earlier process left.  `reset_reasons`: of the resets that the checkpoint holds."""
-        made = {name for reason in reset_reasons for name in asked_in(reason)}
+        made = {name for reason in reset_reasons for name in request_ids_in(reason)}
         for request in self._read(step):
             if request.what == "reset" and request.id in made:
                 self.answer(request, step, "done", "the reset was made before the run was interrupted")
@@ -192,7 +192,7 @@ class Requests:
             _log.warning("%s cannot be removed: %s", path, error)
 
 
-def asked_in(reason: str) -> list[str]:
+def request_ids_in(reason: str) -> list[str]:
     """Ids of the requests in the reason of a hard reset."""
     return _IN_REASON.findall(reason)
 
@@ -249,13 +249,13 @@ class Control:
             return "done", f"checkpoint of step {step}"
         if request.what == "stop":
             self._checkpoints.save(step, wait=True)
-            self._stopping.ask(f"control {request.id}")
+            self._stopping.request_stop(f"control {request.id}")
             return "done", f"stopped after step {step}; the same command continues"
         return "done", f"hard reset after step {step}"
 
     def close(self, step: int) -> None:
         """At a clean end: whoever still waits learns that nothing comes of it."""
-        self._requests.tell(lambda requests: requests.close(step))
+        self._requests.run_on_leader(lambda requests: requests.close(step))
 
 
 def _content(path: Path) -> bytes:

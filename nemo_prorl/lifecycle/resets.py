@@ -126,7 +126,7 @@ class Resets:
         killpoint("reset:optimizer")
         reset: Reset = {"step": step, "reason": reason, "reference_sha256": self._policy.reference_sha256()}
         self.done.append(reset if back_to is None else {**reset, "rolled_back_to": back_to})
-        self._history.tell(lambda history: history.reset(step))
+        self._history.run_on_leader(lambda history: history.reset(step))
         self._fresh = self.config.parts != "optimizer"
         checkpoints.save(step, wait=True)
         killpoint("reset:checkpointed")
@@ -177,7 +177,7 @@ class Resets:
     def load_state_dict(self, state: ResetsState) -> None:
         """Records and validation are loaded by now: the history is made from their lines."""
         self.done, self._fresh, self._found = list(state["done"]), bool(state["fresh"]), list(state["found"])
-        self._history.tell(self._recall)
+        self._history.run_on_leader(self._recall)
 
     def _recall(self, history: History) -> None:
         found: dict[int, list[Finding]] = {}

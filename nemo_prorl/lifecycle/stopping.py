@@ -1,4 +1,4 @@
-"""When a run should stop before its end: a signal, the end of its job, somebody's request."""
+"""Early stop of a run: after a signal, near the end of its job, or on a user's request."""
 
 import logging
 import os
@@ -11,59 +11,60 @@ from nemo_prorl.config import DeadlinesConfig
 
 _log = logging.getLogger(__name__)
 
-JOB_START = "PRORL_JOB_START"  # when the job began, in seconds since 1970; the supervisor sets it
-_STEPS_SPARED = 1.5  # a step more must fit into the job, and half of the longest one for checkpoint and end
-_PATIENCE_SPARED = 2.0  # so many times `finish_step_s` before the job's end a step under way is asked to end
+JOB_START = "PRORL_JOB_START"  # start of the job, in seconds since 1970; set by the supervisor
+_STEPS_RESERVED = 1.5  # longest steps that must fit before the job's end: one step, and half for checkpoint and exit
+_FINISH_RESERVED = 2.0  # the stop request comes this many times `finish_step_s` before the job's end
 
 
 class Stopping:
-    """Remembers why to stop, and sees to it that a rollout of hours does not outlast the patience of who asked.
+    """The stop request of a run.  It also abandons a rollout that takes too long after the request.
 
-    What `abandons` is given is called, from another thread, once `finish_step_s` passed since somebody asked.
+    `finish_step_s` seconds after the request, another thread calls the function that `set_abandon` has registered.
     """
 
     def __init__(self, deadlines: DeadlinesConfig) -> None:
         self._deadlines = deadlines
         self._abandon: Callable[[], None] | None = None
-        self._given_up = False
+        self._is_overdue = False
         self._reason: str | None = None
-        self._looked: float | None = None  # at the last step's end
+        self._last_step_end: float | None = None  # on the monotonic clock
         self._longest_step_s = 0.0
         self._end: float | None = None
         if deadlines.job_s is not None:
             self._end = float(os.environ.get(JOB_START) or time.time()) + deadlines.job_s
-            seconds = self._end - time.time() - _PATIENCE_SPARED * deadlines.finish_step_s
-            _later(seconds, lambda: self.ask(self._out_of_time()))
+            seconds = self._end - time.time() - _FINISH_RESERVED * deadlines.finish_step_s
+            _later(seconds, lambda: self.request_stop(self._out_of_time()))
 
-    def abandons(self, abandon: Callable[[], None]) -> None:
-        """What to call when it takes too long."""
+    def set_abandon(self, abandon: Callable[[], None]) -> None:
+        """Register the function that abandons the rollout under way.  If that is overdue, call it now."""
         self._abandon = abandon
-        if self._given_up:
+        if self._is_overdue:
             abandon()
 
-    def ask(self, reason: str) -> None:
-        """To stop after the step under way, or, if that takes too long, without it."""
+    def request_stop(self, reason: str) -> None:
+        """Request a stop after the step under way, or before it if its rollout is too long.  The first counts."""
         if self._reason is not None:
             return
         self._reason = reason
         seconds = self._deadlines.finish_step_s
-        _log.warning("%s: stopping after this step, without it if its rollout takes %g s more", reason, seconds)
-        _later(seconds, self._give_up)
+        _log.warning("%s: the run stops after this step; a rollout longer than %g s more is abandoned", reason, seconds)
+        _later(seconds, self._abandon_rollout)
 
-    def _give_up(self) -> None:
-        self._given_up = True
+    def _abandon_rollout(self) -> None:
+        self._is_overdue = True
         if self._abandon is not None:
             self._abandon()
 
     def on_signal(self, number: int, _: object) -> None:
-        self.ask(signal.Signals(number).name)
+        self.request_stop(signal.Signals(number).name)
 
     def reason(self) -> str | None:
-        """Between two steps, and before the first: why to stop now, if so."""
+        """Return the reason to stop now, if any.  Call it before the first step and after each step: it times them."""
         now = time.monotonic()
-        self._longest_step_s, self._looked = max(self._longest_step_s, now - (self._looked or now)), now
+        step_s, self._last_step_end = now - (self._last_step_end or now), now
+        self._longest_step_s = max(self._longest_step_s, step_s)
         end = self._end or float("inf")
-        if self._reason is None and end - time.time() < _STEPS_SPARED * self._longest_step_s:
+        if self._reason is None and end - time.time() < _STEPS_RESERVED * self._longest_step_s:
             self._reason = f"{self._out_of_time()}, and a step took up to {self._longest_step_s:.0f} s"
         return self._reason
 
@@ -72,7 +73,7 @@ class Stopping:
         return f"{left:.0f} s are left of the job (trainer.deadlines.job_s={self._deadlines.job_s:g})"
 
 
-def _later(seconds: float, what: Callable[[], None]) -> None:
-    timer = threading.Timer(max(0.0, seconds), what)
+def _later(seconds: float, function: Callable[[], None]) -> None:
+    timer = threading.Timer(max(0.0, seconds), function)
     timer.daemon = True
     timer.start()

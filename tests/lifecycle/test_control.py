@@ -76,7 +76,7 @@ class Run:
         self.journal.append("validation", metrics.step, **scores)
         return scores
 
-    def ask(self, reason: str) -> None:
+    def request_stop(self, reason: str) -> None:
         self.stop = reason
 
     def train(self, before_the_look: Callable[[int], None] = lambda step: None, steps: int = STEPS) -> None:
@@ -152,7 +152,7 @@ def test_all_requests_are_served_in_order_of_time(tmp_path: Path) -> None:
 def test_a_rules_reset_and_a_requested_one_are_one() -> None:
     asked = [Request("a", "reset", 1.0, "", ""), Request("b", "validate", 1.0, "", "")]
     assert control.reset_reason(asked, "at_steps") == "at_steps; control a"
-    assert control.asked_in("at_steps; control a; control b-2") == ["a", "b-2"]
+    assert control.request_ids_in("at_steps; control a; control b-2") == ["a", "b-2"]
     assert control.reset_reason(asked[1:], "at_steps") == "at_steps"
     assert control.reset_reason(asked[1:], None) is None
 

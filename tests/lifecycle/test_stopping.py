@@ -20,7 +20,7 @@ def test_nobody_asked() -> None:
 
 def test_a_signal_stops_after_the_step_and_later_gives_up_the_rollout() -> None:
     stopping, given_up = Stopping(DeadlinesConfig(finish_step_s=0.2)), threading.Event()
-    stopping.abandons(given_up.set)
+    stopping.set_abandon(given_up.set)
     began = time.monotonic()
     stopping.on_signal(signal.SIGUSR1, None)
     assert stopping.reason() == "SIGUSR1"
@@ -36,7 +36,7 @@ def test_a_signal_while_engines_start_is_not_forgotten() -> None:
     stopping.on_signal(signal.SIGTERM, None)
     time.sleep(0.3)
     assert stopping.reason() == "SIGTERM"
-    stopping.abandons(given_up.set)
+    stopping.set_abandon(given_up.set)
     assert given_up.is_set()
 
 
@@ -55,7 +55,7 @@ def test_a_job_near_its_end_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_step_that_outlasts_its_job_is_asked_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(JOB_START, str(time.time()))
     stopping, given_up = Stopping(DeadlinesConfig(job_s=2.4, finish_step_s=1.0)), threading.Event()
-    stopping.abandons(given_up.set)
+    stopping.set_abandon(given_up.set)
     assert given_up.wait(2.3)  # asked 2 s before the end, given up 1 s later
 
 

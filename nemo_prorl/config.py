@@ -1,9 +1,9 @@
 """The typed schema of a run's configuration: the type, default, meaning and range of each key.
 
-`nemo_prorl.checks` checks each value against its field here, and docs/reference/configuration.md is generated from the fields.
-Each key has one owner: the trainer's keys are under `trainer.grpo`, those of NeMo's model under `model`.  `model` and
-`exp_manager` contain NeMo's own keys, which the yaml files in `conf/` list; `ModelKeys` describes those that this
-project computes with.  Imports the standard library only.
+`nemo_prorl.checks` checks each value against its field here, and docs/reference/configuration.md is generated from the
+fields.  Each key has one owner: the trainer's keys are under `trainer.grpo`, those of NeMo's model under `model`.
+`model` and `exp_manager` contain NeMo's own keys, which the yaml files in `conf/` list; `ModelKeys` describes those that
+this project computes with.  Imports the standard library only.
 """
 
 import dataclasses

@@ -1,1 +1,1 @@
-"""Prompt records: files, generators, blends with exact resume, and their way to tokens."""
+"""Prompt records: files, generators, weighted blends with exact resume, and tokenization."""

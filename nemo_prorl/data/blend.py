@@ -1,10 +1,10 @@
-"""An endless weighted blend of prompt sources whose order can be continued exactly.
+"""An endless weighted blend of prompt sources whose order a resumed run continues exactly.
 
-The order is a pure function of (seed, sources, weights, number of prompts drawn): each epoch of a source is a
-fresh shuffle that depends on the seed, the source's name and the epoch only, and the next source is the one
-furthest behind its share.  So a state is a few counters, and a resumed blend goes on as if never stopped; the blend
-of a later stage goes on in the orders of the one before.  Prompts that were solved often enough may be retired: then
-the order also depends on the outcomes that `observe` was told, in their order, and on nothing else.
+The order is a pure function of (seed, sources, weights, number of prompts drawn).  Each epoch of a source is a fresh
+shuffle that depends only on the seed, the source's name and the epoch.  The next source is the one furthest behind
+its share.  The state is therefore a few counters: a resumed blend continues as if never stopped, and the blend of a
+later stage continues the orders of the stage before.  Prompts that are solved often enough may be retired; the order
+then also depends on the outcomes passed to `observe`, in their order.
 """
 
 import hashlib
@@ -22,50 +22,57 @@ from nemo_prorl.schema import Constraint, Count, Number, Sha256
 
 _log = logging.getLogger(__name__)
 
-_SAME: tuple[Literal["records", "hash", "weight"], ...] = ("records", "hash", "weight")  # while a run goes on
+_SAME: tuple[Literal["records", "hash", "weight"], ...] = ("records", "hash", "weight")  # fixed while a run lasts
 
 LoadedSource = tuple[DataSource, list[Record]]
 
 
 class LoadedData(NamedTuple):
-    """The data of a run: training sources with the records of all tasks, and validation sources."""
+    """The training sources of a run, with the records of all tasks, and its validation sources."""
 
     train: list[LoadedSource]
     validation: list[LoadedSource]
 
 
 class BlendSourceState(TypedDict):
-    """Where a blend is in one of its sources."""
+    """The position of a blend in one of its sources."""
 
     drawn: Count
+    """records drawn in all stages"""
     carried: Count
-    """of them, in stages before"""
+    """records drawn in earlier stages"""
     weight: Annotated[float, Constraint(exclusiveMinimum=0)]
     records: Number
+    """number of records of the source"""
     hash: Sha256
-    """over the records"""
+    """sha256 over the records' ids, prompts and truths"""
     skipped: NotRequired[Count]
-    """positions of retired records that were passed over; this and the next two only with data.retire_after"""
+    """positions skipped because their record is retired; this and the next two only with data.retire_after"""
     retired: NotRequired[list[str]]
     """ids, in the order in which they were retired"""
     solved: NotRequired[dict[str, Number]]
-    """by id: draws in a row that all responses solved, so far"""
+    """by id: consecutive draws so far that all responses solved"""
 
 
 class BlendState(TypedDict):
-    """Where a blend is in its sources, by their names."""
+    """The position of a blend in its sources, by source name."""
 
     seed: Count
     sources: dict[str, BlendSourceState]
 
 
 class Blend:
-    """Draws records from sources in proportion to their weights, each once an epoch of its source.
+    """A sampler that draws records from sources in proportion to their weights, each record once per source epoch.
 
-    `retire_after`: a record solved so many draws in a row is not drawn again (None: none is).  A source without any
-    record left leaves its share to the others; when no source has one, all come back.
-    Raises DataError for an empty source or a repeated id, ConfigError for a repeated name or a weight that is not
-    positive, each naming the source.
+    A source whose records are all retired leaves its share to the other sources.  When the records of all sources are
+    retired, all of them are drawn again.
+
+    Args:
+        retire_after: consecutive solved draws after which a record is retired, so never drawn; None retires no record.
+
+    Raises:
+        DataError: a source is empty or an id is repeated.
+        ConfigError: a source name is repeated or a weight is not positive.
     """
 
     def __init__(self, sources: Sequence[LoadedSource], seed: int, retire_after: int | None = None) -> None:
@@ -74,17 +81,17 @@ class Blend:
         self._seed = seed
         self._retire_after = retire_after
         self._drawn = [0] * len(sources)
-        self._skipped = [0] * len(sources)  # positions of retired records that were passed over
+        self._skipped = [0] * len(sources)  # positions skipped because their record is retired
         self._retired: list[dict[str, None]] = [{} for _ in sources]  # ids in the order of their retirement
-        self._solved: list[dict[str, int]] = [{} for _ in sources]  # id -> solved draws in a row, so far
+        self._solved: list[dict[str, int]] = [{} for _ in sources]  # id -> consecutive solved draws
         self._source_of = {record["id"]: at for at, (_, records) in enumerate(sources) for record in records}
-        self._carried = [0] * len(sources)  # of these, drawn by stages before; shares count what came after
+        self._carried = [0] * len(sources)  # part of `_drawn` that shares do not count, such as earlier stages' draws
         self._hashes = [ids_hash(records) for _, records in sources]
         self._orders: dict[int, tuple[int, list[int]]] = {}  # source -> (epoch, its order); derived, never saved
         self._shares = self._shares_now()
 
     def next(self) -> tuple[Record, int]:
-        """The next record and its visit: 0 in the first epoch of its source, 1 in the second, and so on."""
+        """Draw the next record; return it with its source's epoch, counted from 0."""
         index = self._furthest_behind()
         records, retired = self._sources[index][1], self._retired[index]
         while True:
@@ -96,29 +103,31 @@ class Blend:
             self._skipped[index] += 1
 
     def position(self) -> list[tuple[int, int]]:
-        """How many records each source has given and passed over, for `return_to`."""
+        """Return the numbers of records drawn and skipped, per source, as `return_to` takes them."""
         return list(zip(self._drawn, self._skipped, strict=True))
 
     def return_to(self, position: list[tuple[int, int]]) -> None:
-        """What was drawn since `position` counts as not drawn."""
+        """Undo all draws since `position`."""
         self._drawn = [drawn for drawn, _ in position]
         self._skipped = [skipped for _, skipped in position]
 
     @property
     def retired(self) -> int:
-        """How many records are retired now."""
+        """Return the number of retired records."""
         return sum(map(len, self._retired))
 
     def observe(self, outcomes: Sequence[tuple[str, str]]) -> int:
-        """Takes (record id, outcome) of decided groups, in order; how many records are retired now.
+        """Count the outcomes of judged groups, retire records, and return the number of retired records.
 
-        Outcome `solved` counts, `unjudged` says nothing, any other begins the count anew.
+        Args:
+            outcomes: (record id, outcome) in order.  `solved` adds one to the record's consecutive solved draws,
+                `unjudged` leaves the number unchanged, and any other outcome sets it to 0.
         """
         if self._retire_after is None:
             return 0
         for identity, outcome in outcomes:
             at = self._source_of[identity]
-            if outcome == "unjudged" or identity in self._retired[at]:  # drawn again before it was decided
+            if outcome == "unjudged" or identity in self._retired[at]:  # retired while this draw was being judged
                 continue
             before = self._solved[at].pop(identity, 0)
             solved = before + 1 if outcome == "solved" else 0
@@ -133,7 +142,7 @@ class Blend:
         if len(self._retired[at]) < len(self._sources[at][1]):
             return
         if self.retired == len(self._source_of):
-            _log.warning("data blend: all %d training prompts are retired: they come back", self.retired)
+            _log.warning("data blend: all %d training prompts are retired; all are drawn again", self.retired)
             for retired in self._retired:
                 retired.clear()
         else:
@@ -141,7 +150,7 @@ class Blend:
         self._rebase()
 
     def _rebase(self) -> None:
-        """Shares are those of the sources that have records, and count from here."""
+        """Compute the shares of the sources that still have records; count draws against them from now on."""
         self._carried = list(self._drawn)
         self._shares = self._shares_now()
 
@@ -172,13 +181,13 @@ class Blend:
         return state
 
     def _set_retirement(self, at: int, saved: BlendSourceState) -> None:
-        """Take what a state says of a source; the states of runs without retirement say nothing."""
+        """Restore the retirement counters of one source; states of runs without retirement lack them."""
         self._skipped[at] = saved.get("skipped", 0)
         self._retired[at] = dict.fromkeys(saved.get("retired", ()))
         self._solved[at] = dict(saved.get("solved", {}))
 
     def load_state_dict(self, state: BlendState) -> None:
-        """Continues where `state` was taken.  Raises CheckpointError when seed, sources or records changed."""
+        """Continue where `state` was taken.  Raises CheckpointError if seed, sources, records or weights changed."""
         if state["seed"] != self._seed:
             raise CheckpointError(f"data blend: the checkpoint's seed is {state['seed']}, this run's is {self._seed}")
         now = self.state_dict()["sources"]
@@ -191,8 +200,8 @@ class Blend:
             for key in _SAME:
                 if saved[key] != now[name][key]:
                     raise CheckpointError(
-                        f"data source '{name}': its {key} was {saved[key]} when the run was stopped and is "
-                        f"{now[name][key]} now; continue with the same data, or start another run"
+                        f"data source '{name}': its {key} was {saved[key]} when the run was stopped and is now "
+                        f"{now[name][key]}. Fix: continue with the same data, or start another run"
                     )
         self._drawn = [saved["drawn"] for saved in state["sources"].values()]
         self._carried = [saved["carried"] for saved in state["sources"].values()]
@@ -201,15 +210,20 @@ class Blend:
         self._shares = self._shares_now()
 
     def carry(self, state: BlendState) -> None:
-        """Begins a stage where the stage before it, whose blend had this `state`, stopped.
+        """Begin a stage at `state`, the blend state at the end of the stage before.
 
-        A source with the same records goes on where it was, in position and epoch; shares count from here, so that
-        a new source is not drawn alone until it has caught up.  Another seed, or other records, begin anew.
+        A source with the same records continues at its position and epoch.  Shares count draws of this stage only, so
+        that a new source is not drawn alone until it has caught up.  With another seed, all sources start from the
+        beginning; with other records, that source does.
         """
         now = self.state_dict()["sources"]
         same_seed = state["seed"] == self._seed
         if not same_seed:
-            _log.info("data blend: the stage before had seed %s, this has %s: begins anew", state["seed"], self._seed)
+            _log.info(
+                "data blend: the previous stage had seed %s, this stage has %s; all sources start from the beginning",
+                state["seed"],
+                self._seed,
+            )
         for index, (name, own) in enumerate(now.items()):
             drawn = 0
             self._skipped[index], self._retired[index], self._solved[index] = 0, {}, {}
@@ -219,17 +233,17 @@ class Blend:
                     drawn = saved["drawn"]
                     self._set_retirement(index, saved)
                 else:
-                    _log.info("data source '%s': not the records of the stage before: begins anew", name)
+                    _log.info("data source '%s': its records differ from the previous stage's; it starts anew", name)
             self._drawn[index] = self._carried[index] = drawn
         if self._retire_after is None or self.retired == len(self._source_of):
-            for retired in self._retired:  # nobody retires in this stage, or nobody is left
+            for retired in self._retired:  # this stage retires no records, or no record would be left
                 retired.clear()
         self._shares = self._shares_now()
 
     def _furthest_behind(self) -> int:
-        """The source whose draws lag most behind its share of one draw more; the first of equals.
+        """Return the index of the source whose draws lag most behind its share of the next total; ties: the first.
 
-        Any prefix of n draws holds within one record of n times each share for two sources, and within
+        After n draws, a source's draws differ from n times its share by at most 1 with two sources, and by at most
         (number of sources - 1) in general.
         """
         counted = [drawn - carried for drawn, carried in zip(self._drawn, self._carried, strict=True)]
@@ -239,7 +253,7 @@ class Blend:
         return max(active, key=lambda index: (behind[index], -index))
 
     def _order(self, index: int, epoch: int) -> list[int]:
-        """The shuffled positions of one epoch of a source."""
+        """Return the shuffled positions of one epoch of a source."""
         if self._orders.get(index, (-1, []))[0] != epoch:
             source, records = self._sources[index]
             order = list(range(len(records)))
@@ -249,7 +263,7 @@ class Blend:
 
 
 def ids_hash(records: Sequence[Record]) -> str:
-    """sha256 over the records' ids, prompts and truths, in their order: another data set has another hash."""
+    """Return the sha256 over the records' ids, prompts and truths, in order."""
     digest = hashlib.sha256()
     for record in records:
         digest.update(json.dumps([record["id"], record["prompt"], record["truth"]], sort_keys=True).encode())
@@ -257,10 +271,10 @@ def ids_hash(records: Sequence[Record]) -> str:
 
 
 def load_sources(data: DataConfig) -> LoadedData:
-    """Load the sources of a configuration, with no prompt in both training and validation.
+    """Load the sources of a configuration; no prompt is in both training and validation.
 
-    Validation is made first; a training record whose prompt (compared as JSON text) is held out is left out, and a
-    generator draws another in its place.  Generated validation records have ids that begin with `heldout-`.
+    A training record whose prompt is in validation is left out; a generator draws another record in its place.  The
+    ids of generated validation records begin with `heldout-`.
     Raises ConfigError for a bad source, DataError for bad or missing data.
     """
     validation = [(source, _load(source, frozenset(), "heldout-")) for source in data.validation]
@@ -274,22 +288,22 @@ def load_sources(data: DataConfig) -> LoadedData:
 
 
 def of_tasks(train: list[LoadedSource], data: DataConfig) -> list[LoadedSource]:
-    """Return the training records of `data.tasks`; sources without any are left out.
+    """Return the training records of `data.tasks`; sources without such records are left out.
 
-    Raises ConfigError where a task has no record.
+    Raises ConfigError if a task does not have a record.
     """
     if data.tasks is None or not train:
         return train
     tasks = list(data.tasks)
     kept = [(source, [record for record in records if record["task"] in tasks]) for source, records in train]
     kept = [(source, records) for source, records in kept if records]
-    held = {record["task"] for _, records in train for record in records}
-    what = f"data.tasks={tasks}: the training sources hold {', '.join(sorted(held))}"
+    available = {record["task"] for _, records in train for record in records}
+    problem = f"data.tasks={tasks}: the training sources have records of {', '.join(sorted(available))}"
     if not tasks:
-        raise ConfigError(f"{what}; name some of these, or null for all")
-    if missing := [task for task in tasks if task not in held]:
+        raise ConfigError(f"{problem}. Fix: name some of these tasks, or null for all")
+    if missing := [task for task in tasks if task not in available]:
         raise ConfigError(
-            f"{what}, and none of {', '.join(missing)}; add a source of each (data=NAME), or leave it out"
+            f"{problem}, but not of {', '.join(missing)}. Fix: add a source of each (data=NAME), or leave the task out"
         )
     return kept
 
@@ -297,26 +311,30 @@ def of_tasks(train: list[LoadedSource], data: DataConfig) -> list[LoadedSource]:
 def without_long(
     sources: Sequence[LoadedSource], length: Callable[[Record], int], most: int | None
 ) -> list[LoadedSource]:
-    """Return the records whose prompts have at most `most` tokens, by `length`; None: all.  Log how many are left out.
+    """Return the sources without the records whose prompts have more than `most` tokens; log how many are left out.
 
-    Raises DataError for a source without any such record.
+    Raises DataError if a source has no record left.
+
+    Args:
+        length: returns the number of tokens of a record's prompt.
+        most: None keeps all records.
     """
     if most is None:
         return list(sources)
     kept: list[LoadedSource] = []
     for source, records in sources:
         short = [record for record in records if length(record) <= most]
-        told = f"data source '{source.name}': {len(records) - len(short)} of {len(records)} prompts have more than"
+        counts = f"data source '{source.name}': {len(records) - len(short)} of {len(records)} prompts have more than"
         if not short:
-            raise DataError(f"{told} data.max_prompt_tokens={most}; none is left")
+            raise DataError(f"{counts} data.max_prompt_tokens={most} tokens; no record is left")
         if len(short) < len(records):
-            _log.warning("%s %d tokens and are left out", told, most)
+            _log.warning("%s %d tokens and are left out", counts, most)
         kept.append((source, short))
     return kept
 
 
 def prompt_key(record: Record) -> str:
-    """What makes two prompts the same: the text, or the message list as JSON."""
+    """Return the text by which prompts are compared: the prompt, or its message list as JSON."""
     prompt = record["prompt"]
     return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
 
@@ -325,20 +343,22 @@ def _load(source: DataSource, held_out: frozenset[str], prefix: str) -> list[Rec
     if source.path is None and source.generator is not None:
         return generate(source, held_out, prefix)
     if source.path is None or source.generator is not None:
-        raise ConfigError(f"data source '{source.name}': give it either a path or a generator")
+        raise ConfigError(f"data source '{source.name}': expected either a path or a generator, not both or neither")
     from nemo_prorl.data.records import read_records
 
     records = [record for record in read_records(source.path) if prompt_key(record) not in held_out]
     if source.size is not None:
         records = records[: source.size]
     if not records:
-        raise DataError(f"data source '{source.name}': no record of {source.path} is left that is not held out")
+        raise DataError(
+            f"data source '{source.name}': no record of {source.path} is left without the prompts of data.validation"
+        )
     return records
 
 
 def _check(sources: Sequence[LoadedSource]) -> None:
     if not sources:
-        raise DataError("data: a blend needs at least one source; list them under data.train")
+        raise DataError("data: a blend needs at least one source. Fix: list the sources under data.train")
     names = Counter(source.name for source, _ in sources)
     for source, records in sources:
         if names[source.name] > 1:
@@ -346,12 +366,12 @@ def _check(sources: Sequence[LoadedSource]) -> None:
         if not source.weight > 0:
             raise ConfigError(f"data source '{source.name}': weight is {source.weight}; it must be above 0")
         if not records:
-            raise DataError(f"data source '{source.name}' ({source.path or source.generator}) holds no records")
+            raise DataError(f"data source '{source.name}' ({source.path or source.generator}) has no records")
     _check_ids(sources)
 
 
 def _check_ids(sources: Sequence[LoadedSource]) -> None:
-    """A response's seed and verdict go by the record's id, so it must be one record's only."""
+    """Raise DataError for a repeated id: the seeds and verdicts of responses go by the record's id."""
     seen: dict[str, str] = {}
     for source, records in sources:
         for record in records:

@@ -1,6 +1,6 @@
-"""Checks that the actor computes the model that a Hugging Face config.json describes, as the engine does.
+"""Checks that the actor computes the same model as the engine, for a Hugging Face config.json.
 
-Standard library only: a folder that does not fit is refused before any GPU is allocated.
+Uses the standard library only, so that an unsupported model is refused before a GPU is allocated.
 """
 
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from nemo_prorl.errors import ConfigError
 
 ARCHITECTURES = ("qwen2", "llama")
-# Keys that change the computation, and the values that the actor computes.  A key that is absent has the first.
+# Keys that change the computation, with the values that the actor supports.  An absent key means the first value.
 COMPUTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "use_sliding_window": (False,),
@@ -18,7 +18,7 @@ COMPUTED: dict[str, tuple[Any, ...]] = {
 
 
 def check_computed(hf: dict[str, Any], whose: str) -> None:
-    """Raise ConfigError naming the key of a config.json that asks for what the actor does not compute."""
+    """Raise ConfigError for the first key of a config.json whose value the actor does not support."""
     if (kind := hf.get("model_type")) is not None and kind not in ARCHITECTURES:
         raise ConfigError(f"{whose}: model_type={kind!r} is not supported; expected one of {', '.join(ARCHITECTURES)}")
     for key, values in COMPUTED.items():
@@ -35,13 +35,13 @@ def check_computed(hf: dict[str, Any], whose: str) -> None:
 
 
 def _is_plain(rope: Any) -> bool:
-    """Return whether these settings leave the rotary embedding as it is, but for its base."""
+    """Return whether these settings change nothing in the rotary embedding except its base."""
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         return False
     return rope.get("rope_type", rope.get("type", "default")) == "default" and rope.get("partial_rotary_factor", 1) == 1
 
 
 def rope_theta(hf: dict[str, Any]) -> float | None:
-    """Return the base of the rotary embedding, which transformers 5 writes into rope_parameters; None if unnamed."""
+    """Return the base of the rotary embedding, None if absent; transformers 5 writes it into rope_parameters."""
     base = hf.get("rope_theta") or (hf.get("rope_parameters") or {}).get("rope_theta")
     return None if base is None else float(base)

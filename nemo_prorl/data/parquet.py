@@ -1,4 +1,4 @@
-"""Prompt records in Parquet files, beside JSON Lines.
+"""Reads and writes prompt records in Parquet files.
 
 Columns: `id`, `task`, `source` (text), `prompt` (text, or a list of messages), `truth` and `meta` (JSON as text, since
 their fields differ by task; structs are read too).
@@ -22,7 +22,7 @@ def is_parquet(path: str | Path) -> bool:
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each row with its number, from 1; columns that are null are absent.  Raises DataError that names the file."""
+    """Yield each row with its number, from 1; null columns are left out.  Raises DataError for an unreadable file."""
     import pyarrow
     import pyarrow.parquet
 
@@ -34,11 +34,11 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     number += 1
                     yield number, {key: value for key, value in row.items() if value is not None}
     except pyarrow.ArrowException as error:
-        raise DataError(f"{path}: no readable Parquet file: {str(error).splitlines()[0]}") from error
+        raise DataError(f"{path}: not a readable Parquet file: {str(error).splitlines()[0]}") from error
 
 
 def has_messages(path: str | Path) -> bool:
-    """Whether the prompts of a file are message lists; a file that cannot be read has none."""
+    """Return whether the prompts of a file are message lists; False for an unreadable file."""
     import pyarrow
     import pyarrow.parquet
 
@@ -50,7 +50,7 @@ def has_messages(path: str | Path) -> bool:
 
 
 def record_of(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """A row as a prompt record: `truth` and `meta` as objects.  Raises DataError naming `where` and the column."""
+    """Return a row as a prompt record, with `truth` and `meta` as objects.  Raises DataError for bad JSON."""
     record = dict(row)
     for column in ("truth", "meta"):
         value = row.get(column)
@@ -59,13 +59,13 @@ def record_of(row: dict[str, Any], where: str) -> dict[str, Any]:
                 record[column] = json.loads(value)
             except ValueError as error:
                 raise DataError(f"{where}: field {column!r} is not JSON: {error}; it must be an object") from None
-        elif isinstance(value, dict):  # a struct has the fields of all rows, null where a row has none
+        elif isinstance(value, dict):  # a struct has the fields of all rows, null where this row lacks a field
             record[column] = {key: item for key, item in value.items() if item is not None}
     return record
 
 
 def write_records(path: Path, rows: "Sequence[PromptRecord]") -> None:
-    """Prompt records as a Parquet file.  All prompts must be text, or all message lists."""
+    """Write prompt records to a Parquet file.  Either all prompts are text, or all are message lists."""
     import pyarrow
     import pyarrow.parquet
 

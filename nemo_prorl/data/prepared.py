@@ -1,7 +1,7 @@
-"""Checks that the data of a run is there: each file of its sources, and a source for each task that it names.
+"""Checks that each data file of a run exists and that each of its tasks has a training source.
 
-Looks at the configuration and at which files exist; reads no record.  Imports the standard library and OmegaConf only,
-so that `prorl plan`, `doctor`, `train`, `launch` and a Slurm job refuse a run in a second, before any GPU is allocated.
+Reads the configuration but no record, and imports only the standard library and OmegaConf, so that `prorl plan`,
+`doctor`, `train`, `launch` and a Slurm job refuse a run within a second, before a GPU is allocated.
 """
 
 import shlex
@@ -24,11 +24,11 @@ PAPER = {
     "ifeval": "ifeval --from hub --holdout all",
     "graph_color": "reasoning-gym --from graph_color.yaml --name graph_color --size 0 --holdout 100",
 }
-_GENERATED = {"arithmetic": "math"}  # generator: task, where the names differ
+_GENERATED = {"arithmetic": "math"}  # generator: task, if the names differ
 
 
 def missing_files(cfg: DictConfig) -> list[tuple[str, str]]:
-    """Return (key, path) of each source's file that is not there."""
+    """Return (key, path) of each source file that does not exist."""
     keys = [
         (f"data.{part}.{k}.path", one.path) for part in ("train", "validation") for k, one in enumerate(cfg.data[part])
     ]
@@ -36,7 +36,7 @@ def missing_files(cfg: DictConfig) -> list[tuple[str, str]]:
 
 
 def preparing(path: str) -> str | None:
-    """Return the command that writes a file of data=prorl; None for any other file."""
+    """Return the command that prepares a file of data=prorl; None for any other file."""
     folder = Path(path).parent
     if folder.name not in PAPER:
         return None
@@ -48,42 +48,41 @@ def task_of(generator: str) -> str:
 
 
 def missing_tasks(cfg: DictConfig) -> list[str]:
-    """Return the tasks of data.tasks that no training source can hold.
+    """Return the tasks of data.tasks that no training source generates; empty if a source is a file.
 
-    The tasks of a file are known only once its records are read, which `data.blend` does; so with a file among the
-    sources nothing is found here.
+    The tasks of a file are known only after its records are read, by `data.blend`.
     """
     if cfg.data.tasks is None or any(source.path is not None for source in cfg.data.train):
         return []
-    held = {task_of(source.generator) for source in cfg.data.train}
-    return [task for task in cfg.data.tasks if task not in held]
+    generated = {task_of(source.generator) for source in cfg.data.train}
+    return [task for task in cfg.data.tasks if task not in generated]
 
 
 def faults(cfg: DictConfig) -> list[str]:
-    """Return the faults of a run's data, each with the command or key that mends it."""
+    """Return one message per fault of a run's data, with the command or key that fixes it."""
     found = []
     if missing := missing_files(cfg):
         lines = []
         for key, path in missing:
-            lines.append(f"  {key}={path}: no such file; expected one prompt record (JSON object) a line")
+            lines.append(f"  {key}={path}: no such file; expected one prompt record (JSON object) per line")
             if (command := preparing(path)) is not None:
                 lines.append(f"    Fix: {command}")
         files = "1 file is" if len(missing) == 1 else f"{len(missing)} files are"
-        cure = (
+        fix = (
             "Fix: prepare them (docs/tutorial/data.md), name their folder (data.folder=FOLDER), or choose other data"
             " (data=NAME)"
         )
-        found.append("\n".join([f"data: {files} missing, relative to {Path.cwd()}", *lines, cure]))
+        found.append("\n".join([f"data: {files} missing, relative to {Path.cwd()}", *lines, fix]))
     if lacking := missing_tasks(cfg):
         names = ", ".join(source.name for source in cfg.data.train)
         found.append(
-            f"data.tasks={list(cfg.data.tasks)}: no source of data.train ({names}) holds {', '.join(lacking)}. Fix:"
-            " data=prorl, data=domains (problems made on the spot), or the tasks to train on, as data.tasks=[math]"
+            f"data.tasks={list(cfg.data.tasks)}: no source of data.train ({names}) has records of {', '.join(lacking)}."
+            " Fix: data=prorl, data=domains (generated problems), or the tasks to train on, as data.tasks=[math]"
         )
     return found
 
 
 def check_data(cfg: DictConfig) -> None:
-    """Raise ConfigError that names every missing file and task of a run's data."""
+    """Raise ConfigError naming every missing file and task of a run's data."""
     if found := faults(cfg):
         raise ConfigError("\n".join(found))

@@ -1,4 +1,4 @@
-"""From a record's prompt to token ids and back, with the policy's own tokenizer and chat template."""
+"""Converts prompts to token ids and responses to text, with the policy's tokenizer and chat template."""
 
 import logging
 import os
@@ -11,13 +11,13 @@ from nemo_prorl.rewards.interface import opened_thought
 
 _log = logging.getLogger(__name__)
 
-_TAIL = 16  # last tokens of a prompt that can hold `<think>` and white space; the tag is 7 tokens at most
+_TAIL = 16  # last tokens of a prompt that can contain `<think>` and white space; the tag is at most 7 tokens
 
 
 class PromptRenderer:
-    """Renders prompts for a context of `context_tokens` (prompt and response together).
+    """A converter between text and token ids, for a context of `context_tokens` (prompt and response together).
 
-    Raises ConfigError when the folder holds no tokenizer.
+    Raises ConfigError if the folder does not contain a tokenizer with an eos token.
     """
 
     def __init__(self, tokenizer_folder: Path | str, context_tokens: int) -> None:
@@ -26,11 +26,15 @@ class PromptRenderer:
 
         folder = Path(tokenizer_folder)
         if not (folder / "tokenizer_config.json").is_file():
-            raise ConfigError(f"{folder} holds no tokenizer (tokenizer_config.json): name a Hugging Face model folder")
+            raise ConfigError(
+                f"{folder}: no tokenizer_config.json, so no tokenizer. Fix: name a Hugging Face model folder"
+            )
         self.context_tokens = context_tokens
         self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         if self._tokenizer.eos_token_id is None:
-            raise ConfigError(f"{folder}: its tokenizer has no eos token; set eos_token in tokenizer_config.json")
+            raise ConfigError(
+                f"{folder}: the tokenizer does not have an eos token. Fix: set eos_token in tokenizer_config.json"
+            )
         special = {at for at, token in self._tokenizer.added_tokens_decoder.items() if token.special}
         tags = set(self._tokenizer.convert_tokens_to_ids(["<think>", "</think>"])) - {self._tokenizer.unk_token_id}
         self._hidden = special - tags  # some tokenizers mark the tags as special; verifiers need them
@@ -40,9 +44,9 @@ class PromptRenderer:
         return int(self._tokenizer.eos_token_id)
 
     def prompt_ids(self, record: Mapping[str, Any]) -> list[int]:
-        """Token ids of a record's prompt: a string as it is, a message list through the chat template.
+        """Return the token ids of a record's prompt; a message list goes through the chat template.
 
-        Raises DataError, naming the record, for a prompt that leaves no room for a response, is empty, or needs
+        Raises DataError, naming the record, for a prompt that is empty, leaves no room for a response, or needs
         a chat template that the tokenizer lacks.
         """
         ids = self._rendered(record)
@@ -54,7 +58,7 @@ class PromptRenderer:
         return ids
 
     def length(self, record: Mapping[str, Any]) -> int:
-        """Tokens of a record's prompt, whatever the context.  Raises DataError as `prompt_ids` does for the others."""
+        """Return the number of tokens of a record's prompt.  Raises DataError like `prompt_ids`, but not for length."""
         return len(self._rendered(record))
 
     def _rendered(self, record: Mapping[str, Any]) -> list[int]:
@@ -63,8 +67,8 @@ class PromptRenderer:
             ids = self.encode(prompt)
         elif self._tokenizer.chat_template is None:
             raise DataError(
-                f"record '{record['id']}': its prompt is a message list and the tokenizer has no chat template; "
-                "write the prompt as one string"
+                f"record '{record['id']}': its prompt is a message list, but the tokenizer does not have a chat "
+                "template. Fix: write the prompt as one string"
             )
         else:
             ids = list(self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True))
@@ -73,23 +77,23 @@ class PromptRenderer:
         return ids
 
     def opened_thought(self, prompt_ids: Sequence[int]) -> str:
-        """Return the `<think>` that a rendered prompt ends in; empty without one."""
+        """Return the `<think>` at the end of a rendered prompt, or an empty string."""
         return opened_thought(self._tokenizer.decode(list(prompt_ids[-_TAIL:]), clean_up_tokenization_spaces=False))
 
     def judged_text(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> str:
-        """Return a response as verifiers see it: behind the `<think>` that the prompt opened, if it opened one."""
+        """Return a response as verifiers see it: after the `<think>` that the prompt ends in, if any."""
         return self.opened_thought(prompt_ids) + self.decode(response_ids)
 
     def target_ids(self, prompt_ids: Sequence[int], answer: str) -> list[int]:
-        """Return the token ids of a response that ends by itself: an answer and eos, behind a closed thought."""
+        """Return the token ids of a finished response: a closed thought if the prompt opened one, answer, eos."""
         closing = "</think>" if self.opened_thought(prompt_ids) else ""
         return [*self.encode(closing + answer), self.eos_id]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text, nothing added."""
+        """Return the token ids of plain text, without bos or eos."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids without special tokens such as bos, eos and pad; `<think>` and the like stay."""
+        """Return the text of token ids, without special tokens such as bos, eos and pad but with the `<think>` tags."""
         shown = [one for one in ids if one not in self._hidden]
         return str(self._tokenizer.decode(shown, clean_up_tokenization_spaces=False))

@@ -80,7 +80,7 @@ def test_changed_record_is_refused() -> None:
     ("bad", "kind", "message"),
     [
         ([], DataError, "at least one source"),
-        ([*sources(), loaded("d", 0)], DataError, r"'d' \(d.jsonl\) holds no records"),
+        ([*sources(), loaded("d", 0)], DataError, r"'d' \(d.jsonl\) has no records"),
         ([*sources(), loaded("a", 2)], ConfigError, "'a': 2 sources have this name"),
         ([loaded("a", 2, 0.0)], ConfigError, "weight is 0.0"),
         ([loaded("a", 2, float("nan"))], ConfigError, "weight is nan"),
@@ -137,7 +137,7 @@ def test_files_are_split_too(tmp_path: Path) -> None:
 
 
 def test_source_needs_a_path_or_a_generator() -> None:
-    with pytest.raises(ConfigError, match="'x': give it either a path or a generator"):
+    with pytest.raises(ConfigError, match="'x': expected either a path or a generator"):
         load_sources(DataConfig(train=[DataSource(name="x")]))
 
 
@@ -226,7 +226,7 @@ def test_other_records_or_another_seed_begin_anew(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.INFO):
         after.carry(state)
     assert [r.getMessage() for r in caplog.records] == [
-        "data source 'b': not the records of the stage before: begins anew"
+        "data source 'b': its records differ from the previous stage's; it starts anew"
     ]
     carried = {name: entry["drawn"] for name, entry in after.state_dict()["sources"].items()}
     assert carried == {"a": state["sources"]["a"]["drawn"], "b": 0, "c": state["sources"]["c"]["drawn"]}
@@ -253,10 +253,12 @@ def test_training_takes_the_named_tasks_only_and_validation_all(caplog: pytest.L
     assert names(None) == [["sums", "gcd", "code"], ["sums", "code"]]
     assert names(["math", "code"]) == [["sums", "code"], ["sums", "code"]]
     assert not caplog.records
-    with pytest.raises(ConfigError, match="hold code, math, puzzles, and none of stem, instructions"):
+    with pytest.raises(ConfigError, match="have records of code, math, puzzles, but not of stem, instructions"):
         names(["puzzles", "stem", "instructions"])
     for tasks in (["stem", "maths"], []):
-        with pytest.raises(ConfigError, match=r"data\.tasks=\[.*\]: the training sources hold code, math, puzzles"):
+        with pytest.raises(
+            ConfigError, match=r"data\.tasks=\[.*\]: the training sources have records of code, math, puzzles"
+        ):
             names(tasks)
 
 

@@ -90,14 +90,14 @@ def test_options_from_yaml_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (source("reasoning_gym:chain_sun"), "no dataset 'chain_sun'.*chain_sum"),
-        (source("reasoning_gym:chain_sum", min_word=3), "no option min_word; known are .*min_terms"),
+        (source("reasoning_gym:chain_sun"), "unknown reasoning-gym dataset 'chain_sun'.*chain_sum"),
+        (source("reasoning_gym:chain_sum", min_word=3), "unknown option min_word; expected one of .*min_terms"),
         (source("reasoning_gym:chain_sum", min_terms=0), "chain_sum refuses.*min_terms"),
         (source("reasoning"), "unknown generator 'reasoning'"),
-        (source("arithmetic", term=3), "no option term"),
+        (source("arithmetic", term=3), "unknown option term"),
         (source("arithmetic", operators="/"), r"operators is '/'"),
         (source("arithmetic", min_value=5, max_values=[9, 4]), r"min_value=5, max_values=\[9, 4\]"),
-        (source("arithmetic", size=500, max_values=[3, 3]), "only 32 different.*size asks for 500"),
+        (source("arithmetic", size=500, max_values=[3, 3]), "only 32 different.*expected size=500"),
         (source("arithmetic", max_values=[9]), r"max_values=\[9\]"),
         (source("arithmetic", size=None), "size is None"),
         (source("arithmetic", size=0), "size is 0"),

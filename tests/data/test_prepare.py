@@ -322,7 +322,7 @@ def test_a_bad_parquet_file_is_named_with_its_row(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(structs), path)
     assert [one["truth"] for one in read_records(path)] == [{"answer": "2"}, {"answer": "2", "unit": "m"}]
     path.write_bytes(b"PAR1 nonsense")
-    with pytest.raises(DataError, match=r"f.parquet: no readable Parquet file"):
+    with pytest.raises(DataError, match=r"f.parquet: not a readable Parquet file"):
         read_records(path)
 
 
@@ -420,7 +420,7 @@ def test_puzzles_are_fixed_by_the_seed_and_held_out_ones_are_others(
 def test_a_task_with_too_few_puzzles_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="data source 'gcd': .* gave only .* widen the options"):
         puzzles.make({"gcd": {"min_value": 2, "max_value": 4, "max_numbers": 2}}, 100, 0, 0)
-    with pytest.raises(ConfigError, match="reasoning-gym has no dataset 'chain_sums'; close names: chain_sum"):
+    with pytest.raises(ConfigError, match="unknown reasoning-gym dataset 'chain_sums'; close names: chain_sum"):
         puzzles.make({"chain_sums": {}}, 1, 0, 0)
 
 

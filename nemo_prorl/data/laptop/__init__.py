@@ -1,1 +1,1 @@
-"""The laptop's toy problems, and the small model that learns them."""
+"""Small problems for a laptop run, and the small base model that learns them."""

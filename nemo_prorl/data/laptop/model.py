@@ -1,7 +1,6 @@
-"""The laptop job's base model: a random Qwen2 of about a million parameters with a tokenizer of its own.
+"""Makes the base model of the laptop job: a random Qwen2 of about a million parameters, with a small tokenizer.
 
-It is written as a Hugging Face folder, the form that every other part reads; torch and safetensors write the
-weights, `transformers` (the train environment's 4.51) the tokenizer.  The same arguments give the same bytes.
+The model is a Hugging Face folder, the form that every other part reads.  The same arguments give the same bytes.
 """
 
 import json
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 BOS, EOS, PAD = "<|begin|>", "<|end|>", "<|pad|>"
-SPECIAL = (PAD, BOS, EOS)  # ids 0, 1, 2; left out of decoded text on request
+SPECIAL = (PAD, BOS, EOS)  # ids 0, 1, 2
 MARKUP = ("<answer>", "</answer>", "\\boxed{", "<think>", "</think>", "<|user|>", "<|assistant|>", "<|system|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '\n' }}{% endfor %}"
@@ -30,19 +29,22 @@ CHAT_TEMPLATE = (
 
 _MAX_WORDS = 240
 _MAX_PHRASES = 64
-_MIN_PHRASE_SHARE = 0.01
-_MIN_SHARE = 0.02  # of the texts that a word must stand in to become one token; so many are enough in any case:
+_MIN_PHRASE_SHARE = 0.01  # share of the texts that must contain a phrase for it to become one token
+_MIN_SHARE = 0.02  # share of the texts that must contain a word for it to become one token; _ENOUGH texts suffice
 _ENOUGH = 250
-_INIT_STD = 0.06  # three times the usual: 128 wide, the same warm-up then needs a third of the steps
+_INIT_STD = 0.06  # three times the usual: at a width of 128, the warm-up then needs a third of the steps
 
 
 def build_base_model(folder: Path | str, model_cfg: Mapping[str, Any], seed: int, texts: Iterable[str]) -> None:
-    """Writes `folder`: config.json, model.safetensors, tokenizer files.
+    """Write a model folder: config.json, model.safetensors and the tokenizer's files.
 
-    `model_cfg` holds NeMo's names: `num_layers`, `hidden_size`, `ffn_hidden_size`, `num_attention_heads`,
-    `num_query_groups`, `max_position_embeddings`, `layernorm_epsilon`, `rotary_base` and
-    `share_embeddings_and_output_weights`.  `texts` are prompts (and answers); their frequent words become tokens.
     Raises ConfigError for a shape that Qwen2 cannot have.
+
+    Args:
+        model_cfg: by NeMo's names: `num_layers`, `hidden_size`, `ffn_hidden_size`, `num_attention_heads`,
+            `num_query_groups`, `max_position_embeddings`, `layernorm_epsilon`, `rotary_base` and
+            `share_embeddings_and_output_weights`.
+        texts: prompts and answers, whose frequent words become tokens.
     """
     from safetensors.torch import save_file
 
@@ -51,7 +53,7 @@ def build_base_model(folder: Path | str, model_cfg: Mapping[str, Any], seed: int
     tokenizer = build_tokenizer(texts)
     config = qwen2_config(model_cfg, len(tokenizer))
     weights = random_weights(config, seed)
-    # The weights come last: their presence says that the folder is whole.
+    # The weights are written last: their presence shows that the folder is complete.
     tokenizer.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -60,7 +62,7 @@ def build_base_model(folder: Path | str, model_cfg: Mapping[str, Any], seed: int
 
 
 def qwen2_config(model_cfg: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """config.json of a Qwen2 of this shape; raises ConfigError naming the key."""
+    """Return the config.json of a Qwen2 of this shape.  Raises ConfigError naming the bad key."""
     missing = sorted({"num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"} - set(model_cfg))
     if missing:
         raise ConfigError(f"model.{missing[0]} is missing: a random base model needs its shape")
@@ -99,9 +101,9 @@ def qwen2_config(model_cfg: Mapping[str, Any], vocab_size: int) -> dict[str, Any
 
 
 def random_weights(config: Mapping[str, Any], seed: int) -> "dict[str, torch.Tensor]":
-    """Hugging Face's Qwen2 tensors by name, float32: N(0, 0.02) matrices, zero biases, norms of one.
+    """Return Qwen2's tensors by Hugging Face name, float32: N(0, _INIT_STD) matrices, zero biases, norms of one.
 
-    Each tensor is drawn in name order from one generator, so the values depend on the seed and shapes only.
+    All tensors are drawn in name order from one generator, so the values depend only on the seed and the shapes.
     """
     import torch
 
@@ -118,7 +120,7 @@ def random_weights(config: Mapping[str, Any], seed: int) -> "dict[str, torch.Ten
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a Qwen2's tensors."""
+    """Return the shapes of Qwen2's tensors by Hugging Face name."""
     hidden, ffn, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
@@ -137,12 +139,12 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def build_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerFast":
-    """Byte-level tokenizer whose tokens are the texts' frequent words and, for all else, single bytes.
+    """Return a byte-level tokenizer whose tokens are the frequent words of the texts and, for the rest, single bytes.
 
-    A word that most prompts of a task share is one token; a word seen rarely, such as one to be spelt backward,
-    falls apart into its letters, always in the same way, and each digit stands alone.  A phrase that the prompts of a
-    task share is one token too: a prompt is then a dozen tokens instead of forty, and a step three times as fast.
-    Technically a byte-pair encoding without merges and with `ignore_merges`, so any text comes back exactly.
+    A frequent word is one token; a rare word, such as one to spell backward, is one token per letter; a digit is
+    always one token.  A phrase that the prompts of a task share is also one token: a prompt is then a dozen tokens
+    instead of forty, and a step three times as fast.  The encoding is byte-pair encoding without merges and with
+    `ignore_merges`, so that decoding restores any text exactly.
     """
     texts = list(texts)
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -161,9 +163,9 @@ def build_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerFast":
     backend.pre_tokenizer = split
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    added = [*MARKUP, *_frequent_phrases(texts, split, set(words))]  # the longest that fits is taken
+    added = [*MARKUP, *_frequent_phrases(texts, split, set(words))]  # the longest match wins
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in added])
-    unused = -len(vocab_of(backend)) % 64  # an even split over tensor-parallel ranks, and no padded rows in Megatron
+    unused = -len(vocab_of(backend)) % 64  # splits evenly over tensor-parallel ranks without padded rows in Megatron
     backend.add_tokens([AddedToken(f"<|unused_{k}|>", special=False, normalized=False) for k in range(unused)])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token=BOS, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
@@ -173,13 +175,13 @@ def build_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerFast":
 
 
 def vocab_of(backend: Any) -> dict[str, int]:
-    """All tokens of a tokenizer, added ones included."""
+    """Return the ids of a tokenizer's tokens, including added tokens."""
     found: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     return found
 
 
 def _frequent_phrases(texts: Iterable[str], split: Any, words: set[str]) -> list[str]:
-    """Runs of frequent words and markup that a hundredth of the texts hold, the most frequent first."""
+    """Return runs of frequent words and markup that are in at least 1 % of the texts, the most frequent first."""
     markup = re.compile("(" + "|".join(re.escape(token) for token in MARKUP) + ")")
     counts: Counter[str] = Counter()
     number = 0
@@ -201,7 +203,7 @@ def _frequent_phrases(texts: Iterable[str], split: Any, words: set[str]) -> list
 
 
 def _pieces(part: str, split: Any, words: set[str]) -> list[tuple[str, bool]]:
-    """The pre-tokens of plain text as they stand in it, each with whether it is frequent (or one mark or blank)."""
+    """Return the pre-tokens of plain text, each with whether it is a frequent word or a single non-alphanumeric."""
     found = []
     for token, (start, end) in split.pre_tokenize_str(part):
         piece = part[start:end]
@@ -210,7 +212,7 @@ def _pieces(part: str, split: Any, words: set[str]) -> list[tuple[str, bool]]:
 
 
 def _frequent_words(texts: Iterable[str], split: Any) -> list[str]:
-    """Byte-level words in at least a fiftieth of the texts (or 250), the most frequent first, then by spelling."""
+    """Return the byte-level words in at least 2 % of the texts or in 250 texts, sorted by frequency, then spelling."""
     markup = re.compile("|".join(re.escape(token) for token in MARKUP))
     counts: Counter[str] = Counter()
     number = 0

@@ -1,7 +1,7 @@
-"""Small problems made on the spot, one module a domain; each makes a pure function of a draw's number.
+"""Small generated problems, one module per domain, each a pure function of the draw's number.
 
-A draw is `{"task", "prompt", "truth"}`, with `"meta": {"target"}` where the right response does not follow from the
-truth.  Short enough for the laptop's model: a prompt of less than 48 of its tokens, a target of 16 at most.
+A draw is `{"task", "prompt", "truth"}`, with `"meta": {"target"}` if the correct response does not follow from the
+truth.  Problems fit the laptop's model: a prompt has fewer than 48 of its tokens, a target at most 16.
 """
 
 import random
@@ -20,40 +20,42 @@ NOUNS = ("moon", "river", "house", "tree", "garden", "road", "cat", "sea")
 
 
 def plain_options(source: DataSource) -> dict[str, Any]:
-    """The source's options as plain Python, whether it comes from a yaml or from code."""
+    """Return the source's options as plain Python objects."""
     return OmegaConf.to_container(OmegaConf.create(source.options), resolve=True)  # type: ignore[return-value]
 
 
 def options_of(source: DataSource, defaults: dict[str, Any]) -> dict[str, Any]:
-    """The source's options over `defaults`; raises ConfigError for one that is not among these."""
+    """Return the source's options merged over `defaults`.  Raises ConfigError for an option not in `defaults`."""
     given = plain_options(source)
     if wrong := sorted(set(given) - set(defaults)):
         raise ConfigError(
-            f"data source '{source.name}': {source.generator} has no option {', '.join(wrong)}; "
-            f"known are {', '.join(sorted(defaults))}"
+            f"data source '{source.name}': {source.generator}: unknown option {', '.join(wrong)}; "
+            f"expected one of {', '.join(sorted(defaults))}"
         )
     return {**defaults, **given}
 
 
 def kinds_of(source: DataSource, given: Any, known: Sequence[str], least: int = 1) -> list[str]:
-    """The option `kinds`: at least `least` different ones of `known`."""
+    """Return the option `kinds`.  Raises ConfigError unless it has at least `least` different names of `known`."""
     fits = isinstance(given, list) and all(isinstance(kind, str) for kind in given) and len(set(given)) == len(given)
     if not fits or set(given) - set(known) or len(given) < least:
         raise ConfigError(
-            f"data source '{source.name}': kinds is {given!r}; right is a list of {least} or more different ones of "
+            f"data source '{source.name}': kinds is {given!r}; expected a list of at least {least} different names of "
             f"{', '.join(known)}"
         )
     return list(given)
 
 
 def number_of(source: DataSource, options: dict[str, Any], key: str, low: int, high: int) -> int:
-    """The option `key`, a whole number from `low` to `high`."""
+    """Return the option `key`.  Raises ConfigError unless it is a whole number from `low` to `high`."""
     value = options[key]
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(f"data source '{source.name}': {key} is {value!r}; right is a whole number, {low} to {high}")
+        raise ConfigError(
+            f"data source '{source.name}': {key} is {value!r}; expected a whole number from {low} to {high}"
+        )
     return value
 
 
 def rng_of(source: DataSource, number: int) -> random.Random:
-    """The random numbers of one draw."""
+    """Return the random number generator of one draw."""
     return random.Random(f"{source.seed} {number}")

@@ -1,4 +1,4 @@
-"""Expressions like `123 + 7`, answered by an integer in a box and judged by the `math` plugin."""
+"""Generates expressions like `123 + 7`, answered by a boxed integer and judged by the `math` plugin."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,9 +11,9 @@ INSTRUCTION = "Answer in \\boxed{}."
 
 
 def arithmetic(source: DataSource) -> Draw:
-    """Make sums and products with the usual precedence.
+    """Return the draw function for sums and products with the usual precedence.
 
-    Options: `max_values` (one per term), `min_value` (of all terms, 0 or more), `operators` (some of "+-*").
+    Options: `max_values` (one per term), `min_value` (for all terms, at least 0), `operators` (some of "+-*").
     """
     defaults: dict[str, Any] = {"max_values": [99, 99], "min_value": 0, "operators": "+-"}
     options = options_of(source, defaults)
@@ -22,7 +22,7 @@ def arithmetic(source: DataSource) -> Draw:
         raise ConfigError(f"data source '{source.name}': operators is {options['operators']!r}; use some of '+-*'")
     if not isinstance(highs, list) or len(highs) < 2 or not 0 <= low <= min(highs):
         raise ConfigError(
-            f"data source '{source.name}': min_value={low}, max_values={highs}; right is 0 <= min_value and a list "
+            f"data source '{source.name}': min_value={low}, max_values={highs}; expected 0 <= min_value and a list "
             "of two or more numbers, none below min_value"
         )
 
@@ -38,7 +38,7 @@ def arithmetic(source: DataSource) -> Draw:
 
 
 def _value(expression: str) -> int:
-    """The integer value of `a + b * c - d`, products first."""
+    """Return the integer value of `a + b * c - d`, products first."""
     total, sign = 0, 1
     for token in _summands(expression):
         if token in "+-":
@@ -52,7 +52,7 @@ def _value(expression: str) -> int:
 
 
 def _summands(expression: str) -> Iterator[str]:
-    """`a`, `+`, `b * c`, `-`, `d` of `a + b * c - d`."""
+    """Yield `a`, `+`, `b * c`, `-`, `d` for `a + b * c - d`."""
     current: list[str] = []
     for token in expression.split(" "):
         if token in "+-":

@@ -1,6 +1,6 @@
-"""Programs of one line in a fenced block, judged by the `code` plugin: by several tests where they are functions.
+"""Generates one-line programming problems, answered in a fenced block and judged by the `code` plugin.
 
-A function with one number wrong passes some of its tests (all `x` that do not reach it), so rewards lie between.
+A function has several tests, and one with a wrong number passes some of them, so it has a reward between 0 and 1.
 """
 
 import random
@@ -12,14 +12,14 @@ from nemo_prorl.data.laptop.problems import NOUNS, Draw, Record, kinds_of, numbe
 
 INSTRUCTION = "Answer in ```python."
 
-_Problem = tuple[str, str, dict[str, Any]]  # what to write, the program, the truth
+_Problem = tuple[str, str, dict[str, Any]]  # (problem text, correct program, truth)
 
 
 def code(source: DataSource) -> Draw:
-    """Make small programming problems.
+    """Return the draw function for small programming problems.
 
-    Options: `kinds` (some of `sum`, `repeat`, `linear`, `bound`), `max_value` (of their numbers; ten times as much
-    where a value is bounded).
+    Options: `kinds` (some of `sum`, `repeat`, `linear`, `bound`), `max_value` (largest number in a problem; the bound
+    of `bound` may be ten times as large).
     """
     options = options_of(source, {"kinds": KINDS, "max_value": 99})
     kinds = kinds_of(source, options["kinds"], KINDS)
@@ -62,7 +62,7 @@ def _repeat(rng: random.Random, high: int) -> _Problem:
 
 def _linear(rng: random.Random, high: int) -> _Problem:
     factor, term = rng.randint(2, 9), rng.randint(1, high)
-    truth = _function(lambda x: x * factor + term, [0, 1, 2, 11])  # the first is passed without the factor
+    truth = _function(lambda x: x * factor + term, [0, 1, 2, 11])  # x = 0 passes even with a wrong factor
     return f"f(x), x times {factor} plus {term}.", f"def f(x): return x * {factor} + {term}", truth
 
 

@@ -1,6 +1,6 @@
-"""Texts of a dozen words that follow instructions of IFEval's types, judged by the `instructions` plugin.
+"""Generates prompts for a short text that follows IFEval instructions, judged by the `instructions` plugin.
 
-With two instructions in a record, a response that follows one of them has half of the reward.
+If a record has two instructions, a response that follows one of them has half of the reward.
 """
 
 import random
@@ -24,7 +24,7 @@ KINDS = list(_IDS)
 
 @dataclass
 class _Text:
-    """A response as it grows: the nouns it names, how many words it needs, how it ends and how it is dressed."""
+    """A correct response under construction: its nouns, minimum length, ending and form."""
 
     nouns: list[str]
     banned: str = ""
@@ -33,11 +33,11 @@ class _Text:
     kinds: set[str] = field(default_factory=set)
 
     def free_nouns(self) -> list[str]:
-        """Those that nothing has been said about yet."""
+        """Return the nouns that no instruction mentions yet."""
         return [noun for noun in NOUNS if noun not in (*self.nouns, self.banned, *self.end.split())]
 
     def written(self) -> str:
-        """`The moon is near the house and the tree by the sea`: the nouns, and as many words as asked for."""
+        """Return the text, such as `The moon is near the house and the tree by the sea`."""
         fillers = [noun for noun in ("house", "tree", "river") if noun != self.banned]
         first, *others = self.nouns
         place, *others = others or fillers[:1]
@@ -57,7 +57,10 @@ class _Text:
 
 
 def instructions(source: DataSource) -> Draw:
-    """Options: `kinds` (some of `KINDS`), `per_record` (instructions of a record), `max_words` (asked for)."""
+    """Return the draw function for instruction following.
+
+    Options: `kinds` (some of `KINDS`), `per_record` (instructions per record), `max_words` (largest minimum length).
+    """
     options = options_of(source, {"kinds": KINDS, "per_record": 2, "max_words": 10})
     count = number_of(source, options, "per_record", 1, 2)
     kinds = kinds_of(source, options["kinds"], KINDS, least=count)
@@ -68,10 +71,10 @@ def instructions(source: DataSource) -> Draw:
         chosen = rng.sample(kinds, count)
         text = _Text([rng.choice(NOUNS)], kinds=set(chosen))
         topic = text.nouns[0]
-        asked, kwargs = zip(*(_instruction(kind, rng, text, max_words) for kind in chosen), strict=True)
+        sentences, kwargs = zip(*(_instruction(kind, rng, text, max_words) for kind in chosen), strict=True)
         return {
             "task": "instructions",
-            "prompt": f"Write about the {topic}.\n{' '.join(asked)}",
+            "prompt": f"Write about the {topic}.\n{' '.join(sentences)}",
             "truth": {"instruction_id_list": [_IDS[kind] for kind in chosen], "kwargs": list(kwargs)},
             "meta": {"target": text.written()},
         }
@@ -80,7 +83,7 @@ def instructions(source: DataSource) -> Draw:
 
 
 def _instruction(kind: str, rng: random.Random, text: _Text, max_words: int) -> tuple[str, dict[str, Any]]:
-    """How it is asked for, with its arguments; `text` learns what it must hold."""
+    """Return the sentence and the IFEval arguments of an instruction; record the instruction in `text`."""
     if kind == "keyword":
         found = rng.sample(text.free_nouns(), rng.randint(1, 2))
         text.nouns += found
@@ -94,9 +97,9 @@ def _instruction(kind: str, rng: random.Random, text: _Text, max_words: int) -> 
     if kind == "forbidden":
         text.banned = rng.choice(text.free_nouns())
         return f"Do not name the {text.banned}.", {"forbidden_words": [text.banned]}
-    asked = {
+    sentences = {
         "quotation": "Use quotation marks.",
         "title": "Use a title in << >>.",
         "lowercase": "Use small letters.",
     }
-    return asked[kind], {}
+    return sentences[kind], {}

@@ -1,4 +1,4 @@
-"""Small questions of science with the answer in a box, judged by the `stem` plugin."""
+"""Generates short science questions, with boxed answers, judged by the `stem` plugin."""
 
 import random
 from collections.abc import Callable
@@ -26,14 +26,14 @@ _SYMBOLS = {
     "silver": "Ag",
 }
 
-_Question = tuple[str, str, dict[str, Any]]  # the question, what goes in the box, the truth
+_Question = tuple[str, str, dict[str, Any]]  # (question, boxed answer, truth)
 
 
 def stem(source: DataSource) -> Draw:
-    """Make science problems.
+    """Return the draw function for science questions.
 
-    Options: `kinds` (some of `units`, `laws`, `elements`), `max_value` (of a quantity to convert), `max_factor` (of the
-    first of two that are multiplied; the second has one digit).
+    Options: `kinds` (some of `units`, `laws`, `elements`), `max_value` (largest quantity to convert), `max_factor`
+    (largest first factor of a law; the second factor has one digit).
     """
     options = options_of(source, {"kinds": KINDS, "max_value": 99, "max_factor": 19})
     kinds = kinds_of(source, options["kinds"], KINDS)
@@ -53,7 +53,7 @@ def stem(source: DataSource) -> Draw:
 
 
 def _units(rng: random.Random, highs: dict[str, int]) -> _Question:
-    """A conversion; a number without its unit passes, one with another unit does not."""
+    """Return a unit conversion; a number without a unit is accepted, a number with another unit is not."""
     larger, smaller, factor = rng.choice(_FACTORS)
     value = rng.randint(1, highs["max_value"])
     answer = str(value * factor)
@@ -61,7 +61,7 @@ def _units(rng: random.Random, highs: dict[str, int]) -> _Question:
 
 
 def _laws(rng: random.Random, highs: dict[str, int]) -> _Question:
-    """A product of two quantities, the second of one digit."""
+    """Return a product of two quantities, the second with one digit."""
     question, unit = rng.choice(_LAWS)
     one, other = rng.randint(1, highs["max_factor"]), rng.randint(1, 9)
     answer = str(one * other)
@@ -69,7 +69,7 @@ def _laws(rng: random.Random, highs: dict[str, int]) -> _Question:
 
 
 def _elements(rng: random.Random, highs: dict[str, int]) -> _Question:
-    """A choice of three; a guess is right every third time."""
+    """Return a multiple-choice question with three options."""
     options = rng.sample(sorted(_SYMBOLS), 3)
     right = rng.randrange(3)
     listed = " ".join(f"{letter}) {name}" for letter, name in zip("ABC", options, strict=True))

@@ -156,7 +156,7 @@ class Node:
 
     def _over(self, mine: End | None) -> End:
         """Agree with the other nodes on the end of the run; node 0 reports a failure."""
-        end = self.peers.agree(mine, asked_to_stop=bool(self._signals))
+        end = self.peers.agree(mine, stop_requested=bool(self._signals))
         if end.clean or self.place.node > 0:
             return end
         where = f"{end.host}: " if end.host else ""

@@ -161,9 +161,9 @@ def test_an_end_that_another_node_wrote_before_the_launch_is_heard(tmp_path: Pat
     for name in ("engine-1.json", "node-1-0.json", "node-1-0.tmp", "token"):
         (endpoints / name).touch()
     leader, other = peers_of(endpoints, 2, seconds=0.1)
-    other.agree(End(3, "launches.jsonl is not to be seen here", "node1"))
+    other.agree(End(3, "launches.jsonl: not visible on this node", "node1"))
     job.clear_endpoints(tmp_path, keep=leader.files)
-    with pytest.raises(NodeEnded, match="node1: launches.jsonl is not to be seen here"):
+    with pytest.raises(NodeEnded, match="node1: launches.jsonl: not visible on this node"):
         leader.require_no_end()
     assert sorted(path.name for path in endpoints.iterdir()) == ["node-1-1.json", "token"]
 
@@ -206,7 +206,7 @@ def test_a_node_without_a_decision_ends_with_its_own_end(tmp_path: Path) -> None
     ("override", "code", "told"),
     [
         ("trainer.grpo.max_stps=3", 2, "trainer.grpo.max_steps"),
-        ("trainer.num_nodes=4", 2, "1 nodes were started"),
+        ("trainer.num_nodes=4", 2, "number of supervisors that srun started; got 1"),
         ("rollout.python=/no/python", 3, "/no/python"),
     ],
 )

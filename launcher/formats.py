@@ -1,4 +1,4 @@
-"""The files of a launch: launches.jsonl, chain.json, and the event that the hook of a run reads.
+"""Types of launches.jsonl, of chain.json, and of the event that the `on_event` command reads.
 
 Standard library only, Python 3.9 at least (see `slurm_driver.py`).
 """
@@ -14,63 +14,63 @@ Words = list[str]
 
 class _LaunchRecord(TypedDict):
     job: str
-    """Slurm's job id; stays when the job is requeued"""
+    """Slurm's job id; the same after a requeue"""
     restart: Count
     """how often Slurm started the job before (SLURM_RESTART_COUNT)"""
     attempt: Number
-    """which start by this job, from 1"""
+    """number of the attempt of this job, from 1"""
     nodes: Annotated[Words, Constraint(minItems=1)]
     step: Annotated[int, Constraint(minimum=-1)]
-    """of the newest complete checkpoint; -1: there is none"""
+    """step of the newest complete checkpoint; -1: there is none"""
     time: Time
 
 
 class LaunchBegin(_LaunchRecord):
-    """A start of a run by a Slurm job."""
+    """The beginning of an attempt of a Slurm job."""
 
     event: Literal["begin"]
 
 
 class LaunchEndFields(TypedDict):
-    """What ended an attempt, and what the job does now."""
+    """The cause of an attempt's end, and the next action of the job."""
 
     code: int
     """exit code of the run"""
     what: str
     host: str | None
-    """the node that the end is put down to"""
+    """node that caused the end; null: no single node did"""
     next: Annotated[str, Constraint(enum=["done", "again", "requeue", "give_up"])]
     process: str | None
-    """the process that died"""
+    """process that failed, such as trainer-3"""
     status: int | None
-    """its exit status; negative: the signal"""
+    """exit status of that process; negative: the signal that killed it"""
 
 
 class LaunchEnd(_LaunchRecord, LaunchEndFields):
-    """The end of a run that a Slurm job started."""
+    """The end of an attempt of a Slurm job."""
 
     event: Literal["end"]
 
 
 class ChainEntry(TypedDict):
-    """A stage that was launched."""
+    """A stage of a chain, and the Slurm job that runs it."""
 
     stage: str
-    """its run directory lies beside this file under this name"""
+    """name of the stage, and of its run directory beside this file"""
     job: str | None
-    """Slurm's id of its last job; null: finished without a job"""
+    """Slurm's id of the stage's last job; null: the stage was finished before"""
     command: Words | None
-    """the call of sbatch"""
-    time: Annotated[float | None, Constraint(description="of the submission, seconds since 1970, UTC")]
+    """the sbatch command that submitted the job"""
+    time: Annotated[float | None, Constraint(description="time of the submission, seconds since 1970, UTC")]
     max_steps: Number
 
 
 class ChainRecord(TypedDict):
-    """What `prorl launch` submitted to Slurm, in the chain's folder."""
+    """The record of `prorl launch`, in chain.json of the chain's folder: the stages and their Slurm jobs."""
 
     command: Words
-    """the last call of prorl launch"""
-    time: Annotated[float, Constraint(description="of that call, seconds since 1970, UTC")]
+    """the last prorl launch command"""
+    time: Annotated[float, Constraint(description="time of that command, seconds since 1970, UTC")]
     stages: Annotated[list[ChainEntry], Constraint(minItems=1)]
 
 
@@ -78,22 +78,22 @@ HookName = Literal["alarm", "reset", "failure", "stop", "finish"]
 
 
 class HookFields(TypedDict, total=False):
-    """What only some events have."""
+    """Fields that only some events have."""
 
     journal: dict[str, Any]
-    """the line of journal.jsonl that the event is from"""
+    """the line of journal.jsonl that caused the event"""
     process: str
     status: int | None
-    """exit status; negative: the signal"""
+    """exit status of that process; negative: the signal that killed it"""
     kind: str
     """class of the error"""
     log: Words
     dropped: Number
-    """events before this one that were not passed on"""
+    """number of events dropped before this one, because too many waited"""
 
 
 class HookEvent(HookFields):
-    """What the command in on_event reads on standard input."""
+    """An event, as the `on_event` command reads it on standard input."""
 
     event: HookName
     step: Count

@@ -1,4 +1,4 @@
-"""RUN/launches.jsonl: each start of a run by a Slurm job and how it ended, which shows whether the job progresses.
+"""RUN/launches.jsonl: the record of each attempt of a Slurm job and its end, from which failures in a row are counted.
 
 Standard library only, Python 3.9 at least (see `slurm_driver.py`).
 """
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
     from nemo_prorl.launcher.formats import LaunchEndFields
 
-PREEMPTED = "preempted"  # begins `what` of an attempt that preemption ended
+PREEMPTED = "preempted"  # first word of `what` for an attempt that preemption ended
 
 
 class Launches:
-    """The record of one job's attempts.  It also counts attempts that a full disk keeps from being written."""
+    """The record of one job's attempts.  Attempts that a full disk keeps out of the file are counted as well."""
 
     def __init__(self, run_dir: Path, job: Job) -> None:
         self.file = run_dir / "launches.jsonl"
         self._run_dir, self._job = run_dir, job
-        self._begins: list[int] = []  # the step at which each attempt of this process began
-        self._last = 0  # the number of the newest attempt, which may be written nowhere
+        self._begins: list[int] = []  # newest checkpoint's step at the beginning of each attempt of this process
+        self._last = 0  # number of the newest attempt, which may be missing in the file
 
     @property
     def begun_here(self) -> int:
-        """Return the number of attempts by this process."""
+        """Return the number of attempts that this process began."""
         return len(self._begins)
 
     def begin(self) -> int:
@@ -48,30 +48,30 @@ class Launches:
         return next((record for record in reversed(self._records()) if record["event"] == "end"), None)
 
     def step(self) -> int:
-        """Return the step of the newest complete checkpoint; -1 without one."""
+        """Return the step of the newest complete checkpoint; -1 if there is none."""
         found = (self._run_dir / "checkpoints").glob("step-*")
         steps = [int(p.name[5:]) for p in found if p.name[5:].isdigit() and (p / "state.json").is_file()]
         return max(steps, default=-1)
 
     def fruitless(self) -> tuple[int, int]:
-        """Return how many attempts in a row made no new checkpoint: those that failed by themselves, and all.
+        """Return how many of the newest attempts in a row made no new checkpoint: failures only, and all.
 
-        Preempted attempts, and those without an end because Slurm took the nodes away, did not fail by themselves.
+        A preempted attempt is not a failure, and neither is one without an end record, whose nodes Slurm took away.
         """
-        now, own, every = self.step(), 0, 0
+        now, failures, every = self.step(), 0, 0
         ends = {record["attempt"]: record for record in self._records() if record["event"] == "end"}
         for begun in reversed(self._begun()):
             if begun["step"] != now:
                 break
             every += 1
             end = ends.get(begun["attempt"])
-            own += end is not None and not end["what"].startswith(PREEMPTED)
+            failures += end is not None and not end["what"].startswith(PREEMPTED)
         here = 0
         for step in reversed(self._begins):
             if step != now:
                 break
             here += 1
-        return max(own, here), max(every, here)
+        return max(failures, here), max(every, here)
 
     def _write(self, event: str, attempt: int, **fields: Any) -> None:
         record = {"event": event, "job": self._job.id, "restart": self._job.restart, "attempt": attempt}
@@ -80,8 +80,8 @@ class Launches:
             self._run_dir.mkdir(parents=True, exist_ok=True)
             with self.file.open("a") as file:
                 file.write(json.dumps(record) + "\n")
-        except OSError as error:  # a full disk must not end what still runs
-            say(f"{self.file} cannot be written: {error}")
+        except OSError as error:  # a full disk must not end a run that still works
+            say(f"{self.file}: the {event} of attempt {attempt} could not be written: {error}; the job goes on")
 
     def _begun(self) -> list[dict[str, Any]]:
         return [record for record in self._records() if record["event"] == "begin"]
@@ -97,7 +97,7 @@ class Launches:
             try:
                 record = json.loads(line)
             except ValueError:
-                continue  # cut off by a full disk or a crash
+                continue  # line cut off by a full disk or a crash
             if record.get("job") == self._job.id:
                 found.append(record)
         return found

@@ -1,10 +1,10 @@
-"""One node of a run on several: `srun` starts it once per node.
+"""The program that `srun` starts on each node of a run on several nodes.
 
     python -m nemo_prorl.launcher.node --nodes 4 --run-dir RUN --attempt ID OVERRIDE ...
 
-Node 0 leads: it alone reads the overrides, locks and prepares the run directory, and decides how the run ended.  The
-other nodes wait until it has prepared the run, and say in a file of their own whether they are fit (`peers`).  Standard
-output is for who called `srun`: each line of a process, and the outcome once more, in case that the disk is full.
+Only node 0 reads the overrides, locks and prepares the run directory, and decides how the run ended.  The other nodes
+wait until node 0 has prepared the run, and report in one file per node whether they are fit (`peers`).  Standard output
+goes through `srun` to the batch script: the lines of all processes, and the outcome in case the disk is full.
 """
 
 import argparse
@@ -30,16 +30,16 @@ from nemo_prorl.launcher.supervisor import Node
 
 _log = logging.getLogger(__name__)
 
-_PREPARE_S = 3600.0  # for node 0 to check data and rewards
-_SEEN_S = 60.0  # for a file to show on a shared file system
+_PREPARE_S = 3600.0  # seconds for node 0 to check data and rewards
+_VISIBLE_S = 60.0  # seconds for a file to become visible on a shared file system
 
 
 class _Stopped(BaseException):
-    """SIGUSR1 came before the ranks were started: there is nothing to save."""
+    """SIGUSR1 arrived before the ranks were started, so there is nothing to save."""
 
 
 def lead(args: argparse.Namespace, place: Place, peers: Peers, output: StandardOutput) -> End:
-    """Node 0, from the configuration to the end of the run."""
+    """Run node 0, from reading the configuration to the end of the run."""
     from nemo_prorl import settings
     from nemo_prorl.launcher import job
     from nemo_prorl.launcher.events import Events
@@ -47,7 +47,10 @@ def lead(args: argparse.Namespace, place: Place, peers: Peers, output: StandardO
 
     cfg = settings.load_run(args.overrides)
     if cfg.trainer.num_nodes != place.nodes:
-        raise ConfigError(f"trainer.num_nodes={cfg.trainer.num_nodes}: {place.nodes} nodes were started")
+        raise ConfigError(
+            f"trainer.num_nodes={cfg.trainer.num_nodes}: expected the number of supervisors that srun started; got"
+            f" {place.nodes}. Fix: set trainer.num_nodes={place.nodes}, or start that many nodes"
+        )
     run_dir = Path(cfg.run_dir).absolute()
     with job.locked(run_dir, args.lock_wait_s):
         if job.is_finished(run_dir, cfg.trainer.grpo.max_steps):
@@ -58,7 +61,7 @@ def lead(args: argparse.Namespace, place: Place, peers: Peers, output: StandardO
             tasks = prepare(cfg, run_dir, settings.resolved_yaml(cfg))
             job.clear_endpoints(run_dir, keep=peers.files)
             peers.require_no_end()
-            place = replace(place, master=place.host, port=free_port())  # preparing took minutes: not before it
+            place = replace(place, master=place.host, port=free_port())  # chosen after `prepare`, which takes minutes
             write(peers.launch, Launch(tasks=tasks, master=place.master, port=place.port))
             startup = Deadline(cfg.trainer.deadlines.startup_s, "the nodes (trainer.deadlines.startup_s)")
             _require_reachable(cfg, peers.meet(startup))
@@ -69,7 +72,7 @@ def lead(args: argparse.Namespace, place: Place, peers: Peers, output: StandardO
 
 
 def follow(args: argparse.Namespace, place: Place, peers: Peers, output: StandardOutput) -> End:
-    """Another node, from the end of node 0's preparations on."""
+    """Run another node: wait until node 0 has prepared the run, then work until the run ends."""
     from nemo_prorl.launcher.prepare import check_node
     from nemo_prorl.settings import read_config
 
@@ -77,9 +80,9 @@ def follow(args: argparse.Namespace, place: Place, peers: Peers, output: Standar
     while (launch := read(peers.launch)) is None:
         prepared.check()
         time.sleep(0.2)
-    if launch["tasks"] is None:  # nothing is left to do
+    if launch["tasks"] is None:  # the run is already finished
         return End(0)
-    cfg: Any = read_config(_seen(args.run_dir / "config.yaml"))
+    cfg: Any = read_config(_when_visible(args.run_dir / "config.yaml"))
     check_node(cfg)
     place = replace(place, master=launch["master"], port=launch["port"])
     _require_reachable(cfg, [place.master])
@@ -91,7 +94,7 @@ def _run(node: Node) -> End:
     try:
         return node.run()
     finally:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # too late to stop anything
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # nothing is left to stop
 
 
 def _require_reachable(cfg: Any, peers: list[str]) -> None:
@@ -102,28 +105,49 @@ def _require_reachable(cfg: Any, peers: list[str]) -> None:
         raise UnfitMachine(fault)
 
 
-def _seen(file: Path) -> Path:
-    """Return the file, once it shows here.  Raises UnfitMachine."""
+def _when_visible(file: Path) -> Path:
+    """Return the file once it is visible on this node.  Raises UnfitMachine if it does not become visible."""
     try:
-        Deadline(_SEEN_S, f"{file}").wait_until(file.is_file, every=0.5)
+        Deadline(_VISIBLE_S, f"{file}").wait_until(file.is_file, every=0.5)
     except DeadlineExceeded:
         raise UnfitMachine(
-            f"{file} is not to be seen here: the run directory must lie on a file system that all nodes share, and in"
-            " a container be mounted"
+            f"{file}: not visible on this node after {_VISIBLE_S:g} s. Fix: set run_dir to a file system that all nodes"
+            " share; in a container, mount it (--container-mounts)"
         ) from None
     return file
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="nemo_prorl.launcher.node", description="One node of a run on several.")
-    parser.add_argument("--nodes", type=int, required=True)
-    parser.add_argument("--node", type=int, default=int(os.environ.get("SLURM_NODEID", 0)), help="0 leads")
-    parser.add_argument("--host", default=os.environ.get("SLURMD_NODENAME") or socket.gethostname())
-    parser.add_argument("--run-dir", type=Path, required=True, help="on a file system that all nodes share")
-    parser.add_argument("--attempt", required=True, metavar="ID", help="of this start of all nodes, and no other")
-    parser.add_argument("--lock-wait-s", type=float, default=0.0, help="for an earlier job to leave the run directory")
-    parser.add_argument("--expect", type=Path, metavar="FILE", help="a file of the starter in the run directory")
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE")
+    parser = argparse.ArgumentParser(
+        prog="nemo_prorl.launcher.node", description="Run one node of a run on several nodes."
+    )
+    parser.add_argument("--nodes", type=int, required=True, help="number of nodes of the run")
+    parser.add_argument(
+        "--node",
+        type=int,
+        default=int(os.environ.get("SLURM_NODEID", 0)),
+        help="number of this node, from 0, which leads the run; default: SLURM_NODEID, otherwise 0",
+    )
+    parser.add_argument(
+        "--host",
+        default=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        help="name at which other nodes reach this node; default: SLURMD_NODENAME, otherwise the host name",
+    )
+    parser.add_argument("--run-dir", type=Path, required=True, help="run directory, on a file system of all nodes")
+    parser.add_argument("--attempt", required=True, metavar="ID", help="unique identifier of this start of all nodes")
+    parser.add_argument(
+        "--lock-wait-s",
+        type=float,
+        default=0.0,
+        help="seconds to wait until an earlier job releases the run directory; default 0",
+    )
+    parser.add_argument(
+        "--expect",
+        type=Path,
+        metavar="FILE",
+        help="file written by the batch script; proves that this node sees the shared run directory",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="configuration overrides, KEY=VALUE")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format=f"{args.host}: %(message)s", stream=sys.stderr)
     place, output = Place(args.node, args.nodes, args.host), StandardOutput()
@@ -135,8 +159,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.node == 0:
         peers.write_end(end)
         output.line(OUTCOME + json.dumps({**end.to_json(), "log": []}))
-        return 0 if end.clean else end.code  # after any other code srun ends the other nodes
-    return 0 if end.clean or peers.decision is not None else end.code  # what node 0 has decided, it says itself
+        return 0 if end.clean else end.code  # srun ends the other nodes if this code is not 0
+    return 0 if end.clean or peers.decision is not None else end.code  # node 0 reports the end that it decided
 
 
 def _stop(*_: Any) -> None:
@@ -147,10 +171,10 @@ def _end(args: argparse.Namespace, place: Place, peers: Peers, output: StandardO
     try:
         try:
             if args.expect is not None:
-                _seen(args.expect)
+                _when_visible(args.expect)
             return (lead if place.node == 0 else follow)(args, place, peers, output)
         finally:
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # what has ended the run counts
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a late signal must not replace the outcome
     except _Stopped:
         end = End(75, "stopped before the run began")
     except ProrlError as error:

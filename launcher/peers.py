@@ -1,10 +1,13 @@
-"""How the supervisors of a run's nodes meet, and agree on how the run ended: one small file per node.
+"""Files in the shared run directory through which node supervisors start a run together and agree how it ended.
 
-RUN/endpoints/launch-ATTEMPT.json is written by node 0 once the run is prepared.  RUN/endpoints/node-K-ATTEMPT.json is
-written by node K when it is fit to begin, and again when its processes have ended; that of node 0 then says how the run
-ended, also to the batch script.  ATTEMPT is of one start of all nodes: what an earlier start left behind says nothing
-to this one.  Nothing listens and nothing beats: `srun` starts the supervisors, forwards their output and signals, and
-ends them all when one ends with an error or a node is lost.
+RUN/endpoints/launch-ATTEMPT.json    written by node 0 once the run is prepared
+RUN/endpoints/node-K-ATTEMPT.json    written by node K when the node is fit to begin, and again when its processes have
+                                     ended.  The file of node 0 then contains how the run ended; the batch script
+                                     reads it too.
+
+ATTEMPT identifies one start of all nodes, so that files of an earlier start are ignored.  The supervisors use no
+sockets and no heartbeats: `srun` starts them, forwards their output and signals, and ends all of them when one exits
+with an error or a node is lost.
 
 Standard library only, Python 3.9 at least (see `slurm_driver.py`).
 """
@@ -26,15 +29,23 @@ from nemo_prorl.errors import DeadlineExceeded, ProrlError
 
 _log = logging.getLogger(__name__)
 
-CLEAN = (0, 75)  # exit codes of a rank that has done its work, or stopped when it was asked
+CLEAN = (0, 75)  # exit codes of a rank that finished, or that stopped on request
 _KILLED = tuple(-number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL))
-_ENDS_S = 15.0  # for the other nodes to write how they ended
-_LOOK_S = 1.0  # between two looks at the files of the others
+_ENDS_S = 15.0  # seconds for the other nodes to write how they ended
+_LOOK_S = 1.0  # seconds between two reads of the other nodes' files
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which node of the run this is, its own name, and where the ranks of all nodes meet."""
+    """The number and name of this node, and the address at which the ranks of all nodes find each other.
+
+    Attributes:
+        node: number of this node, from 0.
+        nodes: number of nodes of the run.
+        host: name of this node.
+        master: host of the rendezvous of the ranks (MASTER_ADDR).
+        port: its port (MASTER_PORT).
+    """
 
     node: int = 0
     nodes: int = 1
@@ -45,7 +56,17 @@ class Place:
 
 @dataclass(frozen=True)
 class End:
-    """How the processes of a node ended.  `code` is an exit code of `prorl`."""
+    """The end of a node's processes, or of the whole run.
+
+    Attributes:
+        code: exit code of `prorl`.
+        what: cause, in one sentence.
+        host: node that caused the end; empty if no node did.
+        process: process that failed, such as trainer-3.
+        status: exit status of that process; negative: the number of the signal that killed it.
+        log: last lines of the log of that process.
+        at: when the end was noticed, seconds since 1970.
+    """
 
     code: int
     what: str = ""
@@ -53,7 +74,7 @@ class End:
     process: str = ""
     status: int | None = None
     log: list[str] = field(default_factory=list)
-    at: float = field(default_factory=time.time, compare=False)  # seconds since 1970, when it was seen
+    at: float = field(default_factory=time.time, compare=False)
 
     @property
     def clean(self) -> bool:
@@ -64,21 +85,22 @@ class End:
 
 
 class NodeState(TypedDict):
-    """What a node of a run on several says of itself, in endpoints/node-K-ATTEMPT.json."""
+    """The state of one node of a run on several nodes, in endpoints/node-K-ATTEMPT.json."""
 
     host: str
     end: End | None
-    """null: the node is fit to begin, or at work; the end of node 0 is that of the run"""
+    """null: the node is fit to begin, or at work; the end of node 0 is the end of the run"""
 
 
 class Launch(TypedDict):
-    """What node 0 has prepared for the other nodes, in endpoints/launch-ATTEMPT.json."""
+    """The start parameters that node 0 writes for the other nodes, in endpoints/launch-ATTEMPT.json."""
 
     tasks: list[str] | None
-    """of the reward servers; null: the run is finished"""
+    """tasks that the reward servers judge; null: the run is already finished"""
     master: str
-    """the host where the ranks meet, at `port`"""
+    """host of the rendezvous of all ranks (MASTER_ADDR)"""
     port: int
+    """port of the rendezvous (MASTER_PORT)"""
 
 
 class NodeEnded(ProrlError):
@@ -90,20 +112,26 @@ class NodeEnded(ProrlError):
 
 
 class Peers:
-    """The other nodes of a run, as the supervisor of one node sees them."""
+    """The other nodes of a run, as the supervisor of one node sees them through their files.
+
+    Args:
+        endpoints: folder of the files, shared by all nodes.
+        attempt: identifier of this start of all nodes.
+        seconds: how long node 0 waits for the other nodes to write how they ended.
+    """
 
     def __init__(self, endpoints: Path, place: Place, attempt: str = "", seconds: float = _ENDS_S) -> None:
         self.place, self.launch = place, endpoints / f"launch-{attempt}.json"
         self.files = [node_file(endpoints, k, attempt) for k in range(place.nodes)]
-        self._seconds, self._look_at = seconds, 0.0
-        self.decision: End | None = None  # node 0's, once it is known here
+        self._seconds, self._next_look = seconds, 0.0
+        self.decision: End | None = None  # the end of the run as node 0 decided it, once this node knows it
 
     def meet(self, deadline: Deadline) -> list[str]:
-        """Say that this node is fit, wait until all nodes are, and return the names of the others.
+        """Report that this node is fit to begin, wait until all nodes are, and return the names of the other nodes.
 
         Raises:
             NodeEnded: another node ended, for instance because it is not fit.
-            DeadlineExceeded: with the numbers of the missing nodes.
+            DeadlineExceeded: some nodes did not report; the message has their numbers.
         """
         self._write(None)
         while True:
@@ -112,41 +140,45 @@ class Peers:
                 return [state["host"] for state in states.values()]
             if deadline.passed:
                 missing = ", ".join(str(k) for k in range(self.place.nodes) if k not in {*states, self.place.node})
-                raise DeadlineExceeded(f"{deadline.error()}: node {missing} of {self.place.nodes} did not come")
+                raise DeadlineExceeded(f"{deadline.error()}: node {missing} of {self.place.nodes} did not report")
             time.sleep(0.2)
 
     def require_no_end(self) -> dict[int, dict[str, Any]]:
-        """Return what the other nodes have written so far, by their numbers.  Raises NodeEnded."""
+        """Return the states that the other nodes have written, by node number.  Raises NodeEnded if one has ended."""
         states = self._states()
         for end in self._ends(states):
             raise NodeEnded(end)
         return states
 
     def look(self) -> End | None:
-        """Return what ends the run, if a node wrote it.  Only node 0 looks: `srun` ends the other nodes."""
-        if self.place.node > 0 or self.place.nodes == 1 or time.monotonic() < self._look_at:
+        """Return the end of another node, if one has ended.  Only node 0 reads: `srun` ends the other nodes."""
+        if self.place.node > 0 or self.place.nodes == 1 or time.monotonic() < self._next_look:
             return None
-        self._look_at = time.monotonic() + _LOOK_S
+        self._next_look = time.monotonic() + _LOOK_S
         return blame(self._ends(self._states()))
 
-    def agree(self, end: End | None, asked_to_stop: bool = False) -> End:
-        """Return how the run ended, after the processes of this node have ended (None: those of another node).
+    def agree(self, end: End | None, stop_requested: bool = False) -> End:
+        """Return how the run ended, as node 0 decides it.
 
-        Node 0 decides.  A clean end of rank 0, which is there, is one of the run.  Otherwise node 0 waits a moment for
-        the ends of the other nodes, and blames one.  Another node that failed waits for this decision before it exits,
-        because `srun` kills all nodes as soon as one exits with an error.
+        Rank 0 runs on node 0: its clean end is the end of the run.  Otherwise node 0 waits some seconds for the ends of
+        the other nodes and selects the one that explains the others.  Another node that failed waits for this decision
+        before it exits, because `srun` kills all nodes as soon as one exits with an error.
+
+        Args:
+            end: how the processes of this node ended; None: only processes of another node have ended.
+            stop_requested: whether this node received a signal to stop.
         """
         if self.place.nodes == 1:
             return end or End(1)
         if self.place.node == 0:
-            self.decision = end if end is not None and end.clean else self._decide(end, asked_to_stop)
+            self.decision = end if end is not None and end.clean else self._decide(end, stop_requested)
             self.write_end(self.decision)
             return self.decision
         mine = end or End(1)
         self.write_end(mine)
         if mine.clean:
             return mine
-        limit = time.monotonic() + 4 * self._seconds  # also on a full disk: node 0 decides before
+        limit = time.monotonic() + 4 * self._seconds  # node 0 decides earlier, even if its disk is full
         while time.monotonic() < limit:
             leader = read(self.files[0])
             if leader is not None and leader["end"] is not None:
@@ -155,25 +187,27 @@ class Peers:
             time.sleep(0.2)
         return mine
 
-    def _decide(self, end: End | None, asked_to_stop: bool) -> End:
-        # Where this node cannot write, the others cannot either, and do not wait for ever.
+    def _decide(self, end: End | None, stop_requested: bool) -> End:
+        # If this node cannot write, the other nodes probably cannot write either, so do not wait long for their files.
         limit = time.monotonic() + (self._seconds if self.write_end(None) else min(_LOOK_S, self._seconds))
         while len(ends := self._ends(self._states())) < self.place.nodes - 1 and time.monotonic() < limit:
             time.sleep(0.2)
         known = [*ends, *([end] if end else [])]
         if end is None and all(one.clean for one in known):
-            if asked_to_stop and known and all(one.code == 75 for one in known):
-                return End(75, "stopped; the leading node's ranks did not end with the others", self.place.host)
-            return End(1, "the leading node's ranks did not end with the others", self.place.host)
+            if stop_requested and known and all(one.code == 75 for one in known):
+                return End(
+                    75, "stopped; the ranks of node 0 did not end when those of the other nodes did", self.place.host
+                )
+            return End(1, "the ranks of node 0 did not end when those of the other nodes did", self.place.host)
         return blame(known) or End(1)
 
     def write_end(self, end: End | None) -> bool:
-        """Write how this node ended, if it has; return whether that was possible (a disk may be full)."""
+        """Write how this node ended (None: it has not).  Return False if the file cannot be written (full disk)."""
         try:
             self.files[self.place.node].parent.mkdir(exist_ok=True)
             self._write(end)
         except OSError as error:
-            _log.warning("how this node ended could not be written: %s", error)
+            _log.warning("%s: the state of this node could not be written: %s", self.files[self.place.node], error)
             return False
         return True
 
@@ -181,7 +215,7 @@ class Peers:
         write(self.files[self.place.node], {"host": self.place.host, "end": end and end.to_json()})
 
     def _states(self) -> dict[int, dict[str, Any]]:
-        """What the other nodes have written so far, by their numbers."""
+        """Return the states that the other nodes have written, by node number."""
         found = {k: read(file) for k, file in enumerate(self.files) if k != self.place.node}
         return {k: state for k, state in found.items() if state is not None}
 
@@ -191,9 +225,9 @@ class Peers:
 
 
 def blame(ends: list[End]) -> End | None:
-    """Return the end that explains the others: of a killed process, otherwise the first error.
+    """Return the end that explains the others: the first of a killed process, otherwise the first error.
 
-    Not every signal counts: a rank whose peer is gone may end itself by SIGABRT.
+    SIGABRT does not count as killed: a rank whose peer is gone may abort itself.
     """
 
     def weight(end: End) -> tuple[int, float]:
@@ -205,21 +239,21 @@ def blame(ends: list[End]) -> End | None:
 
 
 def node_file(endpoints: Path, node: int, attempt: str) -> Path:
-    """Return the file in which a node says that it is fit, and how it ended."""
+    """Return the file in which a node reports that it is fit to begin, and later how it ended."""
     return endpoints / f"node-{node}-{attempt}.json"
 
 
 def write(file: Path, content: Mapping[str, object]) -> None:
-    """Write a file of JSON that appears whole.  Raises OSError."""
-    half = file.with_suffix(".tmp")
-    half.write_text(json.dumps(content))
-    os.replace(half, file)
+    """Write a JSON file atomically: readers see all of it or nothing.  Raises OSError."""
+    partial = file.with_suffix(".tmp")
+    partial.write_text(json.dumps(content))
+    os.replace(partial, file)
 
 
 def read(file: Path) -> dict[str, Any] | None:
-    """Return the content of a file that `write` wrote; None if it is not there."""
+    """Return the content of a file that `write` wrote; None if the file does not exist."""
     try:
-        os.listdir(file.parent)  # makes NFS look again for a file that was not there before
+        os.listdir(file.parent)  # makes an NFS client notice a file that did not exist before
         found = json.loads(file.read_text())
     except (OSError, ValueError):
         return None

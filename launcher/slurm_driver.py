@@ -1,22 +1,23 @@
-"""Run a stage as a Slurm job: start the supervisors of all nodes, and decide what follows each end of the run.
+"""Run a stage as a Slurm job: start the supervisors of all nodes, and decide what to do after each end of the run.
 
 `slurm/stage.sbatch` runs this on the first node of the job.
 
     slurm_driver.py STAGE [--container-image IMG] [--container-mounts A:B] [--dry-run] [OVERRIDE ...]
 
-The cluster is h100_4x8 unless cluster=... says otherwise.
+The default cluster is h100_4x8; cluster=NAME selects another.
 
-0, 2, 3, 4            the job ends with this code; after 3 it is requeued without the unfit node, if others are there
-a crash               starts again in this allocation, at most `launch.attempts` times in a row without a new checkpoint
-USR1, preemption      the run is asked to stop; the job is requeued when the run has ended, or when time runs out
-a lost node           Slurm requeues the job by itself
-a bad node            one that fails twice in a row, or starts no program: the job is requeued without it
+event                 reaction
+exit 0, 2, 3 or 4     the job ends with this code; after 3 it is requeued without the unfit node if enough nodes remain
+crash                 starts again in this allocation, at most `launch.attempts` times in a row without a new checkpoint
+SIGUSR1, preemption   the run is stopped cleanly; the job is requeued once the run has ended, or when time runs out
+lost node             Slurm requeues the job
+bad node              a node that fails twice in a row or starts no program: the job is requeued without it
 `prorl control stop`  the job ends with 75
-scancel               nothing is requeued: after a SIGTERM this process starts nothing and asks Slurm for nothing
-requeued by Slurm     this start of the job is a ghost, and ends
+scancel               the job is not requeued: after SIGTERM this process starts nothing and sends Slurm no requests
+requeue by Slurm      if Slurm has started the job elsewhere, this process ends
 
 RUN/launches.jsonl records the beginning and the end of each attempt.  Standard library only, Python 3.9 at least: this
-runs outside the container that the run may be in.
+process runs on the host, outside the container that the run may use.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).absolute().parent.parent.parent  # of the link nemo_prorl/launcher
-if not __package__:  # started by path: this folder's module names must not shadow anybody's
+if not __package__:  # started by path: the modules of this folder must not shadow modules of the same name
     sys.path[0] = str(ROOT)
 
 from nemo_prorl.errors import ProrlError  # noqa: E402
@@ -42,28 +43,30 @@ from nemo_prorl.launcher.srun_step import Step  # noqa: E402
 from nemo_prorl.launcher.submission import Submission, arguments  # noqa: E402
 
 STOPPED = 75
-_ALL_ATTEMPTS = 10  # times launch.attempts: attempts in a row without a new checkpoint, whatever ended them
-_SRUN_ENDS_S = 180.0  # after node 0 said how the run ended, for processes to stop (trainer.deadlines.stop_s)
-_LOCK_WAIT_S = 300.0  # for processes of an earlier attempt to leave the run directory
-_REACH_S, _REACH_IMAGE_S = 300.0, 1800.0  # for all supervisors to begin; where an image is fetched first
-_LOOK_S = 60.0  # between two checks that Slurm has not started the job elsewhere
+# Limit of attempts in a row without a new checkpoint, also counting those that preemption or Slurm ended, in multiples
+# of launch.attempts.
+_ALL_ATTEMPTS = 10
+_SRUN_ENDS_S = 180.0  # seconds for processes to stop after node 0 reported the end (trainer.deadlines.stop_s)
+_LOCK_WAIT_S = 300.0  # seconds for processes of an earlier attempt to release the run directory
+_REACH_S, _REACH_IMAGE_S = 300.0, 1800.0  # seconds for all supervisors to begin; the same with an image to fetch
+_LOOK_S = 60.0  # seconds between two checks that Slurm has not started the job elsewhere
 _PATIENCE = 0.8  # share of the time between the signal and the job's end that the run has to stop
-_REQUEUE_EVERY_S, _REQUEUED_S = 10.0, 300.0  # between two requests to requeue; for Slurm to end this process
-_PLAN_TRIES, _PLAN_PAUSE_S = 3, 30.0  # attempts to start the project's Python
+_REQUEUE_EVERY_S, _REQUEUED_S = 10.0, 300.0  # seconds between two requeue requests; for Slurm to end this process
+_PLAN_TRIES, _PLAN_PAUSE_S = 3, 30.0  # attempts to start the project's Python; seconds between two of them
 
 
 class Driver:
-    """One job from its start to its end or requeue."""
+    """The batch script of one start of a Slurm job, from its beginning to its end or requeue."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.job = Job()
         self.submission = Submission(args, self.job)
         self.run_dir, self.plan = self.submission.run_dir, self.submission.plan
         self.launches = Launches(self.run_dir, self.job)
-        self.asked: str | None = None  # why the run is to stop
-        self.ended = False  # Slurm ends the job: a SIGTERM came
-        self.removed = False  # the container
-        self.reported = False  # node 0 said how the newest attempt ended, and has called on_event
+        self.stop_reason: str | None = None  # why the run has to stop; None: it does not
+        self.ended = False  # SIGTERM was received: Slurm ends the job
+        self.removed = False  # whether the container has been removed
+        self.reported = False  # node 0 reported how the newest attempt ended, and called on_event
         self.step: Step | None = None
 
     def run(self) -> int:
@@ -86,7 +89,7 @@ class Driver:
         while True:
             if self.ended or not self.is_ours():
                 return STOPPED
-            if self.asked is not None:
+            if self.stop_reason is not None:
                 return self.requeue(STOPPED)
             own, every = self.launches.fruitless()
             if own >= self.plan["attempts"] or every >= _ALL_ATTEMPTS * self.plan["attempts"]:
@@ -97,7 +100,8 @@ class Driver:
             fields = {key: outcome.get(key) or None for key in ("host", "process", "status")}
             next_ = "requeue" if following == "leave_out" else following
             self.launches.end(attempt, code=outcome["code"], what=outcome["what"], next=next_, **fields)
-            say(f"attempt {attempt} ended with {outcome['code']} {outcome['what']}: {next_}")
+            cause = f" ({outcome['what']})" if outcome["what"] else ""
+            say(f"attempt {attempt} ended with exit code {outcome['code']}{cause}; next: {next_}")
             if following in ("requeue", "leave_out"):
                 return self.requeue(code, outcome["host"] if following == "leave_out" else "")
             if following != "again":
@@ -105,16 +109,20 @@ class Driver:
             self.wait(min(60.0, 5.0 * 2.0 ** self.launches.fruitless()[0]))
 
     def _command(self, attempt: int) -> list[str]:
-        wait = _LOCK_WAIT_S if self.job.restart or self.launches.begun_here > 1 else 0.0  # this attempt has begun
+        is_first = not self.job.restart and self.launches.begun_here <= 1  # `begun_here` already counts this attempt
+        wait = 0.0 if is_first else _LOCK_WAIT_S
         return self.submission.node_command(attempt, wait, self.launches.file)
 
     def load_plan(self) -> None:
-        """Read what the configuration needs of the job.  End this process if the configuration is wrong."""
-        for more in reversed(range(_PLAN_TRIES)):
+        """Read the job's requirements from the configuration.  Exit if the configuration is wrong."""
+        for tries_left in reversed(range(_PLAN_TRIES)):
             done = self.submission.run_allocation()
-            if done.returncode in (0, 2, 3, 4) or self.ended or not more:
+            if done.returncode in (0, 2, 3, 4) or self.ended or not tries_left:
                 break
-            say(f"{shlex.join(done.args)} ended with {done.returncode}; again in {_PLAN_PAUSE_S:g} s")
+            say(
+                f"{shlex.join(done.args)} ended with exit code {done.returncode}; trying again in {_PLAN_PAUSE_S:g} s"
+                f" (tries left: {tries_left})"
+            )
             self.wait(_PLAN_PAUSE_S)
         if done.returncode:
             self.submission.warn_of_paths()
@@ -122,83 +130,88 @@ class Driver:
         self.plan.update(json.loads(done.stdout.splitlines()[-1]))
 
     def on_usr1(self, *_: Any) -> None:
-        self.asked = self.asked or "SIGUSR1: the time limit is near"
-        self.tell_stop(self.asked)
+        self.stop_reason = self.stop_reason or "SIGUSR1: the job's time limit is near"
+        self.stop_run(self.stop_reason)
 
     def on_term(self, *_: Any) -> None:
         self.ended = True
-        self.tell_stop("SIGTERM: Slurm ends the job")
+        self.stop_run("SIGTERM: Slurm is ending the job")
 
     def remove_container(self) -> None:
-        """Remove the container of this start from its nodes, once: by pyxis's default it would stay for ever."""
+        """Remove the container of this start from its nodes, once.  By pyxis's default it would remain there."""
         made = self.submission.args.container_image and self.job.id and not self.submission.args.dry_run
         if made and not self.ended and not self.removed:
             self.removed = True
             if not self.job.remove_container():
-                say(f"the container pyxis_{self.job.container} may be left on a node: enroot remove removes it there")
+                name = f"pyxis_{self.job.container}"
+                say(f"the container {name} may remain on a node. Fix: on that node, enroot remove --force {name}")
 
-    def tell_stop(self, reason: str) -> None:
-        """Ask the run to stop."""
-        say(f"{reason}; the run is asked to stop")
+    def stop_run(self, reason: str) -> None:
+        """Request a clean stop of the running attempt."""
+        say(f"{reason}; stopping the run")
         if self.step is not None:
             self.step.stop()
 
     def attempt(self, number: int) -> dict[str, Any]:
-        """Start the nodes once, wait for their end, and return it."""
+        """Start the supervisors of all nodes once, wait until they have ended, and return how the run ended."""
         log, env = self.run_dir / "logs" / "all.log", self.submission.environment()
         leader = node_file(self.run_dir / "endpoints", 0, self.submission.attempt_id(number))
         self.step = step = Step(self._command(number), env, self.plan["num_nodes"], log, leader)
-        if self.asked is not None or self.ended:  # meanwhile
+        if self.stop_reason is not None or self.ended:  # a signal arrived before self.step was set
             step.stop()
-        why = self._watch(step)
+        kill_reason = self._watch(step)
         self.step, self.reported = None, step.outcome() is not None
-        if not why:
+        if not kill_reason:
             return step.result()
         missing = self._missing(step)
-        return {"code": 1, "what": why, "host": missing[0] if len(missing) == 1 else ""}
+        return {"code": 1, "what": kill_reason, "host": missing[0] if len(missing) == 1 else ""}
 
     def _missing(self, step: Step) -> list[str]:
         """Return the nodes whose supervisors have not begun."""
         return [host for host in self.job.nodes if host not in step.begun]
 
     def _watch(self, step: Step) -> str:
-        """Wait until srun has ended.  Return why it was killed before the run had ended, or an empty string."""
+        """Wait until srun has ended.  Return why it was killed before the run ended; an empty string if it was not."""
         began = looked = time.monotonic()
         reach_s = _REACH_IMAGE_S if self.submission.args.container_image else _REACH_S
-        over: float | None = None  # when srun is killed
+        kill_at: float | None = None
         stop_by: float | None = None
-        why = ""
+        kill_reason = ""
         while step.process.poll() is None:
             time.sleep(0.2)
             now = time.monotonic()
             step.forward_stop()
-            if self.asked is not None and stop_by is None:
+            if self.stop_reason is not None and stop_by is None:
                 stop_by = now + _PATIENCE * max(0.0, (self.job.end() or time.time() + 600.0) - time.time())
             if step.has_outcome():
-                over = over or now + _SRUN_ENDS_S
+                kill_at = kill_at or now + _SRUN_ENDS_S
             elif now - began > reach_s and (missing := self._missing(step)):
                 hosts = f"{len(missing)} of {len(self.job.nodes)} nodes ({', '.join(missing)})"
-                why, over = f"the supervisors of {hosts} have not begun for {reach_s:g} s", now
+                kill_reason, kill_at = f"the supervisors of {hosts} have not begun within {reach_s:g} s", now
             elif stop_by is not None and now > stop_by:
-                why, over = "the run did not stop in time", now
+                kill_reason, kill_at = "the run did not stop before the job's time limit", now
             elif now - looked > _LOOK_S:
                 looked = now
                 if not self.is_ours():
-                    why, over = "Slurm has given the job to other nodes", now
-            if over is not None and now >= over:
+                    kill_reason, kill_at = "Slurm has started the job on other nodes", now
+            if kill_at is not None and now >= kill_at:
                 step.kill()
                 break
-        return why
+        return kill_reason
 
-    # --- what follows ----------------------------------------------------------------------------------------------
+    # --- after an attempt ------------------------------------------------------------------------------------------
 
     def decide(self, outcome: dict[str, Any]) -> tuple[str, int]:
-        """Return (done | again | requeue | leave_out | give_up, exit code of the job); may name the host to blame."""
+        """Return the next action and the exit code of the job.  May set `outcome["host"]`, the node that failed.
+
+        Returns:
+            (done | again | requeue | leave_out | give_up, exit code); leave_out: requeue without `outcome["host"]`.
+        """
         code = outcome["code"]
         if code == 0:
             return "done", 0
         following = self._following(outcome)
-        if self.ended:  # a SIGTERM came meanwhile: Slurm ends the job
+        if self.ended:  # SIGTERM arrived while Slurm was asked: Slurm ends the job
             return "give_up", STOPPED if code == STOPPED else 1
         return following
 
@@ -206,7 +219,7 @@ class Driver:
         code, state = outcome["code"], self.job.state()
         if self.ended or (state is not None and not (state.ours and state.running)):
             return "give_up", STOPPED if code == STOPPED else 1
-        if self.asked is not None:
+        if self.stop_reason is not None:
             return "requeue", STOPPED
         if state is not None and state.preempted:
             outcome["what"] = f"{PREEMPTED} {outcome['what']}".strip()
@@ -217,62 +230,68 @@ class Driver:
             self.submission.report_failure(outcome["what"])
         if code in (2, 4):
             return "give_up", code
-        host = outcome["host"] = outcome.get("host") or (self.silent_node() if code == 1 else "")
+        host = outcome["host"] = outcome.get("host") or (self.unresponsive_node() if code == 1 else "")
         if host and (code == 3 or self.blamed(host)) and self.job.spare(host):
             return "leave_out", code
         return ("give_up", 3) if code == 3 else ("again", 1)
 
     def is_ours(self) -> bool:
-        """Return whether this is the current start of the job; also True if Slurm does not answer."""
+        """Return whether Slurm has not started the job elsewhere; True if Slurm does not answer."""
         state = self.job.state()
         return state is None or state.ours
 
     def out_of_time(self) -> bool:
-        """Return whether the run stopped because of trainer.deadlines.job_s, not because a user asked."""
+        """Return whether the run stopped because of trainer.deadlines.job_s, not on request of a user."""
         try:
             last = json.loads((self.run_dir / "journal.jsonl").read_text().splitlines()[-1])
             return last["event"] == "stop" and "trainer.deadlines.job_s" in last["reason"]
         except (OSError, ValueError, KeyError, IndexError):
             return False
 
-    def silent_node(self) -> str:
-        """Return the first node of the job that starts no program, or an empty string."""
+    def unresponsive_node(self) -> str:
+        """Return the first node of the job that cannot start a program; an empty string if all nodes can."""
         return next((host for host in self.job.nodes if not self.ended and not self.job.starts(host)), "")
 
     def blamed(self, host: str) -> bool:
-        """Return whether this node ended the previous attempt, too, or cannot start a program now."""
+        """Return whether this node also ended the previous attempt, or cannot start a program now."""
         last = self.launches.last_end()
-        before = last is not None and last["restart"] == self.job.restart and last["host"] == host
-        return before or not self.job.starts(host)
+        failed_before = last is not None and last["restart"] == self.job.restart and last["host"] == host
+        return failed_before or not self.job.starts(host)
 
     def wait(self, seconds: float) -> None:
-        """Wait, at most until the job is to stop."""
+        """Sleep for `seconds`, or until a signal requests the end of the job."""
         end = time.monotonic() + seconds
-        while time.monotonic() < end and not self.ended and self.asked is None:
+        while time.monotonic() < end and not self.ended and self.stop_reason is None:
             time.sleep(0.2)
 
     def give_up(self, attempts: int) -> int:
         last = self.launches.last_end()
-        how = f"; the last one ended so: {last['what']}" if last else ""
+        cause = f"; cause of the last failure: {last['what']}" if last else ""
+        at = f"after step {step}" if (step := self.launches.step()) >= 0 else "at all"
         say(
-            f"{attempts} attempts in a row made no new checkpoint after step {self.launches.step()} (launch.attempts):"
-            f" the job ends{how}. Its logs are in {self.run_dir / 'logs'}"
+            f"{attempts} attempts in a row made no new checkpoint {at}"
+            f" (launch.attempts={self.plan['attempts']}); the job ends{cause}. Logs: {self.run_dir / 'logs'}"
         )
         return 1
 
     def requeue(self, code: int, without: str = "") -> int:
-        """Give the job back to Slurm, which ends this process.  `without`: a node to leave out from now on."""
+        """Requeue the job; Slurm then ends this process.
+
+        Args:
+            code: exit code to return if Slurm does not end this process.
+            without: node to exclude from all later starts; empty: none.
+        """
         self.remove_container()
         end = self.job.end() or time.time() + _REQUEUED_S
         while not self.ended and self.is_ours():
             if self.job.requeue(without):
-                say(f"requeued{f' without {without}' if without else ''}")
-                gone = time.monotonic() + _REQUEUED_S
-                while time.monotonic() < gone and not self.ended:
+                say(f"job {self.job.id} requeued{f' without node {without}' if without else ''}")
+                ended_by = time.monotonic() + _REQUEUED_S
+                while time.monotonic() < ended_by and not self.ended:
                     time.sleep(0.2)
                 break
             if time.time() + _REQUEUE_EVERY_S > end:
-                say("the job could not be requeued; the same sbatch command goes on from here")
+                say(f"job {self.job.id} could not be requeued. Fix: submit it again with the same sbatch command")
                 break
             time.sleep(_REQUEUE_EVERY_S)
         return code

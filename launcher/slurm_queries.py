@@ -1,7 +1,7 @@
-"""The Slurm job that this process belongs to: what Slurm knows of it, and requests to Slurm.
+"""Queries about the Slurm job of this process, and requests to Slurm such as requeue.
 
-A SIGTERM to the job reaches every process of it.  Commands that ask Slurm ignore it, so that a missing answer is not
-taken for an answer.  Standard library only, Python 3.9 at least (see `slurm_driver.py`).
+SIGTERM to the job reaches every process of the job.  Slurm commands that this module starts ignore SIGTERM: a command
+killed halfway would look like an answer.  Standard library only, Python 3.9 at least (see `slurm_driver.py`).
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import sys
 import time
 from dataclasses import dataclass
 
-_ASK_S = 60.0
-_PROBE_S = 60.0  # for a node to start a program
-_PASSING = ("", "SIGNALING", "CONFIGURING", "RESIZING")  # ask again: no answer, or a state on the way to another
-_LOOKS = 10
+_QUERY_S = 60.0  # seconds for a Slurm command to answer
+_PROBE_S = 60.0  # seconds for a node to start a program
+_TRANSIENT = ("", "SIGNALING", "CONFIGURING", "RESIZING")  # no answer, or a state that changes soon: query again
+_QUERIES = 10
 _BROKEN = ("down", "drain", "fail", "maint", "unk", "power", "reboot", "inval")
 
 
 def say(text: str) -> None:
-    """Write a line to the job's output; also from a signal handler."""
+    """Write a line with the time to the job's output.  Safe in a signal handler."""
     os.write(sys.stderr.fileno(), f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
 
 
 @dataclass(frozen=True)
 class State:
-    """The job as Slurm sees it now.  `ours`: this start of it is the current one, not a start on other nodes."""
+    """The state of the job in Slurm.  `ours`: Slurm has not started the job again, for instance on other nodes."""
 
     ours: bool
     running: bool
@@ -38,7 +38,7 @@ class State:
 
 
 class Job:
-    """The Slurm job of this process; without an id outside of a job."""
+    """The Slurm job of this process; `id` is empty outside a job."""
 
     def __init__(self) -> None:
         env = os.environ
@@ -62,50 +62,51 @@ class Job:
 
     def state(self) -> State | None:
         """Return the state of the job; None if Slurm does not answer."""
-        for look in range(_LOOKS):
-            if look:
+        for query in range(_QUERIES):
+            if query:
                 time.sleep(0.5)
             fields = self.fields()
-            if fields.get("JobState", "") in _PASSING:
+            if fields.get("JobState", "") in _TRANSIENT:
                 continue
             ours = fields.get("Restarts", str(self.restart)) == str(self.restart)
             ours = ours and fields.get("BatchHost", self.host) in (self.host, "(null)")
             preempted, started = (fields.get(name, "") for name in ("PreemptTime", "StartTime"))
-            # Compared as text: dates, or words such as None and Unknown.  An earlier start's preemption does not count.
-            now = preempted[:1].isdigit() and (preempted >= started or not started[:1].isdigit())
-            return State(ours, fields["JobState"] == "RUNNING", now)
+            # Dates or words such as None and Unknown, compared as text.  Preemption of an earlier start does not count.
+            is_preempted = preempted[:1].isdigit() and (preempted >= started or not started[:1].isdigit())
+            return State(ours, fields["JobState"] == "RUNNING", is_preempted)
         return None
 
     def end(self) -> float | None:
-        """Return when the job's time is over, in seconds since 1970; None if that is not known."""
-        if (told := os.environ.get("SLURM_JOB_END_TIME", "")).isdigit():
-            return float(told)
+        """Return the job's time limit, in seconds since 1970; None if it is not known."""
+        if (end_time := os.environ.get("SLURM_JOB_END_TIME", "")).isdigit():
+            return float(end_time)
         try:
             return time.mktime(time.strptime(self.fields().get("EndTime", ""), "%Y-%m-%dT%H:%M:%S"))
         except (ValueError, OverflowError):
             return None
 
     def cpus(self) -> int | None:
-        """Return the number of processors that every node of the job has; Slurm writes 64(x3),32."""
-        told = re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
-        return min(map(int, told), default=None)
+        """Return the smallest number of processors of a node of the job; None outside a job."""
+        # Slurm writes 64(x3),32 for three nodes with 64 processors and one with 32.
+        counts = re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
+        return min(map(int, counts), default=None)
 
     def spare(self, host: str) -> bool:
-        """Return whether the partition has enough healthy nodes, idle or busy, without `host` and those left out.
+        """Return whether the partition has enough healthy nodes, idle or busy, without `host` and excluded nodes.
 
         Only nodes with the same GPUs and features as `host` count.  False if the job was submitted with --nodelist.
         """
         fields = self.fields()
         if fields.get("ReqNodeList", "(null)") != "(null)":
             return False
-        out = {host, *self._hosts(fields.get("ExcNodeList", "(null)"))}
-        able, kinds = set(), {}
+        excluded = {host, *self._hosts(fields.get("ExcNodeList", "(null)"))}
+        healthy, kinds = set(), {}
         for line in output(["sinfo", "-h", "-N", "-p", self.partition, "-o", "%N|%T|%G|%f"]).splitlines():
             name, state, gpus, features = (*line.strip().split("|"), "", "", "")[:4]
             kinds[name] = (gpus.split("(")[0], features)
             if name and not state.startswith(_BROKEN) and not state.endswith("*"):
-                able.add(name)
-        alike = {name for name in able - out if kinds[name] == kinds.get(host, kinds[name])}
+                healthy.add(name)
+        alike = {name for name in healthy - excluded if kinds[name] == kinds.get(host, kinds[name])}
         return len(alike) >= len(self.nodes)
 
     @staticmethod
@@ -113,23 +114,30 @@ class Job:
         return [] if nodelist in ("", "(null)") else output(["scontrol", "show", "hostnames", nodelist]).split()
 
     def requeue(self, without: str = "") -> bool:
-        """Requeue the job; return whether Slurm did.  `without`: a node to exclude, which only a waiting job can."""
-        before = self.fields().get("ExcNodeList", "(null)") if without else ""
+        """Requeue the job; return whether Slurm accepted.
+
+        Args:
+            without: node to exclude; Slurm accepts an exclusion only after the requeue, while the job waits.
+        """
+        excluded_before = self.fields().get("ExcNodeList", "(null)") if without else ""
         if not _call(["scontrol", "requeue", self.id]):
             return False
         if without:
-            out = without if before in ("", "(null)") else f"{before},{without}"
-            _call(["scontrol", "update", f"JobId={self.id}", f"ExcNodeList={out}"])
+            excluded = without if excluded_before in ("", "(null)") else f"{excluded_before},{without}"
+            _call(["scontrol", "update", f"JobId={self.id}", f"ExcNodeList={excluded}"])
         return True
 
     def remove_container(self) -> bool:
-        """Remove this start's container, where pyxis's `container_scope=job` does not; return whether all nodes did."""
+        """Remove this start's container from all nodes; return whether all succeeded.
+
+        pyxis removes the container only if it is configured with `container_scope=job`.
+        """
         nodes = str(len(self.nodes))
         srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--overlap", "--mpi=none"]
         return _call([*srun, "enroot", "remove", "--force", f"pyxis_{self.container}"])
 
     def starts(self, host: str) -> bool:
-        """Return whether a node of the job starts a program."""
+        """Return whether a node of the job can start a program."""
         probe = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--mpi=none", "true"]
         try:
             done = subprocess.run(probe, check=False, stdin=subprocess.DEVNULL, timeout=_PROBE_S)
@@ -138,7 +146,7 @@ class Job:
         return done.returncode == 0
 
 
-def _undisturbed() -> None:
+def _ignore_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
@@ -149,10 +157,11 @@ def output(command: list[str]) -> str:
 
 
 def _call(command: list[str]) -> bool:
-    """Return whether a command succeeded; otherwise write its message to the job's output."""
+    """Run a command and return whether it succeeded; write its message to the job's output if it failed."""
     done = _run(command, subprocess.STDOUT)
     if isinstance(done, Exception) or done.returncode:
-        say(f"{shlex.join(command)}: {done if isinstance(done, Exception) else done.stdout.strip()}")
+        cause = done if isinstance(done, Exception) else f"exit code {done.returncode}: {done.stdout.strip()}"
+        say(f"{shlex.join(command)} failed: {cause}")
         return False
     return True
 
@@ -164,9 +173,9 @@ def _run(command: list[str], errors: int) -> subprocess.CompletedProcess[str] | 
             check=False,
             stdout=subprocess.PIPE,
             stderr=errors,
-            timeout=_ASK_S,
+            timeout=_QUERY_S,
             text=True,
-            preexec_fn=_undisturbed,
+            preexec_fn=_ignore_sigterm,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return error

@@ -1,6 +1,6 @@
-"""The supervisor of one node: starts its reward server, engines and trainer ranks, keeps them up, ends them together.
+"""The supervisor of one node: starts its reward server, engines and trainer ranks, restarts services, stops them all.
 
-It is the same on a laptop and on each node of a cluster, where `peers` are the supervisors of the other nodes.
+The same code supervises a laptop and each node of a cluster, where `peers` gives access to the other supervisors.
 """
 
 import json
@@ -35,19 +35,26 @@ from nemo_prorl.sizing.devices import node_devices
 _log = logging.getLogger(__name__)
 
 PACKAGE = Path(nemo_prorl.__file__).parent
-_HOLD_S = 6 * 3600.0  # for an engine to wait until the others wake; longer than any phase of the trainer
-# On a CPU, glibc returns the memory of a freed tensor to the kernel, which maps the next tensor's page by page.  With
-# these limits in bytes a process keeps the memory; only larger tensors are mapped anew.
+_HOLD_S = 6 * 3600.0  # seconds an engine waits until the others wake; longer than any phase of the trainer
+# On a CPU, glibc returns the memory of a freed tensor to the kernel, which then maps the next tensor page by page.  With
+# these limits in bytes a process keeps the memory; only larger tensors are mapped again.
 _HEAP = {"MALLOC_MMAP_THRESHOLD_": str(64 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
-_LAST_LINES, _LINE_CHARS = 15, 2000  # of a process's log, in the report of its failure
-# Variables of Slurm's own tasks.  Our processes are not such tasks, but libraries would take them for it.
+_LAST_LINES, _LINE_CHARS = 15, 2000  # lines of a process's log in the report of its failure; characters per line
+# Variables that mark a Slurm task.  Our processes are not Slurm tasks, but libraries would take them for tasks.
 _TASK_VARIABLES = tuple(
     f"SLURM_{name}" for name in ("PROCID", "LOCALID", "NODEID", "NTASKS", "NPROCS", "STEP", "TASK", "GTIDS")
 ) + ("PMI", "OMPI_")
 
 
 class Node:
-    """The supervisor of this node's processes."""
+    """The supervisor of this node's processes.
+
+    Args:
+        tasks: tasks that the reward server judges.
+        merged: destination for the lines of all processes.
+        events: caller of the `on_event` command; None on nodes other than node 0.
+        place: position in a run on several nodes; None: the run has one node.
+    """
 
     def __init__(
         self,
@@ -67,10 +74,11 @@ class Node:
         self._signals: list[int] = []
 
     def run(self, only: str | None = None) -> End:
-        """Start everything, wait for the trainer's end, stop everything; return how the run ended.
+        """Start all processes, wait for the end of the trainer, stop all processes; return how the run ended.
 
-        `only="warmup"`: the trainer's supervised steps, which need no engine and no reward server.
-        `only="preflight"`: one step at full context (`preflight`).
+        Args:
+            only: "warmup": only the supervised steps of the trainer, without engines and reward server;
+                "preflight": only one step at full context (`nemo_prorl.preflight`); None: the whole run.
         """
         from nemo_prorl.rollout.weights import WeightStore, weights_folder
 
@@ -88,18 +96,18 @@ class Node:
             finally:
                 health.close()
                 stop_all(ranks, self.cfg.trainer.deadlines.stop_s)
-                stop_all(services, 2.0, quiet=True)  # they hold nothing worth a wait
+                stop_all(services, 2.0, quiet=True)  # services have no state to save
                 if self.progress is not None:
                     self.progress.close()
                 store.remove()
 
     def services(self, weights: Path, engines: int | None = None, alone: bool = False) -> list[Child]:
-        """Return the node's reward server and its engines, ready to start.
+        """Return the node's reward server and engines, not yet started.
 
         Args:
-            weights: folder that engines may load from.
-            engines: their number; None: the node's share of all.
-            alone: no trainer shares the devices with the engines.
+            weights: folder that engines may load weights from.
+            engines: number of engines; None: the node's share of rollout.engines.
+            alone: whether the engines have the devices for themselves, without a trainer.
         """
         each = self.cfg.rollout.engines // self.place.nodes if engines is None else engines
         return [self._rewards(), *(self._engine(k, weights, alone) for k in range(each))]
@@ -128,10 +136,16 @@ class Node:
         if self.events is not None:
             self.events.update()
 
-    def _ended(self, ranks: Sequence[Child], told: End | None) -> End:
-        """Return how the run ended, after a rank has ended here or elsewhere.  Other ranks may end by themselves."""
+    def _ended(self, ranks: Sequence[Child], peer_end: End | None) -> End:
+        """Return how the run ended, after a rank has ended here or on another node.
+
+        The other ranks get some seconds to end without a signal.
+
+        Args:
+            peer_end: end of another node; None: a rank of this node ended first.
+        """
         at = time.time()
-        clean = told is not None and told.clean
+        clean = peer_end is not None and peer_end.clean
         end = time.monotonic() + (self.cfg.trainer.deadlines.stop_s if clean else 10.0)
         while time.monotonic() < end and any(r.process is not None and r.process.poll() is None for r in ranks):
             time.sleep(0.1)
@@ -143,11 +157,11 @@ class Node:
             self.progress.update()
         codes = [r.process.poll() for r in ranks if r.process is not None]
         ended = [(r, c) for r, c in zip(ranks, codes, strict=True) if c is not None]
-        if not ended:  # of this node none did
+        if not ended:  # no rank of this node
             return self._over(None)
         bad = sorted((c for c in ended if c[1] not in CLEAN), key=lambda one: one[1] >= 0)  # killed ones first
         if not bad:
-            return self._over(None if told is not None and not clean else End(max(c for _, c in ended)))
+            return self._over(None if peer_end is not None and not clean else End(max(c for _, c in ended)))
         rank, code = bad[0]
         what = f"{rank.name} ended with status {code}; its log is {rank.log_file}"
         here = "" if self.place.nodes == 1 else self.place.host
@@ -156,28 +170,28 @@ class Node:
 
     def _over(self, mine: End | None) -> End:
         """Agree with the other nodes on the end of the run; node 0 reports a failure."""
-        end = self.peers.agree(mine, asked_to_stop=bool(self._signals))
+        end = self.peers.agree(mine, stop_requested=bool(self._signals))
         if end.clean or self.place.node > 0:
             return end
         where = f"{end.host}: " if end.host else ""
         if self.events is not None:
             self.events.failure(f"{where}{end.what}", process=end.process, status=end.status, log=end.log)
-        _log.error("%s%s%s", where, end.what, ", and ends:" if end.log else "")
+        _log.error("%s%s%s", where, end.what, f"; its last {len(end.log)} lines:" if end.log else "")
         for line in end.log:
             _log.error("  %s", line)
         return end
 
     @contextmanager
     def _forwarding_signals(self, ranks: Sequence[Child]) -> Iterator[None]:
-        """Have SIGTERM, SIGINT and SIGUSR1 stop the trainer after its step; the same one again ends the run at once."""
+        """Let SIGTERM, SIGINT and SIGUSR1 stop the trainer after its step; a repeated signal ends the run at once."""
 
         def forward(number: int, _: Any) -> None:
             if number in self._signals:
                 raise KeyboardInterrupt
             self._signals.append(number)
             name = signal.Signals(number).name
-            by_slurm = ": srun or Slurm ends this node" if name == "SIGTERM" and self.place.nodes > 1 else ""
-            _log.warning("%s%s: the run stops after this step", name, by_slurm)
+            by_slurm = " from srun or Slurm" if name == "SIGTERM" and self.place.nodes > 1 else ""
+            _log.warning("received %s%s; the run stops after this step, at once on a second one", name, by_slurm)
             for rank in ranks:
                 rank.signal(signal.SIGTERM)
 
@@ -207,7 +221,7 @@ class Node:
 
     @property
     def _bind(self) -> str:
-        """Return the address that services listen at, which is only reachable from outside if other nodes need them."""
+        """Return the address at which services listen: only the loopback address if the run has one node."""
         return "127.0.0.1" if self.place.nodes == 1 else "0.0.0.0"
 
     def _rewards(self) -> Child:
@@ -221,7 +235,11 @@ class Node:
         return self._child(name, command, {"OMP_NUM_THREADS": "1"}, cfg.rollout.max_restarts, True)
 
     def _engine(self, local: int, weights: Path, alone: bool) -> Child:
-        """Return the node's engine number `local`, from 0; its name counts the engines of all nodes."""
+        """Return an engine of this node, not yet started.
+
+        Args:
+            local: number of the engine on this node, from 0.  The engine's name counts the engines of all nodes.
+        """
         from nemo_prorl.lifecycle.base_model import initial_model
         from nemo_prorl.rollout.engine.sleep import HOLD_FILE
 
@@ -258,9 +276,9 @@ class Node:
         return engine
 
     def _gpus(self, local: int, alone: bool) -> dict[str, str]:
-        """Return the variable that gives an engine its GPUs, one per tensor parallel rank.
+        """Return CUDA_VISIBLE_DEVICES for an engine, one GPU per tensor parallel rank; empty without GPUs.
 
-        They are those of the trainer ranks with the same numbers, or follow those of all ranks (rollout.own_devices).
+        The engine shares the GPUs of trainer ranks, or uses GPUs after those of all ranks (rollout.own_devices).
         """
         if self.cfg.trainer.accelerator != "gpu":
             return {}
@@ -274,20 +292,17 @@ class Node:
     def _cores(self) -> Cores | None:
         from nemo_prorl.launcher.doctor.devices import query, visible
 
-        there = os.sched_getaffinity(0)
+        available = os.sched_getaffinity(0)
         if self.cfg.trainer.accelerator != "gpu":
-            return Cores.of(self.cfg, there)
+            return Cores.of(self.cfg, available)
         try:
             buses = [gpu.bus for gpu in visible(query(), os.environ)]
         except (NoAnswer, ValueError):
             return None
-        return Cores.near_gpus(self.cfg, there, buses)
+        return Cores.near_gpus(self.cfg, available, buses)
 
     def _kv_mb(self) -> int | None:
-        """Return the MiB of a GPU that are left for the engine's cache, beside a trainer rank if there is one.
-
-        None on a CPU, where vLLM takes its own share.
-        """
+        """Return the GPU memory left for the engine's KV cache beside the trainer, in MiB; None on a CPU."""
         from nemo_prorl.sizing.memory import device_bytes, memory_of
 
         room = memory_of(self.cfg).kv_room(device_bytes(self.cfg))
@@ -296,8 +311,8 @@ class Node:
     def _ranks(self, only: str | None) -> list[Child]:
         devices, place = self.cfg.trainer.devices, self.place
         apart = self._cores if self.cfg.trainer.accelerator == "cpu" else None
-        here = len(os.sched_getaffinity(0)) // devices if apart is None else len(apart.ranks[0])
-        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, here))
+        cores_per_rank = len(os.sched_getaffinity(0)) // devices if apart is None else len(apart.ranks[0])
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores_per_rank))
         env = {
             "WORLD_SIZE": str(devices * place.nodes),
             "LOCAL_WORLD_SIZE": str(devices),
@@ -311,7 +326,7 @@ class Node:
             "OMP_NUM_THREADS": threads,
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # a rank compiles four small functions: no pool of processes for it
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # a rank compiles four small functions; a process pool costs more
             **variables_of_ranks(self.cfg),
         }
         module = "nemo_prorl.preflight" if only == "preflight" else "nemo_prorl.rank"
@@ -332,5 +347,5 @@ _STARTED = time.time()
 
 
 def _job_start() -> str:
-    """Return when the job began, in seconds since 1970: Slurm's, or this command, which may run several stages."""
+    """Return when the Slurm job began, otherwise when this command began, in seconds since 1970."""
     return os.environ.get(JOB_START) or os.environ.get("SLURM_JOB_START_TIME") or str(_STARTED)

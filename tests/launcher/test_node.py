@@ -79,7 +79,7 @@ def test_a_node_that_does_not_come_is_named(tmp_path: Path) -> None:
     earlier = peers_of(tmp_path, 3, "0")
     earlier[2].write_end(KILLED)  # an earlier start's, whose processes may still be there
     leader, *_ = peers_of(tmp_path, 3)
-    with pytest.raises(DeadlineExceeded, match="waited 0.1 s for the nodes: node 1, 2 of 3 did not come"):
+    with pytest.raises(DeadlineExceeded, match="waited 0.1 s for the nodes: node 1, 2 of 3 did not report"):
         leader.meet(Deadline(0.1, "the nodes"))
 
 
@@ -119,13 +119,13 @@ def test_a_clean_end_of_rank_0_is_one_whatever_another_node_says(tmp_path: Path)
 def test_ranks_of_node_0_that_outlive_the_others_have_failed(tmp_path: Path) -> None:
     leader, other = peers_of(tmp_path, 2)
     assert other.agree(STOPPED) == STOPPED
-    assert leader.agree(None).what == "the leading node's ranks did not end with the others"
+    assert leader.agree(None).what == "the ranks of node 0 did not end when those of the other nodes did"
 
 
 def test_ranks_of_node_0_that_outlive_the_others_after_a_stop_have_stopped(tmp_path: Path) -> None:
     leader, other = peers_of(tmp_path, 2)
     assert other.agree(STOPPED) == STOPPED
-    assert leader.agree(None, asked_to_stop=True).code == 75
+    assert leader.agree(None, stop_requested=True).code == 75
 
 
 def test_on_a_full_disk_a_node_waits_for_node_0_which_does_not_wait_for_its_end(
@@ -161,9 +161,9 @@ def test_an_end_that_another_node_wrote_before_the_launch_is_heard(tmp_path: Pat
     for name in ("engine-1.json", "node-1-0.json", "node-1-0.tmp", "token"):
         (endpoints / name).touch()
     leader, other = peers_of(endpoints, 2, seconds=0.1)
-    other.agree(End(3, "launches.jsonl is not to be seen here", "node1"))
+    other.agree(End(3, "launches.jsonl: not visible on this node", "node1"))
     job.clear_endpoints(tmp_path, keep=leader.files)
-    with pytest.raises(NodeEnded, match="node1: launches.jsonl is not to be seen here"):
+    with pytest.raises(NodeEnded, match="node1: launches.jsonl: not visible on this node"):
         leader.require_no_end()
     assert sorted(path.name for path in endpoints.iterdir()) == ["node-1-1.json", "token"]
 
@@ -206,7 +206,7 @@ def test_a_node_without_a_decision_ends_with_its_own_end(tmp_path: Path) -> None
     ("override", "code", "told"),
     [
         ("trainer.grpo.max_stps=3", 2, "trainer.grpo.max_steps"),
-        ("trainer.num_nodes=4", 2, "1 nodes were started"),
+        ("trainer.num_nodes=4", 2, "number of supervisors that srun started; got 1"),
         ("rollout.python=/no/python", 3, "/no/python"),
     ],
 )

@@ -218,7 +218,7 @@ def test_a_new_checkpoint_is_progress(cluster: Cluster) -> None:
         ("b: task 1: Killed", None, "b", "the supervisor of b: Killed"),
         ("b: task 1: Killed", {"code": 1, "what": "trainer-0 ended with status 1", "host": "a"}, "b", "Killed"),
         ("b: task 1: Killed", {"code": 75}, "b", "Killed"),  # then srun asks node 0 to stop
-        ("Node failure on b", None, "b", "b was lost to Slurm"),
+        ("Node failure on b", None, "b", "srun reported a failure of node b"),
         ("node[1-3]: tasks 1-3: Terminated", None, "", "node[1-3]: Terminated"),
     ],
 )
@@ -299,7 +299,7 @@ def test_a_node_that_starts_nothing_is_left_out_at_once_and_others_stay_left_out
     (cluster.folder / "nodes.txt").write_text(nodes_of("a allocated", "b down", "c mixed", "z idle"))
     (cluster.folder / "job.txt").write_text(JOB.replace("ExcNodeList=(null)", "ExcNodeList=z"))
     (cluster.folder / "dead-node").touch()
-    assert cluster.run([{"code": 1, "what": "b was lost to Slurm", "host": "b"}])[0] == 1
+    assert cluster.run([{"code": 1, "what": "srun reported a failure of node b", "host": "b"}])[0] == 1
     assert cluster.asked() == ["requeue 17", "update JobId=17 ExcNodeList=z,b"]
 
 
@@ -564,7 +564,7 @@ def test_supervisors_that_never_begin_are_a_failed_attempt(cluster: Cluster) -> 
     code, said = cluster.run([{"code": 0, "deaf": True}])
     assert code == 1
     assert cluster.launches() == [(1, 1, "again"), (2, 1, "again"), (3, 1, "again")]
-    assert "the supervisors of 2 of 2 nodes (a, b) have not begun for 1 s" in said
+    assert "the supervisors of 2 of 2 nodes (a, b) have not begun within 1 s" in said
 
 
 def test_the_only_supervisor_that_does_not_begin_names_the_node_to_blame(cluster: Cluster) -> None:

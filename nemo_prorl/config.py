@@ -2,8 +2,8 @@
 
 `nemo_prorl.checks` checks each value against its field here, and docs/reference/configuration.md is generated from the
 fields.  Each key has one owner: the trainer's keys are under `trainer.grpo`, those of NeMo's model under `model`.
-`model` and `exp_manager` contain NeMo's own keys, which the yaml files in `conf/` list; `ModelKeys` describes those that
-this project computes with.  Imports the standard library only.
+`model` and `exp_manager` contain NeMo's own keys, which the yaml files in `conf/` list; `ModelKeys` describes those
+that this project computes with.  Imports the standard library only.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ RESET_RULES = ("validation_drop", "plateau", "kl_spike")  # rules that may trigg
 class KeyRule:
     """The meaning and the allowed values of a key; for a list, the allowed values of its items."""
 
-    meaning: str  # a noun phrase with its unit, for docs/configuration.md
+    meaning: str  # a noun phrase with its unit, for docs/reference/configuration.md
     least: float | None = None  # lowest allowed value
     above: float | None = None  # exclusive lower bound
     most: float | None = None  # highest allowed value

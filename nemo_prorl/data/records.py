@@ -280,5 +280,5 @@ def read_records(path: str | Path, tasks: Collection[str] | None = None) -> list
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     if not records:
-        raise DataError(f"{path}: the file is empty; each line must be a prompt record, one JSON object")
+        raise DataError(f"{path}: the file has no records; each line must be a prompt record, one JSON object")
     return records

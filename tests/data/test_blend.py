@@ -233,7 +233,7 @@ def test_other_records_or_another_seed_begin_anew(caplog: pytest.LogCaptureFixtu
     other = Blend(sources(), seed=2)
     with caplog.at_level(logging.INFO):
         other.carry(state)
-    assert "had seed 1, this has 2" in caplog.text
+    assert "had seed 1, this stage has 2" in caplog.text
     assert draw(other, 50) == draw(Blend(sources(), seed=2), 50)
 
 

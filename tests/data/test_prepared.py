@@ -93,7 +93,9 @@ def test_a_file_of_ones_own_is_named_too() -> None:
 
 
 def test_a_stage_refuses_data_that_lacks_a_task_it_names() -> None:
-    with pytest.raises(ConfigError, match=r"data\.tasks=\['math', 'code', 'stem', 'puzzles'\].*holds code, stem"):
+    with pytest.raises(
+        ConfigError, match=r"data\.tasks=\['math', 'code', 'stem', 'puzzles'\].*has records of code, stem"
+    ):
         settings.load_run(["stage=run1"])
     assert missing_tasks(settings.load(["stage=run3"])) == ["code", "stem", "instructions"]
     assert settings.load_run(["stage=run1", "data.tasks=[math,puzzles]"]).stage == "run1"

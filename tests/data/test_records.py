@@ -67,7 +67,7 @@ BAD_TRUTHS: list[tuple[str, Any, str]] = [
     (
         "puzzles",
         {"dataset": "x", "entry": {"question": "q", "answer": "a"}},
-        "field 'truth.entry.metadata' is missing; it must be an object, as reas",
+        "field 'truth.entry.metadata' is missing; it must be an object, as generated",
     ),
     (
         "instructions",
@@ -158,8 +158,8 @@ def test_a_missing_field_is_named(key: str) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "holds no record"),
-        (b"\n \n", "holds no record"),
+        (b"", "has no records"),
+        (b"\n \n", "has no records"),
         (b'{"id": 1', ":1: not JSON"),
         (b"[1]\n", ":1: a record must be a JSON object, not list"),
         (json.dumps(GOOD).encode() + b"\n\xff\xfe\n", ":2: not UTF-8"),

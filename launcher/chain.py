@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         if all(stage.finished for stage in stages):
             _log.info("all stages of %s are finished", folder)
             if not args.dry_run:
-                tell(folder, [stage.name for stage in stages])
+                print_results(folder, [stage.name for stage in stages])
             return 0
         chain_slurm.launch(root, folder, stages, args)
         return 0
@@ -99,7 +99,7 @@ def _run_here(folder: Path, stages: Sequence[ChainStage], dry_run: bool) -> int:
             _log.error("stage %s ended with %d; the same command goes on from there", stage.name, code)
             return code
     if not dry_run:
-        tell(folder, [stage.name for stage in stages])
+        print_results(folder, [stage.name for stage in stages])
     return 0
 
 
@@ -118,7 +118,7 @@ def stage_names(text: str, known: Sequence[str]) -> list[str]:
     return stages[first : last + 1]
 
 
-def tell(folder: Path, names: Sequence[str]) -> None:
+def print_results(folder: Path, names: Sequence[str]) -> None:
     """Prints the stages as a table and draws FOLDER/curves.png."""
     import yaml
 

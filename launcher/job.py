@@ -41,7 +41,7 @@ def run(cfg: DictConfig, config_text: str) -> int:
         with Events(cfg.on_event, run_dir) as events:
             code = _node(cfg, run_dir, prepare(cfg, run_dir, config_text), events).run().code
     if code == 0:
-        tell(run_dir)
+        print_results(run_dir)
     return code
 
 
@@ -130,14 +130,14 @@ def is_finished(run_dir: Path, max_steps: int) -> bool:
     if not summary["finished"] or summary["step"] < max_steps:
         return False
     _log.info("%s is finished; more steps: trainer.grpo.max_steps=N, another run: run_dir=...", run_dir)
-    tell(run_dir)
+    print_results(run_dir)
     return True
 
 
-def tell(run_dir: Path) -> None:
+def print_results(run_dir: Path) -> None:
     from nemo_prorl.launcher import run_results
 
-    run_results.tell(run_dir)
+    run_results.print_results(run_dir)
 
 
 def clear_endpoints(run_dir: Path, keep: Iterable[Path] = ()) -> None:
@@ -163,7 +163,7 @@ __all__ = [
     "one_node",
     "preflight",
     "prepare",
+    "print_results",
     "run",
-    "tell",
     "warmup",
 ]

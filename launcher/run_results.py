@@ -10,7 +10,7 @@ from nemo_prorl.launcher.curves import OF_A_RUN, RunResults, draw
 _BARS = "▁▂▃▄▅▆▇█"
 
 
-def tell(run_dir: Path) -> None:
+def print_results(run_dir: Path) -> None:
     """Print the outcome and draw RUN/curves.png."""
     results = RunResults(run_dir)
     sys.stdout.write("\n".join(outcome(results.summary, results.metrics)) + "\n")

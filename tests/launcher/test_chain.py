@@ -180,7 +180,7 @@ def test_a_submission_that_fails_takes_back_those_before(
     assert (
         "stage run3 was not submitted: sbatch ended with exit code 1: sbatch: error: invalid partition" in caplog.text
     )
-    assert "cancelled: jobs 17, 18" in caplog.text
+    assert "cancelled the jobs submitted before it: 17, 18" in caplog.text
     assert not Path("chain/chain.json").exists()
 
     held = {"stages": [{"stage": "run1", "job": "5", "max_steps": 20, "command": [], "time": 1.0}], "command": []}

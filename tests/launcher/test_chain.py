@@ -239,7 +239,7 @@ def test_a_finished_run_with_more_steps_is_not_finished(slurm: Slurm) -> None:
 
 def test_a_chain_that_is_finished_is_told(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(chain, "tell", lambda folder, names: told.append((folder, list(names))))
+    monkeypatch.setattr(chain, "print_results", lambda folder, names: told.append((folder, list(names))))
     finish(Path("chain"), "run1")
     assert launch("run_dir=chain", stages="run1") == 0
     assert told == [(Path.cwd() / "chain", ["run1"])]

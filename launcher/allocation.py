@@ -1,4 +1,4 @@
-"""Prints what a configuration needs of a Slurm job, as a line of JSON, for `slurm_driver`.
+"""A program that prints the requirements of a configuration on a Slurm job, as one line of JSON, for `slurm_driver`.
 
 python -m nemo_prorl.launcher.allocation OVERRIDE ...     exit code 2: the configuration is wrong
 """

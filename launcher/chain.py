@@ -1,4 +1,4 @@
-"""`prorl launch`: stages one after the other, here or as jobs of Slurm, and what they came to together."""
+"""`prorl launch`: run the stages of a chain in order, on this machine or as Slurm jobs, and print their results."""
 
 import argparse
 import contextlib
@@ -19,37 +19,43 @@ from nemo_prorl.planning.columns import columns
 
 _log = logging.getLogger(__name__)
 
-_OWN = ("run_dir", "chain.start_from")  # overrides of the chain and of its first stage
+_OWN = ("run_dir", "chain.start_from")  # overrides that apply to the chain or to its first stage only
 
 
 def add_parser(commands: Any) -> None:
-    """Adds `launch` to the main command line."""
-    text = "several stages, each from the one before: as jobs of Slurm or on this machine; again: goes on"
+    """Add `launch` to the main command line."""
+    text = "run several stages, each from the result of the one before, as Slurm jobs or here; repeat it to continue"
     parser = commands.add_parser("launch", help=text, description=text)
-    parser.add_argument("--stages", required=True, metavar="run1..run8", help="first and last, or a list: run1,run2")
-    parser.add_argument("--here", action="store_true", help="on this machine, one after the other, without Slurm")
-    parser.add_argument("--sbatch", metavar="FLAGS", help="flags of sbatch for every job, as one word in quotes")
-    parser.add_argument("--container-image", metavar="IMG", help="as slurm/stage.sbatch takes it")
-    parser.add_argument("--container-mounts", metavar="A:B", help="as slurm/stage.sbatch takes it")
-    parser.add_argument("--dry-run", action="store_true", help="say what would run and start nothing")
+    parser.add_argument(
+        "--stages", required=True, metavar="run1..run8", help="first and last stage, or a list: run1,run2"
+    )
+    parser.add_argument("--here", action="store_true", help="run on this machine, without Slurm")
+    parser.add_argument("--sbatch", metavar="FLAGS", help="flags of sbatch for every job, in quotes")
+    parser.add_argument("--container-image", metavar="IMG", help="container image of each job; default: none")
+    parser.add_argument("--container-mounts", metavar="A:B", help="mounts of the container, HOST:CONTAINER")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands and start nothing")
     parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", default=[], help="KEY=VALUE, for every stage")
     parser.set_defaults(run_command=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit code of the first stage that does not end with 0; else 0.  Raises ConfigError before anything starts."""
+    """Run or submit the stages; return the exit code of the first stage that fails, otherwise 0.
+
+    Raises:
+        ConfigError: before anything starts.
+    """
     if not args.here:
         root = chain_slurm.project_root()
         folder, stages = read_chain(args.stages, args.overrides, root)
         if all(stage.finished for stage in stages):
             _log.info("all stages of %s are finished", folder)
             if not args.dry_run:
-                tell(folder, [stage.name for stage in stages])
+                print_results(folder, [stage.name for stage in stages])
             return 0
         chain_slurm.launch(root, folder, stages, args)
         return 0
     if given := [f"--{key}" for key in ("sbatch", "container-image", "container-mounts") if _given(args, key)]:
-        raise ConfigError(f"{given[0]} is for jobs of Slurm: leave it out, or leave out --here")
+        raise ConfigError(f"{given[0]} is for Slurm jobs, and --here uses none. Fix: remove one of the two")
     return _run_here(*read_chain(args.stages, args.overrides), args.dry_run)
 
 
@@ -58,24 +64,27 @@ def _given(args: argparse.Namespace, key: str) -> bool:
 
 
 def read_chain(text: str, overrides: Sequence[str], root: Path | None = None) -> tuple[Path, list[ChainStage]]:
-    """The chain's folder and the stages that `--stages` names; raises ConfigError where one is wrong.
+    """Return the chain's folder and the stages that `--stages` names.  Raises ConfigError if a stage is wrong.
 
-    `root`: where they will run, if not here but as Slurm jobs.  Then the chain's own paths become absolute, other
-    relative ones are looked for there, and the cluster is the jobs' default.
+    Args:
+        text: value of `--stages`.
+        root: folder in which the Slurm jobs run; None: the stages run here.  With `root`, run_dir and
+            chain.start_from become absolute, other relative paths start at `root`, and the default of `cluster` is
+            the one of the batch script.
     """
     from nemo_prorl import settings
 
     names = stage_names(text, settings.group_options()["stage"])
     given = {key: value for key, _, value in (word.partition("=") for word in overrides)}
     if "stage" in given:
-        raise ConfigError(f"stage={given['stage']}: the stages are those of --stages")
+        raise ConfigError(f"stage={given['stage']}: --stages names the stages. Fix: remove this override")
     folder = Path(given.get("run_dir") or "runs/prorl")
     start = given.get("chain.start_from")
     if root is not None:
         folder = folder.absolute()
         start = start if start in (None, "null") else str(Path(str(start)).absolute())
     rest = [word for word in overrides if word.partition("=")[0] not in _OWN]
-    default = [f"cluster={CLUSTER}"] if root is not None and "cluster" not in given else []  # the script's own
+    default = [f"cluster={CLUSTER}"] if root is not None and "cluster" not in given else []
     first = [] if start is None else [f"chain.start_from={start}"]
     stages = []
     with contextlib.chdir(root or Path.cwd()):
@@ -96,30 +105,30 @@ def _run_here(folder: Path, stages: Sequence[ChainStage], dry_run: bool) -> int:
         _log.info("stage %s, %d of %d, in %s", stage.name, place, len(stages), stage.run_dir)
         code: int = job.run(stage.cfg, settings.resolved_yaml(stage.cfg))
         if code:
-            _log.error("stage %s ended with %d; the same command goes on from there", stage.name, code)
+            _log.error("stage %s ended with exit code %d; repeat the command to continue from there", stage.name, code)
             return code
     if not dry_run:
-        tell(folder, [stage.name for stage in stages])
+        print_results(folder, [stage.name for stage in stages])
     return 0
 
 
 def stage_names(text: str, known: Sequence[str]) -> list[str]:
-    """`run1..run8`, `run2` or `run1,run2` as a list; raises ConfigError for stages that do not exist."""
+    """Return `run1..run8`, `run2` or `run1,run2` as a list.  Raises ConfigError for stages that do not exist."""
     stages = [name for name in known if name != "none"]
     match = re.fullmatch(r"(\w+)\.\.(\w+)", text)
     wanted = [match[1], match[2]] if match else text.split(",")
     if unknown := [name for name in wanted if name not in stages]:
-        raise ConfigError(f"--stages {text}: {unknown[0]!r} is no stage; known are {', '.join(stages)}")
+        raise ConfigError(f"--stages {text}: expected stages among {', '.join(stages)}; got {unknown[0]!r}")
     if not match:
         return wanted
     first, last = stages.index(match[1]), stages.index(match[2])
     if first > last:
-        raise ConfigError(f"--stages {text}: {match[1]} comes after {match[2]}")
+        raise ConfigError(f"--stages {text}: expected FIRST..LAST; {match[1]} is after {match[2]}")
     return stages[first : last + 1]
 
 
-def tell(folder: Path, names: Sequence[str]) -> None:
-    """Prints the stages as a table and draws FOLDER/curves.png."""
+def print_results(folder: Path, names: Sequence[str]) -> None:
+    """Print the results of the stages as a table and draw FOLDER/curves.png."""
     import yaml
 
     runs = {name: RunResults(folder / name) for name in names}
@@ -149,6 +158,6 @@ def tell(folder: Path, names: Sequence[str]) -> None:
 
 
 def _last(metrics: list[dict[str, Any]], key: str, form: str) -> str:
-    """Return the last value of a metric that there is."""
+    """Return the newest value of a metric as text; "-" if there is none."""
     values = [m[key] for m in metrics if m.get(key) is not None]
     return format(values[-1], form) if values else "-"

@@ -1,7 +1,7 @@
-"""A chain of stages as jobs of Slurm: one a stage, each after the one before; and what Slurm says of them.
+"""A chain of stages as Slurm jobs: submit one job per stage, each after the one before, and query their states.
 
-FOLDER/chain.json records what was submitted.  A job that requeues itself keeps its id, so that the next stage waits for
-the end of the stage, however many times Slurm starts it.
+FOLDER/chain.json records the submitted jobs.  A requeued job keeps its id, so the next stage waits until the stage has
+really ended, however many times Slurm starts its job.
 """
 
 import argparse
@@ -31,15 +31,15 @@ _log = logging.getLogger(__name__)
 
 SCRIPT = "slurm/stage.sbatch"  # from the project's folder, where sbatch is called
 RECORD = "chain.json"
-GONE = "gone"  # Slurm does not know the job any more
+GONE = "gone"  # state of a job that Slurm does not know any more
 _OVER = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
 _OVER |= {"REVOKED", "TIMEOUT"}
 _CHAINS_OWN = ("--dependency", "--kill-on-invalid-dep", "--chdir", "--array", "--wrap", "-d", "-D", "-a")
-_SUBMIT_S, _ASK_S = 300.0, 60.0
+_SUBMIT_S, _QUERY_S = 300.0, 60.0  # seconds for sbatch to answer; for any other Slurm command
 
 
 def project_root() -> Path:
-    """The project's folder: the one that the package lies in."""
+    """Return the folder of the project, which contains the package."""
     return Path(nemo_prorl.__file__).resolve().parent.parent
 
 
@@ -48,7 +48,7 @@ def project_root() -> Path:
 
 @dataclass(frozen=True)
 class ChainStage:
-    """A stage as it will run: its overrides but for `stage=NAME`, and the checked configuration that they make."""
+    """A stage to run: its overrides without `stage=NAME`, and its checked configuration."""
 
     name: str
     overrides: list[str]
@@ -60,7 +60,7 @@ class ChainStage:
 
     @property
     def finished(self) -> bool:
-        """Return whether nothing is left to do."""
+        """Return whether the stage has reached its last step."""
         try:
             summary = json.loads((self.run_dir / "summary.json").read_text())
         except (OSError, ValueError):
@@ -70,7 +70,7 @@ class ChainStage:
 
 @dataclass(frozen=True)
 class _Launch:
-    """The folder and the options that the commands of one call share."""
+    """The folders and options that the sbatch commands of one `prorl launch` share."""
 
     root: Path
     folder: Path
@@ -78,39 +78,48 @@ class _Launch:
     container: list[str]
 
     def command(self, stage: ChainStage, before: str | None) -> list[str]:
-        """`before`: the job that must end well first.  The user's flags come after ours, so that theirs count."""
+        """Return the sbatch command of a stage.
+
+        Args:
+            before: id of the job that must succeed first; None: the stage starts at once.
+        """
         waits = [f"--dependency=afterok:{before}", "--kill-on-invalid-dep=yes"] if before else []
         ours = ["sbatch", "--parsable", f"--job-name={self.folder.name}-{stage.name}", *waits]
+        # For a flag given twice, sbatch uses the last one, so the flags of the user come after ours.
         return [*ours, *self.flags, SCRIPT, stage.name, *self.container, *stage.overrides]
 
 
 def launch(root: Path, folder: Path, stages: Sequence[ChainStage], args: argparse.Namespace) -> None:
-    """Submits the stages that are not finished; `args` are those of `prorl launch`.
+    """Submit the stages that are not finished, or only print the commands.
 
-    Raises ConfigError where a stage has no beginning or is at work; UnfitMachine without a script or Slurm, and with
-    Slurm's words where it refuses: then nothing stays submitted.
+    Args:
+        args: arguments of `prorl launch`.
+
+    Raises:
+        ConfigError: a stage has no model to begin with, or its job waits or runs.
+        UnfitMachine: the script or Slurm is missing, or Slurm refused a job; then no job remains submitted.
     """
     container = [f"--container-image={args.container_image}"] if args.container_image else []
     container += [f"--container-mounts={args.container_mounts}"] if args.container_mounts else []
     how = _Launch(root, folder, _sbatch_flags(args.sbatch), container)
     if not (root / SCRIPT).is_file():
         raise UnfitMachine(
-            f"{root / SCRIPT} is not there, and it is what is submitted: use a checkout of the project, installed with"
-            " pip install -e, or run the stages on this machine with --here"
+            f"{root / SCRIPT}: expected the script to submit; no such file. Fix: use a checkout of the project that is"
+            " installed with pip install -e, or run the stages on this machine with --here"
         )
     for stage in stages:
         if stage.finished:
-            _log.info("stage %s is finished and left out: %s", stage.name, stage.run_dir)
+            _log.info("stage %s is finished and skipped: %s", stage.name, stage.run_dir)
     todo = [stage for stage in stages if not stage.finished]
     _check_beginnings(todo)
     if Path.cwd() != root:
-        _log.info("jobs start in %s: relative paths in overrides count from there", root)
+        _log.info("jobs start in %s: relative paths in overrides start there", root)
     if args.dry_run:
         sys.stdout.write(_rehearsal(how, todo))
         return
     if shutil.which("sbatch") is None:
         raise UnfitMachine(
-            "sbatch is not on the PATH: submit where Slurm is, or run the stages on this machine with --here"
+            "sbatch is not on the PATH. Fix: submit on a machine with Slurm, or run the stages here with --here"
         )
     from nemo_prorl.launcher.job import locked
 
@@ -123,11 +132,11 @@ def launch(root: Path, folder: Path, stages: Sequence[ChainStage], args: argpars
             new: ChainEntry = {"stage": stage.name, "job": None, "command": None, "time": None, "max_steps": most}
             entries.setdefault(stage.name, new)["max_steps"] = most
         _submit(how, todo, {"command": _as_given(args), "time": time.time(), "stages": list(entries.values())}, held)
-    sys.stdout.write(f"`prorl status {shlex.quote(str(folder))}` tells where the chain is\n")
+    sys.stdout.write(f"state of the chain: prorl status {shlex.quote(str(folder))}\n")
 
 
 def _submit(how: _Launch, todo: Sequence[ChainStage], record: ChainRecord, held: ChainRecord | None) -> None:
-    """Submits stage by stage and writes down each at once; takes all of it back where one fails."""
+    """Submit the stages in order and record each one at once.  If one fails, cancel all and restore the record."""
     entries = {entry["stage"]: entry for entry in record["stages"]}
     jobs: list[str] = []
     try:
@@ -139,58 +148,60 @@ def _submit(how: _Launch, todo: Sequence[ChainStage], record: ChainRecord, held:
             write_json(how.folder / RECORD, record)
             sys.stdout.write(f"{stage.name}  job {job}{f', after {jobs[-2]}' if len(jobs) > 1 else ''}\n")
     except BaseException as error:
-        what = _take_back(jobs)
+        undone = _take_back(jobs)
         if held is not None:
             write_json(how.folder / RECORD, held)
         else:
             (how.folder / RECORD).unlink(missing_ok=True)
         if isinstance(error, ProrlError):
-            raise UnfitMachine(f"{error}; {what}") from error
-        _log.error("%s", what)
+            raise UnfitMachine(f"{error}; {undone}") from error
+        _log.error("%s", undone)
         raise
 
 
 def _sbatch(words: list[str], root: Path, stage: str) -> str:
     """Submit a stage; return the job's id."""
-    told = _call(words, _SUBMIT_S, root)
-    job = told.stdout.strip().partition(";")[0]  # ID;CLUSTER where there are several clusters
-    if told.returncode or not job.isdecimal():
-        raise UnfitMachine(f"stage {stage} was not submitted: sbatch ended with {told.returncode}: {_words(told)}")
+    done = _call(words, _SUBMIT_S, root)
+    job = done.stdout.strip().partition(";")[0]  # sbatch prints ID;CLUSTER if there are several clusters
+    if done.returncode or not job.isdecimal():
+        raise UnfitMachine(
+            f"stage {stage} was not submitted: sbatch ended with exit code {done.returncode}: {_message(done)}"
+        )
     return job
 
 
 def _take_back(jobs: Sequence[str]) -> str:
-    """Cancel jobs; return a sentence about it."""
+    """Cancel the jobs of this call; return a sentence for the user."""
     if not jobs:
         return "nothing was submitted"
     try:
-        told = _call(["scancel", *jobs], _ASK_S)
-        failure = _words(told) if told.returncode else ""
+        done = _call(["scancel", *jobs], _QUERY_S)
+        failure = _message(done) if done.returncode else ""
     except UnfitMachine as error:
         failure = str(error)
     if failure:
-        return f"scancel {' '.join(jobs)} failed too ({failure}): cancel what was submitted before yourself"
-    return f"what was submitted before is cancelled: job{'s' if len(jobs) > 1 else ''} {', '.join(jobs)}"
+        return f"the jobs submitted before it could not be cancelled ({failure}). Fix: scancel {' '.join(jobs)}"
+    return f"cancelled the job{'s' if len(jobs) > 1 else ''} submitted before it: {', '.join(jobs)}"
 
 
 def _sbatch_flags(text: str | None) -> list[str]:
-    """Return the words of `--sbatch`; raises ConfigError for flags that are the chain's own."""
+    """Return the flags in `--sbatch`.  Raises ConfigError for flags that `prorl launch` sets."""
     try:
         flags = shlex.split(text or "")
     except ValueError as error:
         raise ConfigError(f"--sbatch {text}: {error}") from error
     if flags and not flags[0].startswith("-"):
-        raise ConfigError(f"--sbatch {text}: {flags[0]!r} is no flag of sbatch; they begin with a dash")
+        raise ConfigError(f"--sbatch {text}: expected flags of sbatch, which begin with a dash; got {flags[0]!r}")
     for flag in flags:
         if flag.partition("=")[0] in _CHAINS_OWN:
-            raise ConfigError(f"--sbatch {text}: {flag.partition('=')[0]} is the chain's own; leave it out")
+            raise ConfigError(f"--sbatch {text}: prorl launch sets {flag.partition('=')[0]}. Fix: remove this flag")
     return flags
 
 
 def _check_beginnings(todo: Sequence[ChainStage]) -> None:
-    """Raises ConfigError for a stage that follows none of those before it here and finds no finished one either.
+    """Raise ConfigError for a stage whose predecessor is neither submitted before it nor finished.
 
-    Its job would say so too, but only after waiting in the queue.
+    The job itself would fail too, but only after waiting in the queue.
     """
     from nemo_prorl.lifecycle.retention import complete
     from nemo_prorl.lifecycle.stages import origin
@@ -202,19 +213,19 @@ def _check_beginnings(todo: Sequence[ChainStage]) -> None:
 
 
 def _refuse_those_at_work(todo: Sequence[ChainStage], record: ChainRecord | None) -> None:
-    """Raises ConfigError for a stage whose job waits or runs."""
+    """Raise ConfigError if the job of a stage waits or runs."""
     names = [stage.name for stage in todo]
     jobs = {e["job"]: e["stage"] for e in (record["stages"] if record else []) if e["job"] and e["stage"] in names}
     states = queued(list(jobs)) if jobs else {}
     if live := [job for job in jobs if job in states and states[job].state not in _OVER]:
         raise ConfigError(
-            f"--stages: {jobs[live[0]]} is at work: its job {live[0]} is {states[live[0]].state}; leave it alone,"
-            f" or end it first: scancel {' '.join(live)}"
+            f"--stages: {jobs[live[0]]} is already submitted: its job {live[0]} is {states[live[0]].state}."
+            f" Fix: wait for its end, or cancel it first: scancel {' '.join(live)}"
         )
 
 
 def _rehearsal(how: _Launch, todo: Sequence[ChainStage]) -> str:
-    """Return the commands of `launch` as lines for a shell, and the script."""
+    """Return the commands of `launch` as lines for a shell, followed by the text of the batch script."""
     lines = [f"cd {shlex.quote(str(how.root))}"]
     before = None
     for stage in todo:
@@ -225,7 +236,7 @@ def _rehearsal(how: _Launch, todo: Sequence[ChainStage]) -> str:
 
 
 def _as_given(args: argparse.Namespace) -> list[str]:
-    """Return the call of `prorl launch`, to be given again."""
+    """Return the `prorl launch` command for repeating this call."""
     options = {"--sbatch": args.sbatch, "--container-image": args.container_image}
     options |= {"--container-mounts": args.container_mounts}
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
@@ -233,31 +244,34 @@ def _as_given(args: argparse.Namespace) -> list[str]:
 
 
 def read_record(folder: Path) -> ChainRecord | None:
-    """Return FOLDER/chain.json, if it is there."""
+    """Return the content of FOLDER/chain.json; None if the file does not exist."""
     try:
         record: ChainRecord = json.loads((folder / RECORD).read_text())
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise ConfigError(f"{folder / RECORD} is not what prorl launch wrote: {error}; move it away") from error
+        raise ConfigError(
+            f"{folder / RECORD}: expected JSON of prorl launch; got {error}. Fix: move the file away"
+        ) from error
     return record
 
 
-# --- what Slurm says -------------------------------------------------------------------------------------------------
+# --- states of jobs --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class JobState:
-    """Slurm's word for a job's state, and the reason it gives; empty where it gives none."""
+    """A job's state as Slurm names it, such as PENDING, and Slurm's reason; empty if Slurm gives none."""
 
     state: str
     reason: str
 
 
 def job_states(jobs: Sequence[str]) -> dict[str, JobState]:
-    """Return each job's state from the controller, else from the accounting; else `GONE`.
+    """Return each job's state from Slurm's controller, otherwise from its accounting, otherwise `GONE`.
 
-    Raises UnfitMachine where there is no Slurm, or it does not answer.
+    Raises:
+        UnfitMachine: there is no Slurm, or it does not answer.
     """
     found = queued(jobs)
     if missing := [job for job in jobs if job not in found]:
@@ -266,13 +280,13 @@ def job_states(jobs: Sequence[str]) -> dict[str, JobState]:
 
 
 def queued(jobs: Sequence[str]) -> dict[str, JobState]:
-    """Return the jobs that squeue knows: waiting, running, and ended a few minutes ago."""
-    told = _call(["squeue", "-h", "-t", "all", "-j", ",".join(jobs), "-o", "%i %T %r"], _ASK_S)
-    if told.returncode and "Invalid job id" in told.stderr:  # one job was asked for, and is forgotten
+    """Return the states of the jobs that squeue knows: waiting, running, or ended a few minutes ago."""
+    done = _call(["squeue", "-h", "-t", "all", "-j", ",".join(jobs), "-o", "%i %T %r"], _QUERY_S)
+    if done.returncode and "Invalid job id" in done.stderr:  # squeue fails for a single unknown job
         return {}
-    if told.returncode:
-        raise UnfitMachine(f"squeue ended with {told.returncode}: {_words(told)}")
-    rows = [line.split(maxsplit=2) for line in told.stdout.splitlines() if line.strip()]
+    if done.returncode:
+        raise UnfitMachine(f"squeue ended with exit code {done.returncode}: {_message(done)}")
+    rows = [line.split(maxsplit=2) for line in done.stdout.splitlines() if line.strip()]
     return {row[0]: JobState(row[1], _reason(row[2] if len(row) > 2 else "")) for row in rows}
 
 
@@ -280,10 +294,10 @@ def _accounted(jobs: Sequence[str]) -> dict[str, JobState]:
     """Return the state of the jobs' last start in the accounting, if the cluster keeps one."""
     if shutil.which("sacct") is None:
         return {}
-    told = _call(["sacct", "-X", "-n", "-P", "-j", ",".join(jobs), "-o", "JobID,State,Reason"], _ASK_S)
-    if told.returncode:
+    done = _call(["sacct", "-X", "-n", "-P", "-j", ",".join(jobs), "-o", "JobID,State,Reason"], _QUERY_S)
+    if done.returncode:
         return {}
-    rows = [line.split("|") for line in told.stdout.splitlines() if line.count("|") == 2]
+    rows = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == 2]
     return {job: JobState(state.split()[0], _reason(reason)) for job, state, reason in rows if state}
 
 
@@ -292,16 +306,16 @@ def _reason(text: str) -> str:
 
 
 def _call(words: list[str], seconds: float, folder: Path | None = None) -> "subprocess.CompletedProcess[str]":
-    """Raises UnfitMachine where the program is missing or takes too long."""
+    """Run a Slurm command.  Raises UnfitMachine if the program is missing or takes longer than `seconds`."""
     try:
         return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=seconds, check=False)
     except FileNotFoundError as error:
-        raise UnfitMachine(f"{words[0]} is not on the PATH: this needs a machine where Slurm is") from error
+        raise UnfitMachine(f"{words[0]} is not on the PATH. Fix: run this on a machine with Slurm") from error
     except subprocess.TimeoutExpired as error:
         raise UnfitMachine(
-            f"{words[0]} did not answer within {seconds:g} s; `squeue --me` tells what it did after all"
+            f"{words[0]} did not answer within {seconds:g} s. Its request may still take effect: check squeue --me"
         ) from error
 
 
-def _words(told: "subprocess.CompletedProcess[str]") -> str:
-    return " ".join((told.stderr.strip() or told.stdout.strip() or "it said nothing").split())
+def _message(done: "subprocess.CompletedProcess[str]") -> str:
+    return " ".join((done.stderr.strip() or done.stdout.strip() or "no message").split())

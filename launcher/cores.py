@@ -1,4 +1,4 @@
-"""The cores of a node's ranks and engines: apart from each other on a CPU, near its GPU where there are GPUs."""
+"""Assignment of CPU cores to a node's ranks and engines: separate cores without GPUs, cores near the GPU with GPUs."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -11,28 +11,37 @@ from nemo_prorl.errors import UnfitMachine
 
 @dataclass(frozen=True)
 class Cores:
-    """The cores of each rank and of each engine of a node; an empty list: all.  A reward server may use all."""
+    """The cores of each rank and of each engine of a node.  An empty list means all cores."""
 
     ranks: list[list[int]]
     engines: list[list[int]]
 
     @classmethod
-    def of(cls, cfg: DictConfig, there: Collection[int]) -> "Cores | None":
-        """Return cores for engines that share none with the trainer (rollout.own_devices) nor with each other.
+    def of(cls, cfg: DictConfig, available: Collection[int]) -> "Cores | None":
+        """Return separate cores for engines and trainer ranks on a CPU (rollout.own_devices).
 
-        Each engine has rollout.threads of the last cores for each of its ranks; the trainer's ranks have the others,
-        each its own where there are enough.  None where engines and trainer share devices, or have GPUs.  Raises
-        UnfitMachine where none is left to train on.
+        Engines get the last cores, rollout.threads for each rank of an engine.  Trainer ranks get the other cores,
+        separate ones if there are enough.
+
+        Args:
+            available: cores that this process may use.
+
+        Returns:
+            None if engines and trainer share devices, or with GPUs.
+
+        Raises:
+            UnfitMachine: no core is left for the trainer.
         """
         if not cfg.rollout.own_devices or cfg.trainer.accelerator != "cpu":
             return None
         threads, devices = cfg.rollout.threads * cfg.rollout.tensor_parallel_size, cfg.trainer.devices
         engines = cfg.rollout.engines // cfg.trainer.num_nodes
-        cores, left = sorted(there), len(there) - engines * threads
+        cores, left = sorted(available), len(available) - engines * threads
         if left < 1:
             raise UnfitMachine(
-                f"rollout.own_devices=true: {engines} engines take {threads} cores each (rollout.threads), and of the"
-                f" {len(there)} here none is left to train on. With rollout.own_devices=false they share them"
+                f"rollout.own_devices=true: {engines} engines take {threads} cores each (rollout.threads); of"
+                f" {len(available)} cores none is left for the trainer. Fix: set rollout.own_devices=false to share"
+                " cores, or lower rollout.threads"
             )
         each = left // devices
         ranks = [cores[k * each : (k + 1) * each] or cores[:left] for k in range(devices)]
@@ -40,18 +49,18 @@ class Cores:
 
     @classmethod
     def near_gpus(
-        cls, cfg: DictConfig, there: Collection[int], buses: Sequence[str], sysfs: Path = Path("/sys")
+        cls, cfg: DictConfig, available: Collection[int], buses: Sequence[str], sysfs: Path = Path("/sys")
     ) -> "Cores":
-        """Return for each rank and engine the cores of its GPU's NUMA node, so that copies stay on one socket.
+        """Return the cores of the GPU's NUMA node for each rank and engine, so that copies stay on one socket.
 
-        Processes of one NUMA node share its cores.  A process may use all cores where the node is not known, where it
-        has none of `there`, or where its GPUs are not all known.
+        Processes of one NUMA node share its cores.  A process may use all cores if its GPUs or their NUMA nodes are not
+        all known, or if a NUMA node has no available core.
 
         Args:
-            there: the cores that this process may use.
+            available: cores that this process may use.
             buses: PCI addresses of the node's GPUs as nvidia-smi writes them, in the order of their use.
         """
-        near = [_near(bus, there, sysfs) for bus in buses]
+        near = [_near(bus, available, sysfs) for bus in buses]
         devices, tp = cfg.trainer.devices, cfg.rollout.tensor_parallel_size
         first = devices if cfg.rollout.own_devices else 0
 
@@ -66,20 +75,20 @@ class Cores:
         )
 
 
-def _near(bus: str, there: Collection[int], sysfs: Path) -> set[int]:
-    """Return the usable cores of a GPU's NUMA node; empty where the machine does not say."""
+def _near(bus: str, available: Collection[int], sysfs: Path) -> set[int]:
+    """Return the available cores of a GPU's NUMA node; empty if the NUMA node is not known."""
     domain, _, rest = bus.strip().lower().partition(":")
     try:
         device = sysfs / "bus" / "pci" / "devices" / f"{int(domain, 16):04x}:{rest}"
         node = int((device / "numa_node").read_text())
         cores = (sysfs / "devices" / "system" / "node" / f"node{node}" / "cpulist").read_text()
-        return _listed(cores) & set(there)
-    except (OSError, ValueError):  # also of node -1: a machine with one
+        return _listed(cores) & set(available)
+    except (OSError, ValueError):  # also for node -1: a machine with one NUMA node
         return set()
 
 
 def _listed(text: str) -> set[int]:
-    """Return the numbers of a kernel's list, such as 0-3,8-11."""
+    """Return the numbers in a list as the kernel writes it, such as 0-3,8-11."""
     found: set[int] = set()
     for part in text.strip().split(","):
         begin, _, end = part.partition("-")

@@ -1,4 +1,4 @@
-"""Curves of a run, or of the runs of a chain one after the other, as a picture: hard resets and stages are marked."""
+"""Curves of a run, or of the runs of a chain in order, as a picture with marks at hard resets and stages."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -6,7 +6,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-Panel = tuple[str, dict[str, str]]  # title; key of metrics.jsonl: label.  A key that ends in * stands for all such.
+Panel = tuple[str, dict[str, str]]  # title; key of metrics.jsonl: label.  A final * in a key matches any ending.
 
 VALIDATION: Panel = ("mean reward on unseen problems", {"validation/*": ""})
 REWARD: Panel = ("reward in training (T of the rollout)", {"reward/*": ""})
@@ -14,10 +14,10 @@ SAMPLING: Panel = (
     "dynamic sampling",
     {"keep_rate/all": "groups with a signal", "rollout/truncated": "responses cut off"},
 )
-ENTROPY: Panel = ("entropy, nats a token", {"entropy": "entropy"})
-KL: Panel = ("KL to the reference policy, nats a token", {"kl": "KL"})
+ENTROPY: Panel = ("entropy, nats per token", {"entropy": "entropy"})
+KL: Panel = ("KL to the reference policy, nats per token", {"kl": "KL"})
 SECONDS: Panel = (
-    "seconds a step",
+    "seconds per step",
     {f"time/{phase}": phase for phase in ("rollout", "logprobs", "updates", "ahead", "publish")},
 )
 LENGTH: Panel = ("response length, tokens", {"rollout/response_tokens": "mean length"})
@@ -34,14 +34,18 @@ class RunResults:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The metrics, after a step 0 with the validation before the first step."""
+        """Return the metrics by step, preceded by a row for step 0 with the validation before the first step."""
         heldout = self.summary["heldout"]
         before = {f"validation/{name}": score["before"] for name, score in heldout.get("tasks", {}).items()}
         return [{"step": 0, **before, "validation/all": heldout.get("before")}, *self.metrics]
 
 
 def draw(runs: Mapping[str, RunResults], panels: list[Panel], path: Path) -> None:
-    """Draw six panels of `runs`, by name."""
+    """Draw six panels into a PNG file.
+
+    Args:
+        runs: runs by name, drawn one after the other on the axis of steps.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -76,7 +80,7 @@ def draw(runs: Mapping[str, RunResults], panels: list[Panel], path: Path) -> Non
 
 
 def _curves(keys: Mapping[str, str], runs: Mapping[str, RunResults]) -> Iterator[tuple[str, str]]:
-    """Yield each key with its label; for one that ends in * those of all runs, without the shaped reward."""
+    """Yield each key with its label.  A key that ends in * yields all matching keys except the shaped reward."""
     for key, label in keys.items():
         if not key.endswith("*"):
             yield key, label

@@ -1,6 +1,6 @@
-"""The environment variables of a run's processes: caches that can be written, and no foreign ranks for engines.
+"""The environment variables of a run's processes: writable caches for all, none of the trainer's variables for engines.
 
-In a container the home folder is often read-only, absent or `/`, and the user may have no name.
+In a container the home folder is often read-only, missing or `/`, and the user may have no name.
 """
 
 import os
@@ -13,7 +13,7 @@ from nemo_prorl.errors import UnfitMachine
 
 FOLDER = "PRORL_CACHE"  # the environment variable that names the folder of all caches
 
-# Where each library keeps what it compiled, below that folder.  What the user or launch.env sets stays.
+# Subfolder for the compiled code of each library.  Values that the user or launch.env sets take precedence.
 _CACHES = {
     "XDG_CACHE_HOME": "",
     "XDG_CONFIG_HOME": "config",
@@ -25,13 +25,14 @@ _CACHES = {
     "TVM_FFI_CACHE_DIR": "tvm-ffi",
     "VLLM_CACHE_ROOT": "vllm",
 }
-# Warnings of libraries about each other, by their beginnings: nothing that a user of this project could change.
+# Beginnings of warnings that libraries give about each other and that a user of this project cannot change.
 _QUIET = (
     "The pynvml package is deprecated",  # torch, where NeMo's pynvml is installed
     "`torch.distributed.reduce_op` is deprecated",  # vLLM
 )
-# An engine is no rank, and has a torch and NCCL of its own.  NVIDIA's image and the hooks of enroot set these for the
-# image's: MASTER_ADDR, RANK, NCCL_*, PYTHONPATH, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE (float32 products in 19 bits).
+# An engine is not a rank, and uses its own torch and NCCL.  NVIDIA's image and the hooks of enroot set these variables
+# for the image's torch: MASTER_ADDR, RANK, NCCL_*, PYTHONPATH, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE (float32 products in
+# 19 bits).
 _NOT_AN_ENGINES = (
     *("GROUP_", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "NCCL_", "PYTHONPATH", "PYTORCH_", "RANK"),
     *("ROLE_", "TORCHELASTIC_", "TORCH_", "WORLD_SIZE"),
@@ -41,10 +42,10 @@ _NOT_AN_ENGINES = (
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return the folder of all caches, PRORL_CACHE or /tmp/prorl-UID, made if need be.
+    """Return the folder of all caches, PRORL_CACHE or /tmp/prorl-UID; make it if it does not exist.
 
     Raises:
-        UnfitMachine: it cannot be made or written, or another user could put compiled code into it.
+        UnfitMachine: the folder cannot be made or written, or another user could put compiled code into it.
     """
     given = environ.get(FOLDER)
     folder = Path(given).absolute() if given else Path(f"/tmp/prorl-{os.getuid()}")
@@ -62,9 +63,9 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 
 
 def with_caches(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with those of all caches, and a name and a home where the user has no passwd entry.
+    """Return `environ` with the variables of all caches, and USER and HOME if the user has no passwd entry.
 
-    Python's warnings of `_QUIET` are filtered in processes with these variables.  What the user sets goes before.
+    The variables also silence the Python warnings in `_QUIET`.  Values in `environ` take precedence.
     """
     folder = cache_folder(environ)
     values = {name: str(folder / below) for name, below in _CACHES.items()}
@@ -80,5 +81,5 @@ def with_caches(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def for_engine(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables without those of the trainer's ranks, job and Python."""
+    """Return `environ` without the variables of the trainer's ranks, CUDA compilers and Python."""
     return {name: value for name, value in environ.items() if not name.startswith(_NOT_AN_ENGINES)}

@@ -1,10 +1,10 @@
-"""`on_event`: a command that is called with each alarm, reset, failure, stop and finish of a run.
+"""`on_event`: the hook command that is called with each alarm, reset, failure, stop and finish of a run.
 
-The supervisor calls it, from what the run writes in its journal and from what it sees of the processes, so that a hook
-can neither delay nor end the training, and hears of a trainer that was killed.  The command is split as a shell would,
-run without one, in its own session; standard input is the event as one JSON object.
+The supervisor calls the hook, after new lines of the run's journal and after failures of processes.  So a hook can
+neither delay nor end the training, and is also called if the trainer was killed.  The command is split into words as
+by a shell and started without a shell, in a new session.  Its standard input is the event as one JSON object.
 
-    python -m nemo_prorl.launcher.events COMMAND RUN WHAT     a failure that only the batch script sees
+    python -m nemo_prorl.launcher.events COMMAND RUN WHAT     report a failure that only the batch script sees
 """
 
 import json
@@ -28,14 +28,14 @@ from nemo_prorl.lifecycle.records import Tail, last_lines
 
 _log = logging.getLogger(__name__)
 
-_AT_ONCE = 3  # processes of the hook
-_WAITING = 16  # events; the oldest give way to the newest
+_MAX_CALLS = 3  # hook processes at the same time
+_MAX_WAITING = 16  # events; when more wait, the oldest is dropped
 _KILL_AFTER_S = 60.0
-_GRACE_S = 5.0  # for what is still to be told when the run ends
-_ENV_CHARS = 4000
+_GRACE_S = 5.0  # seconds for unfinished calls when the run ends
+_ENV_CHARS = 4000  # maximum length of an environment variable of the hook
 
-# Events of the journal: what the hook hears of them, and the field that says what happened.
-_TOLD: dict[str, tuple[HookName, str]] = {
+# For each event of the journal: the event of the hook, and the field of the journal that describes it.
+_HOOK_EVENTS: dict[str, tuple[HookName, str]] = {
     "alarm": ("alarm", "what"),
     "reset_commit": ("reset", "reason"),
     "stop": ("stop", "reason"),
@@ -50,10 +50,10 @@ class _Call:
 
 
 class Events:
-    """Calls the hook of a run; without a command does nothing.  `update` must be called now and then.
+    """The caller of a run's hook.  Without a command it does nothing.  Call `update` regularly.
 
-    As a context manager around the run: an exception that leaves it is a failure, and what is still to be told gets a
-    few seconds.  Nothing here raises for what the hook does.
+    Use it as a context manager around the run: an exception that leaves the block becomes a failure event, and
+    unfinished calls get `grace_s` seconds.  Errors of the hook are logged and never raised.
     """
 
     def __init__(
@@ -82,11 +82,16 @@ class Events:
 
     def failure(self, what: str, **fields: Unpack[HookFields]) -> None:
         """Call the hook with the failure that ends the run."""
-        self.update()  # first what it wrote down itself
-        self.tell("failure", last_step(self.dir), what, **fields)
+        self.update()  # events of the journal come first
+        self.emit("failure", last_step(self.dir), what, **fields)
 
-    def tell(self, event: HookName, step: int, what: str, **fields: Unpack[HookFields]) -> None:
-        """Calls the hook in the background, now or when an earlier call has ended."""
+    def emit(self, event: HookName, step: int, what: str, **fields: Unpack[HookFields]) -> None:
+        """Call the hook in the background, now or when an earlier call has ended.
+
+        Args:
+            step: last step of the run, 0 before the first.
+            what: description of the event, in one line.
+        """
         if not self.command:
             return
         about: HookEvent = {
@@ -98,14 +103,14 @@ class Events:
             "host": socket.gethostname(),
             **fields,
         }
-        if len(self._waiting) == _WAITING:
+        if len(self._waiting) == _MAX_WAITING:
             self._waiting.popleft()
             self._dropped += 1
         self._waiting.append(about)
         self._proceed()
 
     def update(self) -> None:
-        """Call the hook for new lines of the journal, and look after the calls under way."""
+        """Call the hook for new lines of the journal, and check the running calls."""
         if not self.command:
             return
         for line in self._journal.read():
@@ -113,14 +118,14 @@ class Events:
             if not isinstance(step, int):
                 continue
             if name == "finish":
-                self.tell("finish", step, f"finished after step {step}")
-            elif name in _TOLD:
-                event, field = _TOLD[name]
-                self.tell(event, step, str(line.get(field, "")), journal=line)
+                self.emit("finish", step, f"finished after step {step}")
+            elif name in _HOOK_EVENTS:
+                event, field = _HOOK_EVENTS[name]
+                self.emit(event, step, str(line.get(field, "")), journal=line)
         self._proceed()
 
     def close(self) -> None:
-        """Give waiting calls a few seconds, then kill those that still run."""
+        """Wait up to `grace_s` seconds for unfinished calls, then kill running ones and drop waiting ones."""
         self.update()
         end = time.monotonic() + self._grace_s
         try:
@@ -129,13 +134,13 @@ class Events:
                 self._proceed()
         finally:
             for call in self._running:
-                self._kill(call, f"was killed at the run's end, {self._grace_s:g} s after it")
+                self._kill(call, f"was killed, because it was still running {self._grace_s:g} s after the run's end")
             if self._waiting:
-                self._complain(f"{len(self._waiting)} events could not be told before the run's end")
+                self._complain(f"{len(self._waiting)} events were dropped, because the run ended")
             self._running, self._waiting = [], deque()
 
     def _proceed(self) -> None:
-        """Note ended calls, kill slow ones, and start waiting ones."""
+        """Report ended calls that failed, kill slow calls, and start waiting ones."""
         for call in list(self._running):
             status = call.process.poll()
             if status is None and time.monotonic() >= call.end:
@@ -143,14 +148,14 @@ class Events:
             elif status is None:
                 continue
             elif status != 0:
-                self._complain(f"for {call.what} it ended with status {status}")
+                self._complain(f"the command for {call.what} ended with status {status}")
             self._running.remove(call)
-        while self._waiting and len(self._running) < _AT_ONCE:
+        while self._waiting and len(self._running) < _MAX_CALLS:
             self._start(self._waiting.popleft())
 
     def _start(self, about: HookEvent) -> None:
         if self._dropped:
-            self._note(f"{self._dropped} events were dropped: too many at once")
+            self._note(f"{self._dropped} events were dropped: more than {_MAX_WAITING} were waiting")
             about["dropped"], self._dropped = self._dropped, 0
         what = f"{about['event']} of step {about['step']}"
         values = {"event": about["event"], "run_dir": self.dir, "step": about["step"], "what": about["what"]}
@@ -167,10 +172,10 @@ class Events:
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
-                    preexec_fn=_deaf_to_stop,  # noqa: PLW1509 - one system call, which takes no lock
+                    preexec_fn=_ignore_stop,  # noqa: PLW1509 - one system call, which takes no lock
                 )
         except (OSError, ValueError) as error:
-            self._complain(f"for {what} it could not be started: {error}")
+            self._complain(f"the command for {what} could not be started: {error}")
             return
         self._running.append(_Call(process, what, time.monotonic() + self._kill_after_s))
 
@@ -180,13 +185,13 @@ class Events:
         except ProcessLookupError:
             pass
         call.process.wait()
-        self._complain(f"for {call.what} it {why}")
+        self._complain(f"the command for {call.what} {why}")
 
     def _complain(self, text: str) -> None:
-        """Write to the hook's log each time, to the run's once."""
+        """Write a problem of the hook to the hook's log, and the first problem also to the run's log."""
         self._note(text)
         if not self._complained:
-            _log.warning("on_event=%s: %s; %s has more, and tells of later ones", self.command[0], text, self.log_file)
+            _log.warning("on_event=%s: %s; later problems are only in %s", self.command[0], text, self.log_file)
         self._complained = True
 
     def _open_log(self) -> BinaryIO:
@@ -201,16 +206,16 @@ class Events:
             with self._open_log() as log:
                 log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
         except OSError:
-            pass  # a full disk is told by others
+            pass  # a full disk is reported elsewhere
 
 
-def _deaf_to_stop() -> None:
-    """Ignore Slurm's signal to stop, which it sends to every process of a task.  A shell lifts a signal's block."""
+def _ignore_stop() -> None:
+    """Ignore SIGUSR1, Slurm's signal to stop.  Blocking the signal is not enough, because a shell unblocks it."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def last_step(run_dir: Path) -> int:
-    """Return the last step in metrics.jsonl; 0 without one."""
+    """Return the last step in metrics.jsonl; 0 if there is none."""
     for line in reversed(last_lines(run_dir / "metrics.jsonl")):
         if isinstance(line.get("step"), int):
             return int(line["step"])

@@ -1,4 +1,4 @@
-"""Health checks of a node's services: a process that runs but does not answer is killed, and so started again."""
+"""Health checks of a node's services: a process that runs but does not answer is killed and started again."""
 
 import json
 import logging
@@ -15,12 +15,14 @@ from nemo_prorl.rollout.engine.sleep import HELD_SUFFIX
 _log = logging.getLogger(__name__)
 
 _PATHS = {"engine": "/health", "rewards": "/v1/health"}
-_EVERY_S = 10.0
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy between a run's own processes
+_EVERY_S = 10.0  # longest time in seconds between two checks of a service
+_DIRECT = urllib.request.build_opener(
+    urllib.request.ProxyHandler({})
+)  # processes of a run reach each other without a proxy
 
 
 class Health:
-    """Checks every service regularly, each in a thread of its own; `update` acts on the results."""
+    """Regular health checks with one thread per service; `update` acts on their results."""
 
     def __init__(self, services: Sequence[Child], token_file: Path, deadlines: DeadlinesConfig) -> None:
         self._token_file, self._deadlines = token_file, deadlines
@@ -32,10 +34,10 @@ class Health:
             ).start()
 
     def update(self) -> None:
-        """Kill services that were silent too long.  Call it in the supervisor's thread, which starts them again."""
+        """Kill services that did not answer for too long.  Call this in the thread that restarts them."""
         for service in self._services:
             if service.verdict is not None:
-                _log.warning("%s %s; it is killed and started again", service.child.name, service.verdict)
+                _log.warning("%s %s; killing and restarting it", service.child.name, service.verdict)
                 service.child.kill_group()
                 service.begin()
 
@@ -54,11 +56,12 @@ class Health:
                 if service.held:
                     service.since = now
                 elif now - service.since > self._deadlines.startup_s:
-                    service.verdict = f"was not ready {self._deadlines.startup_s:g} s (trainer.deadlines.startup_s) on"
+                    limit_s = self._deadlines.startup_s
+                    service.verdict = f"was not ready within {limit_s:g} s (trainer.deadlines.startup_s)"
             elif self._answers(url):
                 service.since = time.monotonic()
             elif time.monotonic() - service.since > limit:
-                service.verdict = f"does not answer for {limit:g} s (trainer.deadlines.health_s)"
+                service.verdict = f"did not answer for {limit:g} s (trainer.deadlines.health_s)"
 
     def _answers(self, url: str) -> bool:
         try:
@@ -71,14 +74,14 @@ class Health:
 
 
 class _Service:
-    """One service, and the time since when it has been silent."""
+    """A service and the time of its last answer."""
 
     def __init__(self, child: Child) -> None:
         self.child = child
         self.begin()
 
     def begin(self) -> None:
-        """Begin to measure: a process has just started, or does not run."""
+        """Reset the time of the last answer, because a process has just started or does not run."""
         process = self.child.process
         self.pid = None if process is None else process.pid
         self.since = time.monotonic()
@@ -90,7 +93,7 @@ class _Service:
         return self.child.endpoint is not None and self.child.endpoint.with_suffix(HELD_SUFFIX).exists()
 
     def url(self) -> str | None:
-        """Return the address at which the current process is ready; None before."""
+        """Return the address for health checks; None until the current process is ready."""
         if self.child.endpoint is None:
             return None
         try:

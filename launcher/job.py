@@ -1,6 +1,7 @@
-"""A run on one node, and what node 0 does of a run on several: lock the run directory, check, start the supervisor.
+"""The start of a run on one node: lock the run directory, check configuration and data, start the supervisor.
 
-Every fault of the configuration or the data is reported before any engine or rank starts.
+Node 0 of a run on several nodes uses the same parts.  Every fault of the configuration or the data is reported before
+any engine or rank starts.
 """
 
 import errno
@@ -29,11 +30,11 @@ _log = logging.getLogger(__name__)
 
 
 class StillInUse(ProrlError, RuntimeError):
-    """Processes of an earlier start of a job still work on the run directory; they may end yet."""
+    """Processes of an earlier start of the job still use the run directory; a later try may succeed."""
 
 
 def run(cfg: DictConfig, config_text: str) -> int:
-    """Run or continue the run of `cfg.run_dir` to its end; return the exit code of the `prorl` command."""
+    """Start or continue the run in `cfg.run_dir` until its end; return the exit code of the `prorl` command."""
     run_dir = one_node(cfg)
     with locked(run_dir):
         if is_finished(run_dir, cfg.trainer.grpo.max_steps):
@@ -41,16 +42,16 @@ def run(cfg: DictConfig, config_text: str) -> int:
         with Events(cfg.on_event, run_dir) as events:
             code = _node(cfg, run_dir, prepare(cfg, run_dir, config_text), events).run().code
     if code == 0:
-        tell(run_dir)
+        print_results(run_dir)
     return code
 
 
 def warmup(cfg: DictConfig, config_text: str) -> int:
-    """Take only the supervised steps of a run: make RUN/base, a Hugging Face folder that `prorl train` begins with."""
+    """Run only the supervised steps: make RUN/base, the Hugging Face folder with which `prorl train` begins."""
     run_dir = one_node(cfg)
     with locked(run_dir):
         if (run_dir / "base").exists():
-            _log.info("%s is there already", run_dir / "base")
+            _log.info("%s exists already; nothing to do", run_dir / "base")
             return 0
         with Events(cfg.on_event, run_dir) as events:
             code = _node(cfg, run_dir, prepare(cfg, run_dir, config_text), events).run(only="warmup").code
@@ -60,7 +61,7 @@ def warmup(cfg: DictConfig, config_text: str) -> int:
 
 
 def preflight(cfg: DictConfig, config_text: str, events: Events) -> int:
-    """Take one step at full context with random tokens (`nemo_prorl.preflight`); return the trainer's exit code."""
+    """Run one step at full context with random tokens (`nemo_prorl.preflight`); return the trainer's exit code."""
     run_dir = one_node(cfg)
     with locked(run_dir):
         return _node(cfg, run_dir, prepare(cfg, run_dir, config_text), events).run(only="preflight").code
@@ -77,23 +78,24 @@ def one_node(cfg: DictConfig) -> Path:
     """Return the run directory.  Raises ConfigError for a run on several nodes."""
     if cfg.trainer.num_nodes != 1:
         raise ConfigError(
-            f"trainer.num_nodes={cfg.trainer.num_nodes}: this command runs one node; here set trainer.num_nodes=1,"
-            " rollout.engines and trainer.devices to what the machine has, or let Slurm start all nodes:"
-            " sbatch slurm/stage.sbatch STAGE"
+            f"trainer.num_nodes={cfg.trainer.num_nodes}: expected 1, because this command runs one node. Fix: set"
+            " trainer.num_nodes=1 and fit trainer.devices and rollout.engines to this machine, or start all nodes with"
+            " Slurm: sbatch slurm/stage.sbatch STAGE"
         )
     return Path(cfg.run_dir).absolute()
 
 
 @contextmanager
 def locked(run_dir: Path, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock of a run directory, which ends with the process and names its holder.
+    """Hold the lock of a run directory.  RUN/.lock contains the process id and the host of the holder.
 
     Args:
-        wait_s: how long to wait for a holder that is about to end.
+        wait_s: seconds to wait for another holder that is about to end.
 
     Raises:
-        ConfigError: another process holds the lock (StillInUse after a wait).
-        UnfitMachine: the file system keeps no locks.
+        ConfigError: another process holds the lock, and `wait_s` is 0.
+        StillInUse: another process holds the lock after `wait_s` seconds.
+        UnfitMachine: the file system does not support locks.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + wait_s
@@ -105,8 +107,9 @@ def locked(run_dir: Path, wait_s: float = 0.0) -> Iterator[None]:
             except OSError as error:
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     raise UnfitMachine(
-                        f"run_dir={run_dir}: its file system keeps no locks ({error.strerror}); without them two jobs"
-                        " can write one run: mount it with them (Lustre: -o flock), or take another"
+                        f"run_dir={run_dir}: expected a file system with locks; got {error.strerror}. Without locks two"
+                        " jobs could write the same run. Fix: mount it with locks (Lustre: -o flock), or set run_dir to"
+                        " another file system"
                     ) from error
                 if time.monotonic() >= end:
                     file.seek(0)
@@ -122,29 +125,33 @@ def locked(run_dir: Path, wait_s: float = 0.0) -> Iterator[None]:
 
 
 def is_finished(run_dir: Path, max_steps: int) -> bool:
-    """Return whether nothing is left to do; if so, print the outcome."""
+    """Return whether the run has reached `max_steps`; if so, print its results."""
     try:
         summary = json.loads((run_dir / "summary.json").read_text())
     except (OSError, ValueError):
         return False
     if not summary["finished"] or summary["step"] < max_steps:
         return False
-    _log.info("%s is finished; more steps: trainer.grpo.max_steps=N, another run: run_dir=...", run_dir)
-    tell(run_dir)
+    _log.info(
+        "%s is finished after step %d. For more steps set trainer.grpo.max_steps=N; for another run set run_dir=FOLDER",
+        run_dir,
+        summary["step"],
+    )
+    print_results(run_dir)
     return True
 
 
-def tell(run_dir: Path) -> None:
+def print_results(run_dir: Path) -> None:
     from nemo_prorl.launcher import run_results
 
-    run_results.tell(run_dir)
+    run_results.print_results(run_dir)
 
 
 def clear_endpoints(run_dir: Path, keep: Iterable[Path] = ()) -> None:
-    """Remove the addresses of an earlier process's services, and write a new token for those of this one.
+    """Remove the files in RUN/endpoints of earlier processes, and write a new token for the services.
 
     Args:
-        keep: files of this start of the run, which other nodes may have written already.
+        keep: files of this start of the run, which other nodes may already have written.
     """
     kept = {file.name for file in keep}
     endpoints = run_dir / "endpoints"
@@ -163,7 +170,7 @@ __all__ = [
     "one_node",
     "preflight",
     "prepare",
+    "print_results",
     "run",
-    "tell",
     "warmup",
 ]

@@ -67,7 +67,7 @@ def lead(args: argparse.Namespace, place: Place, peers: Peers, output: StandardO
             _require_reachable(cfg, peers.meet(startup))
             end = _run(Node(cfg, run_dir, tasks, output, events, place, peers))
         if end.code == 0:
-            job.tell(run_dir)
+            job.print_results(run_dir)
         return end
 
 

@@ -1,4 +1,4 @@
-"""Checks and makes what a run needs before any engine or rank starts."""
+"""Preparation of a run before any engine or rank starts: check the data and the node, make the first model."""
 
 import json
 import os
@@ -18,9 +18,15 @@ if TYPE_CHECKING:
 
 
 def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
-    """Checks data, rewards and the rollout environment, makes the run directory and the first model.
+    """Check data, rewards and the rollout environment; make the run directory and the first model.
 
-    Returns the tasks of the data.  Raises ConfigError, UnfitMachine or DataError.
+    Returns:
+        The tasks of the data, sorted.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+        UnfitMachine: the node lacks something that the run needs.
+        DataError: a record is wrong.
     """
     from nemo_prorl.checks import check_shape
     from nemo_prorl.data.blend import load_sources, of_tasks, without_long
@@ -62,7 +68,7 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
 def _check_truths(
     sources: "Sequence[tuple[DataSource, list[dict[str, Any]]]]", plugins: "dict[str, RewardPlugin]"
 ) -> None:
-    """Asks each record's plugin whether it can judge by its truth.  Raises DataError: source, record, what is wrong."""
+    """Validate the truth of each record with its reward plugin.  Raises DataError with the source and the record."""
     for source, records in sources:
         for record in records:
             try:
@@ -72,16 +78,16 @@ def _check_truths(
 
 
 def check_node(cfg: DictConfig, trains: bool = True) -> None:
-    """Raise UnfitMachine naming all that a node of a run lacks.
+    """Raise UnfitMachine with everything that this node lacks for a run.
 
     Args:
-        trains: False where only engines run, as in an evaluation.
+        trains: False if only engines run on the node, as in an evaluation.
     """
     from nemo_prorl.launcher.doctor.devices import check_node_gpus
 
     python = Path(cfg.rollout.python)
     if not os.access(python, os.X_OK):
-        raise UnfitMachine(f"rollout.python={python} is no Python that runs here; `make setup` makes .venv/rollout")
+        raise UnfitMachine(f"rollout.python={python}: expected a Python that runs on this node. Fix: make setup")
     failed = [check for check in check_node_gpus(cfg, os.environ, python, trains) if check.state == "fail"]
     if failed:
         raise UnfitMachine("\n".join(f"{check.name}: {check.text}. Fix: {check.cure}" for check in failed))
@@ -90,5 +96,5 @@ def check_node(cfg: DictConfig, trains: bool = True) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return a part of the configuration as Python's own types."""
+    """Return a part of the configuration as plain dicts, lists and values."""
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

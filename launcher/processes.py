@@ -1,4 +1,4 @@
-"""Child processes of the node supervisor: started with logs, watched, restarted, and never left behind."""
+"""Child processes of the node supervisor: start with logs, restart, and stop together with their own children."""
 
 import contextlib
 import io
@@ -21,22 +21,22 @@ from nemo_prorl.errors import ProrlError
 
 _log = logging.getLogger(__name__)
 
-_LINE_CHARS = 1 << 14  # of a line in the log of all processes; the process's own file has all of it
-_STOP = {signal.SIGUSR1}  # Slurm sends it to every process of a task; only the supervisor acts on it
+_LINE_CHARS = 1 << 14  # longest line in the log of all processes; the log of the process has the full line
+_STOP = {signal.SIGUSR1}  # Slurm sends this signal to every process of a task; only the supervisor acts on it
 
 
 class ProcessFailed(ProrlError, RuntimeError):
-    """A child of the supervisor ended, and the run cannot go on without it."""
+    """A child of the supervisor ended too often, and the run cannot go on without it."""
 
 
 class Lines(Protocol):
-    """The place where the lines of all processes come together."""
+    """A destination for the output lines of all processes."""
 
     def write(self, name: str, line: str) -> None: ...
 
 
 class MergedLog:
-    """RUN/logs/all.log: the lines of every process with its name in front.  One lock keeps lines whole."""
+    """RUN/logs/all.log: the lines of every process, prefixed with its name.  A lock keeps lines whole."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1, errors="replace")
@@ -48,10 +48,10 @@ class MergedLog:
 
 
 class StandardOutput:
-    """The lines of every process with its name in front, on standard output, which `srun` forwards; whole lines."""
+    """Standard output, which `srun` forwards: whole lines of every process, prefixed with its name."""
 
     def __init__(self) -> None:
-        if isinstance(sys.stdout, io.TextIOWrapper):  # whatever the locale: a line that cannot be written ends a copier
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a line that the locale cannot encode would end a copier thread
             sys.stdout.reconfigure(encoding="utf-8", errors="replace")
         self._file, self._lock = sys.stdout, threading.Lock()
 
@@ -65,7 +65,10 @@ class StandardOutput:
 
 
 def free_port(host: str = "") -> int:
-    """Return a port to listen at in a while: if possible below those that the system gives to connections meanwhile."""
+    """Return a free port, preferably below the range from which the system takes ports of outgoing connections.
+
+    The caller listens at the port later; outgoing connections in between do not take a port below that range.
+    """
     try:
         with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
             below = int(file.read().split()[0])
@@ -77,12 +80,21 @@ def free_port(host: str = "") -> int:
             s.bind((host, port))
             found: int = s.getsockname()[1]
             return found
-    raise OSError(f"no port of {host or 'this machine'} is free")
+    raise OSError(f"{host or 'this machine'}: no TCP port is free")
 
 
 @dataclass
 class Child:
-    """One process and all that is needed to start it again.  `restarts`: how often that may happen in an hour."""
+    """A child process, with everything needed to start it again.
+
+    Attributes:
+        merged: destination for the lines of all processes.
+        restarts: maximum restarts within an hour.
+        endpoint: file in which the process publishes its address; removed before each start.
+        on_line: function called with each line of output.
+        cores: processors that the process may use; None: all.
+        tail: last lines of output.
+    """
 
     name: str
     command: Sequence[str]
@@ -90,9 +102,9 @@ class Child:
     log_file: Path
     merged: Lines
     restarts: int = 0
-    endpoint: Path | None = None  # removed before a start: it names the process of before
+    endpoint: Path | None = None
     on_line: Callable[[str], None] | None = None
-    cores: Collection[int] | None = None  # processors that it may use; None: all
+    cores: Collection[int] | None = None
     process: subprocess.Popen[str] | None = None
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=30))
     _ended: list[float] = field(default_factory=list)
@@ -101,10 +113,10 @@ class Child:
     _copier: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the process in a session of its own, deaf to SIGUSR1.  Our programs end when this process does."""
+        """Start the process in a new session, with SIGUSR1 blocked."""
         if self.endpoint is not None:
             self.endpoint.unlink(missing_ok=True)
-        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP)  # inherited
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP)  # the child inherits the mask
         try:
             self._launch()
         finally:
@@ -121,8 +133,8 @@ class Child:
             errors="replace",
             start_new_session=True,
         )
-        if self.cores is not None:  # its threads and children, which do not exist yet, inherit it
-            with contextlib.suppress(ProcessLookupError):  # it has ended already, which its watcher reports
+        if self.cores is not None:  # threads and children that the process starts later inherit the cores
+            with contextlib.suppress(ProcessLookupError):  # the process has ended already; `keep_up` notices that
                 os.sched_setaffinity(self.process.pid, self.cores)
         self._copier = threading.Thread(
             target=self._copy_output, args=(self.process,), daemon=True, name=f"log {self.name}"
@@ -131,7 +143,7 @@ class Child:
 
     def _copy_output(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdout is not None
-        for line in process.stdout:  # read on if the disk is full: a full pipe would stop the process
+        for line in process.stdout:  # keep reading if the disk is full: a full pipe would block the process
             line = line.rstrip("\n")
             try:
                 with self.log_file.open("a", errors="replace") as log:
@@ -139,7 +151,7 @@ class Child:
                 self.merged.write(self.name, line)
             except OSError as error:
                 if not self._log_failed:
-                    _log.error("%s cannot be written: %s; %s goes on without it", self.log_file, error, self.name)
+                    _log.error("%s cannot be written: %s; %s continues without log", self.log_file, error, self.name)
                 self._log_failed = True
             else:
                 self._log_failed = False
@@ -148,7 +160,7 @@ class Child:
                 self.on_line(line)
 
     def read_out(self, seconds: float = 1.0) -> None:
-        """Wait for the last lines of an ended process, for a limited time: its children may hold its output open."""
+        """Wait for the last lines of an ended process, at most `seconds`: its children may keep its output open."""
         if self._copier is not None:
             self._copier.join(seconds)
 
@@ -158,7 +170,7 @@ class Child:
             self.process.send_signal(number)
 
     def kill_group(self) -> None:
-        """Kill the process and all that it started in its session."""
+        """Kill the process and all processes of its group."""
         if self.process is None:
             return
         try:
@@ -167,7 +179,11 @@ class Child:
             pass
 
     def keep_up(self) -> None:
-        """Restart an ended process, with a longer pause each time.  Raises ProcessFailed after too many restarts."""
+        """Restart the process if it has ended; the pause before a restart doubles each time, up to 30 s.
+
+        Raises:
+            ProcessFailed: the process ended more than `restarts` times within an hour.
+        """
         if self.process is None or self.process.poll() is None:
             return
         now = time.monotonic()
@@ -177,8 +193,9 @@ class Child:
             if len(self._ended) > self.restarts:
                 self.read_out()
                 raise ProcessFailed(
-                    f"{self.name} ended with status {self.process.returncode}, {len(self._ended)} times within an hour;"
-                    f" its log is {self.log_file}, and ends:\n" + "\n".join(list(self.tail)[-12:])
+                    f"{self.name} ended with status {self.process.returncode}, {len(self._ended)} times within an hour"
+                    f" (maximum restarts: {self.restarts}); its log is {self.log_file}, and ends:\n"
+                    + "\n".join(list(self.tail)[-12:])
                 )
             self._restart_at = now + min(30.0, 0.5 * 2.0 ** (len(self._ended) - 1))
             _log.warning("%s ended with status %s; starting it again", self.name, self.process.returncode)
@@ -188,7 +205,11 @@ class Child:
 
 
 def stop_all(children: Sequence[Child], seconds: float, quiet: bool = False) -> None:
-    """Send SIGTERM to all, and SIGKILL to the groups of those that still run after `seconds`; wait for all."""
+    """Stop all children: send SIGTERM, after `seconds` SIGKILL to their process groups, and wait for their ends.
+
+    Args:
+        quiet: log a child that had to be killed at level DEBUG instead of WARNING.
+    """
     for child in children:
         child.signal(signal.SIGTERM)
     end = time.monotonic() + seconds

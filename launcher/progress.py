@@ -1,4 +1,4 @@
-"""The live display of a run on standard error: one line per step, and the present activity."""
+"""The live display of a run on standard error: one line per step, and the current activity."""
 
 import os
 import re
@@ -17,7 +17,7 @@ _OURS = re.compile(r"^\S+ \S+ (INFO|WARNING|ERROR) (nemo_prorl\S*): (.*)$")
 
 
 class Progress:
-    """Follows metrics.jsonl from its present end, and the trainer's own log lines."""
+    """A display that follows new lines of metrics.jsonl and the trainer's log."""
 
     def __init__(self, cfg: DictConfig, run_dir: Path) -> None:
         self._total = cfg.trainer.grpo.max_steps
@@ -26,17 +26,17 @@ class Progress:
         self._began = time.monotonic()
         self._status = "starting: importing NeMo, starting the rollout engine (half a minute)"
         self._shown = 0.0
-        if not self._terminal:  # half a minute without a line otherwise
+        if not self._terminal:  # otherwise half a minute passes without a line
             self._print(self._status)
         self._header = False
 
     def line(self, text: str) -> None:
-        """Show a line of the trainer's log if it is ours; NeMo's are in the log file."""
+        """Show a line of the trainer's log if this project wrote it; lines of NeMo are only in the log file."""
         if match := _OURS.match(text):
             self._print(match[3] if match[1] == "INFO" else f"{match[1]}: {match[3]}")
 
     def update(self) -> None:
-        """Print new steps, and on a terminal the present activity."""
+        """Print new steps, and on a terminal the current activity."""
         for line in self._lines.read():
             self._step(line)
         if self._terminal and time.monotonic() - self._shown > 0.5:

@@ -1,4 +1,4 @@
-"""The outcome of a finished run: what was learnt, task by task, on standard output, and its curves as a picture."""
+"""The results of a finished run: the gain of each task on standard output, and the curves as a picture."""
 
 import math
 import sys
@@ -10,8 +10,8 @@ from nemo_prorl.launcher.curves import OF_A_RUN, RunResults, draw
 _BARS = "▁▂▃▄▅▆▇█"
 
 
-def tell(run_dir: Path) -> None:
-    """Print the outcome and draw RUN/curves.png."""
+def print_results(run_dir: Path) -> None:
+    """Print the results and draw RUN/curves.png."""
     results = RunResults(run_dir)
     sys.stdout.write("\n".join(outcome(results.summary, results.metrics)) + "\n")
     if results.metrics:
@@ -39,7 +39,7 @@ def outcome(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> list[str]
 
 
 def verdict(heldout: dict[str, Any]) -> str:
-    """Return what was learnt, in one sentence with its uncertainty."""
+    """Return the change of the held-out reward as one sentence with its uncertainty."""
     before, after = heldout["before"], heldout["after"]
     gain = after - before
     error = math.hypot(heldout["before_se"], heldout["after_se"])
@@ -50,11 +50,11 @@ def verdict(heldout: dict[str, Any]) -> str:
         return f"all: {measured}: the policy got better at problems it has never seen"
     if sigmas <= -4:
         return f"all: {measured}: the policy got worse"
-    return f"all: {measured}: no change that can be told from chance"
+    return f"all: {measured}: no significant change"
 
 
 def sparkline(values: list[float], width: int = 48) -> str:
-    """Return the course of a number as one line of text."""
+    """Return a series of numbers as one line of bar characters, averaged to at most `width` of them."""
     size = max(1, -(-len(values) // width))
     means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
     low, high = min(means), max(means)

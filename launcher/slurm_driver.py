@@ -211,7 +211,7 @@ class Driver:
         if code == 0:
             return "done", 0
         following = self._following(outcome)
-        if self.ended:  # SIGTERM arrived while Slurm was asked: Slurm ends the job
+        if self.ended:  # SIGTERM arrived during the queries to Slurm: Slurm ends the job
             return "give_up", STOPPED if code == STOPPED else 1
         return following
 

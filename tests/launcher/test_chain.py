@@ -177,8 +177,10 @@ def test_a_submission_that_fails_takes_back_those_before(
     slurm.add("sbatch", f"if [ $n = 3 ]; then {refusal}; fi; echo $((16 + n))")
     assert launch("run_dir=chain") == 3
     assert slurm.calls("scancel")[0][1:] == ["17", "18"]
-    assert "stage run3 was not submitted: sbatch ended with 1: sbatch: error: invalid partition" in caplog.text
-    assert "cancelled: jobs 17, 18" in caplog.text
+    assert (
+        "stage run3 was not submitted: sbatch ended with exit code 1: sbatch: error: invalid partition" in caplog.text
+    )
+    assert "cancelled the jobs submitted before it: 17, 18" in caplog.text
     assert not Path("chain/chain.json").exists()
 
     held = {"stages": [{"stage": "run1", "job": "5", "max_steps": 20, "command": [], "time": 1.0}], "command": []}
@@ -186,12 +188,12 @@ def test_a_submission_that_fails_takes_back_those_before(
     slurm.add("sbatch", f"if [ $n = 5 ]; then {refusal}; fi; echo $((16 + n))")
     slurm.add("scancel", 'echo "scancel: error: no" >&2; exit 1')
     assert launch("run_dir=chain") == 3
-    assert "scancel 20 failed too (scancel: error: no): cancel what was submitted before yourself" in caplog.text
+    assert "could not be cancelled (scancel: error: no). Fix: scancel 20" in caplog.text
     assert record_of(Path("chain")) == held
 
 
 @pytest.mark.parametrize(
-    ("answer", "says"), [("exit 1", "it said nothing"), ("echo Submitted batch job 17", "Submitted batch job 17")]
+    ("answer", "says"), [("exit 1", "no message"), ("echo Submitted batch job 17", "Submitted batch job 17")]
 )
 def test_what_is_no_job_id_is_a_failure(slurm: Slurm, answer: str, says: str, caplog: pytest.LogCaptureFixture) -> None:
     slurm.add("sbatch", answer)
@@ -220,7 +222,7 @@ def test_finished_stages_are_left_out(slurm: Slurm, caplog: pytest.LogCaptureFix
     finish(Path("chain"), "run1")
     caplog.set_level("INFO")
     assert launch("run_dir=chain") == 0
-    assert "stage run1 is finished and left out" in caplog.text
+    assert "stage run1 is finished and skipped" in caplog.text
     first, second = slurm.calls("sbatch")
     assert first[2] == "--job-name=chain-run2"
     assert [word for word in first if "depend" in word] == []
@@ -237,7 +239,7 @@ def test_a_finished_run_with_more_steps_is_not_finished(slurm: Slurm) -> None:
 
 def test_a_chain_that_is_finished_is_told(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(chain, "tell", lambda folder, names: told.append((folder, list(names))))
+    monkeypatch.setattr(chain, "print_results", lambda folder, names: told.append((folder, list(names))))
     finish(Path("chain"), "run1")
     assert launch("run_dir=chain", stages="run1") == 0
     assert told == [(Path.cwd() / "chain", ["run1"])]
@@ -248,7 +250,7 @@ def test_a_stage_at_work_is_not_submitted_again(slurm: Slurm, caplog: pytest.Log
     assert launch("run_dir=chain") == 0
     slurm.add("squeue", 'echo "19 PENDING Dependency"; echo "18 RUNNING None"; echo "17 FAILED NonZeroExitCode"')
     assert launch("run_dir=chain") == 2
-    assert "run2 is at work: its job 18 is RUNNING" in caplog.text
+    assert "run2 is already submitted: its job 18 is RUNNING" in caplog.text
     assert "scancel 18 19" in caplog.text
     assert len(slurm.calls("sbatch")) == 3
     assert slurm.calls("squeue")[-1][1:] == ["-h", "-t", "all", "-j", "17,18,19", "-o", "%i %T %r"]
@@ -289,20 +291,20 @@ def test_without_slurm_or_script_it_says_what_to_do(
     assert "--here" in caplog.text
     (project / "slurm" / "stage.sbatch").unlink()
     assert launch("--dry-run") == 3
-    assert f"{project}/slurm/stage.sbatch is not there" in caplog.text
+    assert f"{project}/slurm/stage.sbatch: expected the script to submit" in caplog.text
     assert list((tmp_path / "work").iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--sbatch", "--dependency=afterok:3"], "--dependency is the chain's own"),
-        (["--sbatch", "--time=60 -D /tmp"], "-D is the chain's own"),
-        (["--sbatch", "partition=dev"], "'partition=dev' is no flag of sbatch"),
+        (["--sbatch", "--dependency=afterok:3"], "prorl launch sets --dependency"),
+        (["--sbatch", "--time=60 -D /tmp"], "prorl launch sets -D"),
+        (["--sbatch", "partition=dev"], "expected flags of sbatch, which begin with a dash; got 'partition=dev'"),
         (["--sbatch", "--comment='for"], "No closing quotation"),
-        (["--here", "--sbatch", "--time=60"], "--sbatch is for jobs of Slurm"),
-        (["--here", "--container-image", "x"], "--container-image is for jobs of Slurm"),
-        (["stage=run2"], "the stages are those of --stages"),
+        (["--here", "--sbatch", "--time=60"], "--sbatch is for Slurm jobs"),
+        (["--here", "--container-image", "x"], "--container-image is for Slurm jobs"),
+        (["stage=run2"], "--stages names the stages"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

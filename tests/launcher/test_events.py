@@ -111,7 +111,7 @@ def test_a_slow_hook_delays_nothing_and_is_killed(
     events = Events(script("sleep 60 & echo $! $$ >> pids; wait"), tmp_path, kill_after_s=2.0)
     began = time.monotonic()
     for step in range(5):
-        events.tell("alarm", step, "slow")
+        events.emit("alarm", step, "slow")
     assert time.monotonic() - began < 2.0
     assert len(events._running) == 3  # at a time
     settled(events)
@@ -132,7 +132,7 @@ def is_alive(pid: int) -> bool:
 def test_too_many_events_drop_the_oldest_that_wait(script: Script, tmp_path: Path) -> None:
     events = Events(script(f"{TELL}; while [ ! -f go ]; do sleep 0.02; done"), tmp_path)
     for step in range(30):
-        events.tell("alarm", step, "again")
+        events.emit("alarm", step, "again")
     (tmp_path / "go").touch()
     settled(events)
     steps = sorted(about["step"] for about, _ in told(tmp_path))
@@ -144,11 +144,11 @@ def test_too_many_events_drop_the_oldest_that_wait(script: Script, tmp_path: Pat
 def test_at_the_end_it_gets_a_moment_and_no_more(script: Script, tmp_path: Path) -> None:
     with Events(script(f"sleep 0.3; {TELL}"), tmp_path) as events:
         for step in range(5):
-            events.tell("alarm", step, "late")
+            events.emit("alarm", step, "late")
     assert len(told(tmp_path)) == 5
     began = time.monotonic()
     with Events(script("echo $$ > pid; sleep 60"), tmp_path, grace_s=2.0) as events:
-        events.tell("alarm", 1, "stuck")
+        events.emit("alarm", 1, "stuck")
     assert time.monotonic() - began < 30
     assert not is_alive(int((tmp_path / "pid").read_text()))
 
@@ -156,12 +156,12 @@ def test_at_the_end_it_gets_a_moment_and_no_more(script: Script, tmp_path: Path)
 def test_a_hook_that_fails_is_told_once(script: Script, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Events(script("echo out of order; exit 3"), tmp_path) as events:
         for step in range(3):
-            events.tell("alarm", step, "x")
+            events.emit("alarm", step, "x")
     assert caplog.text.count("ended with status 3") == 1
     assert (tmp_path / "logs" / "on_event.log").read_text().count("out of order") == 3
     (tmp_path / "hook").unlink()  # since it was checked
     with Events(str(tmp_path / "hook"), tmp_path) as events:
-        events.tell("alarm", 1, "a zero byte \0 and more")
+        events.emit("alarm", 1, "a zero byte \0 and more")
     assert caplog.text.count("could not be started") == 1
 
 
@@ -169,13 +169,13 @@ def test_a_log_that_cannot_be_written_takes_nothing_else(script: Script, tmp_pat
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "on_event.log").symlink_to("/dev/full")
     with Events(script(TELL), tmp_path) as events:
-        events.tell("alarm", 1, "x")
+        events.emit("alarm", 1, "x")
     assert len(told(tmp_path)) == 1
 
 
 def test_without_a_command_nothing_happens(tmp_path: Path) -> None:
     with Events(None, tmp_path) as events:
-        events.tell("alarm", 1, "x")
+        events.emit("alarm", 1, "x")
     assert not list(tmp_path.iterdir())
 
 
@@ -277,7 +277,7 @@ def test_the_hook_is_known_by_its_own_name(caplog: pytest.LogCaptureFixture, tmp
         patch.setenv("PRORL_STEP", "99")
         patch.chdir(tmp_path)
         with caplog.at_level(logging.WARNING), Events("sh -c 'echo $PRORL_STEP > step'", tmp_path) as events:
-            events.tell("alarm", 5, "x")
+            events.emit("alarm", 5, "x")
     assert (tmp_path / "step").read_text() == "5\n"
     assert os.environ.get("PRORL_STEP") != "5"
     assert events_module.last_step(tmp_path) == 0
@@ -285,7 +285,7 @@ def test_the_hook_is_known_by_its_own_name(caplog: pytest.LogCaptureFixture, tmp
 
 def test_slurm_s_signal_to_all_processes_of_a_task_does_not_end_it(script: Script, tmp_path: Path) -> None:
     with Events(script("echo $$ > pid; sleep 1; touch done"), tmp_path) as events:
-        events.tell("alarm", 1, "a")
+        events.emit("alarm", 1, "a")
         pid = tmp_path / "pid"
         Deadline(20, "the hook").wait_until(lambda: pid.exists() and pid.read_text().strip().isdigit())
         os.kill(int(pid.read_text()), signal.SIGUSR1)

@@ -178,7 +178,7 @@ def test_a_file_that_another_node_renames_meanwhile_is_no_matter(
 
 def test_a_stop_while_a_node_waits_for_the_decision_does_not_hide_why_it_ended(tmp_path: Path) -> None:
     (tmp_path / "endpoints").mkdir()
-    code = "from nemo_prorl.launcher import node; node._SEEN_S = 0.1; raise SystemExit(node.main())"
+    code = "from nemo_prorl.launcher import node; node._VISIBLE_S = 0.1; raise SystemExit(node.main())"
     words = ["--nodes=2", "--node=1", "--host=b", f"--run-dir={tmp_path}", "--attempt=1", f"--expect={tmp_path}/none"]
     process = subprocess.Popen([sys.executable, "-c", code, *words], stderr=subprocess.DEVNULL)
     end = tmp_path / "endpoints" / "node-1-1.json"

@@ -195,7 +195,7 @@ def test_on_a_cpu_ranks_and_engines_have_cores_of_their_own() -> None:
     two = ["trainer.devices=2", "rollout.engines=2", "rollout.threads=2"]
     assert cores(set(range(8)), *two) == Cores([[0, 1], [2, 3]], [[4, 5], [6, 7]])
     assert cores(set(range(5)), *two) == Cores([[0], [0]], [[1, 2], [3, 4]])
-    with pytest.raises(UnfitMachine, match="2 engines take 2 cores each .* of the 4 here none is left"):
+    with pytest.raises(UnfitMachine, match="2 engines take 2 cores each .* of 4 cores none is left"):
         cores(set(range(4)), *two)
 
 

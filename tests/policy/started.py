@@ -12,21 +12,23 @@ TE_STAND_IN = Path(__file__).parent.parent / "te_stand_in"
 
 def run_ranks(root: Path, out: Path) -> Path:
     """The folder in which `ranks.py` wrote what the real actor computes at each layout."""
-    return _run("ranks.py", root, out, [root])
+    return _run("ranks.py", root, out, [root], {})
 
 
 def run_te_ranks(root: Path, out: Path) -> Path:
     """The folder in which `te_ranks.py` wrote what the actor does on a stand-in for Transformer Engine."""
-    return _run("te_ranks.py", root, out, [TE_STAND_IN, root])
+    # Megatron compiles a few fused functions, which costs more here than all that they compute.
+    return _run("te_ranks.py", root, out, [TE_STAND_IN, root], {"TORCH_COMPILE_DISABLE": "1"})
 
 
-def _run(script: str, root: Path, out: Path, path: list[Path]) -> Path:
+def _run(script: str, root: Path, out: Path, path: list[Path], variables: dict[str, str]) -> Path:
     command = [sys.executable, str(Path(__file__).with_name(script)), str(out)]
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, path)),
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        **variables,
     }
     done = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=900, check=False, preexec_fn=end_with_session

@@ -1,5 +1,7 @@
 """Prolonged reinforcement learning with verifiable rewards on NVIDIA's NeMo stack."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 __version__: str

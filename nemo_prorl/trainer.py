@@ -232,8 +232,10 @@ class Trainer:
             metrics.put("stale_gap/share", gaps["stale_gap"]["tokens"] / tokens)
         mean, limit = gaps["engine_gap"]["mean_abs"], engine_gap_alarm(self.cfg)  # type: ignore[arg-type]
         if mean > limit:
-            what = f"engine and trainer differ by {mean:.3g} nats per token; {limit:g} is allowed (correction.alarm)"
-            self.records.alarm(metrics.step, what)
+            self.records.alarm(
+                metrics.step,
+                f"engine and trainer differ by {mean:.3g} nats per token; {limit:g} is allowed (correction.alarm)",
+            )
 
 
 def update(policy: Any, minibatch: Batch, config: GRPOConfig, metrics: Metrics) -> None:

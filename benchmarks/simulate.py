@@ -172,7 +172,9 @@ class Scheduler:
 
     name: str
     route: Callable[[list[int], int, int], list[int]]
-    dynamic: DynamicSamplingConfig = field(default_factory=lambda: asked_for(1.0, 3.0))  # as cluster=h100_4x8
+    dynamic: DynamicSamplingConfig = field(
+        default_factory=lambda: DynamicSamplingConfig(margin=3.0)
+    )  # as cluster=h100_4x8
     measured: bool = True  # keep rates
     keep_surplus: bool = True
 
@@ -329,17 +331,13 @@ def simulate(scheduler: Scheduler, size: Size, steps: int, seed: int, skip: int 
     return outcomes[skip:]
 
 
-def asked_for(oversubscription: float, margin: float) -> DynamicSamplingConfig:
-    return DynamicSamplingConfig(oversubscription=oversubscription, margin=margin)
-
-
 OURS = Scheduler("OURS: groups in parts of 4, margin of 3 deviations", spread_groups)
+NO_MARGIN = DynamicSamplingConfig(margin=0.0)
 SCHEDULERS = (
-    Scheduler("fixed split, refilled as groups drop out", fixed_split, asked_for(1, 0), measured=False),
-    Scheduler("whole groups to the least loaded, the same", whole_groups, asked_for(1, 0), measured=False),
-    Scheduler("fixed split, measured keep rates", fixed_split, asked_for(1, 0)),
-    Scheduler("least loaded, measured keep rates", whole_groups, asked_for(1, 0)),
-    Scheduler("least loaded, 1.25 times as many in flight", whole_groups, asked_for(1.25, 0)),
+    Scheduler("fixed split, refilled as groups drop out", fixed_split, NO_MARGIN, measured=False),
+    Scheduler("whole groups to the least loaded, the same", whole_groups, NO_MARGIN, measured=False),
+    Scheduler("fixed split, measured keep rates", fixed_split, NO_MARGIN),
+    Scheduler("least loaded, measured keep rates", whole_groups, NO_MARGIN),
     Scheduler("least loaded, margin of 3 deviations", whole_groups),
     OURS,
     Scheduler("ours, a request for each response", spread_one_by_one),
@@ -396,7 +394,9 @@ def main() -> None:
         rows = split_table(args.steps, args.seed, args.samples)
         sys.stdout.writelines(f"{row}\n" for row in itertools.chain([describe(), ""], rows))
         return
-    margins = [Scheduler(f"ours, margin of {m:g}", spread_groups, asked_for(1.0, m)) for m in args.margins or ()]
+    margins = [
+        Scheduler(f"ours, margin of {m:g}", spread_groups, DynamicSamplingConfig(margin=m)) for m in args.margins or ()
+    ]
     write = sys.stdout.write
     write(f"{describe()}\n{args.steps} simulated steps, seed {args.seed}, {args.engines} engines, 256 prompts x ")
     write(f"{args.samples}; means a step.  idle: share of engine time without any sequence, also while rewards are\n")

@@ -7,7 +7,7 @@ rises by 0.1 to 0.4 as 1 - exp(-step / tau), tau between 200 and 1,500 steps, wa
 process of sd 0.005, or 0.01 in the harder case, with 200 steps of memory), and carries independent noise of sd 0.02.
 KL grows from 0 as 0.02 (1 - exp(-step / 400)) and carries log-normal noise of sd 0.15 each step.
 
-quiet      nothing else.  A false alarm is any drop or spike; a false plateau is one reported although the blend, without
+quiet      nothing else.  A false alarm is any drop or spike; a false plateau is reported although the blend, without
            noise and wander, gained at least `plateau_gain` over the `plateau_steps` before.
 drop       one score falls by 0.10 for good at a random evaluation from the 15th to the 195th.  Found: a drop of that
            score is reported by the third evaluation that shows it.

@@ -49,7 +49,7 @@ TRL_OPTIONS: dict[str, dict[str, Any]] = {
 # Layouts of this project: as in the laptop job (one rank with a thread per core, one engine), or a rank and an engine
 # per core.
 PRORL_WAYS = {"laptop": "trainer.devices=1 rollout.engines=1", "cores": "trainer.devices={n} rollout.engines={n}"}
-# The stop token is drawn about once in 82 tokens, whatever the text before it; a random model would draw each of its 320
+# The stop token is drawn about once in 82 tokens after any text; a random model would draw each of its 320
 # words alike.  Every embedding has EMBED in its first place, no layer writes there, and of the output weight only the
 # stop token's row reads it, with STOP.
 EMBED, STOP = 0.5, 3.7

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own."""
+"""Event loop on a background thread, for the requests of a collector."""
 
 import asyncio
 import concurrent.futures
@@ -16,21 +16,27 @@ _GIVEN_UP = "the rollout was given up, because it took too long after a stop"
 
 
 class BackgroundLoop:
-    """Runs coroutines on one event loop in a thread; their errors surface where they are waited for."""
+    """Runs coroutines on one event loop on a background thread.
+
+    Errors are raised where the caller waits for the result.
+    """
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._task: asyncio.Task[Any] | None = None  # of what was started last
+        self._task: asyncio.Task[Any] | None = None  # task of the latest work
         self._abandoned = False
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Start `work` and wait for its result; it has the deadlines."""
+        """Start `work` and wait for its result.  The work itself must have deadlines."""
         return self.result(self.start(work))
 
     def start(self, work: Coroutine[Any, Any, _T]) -> "concurrent.futures.Future[_T]":
-        """Begins `work`, one at a time, and returns at once.  Raises StoppedCleanly or RolloutAbandoned as `result`."""
+        """Start `work` and return at once.  Only one work runs at a time.
+
+        Raises StoppedCleanly or RolloutAbandoned, as `result` does.
+        """
         try:
             self.check()
         except ProrlError:
@@ -39,17 +45,17 @@ class BackgroundLoop:
         return asyncio.run_coroutine_threadsafe(self._remembered(work), self._loop)
 
     def check(self) -> None:
-        """Raise StoppedCleanly or RolloutAbandoned, if nothing may be started any more."""
+        """Raise StoppedCleanly or RolloutAbandoned if no more work may be started."""
         if self._loop.is_closed():
             raise StoppedCleanly("the rollouts are closed")
         if self._abandoned:
             raise RolloutAbandoned(_GIVEN_UP)
 
     def result(self, future: "concurrent.futures.Future[_T]") -> _T:
-        """Waits for what was started.  An interrupt of the caller (a signal) cancels it.
+        """Wait for the work that was started.  A signal that interrupts the caller cancels the work.
 
-        Raises what the work raises, without exception groups; StoppedCleanly if `close` cancelled it, RolloutAbandoned
-        if `abandon` did.
+        Raises the first error of the work without exception groups, StoppedCleanly if `close` cancelled it, or
+        RolloutAbandoned if `abandon` did.
         """
         try:
             return future.result()
@@ -63,16 +69,16 @@ class BackgroundLoop:
 
     async def _remembered(self, work: Coroutine[Any, Any, _T]) -> _T:
         self._task = asyncio.current_task()
-        if self._abandoned:  # between the look at it and here
+        if self._abandoned:  # `abandon` was called before this task began
             work.close()
             raise asyncio.CancelledError
         return await _first_error_of(work)
 
     def abandon(self) -> None:
-        """Cancel what runs, for good; may be called from any thread.
+        """Cancel the running work for good.  Any thread may call this.
 
-        From then on `result` and every new start raise RolloutAbandoned.
-        `result` returns only when the cancelled work has ended: nothing goes on behind its caller's back.
+        Afterwards `result` and every new start raise RolloutAbandoned.  `result` returns only when the cancelled work
+        has ended, so that nothing continues unnoticed.
         """
         self._abandoned = True
         _log.warning("giving up the rollout under way, if there is one")
@@ -85,7 +91,7 @@ class BackgroundLoop:
             self._loop.call_soon_threadsafe(cancel)
 
     def close(self, last: Coroutine[Any, Any, None], seconds: float = 10.0) -> None:
-        """Cancels all that runs, does `last`, and ends the thread.  A second call does nothing."""
+        """Cancel the running work, run `last`, and end the thread.  A second call does nothing."""
         if self._loop.is_closed():
             last.close()
             return
@@ -96,7 +102,7 @@ class BackgroundLoop:
                 await asyncio.wait([self._task])
             await last
 
-        with contextlib.suppress(Exception):  # what is left over ends with the process
+        with contextlib.suppress(Exception):  # unfinished work ends with the process
             asyncio.run_coroutine_threadsafe(wind_up(), self._loop).result(seconds)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(seconds)
@@ -105,7 +111,7 @@ class BackgroundLoop:
 
 
 async def _first_error_of(work: Awaitable[_T]) -> _T:
-    """The result; of an exception group only its first error, which is the one that ended the others."""
+    """Return the result of the work.  Of an exception group raise only the first error, which ended the others."""
     try:
         return await work
     except BaseExceptionGroup as group:

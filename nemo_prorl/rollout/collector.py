@@ -46,35 +46,35 @@ from nemo_prorl.schema import Amount, Constraint, Count
 
 _log = logging.getLogger(__name__)
 
-_GRACE_S = 5.0  # a reward client answers by its deadline, with an infrastructure failure if need be; otherwise it hangs
+_GRACE_S = 5.0  # extra seconds: a reward client returns by its deadline, if need be with an infrastructure failure
 
 
 @dataclass
 class _Before:
-    """What a collection that is abandoned goes back to."""
+    """State of the collector before a collection, restored when the collection is abandoned."""
 
-    position: list[tuple[int, int]]  # in the blend
+    position: list[tuple[int, int]]  # position in the blend
     surplus: list[Group]
     draws: int
     keep_rates: dict[str, Any]
 
 
 class CollectorState(TypedDict):
-    """What a checkpoint keeps of the rollouts."""
+    """Fields of the collector in a checkpoint."""
 
     surplus: list[dict[str, Any]]
-    """groups for the next step"""
+    """groups left for the next step"""
     draws: Count
     keep_rates: dict[str, Annotated[list[Amount], Constraint(minItems=2, maxItems=2)]]
     """by task: groups kept, groups decided"""
     waiting: NotRequired[dict[str, Any] | None]
-    """the next step's batch, where it was collected while the last one trained"""
+    """batch of the next step, if collected ahead"""
 
 
 class Collector:
-    """Collects batches of judged groups.  Its requests run on a thread of its own; its methods wait for them.
+    """Collects batches of judged groups on a background thread; its methods wait for the result.
 
-    All methods raise what went wrong on that thread: DeadlineExceeded, EngineRefused, RewardFailure, DataError.
+    All methods raise the errors of that thread: DeadlineExceeded, EngineRefused, RewardFailure, DataError.
     """
 
     def __init__(
@@ -96,10 +96,12 @@ class Collector:
     # --- a step's batch --------------------------------------------------------------------------------------------
 
     def take(self, step: int, version: int) -> CollectedBatch:
-        """Return the groups to train on in this step, made by these weights or by those of a recent step's surplus.
+        """Return the groups to train on in this step, of these weights or from an earlier step's surplus.
 
-        Returns when all that was started has ended, so nothing is in flight between steps.  Raises RolloutAbandoned,
-        with everything as it was before, after somebody called `abandon`.
+        Returns when every request has ended, so that nothing is in flight between steps.
+
+        Raises:
+            RolloutAbandoned: `abandon` was called; the collector is in the state from before this call.
         """
         begun = self._begin(step, version)
         return self._end(begun)
@@ -114,7 +116,7 @@ class Collector:
         before, future = begun
         try:
             return self._background.result(future)
-        except RolloutAbandoned:  # as if never begun
+        except RolloutAbandoned:  # restore the state from before this collection
             self._blend.return_to(before.position)
             self._surplus, self._draws = before.surplus, before.draws
             self.keep_rates.load_state_dict(before.keep_rates)
@@ -170,7 +172,7 @@ class Collector:
         return running.create_task(self._group(draw, self._draws - 1, work))
 
     def _decide(self, group: Group, sampler: DynamicSampler, batch: CollectedBatch) -> None:
-        """Decide the oldest undecided group.  This is where a group is kept or dropped."""
+        """Decide the oldest undecided group.  This is the only place where a group is kept or dropped."""
         tolerance = self.cfg.trainer.grpo.dynamic_sampling.tolerance
         kept = sampler.decide(_carries_signal(group, tolerance), usable=_can_teach(group))
         batch.tasks.setdefault(group.task, TaskTally()).add(group, kept, tolerance)
@@ -179,13 +181,13 @@ class Collector:
             batch.groups.append(group)
 
     def drop(self) -> None:
-        """Groups that were left for the next step are not trained on."""
+        """Discard the groups that were left for the next step."""
         self._surplus = []
 
     # --- one group -------------------------------------------------------------------------------------------------
 
     async def _group(self, draw: PromptDraw, draw_index: int, work: "_Work") -> Group:
-        """Generate and judge one group; each response is judged from the moment it ends."""
+        """Generate and judge one group.  Each response is sent to the reward server as soon as it ends."""
         record = draw.record
         seeds = [response_seed(self.cfg.seed, record["id"], draw.visit, sample) for sample in range(work.samples)]
         open_verdicts: dict[int, asyncio.Task[Verdict]] = {}
@@ -220,7 +222,7 @@ class Collector:
         )
 
     async def _judge(self, draw: PromptDraw, response: Response, clock: "WaitClock") -> Verdict:
-        """Return the verdict on one response.  A missing score is counted, and after several in a row the run stops."""
+        """Return the verdict on one response.  Missing scores are counted; several in a row stop the run."""
         record, text = draw.record, self.renderer.judged_text(draw.prompt_ids, response.token_ids)
         request = {**record, "response": text, "finished": response.finished}
         what = f"the verdict on {record['id']}, task {record['task']} (trainer.deadlines.reward_s)"
@@ -244,9 +246,9 @@ class Collector:
     def sample(
         self, prompts: Sequence[PromptDraw], samples: int, temperature: float, top_p: float, step: int
     ) -> list[Group]:
-        """Return judged responses to each prompt, in the order of prompts (validation): no dynamic sampling.
+        """Return judged responses to each prompt, in the order of prompts, without dynamic sampling (for validation).
 
-        They are made by the weights that follow `step`.
+        The responses are generated by the weights after `step`.
         """
         work = _Work(step, step, samples, temperature, top_p, self._deadline("validation", step), WaitClock())
         return self._background.run(self._sample(prompts, work))
@@ -259,22 +261,24 @@ class Collector:
     # --- engines ---------------------------------------------------------------------------------------------------
 
     def publish(self, path: str, version: int) -> list[tuple[str, str]]:
-        """Load a weights file into all engines, waking those that sleep; return when each holds it.
+        """Load a weights file into all engines and wake sleeping ones.  Returns when every engine has the weights.
 
-        An engine that fails to wake is started again by its supervisor and waited for: returned are those, with their
-        errors.
+        The supervisor restarts an engine that fails to wake, and this method waits for it.
+
+        Returns:
+            (engine, error) of each engine that failed to wake.
         """
         self._background.run(self._engines.publish(path, version, self._change(f"publication of weights {version}")))
         return sorted(self._engines.wake_failures.items())
 
     def sleep(self) -> int:
-        """Engines give their devices' memory away until the next publication; return the bytes that this freed."""
+        """Make the engines release device memory until the next publication; return the bytes released."""
         level = self.cfg.rollout.sleep
         assert level is not None
         return self._background.run(self._engines.sleep(level, self._change("the engines' sleep")))
 
     def _change(self, what: str) -> Deadline:
-        """Return the deadline of a change to all engines; where they sleep, one may have to be started again."""
+        """Return the deadline of a change to all engines; where engines sleep, it allows for one restart."""
         deadlines = self.cfg.trainer.deadlines
         if self.cfg.rollout.sleep is None:
             return Deadline(deadlines.publish_s, f"{what} (trainer.deadlines.publish_s)")
@@ -287,11 +291,11 @@ class Collector:
     # --- stopping, and in a checkpoint -----------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """From another thread, for good: whoever waits for a collection or a sample gets RolloutAbandoned."""
+        """Give up the collection from another thread, for good.  Every waiting thread gets RolloutAbandoned."""
         self._background.abandon()
 
     def close(self) -> None:
-        """Cancel what runs (whoever waits gets StoppedCleanly) and end the thread."""
+        """Cancel the running work and end the thread.  Every waiting thread gets StoppedCleanly."""
         self._background.close(self._disconnect())
 
     async def _disconnect(self) -> None:
@@ -299,7 +303,7 @@ class Collector:
         await self._rewards.close()
 
     def state_dict(self) -> CollectorState:
-        """For a checkpoint, when nothing is under way: JSON, exact."""
+        """Return the exact state as JSON values.  Call it only while no collection runs."""
         return {
             "surplus": [asdict(group) for group in self._surplus],
             "draws": self._draws,
@@ -314,7 +318,7 @@ class Collector:
 
 @dataclass
 class _Work:
-    """What the groups of one collection, or of a validation, have in common, and the tokens that they add up to."""
+    """Settings common to all groups of one collection or validation, and the sum of their generated tokens."""
 
     step: int
     version: int
@@ -328,9 +332,9 @@ class _Work:
 
 @dataclass
 class WaitClock:
-    """Seconds with an engine's request open, with a reward's open, and with rewards alone waited for.
+    """Seconds with an engine request open, with a reward request open, and spent waiting for rewards alone.
 
-    Any thread may use it.  `waited_for` False: nobody waits for what is under way.
+    Any thread may use it.  `waited_for` is False while no thread waits for the collection.
     """
 
     engine_s: float = 0.0
@@ -354,12 +358,12 @@ class WaitClock:
             self._waited_for = self._waited_for if waited_for is None else waited_for
 
     def wait(self, waited_for: bool) -> None:
-        """From now on somebody waits for what is under way, or nobody."""
+        """Note whether a thread waits for the collection from now on."""
         self._change(waited_for=waited_for)
 
     @contextmanager
     def open(self, engine: int = 0, reward: int = 0) -> Iterator[None]:
-        """So many requests more are open inside."""
+        """Count this many additional open requests inside the context."""
         self._change(engine, reward)
         try:
             yield
@@ -373,7 +377,7 @@ def _carries_signal(group: Group, tolerance: float) -> bool:
 
 
 def _can_teach(group: Group) -> bool:
-    """Fewer than 2 valid responses have no advantage to learn from."""
+    """Return whether the group has at least 2 valid responses, without which no advantage exists."""
     return sum(group.valid) >= min(2, len(group.valid))
 
 

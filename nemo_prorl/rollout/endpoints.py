@@ -1,4 +1,4 @@
-"""One engine at one address: what it is asked, and what it answers."""
+"""Client of one rollout engine at one address: requests, responses and errors."""
 
 import hashlib
 import json
@@ -14,15 +14,21 @@ import aiohttp
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, EngineFailure, EngineRefused
 
-_FAULTS = (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError, TypeError)  # of a connection or a reply
-_SILENCE_S = 60.0  # a stream says an empty line every 10 s; silence means that the server or the network is gone
+_FAULTS = (
+    aiohttp.ClientError,
+    TimeoutError,
+    ConnectionError,
+    ValueError,
+    TypeError,
+)  # seconds to connect or to receive a reply
+_SILENCE_S = 60.0  # seconds; a stream sends an empty line every 10 s, so silence means a lost server or network
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How responses are drawn.
+    """Sampling parameters of a request.
 
-    `stop_token_ids` None: those of the model's config.json.  `logprobs` False: a response comes without them.
+    `stop_token_ids` None uses the stop tokens of the model's config.json.  `logprobs` False omits log-probabilities.
     """
 
     temperature: float = 1.0
@@ -34,7 +40,10 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Response:
-    """One response: tokens with the stop token if it ended, and their log-probabilities at the sampling temperature."""
+    """A response to a prompt.
+
+    `token_ids` includes the stop token, if there is one.  `logprobs` are those of the sampling distribution.
+    """
 
     index: int
     token_ids: list[int]
@@ -44,18 +53,18 @@ class Response:
 
     @property
     def finished(self) -> bool:
-        """Whether it ended by itself, with a stop token."""
+        """Return whether the response ended with a stop token."""
         return self.finish_reason == "stop"
 
 
 def response_seed(run_seed: int, prompt_id: str, visit: int, sample: int) -> int:
-    """The seed of one response, in 0..2**63-1: its tokens do not depend on what is generated beside it."""
+    """Return the seed of a response, in 0..2**63-1.  Its tokens therefore do not depend on concurrent responses."""
     key = json.dumps([run_seed, prompt_id, visit, sample]).encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
 def read_token(path: str | Path) -> str:
-    """Return the run's token; ConfigError for a file that others can read, or that holds none."""
+    """Return the run's token.  Raises ConfigError for a file that other users can read, or that is empty."""
     file = Path(path)
     if file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError(f"{file}: the token must be unreadable to others (chmod 600)")
@@ -65,7 +74,7 @@ def read_token(path: str | Path) -> str:
 
 
 class EngineClient:
-    """One running engine at one address."""
+    """HTTP client of one running engine."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, token: str) -> None:
         self.url = url
@@ -75,9 +84,9 @@ class EngineClient:
     async def generate(
         self, prompt_ids: Sequence[int], seeds: Sequence[int], sampling: SamplingParams, version: int | None
     ) -> AsyncGenerator[Response, None]:
-        """Responses as they end, `index` counting the seeds.
+        """Yield responses as they end; `index` is the position of the seed.
 
-        Raises EngineFailure for a cut or silent stream, EngineRefused for a request that the engine calls wrong.
+        Raises EngineFailure for a cut or silent stream, EngineRefused for a request that the engine rejects.
         """
         body = {"prompt": list(prompt_ids), "seeds": list(seeds), **asdict(sampling), "weight_version": version}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=_SILENCE_S)
@@ -114,16 +123,16 @@ class EngineClient:
         return response
 
     async def load_weights(self, path: str, version: int, deadline: Deadline) -> None:
-        """Loads a published file once the engine is idle."""
+        """Load a published file as soon as the engine is idle."""
         body = {"path": path, "version": version, "wait_s": deadline.remaining}
         await self._call("/weights", deadline, body)
 
     async def sleep(self, level: int, deadline: Deadline) -> dict[str, Any]:
-        """Gives the device's memory away once the engine is idle; its account, with `freed_bytes`."""
+        """Make the engine release its device's memory once it is idle; return its report, with `freed_bytes`."""
         return await self._call("/sleep", deadline, {"level": level, "wait_s": deadline.remaining})
 
     async def wake(self, part: str, deadline: Deadline) -> dict[str, Any]:
-        """Takes the memory of `weights` or `kv_cache` back; an awake engine stays as it is."""
+        """Take back the memory of `weights` or `kv_cache`.  An awake engine does not change."""
         return await self._call("/wake", deadline, {"parts": [part]})
 
     async def _call(self, path: str, deadline: Deadline, body: dict[str, Any]) -> dict[str, Any]:
@@ -142,6 +151,6 @@ class EngineClient:
         if reply.status == 200:
             return
         text = (await reply.text())[:500]
-        # 409: busy, or other weights; both pass.  404, 405: no engine at all, a dead one's port was taken over.
+        # 409: busy, or other weights; both are temporary.  404, 405: another program has the port of a dead engine.
         wrong = 400 <= reply.status < 500 and reply.status not in (404, 405, 409)
         raise (EngineRefused if wrong else EngineFailure)(f"{reply.url}: HTTP {reply.status}: {text}")

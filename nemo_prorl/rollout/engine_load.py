@@ -1,26 +1,26 @@
-"""How well a rollout filled the engines: responses open over time, and the tail in which few are left."""
+"""Load of the engines during a rollout: open responses over time, and the tail in which few are open."""
 
 import time
 
-TAIL_SHARE = 0.05  # of the most responses open at once: from where it stays at or below this, the rest is the tail
+TAIL_SHARE = 0.05  # share of the maximum of open responses; the tail begins when their number stays at or below it
 
 
 class EngineLoad:
-    """Responses open at all engines, noted whenever their number changes.
+    """Open responses of all engines, recorded at each change of their number.
 
-    `begin` starts a measurement, `end` gives it: numbers for metrics.jsonl under `time/rollout/`.
+    `begin` starts a measurement; `end` returns it as values of metrics.jsonl under `time/rollout/`.
     """
 
     def __init__(self, engines: int) -> None:
         self._engines = engines
-        self._open: dict[str, int] = {}  # by engine
-        self._lost: set[str] = set()  # engines that failed and did not answer since
+        self._open: dict[str, int] = {}  # open responses by engine
+        self._lost: set[str] = set()  # failed engines that have not answered since
         self._total, self._asked = 0, 0
         self._seen: list[tuple[float, int, int, int]] = []  # time, responses open, engines with one, engines lost
         self._began: float | None = None
 
     def changed(self, engine: str, by: int) -> None:
-        """So many more responses are open at this engine."""
+        """Record that the number of open responses of this engine changed by `by`."""
         self._open[engine] = self._open.get(engine, 0) + by
         self._total += by
         if self._began is not None:
@@ -28,13 +28,13 @@ class EngineLoad:
             self._note()
 
     def lost(self, engine: str) -> None:
-        """This engine failed."""
+        """Record that this engine failed."""
         if engine not in self._lost:
             self._lost.add(engine)
             self._note()
 
     def answered(self, engine: str) -> None:
-        """This engine works, perhaps again."""
+        """Record that this engine answers, possibly again."""
         if engine in self._lost:
             self._lost.discard(engine)
             self._note()
@@ -49,17 +49,20 @@ class EngineLoad:
             self._seen.append((time.monotonic(), self._total, busy, len(self._lost)))
 
     def end(self) -> dict[str, float]:
-        """Of what was measured.
+        """End the measurement and return its values.
 
-        `responses` asked for; `tail_s` and `tail_responses`, the tail's length and how many it waited for; `idle_s`:
-        seconds without work, mean over the engines; in the tail by how far they are from what they once held; `lost_s`:
-        seconds from an engine's failure until it answers again, mean over the engines.
+        `responses`: responses requested.  `tail_s`, `tail_responses`: seconds of the tail, and the responses open at
+        its begin.  `idle_s`: seconds without work, mean over the engines; in the tail an engine counts as idle by the
+        share of responses it has fewer than before.  `lost_s`: seconds from an engine's failure until it answers again,
+        mean over the engines.
         """
         assert self._began is not None, "begin was not called"
         began, over, self._began = self._began, time.monotonic(), None
         most = max(total for _, total, *_ in self._seen)
         few = max(1, int(TAIL_SHARE * most))
-        last = max((at for at, total, *_ in self._seen if total), default=began)  # the change before the last end
+        last = max(
+            (at for at, total, *_ in self._seen if total), default=began
+        )  # time of the last change with open responses
         ended = next((at for at, total, *_ in self._seen if at >= last and not total), over)
         full = max((k for k, (_, total, *_) in enumerate(self._seen) if total > few), default=-1) + 1
         tail_at = self._seen[full][0] if most > few and full < len(self._seen) else ended

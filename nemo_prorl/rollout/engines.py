@@ -1,7 +1,7 @@
-"""The engines as the trainer sees them: requests with deadlines, retries and back-pressure; weights kept current.
+"""Pool of rollout engines for the trainer: requests with deadlines, retries and back-pressure, and current weights.
 
-A response depends on (weights, prompt, seed, sampling) only, so a response lost with its engine is asked for again,
-from any engine, with the same seed, and comes back the same.
+A response depends only on weights, prompt, seed and sampling.  A response that was lost with its engine is therefore
+requested again from any engine with the same seed, and is the same.
 """
 
 import asyncio
@@ -28,22 +28,22 @@ from nemo_prorl.rollout.scheduling import spread
 
 _log = logging.getLogger(__name__)
 
-_POLL_S = 0.1  # between looks at the endpoint files while something is waited for
-_SCAN_S = 1.0  # otherwise: the files may lie on a slow shared disk
+_POLL_S = 0.1  # seconds between reads of the endpoint files while a request waits
+_SCAN_S = 1.0  # seconds between reads otherwise: the files may be on a slow shared disk
 _MAX_BACKOFF_S = 5.0
-_LINE_BYTES = 1 << 24  # the longest response line
+_LINE_BYTES = 1 << 24  # bytes of the longest response line
 
 
 @dataclass
 class _Slot:
-    """One engine process, as its endpoint file tells of it.  A restarted engine is another slot."""
+    """One engine process, as described by its endpoint file.  A restarted engine is a new slot."""
 
     name: str
     pid: int
     client: EngineClient
-    weights_dir: Path | None = None  # of its node
-    loaded: int | None = None  # the version that this pool has loaded into it
-    asleep: bool = False  # it was told to sleep, and not woken since
+    weights_dir: Path | None = None  # folder of its node
+    loaded: int | None = None  # version that this pool has loaded
+    asleep: bool = False  # put to sleep and not yet woken
     in_flight: int = 0
     failures: int = 0
     retry_at: float = 0.0  # monotonic
@@ -56,7 +56,7 @@ class _Slot:
 
 @dataclass
 class _Share:
-    """Room on an engine for some responses to a prompt, by their indexes, of which so many are still open."""
+    """Reserved room on an engine for some responses to a prompt, by their indexes; `open` of them have not ended."""
 
     slot: _Slot
     indexes: list[int]
@@ -64,11 +64,12 @@ class _Share:
 
 
 class EnginePool:
-    """All engines of a run.  Lives on one event loop; `close` when done.
+    """Pool of all engines of a run, on one event loop.  Call `close` when done.
 
-    `endpoints`: the folder with engine-*.json, which the engines write and a supervisor's restart renews.
-    `engines`: how many there are when all are well.  `max_in_flight`: responses asked of one engine at a time; further
-    requests wait for room, first come first served.
+    Args:
+        endpoints: folder with engine-*.json, which the engines write at each start.
+        engines: number of engines when all are healthy.
+        max_in_flight: limit of open responses per engine; further requests wait in order of arrival.
     """
 
     def __init__(self, endpoints: str | Path, token: str, engines: int = 1, max_in_flight: int = 512) -> None:
@@ -76,17 +77,17 @@ class EnginePool:
         self.load = EngineLoad(engines)
         self.current: tuple[str, int] | None = None  # the published file and its version
         self.hold = self.endpoints / HOLD_FILE
-        self.wake_failures: dict[str, str] = {}  # of the last publication: engine, what it said
+        self.wake_failures: dict[str, str] = {}  # errors of the last publication by engine
         self._token = token
         self._slots: dict[str, _Slot] = {}
-        self._last_failure: dict[str, str] = {}  # of each engine, also of one that is gone
+        self._last_failure: dict[str, str] = {}  # by engine, including lost ones
         self._scanned_at = -math.inf  # monotonic
         self._http: aiohttp.ClientSession | None = None
         self._turn, self._freed = asyncio.Lock(), asyncio.Event()
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
-            # The server closes an idle connection after 5 s: one that was just used is used again, no other.
+            # The server closes an idle connection after 5 s, so only a recently used connection is reused.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=1.0)
             self._http = aiohttp.ClientSession(connector=connector, read_bufsize=_LINE_BYTES)
         return self._http
@@ -97,7 +98,7 @@ class EnginePool:
             self._http = None
 
     def _scan(self, max_age_s: float = 0.0) -> list[_Slot]:
-        """Reads the endpoint files; an engine with another address or process is a new one with unknown weights."""
+        """Read the endpoint files.  An engine with another address or process is a new one with unknown weights."""
         if time.monotonic() - self._scanned_at < max_age_s:
             return list(self._slots.values())
         session, found = self._session(), {}
@@ -108,7 +109,7 @@ class EnginePool:
                 ready = endpoint["state"] == "ready"
                 weights_dir = Path(endpoint["weights_dir"]) if endpoint.get("weights_dir") else None
             except (OSError, ValueError, KeyError, TypeError):
-                continue  # half written by a foreign hand, or just gone
+                continue  # incomplete, or just removed
             old = self._slots.get(name)
             if old is not None and (old.client.url, old.pid) == (url, pid):
                 found[name] = old
@@ -126,10 +127,14 @@ class EnginePool:
         on_response: Callable[[Response], object] = lambda response: None,
         version: int | None = None,
     ) -> list[Response]:
-        """One response for each seed, in the order of seeds; `on_response` is called for each the moment it ends.
+        """Return one response for each seed, in the order of seeds; call `on_response` for each as soon as it ends.
 
-        `version`: the weights that must have made them; others are thrown away and asked for again.
-        Raises EngineRefused at once, and DeadlineExceeded naming the engine once the time is over.
+        Args:
+            version: required weights; responses of other weights are discarded and requested again.
+
+        Raises:
+            EngineRefused: at once, if an engine rejects the request.
+            DeadlineExceeded: names the engine.
         """
         if version is not None and self.current is not None and self.current[1] != version:
             raise ValueError(f"weights {version} are asked for, but {self.current[1]} are published")
@@ -177,7 +182,7 @@ class EnginePool:
         take: Callable[[_Share, Response], None],
         share: _Share,
     ) -> None:
-        """Ask one engine for the responses of a share; `take` gets each the moment it comes."""
+        """Request the responses of a share from one engine; call `take` with each as it arrives."""
         slot = share.slot
         try:
             if await self._bring_up_to_date(slot, deadline):
@@ -195,9 +200,9 @@ class EnginePool:
             slot.loaded = None  # if it is the wrong version, load again; if it died, it is another slot anyway
 
     async def _room_for(self, responses: list[int]) -> list[_Share]:
-        """Reserve room for responses, or for the first of them, on the least loaded engines that are well.
+        """Reserve room for all responses, or for the first of them, on the least loaded healthy engines.
 
-        Waits for room for one at least, first come first served.
+        Waits for room for at least one response, in order of arrival.
         """
         async with self._turn:
             while True:
@@ -213,7 +218,7 @@ class EnginePool:
                         await self._freed.wait()
 
     def _shares(self, slots: list[_Slot], responses: list[int]) -> list[_Share]:
-        """Return what each engine that is well gets of a prompt's responses, as far as there is room."""
+        """Return the number of the prompt's responses for each healthy engine, as far as there is room."""
         now, left = time.monotonic(), iter(responses)
         usable = [slot for slot in slots if slot.retry_at <= now]
         counts = spread([slot.in_flight for slot in usable], len(responses), self.max_in_flight)
@@ -226,13 +231,13 @@ class EnginePool:
         self._freed.set()
 
     def _free_rest(self, share: _Share, task: "asyncio.Task[Any]") -> None:
-        """When an attempt is over, also one that was cancelled before it began."""
+        """Release the rest of a share when its attempt has ended, even if it was cancelled before it began."""
         self._free(share, share.open)
 
     async def _bring_up_to_date(self, slot: _Slot, deadline: Deadline) -> bool:
-        """An engine that was restarted comes up with old weights: it gets the current file before it is asked.
+        """Load the current weights into an engine that restarted with old ones, before it gets a request.
 
-        Returns whether it was asked to load.
+        Returns whether a load was requested.
         """
         if self.current is None or slot.loaded == self.current[1]:
             return False
@@ -241,7 +246,7 @@ class EnginePool:
             await self._wake(slot, "weights", deadline)
             if slot.loaded != version:
                 await slot.client.load_weights(slot.path_of(path), version, deadline)
-            await self._wake(slot, "kv_cache", deadline)  # only now: a load needs room of its own
+            await self._wake(slot, "kv_cache", deadline)  # released only now, because a load needs room, too
             slot.loaded, slot.asleep = version, False
         return True
 
@@ -255,10 +260,10 @@ class EnginePool:
             raise
 
     async def sleep(self, level: int, deadline: Deadline) -> int:
-        """Puts all engines to sleep; the bytes that this freed on their devices (0 on CPUs), once none is awake.
+        """Put all engines to sleep; return the bytes released on their devices (0 on CPUs) once all sleep.
 
-        The next publication wakes them.  An engine that starts meanwhile takes no memory before that: it waits for the
-        hold file to go, and says so in a file of its own.  DeadlineExceeded names an engine that does not sleep.
+        The next publication wakes them.  An engine that starts meanwhile takes no memory before that: it waits until
+        the hold file is removed, and writes a file of its wait.  DeadlineExceeded names an engine that does not sleep.
         """
         freed: dict[str, int] = {}
         for old in self._held():
@@ -284,23 +289,26 @@ class EnginePool:
         freed[slot.name] = int((await slot.client.sleep(level, deadline)).get("freed_bytes", 0))
 
     def _held(self) -> set[str]:
-        """Engines that wait with their start until the others wake."""
+        """Return the engines whose start waits until the others wake."""
         return {file.stem for file in self.endpoints.glob(f"engine-*{HELD_SUFFIX}")}
 
     async def announce(self, path: str | Path, version: int) -> None:
-        """From now on these weights are asked for: each engine loads them before its next response, and nobody waits.
+        """Require these weights from now on; engines that stay awake load them before their next response.
 
-        For engines that stay awake.
+        Returns at once.
         """
         self.current = (str(path), version)
         for slot in self._slots.values():
             slot.loaded = None  # also where it says so: an engine may hold weights of a run that was lost
 
     async def publish(self, path: str | Path, version: int, deadline: Deadline) -> None:
-        """Loads a weights file into all engines, and wakes those that sleep; returns when each holds it.
+        """Load a weights file into all engines and wake sleeping ones; return when every engine has the weights.
 
-        An engine that fails is waited for, restarted or not, until the deadline; DeadlineExceeded names it.
-        Raises EngineRefused when an engine calls the file wrong.
+        The method waits for a failed engine, restarted or not, until the deadline.
+
+        Raises:
+            DeadlineExceeded: names the engine.
+            EngineRefused: an engine rejects the file.
         """
         self.current = (str(path), version)
         self.wake_failures = dict.fromkeys(self._held(), "it ended while it slept") if self.hold.exists() else {}
@@ -331,7 +339,7 @@ class EnginePool:
             raise DeadlineExceeded(f"{deadline.error()}: weights {version} are not in all engines: {which}") from None
 
     async def _try(self, slot: _Slot, change: Callable[[], Awaitable[object]]) -> None:
-        """Change an engine, unless it failed a moment ago."""
+        """Change an engine, unless it has just failed."""
         if slot.retry_at > time.monotonic():
             return
         try:
@@ -348,12 +356,14 @@ class EnginePool:
         slot.failures += 1
         slot.retry_at = time.monotonic() + min(_MAX_BACKOFF_S, 0.1 * 2.0 ** min(slot.failures, 10))
         self._last_failure[slot.name] = str(error)
-        if slot.failures & (slot.failures - 1) == 0:  # a dead engine fails all its open requests: 1, 2, 4, ... are told
+        if (
+            slot.failures & (slot.failures - 1) == 0
+        ):  # a dead engine fails all its open requests: log failures 1, 2, 4, ...
             _log.warning("%s failed (%d in a row): %s", slot.name, slot.failures, error)
         self.load.lost(slot.name)
 
     def _account(self, slot: _Slot | None) -> str:
-        """One engine, or all, in an error message."""
+        """Describe one engine, or all engines, for an error message."""
         if slot is not None:
             last = self._last_failure.get(slot.name, "")
             return f"{slot.name} at {slot.client.url}" + (f" (last failure: {last})" if last else "")
@@ -362,7 +372,7 @@ class EnginePool:
 
 
 async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Ends tasks and waits until they are over."""
+    """Cancel tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

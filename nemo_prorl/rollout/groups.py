@@ -1,4 +1,4 @@
-"""What a rollout gives: judged groups, what a task's groups came to, and the batch of a step.
+"""Judged groups, tallies of a task's groups, and the batch of a step.
 
 `collector` keeps or drops a group.
 
@@ -17,7 +17,7 @@ from nemo_prorl.rollout.endpoints import Response
 
 @dataclass(frozen=True)
 class PromptDraw:
-    """One draw of a prompt record; `visit` counts the earlier ones of the same record."""
+    """A draw of a prompt record; `visit` counts the earlier draws of the same record."""
 
     record: dict[str, Any]
     prompt_ids: list[int]
@@ -28,7 +28,8 @@ class PromptDraw:
 class Group:
     """The N responses to one prompt, with their verdicts.
 
-    `step`: in which it was drawn.  `version`: of the weights that made it.  `draw_index`: counts draws of the run.
+    `step`: the step in which it was drawn.  `version`: the version of the weights that generated it.  `draw_index`:
+    number of the draw in the run.
     """
 
     prompt_id: str
@@ -44,24 +45,25 @@ class Group:
 
     @property
     def valid(self) -> list[bool]:
-        """False where infrastructure failed: that response has no reward and is masked."""
+        """Return whether each response has a reward.  Without one (infrastructure failed) it is masked."""
         return [verdict["score"] is not None for verdict in self.verdicts]
 
     @property
     def scores(self) -> list[float]:
-        """Raw rewards in 0..1; 0 where not valid, which means nothing there."""
+        """Return the raw rewards in 0..1; 0 where not valid, which has no meaning."""
         return [0.0 if verdict["score"] is None else float(verdict["score"]) for verdict in self.verdicts]
 
     @property
     def finished(self) -> list[bool]:
-        """Whether each response ended by itself."""
+        """Return whether each response ended with a stop token."""
         return [response.finished for response in self.responses]
 
     def outcome(self, tolerance: float) -> str:
-        """Return what the valid raw rewards are.
+        """Classify the valid raw rewards.
 
-        `mixed`; or, where all are equal within `tolerance`, `solved` (all 1), `unsolved` (all 0) or `tied` (anything
-        between); `unjudged` where there are none.
+        Returns:
+            `mixed`; or, if all are equal within `tolerance`, `solved` (all 1), `unsolved` (all 0) or `tied` (another
+            value); `unjudged` if there are none.
         """
         rewards = [score for score, valid in zip(self.scores, self.valid, strict=True) if valid]
         if not rewards:
@@ -81,23 +83,23 @@ class Group:
 
 @dataclass
 class TaskTally:
-    """What one task's decided groups of a step came to, kept or not, before any shaping."""
+    """Counts over the decided groups of a task in a step, kept or dropped, before any shaping."""
 
     decided: int = 0
     kept: int = 0
-    solved: int = 0  # groups; see Group.outcome
+    solved: int = 0  # groups by Group.outcome
     unsolved: int = 0
     tied: int = 0
     judged: int = 0  # responses with a reward
     masked: int = 0  # responses that infrastructure failed
     score_sum: float = 0.0
     finished: int = 0
-    tokens: int = 0  # of responses
+    tokens: int = 0  # sum over responses
     repetition_sum: float = 0.0
 
     @classmethod
     def total(cls, tallies: "Iterable[TaskTally]") -> "TaskTally":
-        """What several tasks came to together."""
+        """Return the sum of several tallies."""
         parts = list(tallies)
         return cls(**{f.name: sum(getattr(part, f.name) for part in parts) for f in fields(cls)})
 
@@ -114,7 +116,7 @@ class TaskTally:
         return self.kept / self.decided if self.decided else math.nan
 
     def add(self, group: Group, kept: bool, tolerance: float) -> None:
-        """Counts a decided group; rewards that differ by no more than `tolerance` are equal."""
+        """Count a decided group.  Rewards that differ by no more than `tolerance` count as equal."""
         outcome = group.outcome(tolerance)
         self.decided += 1
         self.kept += kept
@@ -131,11 +133,10 @@ class TaskTally:
 
 @dataclass
 class CollectedBatch:
-    """The groups to train on in a step, in draw order, and how they were found.
+    """The groups to train on in a step, in draw order, and the counts of their collection.
 
-    Fewer than `needed` when the cap of draws was reached first.
-    `engine_s`, `reward_open_s`: seconds with a request of that kind open.  `reward_wait_s`: seconds in which the step
-    waited for rewards and nothing else.
+    Has fewer than `needed` groups if the limit of draws was reached first.  `engine_s`, `reward_open_s`: seconds with a
+    request of that kind open.  `reward_wait_s`: seconds in which the step waited for rewards alone.
     """
 
     step: int
@@ -143,14 +144,14 @@ class CollectedBatch:
     needed: int
     groups: list[Group] = field(default_factory=list)
     tasks: dict[str, TaskTally] = field(default_factory=dict)
-    outcomes: list[tuple[str, str]] = field(default_factory=list)  # prompt id, outcome; in the order of decisions
+    outcomes: list[tuple[str, str]] = field(default_factory=list)  # (prompt id, outcome) in the order of decisions
     drawn: int = 0  # prompts drawn in this step
     carried: int = 0  # groups taken over from the step before
     stale: int = 0  # groups of earlier steps that were too old
     surplus: int = 0  # groups left for the next step
     generated_tokens: int = 0
     wall_s: float = 0.0
-    load: dict[str, float] = field(default_factory=dict)  # of the engines meanwhile (`rollout.engine_load`)
+    load: dict[str, float] = field(default_factory=dict)  # load of the engines (`rollout.engine_load`)
     engine_s: float = 0.0
     reward_open_s: float = 0.0
     reward_wait_s: float = 0.0
@@ -160,7 +161,7 @@ class CollectedBatch:
         return len(self.groups) >= self.needed
 
     def account(self) -> "CollectedBatch":
-        """Return the batch without texts, tokens and verdicts: what all ranks learn of it."""
+        """Return the batch without texts, tokens and verdicts, for all ranks."""
         left_out: dict[str, Any] = {"record": {}, "prompt_ids": [], "responses": [], "verdicts": []}
         return replace(self, groups=[replace(group, **left_out) for group in self.groups])
 

@@ -1,6 +1,7 @@
-"""One step off: a step's batch is collected while the step before it trains, by engines with devices of their own.
+"""One step off: the batch of a step is collected while the previous step trains, by engines with their own devices.
 
-The weights that make a batch are one step older than those that train on it; `algorithms.correction` makes up for it.
+The weights that generate a batch are one step older than those that train on it; `algorithms.correction` corrects for
+that.
 
     step s:  take(s)   begin_next(s + 1)   updates, while engines generate   finish_next()   step s+1:  take is at once
 """
@@ -17,20 +18,20 @@ from nemo_prorl.rollout.groups import CollectedBatch
 
 
 class OneStepOff(Collector):
-    """A collector whose next batch may be under way while the present one is trained on.
+    """A collector that may collect the next batch while the current one is trained on.
 
-    What was begun is to be finished before anything else is asked: so nothing is under way where a checkpoint is
-    written.  A finished batch waits for its step, and belongs to the state.
+    Call `finish_next` before any other method, so that nothing runs while a checkpoint is written.  A finished batch
+    waits for its step and is part of the state.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._waiting: CollectedBatch | None = None
         self._next: tuple[_Before, Future[CollectedBatch]] | None = None
-        self._over: float | None = None  # monotonic, when what was begun was over
+        self._over: float | None = None  # monotonic time at the end of the collection
 
     def take(self, step: int, version: int) -> CollectedBatch:
-        """Return the batch that waits for this step; without one it is collected now, from these weights."""
+        """Return the batch that waits for this step, or collect one now from these weights."""
         if self._waiting is None:
             return super().take(step, version)
         self._background.check()
@@ -38,11 +39,11 @@ class OneStepOff(Collector):
         return batch
 
     def announce(self, path: str, version: int) -> None:
-        """Name the weights that engines load before they generate again, while the trainer goes on."""
+        """Require these weights from all engines before they generate again, while the trainer continues."""
         self._background.run(self._engines.announce(path, version))
 
     def begin_next(self, step: int, version: int) -> None:
-        """Start to collect the batch of the next step, unless one waits.  `finish_next` raises what goes wrong."""
+        """Start to collect the batch of the next step, unless one waits.  `finish_next` raises its errors."""
         if self._waiting is None:
             with contextlib.suppress(RolloutAbandoned):
                 self._over = None
@@ -54,10 +55,12 @@ class OneStepOff(Collector):
         self._over = time.monotonic()
 
     def finish_next(self) -> float:
-        """Wait for what was begun, whose batch from then on waits for its step.
+        """Wait for the collection that was started.  Its batch then waits for its step.
 
-        If somebody gave it up, all is as if it had never begun.  Returns the seconds since its end, in which the
-        engines had nothing to do.
+        If the collection was abandoned, the state is as before its start.
+
+        Returns:
+            seconds since the end of the collection, in which the engines had no work.
         """
         begun, self._next = self._next, None
         if begun is None:
@@ -69,7 +72,7 @@ class OneStepOff(Collector):
         return max(0.0, asked - (self._over or asked))
 
     def drop(self) -> None:
-        """What waits, and what was left over, is not trained on."""
+        """Discard the waiting batch and the surplus."""
         self._waiting = None
         super().drop()
 
@@ -77,6 +80,6 @@ class OneStepOff(Collector):
         return {**super().state_dict(), "waiting": asdict(self._waiting) if self._waiting else None}
 
     def load_state_dict(self, state: CollectorState) -> None:
-        waiting = state.get("waiting")  # absent where the run before shared its devices
+        waiting = state.get("waiting")  # absent if the earlier run shared its devices
         self._waiting = None if waiting is None else CollectedBatch.from_json(waiting)
         super().load_state_dict(state)

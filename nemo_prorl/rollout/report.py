@@ -1,4 +1,4 @@
-"""What a collected batch says of itself in metrics.jsonl."""
+"""Metrics of a collected batch for metrics.jsonl."""
 
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.rollout.groups import CollectedBatch, TaskTally
@@ -26,7 +26,7 @@ def report_rollout(metrics: Metrics, batch: CollectedBatch) -> None:
 
 
 def of_groups(tally: TaskTally) -> dict[str, float]:
-    """Raw reward (nan if nothing was judged) and shares of decided groups: why dynamic sampling drops what it drops."""
+    """Return raw reward (nan if none was judged) and shares of decided groups: why groups carry no signal."""
     decided = max(1, tally.decided)
     return {
         "reward": tally.mean_score,
@@ -38,7 +38,7 @@ def of_groups(tally: TaskTally) -> dict[str, float]:
 
 
 def of_responses(tally: TaskTally) -> dict[str, float]:
-    """Means over the responses of decided groups, dropped groups included."""
+    """Return means over the responses of decided groups, dropped groups included."""
     responses = max(1, tally.responses)
     return {
         "response_tokens": tally.tokens / responses,

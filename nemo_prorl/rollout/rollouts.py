@@ -1,4 +1,4 @@
-"""Rollouts as every trainer rank sees them: weights go out to the engines, a step's judged groups come in."""
+"""Rollouts on every trainer rank: publish weights to the engines, and distribute a step's judged groups."""
 
 import logging
 import os
@@ -24,7 +24,7 @@ from nemo_prorl.tracing import RECORDER
 
 _log = logging.getLogger(__name__)
 
-_Dealt = tuple[CollectedBatch, JudgedGroups]  # the batch without its tokens, and the rows of one data rank
+_Dealt = tuple[CollectedBatch, JudgedGroups]  # the batch without tokens, and the rows of one data rank
 
 
 class _Weights(Protocol):
@@ -35,14 +35,17 @@ class _Weights(Protocol):
 
 
 class _Notes(Protocol):
-    """What this file needs of `lifecycle.records.Records`."""
+    """The methods of `lifecycle.records.Records` that this module uses."""
 
     def alarm(self, step: int, what: str) -> None: ...
     def rollouts(self, step: int, groups: Sequence[Any], judged_text: Callable[[Any, Any], str]) -> None: ...
 
 
 class Rollouts:
-    """One a rank.  Part of a checkpoint.  Its methods are collectives of all trainer ranks."""
+    """The rollouts of a run, one object per rank and part of a checkpoint.
+
+    Its methods are collectives of all trainer ranks.
+    """
 
     def __init__(
         self,
@@ -56,16 +59,21 @@ class Rollouts:
     ) -> None:
         self.collector = collector
         self._cfg, self._policy, self._blend, self._records, self._leader = cfg, policy, blend, records, leader
-        self._published: object = None  # the version that the engines have, and the policy's that it was
+        self._published: object = None  # version at the engines, and the version of the policy at that time
         self._asleep = False
         node = int(os.environ["GROUP_RANK"]) if cfg.trainer.num_nodes > 1 else None
-        first = int(os.environ.get("LOCAL_RANK", 0)) == 0  # of its node: writes the weights for the engines there
+        first = (
+            int(os.environ.get("LOCAL_RANK", 0)) == 0
+        )  # writes the weights for the engines of this node; None on its other ranks
         self._store = WeightStore(weights_folder(run_dir, node)) if first else None
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
     def publish(self, version: int) -> None:
-        """Hand the policy's weights to all engines under this number, unless they have them; wake those that sleep."""
+        """Publish the policy's weights to all engines under this version, and wake sleeping engines.
+
+        Does nothing if the engines have them already.
+        """
         if self._published == (version, self._policy.version) and not self._asleep:
             return
         weights, path = self._policy.export_weights(), ""
@@ -76,7 +84,7 @@ class Rollouts:
                 for _ in weights:  # a collective
                     pass
             if self._cfg.rollout.sleep is not None and torch.cuda.is_available():
-                torch.cuda.empty_cache()  # of its work nothing is in use now: engines that wake take the room
+                torch.cuda.empty_cache()  # its scratch memory is unused now, and waking engines need the room
             self._leader.barrier()
         self._published = version, self._policy.version
         if self._cfg.rollout.own_devices:
@@ -91,7 +99,7 @@ class Rollouts:
         self._asleep = False
 
     def sleep(self) -> float:
-        """Engines on the trainer's GPUs give their memory to it, where so configured; return the seconds it took."""
+        """Make engines on the trainer's GPUs release their memory, if so configured; return the seconds it took."""
         began = time.monotonic()
         if self._cfg.rollout.sleep is not None:
             with RECORDER.span("engines go to sleep", "publication"):
@@ -105,7 +113,7 @@ class Rollouts:
     def collect(self, metrics: Metrics) -> JudgedGroups:
         """Return the groups of this step, with the tokens of the rows that this data rank trains on.
 
-        Where engines have their own devices, they begin with the next step's.
+        Engines with their own devices then begin with the groups of the next step.
         """
         step = metrics.step
         batch, mine = self.collector.share(partial(self._take, step))
@@ -119,7 +127,7 @@ class Rollouts:
         return mine
 
     def _take(self, step: int, collector: Collector) -> list[_Dealt]:
-        """On rank 0: return the batch of a step as each data rank gets it."""
+        """Return the batch of a step for each data rank (on rank 0)."""
         batch = collector.take(step, step - 1)
         self._records.rollouts(step, batch.groups, collector.renderer.judged_text)
         judged, account = JudgedGroups.of(batch.groups), batch.account()
@@ -145,7 +153,7 @@ class Rollouts:
             self._records.alarm(metrics.step, "every training prompt was solved often enough to retire: all come back")
 
     def drop(self) -> None:
-        """Groups that were left for the next step are not trained on."""
+        """Discard the groups that were left for the next step."""
         self.collector.call(lambda collector: collector.drop())
 
     # --- in a checkpoint -------------------------------------------------------------------------------------------
@@ -157,7 +165,7 @@ class Rollouts:
         self.collector.call(lambda collector: collector.load_state_dict(state))
 
     def carry(self, state: dict[str, Any]) -> None:
-        """Begin a stage with what the stage before, whose state this is, knew of the tasks."""
+        """Begin a stage with the keep rates of the previous stage, from its state."""
         self.collector.call(lambda collector: collector.keep_rates.load_state_dict(state["keep_rates"]))
 
 

@@ -1,7 +1,7 @@
-"""Weight publication: versioned safetensors files in shared memory, complete only when renamed.
+"""Weight publication: versioned safetensors files in shared memory, complete once renamed.
 
-One folder for each run and user on a node, with a marker that says it is ours.  Nothing is ever deleted but files of
-our own pattern in a folder that carries that marker.
+There is one folder per run and user on a node, with a marker file.  Only files of our name pattern in a folder with
+that marker are ever deleted.
 """
 
 import hashlib
@@ -23,13 +23,14 @@ _log = logging.getLogger(__name__)
 MARKER = ".prorl-weights"
 _OURS = re.compile(r"weights-\d{8,}\.safetensors(\.\d+\.tmp)?")
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_HEADER_BYTES = 1 << 19  # set aside for the header: enough for 4,000 tensors
+_HEADER_BYTES = 1 << 19  # bytes reserved for the header: enough for 4,000 tensors
 
 
 def weights_folder(run_dir: str | Path, node: int | None = None) -> Path:
-    """The folder of a run's published weights: another for every user and run directory.
+    """Return the folder of a run's published weights, which differs for every user and run directory.
 
-    `node`: of a run on several; with it nodes that share a machine keep apart.
+    Args:
+        node: number of the node; keeps nodes apart that share a machine.
     """
     real = os.path.realpath(run_dir)
     digest = hashlib.blake2b(real.encode(), digest_size=8).hexdigest()

@@ -104,7 +104,7 @@ def test_an_engine_waits_with_its_start_while_the_others_sleep(tmp_path: Path) -
     wait_while_held(str(hold), str(told), 0.0)  # nobody sleeps
     assert not told.exists()
     hold.touch()
-    with pytest.raises(TimeoutError, match=f"{HOLD_FILE} still stands after 0.05 s"):
+    with pytest.raises(TimeoutError, match=f"{HOLD_FILE} still exists after 0.05 s"):
         wait_while_held(str(hold), str(told), 0.05)
     assert not told.exists()
     seen: list[bool] = []

@@ -1,1 +1,1 @@
-"""The vLLM server of an engine.  Runs where only vLLM and its dependencies are installed."""
+"""HTTP server of a vLLM engine.  It runs in the rollout environment, which has only vLLM and its dependencies."""

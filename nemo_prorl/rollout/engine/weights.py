@@ -1,4 +1,4 @@
-"""Weights of a running engine: the check of a file before the model is touched, and the load inside vLLM's worker.
+"""Weights of a running engine: the check of a file before the model is changed, and the load in vLLM's worker.
 
 Runs in the rollout environment.  Importing this module imports neither torch nor vLLM.
 """
@@ -13,13 +13,13 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class UnfitWeights(ValueError):
-    """A weights file was refused before the model was touched: names the file or tensor and what would be right."""
+    """Weights refused before the model was changed.  The text names the file or tensor and what is expected."""
 
 
 def read_header(path: str) -> Shapes:
-    """Shapes by tensor name of a safetensors file, from its header and its size alone.
+    """Return the shapes of a safetensors file by tensor name, from its header and its size alone.
 
-    Raises UnfitWeights when the file cannot be read, is not safetensors, or is cut short or too long.
+    Raises UnfitWeights if the file cannot be read, is not safetensors, or has the wrong length.
     """
     try:
         with safe_open(path, framework="np") as file:
@@ -29,7 +29,10 @@ def read_header(path: str) -> Shapes:
 
 
 def shapes_of_model(folder: str) -> Shapes:
-    """Shapes by tensor name of a Hugging Face model folder; raises UnfitWeights for a folder without weights."""
+    """Return the shapes of a Hugging Face model folder by tensor name.
+
+    Raises UnfitWeights for a folder without weights.
+    """
     shapes: Shapes = {}
     for name in sorted(os.listdir(folder)):
         if name.endswith(".safetensors"):
@@ -40,9 +43,9 @@ def shapes_of_model(folder: str) -> Shapes:
 
 
 def check_fits(path: str, folder: str, shapes: Shapes) -> None:
-    """Raises UnfitWeights unless `path` is a whole weights file of this model and lies directly in `folder`.
+    """Raise UnfitWeights unless `path` is a complete weights file of this model directly in `folder`.
 
-    Symbolic links are refused, so that nothing outside the run's own folder can be loaded.
+    Symbolic links are refused, so that nothing outside the run's folder can be loaded.
     """
     inside = os.path.join(os.path.realpath(folder), os.path.basename(path))
     if os.path.islink(path) or os.path.realpath(path) != inside:
@@ -60,23 +63,23 @@ def check_fits(path: str, folder: str, shapes: Shapes) -> None:
 
 
 class WeightLoader:
-    """Mixed into vLLM's worker (`worker_extension_cls`), so its methods run in the process that holds the model."""
+    """Mixin for vLLM's worker (`worker_extension_cls`), so that its methods run in the process of the model."""
 
     model_config: Any
     model_runner: Any
-    reload_weights: Any  # the worker's: it also sets vLLM's configuration of the moment, which a quantised load reads
+    reload_weights: Any  # the worker's method also sets vLLM's current configuration, which a quantised load reads
 
     def prorl_free_bytes(self) -> int:
-        """Of this worker's GPU."""
+        """Return the free bytes of this worker's GPU."""
         import torch
 
         return int(torch.cuda.mem_get_info()[0])
 
     def prorl_load_weights(self, path: str) -> None:
-        """Loads a checked file into the live model.  After an error the model may be half old, half new.
+        """Load a checked file into the live model.  After an error the model may have both old and new weights.
 
-        Tensors are cast to the engine's dtype first, as a fresh start does: on a CPU vLLM keeps biases in float32
-        and would take them unrounded otherwise.
+        Tensors are first cast to the engine's dtype, as at a fresh start: on a CPU vLLM keeps biases in float32 and
+        would otherwise take them unrounded.
         """
         dtype = self.model_config.dtype
         with safe_open(path, framework="pt") as file:
@@ -86,7 +89,7 @@ class WeightLoader:
 
 
 def _repack_tied_head(model: Any) -> None:
-    """Packs a tied lm_head anew: on a CPU vLLM 0.32 packs linear weights, and reload_weights forgets this one."""
+    """Pack a tied lm_head again: on a CPU vLLM 0.32 packs linear weights, and reload_weights omits this one."""
     from vllm.platforms import current_platform
 
     head = getattr(model, "lm_head", None)

@@ -1,6 +1,6 @@
-"""What vLLM's CPU build does in many small steps, in few; answers stay the same but for the norms' last bits.
+"""Fewer and larger operations in vLLM's CPU build.  Results are equal except for the last bits of norms.
 
-vLLM's worker imports this module before it makes the model: importing it changes vLLM in that process.
+vLLM's worker imports this module before it builds the model; the import changes vLLM in that process.
 """
 
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from torch import Tensor
 from nemo_prorl.rollout.engine.vllm_internals import NORMS
 from nemo_prorl.rollout.engine.weights import WeightLoader
 
-_LANES = 32  # numbers that a compiled norm takes at a time, at most
-_ROWS = 4  # rows of a float32 product, at least
+_LANES = 32  # maximum of numbers per call of a compiled norm
+_ROWS = 4  # minimum of rows in a float32 product
 
 
 def _register_norms() -> None:
-    """RMSNorm by vLLM's own compiled functions, which it takes on GPUs alone; on CPUs it makes six passes instead."""
+    """Register vLLM's compiled RMSNorm, which it uses on GPUs only; its CPU version makes six passes over the data."""
     from vllm import ir
     from vllm.platforms import current_platform
 
@@ -54,10 +54,10 @@ def _register_norms() -> None:
 
 
 def _float32_heads_of_few_responses() -> None:
-    """A float32 product of fewer than 4 rows is summed in another order: pad those of a 16-bit model's float32 head.
+    """Pad the float32 head of a 16-bit model to 4 rows: products of fewer rows are summed in another order.
 
-    Otherwise a response's log-probabilities would depend on how many others are under way, and so on the machine's
-    load.  Products in bf16, and float32 models' own, do not differ.
+    Without padding the log-probabilities of a response would depend on the number of running responses, and so on the
+    load of the machine.  Products in bf16, and those of float32 models, do not differ.
     """
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
@@ -74,7 +74,7 @@ def _float32_heads_of_few_responses() -> None:
 
 
 class CpuWorker(WeightLoader):
-    """Mixed into vLLM's worker on CPUs."""
+    """Mixin for vLLM's worker on CPUs."""
 
 
 _register_norms()

@@ -1,8 +1,8 @@
-"""vLLM's scheduler, with less to hand out for each token.
+"""Scheduler for vLLM that returns whole responses instead of single tokens.
 
-vLLM hands out each token of each response as it is sampled, with three arrays for its log-probability, which both
-processes of an engine pack and unpack.  Nobody here looks at a response before its end.  Holding the tokens back saves
-a fifth of an engine's time with a small model on a CPU.
+vLLM returns each token of each response as it is sampled, with three arrays for its log-probability, which both
+processes of an engine pack and unpack.  Nothing here uses a response before its end.  Holding the tokens back saves a
+fifth of the engine's time with a small model on a CPU.
 
 Runs in the engine core's process.
 """
@@ -19,19 +19,19 @@ from vllm.v1.outputs import LogprobsLists
 
 @dataclass(slots=True)
 class _Held:
-    """The tokens of a response that goes on."""
+    """The tokens of an unfinished response."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    prefill: Any = None  # how its prompt was computed: the first output says it
+    prefill: Any = None  # statistics of the prompt's computation, from the first output
 
 
 class WholeResponses(Scheduler):  # type: ignore[misc]
-    """Holds tokens back until their response ends.  Of log-probabilities it keeps the sampled token's alone."""
+    """Holds tokens back until their response ends, and keeps only the log-probability of the sampled token."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._held: defaultdict[str, _Held] = defaultdict(_Held)  # by request
+        self._held: defaultdict[str, _Held] = defaultdict(_Held)  # by request id
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
@@ -40,12 +40,12 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
         return outputs
 
     def _hold(self, output: Any) -> bool:
-        """Takes a response's new tokens; when it ends, gives all of them to its last output and says so."""
+        """Store the new tokens of a response.  Return True at its end, with all its tokens in this output."""
         held = self._held[output.request_id]
         held.tokens += output.new_token_ids
         held.prefill = output.prefill_stats = output.prefill_stats or held.prefill
         if output.new_logprobs is not None:
-            held.logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # the sampled token's stands first
+            held.logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # the sampled token is in the first column
         if output.finish_reason is None:
             return False
         del self._held[output.request_id]
@@ -54,12 +54,12 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
             output.new_logprobs = LogprobsLists(
                 np.array(held.tokens, dtype=np.int32)[:, None],
                 np.array(held.logprobs, dtype=np.float32)[:, None],
-                np.zeros(len(held.tokens), dtype=np.int32),  # ranks, which nobody asks for
+                np.zeros(len(held.tokens), dtype=np.int32),  # ranks, which are never requested
             )
         return True
 
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        """Of requests that were given up; None: of all."""
+        """Forget cancelled requests; None means all requests."""
         if request_ids is None:
             self._held.clear()
         else:
@@ -70,10 +70,10 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
 
 
 class AsyncWholeResponses(WholeResponses, AsyncScheduler):  # type: ignore[misc]
-    """The same where the next step is scheduled while this one runs, as vLLM does by itself on GPUs."""
+    """WholeResponses for asynchronous scheduling, vLLM's default on GPUs."""
 
 
 def make_scheduler(vllm_config: Any, **options: Any) -> Scheduler:
-    """What `scheduler_cls` names: as vLLM would choose by itself."""
+    """Return the scheduler for `scheduler_cls`, synchronous or asynchronous as vLLM would choose."""
     kind = AsyncWholeResponses if vllm_config.scheduler_config.async_scheduling else WholeResponses
     return kind(vllm_config=vllm_config, **options)

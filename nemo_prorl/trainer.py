@@ -66,7 +66,7 @@ class TrainerState:
 
 @dataclass
 class Trainer:
-    """One trainer rank.  All ranks must call each method together, because the methods use collectives."""
+    """A trainer rank.  All ranks must call each method together, because the methods use collectives."""
 
     cfg: Config
     policy: Any  # a policy.actor.Actor: log-probabilities, updates, weights, reference

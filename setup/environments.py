@@ -269,7 +269,7 @@ class InPlace(Environment):
 
 
 def install_in_place(env: Environment, dry_run: bool) -> None:
-    """Add the packages of setup/container.txt that this Python does not have, and replace those that are too old.
+    """Add the packages of setup/container.txt that are missing in this Python, and replace packages that are too old.
 
     The container's PIP_CONSTRAINT is removed, because it also blocks packages that are missing.
     """

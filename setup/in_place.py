@@ -148,7 +148,7 @@ for module in sys.argv[1:]:
 def faults(
     kept: Mapping[str, str], series: Mapping[str, str], projects: Sequence[Path], imports: Sequence[str]
 ) -> list[str]:
-    """Return the reasons why this Python cannot run the project; empty if there are none.
+    """Return the reasons why this Python cannot run the project; empty if it can.
 
     Args:
         kept: {name: version} of packages that must be unchanged.

@@ -96,21 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     warmup = _add(commands, "warmup", _warmup, "do only the supervised steps that precede reinforcement learning")
     _add_overrides(warmup)
 
-    plan = _add(commands, "plan", _plan, "print the run, its chain of stages and its memory as tables; needs no GPU")
-    _add_overrides(plan)
-    plan.add_argument(
-        "--mean-tokens", metavar="N", type=float, help="mean response length in tokens, to estimate totals"
-    )
-    plan.add_argument(
-        "--tokens-per-s",
-        metavar="X",
-        type=float,
-        help="tokens generated per second by all devices together, averaged over whole steps",
-    )
-    plan.add_argument(
-        "--measured", metavar="RUN", type=Path, help="run directory to take --mean-tokens and --tokens-per-s from"
-    )
-    plan.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
+    _add_plan(commands)
 
     status = _add(commands, "status", _status, "print the progress of a run, or of each stage of a chain")
     status.add_argument("run_dir", metavar="RUN", type=Path, help="run directory, or the folder of prorl launch")
@@ -119,12 +105,12 @@ def _parser() -> argparse.ArgumentParser:
     import_hf = _add(
         commands, "import-hf", _import_hf, "convert a Hugging Face model folder to a checkpoint of this project"
     )
-    import_hf.add_argument("hf_dir", metavar="HF_DIR", type=Path)
-    import_hf.add_argument("out", metavar="OUT", type=Path)
+    import_hf.add_argument("hf_dir", metavar="HF_DIR", type=Path, help="Hugging Face model folder")
+    import_hf.add_argument("out", metavar="OUT", type=Path, help="new folder for the checkpoint")
 
     export_hf = _add(commands, "export-hf", _export_hf, "convert a checkpoint to a Hugging Face model folder")
-    export_hf.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
-    export_hf.add_argument("out", metavar="OUT", type=Path)
+    export_hf.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="checkpoint, or run directory")
+    export_hf.add_argument("out", metavar="OUT", type=Path, help="new folder for the model")
 
     from nemo_prorl.rewards import cli as rewards_cli
 
@@ -148,6 +134,24 @@ def _parser() -> argparse.ArgumentParser:
     evaluation_cli.add_parser(commands)
     report_cli.add_parser(commands)
     return parser
+
+
+def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    plan = _add(commands, "plan", _plan, "print the run, its chain of stages and its memory as tables; needs no GPU")
+    _add_overrides(plan)
+    plan.add_argument(
+        "--mean-tokens", metavar="N", type=float, help="mean response length in tokens, to estimate totals"
+    )
+    plan.add_argument(
+        "--tokens-per-s",
+        metavar="X",
+        type=float,
+        help="tokens generated per second by all devices together, averaged over whole steps",
+    )
+    plan.add_argument(
+        "--measured", metavar="RUN", type=Path, help="run directory to take --mean-tokens and --tokens-per-s from"
+    )
+    plan.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
 
 
 def _try_step(cfg: "DictConfig", config_text: str, events: "Events") -> int:

@@ -149,7 +149,7 @@ def _layout(cfg: DictConfig) -> None:
     _divides(tp_key, tp, "model.make_vocab_size_divisible_by", model.make_vocab_size_divisible_by)
     _divides(pp_key, pp, "model.num_layers", model.num_layers)
     if virtual := OmegaConf.select(model, "virtual_pipeline_model_parallel_size"):
-        raise _wrong("model.virtual_pipeline_model_parallel_size", virtual, "expected null; others are not supported")
+        raise _wrong("model.virtual_pipeline_model_parallel_size", virtual, "expected null; it is not supported")
     if OmegaConf.select(model, "sequence_parallel"):
         if tp == 1:
             raise _wrong("model.sequence_parallel", True, f"needs {tp_key} of 2 or more")
@@ -175,7 +175,7 @@ def _kernels(cfg: DictConfig) -> None:
         raise _wrong("model.megatron_amp_O2", o2, f"expected {half} if trainer.precision={precision}; {why}")
     fused_rotary = te or OmegaConf.select(model, "apply_rope_fusion")
     if OmegaConf.select(model, "packed_sequences") and not fused_rotary:
-        why = "needs model.apply_rope_fusion=true if model.transformer_engine=false. Fix: set one of the three keys"
+        why = "needs model.transformer_engine=true or model.apply_rope_fusion=true. Fix: set one, or packed_sequences=false"
         raise _wrong("model.packed_sequences", True, why)
     if OmegaConf.select(model, "fp8") and not te:
         why = "needs Transformer Engine. Fix: model.transformer_engine=true, or model.fp8=null"

@@ -138,12 +138,12 @@ def check_same_run(old: DictConfig, new: DictConfig) -> None:
     if differences:
         raise ConfigError(
             f"{old.run_dir} holds a run with another configuration: {', '.join(differences)}.\n"
-            "Fix: leave out these overrides to continue the run, or start another run with run_dir=..."
+            "Fix: keep the run's values of these keys to continue it, or start another run with run_dir=..."
         )
     was, wanted = old.trainer.grpo.max_steps, new.trainer.grpo.max_steps
     if wanted < was:
         raise ConfigError(
-            f"trainer.grpo.max_steps={wanted}: expected at least {was}, as {old.run_dir} was started with"
+            f"trainer.grpo.max_steps={wanted}: expected at least {was}, the value that {old.run_dir} was started with"
         )
 
 

@@ -175,7 +175,7 @@ def _kernels(cfg: DictConfig) -> None:
         raise _wrong("model.megatron_amp_O2", o2, f"expected {half} if trainer.precision={precision}; {why}")
     fused_rotary = te or OmegaConf.select(model, "apply_rope_fusion")
     if OmegaConf.select(model, "packed_sequences") and not fused_rotary:
-        why = "needs model.transformer_engine=true or model.apply_rope_fusion=true. Fix: set one, or packed_sequences=false"
+        why = "needs model.transformer_engine=true or model.apply_rope_fusion=true. Fix: set one, or set it to false"
         raise _wrong("model.packed_sequences", True, why)
     if OmegaConf.select(model, "fp8") and not te:
         why = "needs Transformer Engine. Fix: model.transformer_engine=true, or model.fp8=null"

@@ -1,8 +1,9 @@
-# make train     sets up what is missing and runs the laptop job (again: continues it)
-# make test      sets up what is missing and runs the tests;  make test-all: the slow ones too
-# make check     the inner loop: format, lint, spelling, import contracts, types and the quick tests, in a minute
-# make docs      builds the documentation into site/;  make docs-serve: shows it while you write
-# make gpu-evidence   what kernels, actor and engine take on this machine's GPU;  make gpu-wheels: what a bare one lacks
+# make train     sets up the environments if needed, and runs the laptop job; repeated, it continues the job
+# make test      sets up the environments if needed, and runs the tests;  make test-all: the slow tests, too
+# make check     checks format, lint, spelling, import contracts and types, and runs the quick tests, in a minute
+# make docs      builds the documentation into site/;  make docs-serve: serves it while you write
+# make gpu-evidence   measures kernels, actor and engine on this machine's GPU
+# make gpu-wheels     collects the packages that gpu-evidence needs on a machine with only Python and torch
 # make clean     deletes both environments and caches; runs/ stays
 
 PYTHON ?= python3.11
@@ -10,12 +11,12 @@ RUN ?= runs/laptop
 ARGS ?=
 TRAIN_LOCK ?= setup/train.lock
 ROLLOUT_LOCK ?= setup/rollout.lock
-# A package index that has the torch build to install; empty: pip's own.
+# Package index of the torch build to install; empty: the index that pip is configured with.
 TORCH_INDEX ?=
 
 BIN := .venv/train/bin
 
-# For `make gpu-evidence`: the train environment where it stands, else this Python with the collected wheels.
+# For `make gpu-evidence`: the train environment if it exists, otherwise python3 with the collected wheels.
 EVIDENCE_PYTHON ?= $(or $(wildcard .venv/train/bin/python),python3)
 GPU_WHEELS ?= .gpu-wheels
 GPU_PYTHON ?= python3.12
@@ -25,15 +26,15 @@ GPU_PYTHON ?= python3.12
 setup:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null || { \
 	  echo "set-up failed: '$(PYTHON)' is not a Python 3.11 that runs here. Install Python 3.11," >&2; \
-	  echo "or name it: make PYTHON=/path/to/python3.11 ..." >&2; \
-	  echo "Found: $$(ls $$(echo "$$PATH" | tr ':' ' ') 2>/dev/null | grep -xE 'python3(\.[0-9]+)?' | sort -u | tr '\n' ' ')" >&2; \
+	  echo "or give its path: make PYTHON=/path/to/python3.11 ..." >&2; \
+	  echo "On PATH: $$(ls $$(echo "$$PATH" | tr ':' ' ') 2>/dev/null | grep -xE 'python3(\.[0-9]+)?' | sort -u | tr '\n' ' ')" >&2; \
 	  exit 3; }
 	@$(PYTHON) setup/environments.py --train-lock "$(TRAIN_LOCK)" --rollout-lock "$(ROLLOUT_LOCK)" --torch-index "$(TORCH_INDEX)"
 
 train: setup
 	@$(BIN)/prorl train "run_dir=$(RUN)" $(ARGS)
 
-# A worker more than cores, because many tests wait; four at most: engines and ranks want memory.
+# One worker more than cores, because many tests wait; at most four, because engines and ranks need memory.
 PYTEST := $(BIN)/python -m pytest --numprocesses=$(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4)))
 
 check: setup
@@ -50,7 +51,7 @@ test: setup
 test-all: setup
 	@$(PYTEST) $(ARGS)
 
-# Pages that are made from the code, then the site.
+# Generates the pages that come from the code, then builds the site.
 docs: setup
 	@$(BIN)/python docs/configuration.py
 	@$(BIN)/python setup/schemas.py

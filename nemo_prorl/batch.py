@@ -98,8 +98,8 @@ class Batch:
     mask_BT: Tensor  # bool, true at response tokens to train on
     length_B: Tensor  # int64, tokens of prompt and response together
     engine_logp_BT: Tensor
-    old_logp_BT: Tensor  # by the trainer, with the weights before the step's updates
-    ref_logp_BT: Tensor  # by the reference policy
+    old_logp_BT: Tensor  # the trainer's log-probabilities with the weights before the step's updates
+    ref_logp_BT: Tensor  # the reference policy's log-probabilities
     weight_BT: Tensor  # float32, of `algorithms.correction`
     advantage_B: Tensor  # float32
 

@@ -62,7 +62,9 @@ class DynamicSamplingConfig:
 
     enabled: bool = key(True, "train only on groups whose rewards differ")
     tolerance: float = key(1e-6, "largest difference of raw rewards that still counts as no signal", least=0)
-    max_draw_factor: float = key(4.0, "maximum groups judged per step, as a multiple of prompts_per_step", least=1)
+    max_draw_factor: float = key(
+        4.0, "maximum groups drawn per step, carried groups included, as a multiple of prompts_per_step", least=1
+    )
     margin: float = key(0.0, "surplus to draw beyond the expected number of groups, in standard deviations", least=0)
     max_staleness: int = key(1, "maximum age of a group's weights, in steps; older groups are dropped", least=0)
 
@@ -270,7 +272,7 @@ class RewardsConfig:
 
 @dataclass
 class DataSource:
-    """One source of a blend: either a file of prompt records, or a generator that makes records at the start."""
+    """A source of a blend: either a file of prompt records, or a generator that makes records at the start."""
 
     name: str = key(MISSING, "name of the source and of its validation score")
     path: str | None = key(None, "file of prompt records")

@@ -1,4 +1,4 @@
-"""Deadlines: every wait has one, and it names what it waits for."""
+"""Deadlines: a time limit for every wait, whose error names the awaited thing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from nemo_prorl.errors import DeadlineExceeded
 
 @dataclass(frozen=True)
 class Deadline:
-    """A point in time after which waiting for `what` is an error.
+    """A time limit in seconds, counted from construction on the monotonic clock.
 
-    `seconds` count from construction, on the monotonic clock.
+    `what` names the awaited thing in the error, such as "the engines to start".
     """
 
     seconds: float
@@ -22,7 +22,7 @@ class Deadline:
 
     @property
     def remaining(self) -> float:
-        """Seconds left, never below 0."""
+        """Return the seconds left, never below 0."""
         return max(0.0, self._start + self.seconds - time.monotonic())
 
     @property
@@ -33,12 +33,12 @@ class Deadline:
         return DeadlineExceeded(f"waited {self.seconds:g} s for {self.what}")
 
     def check(self) -> None:
-        """Raises DeadlineExceeded once the time is over."""
+        """Raise DeadlineExceeded if the time is over."""
         if self.passed:
             raise self.error()
 
     def wait_until(self, ready: Callable[[], bool], every: float = 0.05) -> None:
-        """Polls `ready` until it is true; raises DeadlineExceeded when the time is over first."""
+        """Poll `ready` every `every` seconds until it returns true; raise DeadlineExceeded if the time ends first."""
         while not ready():
             self.check()
             time.sleep(min(every, self.remaining or every))

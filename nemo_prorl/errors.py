@@ -1,4 +1,4 @@
-"""The errors that cross a boundary of ours.  Each names the boundary, and is a standard exception too."""
+"""The errors that users and other components can receive: one class per cause, each also a standard exception."""
 
 from __future__ import annotations
 
@@ -6,75 +6,75 @@ import errno
 
 
 class ProrlError(Exception):
-    """Base of all errors that a user can meet; `exit_code` is what the `prorl` command leaves with."""
+    """Base class of the project's errors.  `exit_code` is the exit code of the `prorl` command on this error."""
 
     exit_code = 1
 
 
 def disk_full(error: BaseException) -> str | None:
-    """What to say where a write failed for want of room, whichever library failed; None for any other error."""
-    out_of_room = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    signs = ("No space left on device", "PytorchStreamWriter failed")  # safetensors and torch have errors of their own
-    if not out_of_room and not any(sign in str(error) for sign in signs):
+    """Return the message for a write that failed because the disk is full; None for any other error."""
+    no_space = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    signs = ("No space left on device", "PytorchStreamWriter failed")  # safetensors and torch raise other error types
+    if not no_space and not any(sign in str(error) for sign in signs):
         return None
     reason = str(error).splitlines()[0]
     return (
-        f"no space left on the disk, or it cannot be written ({reason}); what was half written does not count, the last"
-        " checkpoint stands: free some room and run the same command again"
+        f"no space left on the disk, or the disk cannot be written ({reason}). The incomplete file is ignored and the"
+        " last checkpoint is intact. Fix: free disk space and run the same command again"
     )
 
 
 class ConfigError(ProrlError, ValueError):
-    """Wrong use or configuration: names the key, the value, and what would be right."""
+    """Wrong use or configuration.  The message names the key, its value, and the expected value."""
 
     exit_code = 2
 
 
 class UnfitMachine(ProrlError, RuntimeError):
-    """This machine or cluster cannot run the job: names what is missing and how to get it."""
+    """A machine or cluster that cannot run the job.  The message names the missing part and how to get it."""
 
     exit_code = 3
 
 
 class DataError(ProrlError, ValueError):
-    """A data file is bad: names the file, the line and the field."""
+    """A bad data file.  The message names the file, the line and the field."""
 
     exit_code = 4
 
 
 class StoppedCleanly(ProrlError):
-    """The run was asked to stop and saved its state: the same command continues it."""
+    """A requested stop after which the run has saved its state; the same command continues the run."""
 
     exit_code = 75
 
 
 class RolloutAbandoned(StoppedCleanly):
-    """The run was asked to stop and a rollout took too long: it was given up, and nothing of it counts."""
+    """A requested stop during a rollout that took too long to finish; the responses of that rollout are discarded."""
 
 
 class DeadlineExceeded(ProrlError, TimeoutError):
-    """A wait ran out: names what was waited for and for how long."""
+    """A wait that reached its deadline.  The message names the awaited thing and the seconds waited."""
 
 
 class EngineFailure(ProrlError, ConnectionError):
-    """A rollout engine refused, broke off or did not answer a request."""
+    """A request to a rollout engine that was refused, was cut off, or got no reply.  A retry may help."""
 
 
 class EngineRefused(ProrlError, ValueError):
-    """A rollout engine called a request wrong (HTTP 4xx): sending it again cannot help."""
+    """A request that a rollout engine rejected as invalid (HTTP 4xx).  A retry cannot help."""
 
 
 class RewardFailure(ProrlError, ConnectionError):
-    """The reward service could not judge a response.  Never a reward of 0."""
+    """A response that the reward service could not judge.  It never counts as a reward of 0."""
 
 
 class NonFiniteUpdate(ProrlError, ArithmeticError):
-    """Loss or gradient norm is inf or nan; weights and optimizer are those of before the step."""
+    """A loss or gradient norm that is inf or nan.  Weights and optimizer are as before the step."""
 
 
 class CheckpointError(ProrlError, RuntimeError):
-    """A checkpoint cannot be written, found, or continued by this code and configuration."""
+    """A checkpoint that cannot be written, found, or continued with this code and configuration."""
 
 
 class ResetFailure(ProrlError, RuntimeError):
-    """A hard reset left something other than what it promises (KL about 0 on the next step)."""
+    """A hard reset that did not work: the KL divergence to the new reference is not about 0 on the next step."""

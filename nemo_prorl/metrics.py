@@ -1,4 +1,4 @@
-"""The metrics of one step: added wherever they arise, reduced once."""
+"""The metrics of one training step: numbers added during the step and averaged once, for metrics.jsonl."""
 
 import math
 import time
@@ -11,19 +11,19 @@ from nemo_prorl.tracing import RECORDER
 
 
 class MetricsState(TypedDict):
-    """Everything that the metrics of a step hold."""
+    """The metrics of a step in a checkpoint."""
 
     step: Count
     stage: str
     values: dict[str, list[float]]
-    """by key: sum of weight * value, or the extreme; sum of weights"""
+    """by key: [sum of weight * value, or the extreme; sum of weights]"""
 
 
 class Metrics:
-    """Named numbers of a step.
+    """Named numbers of a step, under the keys of `metrics.jsonl`.
 
-    A number added several times is averaged by weight; one whose last name begins with `max_` or `min_` takes that.
-    Keys are those of `metrics.jsonl`: what depends on the clock stands under `time/`.
+    A number that is added several times is averaged by weight.  If the last part of its key begins with `max_` or
+    `min_`, the largest or smallest value is kept instead.  Numbers that depend on the clock have keys under `time/`.
     """
 
     def __init__(self, step: int, stage: str) -> None:
@@ -31,7 +31,7 @@ class Metrics:
         self._values: dict[str, tuple[float, float]] = {}  # sum of weight * value, or the extreme; sum of weights
 
     def add(self, prefix: str, values: Mapping[str, Any], weight: float = 1.0) -> None:
-        """Adds numbers under `prefix/`; numbers under a weight of 0 count only where nothing else does."""
+        """Add each number under the key `prefix/NAME`.  The average of weights that are all 0 is nan."""
         for name, value in values.items():
             self.put(f"{prefix}/{name}", float(value), weight)
 
@@ -46,7 +46,7 @@ class Metrics:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Put the seconds that the body takes under `time/NAME`, and record them as a phase of the step's timeline."""
+        """Put the duration of the body in seconds under `time/NAME`; record a phase of the step's timeline."""
         began = time.monotonic()
         with RECORDER.span(name, "phase"):
             yield
@@ -57,7 +57,7 @@ class Metrics:
         return value / total if total else math.nan
 
     def to_json(self) -> MetricsState:
-        """Everything, for a checkpoint; exact."""
+        """Return the exact sums and weights, for a checkpoint."""
         return {"step": self.step, "stage": self.stage, "values": {k: list(v) for k, v in self._values.items()}}
 
     @classmethod
@@ -67,7 +67,7 @@ class Metrics:
         return metrics
 
     def as_json(self) -> dict[str, Any]:
-        """One line of metrics.jsonl; a number that is not finite is null."""
+        """Return one line of metrics.jsonl; a number that is not finite is null."""
         numbers = {key: self[key] for key in sorted(self._values)}
         return {
             "step": self.step,

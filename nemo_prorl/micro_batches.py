@@ -1,4 +1,4 @@
-"""Which responses go through the model together: micro-batches of similar lengths, within a budget of tokens."""
+"""Splits a batch into micro-batches of responses with similar lengths, within a budget of tokens."""
 
 import heapq
 from collections.abc import Sequence
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MOST_PADDING = 0.05  # of a batch's positions, beyond what `multiple_of` asks for
+MOST_PADDING = 0.05  # largest share of padding in a batch's positions, not counting the rounding to `multiple_of`
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one micro-batch.
+    """The limits of a micro-batch.
 
-    rows: responses, at most.  tokens: positions with padding, at most, unless one response alone has more; None: rows
-    alone limit.  multiple_of: what the padded length is a multiple of (sequence parallelism, FP8).  packed: responses
-    stand one after another, so that only their sum is padded to a multiple.
+    rows: maximum number of responses.  tokens: maximum number of positions, padding included; a single longer response
+    is still allowed; None: only `rows` limits.  multiple_of: divisor of the padded length (for sequence parallelism and
+    FP8).  packed: responses are concatenated, so only their total length is padded to a multiple.
     """
 
     rows: int
@@ -27,20 +27,21 @@ class Limits:
         return -(-max(1, length) // self.multiple_of) * self.multiple_of
 
     def rows_of_length(self, length: int) -> int:
-        """How many responses of a length one micro-batch takes."""
+        """Return how many responses of this length fit into a micro-batch."""
         return self.rows if self.tokens is None else max(1, min(self.rows, self.tokens // self.padded(length)))
 
 
 def split_rows(lengths: Sequence[int], limits: Limits, at_least: int = 1) -> list[list[int]]:
-    """Row numbers of each micro-batch: every row once, shortest first, within the limits.
+    """Return the row numbers of each micro-batch: rows sorted by length, shortest first, and cut within the limits.
 
-    Without a budget of tokens: `limits.rows` neighbours in the order of length.  Packed: as many as the budget takes.
-    Otherwise the cuts between neighbours that cost least, where a position costs 1 and a micro-batch as much as some
-    positions: a sixteenth of the budget, halved until padding is MOST_PADDING or less.
+    Without a budget of tokens, each micro-batch has `limits.rows` rows.  Packed micro-batches are filled up to the
+    budget.  Otherwise the cuts have the least total cost: a position costs 1, and a micro-batch costs a fixed number of
+    positions.  That number begins at a sixteenth of the budget and is halved until at most MOST_PADDING is padding.
 
-    At least `at_least` micro-batches come out: where it takes more than that, those with most positions are halved,
-    and at last empty ones are added.  Data ranks make equally many so, as a collective inside a layer needs
-    (Transformer Engine sums its FP8 statistics over them).
+    Args:
+        at_least: minimum number of micro-batches.  To reach it, the micro-batches with most positions are halved; once
+            each has one row, empty ones are added.  It gives all data ranks the same number, which a collective inside
+            a layer needs (Transformer Engine sums its FP8 statistics over the data ranks).
     """
     order = sorted(range(len(lengths)), key=lambda row: lengths[row])  # stable
     widths = [limits.padded(lengths[row]) for row in order]
@@ -56,38 +57,38 @@ def split_rows(lengths: Sequence[int], limits: Limits, at_least: int = 1) -> lis
 
 
 def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Row numbers of each data rank, ascending: about equally many tokens, and none has more rows than an equal share.
+    """Return the row numbers of each data rank, ascending: about equally many tokens, at most an equal share of rows.
 
-    Longest first, each to the rank that has fewest tokens and not yet its share of rows.
+    Rows are dealt longest first, each to the rank with the fewest tokens among those that still have room.
     """
     if ranks == 1:
         return [list(range(len(lengths)))]
-    most = -(-len(lengths) // ranks)
+    max_rows = -(-len(lengths) // ranks)
     parts: list[list[int]] = [[] for _ in range(ranks)]
-    fewest = [(0, rank) for rank in range(ranks)]  # (tokens, rank)
+    loads = [(0, rank) for rank in range(ranks)]  # heap of (tokens, rank)
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        tokens, rank = heapq.heappop(fewest)
+        tokens, rank = heapq.heappop(loads)
         parts[rank].append(row)
-        if len(parts[rank]) < most:
-            heapq.heappush(fewest, (tokens + lengths[row], rank))
+        if len(parts[rank]) < max_rows:
+            heapq.heappush(loads, (tokens + lengths[row], rank))
     return [sorted(part) for part in parts]
 
 
 def _fullest(lengths: list[int], rows: int, tokens: int) -> list[int]:
-    """Sizes of the micro-batches of sequences in this order: each begins where the one before it is full."""
+    """Return the sizes of micro-batches that are filled in this order: a new one begins when the last is full."""
     sizes: list[int] = []
-    held = 0
+    used = 0
     for length in lengths:
-        if not sizes or sizes[-1] == rows or held + length > tokens:
+        if not sizes or sizes[-1] == rows or used + length > tokens:
             sizes.append(0)
-            held = 0
+            used = 0
         sizes[-1] += 1
-        held += length
+        used += length
     return sizes
 
 
 def _cheapest(widths: list[int], rows: int, tokens: int) -> list[int]:
-    """Sizes of the micro-batches of rows in the order of their padded lengths; see `split_rows`."""
+    """Return the sizes of the micro-batches with the least total cost; `widths` are padded lengths, ascending."""
     cost = max(1, tokens // 16)
     while True:
         sizes = _cheapest_at(widths, rows, tokens, cost)
@@ -99,7 +100,10 @@ def _cheapest(widths: list[int], rows: int, tokens: int) -> list[int]:
 
 
 def _cheapest_at(widths: list[int], rows: int, tokens: int, cost: int) -> list[int]:
-    """The sizes with the least sum of positions and `cost` a micro-batch; of equals that with most rows at the end."""
+    """Return the sizes with the least total of positions plus `cost` per micro-batch.
+
+    Ties go to the split whose last micro-batch has most rows.
+    """
     best, begins = np.zeros(len(widths) + 1, dtype=np.int64), [0] * (len(widths) + 1)
     for end, width in enumerate(widths, start=1):
         first = end - max(1, min(rows, tokens // width, end))
@@ -114,7 +118,7 @@ def _cheapest_at(widths: list[int], rows: int, tokens: int, cost: int) -> list[i
 
 
 def _at_least(sizes: list[int], widths: list[int], count: int) -> list[int]:
-    """The same rows in `count` micro-batches or more; empty ones, size 0, stand last."""
+    """Return sizes that split the same rows into at least `count` micro-batches; empty ones (size 0) come last."""
     sizes = list(sizes)
     while len(sizes) < count and any(size > 1 for size in sizes):
         ends = np.cumsum(sizes, dtype=int).tolist()

@@ -1,24 +1,24 @@
-"""Tries one training step at full context and batch with random tokens, as a run needs it when responses have grown.
+"""Tries one training step at full context and batch with random tokens, to show before a run that its memory suffices.
 
-Real responses fill the context only after days; then it is too late to learn that a GPU's memory does not hold it.
-Runs on every trainer rank, in a run directory that is thrown away afterwards (`prorl doctor --preflight`):
+Responses of a real run fill the context only after days, too late to learn that a GPU's memory is too small.  Every
+trainer rank runs these parts, in a temporary run directory (`prorl doctor --preflight`):
 
-    build        policy, optimizer, reference
-    engines      engines and reward servers are ready
-    publish      weights to the engines
-    fill         as many sequences as an engine has in flight, all but their last tokens as prompts: the KV cache
-    generate     those last tokens, stop tokens off
-    sleep        engines give their memory away (rollout.sleep)
-    batch        a step's responses, of which each rank gets its own, as a rollout hands them out
-    first update one micro-batch: the optimizer's moments come into being, and stay
-    logprobs     of an update's rows of this rank, each filling the context
-    reference    the same of the reference policy
-    update       a whole one
-    wake         engines take their memory back, with new weights
-    checkpoint   written and complete
-    resume       the checkpoint loaded
+    build        build policy, optimizer and reference
+    engines      wait until engines and reward servers are ready
+    publish      send the weights to the engines
+    fill         fill the KV cache: prompts of nearly the full context, as many as an engine has in flight
+    generate     generate the last tokens of these sequences, without stop tokens
+    sleep        let the engines release their memory (rollout.sleep)
+    batch        give each rank its random responses of a step, like a rollout does
+    first update update on one micro-batch, which allocates the optimizer's moments
+    logprobs     compute log-probabilities of this rank's rows of one update, each as long as the context
+    reference    compute the reference policy's log-probabilities of the same rows
+    update       update on all these rows
+    wake         let the engines take their memory back and load new weights
+    checkpoint   write a complete checkpoint
+    resume       load the checkpoint
 
-Each rank writes preflight-RANK.jsonl: a line when a part begins, and one when it ends or fails.
+Each rank writes preflight-RANK.jsonl: one line when a part begins, and one when it ends or fails.
 """
 
 import asyncio
@@ -54,30 +54,30 @@ from nemo_prorl.trainer import Trainer, update
 _log = logging.getLogger(__name__)
 
 PLAN = "preflight.json"
-MAX_IN_FLIGHT = 512  # of one engine: `EnginePool`'s default
-GENERATED = 64  # tokens that each engine sequence generates at the end of its context
+MAX_IN_FLIGHT = 512  # requests per engine, the default of `EnginePool`
+GENERATED = 64  # tokens to generate at the end of each engine sequence
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The share of a step that this node tries.  The run may have more nodes than are tried."""
+    """The part of a step that this node tries; the run itself may have more nodes."""
 
-    data_ranks: int  # of the run
-    prompts: int  # of a step
-    samples: int  # responses to each
-    updates: int  # of a step
-    rows: int  # that one rank gets in one update
-    tried_rows: int  # of them
-    context: int  # tokens
-    response: int  # of them, the longest response's
-    sequences: int  # in flight at one engine
-    generated: int  # tokens of each that are generated here
-    engines: int  # of this node
-    all_engines: int  # of the run
+    data_ranks: int  # data-parallel ranks of the run
+    prompts: int  # prompts per step
+    samples: int  # responses per prompt
+    updates: int  # updates per step
+    rows: int  # rows of one rank in one update
+    tried_rows: int  # the number of these rows that is tried
+    context: int  # tokens of prompt and response
+    response: int  # tokens of the longest response
+    sequences: int  # sequences in flight at one engine
+    generated: int  # tokens that the preflight generates per sequence
+    engines: int  # engines of this node
+    all_engines: int  # engines of the run
 
     @classmethod
     def of(cls, cfg: Config, rows: int | None = None) -> "Plan":
-        """Plan for a run's configuration; `rows`: try only this many rows of an update."""
+        """Return the plan for a run's configuration; `rows`: try at most this many rows of each rank's update."""
         grpo, model, nodes = cfg.trainer.grpo, cfg.model, cfg.trainer.num_nodes
         ranks = nodes * cfg.trainer.devices
         data_ranks = ranks // (model["tensor_model_parallel_size"] * model["pipeline_model_parallel_size"])
@@ -102,7 +102,7 @@ class Plan:
 
     @property
     def tried_prompts(self) -> int:
-        """Return the number of prompts whose responses are made up: all, or as many as the tried rows need."""
+        """Return the number of prompts that need random responses: all, or as many as the tried rows need."""
         if self.tried_rows == self.rows:
             return self.prompts
         return min(self.prompts, -(-self.tried_rows * self.data_ranks // self.samples) * self.updates)
@@ -116,14 +116,14 @@ class Plan:
 
 
 class TrialRecorder:
-    """Time and memory of each part, in a file that is up to date whatever ends this process."""
+    """A log of the time and memory of each part, which is complete even if this process is killed."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         self._file = run_dir / f"preflight-{rank}.jsonl"
 
     @contextmanager
     def part(self, name: str, **numbers: float) -> Iterator[None]:
-        """`numbers` go into the record as they are."""
+        """Measure the body as one part; `numbers` are added to its record."""
         self._write(part=name, event="begin")
         _reset_peak()
         began = time.monotonic()
@@ -143,7 +143,7 @@ class TrialRecorder:
 
 
 def _reset_peak() -> None:
-    """Reset the peaks of the GPU's memory and of this process's (Linux)."""
+    """Reset the peak memory of the GPU and of this process (Linux)."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -152,22 +152,27 @@ def _reset_peak() -> None:
 
 
 def _memory() -> dict[str, int]:
-    """Return in bytes this process's peak in host memory, and on a GPU its peak and the free memory."""
+    """Return this process's peak host memory and, with a GPU, its peak, free and total memory, all in bytes."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    found = {"host_peak": int(status["VmHWM"].split()[0]) << 10}
+    memory = {"host_peak": int(status["VmHWM"].split()[0]) << 10}
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
-        found |= {"gpu_peak": torch.cuda.max_memory_allocated(), "gpu_free": free, "gpu_total": total}
-    return found
+        memory |= {"gpu_peak": torch.cuda.max_memory_allocated(), "gpu_free": free, "gpu_total": total}
+    return memory
 
 
 def measure(cfg: Config, run_dir: Path) -> None:
-    """Do all parts, in a run directory that holds a Plan.  Raises what a part raises."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing to save
+    """Run all parts of the preflight in a run directory with a Plan.  Errors of a part are raised unchanged."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the preflight has no state to save
     plan, recorder = Plan.read(run_dir), TrialRecorder(run_dir, int(os.environ.get("RANK", 0)))
     allowed, alarm = kl_after_reset(cfg), engine_gap_alarm(cfg)  # type: ignore[arg-type]
-    _log.info("a reset's step may differ from its reference by %g a token; engine gaps above %g alarm", allowed, alarm)
+    _log.info(
+        "limits of this run: policy and reference may differ by %g nats per token after a reset; an engine gap above %g"
+        " nats per token raises an alarm",
+        allowed,
+        alarm,
+    )
     with recorder.part("build"):
         policy = rank.Policy(cfg, run_dir)
     with recorder.part("engines"):
@@ -193,9 +198,9 @@ def measure(cfg: Config, run_dir: Path) -> None:
 
 
 def _train(trainer: Trainer, plan: Plan, recorder: TrialRecorder) -> None:
-    """Do the parts of a step that the trainer does.
+    """Run the parts of a step that the trainer does.
 
-    The first update is made before the others are measured, because the optimizer has no moments before it.
+    The first update comes before the measured parts, because it allocates the optimizer's moments.
     """
     policy, cfg = trainer.policy, trainer.cfg
     grpo, metrics = cfg.trainer.grpo, Metrics(1, cfg.stage)
@@ -208,7 +213,7 @@ def _train(trainer: Trainer, plan: Plan, recorder: TrialRecorder) -> None:
         mine = mine.with_targets(advantage_B=advantage_B)
     metrics.put("entropy", 0.0)
     config = trainer.before_updates(metrics)
-    if grpo.adaptive_entropy.enabled:  # begins at 0, and takes memory once it is above
+    if grpo.adaptive_entropy.enabled:  # the coefficient starts at 0, and needs memory only once it is above 0
         config = replace(config, entropy_coef=grpo.adaptive_entropy.maximum)
 
     numbers = {"rows": len(mine), "tokens": int(mine.length_B.sum())}
@@ -227,14 +232,14 @@ def _train(trainer: Trainer, plan: Plan, recorder: TrialRecorder) -> None:
 
 
 def tried_rows(plan: Plan, groups: list[Group]) -> list[JudgedGroups]:
-    """Return for each data rank the rows of the first update that it tries."""
+    """Return the rows of the first update that each data rank tries."""
     judged = JudgedGroups.of(groups)
     updates = judged.rows_of_updates(plan.updates, plan.data_ranks)
     return judged.dealt([rows[0][: plan.tried_rows].tolist() for rows in updates])
 
 
 def random_groups(plan: Plan, vocab: int, seed: int) -> list[Group]:
-    """Return groups as a rollout gives them; every response fills the context with its prompt, and has no eos."""
+    """Return random groups in the form of a rollout's; prompt and response fill the context, and no response ends."""
     generator = torch.Generator().manual_seed(seed)
     prompt = plan.context - plan.response
 
@@ -252,17 +257,17 @@ def random_groups(plan: Plan, vocab: int, seed: int) -> list[Group]:
 
 
 def _fill_engines(trainer: Trainer, run_dir: Path, plan: Plan, recorder: TrialRecorder) -> None:
-    """Fill the engines of this node at full context: prompts first, and then the last tokens of the same sequences.
+    """Fill the engines of this node at full context: first the prompts, then the last tokens of the same sequences.
 
-    The second request finds its prompt in the prefix cache, as far as that holds all of them, so its time is that of
-    generating.
+    The second requests find their prompts in the prefix cache, as far as the cache holds them, so that the time of
+    part `generate` is mostly generation.
     """
     cfg, endpoints = trainer.cfg, run_dir / "endpoints"
     count, length = plan.sequences * plan.engines, plan.context - plan.generated
     generator = torch.Generator().manual_seed(cfg.seed)
     prompts = torch.randint(trainer.policy.shape.vocab, (count, length), generator=generator).tolist()
 
-    def ask(tokens: int) -> None:
+    def generate(tokens: int) -> None:
         sampling = SamplingParams(cfg.trainer.grpo.temperature, max_tokens=tokens, stop_token_ids=())
         seconds = cfg.trainer.deadlines.rollout_s
         deadline = Deadline(seconds, "full responses of random tokens (trainer.deadlines.rollout_s)")
@@ -270,15 +275,15 @@ def _fill_engines(trainer: Trainer, run_dir: Path, plan: Plan, recorder: TrialRe
         check_full(asyncio.run(responses_of(pool, prompts, sampling, deadline)), tokens)
 
     with recorder.part("fill", rows=count, tokens=count * length):
-        trainer.leader.call(partial(ask, 1))
+        trainer.leader.call(partial(generate, 1))
     with recorder.part("generate", rows=count, tokens=count * plan.generated):
-        trainer.leader.call(partial(ask, plan.generated))
+        trainer.leader.call(partial(generate, plan.generated))
 
 
 async def responses_of(
     pool: EnginePool, prompts: Sequence[list[int]], sampling: SamplingParams, deadline: Deadline
 ) -> list[Response]:
-    """Return a response to each prompt, all in flight at once.  Closes the pool."""
+    """Return a response to each prompt, with all requests in flight at once.  Closes the pool."""
     try:
         groups = await asyncio.gather(*(pool.generate(p, [k], sampling, deadline) for k, p in enumerate(prompts)))
     finally:
@@ -287,12 +292,12 @@ async def responses_of(
 
 
 def check_full(responses: Sequence[Response], tokens: int) -> None:
-    """Raises EngineFailure where a response is shorter than asked for: then the engine was not filled."""
+    """Raise EngineFailure if a response has fewer than `tokens` tokens, because then the engine was not full."""
     if short := [r for r in responses if len(r.token_ids) != tokens]:
         lengths = sorted({len(r.token_ids) for r in short})
         raise EngineFailure(
-            f"{len(short)} of {len(responses)} responses have {lengths[0]} to {lengths[-1]} tokens where {tokens} were"
-            " asked for, without stop tokens"
+            f"{len(short)} of {len(responses)} responses have {lengths[0]} to {lengths[-1]} tokens; expected {tokens},"
+            " because the request has no stop tokens"
         )
 
 

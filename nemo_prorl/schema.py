@@ -1,7 +1,7 @@
-"""Words for the types of documented formats: what a JSON schema says beyond a Python type.
+"""Annotations for the types of documented file formats: constraints of a JSON schema that a Python type lacks.
 
-`setup/schemas.py` makes docs/schemas of the types; the docstring below a field becomes its description.  Standard
-library only, Python 3.9 at least: the script of a Slurm job imports this, too.
+`setup/schemas.py` generates docs/schemas from the types; the docstring below a field becomes its description.  This
+file uses the standard library only and runs on Python 3.9, because the script of a Slurm job imports it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 
 class Constraint:
-    """Keywords of JSON Schema that a value keeps, such as `minimum`."""
+    """Keywords of JSON Schema for a value, such as `minimum`."""
 
     def __init__(self, **keywords: Any) -> None:
         self.keywords = keywords
@@ -20,7 +20,7 @@ class Constraint:
 
 
 class JsonOf:
-    """Marks a JSON value that is written from a dataclass, whose fields it has."""
+    """A mark for a JSON object with the fields of the dataclass `kind`."""
 
     def __init__(self, kind: Any) -> None:
         self.kind = kind

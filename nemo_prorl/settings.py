@@ -1,11 +1,11 @@
-"""Makes a checked configuration of overrides: composes `conf/` with Hydra, merges it into the typed schema, checks it.
+"""Builds a run's configuration: composes `conf/` with Hydra, applies the overrides to the typed schema, checks it.
 
-    cfg = load(["cluster=laptop", "trainer.grpo.max_steps=6"])          # pure: looks at conf/ and the named files only
-    cfg = load_run(["run_dir=runs/laptop"])                             # continues what the run directory holds
+    cfg = load(["cluster=laptop", "trainer.grpo.max_steps=6"])          # reads only conf/ and the files that keys name
+    cfg = load_run(["run_dir=runs/laptop"])                             # continues the run in that directory, if any
     cfg = load([], Path("runs/laptop/config.yaml"))                     # a saved configuration
 
-Whatever is wrong is a ConfigError that names the full key, the value and what would be right.  Imports neither torch
-nor NeMo: `prorl` answers a wrong key in a second.
+Every mistake raises ConfigError with the full key, its value and the expected value.  This file imports neither torch
+nor NeMo, so that `prorl` reports a wrong key within a second.
 """
 
 import copy
@@ -35,7 +35,8 @@ from nemo_prorl.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-# Sections whose keys have another owner: NeMo's own are those of the yaml in conf/, a plugin's are the plugin's.
+# Sections whose keys the schema does not list: NeMo's keys are in the yaml files of conf/; the free sections accept any
+# key, which the plugin, the program or the generator that reads them checks.
 NEMO_SECTIONS = ("model", "exp_manager")
 FREE_SECTIONS = ("rewards.plugins", "launch.env", "data.train.*.options", "data.validation.*.options")
 
@@ -43,8 +44,9 @@ FREE_SECTIONS = ("rewards.plugins", "launch.env", "data.train.*.options", "data.
 def load(overrides: list[str], config_file: Path | None = None) -> DictConfig:
     """Return the resolved, checked configuration, typed by `config.Config`; raises ConfigError.
 
-    `overrides` are Hydra's: groups (`cluster=laptop`) and values (`trainer.grpo.max_steps=6`).  With `config_file`
-    that file is the whole configuration and only values can be overridden.
+    Args:
+        overrides: in Hydra's syntax: groups (`cluster=laptop`) and values (`trainer.grpo.max_steps=6`).
+        config_file: a complete configuration to use instead of conf/; then only values can be overridden.
     """
     parsed = _parse(overrides)
     groups = [o for o in parsed if o.key_or_group in group_options()]
@@ -54,7 +56,8 @@ def load(overrides: list[str], config_file: Path | None = None) -> DictConfig:
     elif groups:
         name = groups[0].key_or_group
         raise ConfigError(
-            f"{groups[0].input_line}: {config_file} is a whole configuration; {name} cannot be chosen anew"
+            f"{groups[0].input_line}: {config_file} is a whole configuration, so the group {name} cannot be chosen."
+            " Fix: override single keys"
         )
     else:
         cfg = read_config(config_file)
@@ -65,7 +68,7 @@ def load(overrides: list[str], config_file: Path | None = None) -> DictConfig:
         missing = sorted(OmegaConf.missing_keys(cfg))
         OmegaConf.resolve(cfg)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: an interpolation cannot be resolved: {_first_line(error)}") from error
+        raise ConfigError(f"{error.full_key}: the interpolation cannot be resolved: {_first_line(error)}") from error
     if missing:
         raise ConfigError(f"{missing[0]} must be given: prorl train {missing[0]}=...")
     if cfg.chain.start_from is not None:
@@ -75,20 +78,20 @@ def load(overrides: list[str], config_file: Path | None = None) -> DictConfig:
 
 
 def load_run(overrides: list[str], config_file: Path | None = None, need_data: bool = True) -> DictConfig:
-    """Load as `load` does, but continue the run that `run_dir` holds, if any.
+    """Return the configuration like `load`, but continue the run in `run_dir`, if there is one.
 
-    Then the run's own configuration is the base, and `check_same_run` judges what the overrides change.  The command
-    that started the run, groups and all, continues it too.
+    Without overrides of groups, the run's saved configuration replaces conf/ as the base.  With them, as in the command
+    that started the run, conf/ stays the base.  `check_same_run` then refuses changes that would make another run.
 
     Args:
-        need_data: refuse a run whose data is not there (`data.prepared`); False where the caller only reports it.
+        need_data: raise an error if a data file is missing (`data.prepared`); False if the caller only reports it.
     """
     cfg = load(overrides, config_file)
-    held = Path(cfg.run_dir) / "config.yaml"
-    if held.is_file() and not (config_file is not None and held.samefile(config_file)):
-        old = read_config(held)
+    saved = Path(cfg.run_dir) / "config.yaml"
+    if saved.is_file() and not (config_file is not None and saved.samefile(config_file)):
+        old = read_config(saved)
         if config_file is None and not any(o.key_or_group in group_options() for o in _parse(overrides)):
-            cfg = load(overrides, held)
+            cfg = load(overrides, saved)
         check_same_run(old, cfg)
     if need_data:
         check_data(cfg)
@@ -96,18 +99,19 @@ def load_run(overrides: list[str], config_file: Path | None = None, need_data: b
 
 
 def resolved_yaml(cfg: DictConfig) -> str:
-    """Return the configuration as yaml without interpolations, as `config.yaml` of a run directory holds it."""
+    """Return the configuration as yaml without interpolations: the text of a run directory's `config.yaml`."""
     return OmegaConf.to_yaml(cfg, resolve=True)
 
 
 def read_config(path: Path) -> DictConfig:
-    """Return a saved configuration file, merged into the schema, not yet checked; raises ConfigError."""
+    """Return a saved configuration merged into the schema, without `check`; raises ConfigError."""
     try:
         read = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as yaml: {error}") from error
     if not isinstance(read, dict):
-        raise ConfigError(f"{path} holds no configuration: it must be a yaml mapping")
+        got = "an empty file" if read is None else type(read).__name__
+        raise ConfigError(f"{path}: expected a configuration (a yaml mapping); got {got}")
     cfg = OmegaConf.structured(Config)
     try:
         for key, value in leaves(read):
@@ -122,7 +126,8 @@ def read_config(path: Path) -> DictConfig:
 def check_same_run(old: DictConfig, new: DictConfig) -> None:
     """Raise ConfigError if `new` is not a continuation of the run whose configuration is `old`.
 
-    A run may grow (`max_steps`) and change its parallel layout, cadences of checkpoints, deadlines and logging.
+    A continued run may raise `max_steps` and change the keys that `config` marks with `may_change`, such as the
+    parallel layout, deadlines and logging.
     """
     before, after = (dict(leaves(OmegaConf.to_container(cfg, resolve=True))) for cfg in (old, new))
     differences = []
@@ -133,21 +138,23 @@ def check_same_run(old: DictConfig, new: DictConfig) -> None:
     if differences:
         raise ConfigError(
             f"{old.run_dir} holds a run with another configuration: {', '.join(differences)}.\n"
-            "Leave these as they are to continue it, or start another run with run_dir=..."
+            "Fix: keep the run's values of these keys to continue it, or start another run with run_dir=..."
         )
     was, wanted = old.trainer.grpo.max_steps, new.trainer.grpo.max_steps
     if wanted < was:
-        raise ConfigError(f"trainer.grpo.max_steps={wanted}: {old.run_dir} was started for {was}; a run can only grow")
+        raise ConfigError(
+            f"trainer.grpo.max_steps={wanted}: expected at least {was}, the value that {old.run_dir} was started with"
+        )
 
 
 def _may_change(key: str) -> bool:
-    """Return whether a continued run may change the key; everything else makes it another run."""
+    """Return whether a continued run may change the key."""
     free = (known.name for known in all_keys() if known.rule.may_change)
     return any(key == name or key.startswith(f"{name}.") for name in free)
 
 
 def _same_path(key: str, was: Any, wanted: Any) -> bool:
-    """Return whether both name one path: a Slurm job makes relative ones absolute."""
+    """Return whether both values name the same path; a Slurm job makes relative paths absolute."""
     is_path = key.startswith("data.") and key.endswith((".path", ".folder"))
     if not (is_path or key == "pretrained_checkpoint.restore_from_path") or not (was and wanted):
         return False
@@ -155,7 +162,7 @@ def _same_path(key: str, was: Any, wanted: Any) -> bool:
 
 
 def conf_folder() -> Path:
-    """Return the folder with the shipped configuration, wherever the package is installed."""
+    """Return the folder of the shipped configuration in the installed package."""
     return Path(str(importlib.resources.files("nemo_prorl") / "conf"))
 
 
@@ -172,17 +179,17 @@ def _parse(overrides: list[str]) -> list[Override]:
             [override] = OverridesParser.create().parse_overrides([text])
         except HydraException as error:
             raise ConfigError(
-                f"{text!r} is no override; write KEY=VALUE, quoted for the shell ({_first_line(error)})"
+                f"{text!r}: expected an override KEY=VALUE, quoted for the shell ({_first_line(error)})"
             ) from error
         if override.is_delete() or override.is_sweep_override():
-            kind = "a key cannot be deleted" if override.is_delete() else "one run takes one value, not a sweep"
+            kind = "a key cannot be deleted" if override.is_delete() else "expected one value, not a sweep"
             raise ConfigError(f"{text}: {kind}")
         parsed.append(override)
     return parsed
 
 
 def _compose(groups: list[Override]) -> DictConfig:
-    """Return the shipped configuration with these groups chosen, in struct mode on top of the schema."""
+    """Return the shipped configuration with these groups chosen, merged into the schema."""
     options = group_options()
     for chosen in groups:
         group, name = chosen.key_or_group, chosen.value()
@@ -204,27 +211,27 @@ def _composed(choices: tuple[str, ...]) -> DictConfig:
         with initialize_config_dir(config_dir=str(conf_folder().resolve()), version_base="1.3"):
             return compose("config", overrides=list(choices))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"{conf_folder()} does not compose: {error}") from error
+        raise ConfigError(f"{conf_folder()}: Hydra cannot compose the configuration: {error}") from error
 
 
 def _scaled(steps: int, _root_: DictConfig) -> int:
-    """`${scaled:400}` in a stage: its steps in the recipe, as many of them as `chain.step_scale` says."""
+    """Return the number of steps for `${scaled:400}` in a stage: the recipe's number times `chain.step_scale`."""
     return max(1, round(steps * _root_.chain.step_scale))
 
 
 def _folder_of_stage(stage: str) -> str:
-    """The default of `run_dir`: stages lie side by side, so that each finds the one before."""
+    """Return the default of `run_dir`; stages share a parent folder, so that each finds the stage before it."""
     return "runs/laptop" if stage == "none" else f"runs/prorl/{stage}"
 
 
 def _apply(cfg: DictConfig, key: str, value: Any, add: bool) -> None:
-    """Set one value; raises ConfigError for an unknown key or a value of another type."""
+    """Set one value; raise ConfigError for an unknown key or a value of another type."""
     if add and key.startswith(tuple(f"{section}." for section in NEMO_SECTIONS)):
-        OmegaConf.update(cfg, key, value, force_add=True)  # a key of NeMo's that no shipped file sets
+        OmegaConf.update(cfg, key, value, force_add=True)  # a NeMo key that no shipped file sets
         return
     node, nemo = _require_known(cfg, key, value), key.split(".")[0] in NEMO_SECTIONS
     if nemo and node is not None and not _same_kind(node, value):
-        raise ConfigError(f"{key}={value}: must be {_kind(type(node), False)}; shipped is {node}")
+        raise ConfigError(f"{key}={value}: expected {_kind(type(node), False)}, like the shipped value {node}")
     try:
         OmegaConf.update(cfg, key, value, force_add=_is_free(key))
     except OmegaConfBaseException as error:
@@ -232,7 +239,7 @@ def _apply(cfg: DictConfig, key: str, value: Any, add: bool) -> None:
 
 
 def _require_known(cfg: DictConfig, key: str, value: Any) -> Any:
-    """Return the present value at `key`; raises ConfigError with suggestions if the configuration has no such key."""
+    """Return the current value at `key`; raise ConfigError with suggestions if the configuration has no such key."""
     node: Any = cfg
     parts = key.split(".")
     for depth, part in enumerate(parts):
@@ -244,7 +251,7 @@ def _require_known(cfg: DictConfig, key: str, value: Any) -> Any:
         elif isinstance(node, DictConfig) and part in node.keys():  # noqa: SIM118  `in` denies MISSING
             node = node._get_node(part)
         elif isinstance(node, ListConfig) and part.isdigit() and not len(node):
-            return None  # a list of the file, which the schema has empty
+            return None  # a list that only the file fills; it is empty in the schema
         else:
             raise ConfigError(_unknown(cfg, key, here, part, node, value))
         node = node._value() if not isinstance(node, DictConfig | ListConfig) else node
@@ -265,12 +272,12 @@ def _unknown(cfg: DictConfig, key: str, here: str, part: str, node: Any, value: 
     if suggestion := (same_name or near or difflib.get_close_matches(key, everywhere, n=1, cutoff=0.8)):
         message += f" Did you mean {suggestion[0]}?"
     if here.split(".")[0] in NEMO_SECTIONS:
-        message += f" A key of NeMo's that no shipped file sets is added with +{key}={value}."
+        message += f" To set a NeMo key that no shipped file sets, write +{key}={value}."
     return f"{message} Known in {where}: {', '.join(known)}"
 
 
 def _is_free(key: str) -> bool:
-    """Return whether a key lies in a section whose keys belong to a plugin or a generator."""
+    """Return whether a key is in a section that accepts any key (`FREE_SECTIONS`)."""
     parts = key.split(".")
     for section in FREE_SECTIONS:
         pattern = section.split(".")
@@ -280,7 +287,11 @@ def _is_free(key: str) -> bool:
 
 
 def leaves(tree: Any, prefix: str = "", into_lists: bool = True) -> Iterator[tuple[str, Any]]:
-    """Yield full keys and values of everything that is not itself a non-empty mapping or a list of mappings."""
+    """Yield the full key and the value of each leaf of nested mappings.
+
+    Args:
+        into_lists: descend into lists of mappings too, with the index as part of the key; False: such a list is a leaf.
+    """
     branches: Iterable[tuple[Any, Any]] = ()
     if isinstance(tree, dict):
         branches = tree.items()
@@ -293,7 +304,7 @@ def leaves(tree: Any, prefix: str = "", into_lists: bool = True) -> Iterator[tup
 
 
 def _same_kind(old: Any, new: Any) -> bool:
-    """Return whether `new` can replace `old` of NeMo's yaml; an interpolation or null may stand anywhere."""
+    """Return whether `new` has a type that can replace `old` in NeMo's yaml; interpolations and null always can."""
     if new is None or (isinstance(new, str) and new.startswith("${")):
         return True
     if isinstance(old, bool) or isinstance(new, bool):
@@ -310,7 +321,7 @@ def _same_kind(old: Any, new: Any) -> bool:
 
 
 def _kind(kind: Any, optional: bool) -> str:
-    """Return a type in words."""
+    """Return a type in words, such as "a whole number or null"."""
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     if kind in names:
         name = names[kind]
@@ -322,18 +333,18 @@ def _kind(kind: Any, optional: bool) -> str:
 
 
 def _type_message(cfg: DictConfig, key: str, value: Any, error: OmegaConfBaseException) -> str:
-    """Return the message for a value that the schema refuses, with the expected type if the schema has the key."""
+    """Return the message for a value that the schema rejects, with the expected type if the schema has the key."""
     name = str(error.full_key or key)
-    if key and not name.startswith(key) and is_dataclass(error.object_type):  # a key in an item of a list
+    if key and not name.startswith(key) and is_dataclass(error.object_type):  # an unknown key in an item of a list
         known = [field.name for field in fields(error.object_type)]
         return f"{key}: unknown key {name}.{_did_you_mean(name, known)} Known: {', '.join(known)}"
-    told = f"{name}={value}" if name == key else name
+    label = f"{name}={value}" if name == key else name
     node = OmegaConf.select(cfg, name.rpartition(".")[0]) if "." in name else cfg
     last = name.rpartition(".")[2]
     child = node._get_node(last) if isinstance(node, DictConfig) and last in node.keys() else None  # noqa: SIM118
     if child is None or isinstance(child, list):
-        return f"{told}: {_first_line(error)}"
-    return f"{told}: must be {_kind(child._metadata.ref_type, child._metadata.optional)} ({_first_line(error)})"
+        return f"{label}: {_first_line(error)}"
+    return f"{label}: expected {_kind(child._metadata.ref_type, child._metadata.optional)} ({_first_line(error)})"
 
 
 def _did_you_mean(name: str, known: list[str]) -> str:

@@ -1,11 +1,11 @@
-"""Spans of what a process does, recorded while a step is traced, and one timeline of all processes of that step.
+"""Records spans of work in each process while a step is traced, and merges them into one timeline of the step.
 
-The timeline is in Chrome's trace-event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.  Every
-process keeps its own spans, on its monotonic clock; whoever merges them puts them on one time axis: processes of one
-boot of one machine share the clock, others are placed by the offset of their wall clock, which was measured.
+The timeline is in Chrome's trace-event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.  Each
+process records its spans on its own monotonic clock, and `timeline` moves them to one time axis.  Processes of the same
+boot of a machine share the monotonic clock; others are shifted by the measured offset of their wall clock.
 
-Standard library only: the rollout engine records here, too, in its own environment.  While nothing is traced, a span
-costs a look at one flag.
+This file uses the standard library only, because the rollout engine imports it in another environment.  While no trace
+is recorded, a span costs one check of a flag.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from nemo_prorl.schema import Amount, Constraint, Count, Number, Text
 
 
 class SpanEvent(TypedDict):
-    """A span, in microseconds from the step's begin."""
+    """A span; times are in microseconds since the start of the step."""
 
     ph: Literal["X"]
     name: Text
@@ -36,7 +36,7 @@ class SpanEvent(TypedDict):
 
 
 class NameEvent(TypedDict):
-    """The name of a process or of a track, or the place of a track."""
+    """The name of a process or of a track, or the position of a track."""
 
     ph: Literal["M"]
     name: Literal["process_name", "thread_name", "thread_sort_index"]
@@ -47,32 +47,32 @@ class NameEvent(TypedDict):
 
 
 class TraceAbout(TypedDict):
-    """What a timeline holds."""
+    """The step, the processes and the gaps of a timeline."""
 
     step: Number
     seconds: Amount
     processes: list[str]
     missing: dict[str, str]
-    """processes whose part is not in the trace, with the reason"""
+    """reason for each process whose part is not in the trace"""
     clock_offset_s: dict[str, float]
-    """by host: how far its clock was ahead of rank 0's; taken out"""
+    """by host: seconds by which its clock was ahead of rank 0's; already subtracted from the times"""
     dropped: dict[str, Number]
-    """by process: spans beyond those that it keeps"""
+    """by process: number of spans that were not recorded because the process had reached its limit"""
 
 
 class Timeline(TypedDict):
-    """The timeline of a step in Chrome's trace-event format, the object form."""
+    """The timeline of a step: the object form of Chrome's trace-event format."""
 
     traceEvents: Annotated[list[SpanEvent | NameEvent], Constraint(minItems=1)]
     displayTimeUnit: Literal["ms"]
     otherData: TraceAbout
 
 
-MAX_SPANS = 200_000  # of a process: a trace that was never asked for again must not fill the memory
+MAX_SPANS = 200_000  # per process, so that a trace that is never collected does not fill the memory
 
 
 def boot_id() -> str:
-    """Return a name of the machine and its boot: processes with the same name share CLOCK_MONOTONIC."""
+    """Return an id of this machine's current boot: processes with the same id share CLOCK_MONOTONIC."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -81,10 +81,9 @@ def boot_id() -> str:
 
 @dataclass
 class Recorder:
-    """The spans of one process.  Safe to call from any thread.
+    """The recorder of one process's spans.  Safe to call from any thread.
 
-    A span: name, category, begin and end (`time.monotonic`), lane (what runs at the same time stands in several), and
-    arguments.  `other` names another process that this one speaks for, such as a worker.
+    A span has a name, a category, begin and end (`time.monotonic`) and arguments.
     """
 
     process: str = ""
@@ -94,14 +93,19 @@ class Recorder:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, process: str) -> None:
-        """Forgets what was recorded, and records from now on under this process name."""
+        """Discard all spans and start recording under this process name."""
         with self._lock:
             self.process, self.on, self.dropped, self._spans = process, True, 0, []
 
     def add(
         self, name: str, category: str, begin: float, end: float, pid: int | None = None, other: str = "", **args: Any
     ) -> None:
-        """A span that has ended.  `pid` and `other`: of the process that did it, where that is not this one."""
+        """Record a span that has ended.
+
+        Args:
+            pid: process that did the work, such as a worker of this one; None: this process.
+            other: name of that process.
+        """
         if not self.on:
             return
         span = {"name": name, "cat": category, "begin": begin, "end": max(begin, end), "args": args}
@@ -115,7 +119,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def span(self, name: str, category: str, **args: Any) -> Iterator[None]:
-        """Records what happens inside; also when it raises."""
+        """Record the body as a span, even if it raises."""
         began = time.monotonic()
         try:
             yield
@@ -123,7 +127,10 @@ class Recorder:
             self.add(name, category, began, time.monotonic(), **args)
 
     def stop(self) -> dict[str, Any]:
-        """Ends the recording: this process's part of the trace, JSON; `clock` and `wall` are now, on both clocks."""
+        """Stop recording and return this process's part of the trace as a JSON object.
+
+        `clock` and `wall` in it are the current times of the monotonic and of the wall clock.
+        """
         with self._lock:
             self.on, spans, self._spans = False, self._spans, []
         return {
@@ -142,7 +149,15 @@ RECORDER = Recorder()
 
 
 def answer(body: Any, process: str) -> dict[str, Any]:
-    """Return the reply of a service to {"record": true} or {"record": false}; ValueError for anything else."""
+    """Start or stop recording on a service's request, and return the reply.
+
+    Args:
+        body: {"record": true} starts the recording; {"record": false} stops it and returns the spans.
+        process: name of this process in the trace.
+
+    Raises:
+        ValueError: any other body.
+    """
     if not isinstance(body, dict) or not isinstance(body.get("record"), bool):
         raise ValueError('the body must be {"record": true} or {"record": false}')
     if not body["record"]:
@@ -152,7 +167,7 @@ def answer(body: Any, process: str) -> dict[str, Any]:
 
 
 def lanes(spans: Sequence[tuple[float, float]]) -> list[int]:
-    """Return a lane for each span, in order of their begin: the first that is free then."""
+    """Return a lane number for each (begin, end), sorted by begin, so that no two spans of a lane overlap."""
     free: list[int] = []
     busy: list[tuple[float, int]] = []
     found = []
@@ -168,10 +183,16 @@ def lanes(spans: Sequence[tuple[float, float]]) -> list[int]:
 def timeline(
     step: int, window: tuple[float, float], parts: Sequence[dict[str, Any]], missing: dict[str, str]
 ) -> Timeline:
-    """Merge the parts into one trace.  `window` and the time axis go by the clock of the first part's process.
+    """Merge the parts that processes returned from `Recorder.stop` into one trace.
 
-    A part may carry `wall_offset`, seconds by which its wall clock is ahead of the first's, as its asker measured it.
-    What ended before the window or began after it is left out; times are microseconds from the window's begin.
+    Spans that ended before the window or began after it are left out.  Times in the trace are microseconds since the
+    start of the window.
+
+    Args:
+        window: begin and end of the step, on the monotonic clock of the first part's process.
+        parts: `wall_offset` of a part is the number of seconds by which its wall clock is ahead of the first part's;
+            `others` is a list of (pid, name) of processes to show even if they have no spans.
+        missing: reason for each process whose part is not there.
     """
     first = parts[0]
     events: list[SpanEvent | NameEvent] = []
@@ -202,21 +223,21 @@ def timeline(
             "seconds": round(window[1] - window[0], 6),
             "processes": sorted(processes.values()),
             "missing": missing,
-            "clock_offset_s": clocks,  # by host: how far its wall clock was ahead; taken out
+            "clock_offset_s": clocks,
             "dropped": {part["process"]: part["dropped"] for part in parts if part["dropped"]},
         },
     }
 
 
 def _events_of(pid: int, name: str, spans: list[dict[str, Any]], shift: float) -> list[SpanEvent | NameEvent]:
-    """Return a process's events: its name, a track for each category and lane, and its spans."""
+    """Return the events of a process: its name, one track per category and lane, and its spans."""
     events: list[SpanEvent | NameEvent] = [
         {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "ts": 0, "args": {"name": name}}
     ]
     tid = 0
     for category in sorted({span["cat"] for span in spans}):
-        ours = sorted((s for s in spans if s["cat"] == category), key=lambda s: (s["begin"], -s["end"]))
-        lane_of = lanes([(s["begin"], s["end"]) for s in ours])
+        in_category = sorted((s for s in spans if s["cat"] == category), key=lambda s: (s["begin"], -s["end"]))
+        lane_of = lanes([(s["begin"], s["end"]) for s in in_category])
         count = max(lane_of) + 1
         for lane in range(count):
             label = category if count == 1 else f"{category} {lane}"
@@ -229,7 +250,7 @@ def _events_of(pid: int, name: str, spans: list[dict[str, Any]], shift: float) -
                 "args": {"name": label},
             }
             events += [track, {**track, "name": "thread_sort_index", "args": {"sort_index": tid + lane}}]
-        for span, lane in zip(ours, lane_of, strict=True):
+        for span, lane in zip(in_category, lane_of, strict=True):
             events.append(
                 {
                     "ph": "X",

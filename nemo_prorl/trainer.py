@@ -66,7 +66,7 @@ class TrainerState:
 
 @dataclass
 class Trainer:
-    """One trainer rank.  All ranks must call each method together, because the methods use collectives."""
+    """A trainer rank.  All ranks must call each method together, because the methods use collectives."""
 
     cfg: Config
     policy: Any  # a policy.actor.Actor: log-probabilities, updates, weights, reference
@@ -242,7 +242,7 @@ def update(policy: Any, minibatch: Batch, config: GRPOConfig, metrics: Metrics) 
     """Make one optimizer step on this rank's rows of a mini-batch."""
     share = denominator_terms(minibatch.mask_BT, config.aggregation, float(config.context_tokens))
     denominator = policy.data_ranks.sum(float(share))
-    if denominator > 0:  # it is 0 if no rank has a token to train on
+    if denominator > 0:  # 0 if no rank has a token to train on
         loss, with_entropy = partial(policy_loss, config=config), config.entropy_coef != 0.0
         report_update(metrics, policy.update(minibatch, loss, denominator, with_entropy=with_entropy))
 

@@ -1,4 +1,4 @@
-"""Answers questions of `environments.py` about a container's Python.  Standard library and pip only."""
+"""Inspects the packages of a container's Python for `environments.py`; uses the standard library and pip only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from lock import normal_name, read_pins
 
-# Modules without which no policy is built; they import most of torch, Megatron, NeMo and NeMo-Aligner.
+# Modules that a policy needs; importing them imports most of torch, Megatron, NeMo and NeMo-Aligner.
 IMPORTS = (
     "torch,megatron.core,nemo.collections.nlp.models.language_modeling.megatron_gpt_model,"
     "nemo_aligner.models.nlp.gpt.gpt_sft_model"
@@ -23,21 +23,21 @@ IMPORTS = (
 
 
 def installed() -> dict[str, str]:
-    """{normal name: version} of all that this Python can import; of two of one name the one that it imports."""
-    return {name: there.version for name, there in distributions().items()}
+    """Return {normal name: version} of the installed distributions."""
+    return {name: distribution.version for name, distribution in distributions().items()}
 
 
-def missing_lines(lock: Path, needed: Path, there: Mapping[str, str]) -> list[str]:
-    """Return the lines of `lock` for the names in `needed` that are not installed in any version."""
+def missing_lines(lock: Path, needed: Path, present: Mapping[str, str]) -> list[str]:
+    """Return the lines of `lock` for the names in the file `needed` that are not installed in any version."""
     names = [normal_name(line) for line in needed.read_text().splitlines() if line and not line.startswith("#")]
     locked = {normal_name(line.split("==")[0]): line for line in lock.read_text().splitlines() if "--hash=" in line}
     if unknown := sorted(set(names) - set(locked)):
         raise ValueError(f"{needed.name} names {', '.join(unknown)}, which {lock.name} does not pin.")
-    return [locked[name] for name in names if name not in there]
+    return [locked[name] for name in names if name not in present]
 
 
 class Need(NamedTuple):
-    """A dependency that is not met: `who` needs `text`, and finds `version` of `name`, or None of it."""
+    """A dependency that is not met: `who` needs `text`; installed is `version` of `name` (None: not installed)."""
 
     who: str
     name: str
@@ -46,34 +46,34 @@ class Need(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.who} needs {self.text} and not {self.version}"
+            f"{self.who} needs {self.text}; installed is {self.version}"
             if self.version
-            else f"{self.who} needs {self.name} which is missing"
+            else f"{self.who} needs {self.name}, which is not installed"
         )
 
 
 def distributions() -> dict[str, importlib.metadata.Distribution]:
-    """Return {normal name: what this Python imports}."""
+    """Return {normal name: distribution}; for two distributions of one name, the one that Python imports."""
     importlib.invalidate_caches()
     found: dict[str, importlib.metadata.Distribution] = {}
-    for there in importlib.metadata.distributions():
-        if there.metadata["Name"]:
-            found.setdefault(normal_name(there.metadata["Name"]), there)
+    for distribution in importlib.metadata.distributions():
+        if distribution.metadata["Name"]:
+            found.setdefault(normal_name(distribution.metadata["Name"]), distribution)
     return found
 
 
-def requirements(of: importlib.metadata.Distribution, extras: Sequence[str] = ()) -> Iterator[Any]:
-    """Yield what a distribution requires here, as packaging's Requirement."""
+def requirements(distribution: importlib.metadata.Distribution, extras: Sequence[str] = ()) -> Iterator[Any]:
+    """Yield packaging's `Requirement` for each requirement of a distribution that applies to this Python."""
     from pip._vendor.packaging.requirements import Requirement
 
-    for text in of.requires or []:
+    for text in distribution.requires or []:
         need = Requirement(text)
         if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in extras or ("",)):
             yield need
 
 
 def unmet(projects: Iterable[str]) -> Iterator[Need]:
-    """Yield each dependency of these distributions, and of what they depend on, that is missing or does not fit."""
+    """Yield each direct or indirect dependency of these distributions that is missing or has a wrong version."""
     found = distributions()
     seen: set[tuple[str, tuple[str, ...]]] = set()
     queue = [(name, (), Need("this project", name, name, None)) for name in projects]
@@ -86,23 +86,29 @@ def unmet(projects: Iterable[str]) -> Iterator[Need]:
             yield need
             continue
         for wanted in requirements(found[name], extras):
-            other = normal_name(wanted.name)
-            version = found[other].version if other in found else None
-            below = Need(name, other, str(wanted), version)
+            dependency = normal_name(wanted.name)
+            version = found[dependency].version if dependency in found else None
+            dependency_need = Need(name, dependency, str(wanted), version)
             if version and not wanted.specifier.contains(version, prereleases=True):
-                yield below
-            queue.append((other, tuple(sorted(wanted.extras)), below))
+                yield dependency_need
+            queue.append((dependency, tuple(sorted(wanted.extras)), dependency_need))
 
 
 def replacements(projects: Iterable[str], lock: Path, needed: Path) -> tuple[dict[str, Need], list[str]]:
-    """Return what `lock` may replace because it is too old for the projects, and what it may not, with the reason.
+    """Return the installed packages that are too old for the projects and may be replaced by the locked version.
 
-    Only names in `needed` are replaced; not numpy, against which the container's own packages are compiled; and nothing
-    that another package of the container then no longer accepts.
+    numpy may not be replaced, because the container's packages are compiled against its version.
+
+    Args:
+        needed: file with the names of packages that may be replaced.
+
+    Returns:
+        {name: unmet dependency} of the packages to replace, and messages for those that another installed package does
+        not accept in the locked version.
     """
     names = {normal_name(line) for line in needed.read_text().splitlines()} - {"numpy"}
     pins = read_pins(lock.read_text())[1]
-    found, chosen, refused = distributions(), {}, []
+    found, chosen, conflicts = distributions(), {}, []
     for need in unmet(projects):
         if not need.version or need.name not in names:
             continue
@@ -114,23 +120,23 @@ def replacements(projects: Iterable[str], lock: Path, needed: Path) -> tuple[dic
             and wanted.specifier.contains(need.version, prereleases=True)
             and not wanted.specifier.contains(pins[need.name], prereleases=True)
         ]
-        refused += against
+        conflicts += against
         if not against:
             chosen[need.name] = need
-    return chosen, refused
+    return chosen, conflicts
 
 
 def names_of(projects: Iterable[Path]) -> list[str]:
-    """Return the names of projects, from their pyproject.toml."""
+    """Return the names in the pyproject.toml of these project folders."""
     found = [re.search(r'^name = "(.*)"', (p / "pyproject.toml").read_text(), re.M) for p in projects]
     return [match[1] for match in found if match]
 
 
-# Prints what does not import, one line each.
+# A program that prints one line for each module that cannot be imported.
 _IMPORT = """
 import importlib, os, sys
 say = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # what the imports print is no finding
+os.dup2(2, 1)  # output of the imports must not mix with these lines
 for module in sys.argv[1:]:
     try:
         importlib.import_module(module)
@@ -142,21 +148,26 @@ for module in sys.argv[1:]:
 def faults(
     kept: Mapping[str, str], series: Mapping[str, str], projects: Sequence[Path], imports: Sequence[str]
 ) -> list[str]:
-    """Return what keeps this Python from running this project; empty when all is well.
+    """Return the reasons why this Python cannot run the project; empty if it can.
 
-    `kept` are versions {name: version} that must be as they were, `series` beginnings of versions, `projects` folders
-    of installed projects whose dependencies must be there in fitting versions, `imports` modules that must import.
+    Args:
+        kept: {name: version} of packages that must be unchanged.
+        series: {name: first numbers of the version} of packages that must be of this series.
+        projects: folders of installed projects whose dependencies must be met.
+        imports: modules that must be importable.
     """
     found = installed()
     wrong = [
-        f"{n} was {version} and is {found.get(n, 'gone')}" for n, version in kept.items() if found.get(n) != version
+        f"{n} was {version} and is now {found.get(n, 'not installed')}"
+        for n, version in kept.items()
+        if found.get(n) != version
     ]
     for name, begin in series.items():
-        if not re.match(re.escape(begin) + r"(\D|$)", version := found.get(name, "missing")):
-            wrong.append(f"{name} is {version} and must be {begin}.*")
+        if not re.match(re.escape(begin) + r"(\D|$)", version := found.get(name, "not installed")):
+            wrong.append(f"{name}: expected {begin}.*; got {version}")
     wrong += map(str, unmet(names_of(projects)))
-    with tempfile.TemporaryDirectory() as folder:  # NeMo makes one below its cache when it is imported
+    with tempfile.TemporaryDirectory() as folder:  # NeMo creates a folder in its cache when it is imported
         command, env = [sys.executable, "-c", _IMPORT, *imports], {**os.environ, "XDG_CACHE_HOME": folder}
         done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    died = [f"the imports ended with {done.returncode}: {done.stderr[-500:]}"] if done.returncode else []
+    died = [f"the import test ended with status {done.returncode}: {done.stderr[-500:]}"] if done.returncode else []
     return [*wrong, *done.stdout.splitlines(), *died]

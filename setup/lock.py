@@ -1,15 +1,15 @@
-"""Writes the hashes of a lock file anew, or a lock file from a few pins.
+"""Updates the hashes of a lock file, or creates a lock file from a few pins.
 
     python3.11 setup/lock.py --also python3.12 setup/train.lock
     python3.11 setup/lock.py setup/rollout.lock
     python3.12 setup/lock.py --resolve setup/rollout-cuda.in setup/rollout-cuda.lock
 
-Takes the pins of each file as they stand (change, add or remove a `name==version` line first; it needs no hash),
-asks pip which archive it would install for each, and writes the file again with the sha256 of those archives.
-The comments at the head are kept.  `--also` asks the pip of another Python too, and writes both hashes where the
-archives differ.  `--resolve` lets pip add all that the pins of the first file depend on, for the Python that runs this,
-and writes that with its hashes into the second.  The comment that ends each line tells the archive of each hash: a
-wheel's tag (cp312, abi3, py3) or sdist.  Standard library only.
+To change a version, edit its line `name==version` first; a new line needs no hash.  The command asks pip which archive
+it would install for each pin, and writes the file again with the sha256 of each archive.  The first comment of the file
+is kept.  `--also` asks the pip of another Python too, and writes both hashes if the archives differ.  `--resolve` lets
+pip add all dependencies of the pins in the first file, for the running Python, and writes them with their hashes to the
+second file.  The comment at the end of each line names the archive of each hash: a wheel's tag (cp312, abi3, py3) or
+sdist.  This file uses the standard library only.
 """
 
 from __future__ import annotations
@@ -30,12 +30,16 @@ _PIN = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s\\;]+)")
 
 
 def normal_name(name: str) -> str:
-    """The name of a distribution as PEP 503 compares it."""
+    """Return a distribution's name in the normal form of PEP 503."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def read_pins(text: str) -> tuple[list[str], dict[str, str]]:
-    """Comment lines at the head, and {normal name: version}; raises ValueError for a line that is neither."""
+    """Return the lines of a lock file's first comment, and {normal name: version}.
+
+    Raises:
+        ValueError: a line is neither a comment, a pin nor a hash.
+    """
     head: list[str] = []
     pins: dict[str, str] = {}
     for line in text.splitlines():
@@ -45,23 +49,23 @@ def read_pins(text: str) -> tuple[list[str], dict[str, str]]:
         elif match := _PIN.match(stripped):
             pins[normal_name(match[1])] = match[2]
         elif stripped and not stripped.startswith("--hash="):
-            raise ValueError(f"neither a pin (name==version) nor a hash: {line!r}")
+            raise ValueError(f"expected a pin (name==version) or a hash; got {line!r}")
     return head, pins
 
 
 def pip_report(pins: dict[str, str], *options: str, python: str = sys.executable) -> list[dict[str, Any]]:
-    """Return what `python`'s pip would install for the pins, as pip reports it; nothing is installed."""
+    """Return the `install` list of pip's report for the pins, from the pip of `python`; nothing is installed."""
     with tempfile.TemporaryDirectory() as folder:
-        wanted, report = Path(folder, "pins.txt"), Path(folder, "report.json")
-        wanted.write_text("".join(f"{name}=={version}\n" for name, version in pins.items()))
+        requirements, report = Path(folder, "pins.txt"), Path(folder, "report.json")
+        requirements.write_text("".join(f"{name}=={version}\n" for name, version in pins.items()))
         pip = [python, "-m", "pip", "install", "--dry-run", "--ignore-installed", *options, "--quiet"]
-        subprocess.run([*pip, "--report", str(report), "-r", str(wanted)], check=True)
+        subprocess.run([*pip, "--report", str(report), "-r", str(requirements)], check=True)
         installs: list[dict[str, Any]] = json.loads(report.read_text())["install"]
     return installs
 
 
 def archives_of(installs: list[dict[str, Any]]) -> dict[str, tuple[str, str, str]]:
-    """Return {normal name: (version, sha256, kind)} of what pip reported; for kinds see `kind_of`."""
+    """Return {normal name: (version, sha256, kind)} of the archives in pip's report; `kind_of` lists the kinds."""
     found = {}
     for install in installs:
         info, version = install["download_info"], install["metadata"]["version"].split("+")[0]
@@ -71,7 +75,7 @@ def archives_of(installs: list[dict[str, Any]]) -> dict[str, tuple[str, str, str
 
 
 def kind_of(url: str) -> str:
-    """Return what an archive fits: cp312 (only that), abi3 and py37 (that and newer), py3 (any), sdist."""
+    """Return which Pythons an archive fits: cp312 (only 3.12), abi3 or py37 (and newer), py3 (any), or sdist."""
     name = url.split("#")[0].rsplit("/", 1)[-1]
     if not name.endswith(".whl"):
         return "sdist"
@@ -80,31 +84,36 @@ def kind_of(url: str) -> str:
 
 
 def pinned(name: str, version: str, archives: Sequence[tuple[str, str]]) -> str:
-    """Return the line of a lock file; `archives` are (sha256, kind), each written once."""
-    once = dict.fromkeys(archives)
-    hashes = " ".join(f"--hash=sha256:{sha256}" for sha256, _ in once)
-    return f"{name}=={version} {hashes}  # {' '.join(kind for _, kind in once)}"
+    """Return the line of a lock file; `archives` are (sha256, kind), and duplicates are left out."""
+    unique = dict.fromkeys(archives)
+    hashes = " ".join(f"--hash=sha256:{sha256}" for sha256, _ in unique)
+    return f"{name}=={version} {hashes}  # {' '.join(kind for _, kind in unique)}"
 
 
 def resolve(source: Path, lock: Path) -> None:
-    """Writes `lock`: the pins of `source` with all they depend on, and what the torch of its head depends on.
+    """Write `lock`: the pins of `source`, and all dependencies of the pins and of the torch in its first comment.
 
-    torch itself is installed in a step of its own, without a hash, since its build differs from place to place.
-    Raises ValueError where another Python runs than the head names.
+    torch itself is left out, because its build differs between machines; it is installed separately, without a hash.
+
+    Raises:
+        ValueError: the first comment does not name torch and the running Python.
     """
     head, pins = read_pins(source.read_text())
-    wanted = {m[1]: m[2] for line in head if (m := re.match(r"#\s*(python|torch):\s*(\S+)", line))}
+    versions = {m[1]: m[2] for line in head if (m := re.match(r"#\s*(python|torch):\s*(\S+)", line))}
     here = "{}.{}".format(*sys.version_info)
-    if wanted.get("python") != here or "torch" not in wanted:
-        raise ValueError(f"{source}: its head must name 'python: {here}', which runs this, and torch; it has {wanted}")
-    _log.info("%s: asking pip for %s and all that they need", source, ", ".join(pins))
-    found = archives_of(pip_report({**pins, "torch": wanted["torch"]}))
+    if versions.get("python") != here or "torch" not in versions:
+        raise ValueError(
+            f"{source}: expected the lines '# python: {here}' (the running Python) and '# torch: ...' in its first"
+            f" comment; got {versions}"
+        )
+    _log.info("%s: asking pip for %s and their dependencies", source, ", ".join(pins))
+    found = archives_of(pip_report({**pins, "torch": versions["torch"]}))
     lines = [pinned(name, found[name][0], [found[name][1:]]) for name in sorted(found) if name != "torch"]
     lock.write_text("\n".join([*head, f"# Written by `setup/lock.py --resolve` from {source.name}.", *lines]) + "\n")
 
 
 def write_lock(path: Path, also: Sequence[str]) -> None:
-    """Write the hashes of `path` anew, as this Python's pip and those of `also` report them."""
+    """Update the hashes of `path` from the reports of this Python's pip and of the pips of `also`."""
     head, pins = read_pins(path.read_text())
     archives: dict[str, list[tuple[str, str]]] = {name: [] for name in pins}
     for python in (sys.executable, *also):
@@ -120,10 +129,16 @@ def write_lock(path: Path, also: Sequence[str]) -> None:
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    parser = argparse.ArgumentParser(description="Write the hashes of lock files anew, or a lock file from a few pins.")
-    parser.add_argument("locks", nargs="*", type=Path)
-    parser.add_argument("--also", action="append", default=[], metavar="PYTHON", help="hashes for this Python, too")
-    parser.add_argument("--resolve", nargs=2, type=Path, metavar=("PINS", "LOCK"))
+    parser = argparse.ArgumentParser(
+        description="Update the hashes of lock files, or create a lock file from a few pins."
+    )
+    parser.add_argument("locks", nargs="*", type=Path, help="lock files to update")
+    parser.add_argument(
+        "--also", action="append", default=[], metavar="PYTHON", help="another Python to write hashes for, too"
+    )
+    parser.add_argument(
+        "--resolve", nargs=2, type=Path, metavar=("PINS", "LOCK"), help="file with pins, and lock file to create"
+    )
     arguments = parser.parse_args()
     if arguments.resolve:
         resolve(*arguments.resolve)

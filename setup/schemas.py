@@ -1,7 +1,7 @@
-"""Makes docs/schemas of the types that write and read each format.
+"""Generates the JSON schemas in docs/schemas from the Python types of each file format.
 
 python setup/schemas.py            writes the schemas
-python setup/schemas.py --check    says which are out of date; exit code 1 if any is
+python setup/schemas.py --check    lists the schemas that are out of date; exit code 1 if there are any
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union
 import typing_extensions
 from pydantic import ConfigDict, TypeAdapter
 
-if sys.version_info < (3, 12):  # pydantic cannot read what Python's own keeps of a class before that
+if sys.version_info < (3, 12):  # pydantic needs the TypedDict of typing_extensions before Python 3.12
     typing.TypedDict = typing_extensions.TypedDict
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,7 +67,7 @@ METRICS = (
 
 
 class RunState(typing.TypedDict):
-    """What a run knows beside its tensors; written by prorl train."""
+    """The state of a run, apart from its tensors; written by prorl train."""
 
     format: Literal[4]
     weights_sha256: Sha256
@@ -87,12 +87,12 @@ class RunState(typing.TypedDict):
 
 
 def verdict() -> Any:
-    """Only infrastructure has no score."""
+    """Return the type of a verdict, whose score is null exactly if the failure is "infrastructure"."""
     failed = {"properties": {"failure": {"const": "infrastructure"}}}
-    lacking = {"properties": {"score": {"type": "null"}, "correct": {"type": "null"}}}
+    unscored = {"properties": {"score": {"type": "null"}, "correct": {"type": "null"}}}
     score = {"type": "number", "minimum": 0, "maximum": 1}
     judged = {"properties": {"score": score, "failure": {"enum": [None, "timeout", "invalid"]}}}
-    return Annotated[Verdict, Constraint(**{"if": failed, "then": lacking, "else": judged})]
+    return Annotated[Verdict, Constraint(**{"if": failed, "then": unscored, "else": judged})]
 
 
 def any_of(kinds: Any, description: str) -> Any:
@@ -106,20 +106,24 @@ FORMATS: dict[str, tuple[str, Any, bool]] = {
     "chain": ("chain.json", launcher.ChainRecord, False),
     "control-request": ("Request to a run", Request, False),
     "data-manifest": ("manifest.json of a prepared folder", PreparedManifest, False),
-    "endpoint": ("Endpoint file", any_of(RewardEndpoint | EngineEndpoint, "Where a service of a run listens."), False),
+    "endpoint": ("Endpoint file", any_of(RewardEndpoint | EngineEndpoint, "The address of a run's service."), False),
     "evaluation-comparison": ("comparison.json", evaluation.EvaluationComparison, False),
     "evaluation-manifest": ("manifest.json of an evaluation", evaluation.EvaluationManifest, False),
     "evaluation-results": ("results.json", evaluation.EvaluationResults, False),
     "evaluation-sample": ("a line of samples/BENCHMARK.jsonl", evaluation.EvaluationSample, False),
-    "hook-event": ("Event given to on_event", launcher.HookEvent, False),
-    "journal-event": ("Line of journal.jsonl", any_of(JournalEvent, "Something that happened to a run."), True),
+    "hook-event": ("Event passed to on_event", launcher.HookEvent, False),
+    "journal-event": ("Line of journal.jsonl", any_of(JournalEvent, "An event of a run."), True),
     "launch": ("Line of launches.jsonl", any_of(LAUNCH, "A start of a run by a Slurm job, or its end."), False),
-    "node": ("Node file", any_of(NodeState | Launch, "How the nodes of a run on several meet and end."), False),
+    "node": (
+        "Node file",
+        any_of(NodeState | Launch, "The state of a node, or the start parameters, of a run on several nodes."),
+        False,
+    ),
     "prompt-record": ("Prompt record", records.PromptRecord, True),
     "reward-request": ("Reward request", RewardRequest, True),
     "state": (
         "state.json of a checkpoint",
-        any_of(ImportedState | RunState, "What a run knows beside its tensors."),
+        any_of(ImportedState | RunState, "The state of a run or of an imported model, apart from its tensors."),
         False,
     ),
     "summary": ("summary.json", RunSummary, False),
@@ -129,9 +133,14 @@ FORMATS: dict[str, tuple[str, Any, bool]] = {
 
 
 def schema_of(kind: Any, is_open: bool) -> dict[str, Any]:
-    """Return the JSON schema of a type; definitions that it refers to are in `$defs`."""
+    """Return the JSON schema of a type, with the definitions that it refers to in `$defs`.
+
+    Args:
+        is_open: accept unknown fields.
+    """
     config = ConfigDict(use_attribute_docstrings=True, extra="ignore" if is_open else "forbid")
-    whole = TypeAdapter(list[kind], config=config).json_schema()  # of a list: a class itself takes no configuration
+    # A list, because pydantic accepts no config for a class that can have one itself.
+    whole = TypeAdapter(list[kind], config=config).json_schema()
     schema, definitions = whole["items"], whole.get("$defs", {})
     if "$ref" in schema:
         schema = {**definitions.pop(schema.pop("$ref").rpartition("/")[2]), **schema}
@@ -139,7 +148,11 @@ def schema_of(kind: Any, is_open: bool) -> dict[str, Any]:
 
 
 def without_titles(schema: Any, is_map: bool = False) -> Any:
-    """Leave out the titles, which repeat the names.  `is_map`: the keys are names of fields or definitions."""
+    """Return the schema without the titles, which repeat the names.
+
+    Args:
+        is_map: the keys of `schema` are names of fields or definitions, so a field may be called `title`.
+    """
     if isinstance(schema, list):
         return [without_titles(item) for item in schema]
     if not isinstance(schema, dict):
@@ -164,7 +177,7 @@ def metrics_line() -> dict[str, Any]:
 
 
 def prompt_record() -> dict[str, Any]:
-    """Return the schema of a record with that of each known task's truth."""
+    """Return the schema of a prompt record, with a schema of `truth` for each known task."""
     schema = schema_of(FORMATS["prompt-record"][1], is_open=True)
     definitions = schema.pop("$defs")
     schema["allOf"] = []
@@ -194,7 +207,7 @@ def main() -> int:
         if not check:
             path.write_text(text)
         sys.stdout.write(
-            f"{path.relative_to(ROOT)} {'is out of date: python setup/schemas.py' if check else 'written'}\n"
+            f"{path.relative_to(ROOT)} {'is out of date. Fix: python setup/schemas.py' if check else 'written'}\n"
         )
     return 1 if check and stale else 0
 

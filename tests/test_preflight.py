@@ -71,7 +71,7 @@ def test_every_made_up_response_fills_the_context() -> None:
 def test_a_response_that_ended_early_did_not_fill_the_engine() -> None:
     full, short = (Response(0, [1] * n, [0.0] * n, "length", 0) for n in (4, 2))
     check_full([full, full], 4)
-    with pytest.raises(EngineFailure, match="1 of 2 responses have 2 to 2 tokens where 4"):
+    with pytest.raises(EngineFailure, match="1 of 2 responses have 2 to 2 tokens; expected 4"):
         check_full([full, short], 4)
 
 

@@ -122,7 +122,7 @@ def test_a_wrong_python_is_named_with_those_found(tmp_path: Path) -> None:
     told = set_up(tmp_path, "--train-lock", str(lock), "--rollout-lock", str(lock))
     assert told.returncode == 3
     assert f"made for Python 3.5; this is Python {HERE}" in told.stderr
-    assert "Found: python3" in told.stderr
+    assert "On PATH: python3" in told.stderr
     assert "make PYTHON=" in told.stderr
     assert "Traceback" not in told.stderr
 
@@ -131,7 +131,7 @@ def test_no_network_names_the_step_and_the_way_out(tmp_path: Path) -> None:
     lock = write_lock(tmp_path, HERE)
     told = set_up(tmp_path, "--train-lock", str(lock), "--only", "train")
     assert told.returncode == 3
-    assert "this step failed: what builds packages" in told.stderr
+    assert "this step failed: build tools" in told.stderr
     for way in ("could not be reached", "HTTPS_PROXY", "PIP_INDEX_URL"):
         assert way in told.stderr
     assert "Traceback" not in told.stderr

@@ -185,11 +185,11 @@ def test_the_command_is_checked(script: Script, tmp_path: Path) -> None:
     assert check_command("sh -c 'exit 0'") is None
     (tmp_path / "plain").touch()
     for text, why in (
-        ("no-such-program --now", "no-such-program is on PATH under no such name"),
-        ("./plain", "./plain is no file that may be executed"),
-        (str(tmp_path), "is no file that may be executed"),
+        ("no-such-program --now", "got no-such-program, which is not on PATH"),
+        ("./plain", "got ./plain, which is not an executable file"),
+        (str(tmp_path), "which is not an executable file"),
         ("sh 'open", "No closing quotation"),
-        ("  ", "is empty"),
+        ("  ", "an empty value"),
     ):
         fault = check_command(text)
         assert fault is not None

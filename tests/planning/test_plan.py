@@ -140,8 +140,8 @@ def test_a_throughput_of_another_model_or_machine_is_refused(tmp_path: Path) -> 
         ({"measured": Path("gone")}, ConfigError, "--measured gone: holds no run"),
         ({"measured": Path("idle")}, DataError, "nothing to measure by"),
         ({"measured": Path("short")}, DataError, "step 1: time/step: must be a number"),
-        ({"measured": Path("empty")}, ConfigError, "empty/config.yaml holds no configuration"),
-        ({"measured": Path("text")}, ConfigError, "text/config.yaml holds no configuration"),
+        ({"measured": Path("empty")}, ConfigError, "empty/config.yaml: expected a configuration"),
+        ({"measured": Path("text")}, ConfigError, "text/config.yaml: expected a configuration"),
     ],
 )
 def test_what_is_wrong_is_said(rates: dict[str, Any], kind: type[Exception], said: str, tmp_path: Path) -> None:

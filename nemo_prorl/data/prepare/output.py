@@ -62,7 +62,7 @@ def write_records(
 ) -> list[OutputFile]:
     """Replace the files of an earlier preparation; return the new files with their hashes."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / MANIFEST).unlink(missing_ok=True)  # without a manifest, the folder counts as incomplete
+    (out / MANIFEST).unlink(missing_ok=True)  # a folder without a manifest counts as incomplete
     for part in PARTS:
         for old in ("jsonl", "parquet"):
             (out / f"{part}.{old}").unlink(missing_ok=True)

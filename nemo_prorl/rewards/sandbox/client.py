@@ -27,7 +27,7 @@ from nemo_prorl.rewards.sandbox import folders
 from nemo_prorl.rewards.sandbox.runner import ProgramLimits
 from nemo_prorl.rewards.sandbox.zygote import MESSAGE_BYTES, STACK_MB, SandboxPlan
 
-TESTS_PER_CHILD = 100  # each needs two descriptors, and a message can carry 253
+TESTS_PER_CHILD = 100  # two descriptors per test; a message can carry 253
 OUTPUT_MB_PER_CHILD = 512  # for all tests of a child: with large outputs, fewer tests share a child
 KEPT_OUTPUT = 1 << 20  # bytes: a wrong output is kept only up to this size
 EXTRA_TIME = 0.5  # share of the time limit that repeated tests may take together, at most EXTRA_TIME_S
@@ -428,7 +428,7 @@ class _ProgramRun:
             if index == first:
                 self._record_final(child, index)
             elif end is None or (end.get("ok") is not True and not (self._independent and end.get("more") is True)):
-                return self._retry_from(child, index)  # as the first test of the next child
+                return self._retry_from(child, index)
             else:
                 self._record(child, index)
                 if not self._passed(index):

@@ -209,7 +209,7 @@ class _Tests:
                 self._connect(position)
                 self._main()
             elif style == "call":
-                self._namespace = None if go_on else self._namespace  # with go_on, each test gets new names
+                self._namespace = None if go_on else self._namespace  # go_on: new names for each test
                 result = self._call(json.loads(self.job["inputs"][index]))
             else:
                 self._namespace = None if go_on else self._namespace
@@ -259,8 +259,7 @@ class _Tests:
             not moved
             and threading.active_count() == 1
             and count_threads() == 0  # includes threads of `_thread`
-            and "concurrent.futures.thread"
-            not in sys.modules  # its executors accept no work after the exit functions ran
+            and "concurrent.futures.thread" not in sys.modules  # executors accept no work after the exit functions ran
             and builtins.__dict__ == self._builtins
             and all(
                 sys.modules.get(name) is module for name, module in self._state.modules.items() if name != "__main__"
@@ -356,7 +355,7 @@ def _stream(fd: int, mode: str, name: str) -> io.TextIOWrapper:
     raw.name = name
     buffer: Any = io.BufferedReader(raw) if mode == "r" else io.BufferedWriter(raw)
     stream = io.TextIOWrapper(buffer, "utf-8", "strict")
-    stream.__dict__["mode"] = mode  # as the interpreter sets it
+    stream.__dict__["mode"] = mode  # same attribute as in the interpreter
     return stream
 
 

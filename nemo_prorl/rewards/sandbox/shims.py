@@ -41,7 +41,7 @@ def add_for(source: str, path: str) -> None:
     if "/dev/std" in source or "/fd/" in source:
         builtins.open = io.open = _with_standard_files(io.open)
         os.open = _with_standard_files(os.open)
-    if "multiprocessing" in source:  # its locks and shared values need /dev/shm
+    if "multiprocessing" in source:  # multiprocessing's locks and shared values need /dev/shm
         with contextlib.suppress(ImportError):
             importlib.import_module("_multiprocessing").__dict__["SemLock"] = SemLock
             if "Value" in source or "Array" in source:  # only threads share values: use the folder for temporary files

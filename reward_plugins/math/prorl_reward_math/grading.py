@@ -106,7 +106,7 @@ def parse_with_math_verify(text: str) -> list[Any]:
     return list(parse(f"\\boxed{{{text}}}", [latex], parsing_timeout=None))
 
 
-_parse_truth = functools.lru_cache(maxsize=512)(parse_with_math_verify)  # all answers to a prompt share its truth
+_parse_truth = functools.lru_cache(maxsize=512)(parse_with_math_verify)  # the answers to a prompt share its truth
 
 
 def verify_with_math_verify(truth: str, answer: str) -> bool:

@@ -130,7 +130,7 @@ class PuzzlesReward(RewardPlugin):
     def _judge(self, truth: dict[str, Any], answer: str) -> RewardResult:
         dataset, config = truth["dataset"], dict(truth.get("config", {}))
         entry = restored(dataset, truth["entry"])
-        if dataset == "composite":  # each entry belongs to the data set named in its metadata
+        if dataset == "composite":  # the metadata of an entry names its data set
             dataset = entry["metadata"]["source_dataset"]
             entry = restored(dataset, entry)
         score_answer = _scorer(dataset, json.dumps(config, sort_keys=True))

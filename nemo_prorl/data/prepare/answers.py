@@ -142,8 +142,8 @@ def last_box(text: str) -> str | None:
 def scp(row: Row) -> Draft | Drop:
     """Convert a row of SCP-116K: `problem`, the source's `solution` and R1's `response`.
 
-    The truth is R1's boxed answer, because the source's solution is usually prose.  The record is kept only if a judge
-    or grader finds that the two agree.  A solution with a box, or of one short line, is also an accepted answer.
+    The truth is R1's boxed answer, because the source's solution is usually prose.  Unless --agreement is none,
+    a record is kept only if the two agree.  A solution with a box, or of one short line, is also an accepted answer.
     """
     question = row.text("problem", "question")
     solution = row.text("solution", "matched_solution", "extract_solution").strip()

@@ -44,12 +44,12 @@ def _tests(row: Row, field: str, value: Any) -> dict[str, Any] | Drop:
     if name is None:
         tests = [{"input": one, "output": other} for one, other in zip(inputs, outputs, strict=True)]
         if not all(_plain(test[key]) for test in tests for key in test):
-            return Drop("broken tests", "an input or output is no text")
+            return Drop("broken tests", "an input or output is not a text")
         return {"tests": tests}
     if not isinstance(name, str) or not name.isidentifier():
         return Drop("broken tests", f"fn_name is {name!r}")
     if not all(isinstance(args, list) for args in inputs):
-        return Drop("broken tests", "the arguments of a call are no list")
+        return Drop("broken tests", "the arguments of a call are not a list")
     results = [out[0] if isinstance(out, list) and len(out) == 1 else out for out in outputs]
     return {
         "fn_name": name,

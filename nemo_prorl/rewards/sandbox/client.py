@@ -54,7 +54,7 @@ class _Broken(Exception):
 
 @dataclass
 class _Child:
-    """The reports and outputs of one child. None of them are trusted."""
+    """The reports and outputs of one child.  None of them are trusted."""
 
     status: int
     killed: str | None
@@ -213,12 +213,12 @@ class ProcessSandbox:
         return child
 
     def _descriptor_limit(self, in_use: int, output_mb: int) -> int:
-        """Return the limit on descriptors.  Each can keep a deleted file; only level "full" limits the disk."""
+        """Return the limit on descriptors, which can keep deleted files on disk: only level "full" limits the disk."""
         return DESCRIPTORS if self.level == "full" else min(DESCRIPTORS, in_use + 3 + max(32, 256 // output_mb))
 
     @property
     def _watches(self) -> bool:
-        """Return whether this process counts the threads: RLIMIT_NPROC needs a separate user for the sandbox."""
+        """Return whether to count threads here, because the sandbox lacks the separate user that RLIMIT_NPROC needs."""
         return not self.layers.get("identity")
 
     def _thread_limit(self) -> int:

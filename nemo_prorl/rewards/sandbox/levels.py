@@ -149,7 +149,7 @@ def prove(sandbox: ProcessSandbox) -> Proof:
         try:
             results: dict[str, str] = json.loads(run.outputs[0])
         except ValueError:
-            return Proof(sandbox.level, failure="the program that attempts the escapes printed something else")
+            return Proof(sandbox.level, failure="the program that attempts the escapes printed no JSON")
         possible = [name for name, result in results.items() if result != "refused"] + places.touched()
     needs = sandbox.run(Program(_NEEDS, "stdin", ("",), time_limit_s=20.0), lambda *_: True)
     if needs.outputs[0] != b"ready\n":
@@ -192,7 +192,7 @@ def open_sandbox(unsafe: bool = False, packages: Sequence[str] = ()) -> ProcessS
             return sandbox
         proofs.append(proof)
     if unsafe:
-        _log.warning("NO SANDBOX: code of the model runs as this user, with limits only (unsafe_no_sandbox)")
+        _log.warning("NO SANDBOX (unsafe_no_sandbox): code of the model runs with all rights of this user")
         sandbox = ProcessSandbox("none", packages=packages)
         sandbox.start()
         return sandbox
@@ -203,8 +203,8 @@ def refusal(proofs: list[Proof]) -> str:
     """Return the error text for a machine on which no level passes, with the remedy."""
     lines = "; ".join(proof.line() for proof in proofs)
     return (
-        f"no sandbox holds on this machine ({lines}).  Code of the model needs user namespaces or root, Landlock and"
-        " seccomp (Linux 5.13); rewards.unsafe_no_sandbox=true runs it without, with all rights of this user"
+        f"no sandbox works on this machine ({lines}).  Fix: allow user namespaces or run as root, with Landlock and"
+        " seccomp (Linux 5.13); or rewards.unsafe_no_sandbox=true: code of the model then has all rights of this user"
     )
 
 

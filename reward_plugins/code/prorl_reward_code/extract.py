@@ -1,7 +1,7 @@
 """Extraction of the program from a response: the last closed fenced block that can be a program.
 
 A fence that is indented deeper than the fence that opened the block is part of the code, for example of a docstring.
-Code is parsed in the sandbox only, never here. All patterns take linear time.
+Code is parsed in the sandbox only, never here.  All patterns take linear time.
 """
 
 import re
@@ -50,7 +50,7 @@ def program_of(text: str, names: Collection[str] = ()) -> str | None:
     """Return the program in a response; None without a fenced block.
 
     Args:
-        names: Functions and classes that the tests call. The last block that defines one of them is the answer;
+        names: Functions and classes that the tests call.  The last block that defines one of them is the answer;
             blocks after it are usage examples.
     """
     text = text.replace("\r\n", "\n")
@@ -75,7 +75,7 @@ def _definitions(names: Collection[str]) -> tuple[re.Pattern[str], ...]:
 
 
 def blocks(text: str, slack: int) -> list[Block]:
-    """Return the closed fenced blocks of a response in order. `slack`: columns as for _SLACK."""
+    """Return the closed fenced blocks of a response in order.  `slack`: columns as for _SLACK."""
     found: list[Block] = []
     lines = text.split("\n")
     opened: _Opened | None = None
@@ -103,7 +103,7 @@ def blocks(text: str, slack: int) -> list[Block]:
 
 
 def _opening(line: str, start: int) -> _Opened | None:
-    """Return the block that a line opens, if any. A fence after prose counts only if at most a language follows."""
+    """Return the block that a line opens, if any.  A fence after prose counts only if at most a language follows."""
     fence = _FENCE.match(line)
     if fence is None or not _PREFIX.fullmatch(fence[1]):
         fence = _AFTER_PROSE.match(line)

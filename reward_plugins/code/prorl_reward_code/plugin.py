@@ -30,7 +30,7 @@ class CodeReward(RewardPlugin):
         """Settings.
 
         `time_limit_s`: default seconds for all tests of a program together, without `time_limit_s` in the truth.
-        `memory_mb`: memory limit of a program. `time_budget_s`: CPU seconds per answer.
+        `memory_mb`: memory limit of a program.  `time_budget_s`: CPU seconds per answer.
         `packages`: import names of third-party packages that programs may import if they are installed.
         """
 

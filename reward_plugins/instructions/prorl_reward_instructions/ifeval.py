@@ -1,6 +1,6 @@
 """The 25 instruction types of IFEval (Zhou et al. 2023, arXiv 2311.07911), with the same verdicts as its checkers.
 
-Quirks of the checkers that change a verdict are kept. Checks that take quadratic time there take one pass here.
+Quirks of the checkers that change a verdict are kept.  Checks that take quadratic time there take one pass here.
 """
 
 import json

@@ -18,7 +18,7 @@ def _listed(truth: dict[str, Any], name: str) -> list[Any]:
 
 
 def checks_of(truth: dict[str, Any]) -> list[tuple[str, partial[bool]]]:
-    """Return the name and the check of each instruction. Raises ValueError that names the field."""
+    """Return the name and the check of each instruction.  Raises ValueError that names the field."""
     names = _listed(truth, "instruction_id_list")
     for index, name in enumerate(names):
         if not isinstance(name, str) or name not in KNOWN:
@@ -55,7 +55,7 @@ class InstructionsReward(RewardPlugin):
 
     @dataclass(frozen=True)
     class Config:
-        """Settings. `time_budget_s`: CPU seconds per answer."""
+        """Settings.  `time_budget_s`: CPU seconds per answer."""
 
         time_budget_s: float = 10.0
 

@@ -1,6 +1,6 @@
 """Splitting of text into sentences by Punkt (Kiss and Strunk 2006), with the English parameters that IFEval uses.
 
-A candidate is a `.`, `?` or `!` before white space or closing punctuation. A candidate ends a sentence unless its word
+A candidate is a `.`, `?` or `!` before white space or closing punctuation.  A candidate ends a sentence unless its word
 is an abbreviation, an initial or a number and the next word does not look like the start of a sentence.
 """
 
@@ -27,7 +27,7 @@ _SPACED_ELLIPSIS = ". . ."  # an abbreviation to the model
 
 @dataclass(frozen=True)
 class _Model:
-    """The trained parameters. Words are in lower case; the last three sets tell how the training text wrote a word."""
+    """The trained parameters.  Words are in lower case; the last three sets tell how the training text wrote a word."""
 
     abbreviations: frozenset[str]
     collocations: frozenset[tuple[str, str]]

@@ -96,7 +96,7 @@ def count_words(text: str) -> int:
 
 @functools.cache
 def _langdetect() -> Any:
-    """Return the langdetect package with a fixed seed. Without a seed, it may give one text different languages."""
+    """Return the langdetect package with a fixed seed.  Without a seed, it may give one text different languages."""
     import langdetect
 
     langdetect.DetectorFactory.seed = 0

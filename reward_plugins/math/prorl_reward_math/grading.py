@@ -1,6 +1,6 @@
 """Comparison of an answer with the expected one: by form and exact value in microseconds, otherwise by math-verify.
 
-The rule is DeepScaleR's grader OR math-verify (paper sec. 2). The first half is a new implementation of that idea.
+The rule is DeepScaleR's grader OR math-verify (paper sec. 2).  The first half is a new implementation of that idea.
 """
 
 import functools
@@ -20,7 +20,7 @@ _NAMED = re.compile(
 
 
 def same_answer(truth: str, answer: str, tolerance: float | None = None, unit: str = "") -> bool:
-    """Return whether `answer` equals `truth`. `tolerance` is relative; `unit` is the unit of the truth."""
+    """Return whether `answer` equals `truth`.  `tolerance` is relative; `unit` is the unit of the truth."""
     truth, answer = clean(truth), clean(answer)
     if truth == answer:
         return True
@@ -97,7 +97,7 @@ def prepare() -> None:
 
 
 def parse_with_math_verify(text: str) -> list[Any]:
-    """Return the expressions that math-verify parses from an answer, or []. The worker pool limits the time."""
+    """Return the expressions that math-verify parses from an answer, or [].  The worker pool limits the time."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
 

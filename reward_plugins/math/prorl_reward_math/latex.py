@@ -1,4 +1,4 @@
-"""Extraction of the boxed answer from a text, and the canonical form of answers. Standard library only."""
+"""Extraction of the boxed answer from a text, and the canonical form of answers.  Standard library only."""
 
 import re
 from fractions import Fraction
@@ -13,7 +13,7 @@ _BARE_BOX = re.compile(r"\s*([^\s{}$\\]+)")
 def boxes(text: str) -> list[tuple[int, int]]:
     r"""Return start and end of the content of each complete \boxed{...} or \fbox{...}, and of `\boxed 7`, in one pass.
 
-    Braces must balance; escaped braces (`\{`) are not counted. Nested boxes are all returned.
+    Braces must balance; escaped braces (`\{`) are not counted.  Nested boxes are all returned.
     """
     found: list[tuple[int, int]] = []
     opened: list[int | None] = []  # for each open brace: where its box command starts, None for other braces
@@ -45,7 +45,7 @@ _BETWEEN_BOXES = re.compile(  # `} and \boxed{`, `}, y = \boxed{`, `}\boxed{`
 def boxed(text: str) -> str | None:
     r"""Return the content of the last complete box and of the boxes listed with it; None without a box.
 
-    `\boxed{2} and \boxed{3}` gives `2, 3`. Commas, semicolons, `and` and `or` join boxes; other words do not.
+    `\boxed{2} and \boxed{3}` gives `2, 3`.  Commas, semicolons, `and` and `or` join boxes; other words do not.
     """
     found = boxes(text)
     if not found:

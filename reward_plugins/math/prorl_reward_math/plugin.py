@@ -11,7 +11,7 @@ _LISTS = (list, tuple)
 
 
 def expected_answers(truth: dict[str, Any]) -> tuple[list[str], bool]:
-    """Return the accepted answers, and whether all of them must be given. Raises ValueError that names the field."""
+    """Return the accepted answers, and whether all of them must be given.  Raises ValueError that names the field."""
     if ("answer" in truth) == ("all_of" in truth):
         raise ValueError("truth must have either 'answer' (a string, or a list of which any is accepted) or 'all_of'")
     key = "answer" if "answer" in truth else "all_of"
@@ -33,7 +33,7 @@ class MathReward(RewardPlugin):
 
     @dataclass(frozen=True)
     class Config:
-        """Settings. `time_budget_s`: CPU seconds per answer."""
+        """Settings.  `time_budget_s`: CPU seconds per answer."""
 
         time_budget_s: float = 6.0
 

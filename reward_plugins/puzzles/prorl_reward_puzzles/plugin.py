@@ -39,7 +39,7 @@ def _tupled(value: Any) -> Any:
 
 
 def restored(dataset: str, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return an entry read from JSON with the tuples that its scorer expects. Does not change `entry`."""
+    """Return an entry read from JSON with the tuples that its scorer expects.  Does not change `entry`."""
     metadata = entry.get("metadata")
     keys = _TUPLES.get(dataset, ())
     if not keys or not isinstance(metadata, dict):
@@ -79,7 +79,7 @@ class PuzzlesReward(RewardPlugin):
 
     @dataclass(frozen=True)
     class Config:
-        """Settings. `time_budget_s`: CPU seconds per answer."""
+        """Settings.  `time_budget_s`: CPU seconds per answer."""
 
         time_budget_s: float = 10.0
 

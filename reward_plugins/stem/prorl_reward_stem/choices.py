@@ -22,14 +22,14 @@ def letters(count: int) -> str:
 
 
 def without_labels(options: Sequence[str]) -> list[str]:
-    """Return the texts of the options. If each begins with its own letter (`A. ...`, `(b) ...`), drop the letters."""
+    """Return the texts of the options.  If each begins with its own letter (`A. ...`, `(b) ...`), drop the letters."""
     found = [_LABELLED.match(option) for option in options]
     own = all(label and label[1].upper() == letter for label, letter in zip(found, letters(len(options)), strict=True))
     return [option[label.end() :] if own and label else option for option, label in zip(options, found, strict=True)]
 
 
 def right_letter(answer: str, options: Sequence[str]) -> str:
-    """Return the letter of the right option. Raises ValueError if `answer` is not one of the options' letters."""
+    """Return the letter of the right option.  Raises ValueError if `answer` is not one of the options' letters."""
     found = choice(answer)
     known = letters(len(options))
     if found is None or found[1] or found[0].upper() not in known:
@@ -43,7 +43,7 @@ def _form(text: str) -> str:
 
 
 def _texts(text: str, options: Sequence[str]) -> list[int]:
-    """Return the indexes of options that read like `text`. Letter case counts only if it distinguishes options."""
+    """Return the indexes of options that read like `text`.  Letter case counts only if it distinguishes options."""
     same = [index for index, option in enumerate(options) if _form(option) == _form(text)]
     if len({options[index].strip() for index in same}) > 1:
         bare = re.sub(r"\s+", "", unstyled(text)).rstrip(".,;:")
@@ -54,8 +54,8 @@ def _texts(text: str, options: Sequence[str]) -> list[int]:
 def chosen(answer: str, options: Sequence[str], same: Callable[[str, str], bool]) -> set[int]:
     """Return the indexes of the options that an answer names: by letter, by text, or by an equal value.
 
-    A single capital letter is always a label. A single small letter is an option's text if one reads so, otherwise a
-    label. If several options have the same text, an answer with this text names all of them.
+    A single capital letter is always a label.  A single small letter is an option's text if one reads so, otherwise a
+    label.  If several options have the same text, an answer with this text names all of them.
     """
     texts = without_labels(options)
     if len(answer) > MAX_LETTERED_CHARS + 2 * max(map(len, options)):

@@ -192,7 +192,7 @@ def open_sandbox(unsafe: bool = False, packages: Sequence[str] = ()) -> ProcessS
             return sandbox
         proofs.append(proof)
     if unsafe:
-        _log.warning("NO SANDBOX (unsafe_no_sandbox): code of the model runs with all rights of this user")
+        _log.warning("NO SANDBOX (unsafe_no_sandbox): code of the model runs as this user, with resource limits only")
         sandbox = ProcessSandbox("none", packages=packages)
         sandbox.start()
         return sandbox

@@ -30,15 +30,18 @@ def add_parser(commands: Any) -> None:
         "--holdout",
         type=_holdout_count,
         metavar="N|all",
-        help="records for validation; default: 0 (reasoning-gym: 9600)",
+        help="records for validation; default: 0, 9600 for reasoning-gym",
     )
     one.add_argument("--limit", type=_count, metavar="N", help="read only the first N rows, for a trial; default: all")
-    one.add_argument("--seed", type=_count, default=0, help="random seed of --size, --holdout and puzzles (default 0)")
+    one.add_argument("--seed", type=_count, default=0, help="random seed of --size, --holdout and puzzles; default: 0")
     one.add_argument(
-        "--prompt", choices=("messages", "text"), default="messages", help="form of prompts (default messages)"
+        "--prompt",
+        choices=("messages", "text"),
+        default="messages",
+        help="prompts as messages or plain text; default: messages",
     )
     one.add_argument(
-        "--format", dest="form", choices=("jsonl", "parquet"), default="jsonl", help="output (default jsonl)"
+        "--format", dest="form", choices=("jsonl", "parquet"), default="jsonl", help="output format; default: jsonl"
     )
     one.add_argument(
         "--field", action="append", default=[], metavar="NAME=COLUMN", help="column of a field; repeatable"
@@ -51,36 +54,40 @@ def add_parser(commands: Any) -> None:
         "--against", action="append", default=[], type=Path, metavar="FILE", help="drop overlaps with FILE; repeatable"
     )
     one.add_argument(
-        "--ngram", type=_count, default=13, metavar="N", help="consecutive common words of an overlap (default 13)"
+        "--ngram", type=_count, default=13, metavar="N", help="consecutive common words of an overlap; default: 13"
     )
     one.add_argument(
         "--overlap",
         type=float,
         default=0.6,
         metavar="X",
-        help="common share of an overlap's shorter text (default 0.6)",
+        help="common share of an overlap's shorter text; default: 0.6",
     )
     one.add_argument(
         "--check",
         type=_all_or_count,
         default=200,
         metavar="N|all",
-        help="number of gold answers to judge (default 200)",
+        help="number of gold answers to judge; default: 200",
     )
     one.add_argument(
-        "--workers", type=_count, default=1, help="processes that judge gold answers and generate puzzles (default 1)"
+        "--workers", type=_count, default=1, help="processes that judge gold answers and generate puzzles; default: 1"
     )
-    one.add_argument("--unsafe-no-sandbox", action="store_true", help="run programs without a sandbox if none works")
+    one.add_argument(
+        "--unsafe-no-sandbox",
+        action="store_true",
+        help="if no sandbox works here, run programs with all rights of this user",
+    )
     _add_judge(one.add_argument_group("agreement of the two solutions of a problem (scp-116k)"))
 
 
 def _add_judge(group: Any) -> None:
-    group.add_argument("--agreement", choices=_AGREEMENTS, default="judge", help="comparison method (default judge)")
+    group.add_argument("--agreement", choices=_AGREEMENTS, default="judge", help="comparison method; default: judge")
     group.add_argument("--judge-url", metavar="URL", help="base of an OpenAI-compatible API: http://host:8000/v1")
     group.add_argument("--judge-model", metavar="NAME", help="model name; put an API key into PRORL_JUDGE_KEY")
-    group.add_argument("--judge-workers", type=_count, default=16, metavar="N", help="concurrent requests (default 16)")
+    group.add_argument("--judge-workers", type=_count, default=16, metavar="N", help="concurrent requests; default: 16")
     group.add_argument(
-        "--judge-deadline-s", type=float, default=300.0, metavar="S", help="seconds for a verdict (default 300)"
+        "--judge-deadline-s", type=float, default=300.0, metavar="S", help="seconds for a verdict; default: 300"
     )
 
 
@@ -122,7 +129,7 @@ def _options(arguments: argparse.Namespace) -> Any:
         if getattr(arguments, option) < 1:
             raise ConfigError(f"--{option.replace('_', '-')} {getattr(arguments, option)}: must be at least 1")
     if not 0 <= arguments.overlap <= 1:
-        raise ConfigError(f"--overlap {arguments.overlap:g}: must be from 0 (--ngram common words are enough) to 1")
+        raise ConfigError(f"--overlap {arguments.overlap:g}: must be from 0 (--ngram words in common are enough) to 1")
     given = {field.name: getattr(arguments, field.name) for field in fields(PrepareOptions) if field.name in arguments}
     needs_judge = source.judged and arguments.agreement == "judge"
     derived = {"source": source, "name": arguments.name or source.name, "columns": _columns(arguments.field)}

@@ -44,24 +44,33 @@ def add_parser(commands: Any) -> None:
         "--format", dest="form", choices=("jsonl", "parquet"), default="jsonl", help="output format; default: jsonl"
     )
     one.add_argument(
-        "--field", action="append", default=[], metavar="NAME=COLUMN", help="column of a field; repeatable"
+        "--field", action="append", default=[], metavar="NAME=COLUMN", help="read field NAME from COLUMN; repeatable"
     )
     one.add_argument("--licence", default="", help="licence for the manifest; default: the source's")
     one.add_argument("--revision", help="commit, tag or branch for --from hub; default: the latest commit")
     one.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="model folder, to count tokens of prompts")
     one.add_argument("--max-prompt-tokens", type=_count, metavar="N", help="drop longer prompts; default: no limit")
     one.add_argument(
-        "--against", action="append", default=[], type=Path, metavar="FILE", help="drop overlaps with FILE; repeatable"
+        "--against",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="drop problems that overlap with FILE; repeatable",
     )
     one.add_argument(
-        "--ngram", type=_count, default=13, metavar="N", help="consecutive common words of an overlap; default: 13"
+        "--ngram",
+        type=_count,
+        default=13,
+        metavar="N",
+        help="consecutive words that an overlap has in common; default: 13",
     )
     one.add_argument(
         "--overlap",
         type=float,
         default=0.6,
         metavar="X",
-        help="common share of an overlap's shorter text; default: 0.6",
+        help="share of the shorter text that an overlap has in common; default: 0.6",
     )
     one.add_argument(
         "--check",
@@ -83,7 +92,7 @@ def add_parser(commands: Any) -> None:
 
 def _add_judge(group: Any) -> None:
     group.add_argument("--agreement", choices=_AGREEMENTS, default="judge", help="comparison method; default: judge")
-    group.add_argument("--judge-url", metavar="URL", help="base of an OpenAI-compatible API: http://host:8000/v1")
+    group.add_argument("--judge-url", metavar="URL", help="base of an OpenAI-compatible API, as http://host:8000/v1")
     group.add_argument("--judge-model", metavar="NAME", help="model name; put an API key into PRORL_JUDGE_KEY")
     group.add_argument("--judge-workers", type=_count, default=16, metavar="N", help="concurrent requests; default: 16")
     group.add_argument(

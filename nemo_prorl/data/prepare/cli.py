@@ -26,20 +26,12 @@ def add_parser(commands: Any) -> None:
     one.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder for the output")
     one.add_argument("--name", help="prefix of the records' ids; default: SOURCE")
     one.add_argument("--size", type=_count, metavar="N", help="number of records, chosen by --seed; default: all")
-    one.add_argument(
-        "--holdout",
-        type=_holdout_count,
-        metavar="N|all",
-        help="records for validation; default: 0, 9600 for reasoning-gym",
-    )
+    text = "records for validation; default: 0, 9600 for reasoning-gym"
+    one.add_argument("--holdout", type=_holdout_count, metavar="N|all", help=text)
     one.add_argument("--limit", type=_count, metavar="N", help="read only the first N rows, for a trial; default: all")
     one.add_argument("--seed", type=_count, default=0, help="random seed of --size, --holdout and puzzles; default: 0")
-    one.add_argument(
-        "--prompt",
-        choices=("messages", "text"),
-        default="messages",
-        help="prompts as messages or plain text; default: messages",
-    )
+    text = "prompts as messages or plain text; default: messages"
+    one.add_argument("--prompt", choices=("messages", "text"), default="messages", help=text)
     one.add_argument(
         "--format", dest="form", choices=("jsonl", "parquet"), default="jsonl", help="output format; default: jsonl"
     )
@@ -50,43 +42,19 @@ def add_parser(commands: Any) -> None:
     one.add_argument("--revision", help="commit, tag or branch for --from hub; default: the latest commit")
     one.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="model folder, to count tokens of prompts")
     one.add_argument("--max-prompt-tokens", type=_count, metavar="N", help="drop longer prompts; default: no limit")
-    one.add_argument(
-        "--against",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="FILE",
-        help="drop problems that overlap with FILE; repeatable",
-    )
-    one.add_argument(
-        "--ngram",
-        type=_count,
-        default=13,
-        metavar="N",
-        help="consecutive words that an overlap has in common; default: 13",
-    )
-    one.add_argument(
-        "--overlap",
-        type=float,
-        default=0.6,
-        metavar="X",
-        help="share of the shorter text that an overlap has in common; default: 0.6",
-    )
-    one.add_argument(
-        "--check",
-        type=_all_or_count,
-        default=200,
-        metavar="N|all",
-        help="number of gold answers to judge; default: 200",
-    )
+    text = "drop problems that overlap with FILE; repeatable"
+    one.add_argument("--against", action="append", default=[], type=Path, metavar="FILE", help=text)
+    text = "consecutive words that an overlap has in common; default: 13"
+    one.add_argument("--ngram", type=_count, default=13, metavar="N", help=text)
+    text = "share of the shorter text that an overlap has in common; default: 0.6"
+    one.add_argument("--overlap", type=float, default=0.6, metavar="X", help=text)
+    text = "number of gold answers to judge; default: 200"
+    one.add_argument("--check", type=_all_or_count, default=200, metavar="N|all", help=text)
     one.add_argument(
         "--workers", type=_count, default=1, help="processes that judge gold answers and generate puzzles; default: 1"
     )
-    one.add_argument(
-        "--unsafe-no-sandbox",
-        action="store_true",
-        help="if no sandbox works here, run programs with all rights of this user",
-    )
+    text = "if no sandbox works here, run programs with all rights of this user"
+    one.add_argument("--unsafe-no-sandbox", action="store_true", help=text)
     _add_judge(one.add_argument_group("agreement of the two solutions of a problem (scp-116k)"))
 
 

@@ -43,7 +43,7 @@ def spread(count: int, wanted: int | None) -> list[int]:
 def failures(
     records: Sequence[PromptRecord], golds: Sequence[str], workers: int, unsafe_no_sandbox: bool
 ) -> dict[int, str]:
-    """Judge gold answers with the reward service; return position -> reason of those that score less than 1.
+    """Judge gold answers with the reward service; return position -> reason for each score below 1.
 
     Raises UnfitMachine if programs need a sandbox and no level works, RewardFailure if the service cannot judge.
     """

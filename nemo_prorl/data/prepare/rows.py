@@ -31,7 +31,7 @@ class Row:
         return f"{self.file}:{self.line}"
 
     def first(self, *names: str) -> Any:
-        """Return the first value of these columns that is not null; None if there is none."""
+        """Return the first value of these columns that is not null; None if all are null or missing."""
         return next((self.values[name] for name in names if self.values.get(name) is not None), None)
 
     def needed(self, *names: str) -> Any:

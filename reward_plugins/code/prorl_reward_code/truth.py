@@ -23,7 +23,7 @@ def text_of(value: Any) -> str | None:
 
 
 def names_called(truth: dict[str, Any]) -> set[str]:
-    """Return the names that the tests call.  Only the block that defines them is the program."""
+    """Return the names that the tests call, which distinguish the program from usage examples."""
     if "fn_name" in truth:
         return {truth["fn_name"]}
     names: set[str] = set()

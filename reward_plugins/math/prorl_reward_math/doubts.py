@@ -22,7 +22,7 @@ _HUGE = re.compile(
 )
 _SUM_RAISED = re.compile(
     r"[)}\]](?:\^|\*\*)[{(]?\d{3,}"
-)  # if the sum has variables, math-verify would expand the power
+)  # math-verify would expand such a power of a sum with variables
 
 
 def is_huge(text: str) -> bool:

@@ -26,7 +26,7 @@ def expected_answers(truth: dict[str, Any]) -> tuple[list[str], bool]:
 
 
 class MathReward(RewardPlugin):
-    """Binary reward of the last boxed answer: own grader OR math-verify (paper sec. 2)."""
+    """Binary reward of the last boxed answer, by the plugin's grader OR math-verify (paper sec. 2)."""
 
     name = "math"
     tasks = ("math",)

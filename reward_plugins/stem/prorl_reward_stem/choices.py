@@ -9,7 +9,7 @@ from prorl_reward_math.latex import canonical
 
 MAX_OPTIONS = len(string.ascii_uppercase)
 MAX_COMPARED_CHARS = 200  # longer answers are compared with the options as text only
-MAX_LETTERED_CHARS = 2000  # plus twice the longest option; a longer answer names no option
+MAX_LETTERED_CHARS = 2000  # plus twice the longest option; a longer answer never names an option
 
 _LABELLED = re.compile(r"^\s*[(\[]?\s*([A-Za-z])\s*[)\].:]\s*(?=\S)")
 _OTHER_LABELS = re.compile(

@@ -1,13 +1,13 @@
-"""The conformance kit: what every reward plugin must hold, tried in real workers.
+"""The conformance kit: checks of the rules for every reward plugin, in real workers.
 
-`prorl rewards test` runs it, and so does pytest:
+`prorl rewards test` runs the kit, and so does pytest:
 
     @pytest.mark.parametrize("check", CHECKS)
-    def test_conformance(check):                  # `report`: check_plugin("my_plugin"), made once
+    def test_conformance(check):                  # fixture `report`: check_plugin("my_plugin"), scope module
         report[check].require()
 
-Verdicts are taken three times: one after another in a first worker; in reverse order in a second with another hash
-seed; from both at once.  Import, truths and network are watched in a process of their own (`probe.py`).
+Verdicts are requested three times: in order from a first worker; in reverse order from a second worker with another
+hash seed; from both workers at once.  A separate process records import, truths and network use (`probe.py`).
 """
 
 import asyncio
@@ -29,33 +29,33 @@ from nemo_prorl.rewards.interface import Example, RewardPlugin, Verdict, one_lin
 from nemo_prorl.rewards.pool import WALL_FACTOR, PluginPool, PoolSpec, worker_environment
 from nemo_prorl.rewards.service import plan_pools
 
-PROBE_S = 180.0
-TIMEOUTS_BORNE = 3  # then the rest of the kind is left out: each costs a budget and a new worker
+PROBE_S = 180.0  # seconds for the whole probe process
+MAX_TIMEOUTS = 3  # per kind of request; the others are skipped, because each costs a time budget and a new worker
 EXACT = 1e-9
 
-# Each check with the cure of what it finds.
+# Check -> how to fix its failure.
 CHECKS = {
-    "import": "import heavy packages, and do whatever else has effects, in prepare()",
+    "import": "move imports of heavy packages, and all code with side effects, into prepare()",
     "start": "prepare() must end without an exception, within two minutes; `prorl rewards describe` shows the settings",
     "examples": "the good response of an example must score 1 (correct: true or None), the bad one less",
     "form": "return RewardResult with a finite score in [0, 1]; raise InvalidAnswer for a malformed answer",
     "truth": "validate_truth must raise ValueError that names the field, for each field that is wrong",
-    "thinking": "judge request.answer_text, and return no_answer() where it is None",
-    "unicode": "catch what odd characters cause, and raise InvalidAnswer",
+    "thinking": "judge request.answer_text, and return no_answer() if it is None",
+    "unicode": "catch the errors that unusual characters cause, and raise InvalidAnswer",
     "empty": "an answer may be empty: test before you index, split or parse, and raise InvalidAnswer or score 0",
-    "long": "bound the length of what you parse, and raise InvalidAnswer beyond it",
-    "adversarial": "catch what your parser throws at a bad answer, and raise InvalidAnswer; never evaluate an answer",
-    "time": "bound the work of one answer, or raise time_budget_s: a worker over its budget is killed",
-    "determinism": "no random numbers, clocks, set order or memory of earlier requests in a verdict and its detail",
+    "long": "limit the length of text that you parse, and raise InvalidAnswer for longer text",
+    "adversarial": "catch the errors of your parser, and raise InvalidAnswer; never evaluate an answer as code",
+    "time": "limit the work for one answer, or increase time_budget_s: a worker over its budget is killed",
+    "determinism": "a verdict must not depend on random numbers, clocks, set order or earlier requests",
     "concurrency": "share no file, port or other state with the other workers; name temporary files at random",
-    "network": "carry what is needed in the package or the truth; a verdict must not depend on the network",
+    "network": "put the needed data into the package or the truth; a verdict must not depend on the network",
 }
-NO_EXAMPLES = "the plugin gives no example: define examples(), or give --examples FILE"
+NO_EXAMPLES = "the plugin has no examples: define examples(), or use --examples FILE"
 
 
 @dataclass(frozen=True)
 class CheckOutcome:
-    """One check: "passed", "failed" or "skipped", and why; `mend` says how to make a failed one pass."""
+    """The outcome of a check: `state` is "passed", "failed" or "skipped"; `mend` is the fix for a failed check."""
 
     check: str
     state: str
@@ -63,7 +63,7 @@ class CheckOutcome:
     mend: str = ""
 
     def require(self) -> None:
-        """For pytest: fails or skips the test that calls it."""
+        """Fail or skip the calling test; for pytest."""
         if self.state == "skipped":
             import pytest
 
@@ -74,7 +74,7 @@ class CheckOutcome:
 
 @dataclass(frozen=True)
 class Report:
-    """The outcomes of all checks, in their order."""
+    """The outcomes of all checks, in the order of CHECKS."""
 
     plugin: str
     outcomes: list[CheckOutcome]
@@ -91,7 +91,7 @@ class Report:
         for outcome in self.outcomes:
             found.append(f"{outcome.state:<7}  {outcome.check:<11}  {outcome.text}")
             if outcome.state == "failed":
-                found.append(f"{'':<7}  {'':<11}  mend: {outcome.mend}")
+                found.append(f"{'':<7}  {'':<11}  fix: {outcome.mend}")
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -105,19 +105,19 @@ class Report:
 def check_plugin(
     name: str, settings: dict[str, Any] | None = None, examples: Sequence[Example] | None = None
 ) -> Report:
-    """Tries the installed plugin `name`.  Raises ConfigError with the known names, or for a wrong setting."""
+    """Run all checks on the installed plugin `name`.  Raises ConfigError for an unknown name or a wrong setting."""
     registry = discover()
     plugin = registry.plugin(name)
-    given = list(examples) if examples else list(plugin.examples())
-    return asyncio.run(_try(registry, plugin, settings or {}, given))
+    chosen = list(examples) if examples else list(plugin.examples())
+    return asyncio.run(_run_checks(registry, plugin, settings or {}, chosen))
 
 
-# --- taking verdicts -------------------------------------------------------------------------------------------------
+# --- requests to workers ---------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Trial:
-    """What was seen of a plugin; each check reads a part of it."""
+    """The observations of a plugin; each check reads some of them."""
 
     plugin: type[RewardPlugin]
     examples: list[Example]
@@ -125,18 +125,18 @@ class _Trial:
     trials: list[TruthTrial]
     probe: dict[str, Any] = field(default_factory=dict)
     spec: PoolSpec | None = None
-    failed: str | None = None  # why no worker starts
-    unfit: str | None = None  # why this machine cannot run one
+    failed: str | None = None  # reason if no worker starts
+    unfit: str | None = None  # reason if this machine cannot run a worker
     first: dict[str, Verdict] = field(default_factory=dict)  # verdicts by case id
     second: dict[str, Verdict] = field(default_factory=dict)
     mixed: list[tuple[str, Verdict]] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)  # of the first verdict
+    seconds: dict[str, float] = field(default_factory=dict)  # duration of the first verdict
 
     def kind(self, *kinds: str) -> list[Case]:
         return [case for case in self.cases if case.kind in kinds]
 
 
-async def _try(
+async def _run_checks(
     registry: Registry, plugin: type[RewardPlugin], settings: dict[str, Any], examples: list[Example]
 ) -> Report:
     trial = _Trial(plugin, examples, make_cases(examples, plugin.tasks[0]), truth_trials(examples))
@@ -171,7 +171,7 @@ async def _take_verdicts(trial: _Trial, spec: PoolSpec) -> None:
 async def _one_by_one(trial: _Trial, pool: PluginPool) -> None:
     late: dict[str, int] = {}
     for case in trial.cases:
-        if late.get(case.kind, 0) >= TIMEOUTS_BORNE:
+        if late.get(case.kind, 0) >= MAX_TIMEOUTS:
             continue
         started = time.monotonic()
         verdict = await pool.submit(case.request)
@@ -181,7 +181,7 @@ async def _one_by_one(trial: _Trial, pool: PluginPool) -> None:
 
 
 async def _both_at_once(trial: _Trial, pools: list[PluginPool], cases: list[Case]) -> None:
-    """Good, bad and short hostile requests, all submitted together, to the two workers in opposite orders."""
+    """Submit good, bad and short hostile requests together to both workers, in opposite orders."""
     some = [case for case in cases if case.kind in ("good", "bad", "unicode", "thinking")]
     if not some or any(trial.first[case.id] != trial.second[case.id] for case in cases):
         return
@@ -194,7 +194,7 @@ async def _both_at_once(trial: _Trial, pools: list[PluginPool], cases: list[Case
 
 
 def _outcome_of(verdict: Verdict | None) -> str:
-    """What became of a request: "judged", "invalid", "timeout", or "raised", "died", "form", "killed", "untried"."""
+    """Return the outcome of a request: judged, invalid, timeout, raised, died, form, killed or untried."""
     if verdict is None:
         return "untried"
     if verdict["failure"] == "timeout" and ": over the time budget of" in verdict["detail"]:
@@ -207,18 +207,18 @@ def _outcome_of(verdict: Verdict | None) -> str:
 
 
 def _probe(trial: _Trial, settings: dict[str, Any]) -> dict[str, Any]:
-    """What `probe.py` found in a process of its own."""
+    """Run `probe.py` in a separate process and return its findings."""
     sandboxed = trial.plugin.needs_sandbox
     requests = [] if sandboxed else [case.request.to_json() for case in trial.kind("good", "bad")]
-    orders = {"settings": settings, "prepare": not sandboxed, "requests": requests}
-    orders["truths"] = [one.truth for one in trial.trials]
+    probe_task = {"settings": settings, "prepare": not sandboxed, "requests": requests}
+    probe_task["truths"] = [one.truth for one in trial.trials]
     command = [sys.executable, "-B", "-m", "nemo_prorl.rewards.probe", str(os.getpid()), trial.plugin.name]
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         command, stdin=pipe, stdout=pipe, text=True, env=worker_environment(), start_new_session=True
     )
     try:
-        out, _ = process.communicate(json.dumps(orders), timeout=PROBE_S)
+        out, _ = process.communicate(json.dumps(probe_task), timeout=PROBE_S)
         found: dict[str, Any] = json.loads(out)
     except subprocess.TimeoutExpired:
         found = {"failed": f"import, prepare and the examples took over {PROBE_S:g} s"}
@@ -233,15 +233,15 @@ def _probe(trial: _Trial, settings: dict[str, Any]) -> dict[str, Any]:
     return {"import": None, "network": [], "truths": [], "failed": None, **found}
 
 
-# --- judging what was seen -------------------------------------------------------------------------------------------
+# --- checks of the observations --------------------------------------------------------------------------------------
 
 
 class _Skip(Exception):
-    """Why a check could not be made."""
+    """A check that could not be made, with the reason."""
 
 
 class _CheckFailed(Exception):
-    """What a check found."""
+    """A check that failed, with the finding."""
 
 
 def _outcome(trial: _Trial, check: str) -> CheckOutcome:
@@ -285,7 +285,7 @@ def _examples(trial: _Trial, check: str) -> str:
     for case in trial.kind("good", "bad"):
         verdict, outcome = trial.first[case.id], _outcome_of(trial.first[case.id])
         if outcome in ("form", "killed"):
-            continue  # other checks say so
+            continue  # the checks `form` and `time` report it
         if outcome in ("raised", "died"):
             raise _CheckFailed(_shown(trial, case))
         full = (verdict["score"] or 0.0) >= 1.0 - EXACT
@@ -319,10 +319,10 @@ def _truth(trial: _Trial, check: str) -> str:
             accepted[one.example, one.key] = accepted.get((one.example, one.key), True) and not seen["raised"]
     if free := [f"{example}: truth.{key}" for (example, key), every in accepted.items() if every]:
         raise _CheckFailed(
-            f"{free[0]} may be anything: null, true, -1.5, a string, a list and an object are all accepted"
+            f"{free[0]} is not checked: null, true, -1.5, a string, a list and an object are all accepted"
         )
     if not accepted:
-        raise _Skip("the examples' truths have no field")
+        raise _Skip("the examples' truths have no fields")
     return f"{len(accepted)} fields, each named where it is wrong"
 
 
@@ -340,7 +340,7 @@ def _thinking(trial: _Trial, check: str) -> str:
 
 
 def _hostile(trial: _Trial, check: str) -> str:
-    """`unicode`, `empty`, `long` and `adversarial`: each is judged, or invalid."""
+    """Check that each hostile response (`unicode`, `empty`, `long`, `adversarial`) is judged or invalid."""
     cases = trial.kind(check)
     bad = [case for case in cases if _outcome_of(trial.first.get(case.id)) in ("raised", "died")]
     if bad:
@@ -378,11 +378,11 @@ def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 def _concurrency(trial: _Trial, check: str) -> str:
     if not trial.mixed:
-        raise _Skip("verdicts differ without it")
+        raise _Skip("verdicts already differ without concurrency")
     for name, verdict in trial.mixed:
         if verdict != trial.first[name]:
             label = next(case.label for case in trial.cases if case.id == name)
-            raise _CheckFailed(f"{label}, beside others: {_difference(trial.first[name], verdict)}")
+            raise _CheckFailed(f"{label}, with concurrent requests: {_difference(trial.first[name], verdict)}")
     return f"{len(trial.mixed)} requests to two workers at once: no verdict changed"
 
 

@@ -1,4 +1,4 @@
-"""The requests and truths with which the conformance kit tries a plugin, made from its examples.  No plugin code."""
+"""Requests and truths for the conformance kit, made from a plugin's examples.  Runs no plugin code."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -11,9 +11,9 @@ from nemo_prorl.rewards.interface import Example, RewardRequest, answer_text
 from nemo_prorl.rewards.options import read_lines
 
 LONG = 100_000
-HOSTILE_EXAMPLES = 2  # examples into whose answers hostile texts are put
+HOSTILE_EXAMPLES = 2  # number of examples that get hostile texts in place of their answers
 
-# Texts that are put alone, and where an example's answer stands.
+# Hostile texts, used alone and in place of an example's answer.
 UNICODE = {
     "emoji": "\U0001f469\u200d\U0001f680 5\ufe0f\u20e3 \u00bd",
     "a lone surrogate": "a\ud800b\udfff",
@@ -47,7 +47,7 @@ ADVERSARIAL = {
     "tags": "<answer></boxed><|im_end|></s>```\\boxed{<answer>",
     "1,000 opening tags": "<think>" * 1_000,
 }
-WRONG: tuple[Any, ...] = (None, True, -1.5, "", [], [[{}]], {"?": []})  # values put into each field of a truth
+WRONG: tuple[Any, ...] = (None, True, -1.5, "", [], [[{}]], {"?": []})  # wrong values for each field of a truth
 LONG_TEXTS = {
     "letters": "a" * LONG,
     "digits": "7" * LONG,
@@ -61,7 +61,7 @@ LONG_TEXTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One request of the kit; `kind` is the check that it belongs to, `equals` the case whose score it must have."""
+    """A request of the kit.  `kind`: the check that uses it; `equals`: id of the case with the same score."""
 
     kind: str
     label: str
@@ -74,55 +74,55 @@ class Case:
 
 
 def _parts(example: Example) -> tuple[str, str]:
-    """The judged text of the good and the bad response."""
+    """Return the judged texts of the good and the bad response."""
     return answer_text(example.good) or "", answer_text(example.bad) or ""
 
 
 def shell(good: str, bad: str) -> tuple[str, str]:
-    """What stands before and behind the answer: the text that a good and a bad response share."""
+    """Return the texts before and after the answer, which the good and the bad response share."""
     before = _shared(good, bad)
-    behind = _shared(good[len(before) :][::-1], bad[len(before) :][::-1])
-    return before, behind[::-1]
+    reversed_after = _shared(good[len(before) :][::-1], bad[len(before) :][::-1])
+    return before, reversed_after[::-1]
 
 
 def _shared(one: str, other: str) -> str:
-    """The longest common beginning."""
+    """Return the longest common prefix."""
     pairs = zip(one, other, strict=False)
     return one[: next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))]
 
 
 def _thinking(example: Example, name: str) -> Iterator[tuple[str, str, str | None]]:
-    """(label, response, id of the case with the same score); None: it must score 0."""
+    """Yield (label, response, id of the case with the same score); None: the response must score 0."""
     good, bad = _parts(example)
     yield "a thought before the good answer", f"<think>hm, {bad}</think>{good}", f"{name}/good"
     yield "the good answer only in the thought", f"<think>{good}</think>{bad}", f"{name}/bad"
-    yield "thoughts whose tag stood in the prompt", f"{bad}</think>{good}", f"{name}/good"
+    yield "a thought whose opening tag is in the prompt", f"{bad}</think>{good}", f"{name}/good"
     yield "two thoughts", f"<think>{bad}</think>{bad}<think>{bad}</think>{good}", f"{name}/good"
     yield "a thought never closed", f"<think>{good}", None
-    yield "a thought opened behind the answer", f"<think>hm</think>{good}<think>", None
+    yield "a thought opened after the answer", f"<think>hm</think>{good}<think>", None
 
 
 def _hostile(example: Example) -> Iterator[tuple[str, str, str]]:
-    """(kind, label, response): each text alone, and in the place of the answer."""
+    """Yield (kind, label, response): each hostile text alone, and in place of the answer."""
     good, bad = _parts(example)
-    before, behind = shell(good, bad)
+    before, after = shell(good, bad)
     for kind, texts in (("unicode", UNICODE), ("empty", EMPTY), ("adversarial", ADVERSARIAL), ("long", LONG_TEXTS)):
         for label, text in texts.items():
             yield kind, label, text
-            yield kind, f"{label}, in the answer's place", before + text + behind
-    yield "empty", "nothing behind a thought", "<think>hm</think>"
+            yield kind, f"{label}, in place of the answer", before + text + after
+    yield "empty", "nothing after a thought", "<think>hm</think>"
     yield "long", "a long thought", f"<think>{'hm, ' * (LONG // 4)}</think>{good}"
     yield "long", "the good answer, again and again", good * (LONG // max(1, len(good)))
 
 
 def make_cases(examples: Sequence[Example], first_task: str) -> list[Case]:
-    """All requests, the examples' own first; ids are unique."""
+    """Return all requests with unique ids; for each example, its good and bad response first."""
     cases: list[Case] = []
     for number, example in enumerate(examples):
         name = f"example-{number + 1}"
 
         def case(kind: str, label: str, response: str, key: str, equals: str | None = None) -> None:
-            task = example.task or first_task  # noqa: B023 - called in this turn of the loop only
+            task = example.task or first_task  # noqa: B023 - called only in this iteration
             request = RewardRequest(f"{name}/{key}", task, "?", example.truth, response)  # noqa: B023
             cases.append(Case(kind, f"{name}, {label}", request, equals))  # noqa: B023
 
@@ -138,7 +138,7 @@ def make_cases(examples: Sequence[Example], first_task: str) -> list[Case]:
 
 @dataclass(frozen=True)
 class TruthTrial:
-    """A truth made wrong in one field: `validate_truth` must raise ValueError that names `key`, or accept it."""
+    """A truth with one wrong field `key`: `validate_truth` must accept it or raise ValueError that names `key`."""
 
     example: str
     key: str
@@ -147,7 +147,7 @@ class TruthTrial:
 
 
 def truth_trials(examples: Sequence[Example]) -> list[TruthTrial]:
-    """Each truth as it is, without each of its fields, and with wrong values in each of them."""
+    """Return each truth unchanged, without each of its fields, and with wrong values in each field."""
     trials = []
     for number, example in enumerate(examples):
         name, truth = f"example-{number + 1}", example.truth
@@ -160,20 +160,20 @@ def truth_trials(examples: Sequence[Example]) -> list[TruthTrial]:
 
 
 def read_examples(path: Path, tasks: Sequence[str]) -> list[Example]:
-    """Examples from JSON Lines: `truth`, `good`, `bad`, optional `task`.  Raises DataError: file, line and field."""
+    """Read examples from JSON Lines: `truth`, `good`, `bad`, optional `task`.  Raises DataError: file, line, field."""
     examples = [example for _, example in read_lines(path, lambda obj: _example(obj, tasks))]
     if not examples:
         example = '{"truth": {...}, "good": "...", "bad": "..."}'
-        raise DataError(f"{path}: holds no example; each line must be {example}")
+        raise DataError(f"{path}: contains no example; each line must be {example}")
     return examples
 
 
 def _example(obj: Any, tasks: Sequence[str]) -> Example:
     if not isinstance(obj, dict):
         raise ValueError(f"an example must be a JSON object, not {type(obj).__name__}")
-    for key, kind, says in (("truth", dict, "an object"), ("good", str, "a string"), ("bad", str, "a string")):
+    for key, kind, expected in (("truth", dict, "an object"), ("good", str, "a string"), ("bad", str, "a string")):
         if not isinstance(obj.get(key), kind):
-            raise ValueError(f"field {key!r} is {obj.get(key)!r}; it must be {says}")
+            raise ValueError(f"field {key!r} is {obj.get(key)!r}; it must be {expected}")
     task = obj.get("task", tasks[0])
     if task not in tasks:
         raise ValueError(f"field 'task' is {task!r}; it must be one of {', '.join(tasks)}")

@@ -1,4 +1,4 @@
-"""`prorl rewards new`: writes a plugin project from the files in template/, with code, tests and prompt records."""
+"""`prorl rewards new`: a generator of plugin projects, with code, tests and prompt records, from template/."""
 
 import re
 import shutil
@@ -13,17 +13,17 @@ NAME = re.compile(r"[a-z][a-z0-9_]{0,28}[a-z0-9]")
 _SANDBOX_NOTE = """
 
 It needs the sandbox (`needs_sandbox = True`): `self.sandbox.run` runs a `Program` of the interface. A machine on which
-none holds refuses the plugin, and `prorl rewards test` says which checks it left out."""
+no sandbox works refuses the plugin; `prorl rewards test` lists the checks that it skips."""
 _NEXT = """{folder}: plugin {name!r}, with its tests and {count} prompt records
 next:
   pip install --no-deps --no-build-isolation -e {folder}
   pytest {folder}
   prorl rewards test {name}
-then replace the rule in {folder}/{package}/plugin.py by yours"""
+then replace the rule in {folder}/{package}/plugin.py with yours"""
 
 
 def new_plugin(name: str, folder: Path, sandbox: bool = False) -> str:
-    """Writes the project; gives what to do next.  Raises ConfigError: bad or taken name, folder that exists."""
+    """Write the project; return the next steps.  Raises ConfigError for a bad or used name, or an existing folder."""
     _check(name, folder)
     package = f"prorl_reward_{name}"
     words = {
@@ -31,7 +31,7 @@ def new_plugin(name: str, folder: Path, sandbox: bool = False) -> str:
         "@PACKAGE@": package,
         "@DISTRIBUTION@": package.replace("_", "-"),
         "@CLASS@": "".join(part.capitalize() for part in name.split("_")) + "Reward",
-        "@SANDBOX@": "\n    needs_sandbox = True  # it runs code of the model" if sandbox else "",
+        "@SANDBOX@": "\n    needs_sandbox = True  # runs code that the model wrote" if sandbox else "",
         "@SANDBOX_NOTE@": _SANDBOX_NOTE if sandbox else "",
     }
     places = {"init.py": f"{package}/__init__.py", "plugin.py": f"{package}/plugin.py"}
@@ -45,7 +45,7 @@ def new_plugin(name: str, folder: Path, sandbox: bool = False) -> str:
             target.write_text(_filled(source.read_text(encoding="utf-8"), words), encoding="utf-8")
         temporary.rename(folder)
     except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written: {error.strerror}; give another with --dir") from error
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror}.  Fix: --dir OTHER") from error
     count = sum(len((folder / part).read_text().splitlines()) for part in ("prompts.jsonl", "heldout.jsonl"))
     return _NEXT.format(folder=folder, name=name, package=package, count=count)
 
@@ -64,10 +64,12 @@ def _check(name: str, folder: Path) -> None:
         )
     known = discover()
     if name in known.plugins or name in known.broken:
-        raise ConfigError(f"plugin name {name!r} is taken by an installed plugin; uninstall it, or choose another name")
+        raise ConfigError(
+            f"plugin name {name!r} is taken by an installed plugin.  Fix: uninstall it, or use another name"
+        )
     if name in known.tasks():
         raise ConfigError(
-            f"plugin name {name!r}: plugin {known.tasks()[name]!r} judges a task of that name; choose another name"
+            f"plugin name {name!r}: plugin {known.tasks()[name]!r} has a task of this name.  Fix: use another name"
         )
     if folder.exists() or folder.is_symlink():
-        raise ConfigError(f"{folder} exists; give another folder with --dir")
+        raise ConfigError(f"{folder} exists.  Fix: --dir OTHER")

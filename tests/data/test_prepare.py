@@ -115,21 +115,24 @@ def test_a_column_of_another_name_can_be_named(
         (["math"], "--from is missing"),
         (["math", "--from", "absent"], "--from absent: no such file or folder"),
         (["math", "--from", "hub"], "--from hub: math is not on the hub"),
-        (["math", "--from", "f.txt"], "no data file that can be read; known are .jsonl"),
-        (["math", "--from", "f.jsonl", "--size", "x"], "'x' is no whole number"),
+        (["math", "--from", "f.txt"], "not a supported data file; expected one of .jsonl"),
+        (["math", "--from", "f.jsonl", "--size", "x"], "expected a whole number of at least 0; got 'x'"),
         (["math", "--from", "f.jsonl", "--holdout", "9"], "--holdout 9: only 8 records are left"),
-        (["math", "--from", "f.jsonl", "--tokenizer", "t"], "--tokenizer and --max-prompt-tokens belong together"),
+        (
+            ["math", "--from", "f.jsonl", "--tokenizer", "t"],
+            "--tokenizer and --max-prompt-tokens must be used together",
+        ),
         (["math", "--from", "f.jsonl", "--field", "x"], "--field x: must be NAME=COLUMN"),
         (["math", "--from", "f.jsonl", "--ngram", "0"], "--ngram 0: must be at least 1"),
         (["math", "--from", "f.jsonl", "--overlap", "2"], "--overlap 2: must be from 0"),
         (["math", "--from", "f.jsonl", "--against", "absent"], "--against absent: no such file or folder"),
-        (["scp-116k", "--from", "f.jsonl"], "name a judge with --judge-url and --judge-model, or say --agreement"),
+        (["scp-116k", "--from", "f.jsonl"], "set --judge-url and --judge-model, or --agreement"),
         (
             ["scp-116k", "--from", "f.jsonl", "--judge-url", "x", "--judge-model", "m"],
             "--judge-url x: must be the base",
         ),
         (["reasoning-gym", "--from", "bad.yaml"], "key 'tasks' must be a map"),
-        (["reasoning-gym", "--size", "3", "--holdout", "all"], "--holdout all: of puzzles that are made here"),
+        (["reasoning-gym", "--size", "3", "--holdout", "all"], "--holdout all: expected a number"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -332,9 +335,9 @@ def test_a_folder_of_something_else_is_left_alone(
     file, out = write(tmp_path / "f.jsonl", SUMS), tmp_path / "out"
     assert prepare("math", "--from", file, "--out", out, "--check", 0) == 0
     told = refused(capsys, caplog, 2, "stem", "--from", file, "--out", out, "--check", 0)
-    assert "holds 'math'; give 'stem' a folder of its own" in told
+    assert "contains data of 'math'.  Fix: use another folder for 'stem'" in told
     (out / "thesis.tex").touch()
-    assert "holds other files (thesis.tex)" in refused(capsys, caplog, 2, "math", "--from", file, "--out", out)
+    assert "contains other files (thesis.tex)" in refused(capsys, caplog, 2, "math", "--from", file, "--out", out)
     assert "is a file" in refused(capsys, caplog, 2, "math", "--from", file, "--out", file)
 
 

@@ -190,7 +190,7 @@ def test_a_judge_that_refuses_or_is_gone_ends_it_with_what_is_known_kept(
     given = words(tmp_path, judge, 4)
     judge.faults = [0, 401, 401, 401, 401]
     told = refused(capsys, caplog, 2, *given, "--judge-workers", 1)
-    assert 'it refuses \'judge-1\' with status 401: {"error": "no"}; check address and model' in told
+    assert 'it refuses \'judge-1\' with status 401: {"error": "no"}.  Fix: check --judge-url and --judge-model' in told
     assert "PRORL_JUDGE_KEY" in told
     judge.faults = []
     assert prepare(*given) == 0
@@ -199,7 +199,7 @@ def test_a_judge_that_refuses_or_is_gone_ends_it_with_what_is_known_kept(
     (tmp_path / "out" / "judge-cache.jsonl").unlink()
     told = refused(capsys, caplog, 1, *given, "--judge-deadline-s", 0.3)
     assert "gave no verdict in 0.3 s (--judge-deadline-s), last: " in told
-    assert "the same command goes on" in told
+    assert "run the same command again" in told
 
 
 def test_another_model_is_asked_anew_and_a_broken_cache_is_named(
@@ -211,7 +211,7 @@ def test_another_model_is_asked_anew_and_a_broken_cache_is_named(
     assert "with status 404" in refused(capsys, caplog, 2, *other)
     cache = tmp_path / "out" / "judge-cache.jsonl"
     cache.write_text(cache.read_text() + '{"key": "a", "verdict": "maybe"}\n')
-    assert f"{cache}:4: field 'verdict' is 'maybe'; right: agree" in refused(capsys, caplog, 4, *given)
+    assert f"{cache}:4: field 'verdict' is 'maybe'; expected agree" in refused(capsys, caplog, 4, *given)
 
 
 def test_the_grader_compares_boxed_answers_without_a_judge(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_functions_with_asserts() -> None:
         programs.mbpp(row(text="Say one.", code="def one(): return 1", test_list=["assert one() == 1"], task_id=3))
     )
     assert made.truth == {"asserts": ["assert one() == 1"]}
-    assert made.theirs == "3"
+    assert made.row_id == "3"
     assert "assert one() == 1" in made.prompt_text
 
 
@@ -181,15 +181,15 @@ def test_calls_whose_results_the_sources_own_solution_gives() -> None:
     assert made.truth == {"fn_name": "root", "tests": [{"args": [4]}, {"args": ["x"]}, {"args": [9]}]}
     oracles = Oracles(unsafe_no_sandbox=False)
     try:
-        told = draft(oracles.answered(made))
+        told = draft(oracles.with_expected(made))
         tests = [{"args": [4], "expected": [2.0, 4]}, {"args": [9], "expected": [3.0, 9]}]
         assert told.truth == {"fn_name": "root", "tests": tests}
         assert oracles.counts == {"tests": 3, "left_out": 1}
         long = {**PLUS, "canonical_solution": "    return 'x' * 200_000 * n\n"}
         made = draft(programs.humaneval(row(**long, base_input=[[0]], plus_input=[[1]])))
-        assert draft(oracles.answered(made)).truth["tests"] == [{"args": [0], "expected": ""}]
+        assert draft(oracles.with_expected(made)).truth["tests"] == [{"args": [0], "expected": ""}]
         broken = draft(programs.humaneval(row(**PLUS | {"canonical_solution": "("}, base_input=[], plus_input=[[1]])))
-        assert isinstance(oracles.answered(broken), Drop)
+        assert isinstance(oracles.with_expected(broken), Drop)
     finally:
         oracles.close()
 

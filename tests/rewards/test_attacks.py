@@ -112,7 +112,7 @@ def test_a_report_of_many_lines_is_read_at_once() -> None:
 
 
 def test_what_hides_from_being_counted_counts_as_too_much(tmp_path: Path) -> None:
-    assert not zygote._disk_use(str(tmp_path), 1 << 20)
+    assert not zygote._exceeds_disk(str(tmp_path), 1 << 20)
     descend = os.getcwd()
     os.chdir(tmp_path)
     try:
@@ -121,7 +121,7 @@ def test_what_hides_from_being_counted_counts_as_too_much(tmp_path: Path) -> Non
             os.chdir("d" * 200)
     finally:
         os.chdir(descend)
-    assert zygote._disk_use(str(tmp_path), 1 << 20)
+    assert zygote._exceeds_disk(str(tmp_path), 1 << 20)
     zygote.empty_folder(str(tmp_path))
     assert not list(tmp_path.iterdir())
 

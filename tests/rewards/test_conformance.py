@@ -220,7 +220,7 @@ def test_results_leave_as_lines_or_as_json(tested: Callable[..., str], capsys: p
     [at] = [at for at, line in enumerate(lines) if line.startswith("failed")]
     assert "a lone surrogate" in lines[at]
     assert "UnicodeEncodeError" in lines[at]
-    assert lines[at + 1].split() == ["mend:", *CHECKS["unicode"].split()]
+    assert lines[at + 1].split() == ["fix:", *CHECKS["unicode"].split()]
     assert [line.split()[1] for line in lines[:at] + lines[at + 2 :]] == [c for c in CHECKS if c != "unicode"]
     assert cli.main(["rewards", "test", name, "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
@@ -264,7 +264,7 @@ def test_a_bad_line_of_examples_is_named(line: str, says: str, tmp_path: Path) -
     with pytest.raises(DataError, match=rf"examples\.jsonl:2: .*{says}"):
         read_examples(path, ["t"])
     path.write_text(" ")
-    with pytest.raises(DataError, match="holds no example"):
+    with pytest.raises(DataError, match="contains no example"):
         read_examples(path, ["t"])
     with pytest.raises(DataError, match="cannot be read"):
         read_examples(tmp_path / "absent", ["t"])

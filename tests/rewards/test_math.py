@@ -178,7 +178,7 @@ def test_lists_tolerance_and_unit(math: MathReward) -> None:
         ({}, "'answer'"),
         ({"answer": "1", "all_of": ["1"]}, "either"),
         ({"answer": ""}, r"truth\.answer"),
-        ({"answer": 5}, r"truth\.answer holds 5"),
+        ({"answer": 5}, r"truth\.answer contains 5"),
         ({"all_of": "1"}, r"truth\.all_of"),
         ({"answer": []}, r"truth\.answer"),
         ({"answer": "1", "tolerance": "x"}, r"truth\.tolerance"),

@@ -197,7 +197,7 @@ def test_taken_names_and_folders_are_refused(broken_plugins: Path, tmp_path: Pat
         with pytest.raises(ConfigError, match=f"'{name}' is taken"):
             new_plugin(name, tmp_path / "p")
     (tmp_path / "there").mkdir()
-    with pytest.raises(ConfigError, match="there exists; give another folder with --dir"):
+    with pytest.raises(ConfigError, match="there exists.  Fix: --dir OTHER"):
         new_plugin("fresh", tmp_path / "there")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
@@ -209,7 +209,7 @@ def test_a_task_of_another_plugin_is_no_name(tmp_path: Path, monkeypatch: pytest
         tasks = ("other_task",)
 
     monkeypatch.setattr("nemo_prorl.rewards.scaffold.discover", lambda: Registry({"other": Other}, {}))
-    with pytest.raises(ConfigError, match="plugin 'other' judges a task of that name"):
+    with pytest.raises(ConfigError, match="plugin 'other' has a task of this name"):
         new_plugin("other_task", tmp_path / "p")
 
 

@@ -196,7 +196,7 @@ def test_nothing_boxed_or_a_thought_that_never_ends_is_no_answer(stem: StemRewar
         ({"answer": ["A"], "options": ["1", "2"]}, r"truth\.answer"),
         ({"answer": "A", "options": "12"}, r"truth\.options"),
         ({"answer": "A", "options": ["1"]}, r"truth\.options"),
-        ({"answer": "A", "options": ["1", 2]}, r"truth\.options holds 2"),
+        ({"answer": "A", "options": ["1", 2]}, r"truth\.options contains 2"),
     ],
 )
 def test_a_wrong_truth_names_its_field(stem: StemReward, truth: dict[str, Any], says: str) -> None:

@@ -1,1 +1,1 @@
-"""`prorl data prepare`: public data sets, and files like them, as prompt records."""
+"""`prorl data prepare`: conversion of public data sets, and files in their forms, into prompt records."""

@@ -1,4 +1,4 @@
-"""Problems with a final answer: mathematics, science, multiple choice, and SCP-116K's pairs of solutions."""
+"""Conversion of problems with a final answer: mathematics, science, multiple choice, and SCP-116K's solution pairs."""
 
 import math
 import random
@@ -19,13 +19,13 @@ _ID = ("id", "task_id", "key", "uuid", "hash_id", "Record ID")
 _OPTIONS = string.ascii_uppercase
 
 
-def own_id(row: Row) -> str:
+def row_id(row: Row) -> str:
     value = row.first(*_ID)
     return "" if value is None else str(value)
 
 
 def _answer_text(row: Row, value: Any) -> str:
-    """A number, truth value or list as people write it; `142.0` is 142."""
+    """Return a number, truth value or string as people write it; `142.0` becomes 142."""
     if isinstance(value, bool):
         return str(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -37,8 +37,8 @@ def _answer_text(row: Row, value: Any) -> str:
     return value.strip()
 
 
-def _boxes(text: str) -> bool:
-    """Whether a box can hold it: its braces must balance."""
+def _braces_balance(text: str) -> bool:
+    r"""Return whether the braces of `text` balance, as `\boxed{}` requires."""
     depth = 0
     for brace in re.findall(r"(?<!\\)[{}]", text):
         depth += 1 if brace == "{" else -1
@@ -52,13 +52,13 @@ def _final(row: Row, task: str, truth: dict[str, Any], answer: str, question: st
         return Drop("no problem", "the text is empty")
     if not answer:
         return Drop("no answer", "the source gives none")
-    if not _boxes(answer):
+    if not _braces_balance(answer):
         return Drop("broken answer", f"its braces do not balance: {answer[:80]}")
-    return Draft(task, question.strip(), truth, BOXED, f"\\boxed{{{answer}}}", own_id(row))
+    return Draft(task, question.strip(), truth, BOXED, f"\\boxed{{{answer}}}", row_id(row))
 
 
 def _tolerance(row: Row, answer: str) -> float | None:
-    """OlympiadBench's `error` is absolute, a record's `tolerance` relative; None where a row has no such number."""
+    """Return the relative `tolerance` of a record from OlympiadBench's absolute `error`; None without such a number."""
     try:
         error, value = float(row.first("error")), float(answer.strip("$ "))
     except (TypeError, ValueError):
@@ -67,9 +67,9 @@ def _tolerance(row: Row, answer: str) -> float | None:
 
 
 def final_answer(task: str) -> Callable[[Row], Draft | Drop]:
-    """Rows of `problem` and `answer` (a text, a number, or a list whose one element it is), with `unit` and `error`.
+    """Return the converter of rows with `problem` and `answer` (a text, a number or a list), `unit` and `error`.
 
-    A list is one answer with several parts where `answer_type` says list (`[4, 2]`); else any of it is accepted.
+    A list is a single answer (`[4, 2]`) if `answer_type` begins with "list"; otherwise any of its elements is accepted.
     """
 
     def convert(row: Row) -> Draft | Drop:
@@ -92,7 +92,7 @@ def final_answer(task: str) -> Callable[[Row], Draft | Drop]:
 
 
 def choice(row: Row) -> Draft | Drop:
-    """Rows of `question`, `options` (texts, or objects of letter and text) and `answer`, a letter or an index."""
+    """Convert a row of `question`, `options` (texts, or objects letter -> text) and `answer` (a letter or an index)."""
     options, answer = _options(row), row.needed("answer", "expected_answer")
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(options):
         answer = _OPTIONS[answer]
@@ -115,11 +115,11 @@ def _choice(row: Row, question: str, options: Sequence[str], answer: Any) -> Dra
         return Drop("no problem", "the text is empty")
     listed = "\n".join(f"{letter}. {text}" for letter, text in zip(letters, options, strict=True))
     truth = {"answer": answer.strip(), "options": list(options)}
-    return Draft("stem", f"{question.strip()}\n\n{listed}", truth, CHOICE, f"\\boxed{{{answer.strip()}}}", own_id(row))
+    return Draft("stem", f"{question.strip()}\n\n{listed}", truth, CHOICE, f"\\boxed{{{answer.strip()}}}", row_id(row))
 
 
 def gpqa(row: Row) -> Draft | Drop:
-    """GPQA's columns; the options stand in an order that depends on the question only."""
+    """Convert a row of GPQA.  The order of the options depends only on the question."""
     question = row.text("Question")
     names = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
     texts = [row.text(name).strip() for name in names]
@@ -129,7 +129,7 @@ def gpqa(row: Row) -> Draft | Drop:
 
 
 def last_box(text: str) -> str | None:
-    r"""What stands in the last complete `\boxed{...}`; None without one."""
+    r"""Return the content of the last complete `\boxed{...}`; None without one."""
     for start in reversed([match.end() for match in re.finditer(r"\\boxed\s*\{", text)]):
         depth = 1
         for match in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):
@@ -140,10 +140,10 @@ def last_box(text: str) -> str | None:
 
 
 def scp(row: Row) -> Draft | Drop:
-    """SCP-116K: `problem`, the source's `solution` and R1's `response`.
+    """Convert a row of SCP-116K: `problem`, the source's `solution` and R1's `response`.
 
-    The truth is what R1 boxed, in short form where the source's solution is prose; it stands only where somebody found
-    that the two agree.  A solution of one short line is an answer itself, and accepted too.
+    The truth is R1's boxed answer, because the source's solution is usually prose.  Unless --agreement is none,
+    a record is kept only if the two agree.  A solution with a box, or of one short line, is also an accepted answer.
     """
     question = row.text("problem", "question")
     solution = row.text("solution", "matched_solution", "extract_solution").strip()
@@ -155,8 +155,8 @@ def scp(row: Row) -> Draft | Drop:
     answer = last_box(response)
     if not answer:
         return Drop("no answer", "R1's response has nothing in \\boxed{}")
-    own = last_box(solution) or (solution if "\n" not in solution and len(solution) <= 60 else None)
-    accepted = list(dict.fromkeys([text for text in (own, answer) if text]))
+    source_answer = last_box(solution) or (solution if "\n" not in solution and len(solution) <= 60 else None)
+    accepted = list(dict.fromkeys([text for text in (source_answer, answer) if text]))
     drafted = _final(row, "stem", {"answer": accepted if len(accepted) > 1 else answer}, answer, question)
     if isinstance(drafted, Drop):
         return drafted

@@ -13,61 +13,64 @@ _AGREEMENTS = ("judge", "grader", "none")
 
 
 def add_parser(commands: Any) -> None:
-    """Adds `data` with its own commands to the main command line."""
-    parser = commands.add_parser("data", help="make prompt records of public data sets and of files like them")
+    """Add the command `data` and its subcommands to the main command line."""
+    parser = commands.add_parser("data", help="convert public data sets, and files in their forms, into prompt records")
     inner = parser.add_subparsers(required=True, metavar="COMMAND")
-    listed = inner.add_parser("sources", help="the data sets that are known: task, content, licence, where they lie")
+    listed = inner.add_parser("sources", help="list the known data sets: task, content, location, licence")
     listed.set_defaults(run_command=_sources)
-    text = "make prompt records of a data set: DIR/train.jsonl, validation.jsonl, dropped.jsonl and manifest.json"
+    text = "convert a data set into prompt records: DIR/train.jsonl, validation.jsonl, dropped.jsonl, manifest.json"
     one = inner.add_parser("prepare", help=text, description=text)
     one.set_defaults(run_command=run)
-    one.add_argument("source", metavar="SOURCE", help="one of `prorl data sources`")
-    one.add_argument("--from", dest="origin", metavar="PATH", help="its file or folder, or 'hub' (Hugging Face)")
-    one.add_argument("--out", metavar="DIR", type=Path, required=True, help="the folder to write")
-    one.add_argument("--name", help="begins the records' ids; default: the source's name")
-    one.add_argument("--size", type=_count, metavar="N", help="so many records, chosen by the seed; default: all")
-    one.add_argument("--holdout", type=_held, metavar="N|all", help="so many of them for validation")
-    one.add_argument("--limit", type=_count, metavar="N", help="read the first N rows only, to try something out")
-    one.add_argument("--seed", type=_count, default=0, help="of these choices, and of puzzles (default 0)")
+    one.add_argument("source", metavar="SOURCE", help="a name from `prorl data sources`")
+    one.add_argument("--from", dest="origin", metavar="PATH", help="file or folder to read, or 'hub' (Hugging Face)")
+    one.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder for the output")
+    one.add_argument("--name", help="prefix of the records' ids; default: SOURCE")
+    one.add_argument("--size", type=_count, metavar="N", help="number of records, chosen by --seed; default: all")
+    text = "records for validation; default: 0, 9600 for reasoning-gym"
+    one.add_argument("--holdout", type=_holdout_count, metavar="N|all", help=text)
+    one.add_argument("--limit", type=_count, metavar="N", help="read only the first N rows, for a trial; default: all")
+    one.add_argument("--seed", type=_count, default=0, help="random seed of --size, --holdout and puzzles; default: 0")
+    text = "prompts as messages or plain text; default: messages"
+    one.add_argument("--prompt", choices=("messages", "text"), default="messages", help=text)
     one.add_argument(
-        "--prompt", choices=("messages", "text"), default="messages", help="for the chat template, or as it is"
-    )
-    one.add_argument("--format", dest="form", choices=("jsonl", "parquet"), default="jsonl")
-    one.add_argument("--field", action="append", default=[], metavar="NAME=COLUMN", help="a column of another name")
-    one.add_argument("--licence", default="", help="of the data, for the manifest")
-    one.add_argument("--revision", help="with --from hub: a commit, tag or branch")
-    one.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="a model folder, to count tokens with")
-    one.add_argument("--max-prompt-tokens", type=_count, metavar="N", help="longer prompts are dropped")
-    one.add_argument(
-        "--against", action="append", default=[], type=Path, metavar="FILE", help="an evaluation set to keep clear of"
-    )
-    one.add_argument("--ngram", type=_count, default=13, metavar="N", help="words in a row in common (default 13)")
-    one.add_argument(
-        "--overlap", type=float, default=0.6, metavar="X", help="and this share of the shorter text (default 0.6)"
+        "--format", dest="form", choices=("jsonl", "parquet"), default="jsonl", help="output format; default: jsonl"
     )
     one.add_argument(
-        "--check", type=_all_or_count, default=200, metavar="N|all", help="so many gold answers judged (default 200)"
+        "--field", action="append", default=[], metavar="NAME=COLUMN", help="read field NAME from COLUMN; repeatable"
     )
+    one.add_argument("--licence", default="", help="licence for the manifest; default: the source's")
+    one.add_argument("--revision", help="commit, tag or branch for --from hub; default: the latest commit")
+    one.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="model folder, to count tokens of prompts")
+    one.add_argument("--max-prompt-tokens", type=_count, metavar="N", help="drop longer prompts; default: no limit")
+    text = "drop problems that overlap with FILE; repeatable"
+    one.add_argument("--against", action="append", default=[], type=Path, metavar="FILE", help=text)
+    text = "consecutive words that an overlap has in common; default: 13"
+    one.add_argument("--ngram", type=_count, default=13, metavar="N", help=text)
+    text = "share of the shorter text that an overlap has in common; default: 0.6"
+    one.add_argument("--overlap", type=float, default=0.6, metavar="X", help=text)
+    text = "number of gold answers to judge; default: 200"
+    one.add_argument("--check", type=_all_or_count, default=200, metavar="N|all", help=text)
     one.add_argument(
-        "--workers", type=_count, default=1, help="processes that judge them, and that make puzzles (default 1)"
+        "--workers", type=_count, default=1, help="processes that judge gold answers and generate puzzles; default: 1"
     )
-    one.add_argument("--unsafe-no-sandbox", action="store_true", help="judge programs where no sandbox holds")
-    _add_judge(one.add_argument_group("do two solutions agree (scp-116k)"))
+    text = "if no sandbox works here, run programs with all rights of this user"
+    one.add_argument("--unsafe-no-sandbox", action="store_true", help=text)
+    _add_judge(one.add_argument_group("agreement of the two solutions of a problem (scp-116k)"))
 
 
 def _add_judge(group: Any) -> None:
-    group.add_argument("--agreement", choices=_AGREEMENTS, default="judge", help="who says so (default judge)")
-    group.add_argument("--judge-url", metavar="URL", help="an OpenAI-compatible API, such as http://host:8000/v1")
-    group.add_argument("--judge-model", metavar="NAME", help="the model's name there; a key goes into PRORL_JUDGE_KEY")
-    group.add_argument("--judge-workers", type=_count, default=16, metavar="N", help="requests at a time (default 16)")
+    group.add_argument("--agreement", choices=_AGREEMENTS, default="judge", help="comparison method; default: judge")
+    group.add_argument("--judge-url", metavar="URL", help="base of an OpenAI-compatible API, as http://host:8000/v1")
+    group.add_argument("--judge-model", metavar="NAME", help="model name; put an API key into PRORL_JUDGE_KEY")
+    group.add_argument("--judge-workers", type=_count, default=16, metavar="N", help="concurrent requests; default: 16")
     group.add_argument(
-        "--judge-deadline-s", type=float, default=300.0, metavar="S", help="of one verdict (default 300)"
+        "--judge-deadline-s", type=float, default=300.0, metavar="S", help="seconds for a verdict; default: 300"
     )
 
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 0 or more")
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0; got {text!r}")
     return int(text)
 
 
@@ -75,14 +78,14 @@ def _all_or_count(text: str) -> int | None:
     return None if text == "all" else _count(text)
 
 
-def _held(text: str) -> int:
+def _holdout_count(text: str) -> int:
     from nemo_prorl.data.prepare.job import ALL
 
     return ALL if text == "all" else _count(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 when the folder is complete.  Raises ConfigError, DataError and others, whose `exit_code` says which."""
+    """Prepare a data set and return 0.  Raises ConfigError, DataError and others with their exit codes."""
     options = _options(arguments)
     from nemo_prorl.data.prepare import job
 
@@ -92,31 +95,31 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _options(arguments: argparse.Namespace) -> Any:
-    """Checked against each other; raises ConfigError that names the option."""
+    """Return the options, checked against each other.  Raises ConfigError that names the wrong option."""
     from nemo_prorl.data.prepare.job import PrepareOptions
     from nemo_prorl.data.prepare.sources import source_of
 
     source = source_of(arguments.source)
     if (arguments.tokenizer is None) != (arguments.max_prompt_tokens is None):
-        raise ConfigError("--tokenizer and --max-prompt-tokens belong together: give both, or none")
+        raise ConfigError("--tokenizer and --max-prompt-tokens must be used together.  Fix: give both or neither")
     for option in ("ngram", "workers", "judge_workers"):
         if getattr(arguments, option) < 1:
             raise ConfigError(f"--{option.replace('_', '-')} {getattr(arguments, option)}: must be at least 1")
     if not 0 <= arguments.overlap <= 1:
-        raise ConfigError(f"--overlap {arguments.overlap:g}: must be from 0 (any words in a row count) to 1")
+        raise ConfigError(f"--overlap {arguments.overlap:g}: must be from 0 (--ngram words in common are enough) to 1")
     given = {field.name: getattr(arguments, field.name) for field in fields(PrepareOptions) if field.name in arguments}
-    wanted = source.judged and arguments.agreement == "judge"
-    made = {"source": source, "name": arguments.name or source.name, "columns": _columns(arguments.field)}
-    return PrepareOptions(**{**given, **made, "judge": _judge(arguments) if wanted else None})
+    needs_judge = source.judged and arguments.agreement == "judge"
+    derived = {"source": source, "name": arguments.name or source.name, "columns": _columns(arguments.field)}
+    return PrepareOptions(**{**given, **derived, "judge": _judge(arguments) if needs_judge else None})
 
 
 def _columns(given: list[str]) -> dict[str, str]:
     columns = {}
     for text in given:
-        own, equals, theirs = text.partition("=")
-        if not (own and equals and theirs):
+        name, equals, column = text.partition("=")
+        if not (name and equals and column):
             raise ConfigError(f"--field {text}: must be NAME=COLUMN, such as answer=final_answer")
-        columns[own] = theirs
+        columns[name] = column
     return columns
 
 
@@ -126,8 +129,8 @@ def _judge(arguments: argparse.Namespace) -> Any:
     url, model = arguments.judge_url, arguments.judge_model
     if not url or not model:
         raise ConfigError(
-            f"{arguments.source} keeps problems whose two solutions agree: name a judge with --judge-url and "
-            "--judge-model, or say --agreement grader (boxed answers are compared; drops what has none) or none"
+            f"{arguments.source} needs a judge, to keep problems whose two solutions agree.  Fix: set --judge-url and "
+            "--judge-model, or --agreement grader (compares boxed answers, drops problems without), or --agreement none"
         )
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
         raise ConfigError(f"--judge-url {url}: must be the base of an API, such as http://host:8000/v1")
@@ -140,6 +143,6 @@ def _sources(_: argparse.Namespace) -> int:
     from nemo_prorl.data.prepare.sources import SOURCES
 
     for source in SOURCES.values():
-        lies = f"hub: {source.repo}" if source.repo else "made here, or --from a file" if source.size else "a file"
-        sys.stdout.write(f"{source.name:<14} {source.task:<13} {source.what}\n{'':<28} {lies}; {source.licence}\n")
+        location = f"hub: {source.repo}" if source.repo else "generated, or --from a file" if source.size else "a file"
+        sys.stdout.write(f"{source.name:<14} {source.task:<13} {source.what}\n{'':<28} {location}; {source.licence}\n")
     return 0

@@ -1,4 +1,4 @@
-"""What a source makes of a row: a draft of a prompt record, or a reason to leave the row out."""
+"""The result of converting a row: a draft of a prompt record, or the reason to drop the row."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,11 +6,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Draft:
-    """A record before it has its id.
+    """A prompt record without its id.
 
-    `question`: the problem alone; `form`: how to give the answer, put after it.  `gold`: a response that must score 1;
-    None where the source has none.  `theirs`: the row's own id.  `reference` and `candidate`: two solutions of which a
-    judge says whether they agree.  `oracle`: a program whose results are what the truth's tests lack (`expected`).
+    `question`: the problem alone; `form`: the instruction after it on how to give the answer.
+    `gold`: a response that must score 1; None if the source has no answer.  `row_id`: the row's id in the source.
+    `reference` and `candidate`: two solutions, whose agreement a judge decides.
+    `oracle`: a program whose results become the field `expected` of the truth's tests.
     """
 
     task: str
@@ -18,7 +19,7 @@ class Draft:
     truth: dict[str, Any]
     form: str = ""
     gold: str | None = None
-    theirs: str = ""
+    row_id: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
     reference: str = ""
     candidate: str = ""
@@ -31,7 +32,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Drop:
-    """Why a row makes no record: `reason`, by which drops are counted, and what it was here."""
+    """A dropped row: `reason`, by which drops are counted, and the detail of this row."""
 
     reason: str
     detail: str = ""

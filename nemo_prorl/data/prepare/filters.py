@@ -1,4 +1,4 @@
-"""What a prepared record must not be: a duplicate, longer than the model takes, or part of an evaluation set."""
+"""Filters for prepared records: overlap with evaluation sets, and prompt length in tokens."""
 
 import re
 from collections import Counter
@@ -16,22 +16,22 @@ from nemo_prorl.errors import DataError
 _WORDS = re.compile(r"\w+")
 _FORMS = (answers.BOXED, answers.CHOICE, programs.PROGRAM, programs.FUNCTION, puzzles.TAGGED)
 _TEXTS = ("problem", "question", "prompt", "text", "input", "Question")
-_TEMPLATE_SHARE = 0.01  # an n-gram in more records of an evaluation file than this, and than 3, is its own wording
+_TEMPLATE_SHARE = 0.01  # an n-gram in more than 3 records and this share of an evaluation file is template text
 
 
 def words_of(text: str) -> list[str]:
-    """What is compared: words, numbers and names of LaTeX commands in lower case."""
+    """Return the words that are compared: words, numbers and names of LaTeX commands in lower case."""
     return _WORDS.findall(text.casefold())
 
 
 def _plain(text: str) -> str:
-    """A whole text as it is compared: signs count, since short problems differ in little else."""
+    """Return a text for comparison as a whole.  It keeps signs, in which short problems may differ."""
     return " ".join(text.casefold().split())
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """A record's text in an evaluation set: `where` (file and line), words that both have, and the share in common."""
+    """An overlap with an evaluation set: `where` (file and line), common words, and their share of the shorter text."""
 
     where: str
     words: str
@@ -41,34 +41,34 @@ class Overlap:
 class Contamination:
     """The word n-grams of evaluation sets.
 
-    A text overlaps where it is a problem of theirs as a whole, or where it shares n words in a row with one and so much
-    of the shorter of the two, in order, as `share` says: the first finds candidates, the second tells them from turns
-    of phrase ("where m and n are relatively prime positive integers").  n-grams that many problems of one file have are
-    its wording, and find nothing (`template`: how many those are).
+    A text overlaps if it equals one of their problems, or if both have n consecutive words and `share` of the shorter
+    text, in order, in common.  The n-grams find candidates; the share excludes common phrases ("where m and n are
+    relatively prime positive integers").  n-grams in many problems of a file are its template text and are ignored
+    (`template`: their number).
     """
 
     def __init__(self, ngram: int, share: float) -> None:
         self.ngram, self.share, self.template = ngram, share, 0
         self.files: list[tuple[Path, int]] = []
-        self.doubts = 0  # texts with n words in common, and too little else
+        self.doubts = 0  # texts with n consecutive words in common, but less than `share`
         self._grams: dict[str, str] = {}
         self._whole: dict[str, str] = {}
         self._words: dict[str, list[str]] = {}
 
     def add(self, path: Path) -> None:
-        """Raises DataError naming file and line where a row has no text, ConfigError where there is no such file."""
+        """Add the file, or the files of a folder.  Raises DataError for a row without text."""
         for file in data_files(path, option="--against"):
             texts = [(row.where, _text_of(row)) for row in read_rows(file, {})]
-            held: Counter[str] = Counter()
+            counts: Counter[str] = Counter()
             for where, text in texts:
                 self._words[where] = words_of(text)
-                held.update(set(self._of(self._words[where])))
+                counts.update(set(self._ngrams(self._words[where])))
             usual = max(3, int(_TEMPLATE_SHARE * len(texts)))
-            self.template += sum(count > usual for count in held.values())
+            self.template += sum(count > usual for count in counts.values())
             for where, text in texts:
                 self._whole.setdefault(_plain(text), where)
-                for gram in self._of(self._words[where]):
-                    if held[gram] <= usual:
+                for gram in self._ngrams(self._words[where]):
+                    if counts[gram] <= usual:
                         self._grams.setdefault(gram, where)
             self.files.append((file, len(texts)))
 
@@ -76,7 +76,7 @@ class Contamination:
         if (whole := _plain(text)) in self._whole:
             return Overlap(self._whole[whole], whole[:200], 1.0)
         words = words_of(text)
-        candidates = {self._grams[gram]: gram for gram in self._of(words) if gram in self._grams}
+        candidates = {self._grams[gram]: gram for gram in self._ngrams(words) if gram in self._grams}
         for where, gram in candidates.items():
             common = SequenceMatcher(None, words, self._words[where], autojunk=False).get_matching_blocks()
             share = sum(block.size for block in common) / min(len(words), len(self._words[where]))
@@ -85,25 +85,25 @@ class Contamination:
         self.doubts += bool(candidates)
         return None
 
-    def _of(self, words: Sequence[str]) -> Iterator[str]:
+    def _ngrams(self, words: Sequence[str]) -> Iterator[str]:
         for start in range(len(words) - self.ngram + 1):
             yield " ".join(words[start : start + self.ngram])
 
 
 def _text_of(row: Row) -> str:
-    """The problem of an evaluation set's row, or of a prompt record, without the form of an answer that we add."""
+    """Return the problem of an evaluation row or prompt record, without the answer instructions of this package."""
     value: Any = row.needed(*_TEXTS)
     if isinstance(value, list):
         value = "\n".join(str(part.get("content", "")) for part in value if isinstance(part, Mapping))
     if not isinstance(value, str):
-        raise DataError(f"{row.where}: no text to compare with; it must be in one of {', '.join(_TEXTS)}")
+        raise DataError(f"{row.where}: no text to compare with; expected a string in one of {', '.join(_TEXTS)}")
     for form in _FORMS:
         value = value.removesuffix(form).rstrip()
     return value
 
 
 def token_lengths(records: Sequence[PromptRecord], tokenizer: Path) -> list[int]:
-    """Tokens of each prompt as a run will have them: a message list through the chat template."""
+    """Return the number of tokens of each prompt as in a run; messages go through the chat template."""
     from nemo_prorl.data.render import PromptRenderer
 
     renderer = PromptRenderer(tokenizer, 2)

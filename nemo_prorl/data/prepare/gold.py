@@ -1,4 +1,4 @@
-"""Prepared records against the plugins that will judge them: their truths, and their own right answers."""
+"""Checks of prepared records with their reward plugin: valid truths, and gold answers that score 1."""
 
 import asyncio
 import logging
@@ -12,12 +12,12 @@ from nemo_prorl.errors import RewardFailure
 
 _log = logging.getLogger(__name__)
 
-_IN_FLIGHT = 64  # requests ahead of each worker
-_TELL_EVERY_S = 30.0
+_IN_FLIGHT = 64  # requests in flight per worker
+_LOG_EVERY_S = 30.0
 
 
 class Truths:
-    """Says why a record's truth cannot be judged; None where it can.  Raises ConfigError for a task without plugin."""
+    """Validator of truths by the plugin of a task.  Raises ConfigError for a task without a plugin."""
 
     def __init__(self, task: str) -> None:
         from nemo_prorl.rewards.discovery import discover, make_plugin
@@ -25,6 +25,7 @@ class Truths:
         self._plugin = make_plugin(discover().plugin_of_task(task))
 
     def fault(self, truth: dict[str, Any]) -> str | None:
+        """Return why the plugin refuses a truth; None for a valid truth."""
         try:
             self._plugin.validate_truth(truth)
         except ValueError as error:
@@ -33,7 +34,7 @@ class Truths:
 
 
 def spread(count: int, wanted: int | None) -> list[int]:
-    """`wanted` positions of `count`, evenly spread and the same each time; None: all."""
+    """Return `wanted` of `count` positions, evenly spread and deterministic; all if `wanted` is None."""
     if wanted is None or wanted >= count:
         return list(range(count))
     return sorted({index * count // wanted for index in range(wanted)})
@@ -42,9 +43,9 @@ def spread(count: int, wanted: int | None) -> list[int]:
 def failures(
     records: Sequence[PromptRecord], golds: Sequence[str], workers: int, unsafe_no_sandbox: bool
 ) -> dict[int, str]:
-    """Position -> why its gold answer scores less than 1, judged by the real reward service.
+    """Judge gold answers with the reward service; return position -> reason for each score below 1.
 
-    Raises UnfitMachine where no sandbox holds for programs, RewardFailure where the service cannot judge.
+    Raises UnfitMachine if programs need a sandbox and no level works, RewardFailure if the service cannot judge.
     """
     if not records:
         return {}
@@ -62,19 +63,19 @@ async def _judge(
     service = RewardService(plan_pools(registry, tasks, workers, unsafe_no_sandbox=unsafe_no_sandbox), registry)
     failed: dict[int, str] = {}
     waiting: deque[tuple[int, asyncio.Task[Verdict]]] = deque()
-    told = time.monotonic()
+    logged_at = time.monotonic()
 
     async def settle() -> None:
-        nonlocal told
+        nonlocal logged_at
         at, future = waiting.popleft()
         verdict = await future
         if verdict["score"] is None:
             raise RewardFailure(f"the gold answer of {records[at]['id']} cannot be judged: {verdict['detail']}")
         if verdict["score"] < 1.0:
             failed[at] = f"score {verdict['score']:g}: {verdict['detail']}"
-        if time.monotonic() - told >= _TELL_EVERY_S:
-            told = time.monotonic()
-            _log.info("gold answers: %d of %d judged", at + 1, len(records))
+        if time.monotonic() - logged_at >= _LOG_EVERY_S:
+            logged_at = time.monotonic()
+            _log.info("judged %d of %d gold answers", at + 1, len(records))
 
     await service.start()
     try:

@@ -1,4 +1,4 @@
-"""Data sets from the Hugging Face hub, for machines with a network."""
+"""Download of data sets from the Hugging Face hub, for machines with network access."""
 
 import logging
 from collections.abc import Sequence
@@ -8,18 +8,18 @@ from nemo_prorl.errors import ConfigError, UnfitMachine
 
 _log = logging.getLogger(__name__)
 
-_TIMEOUT_S = 30.0  # of one answer of the hub
+_TIMEOUT_S = 30.0  # seconds for one reply of the hub
 
 
 def download(repo: str, patterns: Sequence[str], revision: str | None) -> tuple[Path, str]:
-    """(folder, commit) with the files of a data set that match; what is in the hub's cache is not fetched again.
+    """Download the matching files of a data set into the hub's cache, unless cached; return (folder, commit).
 
-    Raises ConfigError for a data set or revision that is not there or not open, UnfitMachine where the hub cannot be
-    reached or its client is missing; each says what to download by hand instead.
+    Raises ConfigError for a missing or gated data set or revision, UnfitMachine if the hub or its client is missing.
+    Each error names the files to download by hand instead.
     """
     by_hand = (
-        f"download {' and '.join(patterns)} of https://huggingface.co/datasets/{repo} where there is a network, "
-        "and say --from FOLDER"
+        f"download {' and '.join(patterns)} of https://huggingface.co/datasets/{repo} on a machine with "
+        "network access, and use --from FOLDER"
     )
     try:
         from huggingface_hub import HfApi, constants, snapshot_download
@@ -31,7 +31,7 @@ def download(repo: str, patterns: Sequence[str], revision: str | None) -> tuple[
     constants.HF_HUB_DOWNLOAD_TIMEOUT = int(_TIMEOUT_S)
     try:
         commit = HfApi().dataset_info(repo, revision=revision, timeout=_TIMEOUT_S).sha or ""
-        _log.info("data set %s of the Hugging Face hub, commit %s", repo, commit)
+        _log.info("downloading data set %s at commit %s from the Hugging Face hub", repo, commit)
         folder = snapshot_download(
             repo, repo_type="dataset", revision=commit, allow_patterns=list(patterns), etag_timeout=_TIMEOUT_S
         )
@@ -40,9 +40,9 @@ def download(repo: str, patterns: Sequence[str], revision: str | None) -> tuple[
             f"--from hub: {repo} is gated: accept its terms on the hub and set HF_TOKEN, or {by_hand}"
         ) from error
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        asked = f"{repo} at revision {revision}" if revision else repo
-        raise ConfigError(f"--from hub: the hub has no data set {asked}; {by_hand}") from error
-    except Exception as error:  # requests', the hub's own, the disk's: all mean that there are no files
+        wanted = f"{repo} at revision {revision}" if revision else repo
+        raise ConfigError(f"--from hub: the hub has no data set {wanted}; {by_hand}") from error
+    except Exception as error:  # errors of the network, the hub or the disk: in all cases the files are missing
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UnfitMachine(f"--from hub: {repo} cannot be fetched ({reason[:200]}): {by_hand}") from error
     return Path(folder), commit

@@ -1,15 +1,15 @@
-"""Prompts with instructions that a program can check, in IFEval's form."""
+"""Conversion of prompts with verifiable instructions, in IFEval's form."""
 
 import json
 from typing import Any
 
-from nemo_prorl.data.prepare.answers import own_id
+from nemo_prorl.data.prepare.answers import row_id
 from nemo_prorl.data.prepare.drafts import Draft, Drop
 from nemo_prorl.data.prepare.rows import Row
 
 
 def ifeval(row: Row) -> Draft | Drop:
-    """IFEval's columns; or Llama-Nemotron's, whose `input` is a list of messages and `args` holds the two lists."""
+    """Convert a row of IFEval, or of Llama-Nemotron with a message list `input` and both lists in `args`."""
     prompt = row.needed("prompt", "input")
     if isinstance(prompt, list):
         if len(prompt) > 1:
@@ -30,10 +30,10 @@ def ifeval(row: Row) -> Draft | Drop:
         raise row.wrong("instruction_id_list", names, "a list, with another of equal length in kwargs")
     if not names:
         return Drop("no instructions", "the source gives none")
-    # Tables give each instruction the arguments of all, null where it has none of them.
+    # In tables, each instruction has the arguments of all types, and null for the arguments of other types.
     kwargs = [{key: value for key, value in (one or {}).items() if value is not None} for one in arguments]
     truth = {"instruction_id_list": names, "kwargs": kwargs}
-    return Draft("instructions", prompt.strip(), truth, theirs=own_id(row))
+    return Draft("instructions", prompt.strip(), truth, row_id=row_id(row))
 
 
 def _object(row: Row, field: str, value: Any) -> Any:

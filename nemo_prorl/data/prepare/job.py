@@ -1,4 +1,4 @@
-"""One preparation from the source's rows to the written folder."""
+"""The preparation of a data set: reads the source, drops unusable rows, and writes the output folder."""
 
 import logging
 import random
@@ -29,9 +29,9 @@ ALL = -1
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What the command line says.  `origin`: a path, `hub`, or None where the source is made here.
+    """The options of the command.  `origin`: a path, `hub`, or None for a source that is generated.
 
-    `size`, `check`: None means all; `holdout`: None means what the source is for, `ALL` all.
+    `size`, `check`: None means all.  `holdout`: None means the source's default, `ALL` all records.
     `agreement`: judge | grader | none.
     """
 
@@ -62,7 +62,7 @@ class PrepareOptions:
 
 @dataclass(frozen=True)
 class Item:
-    """A draft on its way, with its place in the source; `part` where the source itself says which."""
+    """A draft with its record and its place in the source.  `part`: set only if the source determines it."""
 
     file: str
     line: int
@@ -72,7 +72,7 @@ class Item:
 
 
 class Preparation:
-    """What is kept, what is dropped and why, and what the manifest will say."""
+    """The state of a preparation: kept items, dropped rows with their reasons, and entries of the manifest."""
 
     def __init__(self, options: PrepareOptions) -> None:
         self.options = options
@@ -86,7 +86,7 @@ class Preparation:
     # --- reading ---------------------------------------------------------------------------------------------------
 
     def read_source(self) -> None:
-        """All rows as drafts with records.  Raises DataError naming file, line and field of a row that is none."""
+        """Read all rows as drafts with records.  Raises DataError that names file, line and field of an invalid row."""
         try:
             self._read_source()
         finally:
@@ -101,12 +101,12 @@ class Preparation:
             self._make(Path(opts.origin) if opts.origin is not None else puzzles.TASKS_FILE)
             return
         if opts.origin is None:
-            raise ConfigError(f"--from is missing: name the file or folder of {source.name}, or 'hub'")
+            raise ConfigError(f"--from is missing; expected the file or folder of {source.name}, or 'hub'")
         patterns: Sequence[str] = ()
         self.origin = opts.origin
         if opts.origin == HUB:
             if not source.repo:
-                raise ConfigError(f"--from hub: {source.name} is not on the hub; name a file or a folder")
+                raise ConfigError(f"--from hub: {source.name} is not on the hub; expected a file or a folder")
             folder, commit = hub.download(source.repo, source.files, opts.revision)
             self.hub = {"repo": source.repo, "commit": commit}
             patterns = source.files
@@ -123,7 +123,7 @@ class Preparation:
         for row in read_rows(file, opts.columns):
             if opts.limit is not None and self.read >= opts.limit:
                 return
-            self._take(str(file), row.line, opts.source.convert(row), f"{opts.name}-{self.read}", None)
+            self._add(str(file), row.line, opts.source.convert(row), f"{opts.name}-{self.read}", None)
 
     def _make(self, tasks_file: Path) -> None:
         opts = self.options
@@ -131,26 +131,28 @@ class Preparation:
         size = (opts.source.size or 0) if opts.size is None else opts.size
         holdout = opts.source.holdout if opts.holdout is None else opts.holdout
         if holdout == ALL:
-            raise ConfigError("--holdout all: of puzzles that are made here, say how many, and --size 0")
+            raise ConfigError(
+                "--holdout all: expected a number, because puzzles are generated.  Fix: --holdout N --size 0"
+            )
         train, held = puzzles.make(tasks, size, holdout, opts.seed, opts.workers)
         made: list[tuple[Part, list[Draft | Drop]]] = [("train", train), ("validation", held)]
         for part, drafts in made:
             prefix = opts.name if part == "train" else f"{opts.name}-heldout"
             for number, drafted in enumerate(drafts, 1):
-                theirs = drafted.theirs if isinstance(drafted, Draft) else str(number)
-                self._take(f"{part} of {tasks_file.name}", number, drafted, f"{prefix}-{theirs}", part)
+                suffix = drafted.row_id if isinstance(drafted, Draft) else str(number)
+                self._add(f"{part} of {tasks_file.name}", number, drafted, f"{prefix}-{suffix}", part)
         self.origin = f"reasoning_gym {version('reasoning_gym')}"
         self.inputs = [{"file": tasks_file.name, "sha256": sha256_of(tasks_file), "rows": len(train) + len(held)}]
 
-    def _take(self, file: str, line: int, drafted: Draft | Drop, identity: str, part: Part | None) -> None:
+    def _add(self, file: str, line: int, drafted: Draft | Drop, identity: str, part: Part | None) -> None:
         self.read += 1
         if isinstance(drafted, Draft) and drafted.oracle:
-            drafted = self._oracles.answered(drafted)
+            drafted = self._oracles.with_expected(drafted)
         if isinstance(drafted, Drop):
             self._drop(file, line, drafted)
             return
         text = drafted.prompt_text
-        meta = dict(drafted.meta) | ({"row": drafted.theirs} if drafted.theirs else {})
+        meta = dict(drafted.meta) | ({"row": drafted.row_id} if drafted.row_id else {})
         record: PromptRecord = {
             "id": identity,
             "task": drafted.task,
@@ -162,30 +164,30 @@ class Preparation:
         validate_record(record, f"{file}:{line}")
         self.items.append(Item(file, line, drafted, record, part))
 
-    # --- leaving out -----------------------------------------------------------------------------------------------
+    # --- dropping --------------------------------------------------------------------------------------------------
 
     def _drop(self, file: str, line: int, why: Drop) -> None:
         self.dropped.append({"file": file, "line": line, "reason": why.reason, "detail": why.detail})
 
-    def _sift(self, why: Iterator[Drop | None]) -> None:
-        """Keeps the items for which nothing is said against."""
+    def _drop_where(self, why: Iterator[Drop | None]) -> None:
+        """Drop the items with a reason in `why`, which has one entry per item; None keeps the item."""
         kept = []
-        for item, against in zip(self.items, why, strict=True):
-            if against is None:
+        for item, drop in zip(self.items, why, strict=True):
+            if drop is None:
                 kept.append(item)
             else:
-                self._drop(item.file, item.line, against)
+                self._drop(item.file, item.line, drop)
         self.items = kept
 
-    def leave_out_what_cannot_be_judged(self) -> None:
+    def drop_invalid_truths(self) -> None:
         truths = gold.Truths(self.options.source.task)
-        self._sift(
+        self._drop_where(
             Drop("refused by the plugin", fault) if (fault := truths.fault(item.draft.truth)) else None
             for item in self.items
         )
 
-    def leave_out_duplicates(self) -> None:
-        """Of problems that read the same the first stays; a held-out one before a training one."""
+    def drop_duplicates(self) -> None:
+        """Keep the first of equal problems; a validation problem has priority over a training problem."""
         first: dict[str, Item] = {}
         for item in sorted(self.items, key=lambda item: item.part != "validation"):
             first.setdefault(" ".join(item.draft.question.split()), item)
@@ -194,16 +196,16 @@ class Preparation:
             other = first[" ".join(item.draft.question.split())]
             return None if other is item else Drop("duplicate", f"of {other.file}:{other.line}")
 
-        self._sift(why(item) for item in self.items)
+        self._drop_where(why(item) for item in self.items)
 
-    def leave_out_contaminated(self) -> None:
+    def drop_contaminated(self) -> None:
         if not self.options.against:
             return
         sets = filters.Contamination(self.options.ngram, self.options.overlap)
         for path in self.options.against:
             sets.add(path)
         found = [sets.find(item.draft.question) for item in self.items]
-        self._sift(
+        self._drop_where(
             None if one is None else Drop("contaminated", f"{one.where}: {one.share:.0%} in common: {one.words}")
             for one in found
         )
@@ -223,12 +225,12 @@ class Preparation:
             ],
         }
 
-    def leave_out_long(self) -> None:
+    def drop_long(self) -> None:
         most, folder = self.options.max_prompt_tokens, self.options.tokenizer
         if most is None or folder is None:
             return
         counted = filters.token_lengths([item.record for item in self.items], folder)
-        self._sift(Drop("too long", f"{count} tokens") if count > most else None for count in counted)
+        self._drop_where(Drop("too long", f"{count} tokens") if count > most else None for count in counted)
         longest = max((count for count in counted if count <= most), default=0)
         self.checks["length"] = {
             "max_prompt_tokens": most,
@@ -236,7 +238,7 @@ class Preparation:
             "tokenizer_sha256": sha256_of(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else None,
         }
 
-    def leave_out_disagreeing(self) -> None:
+    def drop_disagreeing(self) -> None:
         opts = self.options
         if not opts.source.judged or opts.agreement == "none":
             return
@@ -244,44 +246,44 @@ class Preparation:
             self._agree_by_grader()
             return
         assert opts.judge is not None
-        found, asked = verdicts([item.draft for item in self.items], opts.judge, opts.out / output.CACHE)
+        found, request_count = verdicts([item.draft for item in self.items], opts.judge, opts.out / output.CACHE)
         words = {"disagree": "the solutions disagree", "unclear": "no verdict of the judge"}
-        self._sift(None if verdict == "agree" else Drop(words[verdict]) for verdict in found)
+        self._drop_where(None if verdict == "agree" else Drop(words[verdict]) for verdict in found)
         self.checks["agreement"] = {"by": "judge", "model": opts.judge.model, "counts": Counter(found)}
-        _log.info("the judge was asked %d times", asked)
+        _log.info("sent %d requests to the judge", request_count)
 
     def _agree_by_grader(self) -> None:
-        """The plugin's own opinion: does R1's boxed answer equal the one that the source's solution boxes?"""
+        """Compare R1's boxed answer with the boxed answer of the source's solution, by the reward plugin."""
         boxes = [answers.last_box(item.draft.reference) for item in self.items]
-        asked = [at for at, box in enumerate(boxes) if box]
-        records: list[PromptRecord] = [{**self.items[at].record, "truth": {"answer": boxes[at]}} for at in asked]
-        golds = [f"\\boxed{{{self.items[at].draft.candidate}}}" for at in asked]
+        boxed = [at for at, box in enumerate(boxes) if box]
+        records: list[PromptRecord] = [{**self.items[at].record, "truth": {"answer": boxes[at]}} for at in boxed]
+        golds = [f"\\boxed{{{self.items[at].draft.candidate}}}" for at in boxed]
         wrong = gold.failures(records, golds, self.options.workers, self.options.unsafe_no_sandbox)
-        disagree = {asked[at]: why for at, why in wrong.items()}
+        disagree = {boxed[at]: why for at, why in wrong.items()}
 
         def why(at: int) -> Drop | None:
             if not boxes[at]:
                 return Drop("nothing to compare", "the source's solution boxes no answer; a judge could read it")
             return Drop("the solutions disagree", disagree[at]) if at in disagree else None
 
-        self._sift(why(at) for at in range(len(self.items)))
+        self._drop_where(why(at) for at in range(len(self.items)))
         counts: dict[JudgeVerdict, int] = {
-            "agree": len(asked) - len(disagree),
+            "agree": len(boxed) - len(disagree),
             "disagree": len(disagree),
-            "unclear": len(boxes) - len(asked),
+            "unclear": len(boxes) - len(boxed),
         }
         self.checks["agreement"] = {"by": "grader", "counts": counts}
 
-    def leave_out_beyond_size(self) -> None:
-        """A random choice by the seed, in the source's order."""
+    def drop_beyond_size(self) -> None:
+        """Keep a random choice of --size items, fixed by the seed, in the source's order."""
         size = self.options.size
         if size is None or size >= len(self.items) or any(item.part for item in self.items):
             return
         chosen = set(random.Random(f"{self.options.seed}/size").sample(range(len(self.items)), size))
-        self._sift(None if at in chosen else Drop("beyond --size") for at in range(len(self.items)))
+        self._drop_where(None if at in chosen else Drop("beyond --size") for at in range(len(self.items)))
 
-    def leave_out_wrong_golds(self) -> None:
-        """Right answers of the source that its plugin does not accept; of as many records as --check says."""
+    def drop_wrong_golds(self) -> None:
+        """Drop records whose gold answer the plugin does not accept; judge at most --check of them."""
         opts = self.options
         have = [at for at, item in enumerate(self.items) if item.draft.gold is not None]
         chosen = [have[at] for at in gold.spread(len(have), opts.check)]
@@ -294,16 +296,20 @@ class Preparation:
             "failed": len(wrong),
             "without": len(self.items) - len(have),
         }
-        self._sift(
+        self._drop_where(
             Drop("gold answer not accepted", wrong[at]) if at in wrong else None for at in range(len(self.items))
         )
         if wrong and len(chosen) < len(have):
-            _log.warning("%d of %d gold answers failed: --check all finds the others", len(wrong), len(chosen))
+            _log.warning(
+                "%d of %d judged gold answers scored less than 1.  Fix: --check all judges the other gold answers, too",
+                len(wrong),
+                len(chosen),
+            )
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
     def parts(self) -> dict[Part, list[PromptRecord]]:
-        """The records of train and validation; a part without any is absent."""
+        """Return the records of train and validation, without empty parts."""
         opts, held = self.options, set()
         if all(item.part is None for item in self.items):
             wanted = len(self.items) if opts.holdout == ALL else opts.holdout or 0
@@ -319,7 +325,7 @@ class Preparation:
         opts = self.options
         reasons = Counter(drop["reason"] for drop in self.dropped)
         if not self.items:
-            why = ", ".join(f"{number} {reason}" for reason, number in reasons.most_common()) or "it holds none"
+            why = ", ".join(f"{number} {reason}" for reason, number in reasons.most_common()) or "the source is empty"
             raise DataError(f"{opts.origin or opts.source.name}: no record is left of {self.read} rows: {why}")
         parts = self.parts()
         counts: RecordCounts = {"read": self.read, "kept": len(self.items), "dropped": dict(sorted(reasons.items()))}
@@ -345,23 +351,23 @@ class Preparation:
 
 
 def prepare(options: PrepareOptions, command: Sequence[str]) -> PreparedManifest:
-    """Runs all of it and returns the manifest.  Cheap filters come first, those that ask others last."""
+    """Prepare a data set and return the manifest.  Cheap filters run first, a judge and the reward service last."""
     output.check_folder(options.out, options.source.name)
     job = Preparation(options)
     job.read_source()
-    _log.info("%d rows read, %d of them problems", job.read, len(job.items))
-    job.leave_out_what_cannot_be_judged()
-    job.leave_out_duplicates()
-    job.leave_out_contaminated()
-    job.leave_out_long()
-    job.leave_out_disagreeing()
-    job.leave_out_beyond_size()
-    job.leave_out_wrong_golds()
+    _log.info("read %d rows; %d of them are problems", job.read, len(job.items))
+    job.drop_invalid_truths()
+    job.drop_duplicates()
+    job.drop_contaminated()
+    job.drop_long()
+    job.drop_disagreeing()
+    job.drop_beyond_size()
+    job.drop_wrong_golds()
     return job.write(command)
 
 
 def summary(options: PrepareOptions, manifest: PreparedManifest) -> str:
-    """What the command prints: counts, files, and how a run takes them."""
+    """Return the output of the command: counts, files, and the configuration keys that use them."""
     counts = manifest["counts"]
     lines = [f"{options.name}: {counts['read']} read, {counts['kept']} kept"]
     lines += [f"  dropped {number:>7}  {reason}" for reason, number in counts["dropped"].items()]

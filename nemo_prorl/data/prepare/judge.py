@@ -1,7 +1,7 @@
-"""Asks a language model whether two solutions agree, through any OpenAI-compatible endpoint.
+"""A language model as judge of whether two solutions agree, through any OpenAI-compatible endpoint.
 
-Each verdict is appended to a cache file the moment it is known, under a hash of all that was asked: a preparation that
-was killed asks only for what is missing, and another model, or other words, are asked anew.
+Each verdict is appended to a cache file at once, under a hash of the whole request.  After a kill, only the missing
+verdicts are requested; a changed model or prompt changes the hash and is requested again.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 JudgeVerdict = Literal["agree", "disagree", "unclear"]
 VERDICTS: tuple[JudgeVerdict, ...] = get_args(JudgeVerdict)
 KEY_VARIABLE = "PRORL_JUDGE_KEY"
-_ASKED = """\
+_JUDGE_PROMPT = """\
 Two answers to one problem of science follow. Do they agree? They agree if their final results mean the same: the same \
 value (other units, notation or rounding are no difference), the same formula, the same choice, the same statement. \
 Judge only whether they agree, not whether they are right.
@@ -41,13 +41,13 @@ Second answer:
 
 Reason briefly if you need to. Then end with one word on a line of its own: AGREE or DISAGREE."""
 _WORD = re.compile(r"\b(DISAGREE|AGREE)\b")
-_TELL_EVERY_S = 30.0
-_BACKOFF_S = (0.5, 20.0)  # first and longest wait before another try
+_LOG_EVERY_S = 30.0
+_BACKOFF_S = (0.5, 20.0)  # seconds: first and longest wait before a retry
 
 
 @dataclass(frozen=True)
 class JudgeOptions:
-    """`url`: the base of the API, such as http://host:8000/v1.  `deadline_s`: of one verdict, all tries together."""
+    """Settings of the judge.  `url`: base of the API.  `deadline_s`: seconds for one verdict, with retries."""
 
     url: str
     model: str
@@ -63,7 +63,7 @@ def verdict_in(text: str) -> JudgeVerdict:
 
 
 class Cache:
-    """Verdicts by key, one JSON object a line; a line that a kill cut off is taken away."""
+    """A file of verdicts by key, one JSON object per line.  Opening it removes a last line cut off by a kill."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -83,9 +83,11 @@ class Cache:
                 entry = json.loads(line)
                 key, verdict = entry["key"], entry["verdict"]
             except (ValueError, TypeError, KeyError) as error:
-                raise DataError(f"{self.path}:{number}: no verdict ({error}); remove the line, or the file") from None
+                raise DataError(
+                    f"{self.path}:{number}: not a verdict ({error}).  Fix: remove the line or the file"
+                ) from None
             if verdict not in VERDICTS:
-                raise DataError(f"{self.path}:{number}: field 'verdict' is {verdict!r}; right: {', '.join(VERDICTS)}")
+                raise DataError(f"{self.path}:{number}: field 'verdict' is {verdict!r}; expected {', '.join(VERDICTS)}")
             self.verdicts[key] = verdict
         self._file.truncate(whole)
         return self
@@ -94,19 +96,19 @@ class Cache:
         if self._file is not None:
             self._file.close()
 
-    def add(self, key: str, verdict: JudgeVerdict, said: str) -> None:
+    def add(self, key: str, verdict: JudgeVerdict, reply: str) -> None:
         assert self._file is not None
         self.verdicts[key] = verdict
-        self._file.write(json.dumps({"key": key, "verdict": verdict, "said": said[-200:]}).encode() + b"\n")
+        self._file.write(json.dumps({"key": key, "verdict": verdict, "said": reply[-200:]}).encode() + b"\n")
         self._file.flush()
 
 
 def request_of(draft: Draft, options: JudgeOptions) -> dict[str, Any]:
-    """What is asked, as the endpoint gets it."""
-    asked = _ASKED.format(problem=draft.question, reference=draft.reference, candidate=draft.candidate)
+    """Return the body of the request for a draft's two solutions."""
+    content = _JUDGE_PROMPT.format(problem=draft.question, reference=draft.reference, candidate=draft.candidate)
     return {
         "model": options.model,
-        "messages": [{"role": "user", "content": asked}],
+        "messages": [{"role": "user", "content": content}],
         "temperature": 0.0,
         "max_tokens": options.max_tokens,
     }
@@ -117,16 +119,21 @@ def key_of(request: dict[str, Any]) -> str:
 
 
 def verdicts(drafts: Sequence[Draft], options: JudgeOptions, path: Path) -> tuple[list[JudgeVerdict], int]:
-    """(a verdict for each draft, how many were asked for now).
+    """Return a verdict for each draft, and the number of requests that the cache did not answer.
 
-    Raises ConfigError for a request that the endpoint refuses, DeadlineExceeded where it does not answer; what is
-    known by then is in the cache.
+    Raises ConfigError if the endpoint refuses a request, DeadlineExceeded if it does not answer in time.  The cache
+    keeps the verdicts received before the error.
     """
     requests = [request_of(draft, options) for draft in drafts]
     keys = [key_of(request) for request in requests]
     with Cache(path) as cache:
         missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in cache.verdicts}
-        _log.info("%d solutions to compare, %d of them in %s", len(drafts), len(drafts) - len(missing), path)
+        _log.info(
+            "%d pairs of solutions to compare; verdicts on %d of them are in %s",
+            len(drafts),
+            len(drafts) - len(missing),
+            path,
+        )
         if missing:
             asyncio.run(_ask_all(missing, options, cache))
         return [cache.verdicts[key] for key in keys], len(missing)
@@ -135,19 +142,19 @@ def verdicts(drafts: Sequence[Draft], options: JudgeOptions, path: Path) -> tupl
 async def _ask_all(missing: dict[str, dict[str, Any]], options: JudgeOptions, cache: Cache) -> None:
     import aiohttp
 
-    todo, done, told = list(missing.items())[::-1], 0, time.monotonic()
+    todo, done, logged_at = list(missing.items())[::-1], 0, time.monotonic()
     headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get(KEY_VARIABLE)) else {}
 
     async def work(session: aiohttp.ClientSession) -> None:
-        nonlocal done, told
+        nonlocal done, logged_at
         while todo:
             key, request = todo.pop()
-            said = await _ask(session, request, options)
-            cache.add(key, verdict_in(said), said)
+            reply = await _ask(session, request, options)
+            cache.add(key, verdict_in(reply), reply)
             done += 1
-            if time.monotonic() - told >= _TELL_EVERY_S:
-                told = time.monotonic()
-                _log.info("%d of %d verdicts", done, len(missing))
+            if time.monotonic() - logged_at >= _LOG_EVERY_S:
+                logged_at = time.monotonic()
+                _log.info("received %d of %d verdicts", done, len(missing))
 
     timeout = aiohttp.ClientTimeout(total=options.deadline_s)
     async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
@@ -162,7 +169,7 @@ async def _ask_all(missing: dict[str, dict[str, Any]], options: JudgeOptions, ca
 
 
 async def _ask(session: Any, request: dict[str, Any], options: JudgeOptions) -> str:
-    """The text of one answer.  A busy server, a broken connection or nonsense are tried again until the deadline."""
+    """Return the text of one reply; retry a busy server, a broken connection or an invalid reply until the deadline."""
     import aiohttp
 
     url = f"{options.url.rstrip('/')}/chat/completions"
@@ -176,18 +183,18 @@ async def _ask(session: Any, request: dict[str, Any], options: JudgeOptions) -> 
                 fault = f"status {response.status}: {' '.join(body.split())[:200]}"
                 if 400 <= response.status < 500 and response.status not in (408, 409, 425, 429):
                     raise ConfigError(
-                        f"--judge-url {options.url}: it refuses {options.model!r} with {fault}; "
-                        f"check address and model; a key goes into {KEY_VARIABLE}"
+                        f"--judge-url {options.url}: it refuses {options.model!r} with {fault}.  "
+                        f"Fix: check --judge-url and --judge-model; put an API key into {KEY_VARIABLE}"
                     )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             fault = str(error) or type(error).__name__
         except (ValueError, LookupError, TypeError) as error:
             if isinstance(error, ConfigError):
                 raise
-            fault = f"its answer is no chat completion ({type(error).__name__}: {error})"
+            fault = f"its reply is not a chat completion ({type(error).__name__}: {error})"
         await asyncio.sleep(min(wait, max(0.0, until - time.monotonic())))
         wait = min(2 * wait, _BACKOFF_S[1])
     raise DeadlineExceeded(
-        f"the judge at {options.url} gave no verdict in {options.deadline_s:g} s (--judge-deadline-s), last: {fault}; "
-        "what it judged is kept, the same command goes on"
+        f"the judge at {options.url} gave no verdict in {options.deadline_s:g} s (--judge-deadline-s), last: {fault}.  "
+        "Its verdicts so far are kept.  Fix: run the same command again to continue"
     )

@@ -1,4 +1,4 @@
-"""manifest.json of a prepared folder."""
+"""The type of manifest.json in a prepared folder."""
 
 from typing import Annotated, Literal, NotRequired, TypedDict
 
@@ -22,27 +22,27 @@ class OutputFile(TypedDict):
 
 
 class RecordCounts(TypedDict):
-    """read = kept + all that was dropped."""
+    """Numbers of records; read = kept + the sum of dropped."""
 
     read: Count
     kept: Count
     dropped: dict[str, Number]
-    """by reason"""
+    """number of dropped records by reason"""
     train: NotRequired[Number]
     validation: NotRequired[Number]
 
 
 class GoldCheck(TypedDict):
-    """Right answers of the source, judged by the plugin."""
+    """Gold answers of the source, judged by the plugin."""
 
     checked: Count
     failed: Count
     without: Count
-    """records whose source gives no right answer to try"""
+    """records without a gold answer"""
 
 
 class ExpectedCheck(TypedDict):
-    """Expected results that the source's own solution gave."""
+    """Expected results, computed with the source's own solution."""
 
     tests: Number
     left_out: Count
@@ -50,24 +50,24 @@ class ExpectedCheck(TypedDict):
 
 
 class EvaluationFile(InputFile):
-    """A file of an evaluation set, and how many records it shares a problem with."""
+    """A file of an evaluation set; `dropped`: records that overlap with it."""
 
     dropped: Count
 
 
 class ContaminationCheck(TypedDict):
-    """The records against evaluation sets."""
+    """Check for overlap of the records with evaluation sets."""
 
     ngram: Number
     overlap: Share
     ngram_only: Count
-    """records with n words in common and too little else: kept"""
+    """records that were kept: n consecutive words in common, but less than the share `overlap`"""
     template_ngrams: Count
     against: list[EvaluationFile]
 
 
 class LengthCheck(TypedDict):
-    """The prompts' lengths in tokens."""
+    """Check of the prompts' lengths in tokens."""
 
     max_prompt_tokens: Count
     longest_kept: Count
@@ -75,7 +75,7 @@ class LengthCheck(TypedDict):
 
 
 class AgreementCheck(TypedDict):
-    """Whether two solutions agree; by verdict."""
+    """Check whether a problem's two solutions agree; counts by verdict."""
 
     by: Literal["judge", "grader"]
     model: NotRequired[str]
@@ -83,7 +83,7 @@ class AgreementCheck(TypedDict):
 
 
 class Checks(TypedDict):
-    """What the records were checked for."""
+    """Results of the checks of the records."""
 
     gold: GoldCheck
     expected: NotRequired[ExpectedCheck]
@@ -93,7 +93,7 @@ class Checks(TypedDict):
 
 
 class HubSource(TypedDict, total=False):
-    """Where the rows come from, with --from hub."""
+    """Data set and commit on the Hugging Face hub, only with --from hub."""
 
     repo: str
     commit: str
@@ -105,16 +105,16 @@ _From = TypedDict(
 
 
 class PreparedManifest(_From, HubSource):
-    """What prorl data prepare read, kept, left out and wrote."""
+    """The rows that prorl data prepare read, kept, dropped and wrote."""
 
     format: Literal[1]
     source: str
     task: str
     licence: str
-    """as its publisher states it"""
+    """as the publisher states it"""
     command: list[str]
     version: str
-    """of nemo_prorl"""
+    """version of nemo_prorl"""
     inputs: list[InputFile]
     counts: RecordCounts
     checks: Checks

@@ -1,4 +1,4 @@
-"""Writes a prepared folder so that a file under its final name is always whole, and the manifest comes last."""
+"""Writing of a prepared folder: a file under its final name is always complete, and the manifest is written last."""
 
 import json
 import os
@@ -20,28 +20,30 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 
 def check_folder(out: Path, source: str) -> None:
-    """Raises ConfigError where the folder holds something else than an earlier preparation of this source."""
+    """Raise ConfigError if the folder contains anything but an earlier preparation of this source."""
     if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {out}: is a file; give a folder")
+        raise ConfigError(f"--out {out}: is a file; expected a folder")
     if not out.is_dir():
         return
     manifest = out / MANIFEST
     ours = {MANIFEST, CACHE, "dropped.jsonl", *(f"{part}.{form}" for part in PARTS for form in ("jsonl", "parquet"))}
     foreign = [path.name for path in out.iterdir() if path.name.removesuffix(".tmp") not in ours]
     if foreign:
-        raise ConfigError(f"--out {out}: holds other files ({sorted(foreign)[0]}); give a new folder, or an empty one")
+        raise ConfigError(f"--out {out}: contains other files ({sorted(foreign)[0]}).  Fix: use a new or empty folder")
     if not manifest.is_file():
         return
     try:
-        held = json.loads(manifest.read_text())["source"]
+        prepared = json.loads(manifest.read_text())["source"]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"--out {out}: its {MANIFEST} is none of ours ({error}); give another folder") from error
-    if held != source:
-        raise ConfigError(f"--out {out}: holds {held!r}; give {source!r} a folder of its own")
+        raise ConfigError(
+            f"--out {out}: {MANIFEST} is not from this command ({error}).  Fix: use another folder"
+        ) from error
+    if prepared != source:
+        raise ConfigError(f"--out {out}: contains data of {prepared!r}.  Fix: use another folder for {source!r}")
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes under a temporary name, on disk, then renames."""
+    """Write a file under a temporary name, flush it to disk, then rename it."""
     temporary = path.with_name(path.name + ".tmp")
     write(temporary)
     with temporary.open("rb+") as file:
@@ -58,9 +60,9 @@ def _write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def write_records(
     out: Path, parts: Mapping[Part, Sequence[PromptRecord]], dropped: Sequence[Mapping[str, Any]], form: str
 ) -> list[OutputFile]:
-    """Replace what an earlier preparation left; return the files with their hashes."""
+    """Replace the files of an earlier preparation; return the new files with their hashes."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / MANIFEST).unlink(missing_ok=True)  # without it the folder is not complete
+    (out / MANIFEST).unlink(missing_ok=True)  # a folder without a manifest counts as incomplete
     for part in PARTS:
         for old in ("jsonl", "parquet"):
             (out / f"{part}.{old}").unlink(missing_ok=True)
@@ -74,5 +76,5 @@ def write_records(
 
 
 def write_manifest(out: Path, manifest: PreparedManifest) -> None:
-    """Write the manifest: now the folder is complete."""
+    """Write the manifest, which marks the folder as complete."""
     _replace(out / MANIFEST, lambda to: to.write_text(json.dumps(manifest, indent=1) + "\n"))

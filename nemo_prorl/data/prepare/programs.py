@@ -1,11 +1,11 @@
-"""Programming problems: tests by standard input, calls of a function, and asserts."""
+"""Conversion of programming problems: tests by standard input, by calls of a function, and by asserts."""
 
 import json
 import re
 from dataclasses import replace
 from typing import Any
 
-from nemo_prorl.data.prepare.answers import own_id
+from nemo_prorl.data.prepare.answers import row_id
 from nemo_prorl.data.prepare.drafts import Draft, Drop
 from nemo_prorl.data.prepare.rows import Row
 
@@ -15,7 +15,7 @@ PROGRAM = (
 )
 FUNCTION = "Write it in Python, and put the final code between triple backticks, after ```python."
 
-# What Eurus-2-RL asks for at the end of its own prompts, and where its problems begin in them.
+# The answer instructions at the end of Eurus-2-RL's prompts.
 _EURUS_END = re.compile(r"\s*Write Python code to solve the problem\. Present the code in\s*```python.*?```.*\Z", re.S)
 
 
@@ -28,7 +28,7 @@ def _named(name: str) -> str:
 
 
 def _tests(row: Row, field: str, value: Any) -> dict[str, Any] | Drop:
-    """The truth of `{"inputs", "outputs"}`, with `fn_name` where a function is called (as APPS has them)."""
+    """Return the truth of a value in APPS' form: `{"inputs", "outputs"}`, with `fn_name` for calls of a function."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -44,12 +44,12 @@ def _tests(row: Row, field: str, value: Any) -> dict[str, Any] | Drop:
     if name is None:
         tests = [{"input": one, "output": other} for one, other in zip(inputs, outputs, strict=True)]
         if not all(_plain(test[key]) for test in tests for key in test):
-            return Drop("broken tests", "an input or output is no text")
+            return Drop("broken tests", "an input or output is not a text")
         return {"tests": tests}
     if not isinstance(name, str) or not name.isidentifier():
         return Drop("broken tests", f"fn_name is {name!r}")
     if not all(isinstance(args, list) for args in inputs):
-        return Drop("broken tests", "the arguments of a call are no list")
+        return Drop("broken tests", "the arguments of a call are not a list")
     results = [out[0] if isinstance(out, list) and len(out) == 1 else out for out in outputs]
     return {
         "fn_name": name,
@@ -67,36 +67,35 @@ def _draft(row: Row, question: str, truth: dict[str, Any] | Drop, gold: str | No
     if not question.strip():
         return Drop("no problem", "the text is empty")
     form = _named(truth["fn_name"]) if "fn_name" in truth else PROGRAM if "tests" in truth else FUNCTION
-    return Draft("code", question.strip(), truth, form, None if gold is None else _fenced(gold), own_id(row))
+    return Draft("code", question.strip(), truth, form, None if gold is None else _fenced(gold), row_id(row))
 
 
 def eurus(row: Row) -> Draft | Drop:
-    """Eurus-2-RL: the user's message of `prompt`, tests in `reward_model.ground_truth`; its mathematics is left out.
+    """Convert a row of Eurus-2-RL: messages in `prompt`, tests in `reward_model.ground_truth`; drop its mathematics.
 
-    Its system message and the last lines of its user messages describe an answer format of its own: they go.
+    The system message and the last lines of the user message are removed: they describe another answer format.
     """
     if (ability := row.text("ability")) != "code":
         return Drop("no code", f"ability is {ability!r}")
     prompt, reward = row.needed("prompt"), row.needed("reward_model")
     if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
         raise row.wrong("prompt", prompt, "a list of messages")
-    said = [message.get("content") for message in prompt if message.get("role") == "user"]
-    if not said or not isinstance(said[-1], str):
-        raise row.wrong("prompt", prompt, "a list of messages, the last of them the user's")
+    contents = [message.get("content") for message in prompt if message.get("role") == "user"]
+    if not contents or not isinstance(contents[-1], str):
+        raise row.wrong("prompt", prompt, "a list of messages, of which the last is the user's")
     if not isinstance(reward, dict) or "ground_truth" not in reward:
         raise row.wrong("reward_model", reward, 'an object with "ground_truth"')
     truth = _tests(row, "reward_model.ground_truth", reward["ground_truth"])
-    drafted = _draft(row, _EURUS_END.sub("", said[-1]), truth)
+    drafted = _draft(row, _EURUS_END.sub("", contents[-1]), truth)
     if isinstance(drafted, Draft) and isinstance(origin := row.first("data_source"), str):
         drafted.meta["origin"] = origin
     return drafted
 
 
 def tested(row: Row) -> Draft | Drop:
-    """Read a row of `problem` and `tests`, or of `input_output` as APPS has it.
+    """Convert a row of `problem` and `tests`, or of APPS with `input_output` and, optionally, `human_solutions`.
 
-    `tests`: the records' own form, a list of inputs with outputs or of args with expected values.  `input_output` may
-    come with `human_solutions`.
+    `tests`: a list as in prompt records, of inputs with outputs or of args with expected values.
     """
     question = row.text("problem", "question")
     if "tests" in row.values:
@@ -113,13 +112,12 @@ def tested(row: Row) -> Draft | Drop:
 
 
 def humaneval(row: Row) -> Draft | Drop:
-    """Read a row of HumanEval or HumanEval+: a function to complete.
+    """Convert a row of HumanEval or HumanEval+: a function to complete.
 
-    HumanEval has a `check` that asserts; HumanEval+ has arguments, for which the source's own solution gives the
-    expected values.
+    HumanEval has a function `check` with asserts.  HumanEval+ has arguments; its solution gives the results.
     """
     prompt, name = row.text("prompt"), row.text("entry_point")
-    row.needed("test", "plus_input")  # either form
+    row.needed("test", "plus_input")  # HumanEval or HumanEval+
     oracle = ""
     if "test" in row.values:
         truth: dict[str, Any] = {"asserts": [f"{row.text('test')}\ncheck({name})"]}
@@ -127,8 +125,8 @@ def humaneval(row: Row) -> Draft | Drop:
         calls = [args for field in ("base_input", "plus_input") for args in _calls(row, field)]
         if not calls:
             return Drop("no tests", "the source gives none")
-        if name == "find_zero":  # many results are right, HumanEval/32: it is the polynomial that must vanish
-            truth = {"asserts": [_vanishes(name, args[0], row.first("atol") or 1e-4) for args in calls]}
+        if name == "find_zero":  # HumanEval/32 has many right results: assert that the polynomial is zero there
+            truth = {"asserts": [_assert_root(name, args[0], row.first("atol") or 1e-4) for args in calls]}
         else:
             truth = {"fn_name": name, "tests": [{"args": args} for args in calls]}
             oracle = prompt + row.text("canonical_solution")
@@ -138,20 +136,20 @@ def humaneval(row: Row) -> Draft | Drop:
 
 
 def _calls(row: Row, field: str) -> list[list[Any]]:
-    """The arguments of each call."""
+    """Return the list of arguments of each call."""
     calls = row.needed(field)
     if not isinstance(calls, list) or not all(isinstance(args, list) for args in calls):
         raise row.wrong(field, calls, "a list with a list of arguments for each call")
     return calls
 
 
-def _vanishes(name: str, coefficients: list[float], tolerance: float) -> str:
+def _assert_root(name: str, coefficients: list[float], tolerance: float) -> str:
     value = f"sum(c * x**i for i, c in enumerate({coefficients!r}))"
     return f"x = {name}({coefficients!r})\nassert abs({value}) <= {tolerance!r}"
 
 
 def mbpp(row: Row) -> Draft | Drop:
-    """MBPP: a sentence, and asserts of which the first shows the function's name and arguments."""
+    """Convert a row of MBPP: a sentence, and asserts; the prompt shows the first assert as an example."""
     asserts = row.needed("test_list")
     if not isinstance(asserts, list) or not all(isinstance(text, str) for text in asserts):
         raise row.wrong("test_list", asserts, "a list of assert statements")
@@ -163,11 +161,11 @@ def mbpp(row: Row) -> Draft | Drop:
     return _draft(row, question, truth, row.text("code"))
 
 
-# What the set's prompts begin with: a form of its own.
+# The answer instructions at the start of the data set's prompts.
 _LEETCODE_START = re.compile(r"\APlease solve the programming task below using [^\n]*\n+")
 
 
 def leetcode(row: Row) -> Draft | Drop:
-    """LeetCode's problems as rLLM has them: a class to complete, and a `check` that asserts."""
+    """Convert a row of rLLM's LeetCode problems: a class to complete, and a function `check` with asserts."""
     question = _LEETCODE_START.sub("", row.text("problem"))
     return _draft(row, question, {"asserts": [row.text("test")]}, row.first("solution"))

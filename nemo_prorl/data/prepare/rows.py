@@ -1,4 +1,4 @@
-"""Rows of a data set's own files, whatever form they have, each with the place that an error names."""
+"""Reader of a data set's files in all supported formats; each row has its file and line, for error messages."""
 
 import csv
 import gzip
@@ -15,12 +15,12 @@ from nemo_prorl.data import parquet as tables
 from nemo_prorl.errors import ConfigError, DataError
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".jsonl.gz")
-_SHOWN = 12  # columns that an error lists
+_SHOWN = 12  # most columns that an error message lists
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row with its place: `line` counts lines of JSON Lines, rows of the other forms, from 1."""
+    """A row with its place.  `line`: the line in JSON Lines, the number of the row in other formats, from 1."""
 
     file: str
     line: int
@@ -31,23 +31,23 @@ class Row:
         return f"{self.file}:{self.line}"
 
     def first(self, *names: str) -> Any:
-        """The value of the first of these columns that the row has; None where it has none of them."""
+        """Return the first value of these columns that is not null; None if all are null or missing."""
         return next((self.values[name] for name in names if self.values.get(name) is not None), None)
 
     def needed(self, *names: str) -> Any:
-        """As `first`, but a column must be there (null is there too).  Raises DataError naming place and columns."""
+        """Return the value of the first of these columns that exists; it may be null.  Raises DataError."""
         for name in names:
             if name in self.values:
                 return self.values[name]
         shown = ", ".join(list(self.values)[:_SHOWN])
         others = f" (or {', '.join(names[1:])})" if names[1:] else ""
         raise DataError(
-            f"{self.where}: field {names[0]!r}{others} is missing; the row has: {shown}. "
-            f"Where it has another name here, say --field {names[0]}=COLUMN"
+            f"{self.where}: field {names[0]!r}{others} is missing; the row has: {shown}.  "
+            f"Fix: --field {names[0]}=COLUMN if the column has another name"
         )
 
     def text(self, *names: str) -> str:
-        """As `needed`, a string; null is an empty one."""
+        """Return the value of the first of these columns that exists, as a string; "" for null.  Raises DataError."""
         value = self.needed(*names)
         if value is None:
             return ""
@@ -56,43 +56,43 @@ class Row:
         return value
 
     def wrong(self, field: str, value: Any, right: str) -> DataError:
-        """The error that a column's value deserves."""
+        """Return the error for a wrong value of a field; `right` describes the right value."""
         shown = json.dumps(value, default=repr)
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
         return DataError(f"{self.where}: field {field!r} is {shown}; it must be {right}")
 
 
 def data_files(path: Path, patterns: Sequence[str] = (), option: str = "--from") -> list[Path]:
-    """The data files that `path` names: itself, or those in a folder, in order of their names.
+    """Return `path` itself, or the data files in the folder `path`, sorted by name.
 
-    `patterns`: of a folder only the files that one of these matches.  Raises ConfigError where there is none.
+    `patterns`: return only files of the folder that match one of them.  Raises ConfigError if no file is found.
     """
     known = ", ".join(SUFFIXES)
     if path.is_file():
         if not path.name.endswith(SUFFIXES):
-            raise ConfigError(f"{option} {path}: no data file that can be read; known are {known}")
+            raise ConfigError(f"{option} {path}: not a supported data file; expected one of {known}")
         return [path]
     if not path.is_dir():
-        raise ConfigError(f"{option} {path}: no such file or folder; give one that holds {known}")
+        raise ConfigError(f"{option} {path}: no such file or folder; expected one with data in {known}")
     wanted = patterns or ("*",)
     found = {file for pattern in wanted for file in path.rglob(pattern) if file.name.endswith(SUFFIXES)}
     if not found:
-        which = f"{' or '.join(patterns)}, being " if patterns else ""
-        raise ConfigError(f"{option} {path}: the folder holds no {which}{known} file")
+        which = f" that matches {' or '.join(patterns)}" if patterns else ""
+        raise ConfigError(f"{option} {path}: the folder contains no {known} file{which}")
     return sorted(found)
 
 
 def read_rows(file: Path, columns: Mapping[str, str]) -> Iterator[Row]:
-    """All rows of a file.  `columns`: own name -> the file's column of another name.
+    """Yield the rows of a file.  `columns`: field -> name of its column in the file.
 
-    Raises DataError that names file and line: no such form, no objects, a column that is not there.
+    Raises DataError that names file and line of invalid data, a row that is not an object, or a missing column.
     """
     for line, values in _values(file):
         if not isinstance(values, dict):
             raise DataError(f"{file}:{line}: a row must be an object, not {type(values).__name__}")
         row = Row(str(file), line, values)
         if columns:
-            row = Row(str(file), line, {**values, **{own: row.needed(theirs) for own, theirs in columns.items()}})
+            row = Row(str(file), line, {**values, **{name: row.needed(column) for name, column in columns.items()}})
         yield row
 
 
@@ -117,7 +117,7 @@ def _values(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _whole(file: Path) -> Iterator[tuple[int, Any]]:
-    """A JSON file: a list of objects; or objects one a line, as some data sets name it."""
+    """Yield the rows of a .json file: a list of objects, or JSON Lines under this name."""
     raw = file.read_bytes()
     if raw.lstrip()[:1] != b"[":
         yield from _lines(file, io.BytesIO(raw))

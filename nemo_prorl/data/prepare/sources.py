@@ -1,4 +1,4 @@
-"""The data sets that `prorl data prepare` knows: what a row becomes, where they lie, and their licences."""
+"""The data sets that `prorl data prepare` knows, with converter, location and licence."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,10 +11,11 @@ from nemo_prorl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Source:
-    """`licence`: as the publisher states it, of its own text; that of single problems may differ.
+    """A known data set.
 
-    `repo`, `files`: on the Hugging Face hub, empty where a file must be given.  `size`, `holdout`: the paper's numbers,
-    where they are made here and not read.
+    `licence`: as the publisher states it for the data set; single problems may have another licence.
+    `repo`, `files`: location on the Hugging Face hub; empty if --from must name a file.
+    `size`, `holdout`: the paper's numbers of problems, only for a generated data set.
     """
 
     name: str
@@ -24,7 +25,7 @@ class Source:
     convert: Callable[[Row], Draft | Drop]
     repo: str = ""
     files: tuple[str, ...] = ()
-    judged: bool = False  # has two solutions, which must agree
+    judged: bool = False  # problems have two solutions, which must agree
     size: int | None = None
     holdout: int = 0
 
@@ -47,7 +48,7 @@ SOURCES = {
         Source(
             "eurus2-rl",
             "code",
-            "Eurus-2-RL: the programming problems of it",
+            "the programming problems of Eurus-2-RL",
             "MIT (data card); problems belong to their contests",
             programs.eurus,
             "PRIME-RL/Eurus-2-RL-Data",
@@ -66,7 +67,7 @@ SOURCES = {
         Source(
             "reasoning-gym",
             "puzzles",
-            "reasoning-gym: 37,000 and 9,600 puzzles of 96 tasks, made by the package; or its entries in a file",
+            "reasoning-gym: 37,000 training and 9,600 validation puzzles of 96 tasks, generated; or a file of entries",
             "Apache-2.0 (package reasoning-gym)",
             puzzles.entry,
             size=37_000,
@@ -84,7 +85,7 @@ SOURCES = {
         Source(
             "nemotron-if",
             "instructions",
-            "the IFEval-like prompts of Llama-Nemotron's RL data",
+            "the prompts in IFEval's form of Llama-Nemotron's RL data",
             "CC BY 4.0 (data card)",
             instructions.ifeval,
             "nvidia/Llama-Nemotron-Post-Training-Dataset",
@@ -119,7 +120,7 @@ SOURCES = {
 
 
 def source_of(name: str) -> Source:
-    """Raises ConfigError with the known names."""
+    """Return a known data set.  Raises ConfigError that lists the known names."""
     if name not in SOURCES:
         raise ConfigError(f"unknown data source {name!r}; known: {', '.join(SOURCES)}")
     return SOURCES[name]

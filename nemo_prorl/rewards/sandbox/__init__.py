@@ -1,17 +1,17 @@
-"""Runs code that a model wrote, so that it can neither harm the machine nor fake its score.  Standard library only.
+"""A sandbox for code that a model wrote, in which it can neither harm the machine nor fake its score.
 
-A process of its own (`zygote.py`) confines itself once and forks a child for each run.  What a program gets:
+A separate process (`zygote.py`) confines itself once and forks a child for each run.  A program in the sandbox has:
 
-* no file of the host but Python's standard library and shared libraries, read-only; a folder of its own, emptied after;
-* no network, no other process to see, signal, trace or start; no program to execute; no environment, no arguments;
-* bounds on time, memory, threads, files, descriptors and output; a kill that nothing survives.
+* Python's standard library and shared libraries, read-only; no other file of the host; a folder, emptied after the run;
+* no network; no other process to see, signal, trace or start; no program to execute; no environment, no arguments;
+* limits on time, memory, threads, files, descriptors and output; a kill leaves nothing of it running.
 
-Expected outputs never enter it: outputs come back as bytes in memory files and are compared outside.
+Expected outputs never enter the sandbox.  A program's outputs leave it in memory files and are compared outside.
 
-Levels: "full" (namespaces, Landlock, seccomp) and "reduced" (what is left of these where the host forbids some; the
-report says what it lacks).  A level is used only after a program under it has attempted every escape (`escapes.py`) and
-failed.  Without any, code is refused (docs/explanation/sandbox.md says what the option `unsafe_no_sandbox` does).
+Levels: "full" (namespaces, Landlock, seccomp) and "reduced" (without namespaces, for hosts that forbid them; the report
+lists what is missing).  A level is used only after a program in it has attempted every escape (`escapes.py`) in vain.
+If no level passes, code is refused (docs/explanation/sandbox.md describes the option `unsafe_no_sandbox`).
 
-What it does not stop: a bug in the kernel; measuring time; using its share of CPU, memory and disk to the bounds; at
-level "reduced" also asking for names, sizes and times of files of the host (stat).
+The sandbox does not stop: exploits of kernel bugs; measuring time; using CPU, memory and disk up to the limits; at
+level "reduced", also reading names, sizes and times of the host's files (stat).
 """

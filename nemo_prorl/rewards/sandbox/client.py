@@ -1,7 +1,7 @@
-"""The caller's side of the sandbox: hands programs to its process, reads what came of them, and repeats what must be.
+"""The caller's side of the sandbox: sends programs to the sandbox process, reads the results and repeats failed tests.
 
-Tests run one after the other in one child, which costs one fork.  The first test of a child stands as it came.  A later
-one stands if it passed; else it runs once more alone, so that no test can spoil another.
+Tests run one after the other in one child, which costs one fork.  The result of a child's first test is final.  The
+result of a later test is final if it passed; if it failed, the test runs once more alone, so that no test can spoil it.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ from nemo_prorl.rewards.sandbox import folders
 from nemo_prorl.rewards.sandbox.runner import ProgramLimits
 from nemo_prorl.rewards.sandbox.zygote import MESSAGE_BYTES, STACK_MB, SandboxPlan
 
-TESTS_A_CHILD = 100  # two descriptors each, and a message carries 253
-OUTPUT_MB_A_CHILD = 512  # of all its tests, which bounds how many they are where outputs are large
-KEPT_OUTPUT = 1 << 20  # bytes of an output that is wrong
-EXTRA_TIME = 0.5  # share of the time limit that repeated tests may take in all, at most EXTRA_TIME_S
+TESTS_PER_CHILD = 100  # two descriptors per test; a message can carry 253
+OUTPUT_MB_PER_CHILD = 512  # for all tests of a child: with large outputs, fewer tests share a child
+KEPT_OUTPUT = 1 << 20  # bytes: a wrong output is kept only up to this size
+EXTRA_TIME = 0.5  # share of the time limit that repeated tests may take together, at most EXTRA_TIME_S
 EXTRA_TIME_S = 2.0
-QUEUED_S = 30.0  # that a program may wait for a busy machine's CPU, which does not count
+QUEUED_S = 30.0  # seconds of waiting for a CPU on a busy machine that do not count as a program's time
 START_S, ANSWER_S = 30.0, 5.0
 THREADS, DESCRIPTORS = 256, 512
 _WATCH_S = 0.01
-_FIRST_UID = 1_000_000_000  # users that own nothing, one for each sandbox, so that none counts another's threads
+_FIRST_UID = 1_000_000_000  # users without files, one per sandbox, so that thread limits are separate
 _ROOT = str(Path(__file__).resolve().parents[3])
 _START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from nemo_prorl.rewards.sandbox import zygote; " + (
     "sys.path.pop(0); sys.exit(zygote.main(sys.argv[1:]))"
@@ -49,17 +49,17 @@ class SandboxFailure(RewardFailure):
 
 
 class _Broken(Exception):
-    """The sandbox's process ended or does not answer."""
+    """The sandbox process ended or does not answer."""
 
 
 @dataclass
 class _Child:
-    """What one child reported and left; nothing in it is trusted."""
+    """The reports and outputs of one child.  None of them are trusted."""
 
     status: int
     killed: str | None
     used_s: float
-    queued_s: float  # for a CPU that others had, not in used_s
+    queued_s: float  # seconds of waiting for a busy CPU, not included in used_s
     compiled: bool | None = None
     detail: str = ""
     ends: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -68,12 +68,12 @@ class _Child:
     outputs: dict[int, bytes] = field(default_factory=dict)
 
     @property
-    def left_well(self) -> bool:
+    def ended_well(self) -> bool:
         return self.killed is None and self.status == 0
 
 
 class ProcessSandbox:
-    """One sandbox process at one level; not to be shared between threads.  Starts again by itself when it breaks."""
+    """A sandbox process at one level, restarted when it breaks.  Not for use by several threads."""
 
     def __init__(self, level: str, tmp_mb: int = 64, packages: Sequence[str] = ()) -> None:
         self.level = level
@@ -85,7 +85,7 @@ class ProcessSandbox:
         self.folder = ""
 
     def start(self) -> None:
-        """Starts the process and waits until it has confined itself.  Raises SandboxFailure."""
+        """Start the process and wait until it has confined itself.  Raises SandboxFailure."""
         try:
             self._start()
         except (_Broken, OSError) as error:
@@ -93,7 +93,7 @@ class ProcessSandbox:
             raise SandboxFailure(f"sandbox level {self.level!r} does not start: {error}") from error
 
     def close(self) -> None:
-        """Ends the process and removes what it left."""
+        """End the process and remove its folder."""
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:
@@ -118,7 +118,7 @@ class ProcessSandbox:
         room = STACK_MB << 20 if hard == resource.RLIM_INFINITY else min(STACK_MB << 20, hard)
         self._socket = ours
         try:
-            resource.setrlimit(resource.RLIMIT_STACK, (room, hard))  # deep recursion; taken when a program starts
+            resource.setrlimit(resource.RLIMIT_STACK, (room, hard))  # inherited at start, for deep recursion
             self._process = subprocess.Popen(
                 [python, "-S", "-s", "-P", "-B", "-c", _START, _ROOT, *arguments],
                 stdin=subprocess.DEVNULL,
@@ -146,7 +146,7 @@ class ProcessSandbox:
         return answer
 
     def run(self, program: Program, passes: Callable[[int, bytes], bool]) -> ProgramRun:
-        """See `interface.Sandbox`.  Raises SandboxFailure where a known program fails too."""
+        """Run a program, see `interface.Sandbox`.  Raises SandboxFailure if a known program fails, too."""
         for _ in range(2):
             try:
                 return _ProgramRun(self, program, passes).result()
@@ -159,7 +159,7 @@ class ProcessSandbox:
         return ProgramRun((None,) * len(program.inputs), (reason,) * len(program.inputs))
 
     def is_sound(self) -> bool:
-        """Whether a known program runs as it must."""
+        """Return whether a known program gives its known output."""
         try:
             run = _ProgramRun(self, _KNOWN, lambda _, output: output == b"42\n", trusted=True).result()
         except (_Broken, OSError):
@@ -177,9 +177,13 @@ class ProcessSandbox:
         queued_s: float,
         go_on: bool = False,
     ) -> _Child:
-        """Runs tests `first` to `first + count - 1` in one child, also past exceptions if told to `go_on`.
+        """Run tests `first` to `first + count - 1` in one child.  Raises _Broken and OSError.
 
-        With a count of 0 the child says whether the program's tests are independent.  Raises _Broken and OSError.
+        Args:
+            count: Number of tests.  With 0, the child reports only whether the program's tests are independent.
+            job: Memory file with the program and its inputs.
+            code: Memory file for the compiled program, written by the first child.
+            go_on: Continue with the next test after an ordinary exception.
         """
         if self._socket is None:
             self._start()
@@ -198,7 +202,7 @@ class ProcessSandbox:
             order |= {"watched": self._watches, "go_on": go_on}
             fds = [job, report, code, *(pair[0] for pair in pairs), *(pair[1] for pair in pairs)]
             socket.send_fds(self._socket, [json.dumps(order).encode()], fds)
-            child = self._answer(seconds + queued_s + ANSWER_S)
+            child = self._await_child(seconds + queued_s + ANSWER_S)
             _read_report(child, _contents(report, program.output_mb), first, count)
             for index, (_, stdout) in enumerate(pairs, first):
                 if index in child.ends or index == child.started:
@@ -208,20 +212,23 @@ class ProcessSandbox:
                 os.close(fd)
         return child
 
-    def _descriptor_limit(self, held: int, output_mb: int) -> int:
-        """Each may hold a file that has no name any more, which only a disk of the sandbox's own bounds."""
-        return DESCRIPTORS if self.level == "full" else min(DESCRIPTORS, held + 3 + max(32, 256 // output_mb))
+    def _descriptor_limit(self, in_use: int, output_mb: int) -> int:
+        """Return the limit on descriptors, which can keep deleted files on disk: only level "full" limits the disk."""
+        return DESCRIPTORS if self.level == "full" else min(DESCRIPTORS, in_use + 3 + max(32, 256 // output_mb))
 
     @property
     def _watches(self) -> bool:
-        """Whether threads are counted here: RLIMIT_NPROC is exact for a user of one's own only, and void for root."""
+        """Return whether to count threads here, because the sandbox lacks the separate user that RLIMIT_NPROC needs."""
         return not self.layers.get("identity")
 
     def _thread_limit(self) -> int:
         return THREADS if not self._watches else 8 * THREADS + folders.tasks_of_user()
 
-    def _answer(self, seconds: float) -> _Child:
-        """Waits for a child's end; says how long it waited for a CPU, and kills it if it starts too many threads."""
+    def _await_child(self, seconds: float) -> _Child:
+        """Wait for the end of a child; kill it if it starts too many threads.
+
+        Meanwhile, answer how long the child waited for a CPU, which the sandbox process cannot see.
+        """
         assert self._socket is not None
         deadline = time.monotonic() + seconds
         watched, killed = -1, False
@@ -259,7 +266,7 @@ def _child_of(answer: dict[str, Any]) -> _Child:
 
 
 def places_of(package: str) -> list[str]:
-    """The folders of an installed package, with that of the libraries that its wheel brings; none if not installed."""
+    """Return the folder of an installed package and the folder of its wheel's libraries; [] if not installed."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         return []
@@ -268,7 +275,7 @@ def places_of(package: str) -> list[str]:
 
 
 def _memory_file(name: str, text: str) -> int:
-    """A file in memory that nobody can change any more."""
+    """Return the descriptor of a sealed, read-only memory file that contains `text`."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with os.fdopen(os.dup(fd), "wb") as file:
         file.write(text.encode("utf-8", "surrogatepass"))
@@ -278,19 +285,19 @@ def _memory_file(name: str, text: str) -> int:
 
 
 def _contents(fd: int, mb: int) -> bytes:
-    """What is in a memory file, whatever its size claims: not more than a program may write."""
+    """Return the content of a memory file, at most `mb` MiB."""
     os.lseek(fd, 0, os.SEEK_SET)
     with os.fdopen(os.dup(fd), "rb") as file:
         return file.read(mb << 20)
 
 
-def _one_line(text: str) -> str:
-    """What a program said, fit to be shown."""
+def _printable(text: str) -> str:
+    """Return the first 300 characters of a program's text, with spaces for unprintable characters."""
     return "".join(char if char.isprintable() else " " for char in text[:300])
 
 
 def _read_report(child: _Child, text: bytes, first: int, count: int) -> None:
-    """Takes the lines that are as they should be; a program may have written others among them."""
+    """Read the valid lines of a report into `child`; the program may have written other lines between them."""
     for line in text.split(b"\n", 4 * count + 16)[: 4 * count + 16]:
         try:
             entry = json.loads(line)
@@ -300,7 +307,7 @@ def _read_report(child: _Child, text: bytes, first: int, count: int) -> None:
             continue
         if isinstance(entry.get("compiled"), bool):
             child.compiled = entry["compiled"] if child.compiled is None else child.compiled
-            child.detail = _one_line(str(entry.get("detail", "")))
+            child.detail = _printable(str(entry.get("detail", "")))
         if count == 0:
             child.independent = entry.get("independent") is True
         index = entry.get("start", entry.get("end"))
@@ -315,7 +322,7 @@ def _read_report(child: _Child, text: bytes, first: int, count: int) -> None:
 
 
 class _ProgramRun:
-    """One program on all its inputs."""
+    """The run of a program on all its inputs, in as many children as needed."""
 
     def __init__(
         self, box: ProcessSandbox, program: Program, passes: Callable[[int, bytes], bool], trusted: bool = False
@@ -324,12 +331,12 @@ class _ProgramRun:
         number = len(program.inputs)
         self._outputs: list[bytes | None] = [None] * number
         self._details = ["not run"] * number
-        self._alone: list[int] = []  # failed beside others: to be repeated, unless tests are independent
+        self._to_repeat: list[int] = []  # tests that failed after others in a child, to be repeated
         self._independent: bool | None = None
-        self._kills = 2  # by others, after which a child is tried again: the kernel kills what takes too much memory
-        self._left = program.time_limit_s
-        self._extra = min(EXTRA_TIME_S, EXTRA_TIME * program.time_limit_s)
-        self._queued = QUEUED_S
+        self._retries = 2  # after kills by others: the kernel kills a process that takes too much memory
+        self._left_s = program.time_limit_s
+        self._extra_s = min(EXTRA_TIME_S, EXTRA_TIME * program.time_limit_s)
+        self._queue_left_s = QUEUED_S
 
     def result(self) -> ProgramRun:
         job = {
@@ -352,97 +359,98 @@ class _ProgramRun:
     def _all(self, job: int, code: int) -> ProgramRun:
         at, number = 0, len(self._program.inputs)
         while at < number:
-            count = min(TESTS_A_CHILD, max(1, OUTPUT_MB_A_CHILD // self._program.output_mb), number - at)
+            count = min(TESTS_PER_CHILD, max(1, OUTPUT_MB_PER_CHILD // self._program.output_mb), number - at)
             go_on = bool(self._independent)
-            child = self._child(at, count, job, code, max(0.01, self._left), go_on)
+            child = self._child(at, count, job, code, max(0.01, self._left_s), go_on)
             if child.compiled is not True:
-                return self._ended(refused=self._why_not_compiled(child))
-            if child.killed == "time" or child.used_s >= self._left:
-                return self._ended(over_time=True)
-            self._left -= child.used_s
+                return self._finished(refused=self._why_not_compiled(child))
+            if child.killed == "time" or child.used_s >= self._left_s:
+                return self._finished(over_time=True)
+            self._left_s -= child.used_s
             at = self._take(child, at, count)
-            if self._alone or at < number:
+            if self._to_repeat or at < number:
                 self._ask_independent(job, code)
-        self._extra += self._left
+        self._extra_s += self._left_s
         self._repeat(job, code)
-        return self._ended()
+        return self._finished()
 
     def _child(self, first: int, count: int, job: int, code: int, seconds: float, go_on: bool = False) -> _Child:
-        """Runs a child; once more where something that is not us killed it."""
+        """Run tests in a child.  Run them again if something other than the sandbox killed the child."""
         while True:
-            child = self._box.run_child(self._program, first, count, job, code, seconds, self._queued, go_on)
-            self._queued -= child.queued_s
-            if self._kills == 0 or not _killed_by_others(child):
+            child = self._box.run_child(self._program, first, count, job, code, seconds, self._queue_left_s, go_on)
+            self._queue_left_s -= child.queued_s
+            if self._retries == 0 or not _killed_by_others(child):
                 return child
-            self._kills -= 1
+            self._retries -= 1
 
     def _repeat(self, job: int, code: int) -> None:
-        """Tests that failed beside others, each alone; in one child where they are independent.
+        """Repeat the tests that failed after others: in one child if they are independent, otherwise each alone.
 
-        Of style "stdin" such a test need not be repeated at all: its names were new.  Others shared what was loaded.
+        Independent tests of style "stdin" are not repeated, because each ran with new names.  Tests of the other styles
+        shared the loaded program.
         """
-        alone = self._alone
+        pending = self._to_repeat
         if self._independent and self._program.style == "stdin":
             return
-        if self._independent and len(alone) > 1:
-            first, count = alone[0], alone[-1] - alone[0] + 1
-            child = self._child(first, count, job, code, self._extra, go_on=True)
-            self._extra -= child.used_s
-            for index in [index for index in alone if index in child.ends]:
+        if self._independent and len(pending) > 1:
+            first, count = pending[0], pending[-1] - pending[0] + 1
+            child = self._child(first, count, job, code, self._extra_s, go_on=True)
+            self._extra_s -= child.used_s
+            for index in [index for index in pending if index in child.ends]:
                 self._record(child, index)
-                alone.remove(index)
-        for index in alone:
-            if self._extra <= 0:
+                pending.remove(index)
+        for index in pending:
+            if self._extra_s <= 0:
                 break
-            child = self._child(index, 1, job, code, self._extra)
-            self._extra -= child.used_s
-            self._stands(child, index)
+            child = self._child(index, 1, job, code, self._extra_s)
+            self._extra_s -= child.used_s
+            self._record_final(child, index)
 
     def _ask_independent(self, job: int, code: int) -> None:
-        """Reads in a child whether tests can notice each other; programs that pass are never asked."""
+        """Determine in a child, once per program, whether tests can influence each other."""
         if self._independent is None:
             child = self._child(0, 0, job, code, 1.0)
-            self._independent = child.left_well and child.independent
+            self._independent = child.ended_well and child.independent
 
-    def _ended(self, over_time: bool = False, refused: str = "") -> ProgramRun:
+    def _finished(self, over_time: bool = False, refused: str = "") -> ProgramRun:
         return ProgramRun(tuple(self._outputs), tuple(self._details), over_time, refused)
 
     def _why_not_compiled(self, child: _Child) -> str:
         if child.compiled is False:
             return child.detail
-        self._suspect(child)
+        self._raise_if_broken(child)
         return "compiling took too long" if child.killed == "time" else "the compiler broke on it"
 
     def _take(self, child: _Child, first: int, count: int) -> int:
-        """Takes what stands of a child's tests; gives the test to go on with."""
+        """Record the usable results of a child's tests; return the index of the test to run next."""
         for index in range(first, first + count):
             end = child.ends.get(index)
             if index == first:
-                self._stands(child, index)
+                self._record_final(child, index)
             elif end is None or (end.get("ok") is not True and not (self._independent and end.get("more") is True)):
-                return self._again_from(child, index)  # first in a child of its own it will stand
+                return self._retry_from(child, index)
             else:
                 self._record(child, index)
                 if not self._passed(index):
-                    self._alone.append(index)
+                    self._to_repeat.append(index)
             if end is None or end.get("more") is not True:
                 return index + 1
         return first + count
 
-    def _again_from(self, child: _Child, index: int) -> int:
-        """The time of the test that is done again is given back, as far as the extra time goes."""
-        back = min(self._extra, child.used_s / 2)
-        self._extra -= back
-        self._left += back
+    def _retry_from(self, child: _Child, index: int) -> int:
+        """Return `index`, the test to run again, and restore part of its time as far as the extra time allows."""
+        back = min(self._extra_s, child.used_s / 2)
+        self._extra_s -= back
+        self._left_s += back
         return index
 
-    def _stands(self, child: _Child, index: int) -> None:
-        """The verdict on the test that was alone or first in its child."""
+    def _record_final(self, child: _Child, index: int) -> None:
+        """Record the final result of a test that ran alone or first in its child."""
         end = child.ends.get(index)
         self._record(child, index)
-        if end is None:  # the process ended in this test: `os._exit(0)` after printing is a way to end, too
-            self._suspect(child)
-            if not child.left_well or self._program.style != "stdin" or child.started != index:
+        if end is None:  # the process ended in this test; `os._exit(0)` after printing is a valid end
+            self._raise_if_broken(child)
+            if not child.ended_well or self._program.style != "stdin" or child.started != index:
                 self._outputs[index] = None
                 self._details[index] = _how_it_ended(child)
 
@@ -454,14 +462,14 @@ class _ProgramRun:
         if output is not None and len(output) > KEPT_OUTPUT and not self._passes(index, output):
             output = None
         self._outputs[index] = output
-        self._details[index] = "" if good else _one_line(str(end.get("detail")))
+        self._details[index] = "" if good else _printable(str(end.get("detail")))
 
     def _passed(self, index: int) -> bool:
         output = self._outputs[index]
         return output is not None and self._passes(index, output)
 
-    def _suspect(self, child: _Child) -> None:
-        """A child that something else killed may be the machine's fault, as one killed for memory is: then we fail."""
+    def _raise_if_broken(self, child: _Child) -> None:
+        """Raise _Broken if something else killed the child and a known program fails, too: the machine is at fault."""
         if _killed_by_others(child) and not self._trusted and not self._box.is_sound():
             raise _Broken("a known program fails too")
 

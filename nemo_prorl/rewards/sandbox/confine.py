@@ -1,4 +1,4 @@
-"""What the sandbox's process does to itself before it serves: namespaces, a root of its own, Landlock, no rights."""
+"""Confinement of the sandbox process before it runs programs: namespaces, a private root, Landlock, no capabilities."""
 
 import contextlib
 import glob
@@ -11,7 +11,7 @@ from nemo_prorl.rewards.sandbox import kernel
 
 _READ_FILE, _READ_DIR, _TRUNCATE, _IOCTL_DEV = 1 << 2, 1 << 3, 1 << 14, 1 << 15
 _WRITE_FILE, _REFER = 1 << 1, 1 << 13
-# In a folder of its own: read, write, remove, make folders, files, fifos and links, truncate; no sockets or devices.
+# Rights in the program's folder: read, write, remove, create folders, files, fifos and links; no sockets or devices.
 _OWN = _READ_FILE | _READ_DIR | _WRITE_FILE | (1 << 4) | (1 << 5) | (1 << 7) | (1 << 8) | (1 << 10) | (1 << 12)
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 PACKAGES = "/packages"
@@ -32,12 +32,12 @@ class View:
 
     folders: tuple[str, ...]
     files: tuple[str, ...]
-    hidden: tuple[str, ...]  # below `folders`, and not to be seen
-    packages: tuple[str, ...] = ()  # folders of third-party packages; below PACKAGES in a root of its own
+    hidden: tuple[str, ...]  # paths below `folders` that the program cannot see
+    packages: tuple[str, ...] = ()  # folders of third-party packages; mounted below PACKAGES in a private root
 
 
 def host_view(packages: tuple[str, ...] = ()) -> View:
-    """Python's standard library and the shared libraries that it loads, and third-party packages."""
+    """Return the view of Python's standard library, the shared libraries that it loads, and third-party packages."""
     library = os.path.realpath(sysconfig.get_paths()["stdlib"])
     dynamic = os.path.realpath(sysconfig.get_config_var("DESTSHARED") or os.path.join(library, "lib-dynload"))
     prefix = os.path.realpath(sys.base_prefix)
@@ -48,12 +48,12 @@ def host_view(packages: tuple[str, ...] = ()) -> View:
     kept = [path for path in dict.fromkeys([*folders, "/usr/share/zoneinfo", "/usr/lib/locale"]) if os.path.isdir(path)]
     kept = [path for path in kept if not any(path.startswith(other + "/") for other in kept)]
     hidden = [os.path.join(library, name) for name in ("site-packages", "dist-packages", "test", "ensurepip")]
-    there = tuple(file for file in files if os.path.exists(file))
-    return View(tuple(kept), there, tuple(path for path in hidden if os.path.isdir(path)), packages)
+    existing = tuple(file for file in files if os.path.exists(file))
+    return View(tuple(kept), existing, tuple(path for path in hidden if os.path.isdir(path)), packages)
 
 
 def enter_namespaces() -> None:
-    """New namespaces of all kinds; a user namespace too where that is what gives the right to.  Raises OSError."""
+    """Enter new namespaces of all kinds, with a user namespace if the others need it.  Raises OSError."""
     try:
         kernel.unshare(_NAMESPACES)
     except PermissionError:
@@ -71,7 +71,7 @@ def _write(path: str, text: str) -> None:
 
 
 def build_root(view: View, tmp_mb: int) -> None:
-    """A root that holds the view, read-only, and an empty /tmp in memory; nothing else of the host is left."""
+    """Replace the root by one that contains only the view, read-only, and an empty /tmp in memory."""
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     places = {path: path for path in (*view.folders, *view.files)}
     places |= {path: f"{PACKAGES}/{os.path.basename(path)}" for path in view.packages}
@@ -100,14 +100,14 @@ def build_root(view: View, tmp_mb: int) -> None:
 
 
 def drop_identity(view: View, own_folder: str, uid: int) -> bool:
-    """As root: becomes a user that owns nothing but `own_folder`.  Gives up all capabilities.  Whether it changed.
+    """Drop all capabilities; as root, also become a user that owns only `own_folder`.  Return whether the user changed.
 
-    Where only root can reach Python's own files, just the real user changes, by which threads are counted.
+    If only root can read Python's files, only the real user id changes, by which the kernel counts threads.
     """
     changed = False
     if os.geteuid() == 0:
         reachable = all(_open_to_all(path) for path in (*view.folders, *view.packages) if os.path.exists(path))
-        with contextlib.suppress(OSError):  # a container may lack the right, or the number
+        with contextlib.suppress(OSError):  # a container may forbid the change, or not map the user id
             if reachable:
                 os.chown(own_folder, uid, uid)
             os.setgroups([])
@@ -120,7 +120,7 @@ def drop_identity(view: View, own_folder: str, uid: int) -> bool:
 
 
 def _open_to_all(path: str) -> bool:
-    """Whether every user may enter the folder `path`."""
+    """Return whether every user may enter the folder `path`."""
     while True:
         if not os.stat(path).st_mode & 0o001:
             return False
@@ -130,7 +130,11 @@ def _open_to_all(path: str) -> bool:
 
 
 def restrict_files(view: View, own_folder: str) -> int:
-    """Landlock: the view may be read, `own_folder` is theirs, nothing else opens; no TCP.  The ABI, 0 without it."""
+    """Apply Landlock: the view is readable, `own_folder` writable, all else closed; no TCP.
+
+    Returns:
+        The version of Landlock's interface; 0 if the kernel lacks Landlock.
+    """
     abi = kernel.landlock_abi()
     if not abi:
         return 0
@@ -154,7 +158,7 @@ def restrict_files(view: View, own_folder: str) -> int:
 
 
 def _readable(view: View) -> list[str]:
-    """The view as paths for rules, which cannot leave out what is hidden: those folders are listed one by one."""
+    """Return the readable paths for rules.  A folder with hidden paths is replaced by its other entries."""
     paths = [path for path in (*view.files, *view.packages) if path not in _DEVICES]
     for folder in view.folders:
         if any(path.startswith(folder + "/") for path in view.hidden):
@@ -165,5 +169,5 @@ def _readable(view: View) -> list[str]:
 
 
 def _listed(view: View) -> list[str]:
-    """Folders whose names may be read, as imports do, though not all that is in them."""
+    """Return the folders that may be listed, as imports require, although some of their entries are hidden."""
     return [folder for folder in view.folders if any(path.startswith(folder + "/") for path in view.hidden)]

@@ -1,8 +1,7 @@
-"""Attempts every escape, as a program in the sandbox; prints a JSON object: attempt -> what came of it.
+"""A program that attempts every escape from the sandbox; prints a JSON object: attempt -> "refused" or "POSSIBLE".
 
-"refused" is what the caller wants to read everywhere.  The places to reach come on standard input as JSON: `secret`, a
-readable file; `folder`, one that all may write; `port` and `abstract`, listeners; `pid`, the caller's.  It undoes what
-succeeds as far as it can.
+Standard input is a JSON object with the targets: `secret`, a readable file; `text_reversed`, its reversed content;
+`folder`, writable by all; `port` and `abstract`, listeners; `pid`, the caller.  Undoes successful attempts if possible.
 """
 
 import ctypes
@@ -23,7 +22,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(number: int, *arguments: int) -> None:
-    """A call to the kernel; an error other than a refusal means that it looked at the arguments."""
+    """Make a system call.  An error that is not a refusal counts as success: the kernel has read the arguments."""
     done = libc.syscall(ctypes.c_long(number), *(ctypes.c_long(a) for a in arguments)) >= 0
     if not done and ctypes.get_errno() in (errno.EPERM, errno.EACCES, errno.ENOSYS):
         raise OSError(ctypes.get_errno(), "refused")
@@ -69,12 +68,12 @@ def raise_limits() -> None:
 
 
 def open_files() -> None:
-    held: list[int] = []
+    opened: list[int] = []
     try:
-        while len(held) < 2000:
-            held.append(os.open("/dev/null", os.O_RDONLY))
+        while len(opened) < 2000:
+            opened.append(os.open("/dev/null", os.O_RDONLY))
     finally:
-        for fd in held:
+        for fd in opened:
             os.close(fd)
 
 
@@ -103,7 +102,7 @@ def read_descriptors() -> bool:
 
 
 PORT, ABSTRACT = ("127.0.0.1", PLACES["port"]), "\0" + PLACES["abstract"]
-# Each succeeds unless it raises or returns False.
+# An attempt succeeds unless it raises or returns False.
 ATTEMPTS: dict[str, Callable[[], Any]] = {
     "read a file of the host": lambda: open(secret).read(),
     "write a file of the host": lambda: open(os.path.join(PLACES["folder"], "escaped"), "w").close(),

@@ -1,4 +1,4 @@
-"""What the caller looks up and keeps on the host: folders for programs, each named after its owner, and threads."""
+"""The caller's helpers on the host: folders for programs, and the threads and CPU waiting time of processes."""
 
 import contextlib
 import os
@@ -14,9 +14,9 @@ _PREFIX = "prorl-box-"
 
 
 def _started(pid: int) -> str:
-    """When a process started, in clock ticks since boot; "" where there is none.
+    """Return the start time of a process in clock ticks since boot; "" if the process does not exist.
 
-    psutil gives it by the wall clock, which may be set: then folders in use would look abandoned.
+    psutil computes the time from the wall clock.  After a change of the clock, folders in use would look abandoned.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
@@ -25,14 +25,14 @@ def _started(pid: int) -> str:
 
 
 def make() -> str:
-    """A new folder of this process."""
+    """Create a folder that belongs to this process, and return its path."""
     sweep()
     prefix = f"{_PREFIX}{os.getpid()}-{_started(os.getpid())}-"
-    return os.path.realpath(tempfile.mkdtemp(prefix=prefix))  # as a program in it sees where it is
+    return os.path.realpath(tempfile.mkdtemp(prefix=prefix))  # the path that a program in the folder sees as its own
 
 
 def sweep() -> None:
-    """Removes folders whose owners have ended."""
+    """Remove folders whose owners have ended."""
     for name in os.listdir(tempfile.gettempdir()):
         if not name.startswith(_PREFIX):
             continue
@@ -42,7 +42,7 @@ def sweep() -> None:
 
 
 def remove(folder: str) -> None:
-    """Removes a folder and all in it, if this user may."""
+    """Remove a folder and its contents; ignore missing permissions."""
     from nemo_prorl.rewards.sandbox.zygote import empty_folder
 
     with contextlib.suppress(OSError):
@@ -51,7 +51,7 @@ def remove(folder: str) -> None:
 
 
 def threads_behind(pidfd: int) -> int:
-    """Threads of the process that a pidfd stands for, wherever its namespace; 0 when it has ended."""
+    """Return the number of threads of a pidfd's process, in any namespace; 0 if it has ended."""
     try:
         return int(psutil.Process(_pid(pidfd)).num_threads())
     except (psutil.Error, OSError, IndexError, ValueError):
@@ -59,7 +59,7 @@ def threads_behind(pidfd: int) -> int:
 
 
 def queued_s(pidfd: int) -> float:
-    """Seconds that a process was ready to run and had no CPU (its first thread); 0 where the kernel does not tell."""
+    """Return the seconds that a process's first thread waited for a CPU; 0 if the kernel does not report them."""
     try:
         return int(Path(f"/proc/{_pid(pidfd)}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
@@ -77,5 +77,5 @@ def _tasks(uid: int, second: int) -> int:
 
 
 def tasks_of_user() -> int:
-    """Processes and threads of this user, as RLIMIT_NPROC counts them; looked up once in five seconds."""
+    """Return the number of this user's threads, as RLIMIT_NPROC counts them; cached for five seconds."""
     return _tasks(os.getuid(), int(time.monotonic() / 5))

@@ -1,12 +1,12 @@
-"""Can what a program does in one test depend on another test in the same process?  Read from its source.
+"""Detection of programs whose tests cannot influence each other in one process, from the source alone.
 
-Most programs keep nothing but their own names, which are new for each test.  Where that can be read from the source, a
-test that failed beside others fails alone, too, and need not be repeated.  In doubt the answer is no.
+Most programs store data only in their own names, which are new for each test.  If the source proves this, a test that
+failed after others would also fail alone, and need not be repeated.  In doubt the answer is no.
 """
 
 import ast
 
-# Modules without a state of their own that a program can reach by ordinary means.
+# Modules without state that a program can change by ordinary means.
 _STATELESS = frozenset(
     """__future__ abc array bisect cmath collections copy dataclasses enum fractions functools heapq itertools math
     numbers operator re statistics string sys textwrap typing""".split()  # noqa: SIM905 - readable
@@ -14,7 +14,7 @@ _STATELESS = frozenset(
 _OF_SYS = frozenset(
     {"stdin", "stdout", "stderr", "setrecursionlimit", "exit", "maxsize", "argv", "float_info", "version_info"}
 )
-_SET_ANEW = frozenset({"stdin", "stdout", "stderr"})  # by the runner, for each test
+_SET_ANEW = frozenset({"stdin", "stdout", "stderr"})  # the runner replaces these for each test
 _NO_NAMES = frozenset(
     """__builtins__ __import__ __loader__ __spec__ breakpoint compile delattr eval exec globals help id locals
     memoryview open setattr vars""".split()  # noqa: SIM905
@@ -25,7 +25,7 @@ _DUNDERS = frozenset(
 
 
 def independent(source: str) -> bool:
-    """Whether no test can notice another.  Raises what the compiler raises on the source."""
+    """Return whether no test can influence another.  Raises the compiler's errors on the source."""
     nodes = list(ast.walk(ast.parse(source)))
     imported: set[str] = set()
     system: set[str] = set()
@@ -49,7 +49,7 @@ def independent(source: str) -> bool:
 
 
 def _reaches_out(node: ast.AST, imported: set[str], system: set[str]) -> bool:
-    """Whether this piece of a program may change or read what the next test will find."""
+    """Return whether a node of a program may read or change state that the next test sees."""
     if isinstance(node, ast.Name):
         return node.id in _NO_NAMES
     if not isinstance(node, ast.Attribute):

@@ -1,4 +1,4 @@
-"""The few Linux calls that Python does not offer, by ctypes.  Each raises OSError.  x86-64 only."""
+"""Linux system calls that Python does not offer, through ctypes.  Each raises OSError.  x86-64 only."""
 
 import ctypes
 import os
@@ -12,7 +12,7 @@ CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x02000000, 
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 MNT_DETACH = 2
-READ_ONLY, NO_SUID, NO_DEV = 1, 2, 4  # of mount_setattr
+READ_ONLY, NO_SUID, NO_DEV = 1, 2, 4  # attributes for mount_setattr
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_NO_NEW_PRIVS = 1, 4, 15, 38
 
 _PIVOT_ROOT, _SECCOMP, _MOUNT_SETATTR, _CLOSE_RANGE, _CAPSET = 155, 317, 442, 436, 126
@@ -39,7 +39,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """SIGKILL for this process when its parent dies; leaves at once if it is already dead."""
+    """Have the kernel kill this process when its parent dies; exit at once if the parent is already dead."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -60,14 +60,14 @@ def detach(target: str) -> None:
 
 
 def restrict_mount(target: str, attributes: int, recursive: bool = True) -> None:
-    """Sets attributes of a mount, and of those below it (mount_setattr, Linux 5.12)."""
+    """Set attributes of a mount and of the mounts below it (mount_setattr, Linux 5.12)."""
     packed = struct.pack("<QQQQ", attributes, 0, 0, 0)
     flags = _AT_RECURSIVE if recursive else 0
     _syscall(f"mount_setattr {target}", _MOUNT_SETATTR, _AT_FDCWD, os.fsencode(target), flags, packed, len(packed))
 
 
 def pivot_root_here() -> None:
-    """The current folder becomes the root; the old root is detached."""
+    """Make the current folder the root, and detach the old root."""
     _syscall("pivot_root", _PIVOT_ROOT, b".", b".")
     detach(".")
     os.chdir("/")
@@ -79,7 +79,7 @@ def drop_capabilities() -> None:
 
 
 def close_all_but(keep: set[int]) -> None:
-    """Closes every descriptor that is not in `keep`."""
+    """Close every descriptor that is not in `keep`."""
     first = 0
     for fd in [*sorted(keep), 1 << 31]:
         if first < fd:
@@ -88,7 +88,7 @@ def close_all_but(keep: set[int]) -> None:
 
 
 def landlock_abi() -> int:
-    """The version of Landlock that the kernel has; 0 without it."""
+    """Return the version of the kernel's Landlock interface; 0 without Landlock."""
     try:
         return _syscall("landlock", _LANDLOCK_CREATE, None, 0, 1)
     except OSError:
@@ -96,7 +96,7 @@ def landlock_abi() -> int:
 
 
 def landlock_ruleset(access_fs: int, access_net: int, scoped: int, abi: int) -> int:
-    """A ruleset's descriptor."""
+    """Create a Landlock ruleset and return its descriptor."""
     size = 24 if abi >= 6 else 16 if abi >= 4 else 8
     packed = struct.pack("<QQQ", access_fs, access_net, scoped)[:size]
     return _syscall("landlock_create_ruleset", _LANDLOCK_CREATE, packed, size, 0)
@@ -116,14 +116,14 @@ def landlock_restrict(ruleset: int) -> None:
 
 
 def install_filter(program: bytes) -> None:
-    """Puts this thread and its children under a seccomp filter (an array of struct sock_filter)."""
+    """Apply a seccomp filter, an array of struct sock_filter, to this thread and its children."""
     code = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("<HxxxxxxQ", len(program) // 8, ctypes.addressof(code))
     _syscall("seccomp", _SECCOMP, _SECCOMP_SET_MODE_FILTER, _SECCOMP_FILTER_FLAG_SPEC_ALLOW, header)
 
 
 def set_default_thread_stack(size: int) -> None:
-    """Stack size of threads that say nothing about it; glibc would take it from RLIMIT_STACK at start."""
+    """Set the default stack size of new threads in bytes.  glibc would otherwise use RLIMIT_STACK."""
     attributes = ctypes.create_string_buffer(64)
     _libc.pthread_attr_init(attributes)
     _libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(size))

@@ -1,4 +1,4 @@
-"""Which level of the sandbox holds on this machine: shown by a program that attempts every escape, not assumed."""
+"""The strongest sandbox level of this machine, proven by a program that attempts every escape."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ print("POSSIBLE")
 _THREADS = """
 import threading, time
 threading.stack_size(1 << 16)
-forever = threading.Event()  # none ends before the last begins, however slow the machine
+forever = threading.Event()  # keeps all threads alive until the last one starts
 for _ in range(300):
     threading.Thread(target=forever.wait, daemon=True).start()
 time.sleep(0.5)
@@ -42,7 +42,7 @@ _NEEDS = """
 import _ctypes, _hashlib, bz2, ctypes, decimal, email, lzma, sqlite3, ssl, unittest, xml.etree.ElementTree, zlib
 print("ready")
 """
-# What a level may leave open, with what that means.
+# Escapes that a level does not stop, with their meaning.
 _LACKS = {
     "full": {},
     "reduced": {_STAT: "a program can ask for names, sizes and times of the host's files (stat), not read them"},
@@ -51,7 +51,7 @@ _LACKS = {
 
 @dataclass(frozen=True)
 class Proof:
-    """What came of trying a level: `open` are the escapes that succeeded, `lacks` is what is known to be missing."""
+    """The result of trying a level.  `open`: escapes that succeeded; `lacks`: known gaps; `failure`: why it failed."""
 
     level: str
     layers: dict[str, Any] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Proof:
         return not self.failure and not self.open
 
     def line(self) -> str:
-        """In one line, for a person."""
+        """Return the result as one line of text for users."""
         if self.failure:
             return f"{self.level}: {self.failure}"
         if self.open:
@@ -74,7 +74,7 @@ class Proof:
 
 @dataclass(frozen=True)
 class _Places:
-    """Canaries: what a program must not reach."""
+    """Canaries: files and sockets that a program must not reach."""
 
     folder: Path
     secret: Path
@@ -83,7 +83,7 @@ class _Places:
     words: dict[str, Any]
 
     def touched(self) -> list[str]:
-        """What was done to them in spite of all."""
+        """Return the escapes that changed or reached a canary."""
         found = []
         if sorted(p.name for p in self.folder.iterdir()) != ["secret"] or self.secret.read_text() != self.text:
             found.append("change files of the host")
@@ -95,7 +95,7 @@ class _Places:
 
 
 def _same_port() -> list[socket.socket]:
-    """A TCP socket that listens and a UDP socket, at one port number that is free for both."""
+    """Return a listening TCP socket and a UDP socket with the same port number."""
     for _ in range(100):
         listener, datagrams = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         try:
@@ -139,7 +139,7 @@ def _canaries() -> Iterator[_Places]:
 
 
 def prove(sandbox: ProcessSandbox) -> Proof:
-    """Attempts every escape in a sandbox that is started."""
+    """Attempt every escape in a sandbox that is already started."""
     with _canaries() as places:
         program = Program(_ESCAPES.read_text(), "stdin", (json.dumps(places.words),), time_limit_s=20.0)
         run = sandbox.run(program, lambda *_: True)
@@ -149,8 +149,8 @@ def prove(sandbox: ProcessSandbox) -> Proof:
         try:
             results: dict[str, str] = json.loads(run.outputs[0])
         except ValueError:
-            return Proof(sandbox.level, failure="the program that attempts the escapes printed something else")
-        possible = [name for name, came in results.items() if came != "refused"] + places.touched()
+            return Proof(sandbox.level, failure="the program that attempts the escapes printed no JSON")
+        possible = [name for name, result in results.items() if result != "refused"] + places.touched()
     needs = sandbox.run(Program(_NEEDS, "stdin", ("",), time_limit_s=20.0), lambda *_: True)
     if needs.outputs[0] != b"ready\n":
         return Proof(sandbox.level, failure=f"Python's standard library cannot be read inside: {needs.details[0]}")
@@ -165,7 +165,7 @@ def prove(sandbox: ProcessSandbox) -> Proof:
 
 
 def _tried(level: str, packages: Sequence[str] = ()) -> tuple[ProcessSandbox, Proof]:
-    """A sandbox, started only if the level holds, and what came of trying it."""
+    """Try a level.  Return its sandbox, still running only if the level passed, and the proof."""
     sandbox = ProcessSandbox(level, packages=packages)
     try:
         sandbox.start()
@@ -178,10 +178,11 @@ def _tried(level: str, packages: Sequence[str] = ()) -> tuple[ProcessSandbox, Pr
 
 
 def open_sandbox(unsafe: bool = False, packages: Sequence[str] = ()) -> ProcessSandbox:
-    """The strongest sandbox that holds here, started.  Raises UnfitMachine with what each level lacks.
+    """Start and return the strongest sandbox that passes on this machine.  Raises UnfitMachine if no level passes.
 
-    `packages`: installed third-party packages that programs may import.
-    `unsafe`: where no level holds, a plain child process with limits, which stops nothing that is meant to do harm.
+    Args:
+        unsafe: If no level passes, start a plain child process with limits, which does not stop hostile code.
+        packages: Installed third-party packages that programs may import.
     """
     proofs = []
     for level in LEVELS:
@@ -191,7 +192,7 @@ def open_sandbox(unsafe: bool = False, packages: Sequence[str] = ()) -> ProcessS
             return sandbox
         proofs.append(proof)
     if unsafe:
-        _log.warning("NO SANDBOX: code of the model runs as this user, with limits only (unsafe_no_sandbox)")
+        _log.warning("NO SANDBOX (unsafe_no_sandbox): code of the model runs as this user, with resource limits only")
         sandbox = ProcessSandbox("none", packages=packages)
         sandbox.start()
         return sandbox
@@ -199,16 +200,16 @@ def open_sandbox(unsafe: bool = False, packages: Sequence[str] = ()) -> ProcessS
 
 
 def refusal(proofs: list[Proof]) -> str:
-    """Why no level may be used, and what to do."""
+    """Return the error text for a machine on which no level passes, with the remedy."""
     lines = "; ".join(proof.line() for proof in proofs)
     return (
-        f"no sandbox holds on this machine ({lines}).  Code of the model needs user namespaces or root, Landlock and"
-        " seccomp (Linux 5.13); rewards.unsafe_no_sandbox=true runs it without, with all rights of this user"
+        f"no sandbox works on this machine ({lines}).  Fix: allow user namespaces or run as root, with Landlock and"
+        " seccomp (Linux 5.13); or rewards.unsafe_no_sandbox=true: code of the model then has all rights of this user"
     )
 
 
 def survey() -> list[Proof]:
-    """All levels tried, for `prorl doctor`."""
+    """Try all levels, for `prorl doctor`."""
     proofs = []
     for level in LEVELS:
         sandbox, proof = _tried(level)

@@ -1,7 +1,7 @@
-"""Names that programs in function style take for granted, as on the sites that their problems come from.
+"""Names that programs in function style expect without an import, as on the sites that their problems come from.
 
-They stand where the builtins do, so that a program's own names are only those that it made: a test that calls `gcd`
-must not find ours.
+The names are added to the builtins, not to the program's own names: a test that calls `gcd` must call the program's
+`gcd`, never this one.
 """
 
 import bisect
@@ -25,10 +25,12 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
-# Later ones win: `Counter` is that of collections, `count` that of itertools.
+# Later modules win: `Counter` is from collections, `count` from itertools.
 _STARRED = (typing, string, operator, math, functools, collections, itertools, heapq, bisect)
 _OTHERS = (copy, datetime, json, random, re, sys, time)
-_MODULES = {module.__name__: module for module in (*_STARRED, *_OTHERS) if module is not bisect}  # the function is used
+_MODULES = {
+    module.__name__: module for module in (*_STARRED, *_OTHERS) if module is not bisect
+}  # `bisect` is the function
 
 
 class TreeNode:
@@ -46,7 +48,7 @@ class ListNode:
 
 
 def tree_node(values: Iterable[Any]) -> TreeNode | None:
-    """The tree of its values level by level, None where a node has no child."""
+    """Return the binary tree with these values, level by level; None for a missing child."""
     left = iter(values)
     root = _node(next(left, None))
     waiting = collections.deque([root] if root else [])
@@ -66,7 +68,7 @@ def _node(value: Any) -> TreeNode | None:
 
 
 def list_node(values: Iterable[Any]) -> ListNode | None:
-    """The linked list of the values."""
+    """Return a linked list of the values."""
     head = None
     for value in reversed(list(values)):
         head = ListNode(value, head)
@@ -74,7 +76,7 @@ def list_node(values: Iterable[Any]) -> ListNode | None:
 
 
 def is_same_tree(first: Any, second: Any) -> bool:
-    """Whether two trees have the same shape and values."""
+    """Return whether two trees have the same shape and values."""
     pairs = [(first, second)]
     while pairs:
         one, other = pairs.pop()
@@ -87,7 +89,7 @@ def is_same_tree(first: Any, second: Any) -> bool:
 
 
 def is_same_list(first: Any, second: Any) -> bool:
-    """Whether two linked lists hold the same values."""
+    """Return whether two linked lists have the same values."""
     while first is not None and second is not None:
         if first.val != second.val:
             return False
@@ -107,7 +109,7 @@ def _names() -> dict[str, Any]:
     return names
 
 
-# For tests beside a program: what they are made of, and nothing that could be the answer to one.
+# Names for tests: enough to build arguments, without functions that could replace the program's answer.
 FOR_TESTS: dict[str, Any] = {
     **_MODULES,
     **{item.__name__: item for item in (TreeNode, ListNode, tree_node, list_node, is_same_tree, is_same_list)},

@@ -1,9 +1,9 @@
-"""Runs a program's tests, in a child of the sandbox's process.  Nothing that it says is trusted.
+"""The child of the sandbox process: runs a program's tests.  The caller trusts none of its reports.
 
-The tests run one after the other in one child for as long as each ends cleanly; the caller repeats alone whatever it
-cannot take as it came.  Results go to memory files that the caller made: standard output as it was written, and lines
-of JSON: `{"compiled": true}`, `{"start": i}`, `{"end": i, "ok": bool, "more": bool, "detail": str, "result": str}`;
-`{"independent": bool}` alone where that was asked for.
+The tests run one after the other in one child while each ends cleanly; the caller repeats the others alone.  Results go
+to the caller's memory files: standard output as written, and a report of JSON lines: `{"compiled": true}`,
+`{"start": i}`, `{"end": i, "ok": bool, "more": bool, "detail": str, "result": str}`.  A child without tests reports
+only `{"independent": bool}`.
 """
 
 import atexit
@@ -28,14 +28,14 @@ from nemo_prorl.rewards.sandbox import kernel, prelude, shims
 from nemo_prorl.rewards.sandbox.independent import independent
 from nemo_prorl.rewards.sandbox.syscalls import for_process
 
-RECURSION_LIMIT = 1000  # Python's own
-MAX_DEPTH = 200  # of a result
+RECURSION_LIMIT = 1000  # Python's default
+MAX_DEPTH = 200  # levels of nesting in a result
 _AS_THEY_ARE = frozenset({int, float, str, bool, type(None)})
 
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """What one child may use.  `seconds`: of time in which it computes or sleeps; `queued_s`: of waiting for a CPU."""
+    """Limits of one child.  `seconds`: of computing and sleeping; `queued_s`: additional, of waiting for a CPU."""
 
     seconds: float
     queued_s: float
@@ -45,7 +45,7 @@ class ProgramLimits:
     descriptors: int = 512
 
     def apply(self) -> None:
-        """Sets them, hard and soft.  The stack's soft limit stays: `zygote.main` made room for it."""
+        """Set the hard and soft limits of this process.  The limit on the stack, set by the caller, stays."""
         mb = 1 << 20
         values = {
             resource.RLIMIT_AS: self.memory_mb * mb,
@@ -66,7 +66,7 @@ class ProgramLimits:
 
 @dataclass(frozen=True)
 class Files:
-    """Descriptors of a run: the job, the report, the compiled code, and a pair a test (for style `stdin`)."""
+    """Descriptors of a run: the job, the report, the compiled code, and for style `stdin` two per test."""
 
     job: int
     report: int
@@ -88,7 +88,7 @@ class _Report:
 
 @dataclass(frozen=True)
 class InterpreterState:
-    """The interpreter before any program ran.  Made before the fork: each object that a child touches costs a page."""
+    """The interpreter's state before any program ran.  Created before the fork, because a child's writes copy pages."""
 
     builtins: dict[str, Any]
     modules: dict[str, Any]
@@ -97,7 +97,7 @@ class InterpreterState:
 
     @classmethod
     def now(cls) -> "InterpreterState":
-        """Sets what every program finds, and takes it down."""
+        """Set the state that every program starts with, and return it."""
         sys.argv[:] = ["main.py"]
         os.umask(0o022)
         return cls(dict(builtins.__dict__), dict(sys.modules), list(sys.path), dict(os.environ))
@@ -113,9 +113,12 @@ def run_child(
     folder: str,
     state: InterpreterState,
 ) -> None:
-    """In a fresh fork: confines itself, compiles, runs tests `first` to `first + count - 1`, and ends the process.
+    """Confine this newly forked process, run tests `first` to `first + count - 1`, and exit.
 
-    `go_on`: an ordinary exception does not end it.  With no test at all it says whether tests are independent.
+    Args:
+        count: Number of tests.  With 0, only report whether the program's tests are independent.
+        go_on: Continue with the next test after an ordinary exception.
+        program: The seccomp filter; None at level "none".
     """
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     null = os.open("/dev/null", os.O_RDWR)
@@ -145,7 +148,7 @@ def run_child(
 
 
 def _is_independent(job: dict[str, Any]) -> bool:
-    """Said before anything of the program has run, so that it can be believed."""
+    """Return whether the tests are independent.  Trustworthy, because no code of the program has run yet."""
     try:
         return not job["setup"] and independent(job["source"].removeprefix("\ufeff"))
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
@@ -159,7 +162,7 @@ def _read_job(fd: int) -> dict[str, Any]:
 
 
 def _compiled(job: dict[str, Any], fd: int, report: _Report, path: str) -> Any:
-    """The code of the setup and the program; None where one does not compile.  A later child takes them over."""
+    """Return the compiled setup and program; None if one does not compile.  Later children reuse the code."""
     if size := os.fstat(fd).st_size:
         report(compiled=True)
         return marshal.loads(os.pread(fd, size, 0))
@@ -170,7 +173,7 @@ def _compiled(job: dict[str, Any], fd: int, report: _Report, path: str) -> Any:
         report(compiled=False, detail=f"{type(error).__name__}: {error}"[:300])
         return None
     dumped = marshal.dumps(code)
-    if os.write(fd, dumped) < len(dumped):  # larger than a file may be: each child compiles
+    if os.write(fd, dumped) < len(dumped):  # the code exceeds the limit on file size: each child compiles
         os.ftruncate(fd, 0)
         os.lseek(fd, 0, os.SEEK_SET)
     else:
@@ -180,7 +183,7 @@ def _compiled(job: dict[str, Any], fd: int, report: _Report, path: str) -> Any:
 
 
 class _Tests:
-    """The program and the state of this process that is set anew for each test."""
+    """The tests of a program, and the state of this process that is reset before each test."""
 
     def __init__(
         self, job: dict[str, Any], files: Files, code: Any, report: _Report, path: str, state: InterpreterState
@@ -189,13 +192,13 @@ class _Tests:
         self._folder = os.path.dirname(path)
         self._entries = os.listdir(self._folder)
         self._state = state
-        own_open = builtins.open is not state.builtins["open"]  # of `shims`
+        own_open = builtins.open is not state.builtins["open"]  # replaced by `shims`
         self._builtins = {**state.builtins, "open": builtins.open} if own_open else state.builtins
         self._namespace: dict[str, Any] | None = None
         self._finalizes = any(word in job["source"] for word in ("__del__", "weakref", "finalize"))
 
     def run(self, index: int, position: int, last: bool, go_on: bool) -> bool:
-        """Runs a test and reports it; whether the next may follow in this process."""
+        """Run a test and report its result.  Return whether the next test may run in this process."""
         if position:
             self._renew()
         self.report(start=index)
@@ -206,7 +209,7 @@ class _Tests:
                 self._connect(position)
                 self._main()
             elif style == "call":
-                self._namespace = None if go_on else self._namespace  # then each test has names of its own
+                self._namespace = None if go_on else self._namespace  # go_on: new names for each test
                 result = self._call(json.loads(self.job["inputs"][index]))
             else:
                 self._namespace = None if go_on else self._namespace
@@ -223,12 +226,12 @@ class _Tests:
         more = (not detail or (go_on and ordinary)) and (last or self._is_clean())
         try:
             self.report(end=index, ok=not detail, more=more, detail=detail, result=result)
-        except OSError:  # the program closed it: our exit status says how it went
+        except OSError:  # the program closed the report: the exit status gives the result
             os._exit(1 if detail else 0)
         return more
 
     def _renew(self) -> None:
-        """Undoes what the test before may have set; what cannot be undone, `_is_clean` looks for."""
+        """Undo changes of the previous test.  `_is_clean` detects changes that cannot be undone."""
         sys.setrecursionlimit(RECURSION_LIMIT)
         sys.settrace(None)
         sys.setprofile(None)
@@ -247,16 +250,16 @@ class _Tests:
             sys.modules[name] = self._state.modules[name]
 
     def _is_clean(self) -> bool:
-        """Whether a test left nothing behind that the next could notice."""
+        """Return whether the test left no change that the next test could notice."""
         try:
             moved = os.getcwd() != self._folder or os.listdir(self._folder) != self._entries
-        except OSError:  # no descriptor left, or the folder gone
+        except OSError:  # no free descriptor, or the folder is gone
             return False
         return (
             not moved
             and threading.active_count() == 1
-            and count_threads() == 0  # those of `_thread` too
-            and "concurrent.futures.thread" not in sys.modules  # it takes no more work after its end
+            and count_threads() == 0  # includes threads of `_thread`
+            and "concurrent.futures.thread" not in sys.modules  # executors accept no work after the exit functions ran
             and builtins.__dict__ == self._builtins
             and all(
                 sys.modules.get(name) is module for name, module in self._state.modules.items() if name != "__main__"
@@ -264,7 +267,7 @@ class _Tests:
         )
 
     def _connect(self, position: int) -> None:
-        sys.stdin = sys.stdout = sys.__stdin__ = sys.__stdout__ = None  # type: ignore[misc]  # closes theirs
+        sys.stdin = sys.stdout = sys.__stdin__ = sys.__stdout__ = None  # type: ignore[misc]  # closes the old streams
         os.dup2(self.files.stdin[position], 0)
         os.dup2(self.files.stdout[position], 1)
         sys.stdin = sys.__stdin__ = _stream(0, "r", "<stdin>")  # type: ignore[misc]
@@ -284,7 +287,7 @@ class _Tests:
         self._execute(self._namespace)
 
     def _execute(self, namespace: dict[str, Any]) -> None:
-        """The setup, then the program; a setup that needs names of the program runs after it (some of MBPP's do)."""
+        """Execute the setup, then the program.  A setup that needs the program's names runs after it (some of MBPP)."""
         setup, program = self.code
         late = False
         try:
@@ -296,22 +299,22 @@ class _Tests:
             exec(setup, namespace)
 
     def _finish(self) -> str:
-        """What the interpreter does at the end of a program: threads, exit functions, buffers.  What went wrong."""
+        """Do the interpreter's work at the end of a program: threads, exit functions, buffers.  Return the error."""
         try:
-            for end in reversed(getattr(threading, "_threading_atexits", ())):  # of concurrent.futures
+            for end in reversed(getattr(threading, "_threading_atexits", ())):  # from concurrent.futures
                 end()
             while waiting := [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]:
                 waiting[0].join()
             atexit._run_exitfuncs()
             self._flush()
-            sys.stdout = sys.__stdout__  # the interpreter does so; a stream of the program's own needs its names
+            sys.stdout = sys.__stdout__  # as the interpreter does; the program's own stream may need its names
             names = self._namespace or {}
             for name in [name for name, value in names.items() if hasattr(type(value), "__del__")]:
-                del names[name]  # while the names that its end may use are there
+                del names[name]  # a finalizer may use the other names, so delete these first
             names.clear()
             if self._finalizes:
                 gc.collect()
-            self._flush()  # what finalizers printed
+            self._flush()  # output of finalizers
         except BaseException as error:
             return _describe(error)
         return ""
@@ -323,7 +326,7 @@ class _Tests:
                     stream.flush()
 
     def _loaded(self) -> dict[str, Any]:
-        """The program's names, loaded once a process."""
+        """Return the program's names; load the program on the first call."""
         if self._namespace is None:
             namespace = self._module("solution")
             sys.modules["__main__"] = sys.modules["solution"]
@@ -347,12 +350,12 @@ class _Tests:
 
 
 def _stream(fd: int, mode: str, name: str) -> io.TextIOWrapper:
-    """A standard stream as the interpreter makes it, attributes included."""
+    """Return a standard stream with the same attributes as the interpreter's."""
     raw = io.FileIO(fd, mode, closefd=False)
     raw.name = name
     buffer: Any = io.BufferedReader(raw) if mode == "r" else io.BufferedWriter(raw)
     stream = io.TextIOWrapper(buffer, "utf-8", "strict")
-    stream.__dict__["mode"] = mode  # as the interpreter sets it
+    stream.__dict__["mode"] = mode  # same attribute as in the interpreter
     return stream
 
 
@@ -364,7 +367,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _as_json(value: Any) -> str:
-    """The result as JSON, by what it is and not by what it says it is."""
+    """Return the result as JSON, read with the methods of its base type, which a subclass cannot override."""
     return json.dumps(_plain(value, 0), allow_nan=False)
 
 

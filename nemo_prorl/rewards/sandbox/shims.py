@@ -1,6 +1,6 @@
-"""What programs expect of an ordinary Python and do not find in the sandbox: `exit`, /dev/stdin, their own file, locks.
+"""Replacements for parts of Python that the sandbox removes: `exit`, /dev/stdin, the program's own file, locks.
 
-Conveniences only: nothing here guards anything, and a program may undo it.
+Conveniences only: they protect nothing, and a program may undo them.
 """
 
 import _sitebuiltins
@@ -21,7 +21,7 @@ _BY_NUMBER = re.compile(r"/(?:dev|proc/self)/fd/(\d{1,3})")
 
 
 def add_builtins() -> None:
-    """Those of the module `site`, which is not loaded since it would look for installed packages."""
+    """Add the builtins of the module `site`, which is not imported because it searches for installed packages."""
     names: dict[str, Any] = {name: _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)") for name in ("exit", "quit")}
     names["copyright"] = _sitebuiltins._Printer("copyright", sys.copyright)
     names["credits"] = _sitebuiltins._Printer("credits", "See www.python.org for more information.")
@@ -31,25 +31,25 @@ def add_builtins() -> None:
 
 
 def add_for(source: str, path: str) -> None:
-    """What this program may look for; little for most.  `path` is what it takes for its own file."""
+    """Add the replacements that the source of a program needs.  `path`: the program's `__file__`."""
     for name in ("chmod", "utime"):
-        setattr(os, name, _or_as_it_is(getattr(os, name), os.path.dirname(path)))
-    linecache.cache[path] = (lambda: source,)  # read when `inspect` or a traceback asks
+        setattr(os, name, _ignoring_refusal(getattr(os, name), os.path.dirname(path)))
+    linecache.cache[path] = (lambda: source,)  # for `inspect` and tracebacks
     if "__file__" in source:
         with open(path, "w", encoding="utf-8", errors="surrogatepass", newline="") as file:
             file.write(source)
     if "/dev/std" in source or "/fd/" in source:
         builtins.open = io.open = _with_standard_files(io.open)
         os.open = _with_standard_files(os.open)
-    if "multiprocessing" in source:  # its locks and shared values live in /dev/shm
+    if "multiprocessing" in source:  # multiprocessing's locks and shared values need /dev/shm
         with contextlib.suppress(ImportError):
             importlib.import_module("_multiprocessing").__dict__["SemLock"] = SemLock
-            if "Value" in source or "Array" in source:  # shared by threads only: in the folder for temporary files
+            if "Value" in source or "Array" in source:  # only threads share values: use the folder for temporary files
                 importlib.import_module("multiprocessing.heap").__dict__["Arena"]._dir_candidates = []
 
 
 class Packages:
-    """Finds the third-party packages that may be imported, and no other module beside them."""
+    """A finder of the allowed third-party packages, and of no other module in their folders."""
 
     def __init__(self, folders: tuple[str, ...]) -> None:
         self._folders = {os.path.basename(folder): folder for folder in folders}
@@ -63,7 +63,7 @@ class Packages:
 
 
 def _with_standard_files(real: Callable[..., Any]) -> Callable[..., Any]:
-    """`open` that knows the files of the standard streams, for which the system needs /proc."""
+    """Return `real` with support for the standard streams' paths, such as /dev/stdin, which need /proc."""
 
     def open(file: Any, *arguments: Any, **options: Any) -> Any:
         path = os.fspath(file) if isinstance(file, os.PathLike) else file
@@ -82,8 +82,8 @@ def _with_standard_files(real: Callable[..., Any]) -> Callable[..., Any]:
 _os_open = os.open
 
 
-def _or_as_it_is(real: Callable[..., None], folder: str) -> Callable[..., None]:
-    """`os.chmod` or `os.utime` that leave modes and times in `folder` where the level forbids them to be changed.
+def _ignoring_refusal(real: Callable[..., None], folder: str) -> Callable[..., None]:
+    """Return `os.chmod` or `os.utime` without PermissionError for files in `folder`, where a level forbids the call.
 
     Copying and unpacking files ends with such calls.
     """
@@ -99,7 +99,7 @@ def _or_as_it_is(real: Callable[..., None], folder: str) -> Callable[..., None]:
 
 
 class SemLock:
-    """The semaphore of `_multiprocessing`, among the threads of the only process there is."""
+    """The semaphore of `_multiprocessing` for the threads of one process."""
 
     SEM_VALUE_MAX = 2**31 - 1
 

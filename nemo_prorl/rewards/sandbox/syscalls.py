@@ -1,7 +1,7 @@
-"""The seccomp filter under which untrusted programs run: a list of what they may call; all else is refused.
+"""The seccomp filter for untrusted programs: a list of allowed system calls; all others are refused.
 
-No new process, no other program, no socket but a pair of its own, no signal to another process, no other process's
-limits or memory.  Threads, files, memory, time and its own signals are theirs.
+Refused: new processes, other programs, sockets except a connected pair, signals to other processes, limits and memory
+of other processes.  Allowed: threads, files, memory, time and signals to the program itself.
 """
 
 import errno
@@ -34,26 +34,31 @@ _PLAIN = {
     "renameat2": 316, "getrandom": 318, "membarrier": 324, "copy_file_range": 326, "preadv2": 327, "pwritev2": 328,
     "statx": 332, "rseq": 334, "close_range": 436, "faccessat2": 439, "epoll_pwait2": 441, "futex_waitv": 449,
 }  # fmt: skip
-# These change a file of which only the name or a descriptor for reading is needed: for a root of our own only.
+# These can change a file through its name or a read-only descriptor: allowed only with a private root.
 _OWN_ROOT = {"truncate": 76, "chmod": 90, "fchmod": 91, "utime": 132, "utimes": 235, "fchmodat": 268, "utimensat": 280}
 
 _IOCTL, _SOCKETPAIR, _SENDTO, _CLONE, _KILL, _FCNTL, _PRCTL, _TGKILL, _PRLIMIT = 16, 53, 44, 56, 62, 72, 157, 234, 302
 _AFFINITY = (203, 204)  # sched_setaffinity, sched_getaffinity
-_OF_PROCESS = {"getpgid": (121, 0), "getsid": (124, 0), "getpriority": (140, 1)}  # which argument names a process
-_CLOCKS = (222, 228, 229, 230, 283)  # timer_create, clock_gettime, _getres, _nanosleep, timerfd_create: take a clock
-_UNKNOWN = (425, 426, 427, 435, 437, 452)  # io_uring, clone3, openat2, fchmodat2: so that libraries take the older
-_EXTENDED_ATTRIBUTES = range(188, 200)  # no file has any
+_OF_PROCESS = {
+    "getpgid": (121, 0),
+    "getsid": (124, 0),
+    "getpriority": (140, 1),
+}  # (call, index of the argument that names a process)
+_CLOCKS = (222, 228, 229, 230, 283)  # take a clock: timer_create, clock_gettime, _getres, _nanosleep, timerfd_create
+_UNKNOWN = (425, 426, 427, 435, 437, 452)  # io_uring, clone3, openat2, fchmodat2: libraries fall back to older calls
+_EXTENDED_ATTRIBUTES = range(188, 200)  # reported as unsupported
 _CLONE_THREAD = 0x00010000 | 0x00000100  # CLONE_THREAD, CLONE_VM
 _CLONE_NEW = 0x7E020080
 _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIO(N)CLEX
-_FCNTLS = (*range(8), 9, 11, 12, 13, 14, 36, 37, 38, 1030, 1031, 1032, 1033, 1034)  # none that names a process
-_SETSOCKOPT, _SOCKET_OPTIONS = 54, (2, 9, 13, 20, 21)  # reuse, keep-alive, linger, time-outs: no size of a buffer
+# fcntl commands that do not name a process
+_FCNTLS = (*range(8), 9, 11, 12, 13, 14, 36, 37, 38, 1030, 1031, 1032, 1033, 1034)
+_SETSOCKOPT, _SOCKET_OPTIONS = 54, (2, 9, 13, 20, 21)  # reuse, keep-alive, linger, time-outs; no buffer sizes
 _PRCTLS = (3, 15, 16, 0x53564D41)  # GET_DUMPABLE, SET_NAME, GET_NAME, SET_VMA
 
 _LOAD, _JUMP, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x05, 0x15, 0x35, 0x54, 0x06
 _ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
 _ARCH_X86_64 = 0xC000003E
-_PID = 0x50494400  # stands for the process's own number until the filter is installed
+_PID = 0x50494400  # placeholder of the process id until the filter is installed
 
 Instruction = tuple[int, int, int, int]
 
@@ -71,14 +76,14 @@ def _refused(number: int = errno.EPERM) -> Instruction:
 
 
 def _one_of(index: int, values: Iterable[int], otherwise: int = errno.EPERM) -> list[Instruction]:
-    """Allowed where the lower word of argument `index` is one of `values`."""
+    """Return instructions that allow a call if the lower word of argument `index` is one of `values`."""
     wanted = list(values)
     tests = [(_EQUAL, len(wanted) - at, 0, value) for at, value in enumerate(wanted)]
     return [_argument(index), *tests, _refused(otherwise), _answer(_ALLOW)]
 
 
 def _special() -> dict[int, list[Instruction]]:
-    """Calls that are allowed by their arguments: number -> instructions that end with an answer."""
+    """Return the calls that depend on their arguments: number -> instructions that allow or refuse the call."""
     threads_only = [
         _argument(0),
         (_AND, 0, 0, _CLONE_THREAD | _CLONE_NEW),
@@ -103,7 +108,7 @@ def _special() -> dict[int, list[Instruction]]:
         _answer(_ALLOW),
         _refused(),
     ]
-    own_clock = [  # the number of another process's clock is negative
+    own_clock = [  # clock ids of other processes are negative
         _argument(0),
         (_AT_LEAST, 0, 1, 0x80000000),
         _refused(errno.EINVAL),
@@ -129,9 +134,9 @@ def _special() -> dict[int, list[Instruction]]:
 
 
 def build_filter(own_root: bool) -> bytes:
-    """The filter, with a mark where the process's own number belongs (`for_process`).
+    """Return the filter, with a placeholder for the process id (see `for_process`).
 
-    `own_root`: whether the program sees no file of the host but read-only ones.
+    `own_root`: whether all files of the host that the program sees are read-only.
     """
     program: list[Instruction] = [
         (_LOAD, 0, 0, 4),
@@ -142,12 +147,12 @@ def build_filter(own_root: bool) -> bytes:
     for number, block in _special().items():
         program += [(_EQUAL, 0, len(block), number), *block]
     plain = [*_PLAIN.values(), *(_OWN_ROOT.values() if own_root else ())]
-    program += [(_EQUAL, len(plain) - at, 0, number) for at, number in enumerate(plain)]  # the x32 calls match none
+    program += [(_EQUAL, len(plain) - at, 0, number) for at, number in enumerate(plain)]  # x32 calls match no number
     program += [_refused(), _answer(_ALLOW)]
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
 
 
 def for_process(program: bytes, pid: int) -> bytes:
-    """The filter for the process with number `pid` (as it sees itself)."""
+    """Return the filter for the process with id `pid` in its own namespace."""
     marked, own = struct.pack("<I", _PID), struct.pack("<I", pid)
     return program.replace(marked, own)

@@ -1,12 +1,12 @@
-"""The sandbox's process: confines itself once, then forks a child for each run of a program's tests.
+"""The sandbox process: confines itself once, then forks a child for each run of a program's tests.
 
-It is started anew, knows nothing of the caller's memory, and never reads what a program or its tests hold: those are
-memory files, handed through to the child.  Messages on its socket are JSON with descriptors:
+It is a new process without the caller's memory.  It never reads programs or tests: it passes them to the child as
+memory files.  Messages on its socket are JSON with descriptors; `->` is from this process to the caller:
 
     {"first", "count", "tests", "go_on", "watched", "limits": {...}}  + job, report, code, stdin..., stdout...
-    -> {"watch": true} + the child's pidfd, if asked for: the caller counts its threads
-    -> {"queued": true} + the child's pidfd: how long did it wait for a CPU?  {"queued_s": seconds} is the answer
-    -> {"status": wait status, "killed": null or why, "used_s": seconds, "queued_s": seconds}
+    -> {"watch": true} + the child's pidfd, only if "watched": the caller then counts the child's threads
+    -> {"queued": true} + the child's pidfd: asks how long the child waited for a CPU; reply: {"queued_s": seconds}
+    -> {"status": wait status, "killed": null or the reason, "used_s": seconds, "queued_s": seconds}
 """
 
 import gc
@@ -27,8 +27,8 @@ from nemo_prorl.rewards.sandbox.syscalls import build_filter
 
 MAX_FDS, MESSAGE_BYTES = 250, 4096
 STACK_MB, THREAD_STACK_MB = 512, 8
-_POLL_S = 0.02  # how often disk use is looked at where the kernel does not bound it
-_IDLE = 0.05  # share of its time in which a child may be idle without that anybody asks why
+_POLL_S = 0.02  # seconds between checks of disk use, at levels where the kernel does not limit it
+_IDLE = 0.05  # a child idle for longer than this share of its limit is checked for CPU starvation
 
 _PRELOADED = (
     "abc array bisect cmath codecs collections collections.abc contextlib copy dataclasses datetime decimal enum"
@@ -40,7 +40,10 @@ _PRELOADED = (
 
 @dataclass(frozen=True)
 class SandboxPlan:
-    """What the caller wants: a level, the folder for temporary files (but for `full`), their bound, a user's number."""
+    """The caller's settings.
+
+    `folder`: for temporary files, unused at level "full"; `tmp_mb`: its size limit; `uid`: user id for the programs.
+    """
 
     level: str
     folder: str
@@ -50,7 +53,7 @@ class SandboxPlan:
 
 
 def main(arguments: list[str]) -> int:
-    """`arguments`: the socket's descriptor, the parent's number, and the plan as JSON."""
+    """Confine this process and serve.  `arguments`: the socket's descriptor, the parent's id, the plan as JSON."""
     sock = socket.socket(fileno=int(arguments[0]))
     kernel.die_with_parent(int(arguments[1]))
     plan = SandboxPlan(**json.loads(arguments[2]))
@@ -61,7 +64,7 @@ def main(arguments: list[str]) -> int:
     try:
         if plan.level == "full":
             confine.enter_namespaces()
-            kernel.die_with_parent(int(arguments[1]))  # lost with the change of rights
+            kernel.die_with_parent(int(arguments[1]))  # entering namespaces reset it
             return _serve_as_init(sock, plan)
         return _serve_confined(sock, plan)
     except OSError as error:
@@ -74,8 +77,8 @@ def _fail(sock: socket.socket, error: OSError) -> int:
 
 
 def _serve_as_init(sock: socket.socket, plan: SandboxPlan) -> int:
-    """Forks the first process of the new process namespace, which serves; this one waits, so that both end together."""
-    alive, held = os.pipe()
+    """Fork the first process of the new process namespace, which serves, and wait for it.  Both end together."""
+    alive, kept_open = os.pipe()
     init = os.fork()
     if init:
         sock.close()
@@ -83,7 +86,7 @@ def _serve_as_init(sock: socket.socket, plan: SandboxPlan) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(init, 0)[1]) & 0xFF
     code = 1
     try:
-        os.close(held)
+        os.close(kept_open)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         code = _serve_confined(sock, plan, alive)
     except OSError as error:
@@ -93,7 +96,7 @@ def _serve_as_init(sock: socket.socket, plan: SandboxPlan) -> int:
 
 
 def _serve_confined(sock: socket.socket, plan: SandboxPlan, alive: int | None = None) -> int:
-    """Confines this process as the level asks, says so, and serves.  `alive` reads as ended when our parent has."""
+    """Confine this process, report it to the caller, and serve.  `alive`: a pipe that closes when the parent ends."""
     view = confine.host_view(tuple(plan.packages))
     folder, full = plan.folder, plan.level == "full"
     layers: dict[str, Any] = {"namespaces": full}
@@ -107,7 +110,7 @@ def _serve_confined(sock: socket.socket, plan: SandboxPlan, alive: int | None = 
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         layers["landlock"] = confine.restrict_files(view, folder)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # lost with a change of user
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # the change of user reset it
     empty_folder(folder)
     if alive is not None and select.select([alive], [], [], 0)[0]:
         os._exit(1)
@@ -124,7 +127,7 @@ def _serve_confined(sock: socket.socket, plan: SandboxPlan, alive: int | None = 
 
 
 class _ChildServer:
-    """Runs one child at a time."""
+    """Server that runs one child at a time."""
 
     def __init__(self, sock: socket.socket, plan: SandboxPlan, folder: str, program: bytes | None) -> None:
         self._sock, self._plan, self._folder, self._program = sock, plan, folder, program
@@ -132,7 +135,7 @@ class _ChildServer:
         self._watch = plan.level != "full"
 
     def serve(self) -> None:
-        """Until the caller's end of the socket is closed."""
+        """Run children as ordered until the caller closes its end of the socket."""
         while True:
             message, fds, _, _ = socket.recv_fds(self._sock, MESSAGE_BYTES, MAX_FDS)
             if not message:
@@ -179,7 +182,7 @@ class _ChildServer:
         return {"status": status, "killed": killed, "used_s": used_s, "queued_s": clock.queued_s}
 
     def _wait(self, pidfd: int, clock: "_Clock") -> str | None:
-        """Waits for the child's end; kills it when its time is over or it takes too much.  Why it was killed."""
+        """Wait for the end of the child; kill it at a limit.  Return the reason of the kill, or None."""
         why = None
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
@@ -194,17 +197,17 @@ class _ChildServer:
                 why = "caller"
             elif left <= 0:
                 why = "time"
-            elif self._watch and _disk_use(self._folder, self._plan.tmp_mb << 20):
+            elif self._watch and _exceeds_disk(self._folder, self._plan.tmp_mb << 20):
                 why = "disk"
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         return why
 
 
 class _Clock:
-    """How much of its time a child has used: all that passed, but for what it waited for a CPU that others had.
+    """Clock of a child: the time that passed, without the time of waiting for a busy CPU.
 
-    On a busy machine a good program would else fail for its neighbours.  How long it waited the caller can see, who
-    has /proc; it is asked only where it matters.
+    Otherwise, a good program could fail on a busy machine.  Only the caller can read the waiting time, from /proc, so
+    the clock asks the caller, and only if the child was idle for long.
     """
 
     def __init__(self, sock: socket.socket, pid: int, pidfd: int, began: float, limits: ProgramLimits) -> None:
@@ -213,21 +216,21 @@ class _Clock:
         self._cpu = (~pid << 3) | 2  # clock_getcpuclockid(3), which Python does not have
 
     def left_s(self) -> float:
-        """Until the child's time is over, at the earliest; 0 and less when it is."""
+        """Return the seconds until the child's time may be over; 0 or less if it is over."""
         if self._left_s() <= 0:
-            self._ask()
+            self._update_queued()
         return self._left_s()
 
     def used_s(self) -> float:
-        """When the child has ended."""
-        self._ask()
+        """Return the seconds that the child has used, after its end."""
+        self._update_queued()
         return self._limits.seconds - self._left_s()
 
     def _left_s(self) -> float:
         return self._limits.seconds - (time.monotonic() - self._began - self.queued_s)
 
-    def _ask(self) -> None:
-        """How long the child waited for a CPU, if it computed so little that this could matter."""
+    def _update_queued(self) -> None:
+        """Ask the caller how long the child waited for a CPU, if the child was idle for long."""
         idle = time.monotonic() - self._began - time.clock_gettime(self._cpu)
         if idle - self.queued_s < _IDLE * self._limits.seconds:
             return
@@ -236,8 +239,8 @@ class _Clock:
             self.queued_s = min(idle, self._limits.queued_s, json.loads(answer)["queued_s"])
 
 
-def _disk_use(folder: str, limit: int) -> bool:
-    """Whether the files in `folder` take more than `limit` bytes, are more than 4,096, or hide from being counted."""
+def _exceeds_disk(folder: str, limit: int) -> bool:
+    """Return whether the files in `folder` exceed `limit` bytes or a count of 4,096, or cannot be counted."""
     total = number = 0
     pending = [folder]
     while pending:
@@ -245,7 +248,7 @@ def _disk_use(folder: str, limit: int) -> bool:
             entries = list(os.scandir(pending.pop()))
         except FileNotFoundError:
             continue
-        except OSError:  # too deep for a path, or locked
+        except OSError:  # a path that is too long, or a locked folder
             return True
         for entry in entries:
             try:
@@ -264,19 +267,19 @@ def _disk_use(folder: str, limit: int) -> bool:
 
 
 def empty_folder(folder: str) -> None:
-    """Removes all that is in `folder`, however deep or locked it is, and marks on itself; follows no link."""
+    """Empty `folder`, however deep or locked its contents are, and reset its mode and times; follow no link."""
     os.chmod(folder, 0o700)
-    number, moved = 0, f".moved-{os.urandom(16).hex()}"  # a name that no program could take before
+    number, moved = 0, f".moved-{os.urandom(16).hex()}"  # a name that no program can have used
     while entries := list(os.scandir(folder)):
         for entry in entries:
             if not entry.is_dir(follow_symlinks=False):
                 os.unlink(entry.path)
                 continue
             os.chmod(entry.path, 0o700)
-            for inner in list(os.scandir(entry.path)):  # moved up, so that depth does not matter
+            for inner in list(os.scandir(entry.path)):  # moved up, so that any depth works
                 number += 1
                 if inner.is_dir(follow_symlinks=False):
-                    os.chmod(inner.path, 0o700)  # a folder that cannot be written cannot be moved
+                    os.chmod(inner.path, 0o700)  # moving a folder requires permission to write to it
                     os.rename(inner.path, os.path.join(folder, f"{moved}-{number}"))
                 else:
                     os.unlink(inner.path)

@@ -1,12 +1,13 @@
-"""Compares what a program gave with what is expected.  Trusts nothing of the first."""
+"""Comparison of a program's output, which is untrusted, with the expected output."""
 
 import json
 import math
 import re
 from typing import Any
 
-# A float of which only the last digits differ is the same: they depend on the order of additions, and on how many are
-# printed.  The bound is absolute and relative at once, so that half of a large number and all of a tiny one count.
+# Floats may differ in their last digits, which depend on the order of additions and on the number of printed digits.
+# The tolerance is the smaller of the absolute and the relative one: an error of 0.5 in a large number is too much, and
+# a tiny number must be right, too.
 ABS_TOL = 1e-6
 REL_TOL_TEXT = 1e-3
 REL_TOL_VALUE = 1e-9
@@ -18,7 +19,10 @@ _MAX_DIGITS = 60
 
 
 def same_text(expected: str, output: bytes) -> bool:
-    """Equal tokens, separated by ASCII white space; a number with a decimal point may differ in its last digits."""
+    """Return whether both texts have equal tokens, separated by ASCII white space.
+
+    A number with a decimal point may differ in its last digits.
+    """
     wanted, given = expected.encode("utf-8", "surrogatepass").split(), output.split()
     if wanted == given:
         return True
@@ -36,7 +40,7 @@ def _same_token(wanted: bytes, given: bytes) -> bool:
 
 
 def same_value(expected: Any, output: bytes) -> bool:
-    """Whether `output` is the JSON of a value equal to `expected`."""
+    """Return whether `output` is JSON for a value equal to `expected`."""
     try:
         value = json.loads(output, parse_constant=_refuse)
         return equal(expected, value)
@@ -45,11 +49,11 @@ def same_value(expected: Any, output: bytes) -> bool:
 
 
 def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def equal(expected: Any, value: Any) -> bool:
-    """Equal as JSON values: true is not 1, 1 is 1.0, and where a float is expected its tenth digit may differ."""
+    """Return whether two JSON values are equal: true is not 1; 1 is 1.0; an expected float has a tolerance."""
     if isinstance(expected, bool) or isinstance(value, bool) or expected is None or value is None:
         return expected is value
     if isinstance(expected, int):

@@ -1,7 +1,7 @@
-"""Finds the program in a response: the last closed fenced block that can be one.
+"""Extraction of the program from a response: the last closed fenced block that can be a program.
 
-A fence inside a block that is indented deeper than the block's own is part of the code: of a docstring, or of a text
-that it prints.  What is in a block is never parsed here: that is for the sandbox.  All patterns take linear time.
+A fence that is indented deeper than the fence that opened the block is part of the code, for example of a docstring.
+Code is parsed in the sandbox only, never here.  All patterns take linear time.
 """
 
 import re
@@ -19,9 +19,9 @@ _OTHERS = frozenset(
 )
 _LOOSE = re.compile(r"```[ \t]*(?:(?:python3?|py)[ \t]*)?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _INLINE = re.compile(r"```(?:[ \t]*(?:python3?|py)[ \t]+)?([^`\n]+)```")
-# What a block needs in order to do anything: one without is a sample of input or output.
+# A block without any of these words does nothing: it is a sample of input or output.
 _DOES = re.compile(r"^(?![ \t]*(?:>>>|\$)).*\b(?:print|write|writelines|exec|eval|import|def|class)\b", re.MULTILINE)
-_SLACK = 3  # columns that a fence in a block may stand to the right of the opening one, as in Markdown
+_SLACK = 3  # columns that a closing fence may be indented deeper than its opening fence, as in Markdown
 _ANY = 1 << 30
 
 
@@ -47,17 +47,18 @@ class _Opened:
 
 
 def program_of(text: str, names: Collection[str] = ()) -> str | None:
-    """The program that a response answers with; None without a fenced block.
+    """Return the program in a response; None without a fenced block.
 
-    `names`: what its tests call.  Where the last block defines none of them and one before it does, that one is the
-    answer, and the last a usage example.
+    Args:
+        names: Functions and classes that the tests call.  The last block that defines one of them is the answer;
+            blocks after it are usage examples.
     """
     text = text.replace("\r\n", "\n")
     found = blocks(text, _SLACK) or blocks(text, _ANY)
     candidates = [block.code for block in found if block.is_python] or [block.code for block in found[-1:]]
     if not candidates:
         loose = _LOOSE.findall(text) or _INLINE.findall(text)
-        return _straight(str(loose[-1]).split("\n")) if loose else None
+        return _dedented(str(loose[-1]).split("\n")) if loose else None
     marks = _definitions(names) if names else ()
     for mark in (*marks, _DOES):
         for code in reversed(candidates):
@@ -67,14 +68,14 @@ def program_of(text: str, names: Collection[str] = ()) -> str | None:
 
 
 def _definitions(names: Collection[str]) -> tuple[re.Pattern[str], ...]:
-    """Match code that defines one of the names (or the class of solutions in LeetCode's form), or else assigns it."""
+    """Return patterns of code that defines one of `names` (or LeetCode's class Solution), and that assigns one."""
     name = f"(?:{'|'.join(map(re.escape, sorted(names)))})"
     function, kind = rf"(?:async[ \t]+)?def[ \t]+{name}\b", rf"class[ \t]+(?:Solution|{name})\b"
     return re.compile(rf"^(?:{function}|{kind})", re.MULTILINE), re.compile(rf"^{name}[ \t]*=(?!=)", re.MULTILINE)
 
 
 def blocks(text: str, slack: int) -> list[Block]:
-    """The closed fenced blocks of a response, in their order."""
+    """Return the closed fenced blocks of a response in order.  `slack`: columns as for _SLACK."""
     found: list[Block] = []
     lines = text.split("\n")
     opened: _Opened | None = None
@@ -91,18 +92,18 @@ def blocks(text: str, slack: int) -> list[Block]:
             continue
         language = _language(fence[3])
         if language and (_PYTHON.fullmatch(language) or language in _OTHERS):
-            opened = _opening(line, at + 1)  # the block before was never closed
+            opened = _opening(line, at + 1)  # the previous block was never closed
             continue
         inner = lines[opened.start : at]
         if opened.quoted:
             inner = [line.lstrip(" \t").removeprefix(">").removeprefix(" ") for line in inner]
-        found.append(Block(opened.language, _straight(inner)))
+        found.append(Block(opened.language, _dedented(inner)))
         opened = None
     return found
 
 
 def _opening(line: str, start: int) -> _Opened | None:
-    """What a line opens.  Behind prose it is a fence only if nothing but a language follows."""
+    """Return the block that a line opens, if any.  A fence after prose counts only if at most a language follows."""
     fence = _FENCE.match(line)
     if fence is None or not _PREFIX.fullmatch(fence[1]):
         fence = _AFTER_PROSE.match(line)
@@ -117,8 +118,8 @@ def _language(info: str) -> str:
     return (match[1] or "") if match else ""
 
 
-def _straight(lines: list[str]) -> str:
-    """The lines without an indentation that all of them share: of a list item, or of a block that stands aside."""
+def _dedented(lines: list[str]) -> str:
+    """Return the lines as text, without the indentation of the first line if all lines have it."""
     first = next((line for line in lines if line.strip()), "")
     indent = first[: len(first) - len(first.lstrip(" \t"))]
     if indent and all(line.startswith(indent) or not line.strip() for line in lines):

@@ -1,4 +1,4 @@
-"""The plugin class: which program, which tests, and the share of them that it passes (paper sec. 2)."""
+"""The plugin class for `code`: runs a program on its tests and scores the share that pass (paper sec. 2)."""
 
 import json
 import re
@@ -9,13 +9,13 @@ from typing import Any
 from nemo_prorl.rewards.interface import Example, Program, RewardPlugin, RewardRequest, RewardResult, no_answer
 from prorl_reward_code.compare import same_text, same_value
 from prorl_reward_code.extract import program_of
-from prorl_reward_code.truth import check, given, names_called, text_of
+from prorl_reward_code.truth import check, names_called, text_of, without_nulls
 
 MAX_SOURCE_CHARS = 1_000_000
-# What contest judges share, by the names of `import`; mpmath is what sympy needs.
+# Import names of the packages that contest judges commonly offer; sympy needs mpmath.
 PACKAGES = ("numpy", "scipy", "sympy", "mpmath", "networkx", "sortedcontainers", "more_itertools")
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '([^'.]+)")
-_OUTPUT_MB = (1, 16, 128)  # few steps, so that the bound tells little of the expected output
+_OUTPUT_MB = (1, 16, 128)  # few steps, so that the limit reveals little about the expected output
 
 
 class CodeReward(RewardPlugin):
@@ -27,9 +27,11 @@ class CodeReward(RewardPlugin):
 
     @dataclass(frozen=True)
     class Config:
-        """`time_limit_s`: time of all tests together where the truth says nothing; `memory_mb`: of a program.
+        """Settings.
 
-        `packages`: third-party packages that programs may import, where they are installed; names as in `import`.
+        `time_limit_s`: default seconds for all tests of a program together, without `time_limit_s` in the truth.
+        `memory_mb`: memory limit of a program.  `time_budget_s`: CPU seconds per answer.
+        `packages`: import names of third-party packages that programs may import if they are installed.
         """
 
         time_limit_s: float = 5.0
@@ -66,7 +68,7 @@ class CodeReward(RewardPlugin):
         self.validate_truth(request.truth)
         if request.answer_text is None:
             return no_answer()
-        truth = given(request.truth)
+        truth = without_nulls(request.truth)
         source = program_of(request.answer_text, names_called(truth))
         if source is None:
             return RewardResult(score=0.0, correct=False, detail="no program between triple backticks")
@@ -96,7 +98,7 @@ class CodeReward(RewardPlugin):
         )
 
     def _program(self, source: str, truth: dict[str, Any]) -> tuple[Program, Callable[[int, bytes], bool]]:
-        """The program with its inputs, and what says whether the output on one is right."""
+        """Return the program with its inputs, and a function (index, output) that checks the output of a test."""
         tests = truth.get("tests", ())
         if "asserts" in truth:
             style, inputs, expected = "assert", tuple(truth["asserts"]), 0

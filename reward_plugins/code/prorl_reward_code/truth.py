@@ -1,4 +1,4 @@
-"""What a truth of a program may be: checked with messages that name the field."""
+"""Validation of the truth of the `code` plugin, with errors that name the field."""
 
 import ast
 import builtins
@@ -10,20 +10,20 @@ from nemo_prorl.rewards.interface import one_line
 MAX_TIME_LIMIT_S = 60.0
 
 
-def given(truth: dict[str, Any]) -> dict[str, Any]:
-    """The fields that say something: data sets in columns fill the others with null."""
+def without_nulls(truth: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that are not null.  Data sets in columns fill absent fields with null."""
     return {name: value for name, value in truth.items() if value is not None}
 
 
 def text_of(value: Any) -> str | None:
-    """A test's input or output, which data sets also give as a list of its lines; None if it is neither."""
+    """Return a test's input or output, a string or a list of lines, as a string; None for anything else."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     return value if isinstance(value, str) else None
 
 
 def names_called(truth: dict[str, Any]) -> set[str]:
-    """What the tests call, by which a program is told from a usage example."""
+    """Return the names that the tests call, which distinguish the program from usage examples."""
     if "fn_name" in truth:
         return {truth["fn_name"]}
     names: set[str] = set()
@@ -31,8 +31,8 @@ def names_called(truth: dict[str, Any]) -> set[str]:
 
 
 def check(truth: dict[str, Any]) -> None:
-    """Raises ValueError that names the field of a truth which cannot be judged by."""
-    truth = given(truth)
+    """Raise ValueError that names the first invalid field of a truth."""
+    truth = without_nulls(truth)
     if ("tests" in truth) == ("asserts" in truth):
         raise ValueError("truth must have either 'tests' or 'asserts'")
     if "asserts" in truth:
@@ -92,12 +92,12 @@ def _check_code(code: str, field: str) -> None:
     try:
         _called(code)
     except ValueError as error:
-        raise ValueError(f"truth.{field} is no Python: {error}") from None
+        raise ValueError(f"truth.{field} is not valid Python: {error}") from None
 
 
 @lru_cache(maxsize=4096)
 def _called(code: str) -> frozenset[str]:
-    """Names that a piece of the truth's own code uses without making them.  Raises ValueError if it is no Python."""
+    """Return the names that code of the truth uses but does not define.  Raises ValueError if it is not Python."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

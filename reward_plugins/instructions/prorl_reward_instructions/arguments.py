@@ -1,11 +1,11 @@
-"""The arguments of instructions: what each must be, and how a truth's `kwargs` are read."""
+"""Arguments of instructions: the check of each kind, and the reader of a truth's `kwargs`."""
 
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# The 55 codes that langdetect answers with.
+# The 55 language codes that langdetect returns.
 _CODES = """
 af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne nl no pa pl pt ro ru sk
 sl so sq sv sw ta te th tl tr uk ur vi zh-cn zh-tw
@@ -13,20 +13,20 @@ sl so sq sv sw ta te th tl tr uk ur vi zh-cn zh-tw
 LANGUAGES = frozenset(_CODES.split())
 RELATIONS = ("less than", "at least")
 
-Kind = Callable[[Any], Any]  # gives the value as the check takes it; ValueError says what it must be
-Check = Callable[..., bool]  # of a text that is not blank, and the arguments by name
+Kind = Callable[[Any], Any]  # converts a value for the check; its ValueError names the expected form
+Check = Callable[..., bool]  # arguments: a text that is not blank, and the instruction's arguments by name
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One type of instruction: its check, and the kinds of the arguments that the check takes."""
+    """A type of instruction: its check, and the kinds of the check's arguments by name."""
 
     check: Check
     arguments: Mapping[str, Kind] = field(default_factory=dict)
 
 
 def count(value: Any) -> int:
-    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())  # tables turn 3 into 3.0
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())  # tables store 3 as 3.0
     if isinstance(value, bool) or not whole or value < 0:
         raise ValueError("must be a whole number of at least 0")
     return int(value)
@@ -55,7 +55,7 @@ def stripped(value: Any) -> str:
 
 
 def word(value: Any) -> str:
-    """A word, or a list of which the first counts, as some of the training data has it."""
+    """Return a word, or the first word of a list, as in some of the training data."""
     return stripped(value[0] if isinstance(value, list) and value else value)
 
 
@@ -77,13 +77,13 @@ def language(value: Any) -> str:
     return str(value)
 
 
-def holds(number: int, than: str, limit: int) -> bool:
-    """Whether `number` is "less than" or "at least" the limit."""
-    return number < limit if than == "less than" else number >= limit
+def satisfies(number: int, relation: str, limit: int) -> bool:
+    """Return whether `number` is "less than" or "at least" the limit."""
+    return number < limit if relation == "less than" else number >= limit
 
 
 def pattern(expression: str, frame: str = "{}", flags: int = re.IGNORECASE) -> re.Pattern[str]:
-    """A keyword as IFEval reads it: a regular expression; literal where it is none ("a)", "*")."""
+    """Return the pattern of a keyword: a regular expression as in IFEval; literal if it is not valid ("a)", "*")."""
     try:
         return re.compile(frame.format(expression), flags)
     except re.error:
@@ -91,7 +91,7 @@ def pattern(expression: str, frame: str = "{}", flags: int = re.IGNORECASE) -> r
 
 
 def read(where: str, instruction: Instruction, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of one instruction; nulls and arguments of other types are passed over.
+    """Return the arguments of one instruction from `given`; other entries of `given` are ignored.
 
     Raises ValueError that names the argument, as `where`.NAME.
     """

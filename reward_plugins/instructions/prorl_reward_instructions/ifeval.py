@@ -1,6 +1,6 @@
-"""The 25 types of IFEval (Zhou et al. 2023, arXiv 2311.07911), with the verdicts of its own checkers.
+"""The 25 instruction types of IFEval (Zhou et al. 2023, arXiv 2311.07911), with the same verdicts as its checkers.
 
-Its quirks are kept where they decide.  What would take quadratic time on hostile text is written as one pass.
+Quirks of the checkers that change a verdict are kept.  Checks that take quadratic time there take one pass here.
 """
 
 import json
@@ -8,7 +8,7 @@ import re
 
 from prorl_reward_instructions import arguments as args
 from prorl_reward_instructions import punkt, words
-from prorl_reward_instructions.arguments import Instruction, holds, pattern
+from prorl_reward_instructions.arguments import Instruction, pattern, satisfies
 
 _FIXED_ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _POSTSCRIPTS = {"P.P.S": re.compile(r"p\.\s?p\.\s?s"), "P.S.": re.compile(r"p\.\s?s\.")}
@@ -20,7 +20,7 @@ def _existence(text: str, keywords: list[str]) -> bool:
 
 
 def keyword_frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
-    return holds(occurrences(text, keyword), relation, frequency)
+    return satisfies(occurrences(text, keyword), relation, frequency)
 
 
 def occurrences(text: str, keyword: str) -> int:
@@ -33,19 +33,19 @@ def _forbidden_words(text: str, forbidden_words: list[str]) -> bool:
 
 def letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
     found = text.lower().count(letter) if len(letter) == 1 else 0
-    return holds(found, let_relation, let_frequency)
+    return satisfies(found, let_relation, let_frequency)
 
 
 def _number_sentences(text: str, num_sentences: int, relation: str) -> bool:
-    return holds(len(punkt.sentences(text)), relation, num_sentences)
+    return satisfies(len(punkt.sentences(text)), relation, num_sentences)
 
 
 def _number_words(text: str, num_words: int, relation: str) -> bool:
-    return holds(words.count_words(text), relation, num_words)
+    return satisfies(words.count_words(text), relation, num_words)
 
 
 def count_parts(parts: list[str]) -> int | None:
-    """How many parts are not blank; None where one between two others is."""
+    """Return how many parts are not blank; None if a part between two others is blank."""
     if not all(part.strip() for part in parts[1:-1]):
         return None
     return sum(1 for part in parts if part.strip())
@@ -58,7 +58,7 @@ def number_paragraphs(text: str, num_paragraphs: int) -> bool:
 def _nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     paragraphs = text.split("\n\n")
     filled = sum(1 for paragraph in paragraphs if paragraph.strip())
-    # Blank ones are not counted, but the nth is looked up with them.
+    # Blank paragraphs do not count for `num_paragraphs`, but do count for the position `nth_paragraph`.
     if filled != num_paragraphs or nth_paragraph > filled or not paragraphs[nth_paragraph - 1].strip():
         return False
     first = paragraphs[nth_paragraph - 1].split()[0].lstrip("'").lstrip('"')
@@ -82,7 +82,7 @@ def _postscript(text: str, postscript_marker: str) -> bool:
 
 
 def _number_bullet_lists(text: str, num_bullets: int) -> bool:
-    found, starred = 0, False  # starred: the line before is a lone star, and takes this line as its point
+    found, starred = 0, False  # starred: the previous line is a single star, and this line is its text
     lines = [line.lstrip() for line in text.split("\n")]
     for number, line in enumerate(lines, 1):
         if line.startswith("-"):
@@ -108,7 +108,7 @@ def _number_highlighted_sections(text: str, num_highlights: int) -> bool:
 
 
 def _multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    start = pattern(section_spliter, r"\s?{}\s?\d+\s?", flags=0)  # unlike keywords in that very case
+    start = pattern(section_spliter, r"\s?{}\s?\d+\s?", flags=0)  # case-sensitive, unlike keywords
     return len(start.split(text)) - 1 >= num_sections
 
 
@@ -147,7 +147,7 @@ def _end_checker(text: str, end_phrase: str) -> bool:
 
 def _capital_word_frequency(text: str, capital_frequency: int, capital_relation: str) -> bool:
     found = sum(1 for word in words.treebank_words(text) if word.isupper())
-    return holds(found, capital_relation, capital_frequency)
+    return satisfies(found, capital_relation, capital_frequency)
 
 
 def _english_capital(text: str) -> bool:

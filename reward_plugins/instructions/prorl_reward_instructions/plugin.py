@@ -1,4 +1,4 @@
-"""The plugin class: what a truth asks for, and a response judged by it, strictly and loosely."""
+"""The plugin class for `instructions`: checks a response in IFEval's strict and loose modes."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -13,12 +13,12 @@ KNOWN = {**ifeval.INSTRUCTIONS, **training.INSTRUCTIONS}
 def _listed(truth: dict[str, Any], name: str) -> list[Any]:
     value = truth.get(name)
     if not isinstance(value, list) or not value:
-        raise ValueError(f"truth.{name} is {value!r}; it must be a list that is not empty")
+        raise ValueError(f"truth.{name} is {value!r}; it must be a non-empty list")
     return value
 
 
 def checks_of(truth: dict[str, Any]) -> list[tuple[str, partial[bool]]]:
-    """Each instruction's name and its check of a text.  Raises ValueError that names the field."""
+    """Return the name and the check of each instruction.  Raises ValueError that names the field."""
     names = _listed(truth, "instruction_id_list")
     for index, name in enumerate(names):
         if not isinstance(name, str) or name not in KNOWN:
@@ -26,7 +26,7 @@ def checks_of(truth: dict[str, Any]) -> list[tuple[str, partial[bool]]]:
             raise ValueError(f"truth.instruction_id_list[{index}] is {name!r}; known: {known}")
     given = _listed(truth, "kwargs")
     if len(given) != len(names):
-        raise ValueError(f"truth.kwargs has {len(given)} entries; it must have {len(names)}, one an instruction")
+        raise ValueError(f"truth.kwargs has {len(given)} entries; it must have {len(names)}, one per instruction")
     checks = []
     for index, (name, values) in enumerate(zip(names, given, strict=True)):
         if values is not None and not isinstance(values, dict):
@@ -37,9 +37,9 @@ def checks_of(truth: dict[str, Any]) -> list[tuple[str, partial[bool]]]:
 
 
 def loose_variants(text: str) -> list[str]:
-    """IFEval's loose mode: the text, without its first, last or both lines, each with and without its asterisks.
+    """Return the variants of a text for IFEval's loose mode, without blank and repeated ones.
 
-    Blank and repeated ones are left out.
+    The variants omit no line, the first line, the last line or both, each with and without asterisks.
     """
     lines = text.split("\n")
     kept = [text] + ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
@@ -55,7 +55,7 @@ class InstructionsReward(RewardPlugin):
 
     @dataclass(frozen=True)
     class Config:
-        """`time_budget_s`: CPU seconds of one answer."""
+        """Settings.  `time_budget_s`: CPU seconds per answer."""
 
         time_budget_s: float = 10.0
 
@@ -91,7 +91,7 @@ class InstructionsReward(RewardPlugin):
         if text is None:
             return no_answer()
         if "</think>" in request.response:
-            text = text.lstrip()  # what separates thought and answer is no part of the answer
+            text = text.lstrip()  # white space after </think> is not part of the answer
         strict = [bool(text.strip()) and check(text) for _, check in checks]
         variants = loose_variants(text)
         loose = [

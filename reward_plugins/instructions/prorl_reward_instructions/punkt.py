@@ -1,7 +1,7 @@
-"""Sentences as Punkt finds them (Kiss and Strunk 2006), with the English parameters that IFEval counts by.
+"""Splitting of text into sentences by Punkt (Kiss and Strunk 2006), with the English parameters that IFEval uses.
 
-A candidate is a `.`, `?` or `!` before white space or closing punctuation.  It ends a sentence unless its word is an
-abbreviation, an initial or a number, and what follows does not look like a sentence's start.
+A candidate is a `.`, `?` or `!` before white space or closing punctuation.  A candidate ends a sentence unless its word
+is an abbreviation, an initial or a number and the next word does not look like the start of a sentence.
 """
 
 import functools
@@ -22,12 +22,12 @@ _WORD = re.compile(
 _NUMBER = re.compile(r"-?[.,]?\d[\d,.\-]*$")
 _INITIAL = re.compile(r"[^\W\d]\.$")
 _CLOSING = re.compile(r"[\"')\]}]+?(?:\s+|(?=--)|$)", re.MULTILINE)
-_SPACED_ELLIPSIS = ". . ."  # the model knows it as an abbreviation
+_SPACED_ELLIPSIS = ". . ."  # an abbreviation to the model
 
 
 @dataclass(frozen=True)
 class _Model:
-    """The trained parameters.  Words are in lower case; the last three say how a word was seen in training."""
+    """The trained parameters.  Words are in lower case; the last three sets tell how the training text wrote a word."""
 
     abbreviations: frozenset[str]
     collocations: frozenset[tuple[str, str]]
@@ -51,7 +51,7 @@ class _Token:
 
 @functools.cache
 def _model() -> _Model:
-    """Reads the parameters that lie beside this file."""
+    """Load the parameters from the text file in this package."""
     blocks: dict[str, list[str]] = {}
     words: list[str] = []
     for line in importlib.resources.files(__package__).joinpath("punkt_english.txt").read_text("utf-8").splitlines():
@@ -76,7 +76,7 @@ def prepare() -> None:
 
 
 def _kind(word: str) -> str:
-    """The word in lower case, or `##number##`."""
+    """Return the word in lower case, or `##number##` for a number."""
     lower = word.lower()
     return "##number##" if _NUMBER.match(lower) else lower
 
@@ -85,8 +85,8 @@ def _without_period(kind: str) -> str:
     return kind[:-1] if len(kind) > 1 and kind.endswith(".") else kind
 
 
-def _first_look(word: str) -> _Token:
-    """What a word by itself says about a sentence's end."""
+def _classified(word: str) -> _Token:
+    """Return a word as a token, marked from the word alone as an abbreviation or the end of a sentence."""
     token = _Token(word, _kind(word))
     if word in (".", "?", "!"):
         token.ends_sentence = True
@@ -104,7 +104,7 @@ def _next_kind(following: _Token) -> str:
 
 
 def _starts_sentence(following: _Token) -> bool | None:
-    """Whether the spelling of a word says that a sentence starts with it; None where that is not known."""
+    """Return whether a word's upper or lower case shows that it starts a sentence; None if the case does not decide."""
     model, kind = _model(), _next_kind(following)
     if following.text[0].isupper() and kind in model.never_upper_inside:
         return True
@@ -114,7 +114,7 @@ def _starts_sentence(following: _Token) -> bool | None:
 
 
 def _ends_sentence(token: _Token, following: _Token) -> bool:
-    """Whether a sentence ends between two words."""
+    """Return whether a sentence ends between two words."""
     if not token.text.endswith("."):
         return token.ends_sentence
     model, kind, next_kind = _model(), _without_period(token.kind), _next_kind(following)
@@ -132,21 +132,22 @@ def _ends_sentence(token: _Token, following: _Token) -> bool:
     return ends
 
 
-def _breaks(context: str) -> bool:
-    """Whether a sentence ends before the last word of `context`."""
+def _contains_end(context: str) -> bool:
+    """Return whether a sentence ends between two words of `context`."""
     words = [word for line in context.split("\n") for word in _WORD.findall(line)]
-    tokens = [_first_look(word) for word in words]
+    tokens = [_classified(word) for word in words]
     return any(_ends_sentence(*pair) for pair in itertools.pairwise(tokens))
 
 
 def _contexts(text: str) -> Iterator[tuple[re.Match[str], str]]:
-    """Each candidate with the word before it and what follows; of several in one word only the last."""
+    """Yield each candidate with its word and the following text; of several candidates in a word, only the last."""
     before: re.Match[str] | None = None
     start = stop = 0
     for match in _CANDIDATE.finditer(text):
         gap = text[stop : match.start()]
         space = max(gap.rfind(blank) for blank in string.whitespace)
-        word = stop + space + 1 if space > 0 else start  # a gap whose only white space is its first character joins
+        # As in Punkt, white space only at the start of the gap does not end the word.
+        word = stop + space + 1 if space > 0 else start
         if before is not None and stop <= word:
             yield before, text[start:stop] + before.group() + text[before.end() : before.end(before.lastindex or 0)]
         before, start, stop = match, word, match.start()
@@ -155,17 +156,17 @@ def _contexts(text: str) -> Iterator[tuple[re.Match[str], str]]:
 
 
 def _pieces(text: str) -> Iterator[tuple[int, int]]:
-    """Start and end of each sentence, before closing punctuation is moved to the sentence that it closes."""
+    """Yield start and end of each sentence, before `sentences` moves closing punctuation to the end of its sentence."""
     start = 0
     for match, context in _contexts(text):
-        if _breaks(context):
+        if _contains_end(context):
             yield start, match.end()
             start = match.start(2) if match.group(2) else match.end()
     yield start, len(text.rstrip())
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of `text`, in order; none for an empty text."""
+    """Return the sentences of `text` in order; [] for an empty text."""
     pieces = list(_pieces(text))
     found: list[str] = []
     moved = 0

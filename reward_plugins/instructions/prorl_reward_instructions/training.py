@@ -1,15 +1,15 @@
-"""The 29 types beyond IFEval that instruction data for training holds, as NeMo Gym judges them (from open-instruct)."""
+"""The 29 instruction types of training data that IFEval lacks, judged as in NeMo Gym (from open-instruct)."""
 
 import itertools
 
 from prorl_reward_instructions import arguments as args
 from prorl_reward_instructions import ifeval, words
-from prorl_reward_instructions.arguments import Instruction, holds
+from prorl_reward_instructions.arguments import Instruction, satisfies
 from prorl_reward_instructions.ifeval import count_parts, occurrences
 
 
 def _bare(word: str) -> str:
-    """A word in lower case without punctuation."""
+    """Return a word in lower case without punctuation."""
     return "".join(char for char in word if char.isalnum() or char == "_").lower()
 
 
@@ -120,7 +120,7 @@ def _lowercase_counting(text: str, N: int) -> bool:
 
 
 def _letter_counting(text: str, N: int, relation: str) -> bool:
-    return holds(sum(1 for char in text if char.isascii() and char.isalpha()), relation, N)
+    return satisfies(sum(1 for char in text if char.isascii() and char.isalpha()), relation, N)
 
 
 def _counting_composition(text: str, n_sent: int, n_words: int) -> bool:

@@ -1,4 +1,4 @@
-"""Words as the Penn Treebank splits them, a plainer splitting into sentences, and the language of a text."""
+"""Words as in the Penn Treebank, a simple splitting into sentences, and detection of a text's language."""
 
 import functools
 import re
@@ -9,7 +9,7 @@ from prorl_reward_instructions import punkt
 
 Rules = tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
 
-# Applied in this order to one sentence; then it is split at white space.
+# Applied in this order to one sentence, which is then split at white space.
 _TREEBANK: Rules = (
     # opening quotes
     (re.compile(r"([\u00ab\u201c\u2018\u201e]|`+)"), r" \1 "),
@@ -17,7 +17,7 @@ _TREEBANK: Rules = (
     (re.compile("(``)"), r" \1 "),
     (re.compile(r"([ (\[{<])(\"|'{2})"), r"\1 `` "),
     (re.compile(r"(?i)(?<!\w)(')(?!(?:re|ve|ll|m|t|s|d|n)\b)(?=\w)"), r"\1 "),
-    # the final period with what closes after it, and other punctuation
+    # the final period with the closing characters after it, and other punctuation
     (re.compile(r"([^.])(\.)([\])}>\"'\u00bb\u201d\u2019 ]*+)\s*$"), r"\1 \2 \3 "),
     (re.compile(r"([:,])(\D)"), r" \1 \2"),
     (re.compile(r"([:,])$"), r" \1 "),
@@ -29,7 +29,7 @@ _TREEBANK: Rules = (
     (re.compile(r"[*\[\](){}<>]"), r" \g<0> "),
     (re.compile("--"), " -- "),
     (re.compile(r"\A|\Z"), " "),
-    # closing quotes and what hangs at a word
+    # closing quotes, contractions and clitics
     (re.compile(r"([\u00bb\u201d\u2019])"), r" \1 "),
     (re.compile("''"), " '' "),
     (re.compile('"'), " '' "),
@@ -46,7 +46,7 @@ _TREEBANK: Rules = (
     (re.compile(r"(?i) ('t)(is|was)\b"), r" \1 \2 "),
 )
 
-_KEPT, _END = "\0", "\1"  # stand for a period that ends nothing, and for a sentence's end
+_KEPT, _END = "\0", "\1"  # marks for a period inside a sentence, and for the end of a sentence
 _LETTER = "([A-Za-z])"
 _SUFFIX = "(Inc|Ltd|Jr|Sr|Co)"
 _OPENER = r"(Mr|Mrs|Ms|Dr|Prof|Capt|Cpt|Lt|Wherever|(?:He|She|It|They|Their|Our|We|But|However|That|This)\s)"
@@ -76,27 +76,27 @@ def _apply(rules: Rules, text: str) -> str:
 
 
 def treebank_words(text: str) -> list[str]:
-    """The tokens of a text: sentences by Punkt, each split in the manner of the Penn Treebank."""
+    """Return the tokens of a text: sentences by Punkt, each split as in the Penn Treebank."""
     sentences = punkt.sentences(text)
     words = {sentence: _apply(_TREEBANK, sentence).split() for sentence in set(sentences)}
     return [word for sentence in sentences for word in words[sentence]]
 
 
 def plain_sentences(text: str) -> list[str]:
-    """The sentences of a text by its periods and a few known abbreviations, as IFEval looks for key sentences."""
+    """Return the sentences of a text by its periods and a few known abbreviations, as IFEval does for key sentences."""
     marked = _apply(_PLAIN, " " + text.replace("\n", " ") + "  ")
     found = [sentence.strip() for sentence in marked.replace(_KEPT, ".").split(_END)]
     return found if found[-1] else found[:-1]
 
 
 def count_words(text: str) -> int:
-    """Runs of letters, digits and underscores."""
+    """Return the number of runs of letters, digits and underscores."""
     return sum(1 for _ in re.finditer(r"\w+", text))
 
 
 @functools.cache
 def _langdetect() -> Any:
-    """The package, seeded: without a seed it draws n-grams at random and may judge one text in two ways."""
+    """Return the langdetect package with a fixed seed.  Without a seed, it may give one text different languages."""
     import langdetect
 
     langdetect.DetectorFactory.seed = 0
@@ -104,7 +104,7 @@ def _langdetect() -> Any:
 
 
 def in_language(text: str, language: str) -> bool:
-    """Whether langdetect finds that language; a text without any (digits alone) passes, as in IFEval."""
+    """Return whether a text is in `language`; True for a text without a language (only digits), as in IFEval."""
     package = _langdetect()
     try:
         return bool(package.detect(text) == language)
@@ -113,6 +113,6 @@ def in_language(text: str, language: str) -> bool:
 
 
 def prepare() -> None:
-    """Reads the sentence model and the language profiles."""
+    """Load the sentence model and the language profiles."""
     punkt.prepare()
     in_language("These words are English.", "en")

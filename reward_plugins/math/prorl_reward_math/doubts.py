@@ -1,10 +1,10 @@
-"""Answers that math-verify is not asked about: those that take it too long, and wrong ones that it would accept."""
+"""Filters for answers that must not reach math-verify: slow ones, and wrong ones that it would accept."""
 
 import re
 
 from prorl_reward_math.latex import canonical
 
-MAX_PARSED_CHARS = 2000  # longer answers are compared by their canonical form only
+MAX_PARSED_CHARS = 2000  # longer answers are compared only by their canonical form
 
 _COMMANDS = re.compile(r"\\[A-Za-z]+|[A-Za-z]{3,}")
 _NEGATED = re.compile(r"\bnot\b|\\(?:neq?|neg|lnot|not)(?![A-Za-z])")
@@ -20,11 +20,13 @@ _HUGE = re.compile(
       | \\sqrt\[\d{5,} | \\binom\{?\d{6,} | \\binom\{[^{}]*\^""",
     re.VERBOSE,
 )
-_SUM_RAISED = re.compile(r"[)}\]](?:\^|\*\*)[{(]?\d{3,}")  # of a sum with names, this would be expanded
+_SUM_RAISED = re.compile(
+    r"[)}\]](?:\^|\*\*)[{(]?\d{3,}"
+)  # math-verify would expand such a power of a sum with variables
 
 
 def is_huge(text: str) -> bool:
-    """Return whether computing it could take long: towers of powers, large exponents, factorials of large numbers."""
+    """Return whether `text` could take long to compute: towers of powers, large exponents, large factorials."""
     text = text.replace(" ", "")
     if _HUGE.search(text):
         return True
@@ -32,19 +34,19 @@ def is_huge(text: str) -> bool:
 
 
 def _other_case(truth: str, answer: str) -> bool:
-    """Return whether the answer has `a` where the truth has `A` and no `a`: they are different quantities."""
+    """Return whether the answer has a letter in the other case than the truth: `a` and `A` are different quantities."""
     expected, given = (set(re.findall(r"[A-Za-z]", _COMMANDS.sub(" ", text))) for text in (truth, answer))
     return any(name not in expected and name.swapcase() in expected and name.swapcase() not in given for name in given)
 
 
 def _unsolved(text: str) -> bool:
-    """Return whether an inequality has to be solved for its name, which may take math-verify seconds."""
+    """Return whether an inequality must be solved for its variable, which may take math-verify seconds."""
     names = [side for side in _RELATION.split(text) if re.search("[A-Za-z]", _COMMANDS.sub("", side))]
     return len(names) > 1 or not all(map(_NAME.fullmatch, names))
 
 
-def must_not_ask(truth: str, answer: str) -> bool:
-    """Return whether math-verify's verdict would count for nothing, or take too long."""
+def skips_math_verify(truth: str, answer: str) -> bool:
+    """Return whether to judge the answer wrong without math-verify, whose verdict would be slow or unreliable."""
     if any(len(text) > MAX_PARSED_CHARS or is_huge(text) for text in (truth, answer)):
         return True
     if any(pattern.search(answer) and not pattern.search(truth) for pattern in (_NEGATED, _UNEVALUATED)):

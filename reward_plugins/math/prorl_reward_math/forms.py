@@ -10,7 +10,7 @@ MAX_ELEMENTS = 32
 LIST, SET = ",", "\\{"  # kinds whose elements have no order
 Same = Callable[[str, str], bool]  # (truth, answer)
 
-_MANY_VALUED = re.compile(r"[<>]|\\(?:le|ge|cup|pm|mathbb)")  # one text stands for many values
+_MANY_VALUED = re.compile(r"[<>]|\\(?:le|ge|cup|pm|mathbb)")  # one text with many values
 _CONNECTIVE = re.compile(rf"{STYLE}\{{\s*,?\s*(?:and|or|,)\s*\}}|\b(?:and|or)\b|\\(?:lor|vee|quad)(?![A-Za-z])")
 
 
@@ -39,7 +39,7 @@ def listed(text: str) -> tuple[str, list[str]]:
 
 
 def matched(truths: list[str], answers: list[str], same: Same) -> bool:
-    """Return whether each of `truths` equals a different one of `answers`, and none is left over."""
+    """Return whether `truths` and `answers` can be paired one to one, so that the members of each pair are equal."""
     if len(truths) != len(answers) or len(truths) > MAX_ELEMENTS:
         return False
     left = list(answers)
@@ -75,14 +75,14 @@ _STYLED = re.compile(rf"(?:{STYLE}|\\(?:mathbb|mathcal|rm|bf|boxed)\s*)(?=\{{)")
 
 
 def unstyled(text: str) -> str:
-    r"""Remove `\text{}`, `$`, `**` and spaces that only set the text in type."""
+    r"""Remove typesetting from a text: `\text{}`, `$`, `**` and extra spaces."""
     text = _STYLED.sub("", text)
     text = re.sub(r"(?<!\\)[{}$]|\*\*|\\[,;:! ]|\\q?quad(?![A-Za-z])|~|\\[()\[\]]", " ", text)
     return " ".join(text.split())
 
 
 def choice(text: str) -> tuple[str, str] | None:
-    """Return the letter of `C`, `(C)`, `C.`, `C) text`, `Option C` and the text behind it; None without a letter."""
+    """Return the letter of `C`, `(C)`, `C.`, `C) text` or `Option C` and the text after it; None without a letter."""
     text = _CHOICE_LEAD.sub("", unstyled(text))
     found = _LABEL.match(text)
     return (found[1], (found[2] or "").strip()) if found else None

@@ -1,6 +1,6 @@
-"""Decides whether an answer is the expected one: by form and exact value in microseconds, otherwise by math-verify.
+"""Comparison of an answer with the expected one: by form and exact value in microseconds, otherwise by math-verify.
 
-The rule is DeepScaleR's grader OR math-verify (paper sec. 2); the first half is written anew from that idea.
+The rule is DeepScaleR's grader OR math-verify (paper sec. 2).  The first half is a new implementation of that idea.
 """
 
 import functools
@@ -9,7 +9,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from prorl_reward_math.doubts import MAX_PARSED_CHARS, is_huge, must_not_ask
+from prorl_reward_math.doubts import MAX_PARSED_CHARS, is_huge, skips_math_verify
 from prorl_reward_math.forms import Same, choice_verdict, listed, matched, same_elements
 from prorl_reward_math.latex import canonical, clean, number
 from prorl_reward_math.units import power_of_ten, same_unit, split_unit
@@ -20,7 +20,7 @@ _NAMED = re.compile(
 
 
 def same_answer(truth: str, answer: str, tolerance: float | None = None, unit: str = "") -> bool:
-    """Return whether `answer` is `truth`; `tolerance` is relative, `unit` is that of the truth."""
+    """Return whether `answer` equals `truth`.  `tolerance` is relative; `unit` is the unit of the truth."""
     truth, answer = clean(truth), clean(answer)
     if truth == answer:
         return True
@@ -48,7 +48,7 @@ def _without_name(truth: str, answer: str) -> tuple[str, str]:
 
 
 def _same_value(truth: str, answer: str, tolerance: float | None, unit: str) -> bool:
-    """Compare two answers of which at least one is single: units, exact values, then math-verify."""
+    """Return whether two answers are equal by unit, exact value or math-verify; at least one is not a list."""
     truth, own = split_unit(truth)
     exponent, wanted = power_of_ten(unit)
     wanted = wanted.strip(" $") or own
@@ -92,28 +92,28 @@ def all_of(truths: list[str], answer: str, same: Same) -> bool:
 def prepare() -> None:
     """Import math-verify and run it once, because its first call builds parsers."""
     for name in ("math_verify", "latex2sympy2_extended"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # a malformed answer needs no message
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # no message for each malformed answer
     verify_with_math_verify("\\frac{1}{2}", "0.5")
 
 
 def parse_with_math_verify(text: str) -> list[Any]:
-    """Return math-verify's reading of one boxed answer, empty if it finds none.  The pool limits the time."""
+    """Return the expressions that math-verify parses from an answer, or [].  The worker pool limits the time."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
 
-    # Units are split off before: math-verify would drop a factor c or s as well.
+    # The caller has already removed units. math-verify's own removal would also drop a factor c or s.
     latex = LatexExtractionConfig(normalization_config=NormalizationConfig(True, False, True, True, "all", False))
     return list(parse(f"\\boxed{{{text}}}", [latex], parsing_timeout=None))
 
 
-_parse_truth = functools.lru_cache(maxsize=512)(parse_with_math_verify)  # one prompt's answers come together
+_parse_truth = functools.lru_cache(maxsize=512)(parse_with_math_verify)  # the answers to a prompt share its truth
 
 
 def verify_with_math_verify(truth: str, answer: str) -> bool:
-    """Return math-verify's verdict; an answer that it cannot read is wrong."""
+    """Return math-verify's verdict; False for an answer that it cannot read."""
     from math_verify import verify
 
-    if must_not_ask(truth, answer):
+    if skips_math_verify(truth, answer):
         return False
     try:
         sides = _parse_truth(truth), parse_with_math_verify(answer)

@@ -1,19 +1,19 @@
-"""Finds the boxed answer in a text, and writes answers in one canonical form.  Standard library only."""
+"""Extraction of the boxed answer from a text, and the canonical form of answers.  Standard library only."""
 
 import re
 from fractions import Fraction
 
-MAX_WRAPPED_CHARS = 2000  # braces around a longer answer are not taken off, because each layer takes a pass
-MAX_EXPONENT = 400  # of a number in scientific notation; numbers beyond it are not computed
+MAX_WRAPPED_CHARS = 2000  # longer answers keep their outer braces: removing each layer costs one pass
+MAX_EXPONENT = 400  # largest exponent of scientific notation that is evaluated
 
 _BOX_TOKENS = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])|\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"\s*([^\s{}$\\]+)")
 
 
 def boxes(text: str) -> list[tuple[int, int]]:
-    r"""Return begin and end of the contents of all complete \boxed{...} and \fbox{...}, in one pass; also `\boxed 7`.
+    r"""Return start and end of the content of each complete \boxed{...} or \fbox{...}, and of `\boxed 7`, in one pass.
 
-    Braces must balance; escaped ones (`\{`) do not count.  Of nested boxes, all are returned.
+    Braces must balance; escaped braces (`\{`) are not counted.  Nested boxes are all returned.
     """
     found: list[tuple[int, int]] = []
     opened: list[int | None] = []  # for each open brace: where its box command starts, None for other braces
@@ -43,9 +43,9 @@ _BETWEEN_BOXES = re.compile(  # `} and \boxed{`, `}, y = \boxed{`, `}\boxed{`
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the content of the last complete box, and of those that it is listed with; None without a box.
+    r"""Return the content of the last complete box and of the boxes listed with it; None without a box.
 
-    `\boxed{2} and \boxed{3}` gives `2, 3`: commas, semicolons and connectives join boxes, sentences do not.
+    `\boxed{2} and \boxed{3}` gives `2, 3`.  Commas, semicolons, `and` and `or` join boxes; other words do not.
     """
     found = boxes(text)
     if not found:
@@ -72,7 +72,7 @@ _SPACES = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad(?![A-Za-z])|~|\s")
 
 
 def wrapped(text: str) -> bool:
-    """Return whether the bracket at the start is closed by the one at the end."""
+    """Return whether the last character of `text` closes the bracket at its start."""
     depth = 0
     for found in re.finditer(r"\\\\|\\?[([{]|(\\?[)\]}])", text):
         depth += -1 if found[1] else 0 if found[0] == "\\\\" else 1
@@ -82,9 +82,9 @@ def wrapped(text: str) -> bool:
 
 
 def clean(answer: str) -> str:
-    r"""Remove what only sets an answer in type: `$`, `\(`, `\left`, `\!`, braces around it, punctuation at its end.
+    r"""Remove typesetting from an answer: `$`, `\(`, `\left`, `\!`, braces around it, punctuation at its end.
 
-    Also what math-verify cannot read: `np.`, `7./4`, the frame of a set `\{x|x>2\}`, an `i` that touches its factor.
+    Also rewrites notation that math-verify cannot read: `np.`, `7./4`, `\{x|x>2\}`, an `i` that touches its factor.
     """
     text = _LAYOUT.sub(" ", re.sub(r"\\!\s*", "", answer)).replace("np.", "\\").replace("./", "/")
     text = text.strip().rstrip(".,;: \n")
@@ -96,7 +96,7 @@ def clean(answer: str) -> str:
 
 
 def canonical(answer: str) -> str:
-    r"""Write an answer in one form: numbers, fractions, spaces, degrees, percent and money; words in small letters."""
+    r"""Return an answer in one form: uniform numbers and spaces, no degree, % or $ signs, words in lower case."""
     text = TEXT.sub(r"\1", _UNITLESS.sub("", clean(answer))).strip()
     if _WORDS.fullmatch(text):
         text = text.casefold()
@@ -122,7 +122,7 @@ def number(text: str) -> Fraction | None:
 
 
 def split_top(text: str, separators: str = ",") -> list[str]:
-    """Split `text` at separators that stand outside all brackets."""
+    """Split `text` at separators that are outside all brackets."""
     parts, depth, start, escaped = [], 0, 0, False
     for at, char in enumerate(text):
         if escaped:

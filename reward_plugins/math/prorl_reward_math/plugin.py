@@ -1,4 +1,4 @@
-"""The plugin class: what is asked for, what is boxed, and the verdict."""
+"""The plugin class for `math`: checks the truth, extracts the boxed answer and grades it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ _LISTS = (list, tuple)
 
 
 def expected_answers(truth: dict[str, Any]) -> tuple[list[str], bool]:
-    """The accepted answers, and whether all of them must be given.  Raises ValueError naming the field."""
+    """Return the accepted answers, and whether all of them must be given.  Raises ValueError that names the field."""
     if ("answer" in truth) == ("all_of" in truth):
         raise ValueError("truth must have either 'answer' (a string, or a list of which any is accepted) or 'all_of'")
     key = "answer" if "answer" in truth else "all_of"
@@ -21,19 +21,19 @@ def expected_answers(truth: dict[str, Any]) -> tuple[list[str], bool]:
         raise ValueError(f"truth.{key} is {truth[key]!r}; it must be {right}")
     for item in value:
         if not isinstance(item, str) or not item.strip():
-            raise ValueError(f"truth.{key} holds {item!r}; each must be a string that is not empty")
+            raise ValueError(f"truth.{key} contains {item!r}; each item must be a non-empty string")
     return [(boxed(item) or item).strip() for item in value], key == "all_of"
 
 
 class MathReward(RewardPlugin):
-    """Binary reward of the last boxed answer: own grader OR math-verify (paper sec. 2)."""
+    """Binary reward of the last boxed answer, by the plugin's grader OR math-verify (paper sec. 2)."""
 
     name = "math"
     tasks = ("math",)
 
     @dataclass(frozen=True)
     class Config:
-        """`time_budget_s`: CPU seconds of one answer."""
+        """Settings.  `time_budget_s`: CPU seconds per answer."""
 
         time_budget_s: float = 6.0
 
@@ -47,7 +47,7 @@ class MathReward(RewardPlugin):
         tolerance, unit = truth.get("tolerance"), truth.get("unit")
         number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
         if tolerance is not None and not (number and tolerance >= 0):
-            raise ValueError(f"truth.tolerance is {tolerance!r}; it must be a number, relative, of at least 0")
+            raise ValueError(f"truth.tolerance is {tolerance!r}; it must be a number of at least 0 (a relative error)")
         if unit is not None and not isinstance(unit, str):
             raise ValueError(f"truth.unit is {unit!r}; it must be a string")
 

@@ -1,6 +1,6 @@
-r"""Units of measure, compared by their words and powers: `m/s^2`, `\mathrm{m\,s^{-2}}`, `meters per second^2` are one.
+r"""Units of measure, compared by words and powers: `m/s^2`, `\mathrm{m\,s^{-2}}` and `meters per second^2` are equal.
 
-Nothing is converted: an answer in another unit than the truth's is wrong.
+Units are never converted: an answer in another unit than the truth's is wrong.
 """
 
 import re
@@ -38,7 +38,7 @@ _REPLACED = {
 
 
 def read_unit(text: str) -> list[tuple[str, str]]:
-    r"""Return the words of a unit with their powers, `m` and `s`, 2 for `m/s^{2}`; empty if it is not a unit."""
+    r"""Return (word, power) pairs of a unit: ("m", ""), ("s", "2") for `m/s^{2}`; [] if `text` is not a unit."""
     text = TEXT.sub(r" \1", text)
     for pattern, replacement in _REPLACED.items():
         text = re.sub(pattern, replacement, text)
@@ -48,11 +48,11 @@ def read_unit(text: str) -> list[tuple[str, str]]:
 
 
 def split_unit(text: str, loose: bool = False) -> tuple[str, str]:
-    r"""Split `5\,\text{m/s}` or `5 eggs` into the value and its unit; the unit is "" if there is none.
+    r"""Split `5\,\text{m/s}` or `5 eggs` into the value and its unit; the unit is "" if it is missing.
 
     Args:
         text: The answer.
-        loose: Whether any letters next to a number are a unit (`5 m`, `5m`), not a factor as in mathematics.
+        loose: Read any letters next to a number as a unit (`5 m`, `5m`), not as a factor as in mathematics.
     """
     if found := _ENDINGS[loose].search(text, max(1, len(text) - MAX_UNIT_CHARS)):
         value, unit = text[: found.start()].rstrip(), found.group().strip()
@@ -63,7 +63,7 @@ def split_unit(text: str, loose: bool = False) -> tuple[str, str]:
 
 
 def _same_word(one: tuple[str, str], other: tuple[str, str]) -> bool:
-    """Return whether two words name one unit: they are equal, or one abbreviates the other (`km`, `kilometers`)."""
+    """Return whether two words name the same unit: equal, or one abbreviates the other (`km`, `kilometers`)."""
     short, long = sorted((one[0].casefold(), other[0].casefold()), key=len)
     letters = iter(long)
     spelled = long in ("am", "pm") or len(long) > 2
@@ -77,6 +77,6 @@ def same_unit(one: str, other: str) -> bool:
 
 
 def power_of_ten(unit: str) -> tuple[int, str]:
-    """Split a unit such as `10^6 m` into the exponent and the rest; the exponent is 0 if there is none."""
+    """Split a unit such as `10^6 m` into the exponent and the rest; the exponent is 0 without a power of ten."""
     found = re.search(r"(?:\\mathrm\{)?10\^\{?([+-]?\d{1,3})\}?\}?", unit)
     return (int(found[1]), unit[: found.start()] + unit[found.end() :]) if found else (0, unit)

@@ -1,4 +1,4 @@
-"""Scores answers with reasoning-gym's own `score_answer`; restores what an entry lost on its way through JSON."""
+"""The plugin class for `puzzles`: scores answers with the `score_answer` of reasoning-gym's data sets."""
 
 import functools
 import json
@@ -12,7 +12,7 @@ MAX_ANSWER_CHARS = 100_000
 
 # Scorers that compare with tuples: metadata keys whose nested lists were tuples before JSON.
 _TUPLES = {"arc_agi": ("input", "output"), "rearc": ("input", "output")}
-# Entries without an answer of their own carry one in their metadata (boxnet and rush_hour carry none at all).
+# Data sets whose entries have the answer in the metadata (entries of boxnet and rush_hour have no answer).
 _ANSWER_IN_METADATA: dict[str, tuple[str, Callable[[Any], str]]] = {
     "graph_color": ("possible_answer", json.dumps),
     "propositional_logic": ("example_answer", str),
@@ -23,14 +23,14 @@ Scorer = Callable[[str, dict[str, Any]], float]
 
 
 def last_answer(text: str) -> str | None:
-    """What stands in the last <answer>...</answer>, or None."""
+    """Return the text in the last <answer>...</answer>; None without these tags."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, end) if end >= 0 else -1
     return None if start < 0 else text[start + len("<answer>") : end].strip()
 
 
 def _asks_for_tags(prompt: str | list[dict[str, Any]]) -> bool:
-    """Whether a prompt says anything of `<answer>`; where it does not, the whole text is the answer."""
+    """Return whether a prompt mentions `<answer>`; otherwise the whole response is the answer."""
     return "<answer>" in (prompt if isinstance(prompt, str) else json.dumps(prompt))
 
 
@@ -39,7 +39,7 @@ def _tupled(value: Any) -> Any:
 
 
 def restored(dataset: str, entry: dict[str, Any]) -> dict[str, Any]:
-    """The entry as reasoning-gym made it, from the entry as JSON gave it back.  The argument stays as it is."""
+    """Return an entry read from JSON with the tuples that its scorer expects.  Does not change `entry`."""
     metadata = entry.get("metadata")
     keys = _TUPLES.get(dataset, ())
     if not keys or not isinstance(metadata, dict):
@@ -49,7 +49,7 @@ def restored(dataset: str, entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def own_answer(dataset: str, entry: dict[str, Any]) -> str | None:
-    """The right answer that an entry carries, as text; None where the data set gives none."""
+    """Return the right answer stored in an entry, as text; None if the entry has no answer."""
     if entry.get("answer") is not None:
         return str(entry["answer"])
     key, text = _ANSWER_IN_METADATA.get(dataset, ("", str))
@@ -59,7 +59,7 @@ def own_answer(dataset: str, entry: dict[str, Any]) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def _scorer(dataset: str, options: str) -> Scorer:
-    """The data set's scorer; made once, since some data sets load word lists when they are made."""
+    """Return the scorer of a data set, cached because some data sets load word lists when created."""
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if dataset not in DATASETS:
@@ -67,19 +67,19 @@ def _scorer(dataset: str, options: str) -> Scorer:
     try:
         score: Scorer = create_dataset(dataset, **json.loads(options)).score_answer
     except Exception as error:
-        raise ValueError(f"truth.config does not suit reasoning-gym's {dataset!r}: {error}") from error
+        raise ValueError(f"truth.config does not fit reasoning-gym's {dataset!r}: {error}") from error
     return score
 
 
 class PuzzlesReward(RewardPlugin):
-    """Continuous reward of reasoning-gym's data sets, by name (paper sec. 2)."""
+    """Continuous reward of reasoning-gym puzzles by their own scorers (paper sec. 2)."""
 
     name = "puzzles"
     tasks = ("puzzles",)
 
     @dataclass(frozen=True)
     class Config:
-        """`time_budget_s`: CPU seconds of one answer."""
+        """Settings.  `time_budget_s`: CPU seconds per answer."""
 
         time_budget_s: float = 10.0
 
@@ -130,24 +130,24 @@ class PuzzlesReward(RewardPlugin):
     def _judge(self, truth: dict[str, Any], answer: str) -> RewardResult:
         dataset, config = truth["dataset"], dict(truth.get("config", {}))
         entry = restored(dataset, truth["entry"])
-        if dataset == "composite":  # its entries are those of the data set named inside
+        if dataset == "composite":  # the metadata of an entry names its data set
             dataset = entry["metadata"]["source_dataset"]
             entry = restored(dataset, entry)
         score_answer = _scorer(dataset, json.dumps(config, sort_keys=True))
         oracle = entry["answer"]
         if isinstance(oracle, str) and oracle != answer and oracle.strip() == answer:
-            answer = oracle  # the white space around it was lost when the tags were read
+            answer = oracle  # reading the tags removed the white space around the answer
         try:
             raw = float(score_answer(answer, entry))
         except Exception as error:
-            self._blame(dataset, entry, score_answer, error)
+            self._raise_if_bad_entry(dataset, entry, score_answer, error)
             raise InvalidAnswer(f"{dataset}'s scorer refused it: {type(error).__name__}: {error}") from error
         score = min(1.0, max(0.0, raw))
         parts = {} if score == raw else {"raw": raw}
         return RewardResult(score=score, correct=score >= 1.0 - 1e-9, parts=parts, detail=f"{dataset}: {raw:g}")
 
-    def _blame(self, dataset: str, entry: dict[str, Any], score_answer: Scorer, error: Exception) -> None:
-        """Raises ValueError where the entry's own answer fails as well: then the entry is bad, not the answer."""
+    def _raise_if_bad_entry(self, dataset: str, entry: dict[str, Any], score_answer: Scorer, error: Exception) -> None:
+        """Raise ValueError if the scorer also fails on the entry's own answer: then the entry is bad."""
         own = own_answer(dataset, entry)
         try:
             score_answer("" if own is None else own, entry)

@@ -1,4 +1,4 @@
-r"""Chemical formulas and equations: `H_2O`, `\ce{H2O}`, `\mathrm{SO_4^{2-}}`, H₂O are compared by what they say."""
+r"""A plain form of chemical formulas and equations, in which `H_2O`, `\ce{H2O}`, `\mathrm{H_2O}`, H₂O are equal."""
 
 import re
 
@@ -21,7 +21,7 @@ MAX_FORMULA_CHARS = 300
 
 
 def formula(text: str) -> str | None:
-    r"""A chemical formula or equation in one form; None for anything else."""
+    r"""Return a chemical formula or equation in one plain form; None for anything else."""
     if len(text) > MAX_FORMULA_CHARS:
         return None
     text = text.translate(_SMALL)
@@ -32,12 +32,12 @@ def formula(text: str) -> str | None:
     text = re.sub(r"\\(?:rightleftharpoons|leftrightarrow)", "<=>", text)
     text = re.sub(r"\\(?:cdot|bullet|ast)(?![A-Za-z])|\*", ".", text)
     text = re.sub(r"\\[,;:! ]|\s|~", "", text).rstrip(".")
-    text = re.sub(r"\((?:aq|s|l|g)\)", "", text)  # states
+    text = re.sub(r"\((?:aq|s|l|g)\)", "", text)  # states of matter do not count
     if text.casefold() in _WORDS or not _FORMULA.fullmatch(text):
         return None
     return text.replace("^", "")
 
 
 def is_plain_symbol(text: str) -> bool:
-    """Whether a formula is a lone letter or element, which may as well be a name in mathematics."""
+    """Return whether a formula is a single element symbol, which may also be a variable in mathematics."""
     return re.fullmatch(r"[A-Z][a-z]?", text) is not None

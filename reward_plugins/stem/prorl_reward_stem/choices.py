@@ -1,4 +1,4 @@
-"""Multiple choice: the letter of an option or its text, and nothing that names another option too."""
+"""Multiple choice: which options an answer names, by letter, by text or by value."""
 
 import re
 import string
@@ -9,7 +9,7 @@ from prorl_reward_math.latex import canonical
 
 MAX_OPTIONS = len(string.ascii_uppercase)
 MAX_COMPARED_CHARS = 200  # longer answers are compared with the options as text only
-MAX_LETTERED_CHARS = 2000  # beyond it (and twice the longest option) an answer names nothing
+MAX_LETTERED_CHARS = 2000  # plus twice the longest option; a longer answer never names an option
 
 _LABELLED = re.compile(r"^\s*[(\[]?\s*([A-Za-z])\s*[)\].:]\s*(?=\S)")
 _OTHER_LABELS = re.compile(
@@ -22,14 +22,14 @@ def letters(count: int) -> str:
 
 
 def without_labels(options: Sequence[str]) -> list[str]:
-    """The options' texts; where every one begins with its own letter (`A. ...`, `(b) ...`) the letters are dropped."""
+    """Return the texts of the options.  If each begins with its own letter (`A. ...`, `(b) ...`), drop the letters."""
     found = [_LABELLED.match(option) for option in options]
     own = all(label and label[1].upper() == letter for label, letter in zip(found, letters(len(options)), strict=True))
     return [option[label.end() :] if own and label else option for option, label in zip(options, found, strict=True)]
 
 
 def right_letter(answer: str, options: Sequence[str]) -> str:
-    """The letter of the right option.  Raises ValueError that says what the answer must be."""
+    """Return the letter of the right option.  Raises ValueError if `answer` is not one of the options' letters."""
     found = choice(answer)
     known = letters(len(options))
     if found is None or found[1] or found[0].upper() not in known:
@@ -38,12 +38,12 @@ def right_letter(answer: str, options: Sequence[str]) -> str:
 
 
 def _form(text: str) -> str:
-    """A text as it is compared: without type setting, letter case, spaces and a full stop at its end."""
+    """Return a text in the form that is compared: no typesetting, letter case, spaces or final punctuation."""
     return re.sub(r"\s+", "", unstyled(text)).rstrip(".,;:").casefold()
 
 
 def _texts(text: str, options: Sequence[str]) -> list[int]:
-    """The options that read like `text`; where letter case tells options apart, it counts."""
+    """Return the indexes of options that read like `text`.  Letter case counts only if it distinguishes options."""
     same = [index for index, option in enumerate(options) if _form(option) == _form(text)]
     if len({options[index].strip() for index in same}) > 1:
         bare = re.sub(r"\s+", "", unstyled(text)).rstrip(".,;:")
@@ -52,10 +52,10 @@ def _texts(text: str, options: Sequence[str]) -> list[int]:
 
 
 def chosen(answer: str, options: Sequence[str], same: Callable[[str, str], bool]) -> set[int]:
-    """The options that an answer names, by index: by letter, by text, or by a value equal to theirs.
+    """Return the indexes of the options that an answer names: by letter, by text, or by an equal value.
 
-    A capital letter alone is always the label; a small one is the option that reads so, where there is one.
-    Several options may carry one text: then all of them are named.
+    A single capital letter is always a label.  A single small letter is an option's text if one reads so, otherwise a
+    label.  If several options have the same text, an answer with this text names all of them.
     """
     texts = without_labels(options)
     if len(answer) > MAX_LETTERED_CHARS + 2 * max(map(len, options)):
@@ -70,7 +70,7 @@ def chosen(answer: str, options: Sequence[str], same: Callable[[str, str], bool]
         if not found[1]:
             return {index}
         if named := set(_texts(answer, options)) or set(_texts(answer, texts)):
-            return named  # the option itself reads `(a) 5, (b) 6`
+            return named  # the text of the option is itself `(a) 5, (b) 6`
         return _labelled(index, found[1], texts, known)
     if read_alike := _texts(bare, texts):
         return set(read_alike)
@@ -84,12 +84,12 @@ def _exactly(text: str, options: Sequence[str]) -> list[int]:
 
 
 def _labelled(index: int, rest: str, texts: Sequence[str], known: str) -> set[int]:
-    """What `C) rest` names: C, unless the rest is another option's text or names another letter."""
+    """Return the options that `C) rest` names: C, and any other option that `rest` names by text, letter or value."""
     named = set(_texts(rest, texts))
     if named:
         return {index} if index in named else {index, *named}
     if _form(texts[index]) and _form(texts[index]) in _form(rest):
-        rest = ""  # the option's text with an addition
+        rest = ""  # the text of the option with an addition
     others = {label for found in _OTHER_LABELS.finditer(rest) for label in found.groups() if label}
     others = {label for label in others if label in known and known.index(label) != index}
     by_value = {at for at, text in enumerate(texts) if rest and canonical(text) == canonical(rest)}

@@ -1,4 +1,4 @@
-"""The plugin class: mathematics' grading with units, multiple choice, chemistry, lists and truth values around it."""
+"""The plugin class for `stem`: the grading of `math`, plus multiple choice, chemistry, lists and truth values."""
 
 import re
 from typing import Any
@@ -16,22 +16,22 @@ _TRUTH_VALUES = {"true": True, "yes": True, "correct": True, "false": False, "no
 
 
 def check_options(truth: dict[str, Any]) -> None:
-    """Raises ValueError naming the field where a multiple choice is not well formed."""
+    """Raise ValueError that names the field if a multiple choice is malformed."""
     options = truth["options"]
     if not isinstance(options, list) or not 2 <= len(options) <= MAX_OPTIONS:
         raise ValueError(f"truth.options must be a list of 2 to {MAX_OPTIONS} strings, the texts of the options")
     for option in options:
         if not isinstance(option, str):
-            raise ValueError(f"truth.options holds {option!r}; each must be a string")
+            raise ValueError(f"truth.options contains {option!r}; each option must be a string")
     if not isinstance(truth.get("answer"), str):
         raise ValueError(f"truth.answer is {truth.get('answer')!r}; with options it must be a letter")
     right_letter(truth["answer"], options)
 
 
 def same_list(truth: str, answer: str, same: Any) -> bool | None:
-    """The verdict where the truth is a list in brackets (`[4, 2]`), in order; None for anything else.
+    """Return the verdict if the truth is an ordered list in square brackets (`[4, 2]`); None for anything else.
 
-    The answer may leave the brackets out; with three elements or more it may use other ones (an interval has two).
+    The answer may omit the brackets, or use `()` or `<>` unless the truth has two elements: then it may be an interval.
     """
     if not re.fullmatch(r"\[[^\[\]]*\]", truth.strip()):
         return None
@@ -46,7 +46,7 @@ def same_list(truth: str, answer: str, same: Any) -> bool | None:
 
 
 def unstyled_list(answer: str) -> str:
-    r"""A list without `$`, and a column or row vector as a list."""
+    r"""Return an answer without `$`, with a column or row vector written as a list."""
     text = re.sub(r"(?<!\\)\$", "", answer).strip()
     vector = re.fullmatch(
         r"(?:\\left)?\\begin\{([bp]?)(?:matrix|array)\}(?:\{[lcr]+\})?(.*)\\end\{\1(?:matrix|array)\}", text, re.DOTALL
@@ -58,7 +58,7 @@ def unstyled_list(answer: str) -> str:
 
 
 def truth_value(text: str) -> bool | None:
-    r"""Return True or False of `True`, `Yes`, `\text{false}`; None for anything else."""
+    r"""Return the truth value of `True`, `Yes`, `\text{false}` and the like; None for anything else."""
     return _TRUTH_VALUES.get(unstyled(text).strip(" .").casefold())
 
 
@@ -68,14 +68,14 @@ _STATED = re.compile(
 
 
 def stated_choice(text: str) -> str | None:
-    """The choice of the last line `Answer: C`, for prompts that ask for no box; None without one."""
+    """Return the choice in the last line of the form `Answer: C`; None without such a line."""
     lines = [line for line in text[-2000:].splitlines() if line.strip()]
     found = [match[1] for line in lines if (match := _STATED.match(line))]
     return found[-1].strip(" *.`") if found else None
 
 
 class StemReward(MathReward):
-    """Binary reward of the last boxed answer to a question of science (paper sec. 2), with the settings of `math`."""
+    """Binary reward of the last boxed answer to a science question (paper sec. 2), with the settings of `math`."""
 
     name = "stem"
     tasks = ("stem",)
@@ -100,18 +100,18 @@ class StemReward(MathReward):
         self.validate_truth(request.truth)
         if request.answer_text is None:
             return no_answer()
-        choice_asked = "options" in request.truth
+        is_choice = "options" in request.truth
         answer = boxed(request.answer_text)
-        if not answer and choice_asked and "\\boxed" not in str(request.prompt):
+        if not answer and is_choice and "\\boxed" not in str(request.prompt):
             answer = stated_choice(request.answer_text)
         if not answer:
             return RewardResult(score=0.0, correct=False, detail="no answer in \\boxed{}")
-        accepted = self._chooses(request.truth, answer) if choice_asked else self._accepts(request.truth, answer)
+        accepted = self._chooses(request.truth, answer) if is_choice else self._accepts(request.truth, answer)
         detail = f"{'accepted' if accepted else 'not accepted'}: {one_line(answer, 200)}"
         return RewardResult(score=float(accepted), correct=accepted, detail=detail)
 
     def _chooses(self, truth: dict[str, Any], answer: str) -> bool:
-        """Whether the answer names the right option and no other one (another one with the same text may be)."""
+        """Return whether the answer names the right option and no option with a different text."""
         options = truth["options"]
         right = letters(len(options)).index(right_letter(truth["answer"], options))
 
@@ -145,10 +145,10 @@ class StemReward(MathReward):
         return grading.same_answer(truth, answer, tolerance, unit)
 
     def _by_form(self, truth: str, answer: str) -> bool | None:
-        """The verdict on chemistry and on a lone letter; None for anything else."""
+        """Return the verdict on a chemical formula or a single letter; None for anything else."""
         expected, given = formula(truth), formula(answer)
         if expected and given and not (is_plain_symbol(expected) and "\\ce" not in truth):
             return expected == given
         if re.fullmatch(r"[A-J]", unstyled(truth)) and re.fullmatch(r"[a-j]", unstyled(answer)):
-            return unstyled(truth) == unstyled(answer).upper()  # a choice whose options stand in the question
+            return unstyled(truth) == unstyled(answer).upper()  # a choice whose options are in the question
         return None

@@ -354,7 +354,7 @@ def test_every_configuration_key_exists() -> None:
 
 @pytest.mark.starts
 def test_overrides_in_the_tables_are_accepted() -> None:
-    """Every `key=value` of docs/howto/overrides.md and docs/tutorial/laptop.md, each by itself, as a user would try it."""
+    """Every `key=value` of two pages, each by itself, as a user would try it."""
     tried = 0
     for page in (DOCS / "howto" / "overrides.md", DOCS / "tutorial" / "laptop.md"):
         for line in prose(page).splitlines():

@@ -114,7 +114,7 @@ FORMATS: dict[str, tuple[str, Any, bool]] = {
     "hook-event": ("Event given to on_event", launcher.HookEvent, False),
     "journal-event": ("Line of journal.jsonl", any_of(JournalEvent, "An event of a run."), True),
     "launch": ("Line of launches.jsonl", any_of(LAUNCH, "A start of a run by a Slurm job, or its end."), False),
-    "node": ("Node file", any_of(NodeState | Launch, "Files by which the nodes of a run start and end together."), False),
+    "node": ("Node file", any_of(NodeState | Launch, "How the nodes of a run start and end together."), False),
     "prompt-record": ("Prompt record", records.PromptRecord, True),
     "reward-request": ("Reward request", RewardRequest, True),
     "state": (

@@ -45,7 +45,7 @@ FOLDER = ROOT / "docs" / "schemas"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
-# Regular expressions for the keys of a line of metrics.jsonl; docs/reference/formats.md explains each key.
+# Regular expressions for the keys of a line of metrics.jsonl; docs/reference/metrics.md explains each key.
 METRICS = (
     "kl",
     "entropy",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().parent / "reference" / "commands.md"
-HEAD = """# Commands
+HEAD = """# Command reference
 
 Every `prorl` command with its arguments, as `--help` prints them. [Commands and exit codes](overview.md) explains
 the purpose of each command and the meaning of its exit code. An argument `OVERRIDE` is one of the

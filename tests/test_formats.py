@@ -156,6 +156,24 @@ def test_every_format_has_a_schema_that_says_what_it_is() -> None:
         assert any(f"schemas/{path.name}" in page.read_text() for page in FORMAT_PAGES), name
 
 
+def fields_of(schema: Any) -> set[str]:
+    """Names of the fields of all objects in a schema."""
+    if isinstance(schema, list):
+        return set().union(*map(fields_of, schema))
+    if not isinstance(schema, dict):
+        return set()
+    own = schema.get("properties", {})
+    return {*(own if isinstance(own, dict) else ()), *set().union(*map(fields_of, schema.values()))}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_field_is_documented(name: str) -> None:
+    """Each field of a schema is in inline code on one page that links to the schema."""
+    pages = [page for page in FORMAT_PAGES if f"schemas/{name}.schema.json" in page.read_text()]
+    named = [set(re.findall(r"[\w@]+", " ".join(inline_code(page)))) for page in pages]
+    assert min((sorted(fields_of(json.loads(SCHEMAS[name].read_text())) - words) for words in named), key=len) == []
+
+
 @pytest.mark.starts
 def test_the_schemas_are_those_of_the_types() -> None:
     """`python setup/schemas.py` makes them anew."""

@@ -43,7 +43,7 @@ COMMON = [
     "trainer.grpo.keep_best=0",
     "trainer.grpo.save_rollout_groups=0",
 ]
-# The reference policy pulls only as hard as the KL coefficient: at 1e-4 nothing of it can be seen within these steps.
+# The KL coefficient sets the pull of the reference policy: at 1e-4 its effect is invisible within these steps.
 _RESETS = ["trainer.grpo.kl_coef=0.02"]
 _EVERY = [*_RESETS, "trainer.resets.every=20"]
 ARMS: dict[str, list[str]] = {
@@ -99,7 +99,7 @@ def base_of(seed: int, out: Path) -> Path:
 def run_arm(arm: str, seed: int, out: Path, jobs: int) -> dict[str, Any]:
     """Trains one arm with one seed, beside `jobs` - 1 others; its curves."""
     base, run = base_of(seed, out).absolute(), out / f"{arm}-seed{seed}"
-    shutil.rmtree(run, ignore_errors=True)  # a half run would count its start twice
+    shutil.rmtree(run, ignore_errors=True)  # an incomplete run would count its start twice
     overrides = [f"algorithm={arm}", *COMMON, f"seed={seed}", *ARMS[arm]]
     began = time.monotonic()
     model = [f"pretrained_checkpoint.restore_from_path={base}", "trainer.warmup.steps=0"]
@@ -141,7 +141,7 @@ def results() -> list[dict[str, Any]]:
     return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.is_file() else []
 
 
-# --- what they say ---------------------------------------------------------------------------------------------------
+# --- tables and charts ------------------------------------------------------------------------------------------------
 
 
 def gain(result: dict[str, Any]) -> float:
@@ -161,7 +161,7 @@ def with_error(values: Sequence[float], form: str) -> str:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """One line an arm, and its difference to the first of its group, seed by seed."""
+    """Return a table with one line for each arm and its difference to the first arm of its group, seed by seed."""
     lines = []
     for group, arms in GROUPS.items():
         lines += [f"\n**{group}**\n"]

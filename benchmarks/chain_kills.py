@@ -55,11 +55,11 @@ def main() -> int:
         parser.error(f"--out {args.out} exists")
     args.out.mkdir(parents=True)
     one, other = args.out / "undisturbed", args.out / "disturbed"
-    told = [describe(), f"stages {', '.join(STAGES)}; settings: {' '.join(args.settings) or 'none'}"]
+    report = [describe(), f"stages {', '.join(STAGES)}; settings: {' '.join(args.settings) or 'none'}"]
     began = time.monotonic()
     if launch(one, args.settings, None):
         raise RuntimeError(f"the undisturbed chain failed: {one}.log")
-    told.append(f"undisturbed: {time.monotonic() - began:.0f} s")
+    report.append(f"undisturbed: {time.monotonic() - began:.0f} s")
     starts = 1
     while launch(other, args.settings, "reset:committed"):
         starts += 1
@@ -72,13 +72,13 @@ def main() -> int:
         resumed = [e["step"] for e in events if e["event"] == "resume"]
         reset = [e["step"] for e in events if e["event"] == "reset_commit"]
         resets += len(reset)
-        told.append(f"{stage}: hard resets after steps {reset}, killed right after; went on from steps {resumed}")
+        report.append(f"{stage}: hard resets after steps {reset}, killed right after; went on from steps {resumed}")
         for what, same in compare(one / stage, other / stage):
-            told.append(f"    {'equal' if same else 'DIFFERENT'}: {what}")
+            report.append(f"    {'equal' if same else 'DIFFERENT'}: {what}")
             failed |= not same
         kl = [m["kl"] for m in lines(other / stage / "metrics.jsonl")]
-        told.append(f"    kl of each step: {', '.join(f'{value:.1e}' for value in kl)}")
-    sys.stdout.write("\n".join([*told, f"{starts - 1} kills, {resets} hard resets"]) + "\n")
+        report.append(f"    kl of each step: {', '.join(f'{value:.1e}' for value in kl)}")
+    sys.stdout.write("\n".join([*report, f"{starts - 1} kills, {resets} hard resets"]) + "\n")
     return 1 if failed or starts - 1 != resets else 0
 
 

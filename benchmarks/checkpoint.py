@@ -1,11 +1,11 @@
-"""How long training waits for a checkpoint: written before it goes on, or in the background.
+"""Time that training waits for a checkpoint that is written synchronously or in the background.
 
     .venv/train/bin/python benchmarks/checkpoint.py                     the laptop's model, and one of 100M parameters
     .venv/train/bin/python benchmarks/checkpoint.py --models laptop --rounds 9
 
-Rounds of K updates without a checkpoint, with one that is waited for, and with one in the background, in turn.  What
-a checkpoint costs is what such a round takes longer: the seconds in `save`, and what the writing thread takes from
-the updates beside it.
+Rounds of K updates alternate: without a checkpoint, with a synchronous one, with one in the background.  The cost of a
+checkpoint is the extra time of such a round: the seconds in `save`, and the time that the writing thread takes from the
+updates that run at the same time.
 """
 
 import argparse
@@ -90,14 +90,14 @@ def measure(shape: dict[str, int], rounds: int) -> dict[str, Any]:
     """Medians over rounds, in seconds, and sizes."""
     from nemo_prorl.lifecycle.retention import size_of
 
-    with tempfile.TemporaryDirectory() as name:  # TMPDIR says where
+    with tempfile.TemporaryDirectory() as name:  # under TMPDIR
         folder = Path(name)
         job = build(shape, folder / "hf")
         from nemo_prorl.policy.checkpoint_files import PolicyStore
 
         saved = folder / "checkpoints" / "step-000001"
         writers = {way: PolicyStore(job.actor, way == "background", 600) for way in ("foreground", "background")}
-        for writer in writers.values():  # the first of each warms caches
+        for writer in writers.values():  # the first round warms caches
             writer.save(saved, {"step": 1})
             writer.wait()
         update = statistics.median(seconds(job.update) for _ in range(5))
@@ -148,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--one", choices=SHAPES, help=argparse.SUPPRESS)  # Megatron builds one model a process
+    parser.add_argument("--one", choices=SHAPES, help=argparse.SUPPRESS)  # Megatron builds one model per process
     args = parser.parse_args()
     if args.one:
         sys.stdout.write("\nRESULT " + json.dumps(measure(SHAPES[args.one], args.rounds)) + "\n")
@@ -157,8 +157,8 @@ def main() -> None:
     sys.stdout.write(describe() + "\n\n")
     for name in args.models:
         command = [sys.executable, __file__, "--one", name, "--rounds", str(args.rounds)]
-        told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        sys.stdout.write("\n".join(report(name, json.loads(told.rsplit("RESULT ", 1)[1]))) + "\n")
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        sys.stdout.write("\n".join(report(name, json.loads(output.rsplit("RESULT ", 1)[1]))) + "\n")
         sys.stdout.flush()
 
 

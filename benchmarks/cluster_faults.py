@@ -1,9 +1,9 @@
-"""Breaks a run on an emulated Slurm cluster in each way that a cluster breaks, and compares what it comes to.
+"""Fifteen faults of a cluster, each injected into a run on an emulated Slurm cluster, compared with an undisturbed run.
 
     .venv/train/bin/python benchmarks/cluster_faults.py [--nodes 4] [--only NAME,NAME] [--base FOLDER] [--out DIR]
 
-Needs root and Slurm's daemons (docs/tutorial/cluster.md).  One run is not disturbed; each other run has one fault at
-step 3 of 6.  Slurm and the job continue without help.  Where a fault ends the job for good (scancel, a full run
+Needs root and Slurm's daemons (docs/tutorial/cluster.md).  One run is undisturbed; each other run has one fault at step
+3 of 6.  Slurm and the job continue without help.  Where a fault ends the job for good (scancel, a full run
 directory), the same command is submitted again.  Weights, metrics (all but time/), held-out scores and rollouts must be
 equal to the bit: no prompt is lost or counted twice.  No process may be left on any node, no wait may be longer than
 --deadline.
@@ -56,7 +56,7 @@ PROGRAMS = {
 
 @dataclass
 class Case:
-    """One fault: what was done, and what became of the run."""
+    """A fault, and the state of the run after it."""
 
     name: str
     run: Path
@@ -69,9 +69,9 @@ class Case:
     failed: str = ""
 
     def happened(self) -> str:
-        """In the words of launches.jsonl."""
-        told = [m for m in lines(self.run / "launches.jsonl") if m["event"] == "end"]
-        says = [f"{m['code']} {m['next']}" for m in told]
+        """Return the exit codes and next actions of all attempts, from launches.jsonl."""
+        ends = [m for m in lines(self.run / "launches.jsonl") if m["event"] == "end"]
+        says = [f"{m['code']} {m['next']}" for m in ends]
         ended = ", ".join(
             f"{e.state} {e.code}{f' after {e.restarts} requeues' if e.restarts else ''}" for e in self.ends
         )
@@ -217,7 +217,7 @@ class Bench:
             case.failed = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             sys.stderr.write(f"{error}\n")
         finally:
-            if self.drained:  # stays so until somebody says otherwise
+            if self.drained:  # a drained node stays drained until scontrol resumes it
                 self.slurm.run("scontrol", "update", f"NodeName={self.drained}", "State=RESUME")
                 self.drained = ""
             self.slurm.clean_up()

@@ -74,11 +74,11 @@ class Ours:
         for one in self.benchmarks:
             prompts += [self.source.request(record, one.sampling) for record in self.records[one.name]]
         params = prompts[0][1]
-        told = {"model": str(self.model.folder), "samples": self.benchmarks[0].sampling.samples}
-        told |= {"prompts": [ids for ids, _ in prompts], "max_tokens": [p.max_tokens for _, p in prompts]}
-        told |= {"temperature": params.temperature, "top_p": params.top_p, "stop": list(params.stop_token_ids or ())}
-        told |= {key: rollout[key] for key in ("dtype", "threads", "eager", "max_num_seqs", "max_batched_tokens")}
-        return {**told, "kv_mb": rollout.kv_cache_mb, "context": self.cfg.trainer.grpo.context_tokens}
+        job = {"model": str(self.model.folder), "samples": self.benchmarks[0].sampling.samples}
+        job |= {"prompts": [ids for ids, _ in prompts], "max_tokens": [p.max_tokens for _, p in prompts]}
+        job |= {"temperature": params.temperature, "top_p": params.top_p, "stop": list(params.stop_token_ids or ())}
+        job |= {key: rollout[key] for key in ("dtype", "threads", "eager", "max_num_seqs", "max_batched_tokens")}
+        return {**job, "kv_mb": rollout.kv_cache_mb, "context": self.cfg.trainer.grpo.context_tokens}
 
 
 def _first(records: dict[str, list[dict[str, Any]]], number: int) -> dict[str, list[dict[str, Any]]]:
@@ -91,7 +91,7 @@ def _first(records: dict[str, list[dict[str, Any]]], number: int) -> dict[str, l
 
 
 class Offline:
-    """vLLM in a process of its own, which stays up."""
+    """A process that runs vLLM offline and stays up between measurements."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
@@ -108,8 +108,8 @@ class Offline:
         assert self._process.stdin is not None
         self._process.stdin.write(word + "\n")
         self._process.stdin.flush()
-        told = json.loads(self._line())
-        return told["seconds"], told["tokens"]
+        result = json.loads(self._line())
+        return result["seconds"], result["tokens"]
 
 
 @contextlib.contextmanager

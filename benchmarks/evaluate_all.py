@@ -2,7 +2,7 @@
 
     .venv/train/bin/python benchmarks/evaluate_all.py runs/laptop/base --sources FOLDER [--samples 4] [--out DIR]
 
-FOLDER holds the published files (PUBLISHED below says which; absent ones are told).  The problems are prepared by the
+FOLDER holds the published files (PUBLISHED below says which; absent ones are named).  The problems are prepared by the
 commands that the benchmarks themselves name; those that are made on the spot need no file.  Then three evaluations by
 `prorl evaluate`: (whole) undisturbed; (broken) ended by SIGKILL when half of the responses are stored, and run again;
 (again) from whole's manifest into a new folder.  All numbers must be equal, and what a kill left is never drawn again.
@@ -62,9 +62,9 @@ def prepare(sources: Path, data: Path) -> tuple[list[Benchmark], list[str]]:
             words = shlex.split(one.prepare.replace("DIR/", f"{data}/"))
             command = [PRORL, *(str(file) if word == "FILE" else word for word in words[1:]), "--check", "0"]
             command += [] if "FILE" in one.prepare else PUZZLES
-            told = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-            if told.returncode:
-                raise SystemExit(f"{shlex.join(command)} ended with {told.returncode}:\n{told.stderr}")
+            finished = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+            if finished.returncode:
+                raise SystemExit(f"{shlex.join(command)} ended with {finished.returncode}:\n{finished.stderr}")
         found.append(one)
     return found, absent
 
@@ -102,7 +102,7 @@ class Evaluation:
             log.close()
 
     def done(self) -> tuple[float, str]:
-        """(seconds, what it printed); ends this program where it fails."""
+        """Run the evaluation to its end and return its seconds and its output.  Raises SystemExit if it fails."""
         began = time.monotonic()
         with self.started() as process:
             out, _ = process.communicate(timeout=DEADLINE_S)
@@ -134,7 +134,7 @@ def by_domain(results: dict[str, Any], benchmarks: list[Benchmark]) -> list[str]
 
 
 def kept(before: dict[str, bytes], after: dict[str, bytes]) -> bool:
-    """Whether each file only grew, and holds each response once."""
+    """Return whether each file has only grown and contains each response once."""
     if not all(after.get(name, b"").startswith(data) for name, data in before.items()):
         return False
     for data in after.values():
@@ -147,7 +147,7 @@ def kept(before: dict[str, bytes], after: dict[str, bytes]) -> bool:
 def compare(
     folder: Path, words: list[str], benchmarks: list[Benchmark], overrides: list[str]
 ) -> tuple[list[str], bool]:
-    """What the three evaluations came to, and whether all is as it should be."""
+    """Run the three evaluations; return the lines of the report, and whether all comparisons are equal."""
     whole, broken = Evaluation(folder / "whole", words), Evaluation(folder / "broken", words)
     again = Evaluation(folder / "again", ["--manifest", str(folder / "whole" / "manifest.json"), *overrides])
     seconds, _ = whole.done()
@@ -190,7 +190,7 @@ def main() -> None:
     for name in ("whole", "broken", "again"):
         shutil.rmtree(args.out / name, ignore_errors=True)
     words = [args.model, "--benchmarks", ",".join(one.name for one in benchmarks), "--data", str(args.out / "data")]
-    # The tokenizer of the laptop's model has few words, so that prompts are long: the context is the model's whole.
+    # The laptop's tokenizer has few words, which makes prompts long: use the whole context of the model.
     words += [
         *args.overrides,
         "--samples",
@@ -201,8 +201,8 @@ def main() -> None:
         str(args.max_response),
     ]
     words += [] if args.limit is None else ["--limit", str(args.limit)]
-    told, fine = compare(args.out, words, benchmarks, args.overrides)
-    sys.stdout.write("\n".join([*lines, *told]) + "\n")
+    outcome, fine = compare(args.out, words, benchmarks, args.overrides)
+    sys.stdout.write("\n".join([*lines, *outcome]) + "\n")
     sys.exit(0 if fine else 1)
 
 

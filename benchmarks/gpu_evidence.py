@@ -1,12 +1,12 @@
-"""The proof on real hardware: runs what this machine allows, says what it left out and why, writes a JSON and a page.
+"""Evidence on real hardware, as JSON and page: each section that this machine allows, and why others were skipped.
 
 python benchmarks/gpu_evidence.py                          on a GPU, under 20 minutes (`make gpu-evidence`)
 python benchmarks/gpu_evidence.py --device cpu --small     every section that can, tiny: shows that it works
-... --wheels DIR            installs the wheels there into a folder of this run's own, without network
+... --wheels DIR            first installs the wheels in DIR into a temporary folder, without network
 ... --sections kernels,actor
 
-Needs a Python with torch, and numpy or its wheel; not even that this project is installed.  Each section is a process
-of its own with a time limit: one that fails or hangs loses no other, and the files are written anew after each.
+Needs a Python with torch, and numpy or its wheel.  The project need not be installed.  Each section is a separate
+process with a time limit, so that a failed or hung section does not affect the others.  Files are written after each.
 """
 
 import argparse
@@ -29,9 +29,9 @@ from machine import describe
 ROOT = Path(__file__).resolve().parents[1]
 SKIPPED = 10  # exit status of gpu/section.py
 LAST_LINES = 12
-CPU_PATIENCE = 4  # times a section's limit, where the cores may be busy
-# Section: seconds that it may take, and its heading.
-SECTIONS = {  # in the order of what a first run would die of
+CPU_PATIENCE = 4  # factor on a section's time limit on a CPU, whose cores may be busy
+# Section: time limit in seconds, and heading.
+SECTIONS = {  # ordered by the risk to a first run
     "actor": (200, "The actor in bf16: log-probabilities, updates, hard reset, checkpoint"),
     "fp8": (240, "FP8: a pass without gradients, then an update"),
     "engine": (260, "vLLM beside a resident trainer: start, sleep, wake, publication"),
@@ -81,7 +81,7 @@ def install(wheels: Path, target: Path) -> str | None:
 
 
 def run_section(name: str, settings: dict[str, Any], folder: Path, seconds: float) -> dict[str, Any]:
-    """Runs one section; its state (done, skipped, failed, timed out), rows, seconds, and what it said last."""
+    """Run one section; return its state (done, skipped, failed, timed out), rows, seconds and last lines of output."""
     rows, log = folder / f"{name}.jsonl", folder / f"{name}.log"
     rows.touch()
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu" / "section.py"), name, str(rows), json.dumps(settings)]
@@ -92,7 +92,7 @@ def run_section(name: str, settings: dict[str, Any], folder: Path, seconds: floa
             status: int | None = process.wait(seconds)
         except subprocess.TimeoutExpired:
             status = None
-        finally:  # also what it started, and when this program is interrupted
+        finally:  # kills children of the section, too; also after an interrupt
             try:
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -148,7 +148,7 @@ def main() -> int:
 
 
 def prove(args: argparse.Namespace, folder: Path, fault: str | None) -> int:
-    """All sections; 1 if one of them failed or took too long."""
+    """Run all sections; return exit code 0, or 1 if one of them failed or timed out."""
     import torch
 
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

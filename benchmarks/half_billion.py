@@ -84,7 +84,7 @@ def overrides_of(config: dict[str, Any], folder: Path, run: Path, steps: int, ar
         "trainer.grpo.updates_per_step": "1",
         "trainer.grpo.context_tokens": str(args.context),
         "trainer.grpo.max_response_tokens": "24",
-        "trainer.grpo.dynamic_sampling.enabled": "false",  # nothing random is right, and no group would be kept
+        "trainer.grpo.dynamic_sampling.enabled": "false",  # random weights are never right: no group would be kept
         "trainer.grpo.checkpoint_every": "1",
         "trainer.grpo.keep_checkpoints": "1",
         "trainer.grpo.keep_best": "0",
@@ -144,11 +144,11 @@ def _memory_below(pid: int) -> Iterator[tuple[str, int]]:
 
 
 def timed(words: list[str], seconds: float) -> tuple[float, Sampler]:
-    """Runs `prorl`; raises with the end of what it said where it fails."""
+    """Run `prorl`; return its seconds and memory samples.  Raises RuntimeError with its output if it fails."""
     prorl = [sys.executable, "-m", "nemo_prorl.cli", *words]
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as output:
         began = time.monotonic()
-        process = subprocess.Popen(prorl, stdout=said, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(prorl, stdout=output, stderr=subprocess.STDOUT)
         sampler = Sampler(process.pid)
         try:
             code = process.wait(seconds)
@@ -158,17 +158,17 @@ def timed(words: list[str], seconds: float) -> tuple[float, Sampler]:
                 process.terminate()
                 process.wait(120)
         if code:
-            said.seek(0)
-            raise RuntimeError(f"prorl {words[0]} ended with {code}:\n{said.read()[-4000:]}")
+            output.seek(0)
+            raise RuntimeError(f"prorl {words[0]} ended with {code}:\n{output.read()[-4000:]}")
     return time.monotonic() - began, sampler
 
 
 def planned(overrides: list[str]) -> dict[str, int]:
     """The plan's bytes of the machine while the run trains."""
-    told = subprocess.run(
+    plan = subprocess.run(
         [sys.executable, "-m", "nemo_prorl.cli", "plan", "--json", *overrides], check=True, stdout=subprocess.PIPE
     ).stdout
-    memory = json.loads(told)["memory"]
+    memory = json.loads(plan)["memory"]
     return {
         "trainer": memory["trainer_peak"] + memory["reference_host"],
         "engine": memory["needed"] - memory["trainer_peak"] - memory["reserve"],

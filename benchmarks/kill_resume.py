@@ -1,12 +1,12 @@
-"""Kills a laptop run with SIGKILL again and again, and compares what it comes to with the run that nobody disturbed.
+"""A laptop run, killed with SIGKILL again and again and resumed, compared with the undisturbed run.
 
     .venv/train/bin/python benchmarks/kill_resume.py [--kills 20] [--seed 1] [--out runs/kill_resume] [KEY=VALUE ...]
 
-A stage that begins from the one before with a hard reset, has more of them, and rolls back.  One of two equal runs is
-killed at each point of a checkpoint's write and of the reset transaction (nemo_prorl/lifecycle/killpoints.py), and at
-random moments: its trainer, its supervisor, or everything that it started, at once.  After each kill the same command
-goes on.  Weights, reference, metrics (all but time/), resets and rollouts must be equal to the bit.
-Settings that follow hold for all runs, such as cluster=laptop_bf16.
+The run is a stage that begins from an earlier stage with a hard reset, has more resets, and rolls back once.  One of
+two equal runs is killed at each point of a checkpoint's write and of the reset transaction
+(nemo_prorl/lifecycle/killpoints.py), and at random moments: its trainer, its supervisor, or all of its processes at
+once.  After each kill the same command continues the run.  Weights, reference, metrics (all but time/), resets and
+rollouts must be equal to the bit.  KEY=VALUE overrides, such as cluster=laptop_bf16, apply to all runs.
 """
 
 import argparse
@@ -45,12 +45,12 @@ RUN = [
 ]
 TARGETS = ("trainer", "supervisor", "everything")
 TIMEOUT_S = 600.0
-SETTINGS: list[str] = []  # from the command line
+SETTINGS: list[str] = []  # overrides from the command line
 
 
 @dataclass
 class Kill:
-    """One kill: where it was meant to fall, where it fell (the last step logged), and what the next start found."""
+    """A kill: its intended place, the last logged step at that time, and the step from which the next start resumed."""
 
     where: str
     step: int
@@ -84,7 +84,7 @@ def start(run: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
 
 
 def wait(process: subprocess.Popen[bytes], until: Callable[[], bool] | None = None) -> bool:
-    """Whether `until` came true while the process ran; without it waits for its end."""
+    """Wait until `until` is true or the process ends; return whether `until` became true.  Raises TimeoutError."""
     end = time.monotonic() + TIMEOUT_S
     while process.poll() is None:
         if until is not None and until():
@@ -139,7 +139,7 @@ def one_kill(run: Path, where: str, rng: random.Random) -> Kill | None:
 
 
 def compare(undisturbed: Path, disturbed: Path) -> list[tuple[str, bool]]:
-    """What must be equal, and whether it is."""
+    """Return what must be equal, and for each whether it is."""
 
     def metrics(run: Path) -> list[dict[str, Any]]:
         return [{k: v for k, v in m.items() if not k.startswith("time/")} for m in lines(run / "metrics.jsonl")]
@@ -174,8 +174,8 @@ def main() -> int:
     one, other = args.out / "undisturbed" / "run2", args.out / "disturbed" / "run2"
     for run in (one, other):
         run.parent.mkdir(parents=True)
-    told = [describe(), f"{STEPS} steps, hard resets every 4 with roll-back, {args.kills} kills, seed {args.seed}"]
-    told += [f"settings: {' '.join(SETTINGS)}"] if SETTINGS else []
+    report = [describe(), f"{STEPS} steps, hard resets every 4 with roll-back, {args.kills} kills, seed {args.seed}"]
+    report += [f"settings: {' '.join(SETTINGS)}"] if SETTINGS else []
     first = args.out / "undisturbed" / "run1"
     stage_1 = command(first, "run1", "trainer.resets.roll_back=false", "trainer.grpo.max_steps=4", *SETTINGS)
     subprocess.run(stage_1, check=True, stdout=sys.stderr)
@@ -183,7 +183,7 @@ def main() -> int:
     began = time.monotonic()
     if wait(start(one, {})) or not (one / "summary.json").is_file():
         raise RuntimeError(f"the undisturbed run failed: {one.parent}")
-    told.append(f"undisturbed: {time.monotonic() - began:.0f} s")
+    report.append(f"undisturbed: {time.monotonic() - began:.0f} s")
 
     points = [name for name in POINTS if name != "checkpoint:exchange"]
     wheres = [*points, *(f"random {TARGETS[k % len(TARGETS)]}" for k in range(max(0, args.kills - len(points))))]
@@ -203,13 +203,13 @@ def main() -> int:
     if not (other / "summary.json").is_file() or not json.loads((other / "summary.json").read_text())["finished"]:
         wait(start(other, {}))
         kills[-1].resumed = [e["step"] for e in lines(other / "journal.jsonl") if e["event"] == "resume"][-1]
-    told += [f"{'killed at':24s} {'last step':>9s} {'went on from':>12s} {'seconds':>8s}"]
-    told += [
+    report += [f"{'killed at':24s} {'last step':>9s} {'went on from':>12s} {'seconds':>8s}"]
+    report += [
         f"{k.where:24s} {k.step:9d} {k.resumed if k.resumed is not None else '-':>12} {k.seconds:8.0f}" for k in kills
     ]
     results = compare(one, other)
-    told += [f"{'equal' if same else 'DIFFERENT'}: {what}" for what, same in results]
-    sys.stdout.write("\n".join([*told, f"{len(kills)} kills"]) + "\n")
+    report += [f"{'equal' if same else 'DIFFERENT'}: {what}" for what, same in results]
+    sys.stdout.write("\n".join([*report, f"{len(kills)} kills"]) + "\n")
     return 0 if all(same for _, same in results) and len(kills) == args.kills else 1
 
 

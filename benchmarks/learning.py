@@ -30,7 +30,7 @@ def train(run: Path, *overrides: str) -> Path:
 
 
 def line_of(run: Path) -> tuple[str, bool]:
-    """One run as a line of the table, and whether it learnt."""
+    """Return the line of a run in the table, and whether it has learnt."""
     summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
     config = (run / "config.yaml").read_text()
     rate = next(line.split(":")[1].strip() for line in config.splitlines() if line.strip().startswith("lr:"))

@@ -36,7 +36,7 @@ def resident(key: str) -> int:
 
 
 class Memory:
-    """Peak bytes since it was made, beyond those that were in use then."""
+    """Peak memory in bytes since construction, beyond the memory in use at that time."""
 
     def __init__(self, device: str) -> None:
         import torch
@@ -91,7 +91,7 @@ def measure(form: str, args: argparse.Namespace, out: Path) -> dict[str, float]:
 
     def noise(*shape: int, scale: float) -> Any:
         values = torch.empty(shape, dtype=dtype)
-        for rows in values.split(4096):  # no float32 copy of all
+        for rows in values.split(4096):  # avoids a float32 copy of all rows
             rows.copy_(torch.randn(rows.shape, generator=generator) * scale)
         return values.to(args.device).requires_grad_()
 
@@ -100,7 +100,7 @@ def measure(form: str, args: argparse.Namespace, out: Path) -> dict[str, float]:
     target_N = torch.randint(args.words, (args.tokens,), generator=generator).to(args.device)
     advantage_B = torch.randn(1, generator=generator).to(args.device)
     mask_BT = torch.ones(1, args.tokens, dtype=torch.bool, device=args.device)
-    if args.device == "cpu":  # thread pools and libraries have their memory before anything is counted
+    if args.device == "cpu":  # allocates the memory of thread pools and libraries before the measurement
         small = logprobs_of(form, hidden_NH[:8], weight_VH[:8], target_N[:8] % 8, 8, 8)
         small.sum().backward()
     hidden_NH.grad = weight_VH.grad = None
@@ -173,8 +173,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for form in args.forms:
             command = [sys.executable, __file__, *sys.argv[1:], "--one", form, folder]
-            told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-            rows[form] = row = json.loads(told.rsplit("RESULT ", 1)[1])
+            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            rows[form] = row = json.loads(output.rsplit("RESULT ", 1)[1])
             compared = "naive" in rows and form != "naive"
             shares = {key: f"1/{rows['naive'][key] / row[key]:.1f}" if compared else "" for key in ("peak", "beyond")}
             differ = f"{differences(Path(folder), form):.1e}" if compared else ""

@@ -1,4 +1,4 @@
-"""What every benchmark says first: the machine and the date."""
+"""The first line of every benchmark's output: the machine and the date."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @contextmanager
 def libraries_on_stderr() -> Iterator[None]:
-    """Inside, what NeMo and others print goes to standard error, so that standard output holds results alone."""
+    """Redirect prints of NeMo and other libraries to standard error, so that standard output has results only."""
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
@@ -23,19 +23,19 @@ def libraries_on_stderr() -> Iterator[None]:
 
 
 def describe() -> str:
-    """One line: date, processor, cores, memory, load, and the commit that was measured."""
+    """Return one line with date, processor, cores, memory, load and the measured commit."""
     cpu = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.processor(),
     )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     commit = ""
-    if shutil.which("git"):  # a bare machine may have none
-        told = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    if shutil.which("git"):  # a bare machine may lack git
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
         changed = subprocess.run(
             ["git", "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=False
         )
-        commit = told.stdout.strip() + (" with changes" if changed.stdout.strip() else "")
+        commit = head.stdout.strip() + (" with changes" if changed.stdout.strip() else "")
     load = os.getloadavg()[0]
     return (
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {cpu}, {os.cpu_count()} cores, {memory:.0f} GiB,"

@@ -3,7 +3,7 @@
     .venv/train/bin/python benchmarks/math_agreement.py --pairs MATH_VERIFY/tests --data DATA
         [--responses TORA/src/outputs] [--before OTHER_CHECKOUT] [--show]
 
-DATA: folder of JSON Lines with `answer`, such as ../shared/data/math: each answer, boxed as it stands, must score 1.
+DATA: folder of JSON Lines with `answer`, such as ../shared/data/math: each answer, boxed unchanged, must score 1.
 MATH_VERIFY: a checkout of github.com/huggingface/Math-Verify: each pair of its tests whose answer can be boxed.
 TORA: a checkout of github.com/microsoft/ToRA: responses to GSM8K with the answers that its authors extracted.
 `--before` judges the same with the math plugin of another checkout, and prints both side by side.
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 _MATH = re.compile(r"\$\$?(.+?)\$\$?|\\\[(.+?)\\\]|\\\((.+?)\\\)", re.DOTALL)
-_BESIDE = re.compile(r"(?:\s|,|;|and|or|Answer|is|[.])*")  # what may stand beside the formulas of a short answer
+_BESIDE = re.compile(r"(?:\s|,|;|and|or|Answer|is|[.])*")  # text allowed beside the formulas of a short answer
 _PLAIN_CHARS = 30  # longer texts without mathematics are not answers that a box could hold
 
 
@@ -56,7 +56,7 @@ def _boxed(text: str) -> str | None:
 def _truth(text: str) -> str | None:
     """Return the contents of the truth's boxes, or of its formulas."""
     response = _boxed(text)
-    if response is None or "\\boxed" in text:  # the plugin takes a boxed truth as it stands
+    if response is None or "\\boxed" in text:  # the plugin uses a boxed truth unchanged
         return response
     return response.removeprefix("\\boxed{").removesuffix("}")
 
@@ -71,7 +71,7 @@ def pairs(tests: Path) -> Iterator[Case]:
                 names = [name.strip() for name in ast.literal_eval(node.args[0]).split(",")]
                 rows = ast.literal_eval(node.args[1])
             except ValueError:
-                continue  # rows that hold objects
+                continue  # rows with objects
             for row in rows:
                 case: dict[str, Any] = dict(zip(names, row, strict=False))
                 wanted = case.get("expected", case.get("result"))
@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--no-alone", action="store_true", help="leave math-verify alone out, which is slow")
     args = parser.parse_args()
     cases: list[Case] = []
-    for read, folder in ((pairs, args.pairs), (responses, args.responses), (gold, args.data)):  # gold last
+    for read, folder in ((pairs, args.pairs), (responses, args.responses), (gold, args.data)):  # gold answers come last
         cases += read(folder) if folder else []
     columns = {"plugin": judge(cases)}
     if args.before:
@@ -190,9 +190,9 @@ def main() -> None:
     say(f"{'lines of the plugin':32s}" + "".join(lines))
     if args.show:
         for index, case in enumerate(cases):
-            said = {name: found[index] for name, (found, _) in columns.items() if index < len(found)}
-            if said["plugin"] != case.right:
-                say(f"{case.group}: right={case.right} {said} {case.truth!r} | {case.response[-200:]!r}")
+            judged = {name: found[index] for name, (found, _) in columns.items() if index < len(found)}
+            if judged["plugin"] != case.right:
+                say(f"{case.group}: right={case.right} {judged} {case.truth!r} | {case.response[-200:]!r}")
 
 
 if __name__ == "__main__":

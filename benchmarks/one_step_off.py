@@ -1,13 +1,13 @@
-"""The laptop job on shared cores, and with its engine on a core of its own one step off: gain and cost.
+"""Gain and cost of one step off: the laptop job with shared cores, and with a core for its engine alone.
 
     .venv/train/bin/python benchmarks/one_step_off.py          2 rounds of 12 steps each way (about 10 min on 2 cores)
     ... --rounds 1 --steps 4                                   less
     ... KEY=VALUE                                              overrides of all
 
-All begin with the same warmed-up policy and have the same cores; whole runs alternate, and each round has a seed of
-its own, every second one the opposite order.  A step's seconds are its phases, without validation; the first `--skip`
-steps warm caches and do not count.  Held-out reward is of all rounds together: before, after equally many steps, and at
-the last validation that all sides reached within equally much time.
+All runs begin with the same warmed-up policy and have the same cores.  Whole runs alternate; each round has another
+seed, and every second round has the opposite order.  The seconds of a step are the sum of its phases without
+validation; the first `--skip` steps warm caches and do not count.  Held-out rewards are means over all rounds: before
+training, after the same number of steps, and at the last validation that all sides reached within the same time.
 """
 
 import argparse
@@ -62,7 +62,7 @@ NUMBERS = {
 
 @dataclass
 class Course:
-    """One run: its lines of metrics.jsonl; of each validation seconds of training, step and held-out reward."""
+    """A run: the lines of metrics.jsonl, and (training seconds, step, held-out reward) of each validation."""
 
     metrics: list[dict[str, Any]]
     heldout: list[tuple[float, int, float]]
@@ -95,7 +95,7 @@ def prorl(command: str, *words: str) -> None:
 
 
 def rounds(folder: Path, args: argparse.Namespace) -> dict[str, list[Course]]:
-    """All sides, in turn; each with the policy that one warm-up made."""
+    """Run all sides in turn, all from the policy of one warm-up; return the runs of each side."""
     prorl("warmup", "cluster=laptop", f"run_dir={folder / 'first'}", *args.overrides)
     base = [f"pretrained_checkpoint.restore_from_path={folder / 'first' / 'base'}", "trainer.warmup.steps=0"]
     courses: dict[str, list[Course]] = {side: [] for side in SIDES}
@@ -111,7 +111,7 @@ def rounds(folder: Path, args: argparse.Namespace) -> dict[str, list[Course]]:
 
 def report(courses: dict[str, list[Course]], skip: int) -> list[str]:
     counted = {
-        side: [m for course in runs for m in course.metrics[skip:-1]]  # one step off the last has no next one
+        side: [m for course in runs for m in course.metrics[skip:-1]]  # one step off, the last step has no next batch
         for side, runs in courses.items()
     }
     head = f"{'':28s}" + "".join(f"{side:>14s}" for side in SIDES)

@@ -1,12 +1,12 @@
-"""How much of what goes through the model is padding: by model.micro_batch_size alone, and by model.micro_batch_tokens.
+"""Share of padding in the positions of a forward pass, by model.micro_batch_size and by model.micro_batch_tokens.
 
     .venv/train/bin/python benchmarks/padding.py                    recorded lengths, and a made long tail
     .venv/train/bin/python benchmarks/padding.py --run RUN          the lengths of a run's stored rollouts
     .venv/train/bin/python benchmarks/padding.py --time             the laptop's update with each, too
 
 The long tail: 1,024 sequences of one update of cluster=h100_4x8 (32 data ranks), 200 tokens of prompt and a log-normal
-response, median 1,300 tokens, cut at a context of 8,192.  Rows were dealt to data ranks in turn before; now so that
-they have about equally many tokens, which is what "slowest rank" compares: its positions against the mean.
+response, median 1,300 tokens, cut at a context of 8,192.  An earlier version dealt rows to data ranks in turn; now all
+ranks get about the same number of tokens.  "slowest rank" compares the two: positions of that rank against the mean.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def lengths_of_run(run: Path, rows: int) -> list[int]:
 
 
 def padded_positions(lengths: Sequence[int], parts: Sequence[Sequence[int]], limits: Any) -> int:
-    """Of each micro-batch its rows times its padded length; packed, their sum, each with its own prompt."""
+    """Return the positions of all micro-batches: rows times padded length, or, packed, the sum of the rows' lengths."""
     if limits.packed:
         return sum(limits.padded(sum(lengths[row] for row in part)) for part in parts)
     return sum(len(part) * limits.padded(max(lengths[row] for row in part)) for part in parts)

@@ -30,12 +30,12 @@ ONE_TOKEN = SamplingParams(temperature=1.2, max_tokens=1, stop_token_ids=())
 
 
 def fresh_prompt(rng: random.Random, tokens: int) -> list[int]:
-    """One that no cache holds."""
+    """Return a prompt that no prefix cache contains."""
     return [rng.randrange(3, 500) for _ in range(tokens)]
 
 
 async def seconds(client: EngineClient, prompts: list[list[int]], responses: int) -> float:
-    """Until all prompts have so many first tokens each, asked for together."""
+    """Return the seconds until each prompt has that many first tokens, all requested at the same time."""
 
     async def one(prompt: list[int]) -> None:
         async for _ in client.generate(prompt, range(responses), ONE_TOKEN, None):
@@ -59,7 +59,9 @@ async def measure(url: str, tokens: int) -> tuple[float, float, float]:
                     await seconds(client, [fresh_prompt(rng, tokens) for _ in range(RESPONSES)], 1),
                 )
             )
-    one, group, apart = (statistics.median(column) for column in zip(*times[1:], strict=True))  # the first warms up
+    one, group, apart = (
+        statistics.median(column) for column in zip(*times[1:], strict=True)
+    )  # the first round warms up
     return one, group, apart
 
 

@@ -1,13 +1,13 @@
-"""What it takes to publish a policy's weights through /dev/shm, beside a plain copy of as many bytes, and to load them.
+"""Time to publish a policy's weights through /dev/shm, beside a plain copy of the same size, and to load them.
 
     .venv/train/bin/python benchmarks/publication.py                  the 1.5B model in bf16: 3.6 GB a version
     .venv/train/bin/python benchmarks/publication.py --layers 7       a shorter one, where memory is short
     ... --engine                                                      a real engine loads each version, too
 
 Policy: Megatron's GPTModel of conf/model/qwen2_1p5b.yaml with constant weights, exported by `Actor.export_weights`
-and written by `WeightStore`, as `run.publish` does.  Plain copies, each to a new file in /dev/shm: the model's tensors
-by `write`, without names and order, and `cp` of the published file.  All alternate; the store keeps two versions, as
-in a run.  Memory needed: weights, two versions, a copy: four times the size, and with --engine two more.
+and written by `WeightStore`, as in a run.  Plain copies, each to a new file in /dev/shm: `write` of the model's tensors
+without names and order, and `cp` of the published file.  All alternate; the store keeps two versions, as in a run.
+Memory needed: weights, two versions and a copy are four times the size; --engine needs two more.
 """
 
 import argparse
@@ -101,7 +101,7 @@ def build_policy(hf: dict[str, Any], meet: Path) -> Any:
         share_embeddings_and_output_weights=False,
     )
     for parameter in module.parameters():
-        parameter.data.fill_(0.01)  # so that its pages are there
+        parameter.data.fill_(0.01)  # touches the pages
     nemo = {"override_vocab_size": WORDS, "micro_batch_size": 1, "sequence_parallel": False}
     model = SimpleNamespace(cfg=OmegaConf.create(nemo), get_model_module_list=lambda: [module])
     return Actor(model, None, 1.0, hf, (1, 1))  # type: ignore[arg-type]
@@ -181,7 +181,7 @@ def run(args: argparse.Namespace) -> Iterator[str]:
         parameters = sum(p.numel() for p in policy.module.parameters())
         store = WeightStore(Path(shm) / "store")
         times: dict[str, list[float]] = {"publish": [], "write": [], "copy": [], "load": []}
-        for _ in range(2):  # two versions lie there, as in a run; the first also warms caches
+        for _ in range(2):  # two versions are kept, as in a run; the first also warms caches
             first = store.write(policy.export_weights(), _)
         size, engine = first.stat().st_size, None
         free = shutil.disk_usage(SHM).free

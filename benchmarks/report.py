@@ -1,10 +1,10 @@
-"""How long the report of a 5,000-step run takes to write and to open in headless Chromium, and how large its file is.
+"""Time to write the report of a 5,000-step run and to open it in headless Chromium, and the size of its file.
 
 .venv/train/bin/python benchmarks/report.py RUN          RUN: a run directory or a chain's folder, of any length
 
-The long run is made of RUN's own metrics: its steps one after the other, again and again, numbered anew, each number
-changed by up to 1 %, and with its journal. Its sample browser shows RUN's own responses. Load time is from navigation
-until what is in view is drawn, and until all is drawn and painted; every load has a new page in the same browser.
+The long run repeats RUN's steps with new numbers until there are 5,000; each value changes by up to 1 %.  Journal and
+responses are RUN's own.  Load time is from navigation until the visible part is drawn, and until everything is drawn
+and painted.  Each load uses a new page in the same browser.
 """
 
 import argparse
@@ -56,7 +56,11 @@ def changed(value: Any, draw: random.Random) -> Any:
 
 
 def loads(chromium: Browser, address: str, width: int) -> list[tuple[float, float, float]]:
-    """(in view, all drawn, CPU) seconds of each load; raises AssertionError if the page said or asked for anything."""
+    """Return seconds (visible part drawn, all drawn, CPU) of each load.
+
+    Raises:
+        AssertionError: the page logs an error or sends a request.
+    """
 
     async def look(page: Page) -> tuple[float, float, float]:
         assert page.errors == [], page.errors

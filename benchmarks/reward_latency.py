@@ -1,13 +1,13 @@
-"""How much of the time of slow rewards is hidden, for reward latencies of 0.1, 1 and 5 s.
+"""Share of reward time that is hidden behind other work, for reward latencies of 0.1, 1 and 5 s.
 
 .venv/train/bin/python benchmarks/reward_latency.py                     about 10 minutes on two quiet cores
 .venv/train/bin/python benchmarks/reward_latency.py --cases 1:32:4 --steps 1
 ... cluster=laptop_split                                                KEY=VALUE: overrides of all
 
 The laptop job with real vLLM, reward server and updates, and a reward plugin that sleeps for the latency and then
-judges by a hash of the response, so that half of all responses are right.  Random weights end a response where it
-happens, so responses end one after the other.  A case is latency:prompts:sequences: prompts a step, with 8 responses
-each, and how many an engine generates at a time (`rollout.max_num_seqs`), few for long generation.
+judges by a hash of the response, so that half of all responses are right.  With random weights responses end at random
+positions, so they end one after the other.  A case is latency:prompts:sequences: seconds, prompts per step (8 responses
+each), and sequences that an engine generates at a time (`rollout.max_num_seqs`; few make generation long).
 
 Hidden is 1 - (seconds a step waited for rewards and nothing else) / (seconds with a reward open), as in summary.json.
 The last verdict comes a latency after the last response: `generation alone` is what can be hidden behind generation.
@@ -97,7 +97,7 @@ def run(
 
 
 def line_of(latency: float, metrics: dict[str, Any]) -> str:
-    """One step as a line."""
+    """Return the line of a step."""
     generating, opened, waited = (metrics[f"time/rollout/{k}_s"] for k in ("engine", "reward_open", "reward_wait"))
     hidden = 1 - waited / opened
     alone = 1 - latency / (generating + latency)

@@ -147,10 +147,10 @@ def mixture(seed: int) -> Iterator[Load]:
 
 
 def same(load: Load, verdict: Verdict) -> bool:
-    """Whether a verdict is the right one on the right request."""
+    """Return whether the verdict belongs to this request and has the expected score."""
     return verdict["id"] == load.request["id"] and verdict["score"] == load.score
 
 
 def lines(loads: list[Load]) -> str:
-    """As JSON Lines, for `prorl rewards score`."""
+    """Return the requests as JSON Lines, for `prorl rewards score`."""
     return "".join(json.dumps(load.request) + "\n" for load in loads)

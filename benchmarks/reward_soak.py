@@ -36,7 +36,7 @@ SAMPLE_S = 15.0
 
 
 def stat_of(pid: int) -> tuple[int, str] | None:
-    """Parent and state of a process; None where there is none."""
+    """Return the parent and the state of a process, or None if the process does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -45,7 +45,7 @@ def stat_of(pid: int) -> tuple[int, str] | None:
 
 
 def family(root: int) -> list[int]:
-    """All processes below `root` that are not zombies."""
+    """Return all descendants of `root` that are not zombies."""
     parents = {int(e.name): stat for e in os.scandir("/proc") if e.name.isdigit() and (stat := stat_of(int(e.name)))}
     found, pending = [], [root]
     while pending:
@@ -68,12 +68,14 @@ def memory_mb(pids: list[int]) -> float:
 
 @dataclass
 class Soak:
-    """What was seen."""
+    """Counts and samples of the whole run."""
 
     answered: Counter[str] = field(default_factory=Counter)
     wrong: list[tuple[dict[str, Any], Verdict]] = field(default_factory=list)
     killed: Counter[str] = field(default_factory=Counter)
-    samples: list[tuple[float, int, float, int]] = field(default_factory=list)  # s, answers, MB, server's descriptors
+    samples: list[tuple[float, int, float, int]] = field(
+        default_factory=list
+    )  # seconds, answers, MB, open descriptors of the server
 
     @property
     def total(self) -> int:
@@ -138,7 +140,7 @@ async def drive(folder: Path, server: int, minutes: float, every_s: float, say: 
 
 
 def faults(soak: Soak, server: int, left: list[int], folder: Path) -> list[str]:
-    """What does not hold."""
+    """Return a line for each failed condition."""
     found = [f"{len(soak.wrong)} wrong verdicts, the first: {json.dumps(soak.wrong[0])[:600]}"] if soak.wrong else []
     early = [mb for s, _, mb, _ in soak.samples if s > 30][: max(1, len(soak.samples) // 4)]
     late = [mb for _, _, mb, _ in soak.samples][-max(1, len(soak.samples) // 4) :]

@@ -53,12 +53,12 @@ FIXED_S, PER_SEQUENCE_S, PER_CACHED_TOKEN_S = 4e-3, 1.2e-5, 28672 / 2.7e12
 REWARD_WORKERS, DISPATCH_S = 192, 8e-4
 GPUS = 32
 TRAIN_S_PER_TOKEN, OTHER_S = 10 * 1.54e9 / (GPUS * 0.4 * 989e12), 3.0
-MOST = 512  # responses that an engine may have, as EnginePool
+MOST = 512  # limit of responses per engine, as in EnginePool
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: its task, the lengths of its responses in tokens, their reward latencies, and its verdict."""
+    """A prompt: task, lengths of its responses in tokens, their reward latencies in seconds, and its verdict."""
 
     task: str
     lengths: list[int]
@@ -68,7 +68,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Size:
-    """Of a run."""
+    """Sizes of a run: engines, prompts per step, responses per prompt, and the cap of a response in tokens."""
 
     engines: int = 32
     prompts: int = 256
@@ -93,9 +93,9 @@ class Engine:
     """Continuous batching: all sequences of an engine get their next token together."""
 
     def __init__(self) -> None:
-        self.now = self.tokens_done = 0.0  # seconds; tokens that a sequence there since the start would have
+        self.now = self.tokens_done = 0.0  # seconds; tokens of a sequence that runs since the start
         self.cached = 0.0  # tokens in the cache
-        self.stall = self.idle_s = 0.0  # seconds of prefill that are due; without any sequence
+        self.stall = self.idle_s = 0.0  # seconds of prefill still to do; seconds without any sequence
         self.running: list[tuple[float, int]] = []  # (tokens_done at its end, response)
 
     def _seconds(self, tokens: float) -> float:
@@ -105,7 +105,7 @@ class Engine:
         return tokens * (FIXED_S + PER_SEQUENCE_S * b + PER_CACHED_TOKEN_S * self.cached) + growth
 
     def next_end(self) -> float:
-        """When the next sequence ends, if nothing is added."""
+        """Return the time in seconds when the next sequence ends, if no sequence is added."""
         return self.now + self.stall + self._seconds(self.running[0][0] - self.tokens_done)
 
     def advance(self, now: float) -> None:
@@ -138,7 +138,7 @@ class Engine:
 
 
 class Unmeasured(KeepRates):
-    """As if every group were kept."""
+    """Keep rates that stay at 1, as if every group were kept."""
 
     def __getitem__(self, task: str) -> float:
         return 1.0
@@ -150,14 +150,14 @@ def fixed_split(in_flight: list[int], number: int, responses: int) -> list[int]:
 
 
 def whole_groups(in_flight: list[int], number: int, responses: int) -> list[int]:
-    """All responses to a prompt to the engine with the fewest."""
+    """Send all responses to a prompt to the engine with the fewest sequences."""
     least = min(range(len(in_flight)), key=in_flight.__getitem__)
     fits = responses if in_flight[least] + responses <= MOST else 0
     return [fits if engine == least else 0 for engine in range(len(in_flight))]
 
 
 def spread_groups(in_flight: list[int], number: int, responses: int) -> list[int]:
-    """What a run does."""
+    """Spread the responses over the engines as a run does."""
     return spread(in_flight, responses, MOST)
 
 
@@ -168,11 +168,12 @@ def spread_one_by_one(in_flight: list[int], number: int, responses: int) -> list
 
 @dataclass(frozen=True)
 class Scheduler:
-    """One line of the table."""
+    """A scheduler, one line of the table."""
 
     name: str
     route: Callable[[list[int], int, int], list[int]]
-    dynamic: DynamicSamplingConfig = field(default_factory=lambda: asked_for(1.0, 3.0))  # as cluster=h100_4x8
+    # margin of cluster=h100_4x8
+    dynamic: DynamicSamplingConfig = field(default_factory=lambda: DynamicSamplingConfig(margin=3.0))
     measured: bool = True  # keep rates
     keep_surplus: bool = True
 
@@ -205,7 +206,7 @@ class Outcome:
 
 
 class Rollout:
-    """One step's rollout."""
+    """The rollout of one step."""
 
     def __init__(self, scheduler: Scheduler, source: Iterator[Prompt], rates: KeepRates, step: int, size: Size) -> None:
         self.scheduler, self.source, self.step, self.size = scheduler, source, step, size
@@ -216,18 +217,18 @@ class Rollout:
         ] = []  # time, order, engine or -1, then epoch, response or request
         self.order = itertools.count()
         self.workers = [0.0] * REWARD_WORKERS
-        self.group_of: dict[int, Group] = {}  # of a response
+        self.group_of: dict[int, Group] = {}  # group of each response
         self.lengths: dict[int, int] = {}
         self.latency: dict[int, float] = {}
-        self.waiting: deque[tuple[int, list[int]]] = deque()  # number of a prompt, its responses without an engine
+        self.waiting: deque[tuple[int, list[int]]] = deque()  # number of a prompt, responses that wait for an engine
         self.sampler = DynamicSampler(size.prompts, rates, scheduler.dynamic)
         self.undecided: deque[Group] = deque()
-        self.sent: dict[int, list[int]] = {}  # requests on their way
+        self.sent: dict[int, list[int]] = {}  # requests in transit
         self.outcome = Outcome()
         self.now = self.dispatched_at = 0.0
 
     def run(self, surplus: list[Group]) -> list[Group]:
-        """Until all that was started has ended, as in a run.  Returns the surplus."""
+        """Simulate until every started sequence has ended, as in a run; return the surplus groups."""
         for group in surplus:
             self.sampler.carry(group.prompt.task)
             self.undecided.append(group)
@@ -248,7 +249,7 @@ class Rollout:
         return list(self.undecided)
 
     def _decide(self) -> None:
-        """All that can be decided now, strictly in draw order."""
+        """Decide every group that can be decided now, strictly in draw order."""
         while not self.sampler.done:
             while self.sampler.wants_more():
                 self._draw()
@@ -329,17 +330,13 @@ def simulate(scheduler: Scheduler, size: Size, steps: int, seed: int, skip: int 
     return outcomes[skip:]
 
 
-def asked_for(oversubscription: float, margin: float) -> DynamicSamplingConfig:
-    return DynamicSamplingConfig(oversubscription=oversubscription, margin=margin)
-
-
 OURS = Scheduler("OURS: groups in parts of 4, margin of 3 deviations", spread_groups)
+NO_MARGIN = DynamicSamplingConfig(margin=0.0)
 SCHEDULERS = (
-    Scheduler("fixed split, refilled as groups drop out", fixed_split, asked_for(1, 0), measured=False),
-    Scheduler("whole groups to the least loaded, the same", whole_groups, asked_for(1, 0), measured=False),
-    Scheduler("fixed split, measured keep rates", fixed_split, asked_for(1, 0)),
-    Scheduler("least loaded, measured keep rates", whole_groups, asked_for(1, 0)),
-    Scheduler("least loaded, 1.25 times as many in flight", whole_groups, asked_for(1.25, 0)),
+    Scheduler("fixed split, refilled as groups drop out", fixed_split, NO_MARGIN, measured=False),
+    Scheduler("whole groups to the least loaded, the same", whole_groups, NO_MARGIN, measured=False),
+    Scheduler("fixed split, measured keep rates", fixed_split, NO_MARGIN),
+    Scheduler("least loaded, measured keep rates", whole_groups, NO_MARGIN),
     Scheduler("least loaded, margin of 3 deviations", whole_groups),
     OURS,
     Scheduler("ours, a request for each response", spread_one_by_one),
@@ -361,10 +358,10 @@ def line(name: str, outcomes: list[Outcome]) -> str:
 
 
 def split_table(steps: int, seed: int, samples: int) -> Iterator[str]:
-    """What layouts could gain in which some GPUs only generate and the others only train.
+    """Yield the table of layouts in which some GPUs only generate and the others only train.
 
-    A step with rollout and training in turn; with the log-probabilities of complete groups, 4 of the 10 operations, all
-    computed meanwhile; and one step off, training on the batch before during the rollout.
+    Columns: rollout and training in turn; log-probabilities of complete groups (4 of the 10 operations) computed during
+    the rollout; and one step off, which trains on the previous batch during the rollout.
     """
     columns = ("rollout", "training", "in turn", "meanwhile", "one step off")
     for cap in (8192, 16384):
@@ -396,7 +393,9 @@ def main() -> None:
         rows = split_table(args.steps, args.seed, args.samples)
         sys.stdout.writelines(f"{row}\n" for row in itertools.chain([describe(), ""], rows))
         return
-    margins = [Scheduler(f"ours, margin of {m:g}", spread_groups, asked_for(1.0, m)) for m in args.margins or ()]
+    margins = [
+        Scheduler(f"ours, margin of {m:g}", spread_groups, DynamicSamplingConfig(margin=m)) for m in args.margins or ()
+    ]
     write = sys.stdout.write
     write(f"{describe()}\n{args.steps} simulated steps, seed {args.seed}, {args.engines} engines, 256 prompts x ")
     write(f"{args.samples}; means a step.  idle: share of engine time without any sequence, also while rewards are\n")

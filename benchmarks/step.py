@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: each phase, tokens/s, and what rewards add beyond the rollout.
+"""Time of a training step by phase, tokens per second, and the time that rewards add to the rollout.
 
 .venv/train/bin/python benchmarks/step.py                 a fresh run of 12 steps of the laptop job
 .venv/train/bin/python benchmarks/step.py --run RUN       a run that exists

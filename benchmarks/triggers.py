@@ -1,4 +1,4 @@
-"""How well do the rules for automatic resets tell a true drop, plateau or KL spike from noise?
+"""Error rates of the rules for automatic resets: true drops, plateaus and KL spikes against noise.
 
     .venv/train/bin/python benchmarks/triggers.py [--traces 100] [--seed 1]
 
@@ -7,13 +7,13 @@ rises by 0.1 to 0.4 as 1 - exp(-step / tau), tau between 200 and 1,500 steps, wa
 process of sd 0.005, or 0.01 in the harder case, with 200 steps of memory), and carries independent noise of sd 0.02.
 KL grows from 0 as 0.02 (1 - exp(-step / 400)) and carries log-normal noise of sd 0.15 each step.
 
-quiet      nothing else.  A false alarm is any drop or spike; a false plateau is one told although the blend, without
+quiet      nothing else.  A false alarm is any drop or spike; a false plateau is reported although the blend, without
            noise and wander, gained at least `plateau_gain` over the `plateau_steps` before.
 drop       one score falls by 0.10 for good at a random evaluation from the 15th to the 195th.  Found: a drop of that
-           score is told by the third evaluation that shows it.
+           score is reported by the third evaluation that shows it.
 plateau    all scores stop rising at a random step from 300 to 1,000, after a rise of 0.00015 to 0.0003 a step.  Found:
-           a plateau is told after it.  Delay in steps; the window of `plateau_steps` must first fill.
-kl spike   KL is 5 times what it was, from a random step from 200 to 1,900 on.  Found: told within 10 steps.
+           a plateau is reported after it.  Delay in steps; the window of `plateau_steps` must first fill.
+kl spike   KL is 5 times what it was, from a random step from 200 to 1,900 on.  Found: reported within 10 steps.
 
 Multiple testing.  100 quiet traces hold 200 evaluations x 5 scores x 100 = 100,000 tests, of two windows each.  At 4.6
 standard deviations (2.1e-6; an estimated deviation counts by Student's distribution) that makes 0.2 to 0.4 false alarms
@@ -43,9 +43,9 @@ Curve = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Case:
-    """What may differ between traces."""
+    """The parameters in which traces differ."""
 
-    error: float | None  # the standard errors that the run recorded, if it did
+    error: float | None  # recorded standard error of a score; None: not recorded
     wander: float
 
 
@@ -104,7 +104,7 @@ def quiet(count: int, seed: int, rules: ResetRulesConfig, case: Case) -> str:
             plateaus, wrong = plateaus + 1, wrong + (gain >= rules.plateau_gain)
     return (
         f"quiet     {count} traces: {traces} with a false alarm ({false['validation_drop']} drops,"
-        f" {false['kl_spike']} spikes); plateaus told {plateaus}, false {wrong}"
+        f" {false['kl_spike']} spikes); plateaus reported {plateaus}, false {wrong}"
     )
 
 
@@ -136,7 +136,7 @@ def plateaus(count: int, seed: int, rules: ResetRulesConfig, case: Case) -> str:
     ordered = sorted(delays)
     tail = f", 9 in 10 by {ordered[int(0.9 * (len(ordered) - 1))]}" if ordered else ""
     middle = f"median delay {median(ordered):.0f} steps{tail}" if ordered else "none"
-    return f"plateau   {count} traces: found {len(delays)}, {middle}; told before it {early}"
+    return f"plateau   {count} traces: found {len(delays)}, {middle}; reported before it {early}"
 
 
 def spikes(count: int, seed: int, rules: ResetRulesConfig, case: Case) -> str:

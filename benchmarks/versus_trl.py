@@ -34,11 +34,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PRORL = Path(sys.executable).with_name("prorl")
 TRL_PYTHON = ROOT / ".venv" / "trl" / "bin" / "python"
 PROMPTS, SAMPLES, UPDATES, TEMPERATURE, KL = 48, 16, 4, 1.2, 1e-4
-TIMING_LR, LEARNING_LR = 1e-6, 2e-4  # the first keeps the lengths as they are
+TIMING_LR, LEARNING_LR = 1e-6, 2e-4  # the first is so small that lengths do not change
 CONTEXT_ROOM = 32  # tokens of the longest prompt
 WORKLOADS = {"short": 64, "long": 512}  # cap of a response in tokens
-STEPS = {"short": 4, "long": 1}  # counted in a block: TRL takes minutes for one of the long
-# How TRL may run on a CPU.  Its vLLM server mode sends weights over NCCL and refuses any device but CUDA
+STEPS = {"short": 4, "long": 1}  # counted steps per block: TRL takes minutes for a long one
+# TRL's modes on a CPU.  Its vLLM server mode sends weights over NCCL and refuses any device but CUDA
 # (trl/generation/vllm_client.py), and vLLM in its process wants a vLLM up to 0.31 for GPUs.
 TRL_OPTIONS: dict[str, dict[str, Any]] = {
     "generate": {},
@@ -46,9 +46,10 @@ TRL_OPTIONS: dict[str, dict[str, Any]] = {
     "static": {"cache_implementation": "static"},
     "continuous": {"use_transformers_continuous_batching": True},
 }
-# How this project may: as the laptop job is (a rank with a thread a core, an engine), or a rank and an engine a core.
+# Layouts of this project: as in the laptop job (one rank with a thread per core, one engine), or a rank and an engine
+# per core.
 PRORL_WAYS = {"laptop": "trainer.devices=1 rollout.engines=1", "cores": "trainer.devices={n} rollout.engines={n}"}
-# The stop token is drawn about once in 82 tokens, whatever stands before it; a random model would draw each of its 320
+# The stop token is drawn about once in 82 tokens after any text; a random model would draw each of its 320
 # words alike.  Every embedding has EMBED in its first place, no layer writes there, and of the output weight only the
 # stop token's row reads it, with STOP.
 EMBED, STOP = 0.5, 3.7
@@ -61,7 +62,7 @@ class Block:
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     peak_mb: float = 0.0
-    start_s: float = 0.0  # from the command to the end of the first step
+    start_s: float = 0.0  # seconds from the command to the end of the first step
 
 
 class Memory(threading.Thread):
@@ -173,7 +174,7 @@ def run_prorl(words: Sequence[str], steps: int | None, limit_s: float = 0.0, pro
     stopped = False
     while process.poll() is None:
         lines = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
-        now = metrics.stat().st_mtime if lines else 0.0  # when the newest line was written
+        now = metrics.stat().st_mtime if lines else 0.0  # time of the newest line
         for line in lines[len(block.steps) :]:
             if not line.endswith("\n"):
                 break
@@ -196,7 +197,7 @@ def run_prorl(words: Sequence[str], steps: int | None, limit_s: float = 0.0, pro
 
 
 def trl_job(model: Path, records: Path, cap: int, cores: int, steps: int, way: str) -> dict[str, Any]:
-    """What benchmarks/versus_trl_trainer.py reads."""
+    """Return the settings that benchmarks/versus_trl_trainer.py reads."""
     processes = cores if way == "processes" else 1
     return {
         "model": str(model),
@@ -244,7 +245,7 @@ def run_trl(folder: Path, job: dict[str, Any]) -> Block:
 
 
 def table(name: str, sides: dict[str, list[Block]]) -> list[str]:
-    """One workload: each way's counted steps, the ratio of the fastest two, and where the time goes."""
+    """Return the lines of one workload: counted steps of each side, ratio of the two fastest, and time by phase."""
     lines = [
         "",
         f"workload {name}: responses of at most {WORKLOADS[name]} tokens",
@@ -355,14 +356,14 @@ def main() -> None:
     )
     parser.add_argument("overrides", nargs="*", help="of prorl")
     args = parser.parse_args()
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])  # of all that is started here
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])  # inherited by all child processes
     if not TRL_PYTHON.exists():
         raise SystemExit(f"{TRL_PYTHON} is not there; python3.11 setup/environments.py --only trl makes it")
     versions = "import trl, transformers, torch; print(trl.__version__, transformers.__version__, torch.__version__)"
-    said = subprocess.run([str(TRL_PYTHON), "-c", versions], capture_output=True, text=True, check=True).stdout.split()
+    found = subprocess.run([str(TRL_PYTHON), "-c", versions], capture_output=True, text=True, check=True).stdout.split()
     lines = [
         describe(),
-        f"TRL {said[0]}, transformers {said[1]}, torch {said[2]}; {args.threads} cores for each"
+        f"TRL {found[0]}, transformers {found[1]}, torch {found[2]}; {args.threads} cores for each"
         f" {args.overrides or ''}".rstrip(),
     ]
     sys.stdout.write("\n".join(lines) + "\n")

@@ -24,7 +24,7 @@ from nemo_prorl.rewards.interface import RewardRequest, judge  # noqa: E402
 PARTS = {
     "_generate_single_turn": "generate",
     "_calculate_rewards": "rewards",
-    "_get_per_token_logps_and_entropies": "logprobs",  # of the policy and the reference, before the updates
+    "_get_per_token_logps_and_entropies": "logprobs",  # policy and reference, before the updates
     "training_step": "updates",
 }
 
@@ -92,7 +92,7 @@ def arguments(cfg: dict[str, Any], folder: str) -> Any:
         beta=cfg["kl_coef"],
         epsilon=0.2,
         epsilon_high=0.4,
-        loss_type="dapo",  # one denominator, the tokens of the whole update
+        loss_type="dapo",  # denominator: all tokens of the update
         scale_rewards="group",
         **cfg["options"],
     )
@@ -166,7 +166,7 @@ def main() -> None:
     started = step["began"] = time.monotonic()
     trainer.train()
     out.flush()
-    os._exit(0)  # torch's process groups may abort while Python winds up; all is told
+    os._exit(0)  # torch's process groups may abort at Python's exit; all results are written
 
 
 if __name__ == "__main__":

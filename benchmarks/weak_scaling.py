@@ -1,18 +1,18 @@
-"""What the framework itself adds to a training step on 1, 2 and 4 data-parallel CPU ranks, with equal work a rank.
+"""Overhead of the framework in a training step on 1, 2 and 4 data-parallel CPU ranks with equal work for each rank.
 
     .venv/train/bin/python benchmarks/weak_scaling.py                 one thread a rank, 192 responses a rank and step
 
-Each rank runs the real `trainer.train_step` on the laptop's model with recorded lengths; rollouts and rewards are
-made up, so that engines take no time.  Seconds of a step, by where they go:
+Each rank runs the real `trainer.train_step` on the laptop's model with recorded lengths.  Rollouts and rewards are
+generated beforehand, so that engines take no time.  Seconds of a step are split into:
 
     model        Megatron's schedule: forward and backward passes of log-probabilities, reference and updates
-    collectives  calls of torch.distributed outside of it, waiting for slower ranks included; also what rank 0 sends
-                 the others: their rows of a step, in blocks and as a whole (`RankZero`)
+    collectives  calls of torch.distributed outside of the schedule, including the wait for slower ranks; also the rows
+                 of a step that rank 0 sends to the other ranks (`DataRanks`)
     optimizer    Adam, norms and clipping
     framework    the rest: batches, micro-batches, advantages, diagnostics, the reference's swap, publication
 
-CPU seconds are of a rank's own process: with more ranks than cores ranks take turns, so that wall time rises; CPU time
-would stay, were it not for shared caches.
+CPU seconds are those of a rank's process.  With more ranks than cores the ranks take turns, so that wall time rises;
+CPU time would stay equal if caches were not shared.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class Clock:
 
 
 class MadeUpRollouts:
-    """What `train_step` asks of its rollouts: weights are written, and groups that were made up are dealt out."""
+    """Rollouts for `train_step` without an engine: publish weights, and deal out prepared groups."""
 
     def __init__(self, cfg: Any, policy: Any, store: Any, groups: Any) -> None:
         self._updates, self._policy, self._store, self._groups = (
@@ -80,7 +80,7 @@ class MadeUpRollouts:
                 pass
 
     def collect(self, metrics: Any) -> Any:
-        """As `Rollouts.collect`: each rank's rows to train on."""
+        """Return the rows of this rank, as `Rollouts.collect` does."""
         return self._groups.share(self._deal)
 
     def _deal(self, groups: list[Any]) -> Any:
@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=192, help="responses of a rank in a step; a multiple of 64")
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--wait-s", type=float, default=1200.0, help="for the ranks of one layout")
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # MODEL OUT: this process is a rank
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # MODEL OUT: run one rank in this process
     args = parser.parse_args()
     if args.one:
         one_rank(Path(args.one[0]), args.rows, args.steps, Path(args.one[1]))

@@ -63,7 +63,6 @@ class DynamicSamplingConfig:
     enabled: bool = key(True, "train only on groups whose rewards differ")
     tolerance: float = key(1e-6, "largest difference of raw rewards that still counts as no signal", least=0)
     max_draw_factor: float = key(4.0, "maximum groups judged per step, as a multiple of prompts_per_step", least=1)
-    oversubscription: float = key(1.0, "groups in flight for each group that is expected to be needed", least=1)
     margin: float = key(0.0, "surplus to draw beyond the expected number of groups, in standard deviations", least=0)
     max_staleness: int = key(1, "maximum age of a group's weights, in steps; older groups are dropped", least=0)
 

@@ -83,8 +83,6 @@ class Plan:
         data_ranks = ranks // (model["tensor_model_parallel_size"] * model["pipeline_model_parallel_size"])
         in_update = -(-grpo.prompts_per_step // grpo.updates_per_step * grpo.samples_per_prompt // data_ranks)
         started = grpo.prompts_per_step * grpo.samples_per_prompt
-        if grpo.dynamic_sampling.enabled:
-            started = int(started * grpo.dynamic_sampling.oversubscription)
         context = grpo.context_tokens
         response = min(context - 1, grpo.max_response_tokens or context)
         return cls(

@@ -1,1 +1,1 @@
-"""The sections of `benchmarks/gpu_evidence.py`: each runs in a process of its own and reports row by row."""
+"""Sections of `benchmarks/gpu_evidence.py`.  Each runs in a separate process and reports row by row."""

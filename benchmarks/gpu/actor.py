@@ -14,7 +14,7 @@ from gpu import model as m
 from gpu import real
 from gpu.common import Emit, Settings, peak_flops, require, seconds_of
 
-RESPONSES = {False: 4, True: 4}  # that fill the context, by Settings.small
+RESPONSES = {False: 4, True: 4}  # responses that fill the context, by Settings.small
 
 
 def run(emit: Emit, settings: Settings) -> None:
@@ -69,7 +69,7 @@ def logprobs_and_updates(emit: Emit, actor: Any, cfg: Any, settings: Settings) -
 
 
 def memory(emit: Emit, actor: Any, cfg: Any, settings: Settings, resident: int | None) -> None:
-    """What was measured beside what `prorl plan` says for one GPU with this model."""
+    """Emit the measured memory beside the memory that `prorl plan` predicts for one GPU with this model."""
     from nemo_prorl.sizing.memory import memory_of
 
     numbers = memory_of(cfg, actor.shape.vocab).numbers()

@@ -1,4 +1,4 @@
-"""What the device reaches on nothing but arithmetic, or nothing but memory: the other sections' ceilings."""
+"""Upper bounds of the device: matrix products without anything else, and copies without anything else."""
 
 import torch
 

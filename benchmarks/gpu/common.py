@@ -1,4 +1,4 @@
-"""What the sections of the hardware proof share: settings, rows, clocks and peaks of memory."""
+"""Settings, rows, clocks and memory peaks for the sections of the hardware proof."""
 
 import importlib.util
 import json
@@ -20,15 +20,15 @@ Emit = Callable[..., None]
 
 
 class Skipped(Exception):
-    """The machine has not what a section needs; the text says what."""
+    """The machine lacks something that a section needs, which the text names."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user chose; one object for all sections."""
+    """The choices of the user, the same for all sections."""
 
     device: str  # cuda | cpu
-    small: bool  # sizes for a laptop: shows that a section works, says nothing about speed
+    small: bool  # laptop sizes: show that a section works, nothing about speed
     engine_python: str | None = None  # a Python that has vLLM; None: this one
 
     @property
@@ -48,14 +48,14 @@ def require(*modules: str) -> None:
     for name in modules:
         try:
             found = importlib.util.find_spec(name) is not None
-        except ModuleNotFoundError:  # the package that it would be a part of
+        except ModuleNotFoundError:  # the parent package is missing
             found = False
         if not found:
             raise Skipped(f"{name} is not installed here")
 
 
 def emitter(file: Path) -> Emit:
-    """Appends rows to a file at once, so that what is done stays whatever ends the process."""
+    """Return a function that appends a row to the file at once, so that finished rows survive a crash."""
 
     def emit(what: str, **values: Any) -> None:
         with file.open("a") as out:
@@ -110,7 +110,7 @@ class _LiveTensors(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given: set[int] = set()  # a view of what was there before is nothing new
+        given: set[int] = set()  # views of existing memory are not new
         tree_map_only(torch.Tensor, lambda t: given.add(t.untyped_storage()._cdata), (args, kwargs))
         result = func(*args, **(kwargs or {}))
         tree_map_only(torch.Tensor, lambda t: self._seen(t, given), result)

@@ -114,7 +114,7 @@ def run(emit: Emit, settings: Settings) -> None:
         trainer = torch.zeros(resident, dtype=torch.uint8, device=settings.device)
         emit("resident trainer", size_bytes=trainer.numel(), note="plain tensors of the plan's size")
         emit("engine's options", note=" ".join(options))
-        for start in ("first", "second"):  # as after a crash: beside the resident trainer
+        for start in ("first", "second"):  # like a start after a crash, next to the resident trainer
             free(emit, f"before the {start} start", settings)
             began = time.perf_counter()
             with server(python, folder, settings, "--float32-head", *options) as url:
@@ -142,13 +142,13 @@ def work(emit: Emit, url: str, weights: Path, settings: Settings) -> None:
 
 
 def naps(emit: Emit, url: str, level: int, version: int, weights: Path, before: list[int], settings: Settings) -> int:
-    """One sleep and wake; the version of the weights after it."""
+    """Measure one sleep and wake of the engine; return the version of its weights afterwards."""
     (reply,), seconds = call(url, "/sleep", {"level": level, "wait_s": 10})
     if not reply["frees_memory"]:
         emit(f"sleep, level {level}", note="a CPU's engine keeps its memory; times are those of the protocol alone")
     emit(f"sleep, level {level}", seconds=seconds, freed_bytes=reply["freed_bytes"])
     free(emit, f"asleep, level {level}", settings)
-    if settings.cuda:  # what was freed can be had
+    if settings.cuda:  # allocate the freed memory
         taken = torch.empty(int(0.9 * reply["freed_bytes"]), dtype=torch.uint8, device="cuda").fill_(1)
         emit(f"taken by the trainer in its sleep, level {level}", taken_bytes=taken.numel())
         del taken

@@ -48,7 +48,7 @@ def run(emit: Emit, settings: Settings) -> None:
 
 
 def in_a_process(settings: Settings, folder: Path, overrides: list[str]) -> dict[str, Any]:
-    """What `measure` finds, or the error and the part in which it came."""
+    """Run `measure` in a new process and return its results, or the error and the part in which it occurred."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="gpu-evidence-") as name:
         file = Path(name) / "found.pt"
@@ -67,7 +67,9 @@ def measure(settings: Settings, folder: Path, overrides: list[str], file: Path) 
     try:
         actor, cfg = real.build(settings, folder, "model.optim.weight_decay=0.0", *overrides)
         batch = real.batch(settings, RESPONSES)
-        batch = batch.with_targets(advantage_B=torch.zeros(RESPONSES))  # the weights stay; the backward pass is whole
+        batch = batch.with_targets(
+            advantage_B=torch.zeros(RESPONSES)
+        )  # weights do not change; the backward pass is complete
         update = real.updater(actor, cfg)
         part = "the pass without gradients"
         old_BT, _ = actor.logprobs(batch)

@@ -16,7 +16,7 @@ from gpu.common import Emit, Settings, require
 from gpu.engine import SMALL_KV_MB, call, require_vllm, server
 
 WAYS = {"bf16": [], "FP8 hybrid, tensorwise scales": ["model.fp8=hybrid", "model.fp8_recipe=tensorwise"]}
-HEADS = {"float32 heads": True, "16-bit heads": False}  # of both sides: trainer.grpo.float32_head
+HEADS = {"float32 heads": True, "16-bit heads": False}  # on both sides: trainer.grpo.float32_head
 PROMPTS, TOKENS = 16, {False: 512, True: 32}  # tokens of a response, by Settings.small
 TEMPERATURE = 1.2
 KV_MB = 8192

@@ -140,9 +140,10 @@ def exact_step(hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor, old_N: Te
 def measure(
     emit: Emit, way: str, compute: LogProbs, given: tuple[Tensor, ...], exact: tuple[Tensor, ...], settings: Settings
 ) -> int:
-    """One row: peak memory and time, forward alone and with the loss and its gradients; distance to exact numbers.
+    """Emit one row: peak memory and time of the forward pass alone and with the loss and its gradients, and the error.
 
-    Returns the peak with the loss and its gradients, which stay and count.
+    Returns:
+        the peak in bytes with the loss and its gradients, which stay allocated and are included.
     """
     hidden_NH, weight_VH, target_N, _ = given
     repeats = 2 if settings.small else REPEATS

@@ -32,8 +32,8 @@ def run(emit: Emit, settings: Settings) -> None:
     resident = _allocated(settings)
     work(emit, net, optimizer, shape, settings)
     if settings.cuda:
-        told = {"measured_bytes": torch.cuda.max_memory_allocated(), "planned_bytes": plan.get("trainer_peak")}
-        emit("memory at most", **told)
+        memory = {"measured_bytes": torch.cuda.max_memory_allocated(), "planned_bytes": plan.get("trainer_peak")}
+        emit("memory at most", **memory)
         emit(
             "before the first update",
             measured_bytes=resident,

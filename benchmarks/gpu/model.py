@@ -34,7 +34,7 @@ class Shape:
     groups: int = 2
     vocab: int = 151_936
     context: int = 8192
-    tied: bool = False  # as DeepSeek-R1-Distill-Qwen-1.5B
+    tied: bool = False  # untied, like DeepSeek-R1-Distill-Qwen-1.5B
 
     @classmethod
     def of(cls, settings: Settings) -> "Shape":
@@ -55,7 +55,7 @@ class Shape:
 
 
 def start(settings: Settings) -> None:
-    """One rank's process groups, and Megatron's generators."""
+    """Set up the process groups of a single rank, and Megatron's random generators."""
     from megatron.core import parallel_state
 
     os.environ |= {
@@ -184,7 +184,7 @@ def logprobs(model: Any, tokens_BT: Tensor, shape: Shape, with_entropy: bool) ->
 
 
 def update(model: Any, optimizer: Any, micro_batches: list[Tensor], old: list[Tensor], shape: Shape) -> float:
-    """One optimizer step over the micro-batches; the gradient's norm."""
+    """Make one optimizer step over the micro-batches and return the norm of the gradient."""
     model.zero_grad_buffer()
     optimizer.zero_grad()
     count = sum(tokens_BT[:, 1:].numel() for tokens_BT in micro_batches)

@@ -3,7 +3,7 @@
 from typing import Any
 
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
-# What a key's last part says of its number.
+# Unit of a number by the last part of its key.
 _NAMES = {
     "peak_bytes": "peak memory",
     "forward_peak_bytes": "peak memory, forward only",

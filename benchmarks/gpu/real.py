@@ -19,7 +19,7 @@ from gpu.publication import shapes
 
 CONTEXT = {False: 8192, True: 64}  # tokens of prompt and response, by Settings.small
 PROMPT = 16
-FINAL_NORM = 8.0  # makes logits of the size that trained models have
+FINAL_NORM = 8.0  # scales logits to the size of trained models
 
 
 def hf_config(settings: Settings) -> dict[str, Any]:

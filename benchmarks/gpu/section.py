@@ -1,6 +1,6 @@
-"""One section in a process of its own: `python section.py NAME ROWS_FILE SETTINGS_JSON`.
+"""Run one section in this process: `python section.py NAME ROWS_FILE SETTINGS_JSON`.
 
-Exit status 0: done; 10: skipped, the reason is the last row.
+Exit status 0: done; 10: skipped, with the reason in the last row.
 """
 
 import importlib
@@ -22,7 +22,7 @@ def main() -> int:
     name, rows, text = sys.argv[1:4]
     settings = Settings(**json.loads(text))
     if settings.small:
-        torch.set_num_threads(1)  # small tensors on busy cores: threads would wait for each other
+        torch.set_num_threads(1)  # threads would wait for each other: tensors are small and cores busy
     emit = emitter(Path(rows))
     try:
         importlib.import_module(f"gpu.{name}").run(emit, settings)

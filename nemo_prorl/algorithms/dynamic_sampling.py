@@ -86,8 +86,7 @@ class DynamicSampler:
         needed: groups of a full batch.
         keep_rate: shared by all steps of a run, updated by `decide`.
         config: `max_draw_factor`: draws in this step, carried groups included, at most, per needed group.
-            `oversubscription`: expected kept groups per needed group that may be in flight; 1 starts no more than is
-            expected to be needed.  `enabled`: False keeps every usable group (static sampling); keep rates are still
+            `enabled`: False keeps every usable group (static sampling); keep rates are still
             measured.  `margin`: drawing begins when fewer are expected than needed, and goes on until this many
             standard deviations more are expected.  Each time it begins anew costs the time of a whole response, so a
             little more at once is cheap, and what is too much is surplus.
@@ -136,7 +135,7 @@ class DynamicSampler:
         joins = usable and (kept or not self._config.enabled)
         self.kept += joins
         self.dropped += not joins
-        self._filling = self.kept + self.expected < self._wanted
+        self._filling = self.kept + self.expected < self.needed
         return joins
 
     def wants_more(self) -> bool:
@@ -144,11 +143,7 @@ class DynamicSampler:
         if self.full or self.drawn >= self.max_drawn:
             return False
         in_hand = self.kept + self.expected - (self._config.margin * self.deviation if self._filling else 0.0)
-        return not self._undecided or in_hand < self._wanted
-
-    @property
-    def _wanted(self) -> float:
-        return self.needed * self._config.oversubscription
+        return not self._undecided or in_hand < self.needed
 
     @property
     def expected(self) -> float:

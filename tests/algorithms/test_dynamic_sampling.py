@@ -71,16 +71,13 @@ def play(
     rates: KeepRates,
     needed: int = 4,
     max_drawn: int = 16,
-    oversubscription: float = 1.0,
     enabled: bool = True,
     carried: list[int] | None = None,
     tasks: str = "ab",
     margin: float = 0.0,
 ) -> tuple[DynamicSampler, list[int], list[int], list[int]]:
     """One step as the docstring tells; returns prompts kept, prompts left over, and draws before each decision."""
-    dynamic = DynamicSamplingConfig(
-        enabled=enabled, max_draw_factor=max_drawn / needed, oversubscription=oversubscription, margin=margin
-    )
+    dynamic = DynamicSamplingConfig(enabled=enabled, max_draw_factor=max_drawn / needed, margin=margin)
     sampler = DynamicSampler(needed, rates, dynamic)
     pending = deque(carried or [])
     for prompt in pending:
@@ -137,14 +134,6 @@ def test_at_the_cap_the_smaller_batch_is_what_there_is() -> None:
     assert nothing.kept == 0
 
 
-def test_never_stands_still_while_short() -> None:
-    """With an oversubscription below 1 the expectation alone would stop at 2 of 4."""
-    sampler, kept, _, draws = play([True] * 16, KeepRates(), oversubscription=0.5)
-    assert kept == [0, 1, 2, 3]
-    assert draws == [2, 2, 3, 4]
-    assert sampler.full
-
-
 def test_a_margin_is_drawn_at_once_and_then_left_alone_while_enough_is_expected() -> None:
     """Known rates of 1/2: 8 groups stand for 4 with a deviation of sqrt(8 / 4), 16 for 8 with one of 2."""
     half = keep_rates(prior=0.500001, strength=1e12)
@@ -159,10 +148,11 @@ def test_a_margin_is_drawn_at_once_and_then_left_alone_while_enough_is_expected(
     assert static[3] == [4, 4, 4, 4]
 
 
-def test_oversubscription_leaves_a_surplus_which_the_next_step_judges_first() -> None:
+def test_a_surplus_is_judged_first_by_the_next_step() -> None:
+    """Groups that were drawn for a rate of 1/2; 1 is what the next step begins with."""
     rates = KeepRates()
     verdicts = [True, True, True, True, False, True, True, False] + [True] * 20
-    sampler, kept, surplus, _ = play(verdicts, rates, oversubscription=2.0)
+    sampler, kept, surplus, _ = play(verdicts, keep_rates(prior=0.5, strength=1e12))
     assert kept == [0, 1, 2, 3]
     assert surplus == [4, 5, 6, 7]
     with pytest.raises(RuntimeError, match="surplus"):
@@ -198,7 +188,7 @@ def simulate(seed: int, timing: int, steps: int, rates: KeepRates, state: list[i
     clock = random.Random(timing)
     log = []
     for _ in range(steps):
-        sampler = DynamicSampler(6, rates, DynamicSamplingConfig(oversubscription=1.2, margin=2.0))
+        sampler = DynamicSampler(6, rates, DynamicSamplingConfig(margin=2.0))
         queue = deque(state[1:])
         for prompt in queue:
             sampler.carry("abc"[prompt % 3])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from nemo_prorl.algorithms.dynamic_sampling import KeepRates
 from nemo_prorl.config import Config, DeadlinesConfig, DynamicSamplingConfig, GRPOConfig, RewardsConfig, TrainerConfig
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.rewards.interface import RewardResult, Verdict, failed_verdict, verdict_of
@@ -57,17 +58,29 @@ class Plain:
         return " ".join(map(str, ids))
 
 
+def expecting(keep_rate: float) -> KeepRates:
+    """Return keep rates that verdicts do not change: below 1, more groups are drawn than needed where all are kept."""
+    rates = KeepRates()
+    rates.prior, rates.strength = keep_rate + 1e-9, 1e12
+    return rates
+
+
 def drawn(k: int) -> PromptDraw:
     """Draw the prompt pK."""
     record, visit = Numbered(k).next()
     return PromptDraw(record, Plain().prompt_ids(record), visit)
 
 
-def collector_of(engines: Any, rewards: Any, prompts: Any = None, cfg: Config | None = None) -> Collector:
+def collector_of(
+    engines: Any, rewards: Any, prompts: Any = None, cfg: Config | None = None, keep_rate: float | None = None
+) -> Collector:
     """Return a collector of these stand-ins."""
     drawn_from: Any = prompts or Numbered()
     plain: Any = Plain()
-    return Collector(cfg or config(), engines, rewards, drawn_from, plain)
+    collector = Collector(cfg or config(), engines, rewards, drawn_from, plain)
+    if keep_rate is not None:
+        collector.keep_rates = expecting(keep_rate)
+    return collector
 
 
 class EvenIsRight:
@@ -157,11 +170,17 @@ def summary(batch: CollectedBatch) -> dict[str, Any]:
 
 
 def collected(
-    engines: Any, rewards: Any, cfg: Config | None = None, steps: int = 1, state: Any = None, start: int = 0
+    engines: Any,
+    rewards: Any,
+    cfg: Config | None = None,
+    steps: int = 1,
+    state: Any = None,
+    start: int = 0,
+    keep_rate: float | None = None,
 ) -> tuple[list[CollectedBatch], dict[str, Any], int]:
     """Batches of some steps, the state after them, and how many prompts were drawn."""
     prompts = Numbered(start)
-    collector = collector_of(engines, rewards, prompts, cfg)
+    collector = collector_of(engines, rewards, prompts, cfg, keep_rate)
     if state is not None:
         collector.load_state_dict(state)
     first = 1 if state is None else state["next"]

@@ -38,8 +38,7 @@ def test_the_whole_path_with_a_real_engine(engine: EngineProcess, models: dict[s
     for delay in (0.0, 0.02):
         rewards = EvenIsRight(seed=1, delay=delay)
         pool = EnginePool(engine.endpoints, read_token(engine.token_file))
-        cfg = config(dynamic_sampling=DynamicSamplingConfig(oversubscription=1.5))
-        collector = collector_of(pool, rewards, cfg=cfg)
+        collector = collector_of(pool, rewards, keep_rate=2 / 3)
         try:
             collector.publish(str(weights), 5)
             batch = collector.take(1, 5)
@@ -63,11 +62,8 @@ def test_the_whole_path_with_a_real_engine(engine: EngineProcess, models: dict[s
 
 
 def test_what_is_drawn_and_kept_does_not_depend_on_speed() -> None:
-    dynamic = DynamicSamplingConfig(oversubscription=2.0, max_draw_factor=5.0)
-    cfg = config(dynamic_sampling=dynamic)
-    runs = [collected(Simulated(seed, 0.02), EvenIsRight(seed, 0.02), cfg, steps=4) for seed in range(3)] + [
-        collected(Simulated(), EvenIsRight(), cfg, steps=4)
-    ]
+    runs = [collected(Simulated(s, 0.02), EvenIsRight(s, 0.02), steps=4, keep_rate=0.5) for s in range(3)]
+    runs.append(collected(Simulated(), EvenIsRight(), steps=4, keep_rate=0.5))
     (batches, state, drawn), *others = runs
     assert any(tally.kept < tally.decided for batch in batches for tally in batch.tasks.values())  # some are dropped
     assert any(batch.carried for batch in batches)
@@ -80,10 +76,9 @@ def test_what_is_drawn_and_kept_does_not_depend_on_speed() -> None:
 
 
 def test_a_resumed_collector_goes_on_as_if_nothing_had_been() -> None:
-    cfg = config(dynamic_sampling=DynamicSamplingConfig(oversubscription=2.0, max_draw_factor=5.0))
-    whole, state, _ = collected(Simulated(), EvenIsRight(), cfg, steps=4)
-    first, half, drawn = collected(Simulated(), EvenIsRight(), cfg, steps=2)
-    second, end, _ = collected(Simulated(), EvenIsRight(), cfg, steps=2, state=half, start=drawn)
+    whole, state, _ = collected(Simulated(), EvenIsRight(), steps=4, keep_rate=0.5)
+    first, half, drawn = collected(Simulated(), EvenIsRight(), steps=2, keep_rate=0.5)
+    second, end, _ = collected(Simulated(), EvenIsRight(), steps=2, state=half, start=drawn, keep_rate=0.5)
     assert half["surplus"]  # otherwise nothing is shown
     assert [summary(b) for b in first + second] == [summary(b) for b in whole]
     assert end == state
@@ -92,8 +87,7 @@ def test_a_resumed_collector_goes_on_as_if_nothing_had_been() -> None:
 @pytest.mark.parametrize("seconds", [0.0, 0.005, 0.02, 0.05, 0.1])
 def test_a_collection_that_is_given_up_leaves_no_trace(seconds: float) -> None:
     """Surplus, draws and keep rates are those of before, so that the checkpoint written then is exact."""
-    cfg = config(dynamic_sampling=DynamicSamplingConfig(oversubscription=2.0, max_draw_factor=5.0))
-    collector = collector_of(Simulated(delay=0.05), EvenIsRight(delay=0.05), cfg=cfg)
+    collector = collector_of(Simulated(delay=0.05), EvenIsRight(delay=0.05), keep_rate=0.5)
     try:
         collector.take(1, 1)
         before = json.dumps(collector.state_dict())
@@ -118,9 +112,8 @@ class MixedIsRight(EvenIsRight):
 
 
 def test_groups_that_end_early_are_not_favoured() -> None:
-    cfg = config(dynamic_sampling=DynamicSamplingConfig(oversubscription=3.0, max_draw_factor=5.0))
     slow_first = Simulated(seconds=lambda prompt: 0.2 if prompt < 6 else 0.0)  # 12 more are done long before
-    (batch,), state, drawn = collected(slow_first, MixedIsRight(), cfg)
+    (batch,), state, drawn = collected(slow_first, MixedIsRight(), keep_rate=1 / 3)
     assert drawn == 18
     assert [group.draw_index for group in batch.groups] == [0, 1, 2, 3, 4, 5]
     assert [value["draw_index"] for value in state["surplus"]] == list(range(6, 18))
@@ -128,9 +121,9 @@ def test_groups_that_end_early_are_not_favoured() -> None:
 
 def test_surplus_is_trained_on_first_and_dropped_when_stale() -> None:
     for staleness, groups, stale in ((1, [6, 7, 8, 9, 10, 11], 0), (0, [18, 19, 20, 21, 22, 23], 12)):
-        dynamic = DynamicSamplingConfig(oversubscription=3.0, max_draw_factor=5.0, max_staleness=staleness)
+        dynamic = DynamicSamplingConfig(max_draw_factor=5.0, max_staleness=staleness)
         cfg = config(dynamic_sampling=dynamic)
-        batches, _, _ = collected(Simulated(), MixedIsRight(), cfg, steps=2)
+        batches, _, _ = collected(Simulated(), MixedIsRight(), cfg, steps=2, keep_rate=1 / 3)
         assert [group.draw_index for group in batches[1].groups] == groups
         assert batches[1].stale == stale
         assert {group.version for group in batches[1].groups} == {0 if staleness else 1}

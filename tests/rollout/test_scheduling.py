@@ -56,7 +56,7 @@ def means(scheduler: simulate.Scheduler) -> dict[str, float]:
 
 def test_the_decisions_of_a_run_beat_those_they_are_compared_with() -> None:
     ours = means(simulate.OURS)
-    plain = means(simulate.Scheduler("", simulate.whole_groups, simulate.asked_for(1.0, 0.0)))
+    plain = means(simulate.Scheduler("", simulate.whole_groups, simulate.NO_MARGIN))
     whole = means(simulate.Scheduler("", simulate.whole_groups))
     assert ours == means(simulate.OURS)  # the same seed, the same numbers
     assert ours["late"] < 0.25 * plain["late"]  # the margin saves second waits

@@ -45,7 +45,7 @@ FOLDER = ROOT / "docs" / "schemas"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
-# Regular expressions for the keys of a line of metrics.jsonl; docs/reference/formats.md explains each key.
+# Regular expressions for the keys of a line of metrics.jsonl; docs/reference/metrics.md explains each key.
 METRICS = (
     "kl",
     "entropy",
@@ -110,7 +110,7 @@ FORMATS: dict[str, tuple[str, Any, bool]] = {
     "evaluation-comparison": ("comparison.json", evaluation.EvaluationComparison, False),
     "evaluation-manifest": ("manifest.json of an evaluation", evaluation.EvaluationManifest, False),
     "evaluation-results": ("results.json", evaluation.EvaluationResults, False),
-    "evaluation-sample": ("a line of samples/BENCHMARK.jsonl", evaluation.EvaluationSample, False),
+    "evaluation-sample": ("Line of samples/BENCHMARK.jsonl", evaluation.EvaluationSample, False),
     "hook-event": ("Event passed to on_event", launcher.HookEvent, False),
     "journal-event": ("Line of journal.jsonl", any_of(JournalEvent, "An event of a run."), True),
     "launch": ("Line of launches.jsonl", any_of(LAUNCH, "A start of a run by a Slurm job, or its end."), False),

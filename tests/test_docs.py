@@ -94,6 +94,22 @@ def test_the_readme_leads_to_pages_in_an_order() -> None:
         assert (page.parent / link[1]).resolve() == following
 
 
+def test_every_benchmark_has_its_question() -> None:
+    """docs/reference/benchmarks.md lists each script that is run by itself; helpers and other sides are left out."""
+    rows = re.findall(r"^\| \[(\w+\.py)\]\(.*\?", (DOCS / "reference" / "benchmarks.md").read_text(), re.M)
+    helpers = {"machine.py", "reward_load.py", "evaluate_offline.py", "versus_trl_trainer.py"}
+    assert sorted(rows) == sorted({path.name for path in (ROOT / "benchmarks").glob("*.py")} - helpers)
+
+
+LIMIT = 1500  # words of a page, as `wc -w` counts them
+GENERATED = {"configuration.md", "commands.md", "schemas.md"}
+
+
+def test_pages_of_the_reference_are_short() -> None:
+    words = {page.name: len(page.read_text().split()) for page in (DOCS / "reference").glob("*.md")}
+    assert {name: count for name, count in words.items() if count >= LIMIT and name not in GENERATED} == {}
+
+
 def test_every_page_is_in_the_navigation() -> None:
     listed = set(re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
     assert listed == {str(page.relative_to(DOCS)) for page in PAGES[1:]}
@@ -264,9 +280,13 @@ def prorl_commands() -> set[str]:
     return set(choices)
 
 
-def test_the_readme_has_every_command() -> None:
-    told = {code.split()[1] for code in inline_code(ROOT / "README.md") if re.match(r"prorl [a-z]", code)}
-    assert sorted(prorl_commands() - told) == []
+def test_the_overview_has_every_command_and_target() -> None:
+    """First cells of the tables of docs/reference/overview.md; beside them every target has its meaning."""
+    cells = re.findall(r"^\| (`.*?`) \|", prose(DOCS / "reference" / "overview.md"), re.M)
+    told = [code.split()[:2] for cell in cells for code in re.findall(r"`([^`]+)`", cell)]
+    assert sorted(prorl_commands() - {words[1] for words in told if words[0] == "prorl"}) == []
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert sorted(targets ^ {words[1] for words in told if words[0] == "make"}) == []
 
 
 def test_inline_commands_exist() -> None:
@@ -279,15 +299,15 @@ def test_inline_commands_exist() -> None:
             assert second in (targets if code.startswith("make ") else prorl_commands()), code
 
 
-def test_make_variables_in_the_readme_are_the_makefiles() -> None:
+def test_make_variables_in_the_table_are_the_makefiles() -> None:
     known = set(re.findall(r"^([A-Z_]+) \?=", (ROOT / "Makefile").read_text(), re.M))
     assert known == {"PYTHON", "RUN", "ARGS", "TRAIN_LOCK", "ROLLOUT_LOCK", "TORCH_INDEX"} | {
         "EVIDENCE_PYTHON",
         "GPU_PYTHON",
         "GPU_WHEELS",
     }
-    text = (ROOT / "README.md").read_text()
-    assert [name for name in sorted(known) if f"`{name}`" not in text and f"{name}=" not in text] == []
+    rows = re.findall(r"^\| (`[A-Z].*?`) \|", (DOCS / "howto" / "setup.md").read_text(), re.M)
+    assert {name for row in rows for name in re.findall(r"`([A-Z_]+)`", row)} == known
 
 
 # --- configuration ---------------------------------------------------------------------------------------------------
@@ -334,9 +354,9 @@ def test_every_configuration_key_exists() -> None:
 
 @pytest.mark.starts
 def test_overrides_in_the_tables_are_accepted() -> None:
-    """Every `key=value` of README and docs/tutorial/laptop.md, each by itself, as a user would try it."""
+    """Every `key=value` of two pages, each by itself, as a user would try it."""
     tried = 0
-    for page in (ROOT / "README.md", DOCS / "tutorial" / "laptop.md"):
+    for page in (DOCS / "howto" / "overrides.md", DOCS / "tutorial" / "laptop.md"):
         for line in prose(page).splitlines():
             for code in re.findall(r"`([^`]+)`", line) if line.startswith("| `") else []:
                 words = code.split()
@@ -346,11 +366,12 @@ def test_overrides_in_the_tables_are_accepted() -> None:
     assert tried >= 20
 
 
-def test_groups_in_the_readme_are_the_shipped_ones() -> None:
-    text = (ROOT / "README.md").read_text()
-    for group in ("model", "cluster"):
-        [choices] = re.findall(rf"`{group}=([\w|]+\|[\w|]+)`", text)
-        assert sorted(choices.split("|")) == settings.group_options()[group]
+def test_groups_in_the_list_are_the_shipped_ones() -> None:
+    """docs/howto/overrides.md names every file of every group, and no other."""
+    text = (DOCS / "howto" / "overrides.md").read_text().split("\n## Groups\n")[1]
+    for group, options in settings.group_options().items():
+        named = [name for choices in re.findall(rf"`{group}=([\w|]+)`", text) for name in choices.split("|")]
+        assert sorted(named) == options, group
 
 
 # --- examples in Python ----------------------------------------------------------------------------------------------

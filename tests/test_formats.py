@@ -21,6 +21,8 @@ from tests.test_docs import ROOT, blocks, inline_code, prose
 
 SCHEMAS = {p.name.removesuffix(".schema.json"): p for p in sorted((ROOT / "docs" / "schemas").glob("*.schema.json"))}
 SHA = "0123456789abcdef" * 4
+REFERENCE = ROOT / "docs" / "reference"
+FORMAT_PAGES = sorted(set(REFERENCE.glob("*.md")) - {REFERENCE / "schemas.md"})  # schemas.md lists all of them
 
 # --- schemas ---------------------------------------------------------------------------------------------------------
 
@@ -151,7 +153,25 @@ def test_every_format_has_a_schema_that_says_what_it_is() -> None:
         assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
         assert schema["title"], name
         assert schema["description"], name
-        assert f"schemas/{path.name}" in (ROOT / "docs" / "reference" / "formats.md").read_text(), name
+        assert any(f"schemas/{path.name}" in page.read_text() for page in FORMAT_PAGES), name
+
+
+def fields_of(schema: Any) -> set[str]:
+    """Names of the fields of all objects in a schema."""
+    if isinstance(schema, list):
+        return set().union(*map(fields_of, schema))
+    if not isinstance(schema, dict):
+        return set()
+    own = schema.get("properties", {})
+    return {*(own if isinstance(own, dict) else ()), *set().union(*map(fields_of, schema.values()))}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_field_is_documented(name: str) -> None:
+    """Each field of a schema is in inline code on one page that links to the schema."""
+    pages = [page for page in FORMAT_PAGES if f"schemas/{name}.schema.json" in page.read_text()]
+    named = [set(re.findall(r"[\w@]+", " ".join(inline_code(page)))) for page in pages]
+    assert min((sorted(fields_of(json.loads(SCHEMAS[name].read_text())) - words) for words in named), key=len) == []
 
 
 @pytest.mark.starts
@@ -226,21 +246,23 @@ def test_the_schema_of_prompt_records_is_the_code(record: dict[str, Any], good: 
 
 
 def test_documented_truths_are_accepted() -> None:
-    """Each JSON object in the table of truths in docs/reference/formats.md."""
-    rows = re.findall(r"^\| (`[a-z`, ]+`) \| (.*) \|$", prose(ROOT / "docs" / "reference" / "formats.md"), re.M)
+    """Each JSON object in the table of truths in docs/reference/records.md."""
+    rows = re.findall(r"^\| (`[a-z`, ]+`) \| (.*) \|$", prose(REFERENCE / "records.md"), re.M)
     tried = 0
     for names, text in rows:
         for task in re.findall(r"`(math|stem|code|puzzles|instructions)`", names):
             for truth in re.findall(r"`(\{.*?\})`", text):
-                validate_record({**RECORD, "task": task, "truth": json.loads(truth)}, "docs/reference/formats.md")
+                validate_record({**RECORD, "task": task, "truth": json.loads(truth)}, "records.md")
                 tried += 1
     assert tried == 3 + 3 + 3 + 1 + 1
 
 
 def test_documented_json_blocks_fit_their_schemas() -> None:
-    record, verdict = (json.loads(block) for block in blocks(ROOT / "docs" / "reference" / "formats.md", "json"))
-    assert against("prompt-record", record) == []
-    assert against("verdict", verdict) == []
+    examples = {"records.md": "prompt-record", "rewards_service.md": "verdict"}
+    assert {page.name for page in REFERENCE.glob("*.md") if blocks(page, "json")} == set(examples)
+    for page, name in examples.items():
+        [block] = blocks(REFERENCE / page, "json")
+        assert against(name, json.loads(block)) == []
 
 
 def test_requests_and_verdicts_fit() -> None:
@@ -348,16 +370,34 @@ def test_metrics_fit_and_each_key_is_documented(metrics_line: dict[str, Any]) ->
     assert against("metrics", {**metrics_line, "reward/all": None}) == []
     assert against("metrics", {**metrics_line, "policy/new": 1.0})
     assert against("metrics", {**metrics_line, "kl": "0"})
-    documented = set(inline_code(ROOT / "docs" / "reference" / "formats.md"))
+    documented = set(inline_code(REFERENCE / "metrics.md"))
     assert len(metrics_line) > 60
     assert sorted(key for key in metrics_line if as_documented(key) not in documented) == []
 
 
 def test_documented_metrics_are_written(metrics_line: dict[str, Any]) -> None:
-    section = prose(ROOT / "docs" / "reference" / "formats.md").split("## metrics.jsonl")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (`.*?`) \|", section, re.M)
+    rows = re.findall(r"^\| (`.*?`) \|", prose(REFERENCE / "metrics.md"), re.M)
     named = {key for row in rows for key in re.findall(r"`([^`]+)`", row)}
     assert sorted(named - {as_documented(key) for key in metrics_line}) == []
+
+
+def test_every_event_is_documented() -> None:
+    """The first cells of the tables of docs/reference/journal.md name all events of the journal and of the hook."""
+    from nemo_prorl.launcher.formats import HookName
+    from nemo_prorl.lifecycle.journal_events import JournalEvent
+
+    page = prose(REFERENCE / "journal.md")
+    events = {name for kind in get_args(JournalEvent) for name in get_args(kind.__annotations__["event"])}
+    for heading, names in (("journal.jsonl", events), ("on_event", set(get_args(HookName)))):
+        section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0].split("\n### ")[0]
+        table = section.split("| `event` |" if heading == "on_event" else "| event |")[1].split("\n\n")[0]
+        assert set(re.findall(r"^\| `(\w+)` \|", table, re.M)) == names
+
+
+def test_the_entry_page_leads_to_every_format() -> None:
+    """docs/reference/formats.md links to each page that names a schema."""
+    linked = set(re.findall(r"\]\((\w+\.md)", (REFERENCE / "formats.md").read_text()))
+    assert {page.name for page in FORMAT_PAGES if "../schemas/" in page.read_text()} <= linked
 
 
 def test_journal_and_rollouts_fit(tmp_path: Path) -> None:
@@ -511,7 +551,7 @@ def test_state_has_the_parts_that_a_run_saves() -> None:
 
 
 def test_exit_codes_are_those_of_the_errors() -> None:
-    rows = dict(re.findall(r"^\| (\d+) \| (.+) \|$", prose(ROOT / "docs" / "reference" / "formats.md"), re.M))
+    rows = dict(re.findall(r"^\| (\d+) \| (.+) \|$", prose(REFERENCE / "overview.md"), re.M))
     classes = [ProrlError]
     for kind in classes:
         classes += kind.__subclasses__()

@@ -402,6 +402,12 @@ def test_a_chains_status_has_a_row_a_stage(slurm: Slurm, chain_folder: Path, cap
     ]
 
 
+def documented_fields() -> set[str]:
+    """Words in inline code of the section on `prorl status` in docs/reference/slurm_files.md."""
+    text = (ROOT / "docs" / "reference" / "slurm_files.md").read_text().split("\n## prorl status\n")[1]
+    return set(re.findall(r"`(\w+)`", text))
+
+
 def test_a_chains_status_as_json(slurm: Slurm, chain_folder: Path, capsys: Told) -> None:
     slurm.add("squeue", 'echo "18 RUNNING None"')
     capsys.readouterr()
@@ -412,6 +418,7 @@ def test_a_chains_status_as_json(slurm: Slurm, chain_folder: Path, capsys: Told)
     assert (two["state"], two["step"], two["max_steps"], two["attempts"]) == ("RUNNING", 23, 300, 2)
     assert (two["launch"]["attempt"], two["end"]["host"], two["alarm"]["step"]) == (2, "node1", 9)
     assert (three["job"], three["state"], three["launch"]) == ("19", "gone", None)
+    assert told.keys() | one.keys() <= documented_fields()
 
 
 def test_a_chains_status_without_slurm_and_with_a_silent_one(
@@ -440,3 +447,4 @@ def test_a_runs_status_names_job_attempt_nodes_and_the_last_end(chain_folder: Pa
     told = json.loads(capsys.readouterr().out)
     assert (told["launch"]["job"], told["end"]["what"]) == ("18", "trainer-2 ended with status -9")
     assert (told["checkpoint"], told["journal"]["event"]) == ("step-000020", "stop")
+    assert told.keys() <= documented_fields()

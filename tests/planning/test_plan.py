@@ -229,7 +229,7 @@ def test_json_is_the_same_as_one_object_and_documented(capsys: pytest.CaptureFix
     assert told["paper"]["gpu_hours"] == 16_000
     assert told["run"]["stage"] == "run6"
     assert told["rates"]["device_seconds_per_token"] is None
-    section = (root / "docs" / "reference" / "formats.md").read_text().split("## Plan\n")[1].split("\n## ")[0]
+    section = (root / "docs" / "reference" / "plan.md").read_text().split("## Plan\n")[1].split("\n## ")[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(told)
     assert told["stages"][0].keys() | told["rates"].keys() <= set(re.findall(r"`(\w+)`", section))

@@ -1,1 +1,1 @@
-"""The life of a run: checkpoints, hard resets, stages, validation, requests to it, and what it records."""
+"""Lifecycle of a run: checkpoints, hard resets, stages, validation, user requests and records."""

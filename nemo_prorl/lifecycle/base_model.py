@@ -1,10 +1,11 @@
-"""Where a run's first weights lie, as Hugging Face folders.
+"""Folders of a run's first weights, in Hugging Face format.
 
-pretrained_checkpoint.restore_from_path     given by the user, or else made here:
-RUN/init                                    random weights of `model`'s shape, a tokenizer made for the data
-RUN/base                                    what reinforcement learning starts from, after the warm-up
+pretrained_checkpoint.restore_from_path     a folder given by the user; without it: RUN/init
+random weights of `model`'s shape, and a tokenizer made for the data RUN/base                                    start
+of reinforcement learning, after the warm-up
 
-A stage begins with the checkpoint of the one before: its RUN/init is that stage's, for config.json and tokenizer.
+A later stage begins with the checkpoint of the previous stage and takes over its RUN/init, for config.json and
+tokenizer.
 """
 
 import logging
@@ -25,29 +26,30 @@ _log = logging.getLogger(__name__)
 
 
 def initial_model(cfg: Config, run_dir: Path) -> Path:
-    """The folder of the weights before any warm-up; it also holds config.json and tokenizer for the engines."""
+    """Return the folder of the weights before any warm-up, which also has config.json and tokenizer for the engines."""
     given = cfg.pretrained_checkpoint.restore_from_path
     return Path(given) if given else run_dir / "init"
 
 
 def base_folder(cfg: Config, run_dir: Path) -> Path:
-    """The folder of the weights that reinforcement learning starts from; made by the trainer if there is a warm-up."""
+    """Return the folder of the weights at the start of reinforcement learning; the trainer makes it after a warm-up."""
     return run_dir / "base" if warms_up(cfg) else initial_model(cfg, run_dir)
 
 
 def warms_up(cfg: Config) -> bool:
-    """Whether supervised steps come first: never in a stage that follows another."""
+    """Return whether supervised steps come first, which is never so in a stage that follows another."""
     return cfg.trainer.warmup.steps > 0 and cfg.chain.after is None and cfg.chain.start_from is None
 
 
 def make_initial_model(cfg: Any, run_dir: Path, train: "Sequence[LoadedSource]", start: Origin | None = None) -> Path:
-    """Make RUN/init if the run needs one and has none; complete only when it has its name.
+    """Make RUN/init if the run needs one and has none.  The folder gets its name once it is complete.
 
     Args:
-        train: training data, for whose words the tokenizer is made.
-        start: where a stage begins.
+        train: training data; the tokenizer is made for its words.
+        start: start of the stage.
 
-    Raises ConfigError if `start` is a checkpoint without the model's tokenizer.
+    Raises:
+        ConfigError: `start` is a checkpoint without the model's tokenizer.
     """
     folder = initial_model(cfg, run_dir)
     if cfg.pretrained_checkpoint.restore_from_path or folder.exists():
@@ -67,7 +69,7 @@ def make_initial_model(cfg: Any, run_dir: Path, train: "Sequence[LoadedSource]",
 
 
 def _model_of(start: Origin) -> Path:
-    """The Hugging Face folder of the run that a stage begins from."""
+    """Return the Hugging Face folder of the run from which a stage begins."""
     if (start.checkpoint / "hf").is_dir():
         return start.checkpoint / "hf"
     if start.run_dir is not None and (start.run_dir / "init").is_dir():
@@ -79,7 +81,10 @@ def _model_of(start: Origin) -> Path:
 
 
 def _texts(record: dict[str, Any], warm_up: bool) -> list[str]:
-    """What the tokenizer is made for: the prompt, and the right response, which only a warm-up cannot do without."""
+    """Return the texts for the tokenizer: the prompt, and the right response if there is one.
+
+    Only a warm-up requires the response.
+    """
     from nemo_prorl.data.laptop.generators import warmup_target
 
     prompt = str(record["prompt"])

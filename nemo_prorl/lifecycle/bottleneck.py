@@ -1,4 +1,4 @@
-"""What held a step up, in words, from its line of metrics.jsonl."""
+"""The bottleneck of a step in words, from its line of metrics.jsonl."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,10 @@ _TRAINER = {
 
 
 def bottleneck(steps: Sequence[Mapping[str, Any]]) -> str | None:
-    """One sentence on these steps together; None where their lines do not say enough.  Validation is left out."""
+    """Return one sentence on the bottleneck of these steps, or None if their lines have too few values.
+
+    Validation is not counted.
+    """
     steps = [m for m in steps if number(m, "time/step") and m.get("time/rollout/idle_s") is not None]
     seconds = sum(number(m, "time/step") - number(m, "time/validate") for m in steps)
     if seconds <= 0.0:
@@ -35,17 +38,17 @@ def bottleneck(steps: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _without_engines(m: Mapping[str, Any]) -> float:
-    """Seconds of a step in which nothing was generated; one step off, engines work beside the trainer."""
+    """Return the seconds of a step without generation; one step off, engines run while the trainer works."""
     if "time/ahead" in m:
         return number(m, "time/publish") + number(m, "time/ahead/engines_wait_s")
     return number(m, "time/step") - number(m, "time/validate") - number(m, "time/rollout")
 
 
 def _held_up(m: Mapping[str, Any], phase: str) -> float:
-    """Seconds for which engines waited for a phase of the trainer.
+    """Return the seconds for which engines waited for a phase of the trainer.
 
-    One step off, they work beside all of them but the publication.  What they are idle for no reason of their own, they
-    wait for all of these together: a phase's part of it is as large as its part of them.
+    One step off, engines run during all phases but the publication.  Their idle time is then divided among the phases
+    in proportion to the duration of each.
     """
     seconds = number(m, phase)
     if "time/ahead" not in m or phase == "time/publish":
@@ -57,6 +60,6 @@ def _held_up(m: Mapping[str, Any], phase: str) -> float:
 
 
 def number(metrics: Mapping[str, Any], key: str) -> float:
-    """A metric, 0 where it is absent or was not finite."""
+    """Return a metric, 0 if it is absent or was not finite."""
     value = metrics.get(key)
     return float(value) if isinstance(value, int | float) and abs(value) < _ABSURD else 0.0

@@ -1,7 +1,7 @@
-"""How a run is saved and continued: the policy in Megatron's format, and named parts beside it in state.json.
+"""Checkpoints of a run: the policy in Megatron's format, and named parts in state.json.
 
-A part is anything with `state_dict` and `load_state_dict`; `rank.build` names all of them.  Which files a checkpoint
-has, and who writes each, stands in `policy.checkpoint_files`.  All methods are collectives of all trainer ranks.
+A part is anything with `state_dict` and `load_state_dict`; `rank.build` names all of them.  `policy.checkpoint_files`
+lists the files of a checkpoint and their writers.  All methods are collectives of all trainer ranks.
 """
 
 import logging
@@ -26,14 +26,14 @@ _log = logging.getLogger(__name__)
 
 
 class Stateful(Protocol):
-    """A part of a run that a checkpoint holds.  Its state is JSON; that of rank 0 is written."""
+    """A part of a run in its checkpoints.  Its state is JSON; the state of rank 0 is written."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
     def load_state_dict(self, state: Any) -> None: ...
 
 
 class ImportedState(TypedDict):
-    """What is known of an imported model; written by prorl import-hf."""
+    """The state.json of an imported model, written by prorl import-hf."""
 
     format: Literal[4]
     weights_sha256: Sha256
@@ -43,7 +43,7 @@ class ImportedState(TypedDict):
 
 
 class LeaderState:
-    """The state of a part that rank 0 alone has.  Its methods are collectives of all trainer ranks."""
+    """The state of a part that only rank 0 has.  Its methods are collectives of all trainer ranks."""
 
     def __init__(self, part: LeaderOnly[Any]) -> None:
         self._part = part
@@ -55,12 +55,12 @@ class LeaderState:
         self._part.call(lambda part: part.load_state_dict(state))
 
     def carry(self, state: dict[str, Any]) -> None:
-        """Begin a stage where the stage before, whose state this is, ended."""
+        """Begin a stage from the state of the previous stage."""
         self._part.call(lambda part: part.carry(state))
 
 
 class StoredPolicy(Protocol):
-    """What checkpoints need of the policy (`policy.checkpoint_files.PolicyStore`)."""
+    """The methods of `policy.checkpoint_files.PolicyStore` that checkpoints use."""
 
     def save(self, folder: Path, state: dict[str, Any], on_complete: Callable[[], object] | None = None) -> None: ...
     def wait(self) -> None: ...
@@ -83,26 +83,31 @@ class Checkpoints:
         records: Records,
         leader: Leader,
     ) -> None:
-        """`parts`: by name in state.json, in the order in which they are loaded.
+        """Take the parts of the run.
 
-        `validation` and `resets` say which checkpoints stay (`trainer.grpo.keep_best`).
+        Args:
+            parts: by name in state.json, in the order in which they are loaded.
+            validation: its scores decide which checkpoints stay (`trainer.grpo.keep_best`).
+            resets: its resets decide which checkpoints a roll-back needs.
         """
         self._cfg, self._folder, self._policy, self._parts = cfg, folder, policy, parts
         self._validation, self._resets, self._records = validation, resets, records
-        self._disk = leader.only(lambda: folder)  # rank 0 alone looks at it: what a slow shared disk shows may differ
-        self._saved: object = None  # what the newest checkpoint holds
-        code_sha256()  # of what runs: the files may change later
+        self._disk = leader.only(
+            lambda: folder
+        )  # only rank 0 reads it: a slow shared disk may show other ranks older files
+        self._saved: object = None  # key of the newest checkpoint
+        code_sha256()  # hash of the running code: the files may change later
 
-    # --- going on --------------------------------------------------------------------------------------------------
+    # --- resume and start of a stage -----------------------------------------------------------------------------
 
     def newest(self) -> Path | None:
-        """Return the newest complete checkpoint, after unfinished ones were removed."""
+        """Return the newest complete checkpoint.  Unfinished ones are removed first."""
         self._disk.call(retention.clean)
         found = self._disk.call(retention.complete)
         return found[-1] if found else None
 
     def resume(self, folder: Path) -> None:
-        """Load the policy and all parts: the run goes on as if never stopped."""
+        """Load the policy and all parts.  The run continues exactly as without the interruption."""
         retention.check_continuable(folder)
         state = self._policy.load(folder)
         for name, part in self._parts.items():
@@ -119,7 +124,7 @@ class Checkpoints:
         return self._policy.load(folder)
 
     def carry(self, state: Mapping[str, Any]) -> None:
-        """Begin a stage where the stage before, whose state this is, stood in its data."""
+        """Begin a stage at the data position of the previous stage, from its state."""
         for name in ("prompts", "rollouts"):
             self._parts[name].carry(state[name])  # type: ignore[attr-defined]
 
@@ -134,9 +139,9 @@ class Checkpoints:
     # --- saving ----------------------------------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
-        """Return whether a step ends with a checkpoint: by cadence, at the end, and where its validation is the best.
+        """Return whether a step ends with a checkpoint: by cadence, at the end, or for the best validation so far.
 
-        Step 0 is what the run began with.  It is kept where a roll-back could go back to it.
+        Step 0 is the start of the run.  It is kept if a roll-back could return to it.
         """
         grpo = self._cfg.trainer.grpo
         is_best = step in self._validation.scores and step == self._validation.best_step(self._resets.done)
@@ -145,9 +150,9 @@ class Checkpoints:
         return step % grpo.checkpoint_every == 0 or step == grpo.max_steps or (grpo.keep_best > 0 and is_best)
 
     def save(self, step: int, wait: bool = False) -> None:
-        """Write a checkpoint from which the run goes on as if never stopped.  Does nothing the second time.
+        """Write a checkpoint from which the run continues exactly.  A second call for the same state does nothing.
 
-        It may still be being written on return; with `wait` it is complete.
+        On return the write may still run; with `wait` the checkpoint is complete.
         """
         with RECORDER.span("checkpoint", "phase"):
             if self._saved != (key := self._key(step)):
@@ -164,11 +169,11 @@ class Checkpoints:
         self._records.checkpoint_took(time.monotonic() - began)
 
     def _key(self, step: int) -> object:
-        """Return what tells two checkpoints of one step apart: whether it is finished, and its resets."""
+        """Return what distinguishes two checkpoints of one step: whether the run is finished, and its resets."""
         return step, self._parts["trainer"].state_dict()["unfinished"] is not None, len(self._resets.done)
 
     def _kept(self) -> tuple[dict[int, float], list[int]]:
-        """Return the scores that retention goes by, and the steps that it must keep, as they are now."""
+        """Return the current scores for retention, and the steps whose checkpoints must stay."""
         best = self._validation.best_step(self._resets.done)
         needed = [best] if best is not None and self._cfg.trainer.resets.roll_back else []
         return policy_scores(self._validation.scores, self._resets.done), needed
@@ -184,5 +189,5 @@ class Checkpoints:
         self._policy.wait()
 
     def drain(self, seconds: float) -> None:
-        """After a failure: give a checkpoint that is being written this long to end.  Not a collective."""
+        """After a failure, give a running write this many seconds to end.  Not a collective."""
         self._policy.drain(seconds)

@@ -1,6 +1,6 @@
-"""The lines of journal.jsonl, and what they share with state.json and summary.json.
+"""Types of the lines of journal.jsonl, shared with state.json and summary.json.
 
-`...Fields` is what the writer of an event gives; `Journal` adds event, step and time.
+The writer of an event gives its `...Fields`; `Journal` adds event, step and time.
 """
 
 from typing import Literal, NotRequired, TypedDict
@@ -17,7 +17,7 @@ class HeldOutScore(TypedDict):
 
 
 class HeldOutScores(TypedDict):
-    """A validation: over all held-out prompts, and by the name of their source."""
+    """A validation: scores over all held-out prompts, and by the name of their source."""
 
     all: HeldOutScore
     tasks: dict[str, HeldOutScore]
@@ -29,14 +29,14 @@ class _Line(TypedDict):
 
 
 class StartFields(TypedDict):
-    """What a run says of itself when it begins or continues."""
+    """Fields of a start or resume."""
 
     stage: str
     version: str
     start_from: NotRequired[str]
-    """the checkpoint of the stage before"""
+    """checkpoint of the previous stage"""
     weights_sha256: NotRequired[Sha256]
-    """of that checkpoint"""
+    """hash of that checkpoint's weights"""
 
 
 class Start(_Line, StartFields):
@@ -46,13 +46,13 @@ class Start(_Line, StartFields):
 
 
 class Validated(_Line, HeldOutScores):
-    """Held-out prompts were judged."""
+    """A validation on the held-out prompts."""
 
     event: Literal["validation"]
 
 
 class ReasonFields(TypedDict):
-    """Why something happens."""
+    """The reason of an event."""
 
     reason: str
 
@@ -73,7 +73,7 @@ class ResetFields(TypedDict):
 
 
 class Reset(ResetFields):
-    """A hard reset that was made."""
+    """A completed hard reset."""
 
     step: Count
     """0: at the start of a stage"""
@@ -86,13 +86,13 @@ class ResetCommit(_Line, ResetFields):
 
 
 class AlarmFields(TypedDict):
-    """What a person should look at."""
+    """A condition that needs a person's attention."""
 
     what: str
 
 
 class Alarm(_Line, AlarmFields):
-    """Something that a person should look at."""
+    """A condition that needs a person's attention."""
 
     event: Literal["alarm"]
 
@@ -102,7 +102,7 @@ AnswerStatus = Literal["done", "refused", "dropped"]
 
 
 class AnswerFields(TypedDict):
-    """A request of `prorl control`, and what became of it."""
+    """A request of `prorl control` and its result."""
 
     request: str
     """its id"""

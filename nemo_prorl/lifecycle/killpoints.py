@@ -1,6 +1,6 @@
-"""Points at which a test kills this process, to show that a run continues from whatever is on disk then.
+"""Points at which a test kills this process, to show that a run continues from any state on disk.
 
-Inert unless the environment variable PRORL_KILL_AT names a point: `NAME`, or `NAME#k` for its k-th passing (from 1).
+Inactive unless the environment variable PRORL_KILL_AT names a point: `NAME`, or `NAME#k` for its k-th passing (from 1).
 The process then sends itself SIGKILL there, as the out-of-memory killer or a scheduler would.
 """
 
@@ -12,16 +12,16 @@ from nemo_prorl.errors import ConfigError
 VARIABLE = "PRORL_KILL_AT"
 POINTS = (
     "checkpoint:begin",  # the snapshot is taken, nothing is on disk
-    "checkpoint:tensors",  # weights, optimizer and reference are
-    "checkpoint:state",  # every file is, under the temporary name
-    "checkpoint:rename",  # just before the folder gets its own name
-    "checkpoint:exchange",  # only where one of the same step stood: it is set aside, the new one not yet in its place
-    "checkpoint:renamed",  # just after the folder got its name
+    "checkpoint:tensors",  # weights, optimizer and reference are on disk
+    "checkpoint:state",  # all files are on disk, under the temporary name
+    "checkpoint:rename",  # just before the folder gets its final name
+    "checkpoint:exchange",  # an older one of the same step is set aside; the new one is not yet in place
+    "checkpoint:renamed",  # just after the folder got its final name
     "checkpoint:prune",  # before older checkpoints are removed
     "reset:intent",  # journalled
-    "reset:reference",  # the reference policy is the new one
-    "reset:optimizer",  # moments and step count are new
-    "reset:checkpointed",  # the checkpoint that holds the reset is complete
+    "reset:reference",  # the reference policy is replaced
+    "reset:optimizer",  # moments and step count are reset
+    "reset:checkpointed",  # the checkpoint with the reset is complete
     "reset:committed",  # journalled
 )
 
@@ -31,7 +31,7 @@ _passed = 0
 
 
 def killpoint(name: str) -> None:
-    """Do nothing, or kill this process with SIGKILL.  A name that is not in POINTS is an error in the caller."""
+    """Do nothing, or kill this process with SIGKILL if the point is the selected one."""
     global _passed
     assert name in POINTS, name
     if name == _WANTED:

@@ -1,4 +1,4 @@
-"""What a run writes down: metrics.jsonl, journal.jsonl, summary.json and rollouts/."""
+"""Records of a run: metrics.jsonl, journal.jsonl, summary.json and rollouts/."""
 
 import contextlib
 import functools
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def code_sha256() -> str:
-    """sha256 over the Python files of this package: another one may continue a checkpoint otherwise."""
+    """Return the sha256 over the Python files of this package.  Other code may continue a checkpoint differently."""
     package = Path(nemo_prorl.__file__).parent
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
@@ -40,22 +40,26 @@ def code_sha256() -> str:
 
 
 class RecordsState(TypedDict):
-    """What a checkpoint keeps of a run's records."""
+    """Fields of the records in a checkpoint."""
 
     metrics_bytes: Count
-    """length of metrics.jsonl; a resume cuts the file to it"""
+    """length of metrics.jsonl in bytes; a resume cuts the file to it"""
     checkpoint_s: Amount
-    """seconds that checkpoints took from the training"""
+    """seconds that training waited for checkpoints"""
 
 
 class Records:
-    """Metrics, journal and summary of a run.  Every rank has one; that of rank 0 writes, the others do nothing.
+    """Metrics, journal and summary of a run.  Every rank has one; only that of rank 0 writes.
 
-    Part of a checkpoint: the length of metrics.jsonl, so that a resume cuts off the lines of lost steps.
+    Its state in a checkpoint is the length of metrics.jsonl, so that a resume cuts off the lines of lost steps.
     """
 
     def __init__(self, cfg: Config, run_dir: Path, writes: bool, loggers: Iterable[Any] = ()) -> None:
-        """`loggers`: those of Lightning, which get each step's numbers too."""
+        """Open the records of a run.
+
+        Args:
+            loggers: Lightning loggers, which also get the metrics of each step.
+        """
         self.dir, self._cfg, self._writes, self._loggers = run_dir, cfg, writes, list(loggers)
         self._journal, self._metrics = Journal(run_dir, writes), run_dir / "metrics.jsonl"
         if writes:
@@ -64,17 +68,17 @@ class Records:
         self._checkpoint_s = 0.0
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the journal so far; nothing on other ranks than 0."""
+        """Return the journal so far; nothing on ranks other than 0."""
         return self._journal.events() if self._writes else []
 
     def alarm(self, step: int, what: str) -> None:
-        """Note what a person should look at, in the log and in the journal."""
+        """Write a condition that needs a person's attention to the log and the journal."""
         if self._writes:
             _log.warning("step %d: %s", step, what)
             self.event("alarm", step, what=what)
 
     def log(self, metrics: Metrics) -> None:
-        """Write a step's line of metrics.jsonl, with the sum of its phases as `time/step`."""
+        """Write a step's line of metrics.jsonl; `time/step` is the sum of its phases."""
         seconds = sum(v for k, v in metrics.as_json().items() if k.startswith("time/") and k.count("/") == 1)
         metrics.put("time/step", seconds)
         if not self._writes:
@@ -87,11 +91,11 @@ class Records:
             logger.log_metrics(numbers, step=metrics.step)
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl; nothing on other ranks than 0."""
+        """Return the lines of metrics.jsonl; nothing on ranks other than 0."""
         return [json.loads(line) for line in self._metrics.read_text().splitlines()] if self._writes else []
 
     def rollouts(self, step: int, groups: Sequence[Any], judged_text: Callable[[list[int], list[int]], str]) -> None:
-        """Write the groups that `trainer.grpo.save_rollout_groups` asks for, with the texts that verifiers saw."""
+        """Write the groups that `trainer.grpo.save_rollout_groups` selects, with the texts that verifiers got."""
         most = self._cfg.trainer.grpo.save_rollout_groups
         if self._writes and most != 0:
             write_rollouts(self.dir, step, groups if most < 0 else groups[:most], judged_text)
@@ -106,14 +110,19 @@ class Records:
         resets: Sequence[Reset],
         hashes: Mapping[str, str] | None = None,
     ) -> None:
-        """Write summary.json.  `scores`: validations by step.  `hashes`: of the weights, where the run is finished."""
+        """Write summary.json.
+
+        Args:
+            scores: validations by step.
+            hashes: hashes of the weights, if the run is finished.
+        """
         if self._writes:
             cfg = self._cfg
             value = summary(step, cfg.stage, cfg.seed, scores, resets, self.lines(), self._checkpoint_s, hashes)
             write_json(self.dir / "summary.json", value)
 
     def begin(self) -> None:
-        """Start a run: lines that an earlier one left behind are moved away."""
+        """Begin a new run.  Lines of an earlier run are moved away."""
         self._cut(0)
 
     def state_dict(self) -> RecordsState:
@@ -124,13 +133,13 @@ class Records:
         self._cut(state["metrics_bytes"])
 
     def _length(self) -> int:
-        """Return the length of metrics.jsonl, once all of it is on the disk."""
+        """Return the length of metrics.jsonl in bytes, after a sync to disk."""
         with self._metrics.open("rb") as file:
             os.fsync(file.fileno())
             return file.seek(0, os.SEEK_END)
 
     def _cut(self, length: int) -> None:
-        """Move what stands behind `length` bytes of metrics.jsonl to metrics.lost.jsonl, on rank 0."""
+        """Move everything after `length` bytes of metrics.jsonl to metrics.lost.jsonl, on rank 0."""
         data = self._metrics.read_bytes() if self._writes else b""
         if len(data) > length:
             lost = self.dir / "metrics.lost.jsonl"
@@ -141,7 +150,10 @@ class Records:
 
 
 class Journal:
-    """journal.jsonl: stages, resets, stops, resumes and failures, each with step and time; on disk when it returns."""
+    """The file journal.jsonl: stages, resets, stops, resumes and failures, with step and time.
+
+    Each event is on disk when its method returns.
+    """
 
     def __init__(self, run_dir: Path, writes: bool = True) -> None:
         self.path, self._writes = run_dir / "journal.jsonl", writes
@@ -170,14 +182,14 @@ class Journal:
             os.fsync(f.fileno())
 
     def events(self) -> list[dict[str, Any]]:
-        """All whole lines; a last line cut by a kill is left out."""
+        """Return all complete lines.  A last line that a kill has cut is left out."""
         if not self.path.is_file():
             return []
         return _objects(self.path.read_bytes())
 
 
 def write_json(path: Path, value: Any, indent: int | None = 1) -> None:
-    """Replace a JSON file as a whole."""
+    """Replace a JSON file atomically."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(value, indent=indent) + "\n")
     os.replace(temporary, path)
@@ -199,20 +211,20 @@ def write_rollouts(
 
 
 class Tail:
-    """The JSON objects that are appended to a file of lines from now on."""
+    """The JSON objects that are appended to a JSON Lines file from now on."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._position = path.stat().st_size if path.is_file() else 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Those since the last call.  A line that is still being written comes later; one that is broken never."""
+        """Return the objects appended since the last call.  A partial line comes later, a broken one never."""
         try:
             with self._path.open("rb") as file:
                 self._position = min(self._position, file.seek(0, os.SEEK_END))
                 file.seek(self._position)
                 data = file.read()
-        except OSError:  # not there yet, or a shared disk that is away for a moment
+        except OSError:  # missing so far, or a shared disk that is briefly unavailable
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._position += len(whole)
@@ -220,7 +232,7 @@ class Tail:
 
 
 def _objects(lines: bytes) -> list[dict[str, Any]]:
-    """Return the JSON objects of lines of text; without lines that a kill has cut."""
+    """Return the JSON objects of the lines, without lines cut by a kill."""
     found = []
     for line in lines.splitlines():
         with contextlib.suppress(ValueError):
@@ -229,7 +241,7 @@ def _objects(lines: bytes) -> list[dict[str, Any]]:
 
 
 def last_lines(path: Path, num_bytes: int = 1 << 16) -> list[dict[str, Any]]:
-    """The whole JSON objects among a file's last bytes; none where it cannot be read."""
+    """Return the complete JSON objects in a file's last bytes, or nothing if the file cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))

@@ -1,10 +1,10 @@
-"""Hard resets: pi_ref <- pi_theta and the optimizer anew (paper sec. 3.3.1): when, how, and the check that it was one.
+"""Hard resets: pi_ref <- pi_theta and a new optimizer (paper sec. 3.3.1).  When, how, and a check afterwards.
 
-A reset is one transaction, `Resets.perform`, called by the trainer after a step and by `rank.begin_stage` at a stage's
-start.  The journal gets `reset_intent`, policy and optimizer are reset, and a checkpoint is written: when it is
-complete, the reset is done.  `reset_commit` in the journal only records that.  A run that is killed before the
-checkpoint is complete goes on from the one before, and comes to the same reset again; one killed after it finds the
-reset in the checkpoint, and `settle` adds the record.
+A reset is one transaction, `Resets.perform`, called by the trainer after a step and by `rank.begin_stage` at the start
+of a stage.  The journal gets `reset_intent`, policy and optimizer are reset, and a checkpoint is written.  The reset is
+done when that checkpoint is complete; `reset_commit` in the journal only records it.  A run killed before that
+continues from the previous checkpoint and makes the same reset again.  A run killed afterwards finds the reset in the
+checkpoint, and `settle` adds the record.
 """
 
 import logging
@@ -32,11 +32,11 @@ FindingJson = Annotated[dict[str, Any], JsonOf(Finding)]
 
 
 class ResetsState(TypedDict):
-    """What a checkpoint keeps of the hard resets of a stage."""
+    """Fields of a stage's hard resets in a checkpoint."""
 
     done: list[Reset]
     fresh: bool
-    """the next step must see KL of about 0"""
+    """the next step must measure a KL of about 0"""
     found: list[FindingJson]
     """findings of the rules for hard resets"""
 
@@ -48,7 +48,7 @@ class _ResetPolicy(Protocol):
 
 
 class _Saves(Protocol):
-    """`lifecycle.checkpoints.Checkpoints`, which holds the resets among its parts."""
+    """The methods of `lifecycle.checkpoints.Checkpoints` that resets use."""
 
     def save(self, step: int, wait: bool = False) -> None: ...
     def wait(self) -> None: ...
@@ -59,7 +59,7 @@ class _Saves(Protocol):
 class Resets:
     """Decides on hard resets and makes them.  Part of a checkpoint.
 
-    Rank 0 alone keeps the history that the rules decide by; all ranks learn what they find.
+    Only rank 0 has the history for the rules; all ranks receive the decision.
     """
 
     def __init__(
@@ -72,23 +72,27 @@ class Resets:
         records: Records,
         leader: Leader,
     ) -> None:
-        """`kl_allowed`: mean absolute log-probability gap to its reference that the step after a reset may show."""
+        """Set up the resets of a stage.
+
+        Args:
+            kl_allowed: largest mean absolute log-probability gap to the reference in the step after a reset.
+        """
         self.config, self._kl_allowed, self._policy = config, kl_allowed, policy
         self._rollouts, self._validation, self._records = rollouts, validation, records
-        self.done: list[Reset] = []  # of this stage
-        self._found: list[FindingJson] = []  # findings so far, which a resumed history must know
-        self._fresh = True  # whether the policy should equal its reference now, as at a run's start
+        self.done: list[Reset] = []  # resets of this stage
+        self._found: list[FindingJson] = []  # findings so far, which a resumed history needs
+        self._fresh = True  # the policy should equal its reference now, as at the start of a run
         self._history = leader.only(History)
 
     @property
     def steps(self) -> list[int]:
-        """The steps after which there were resets; 0: at the start of a stage."""
+        """Return the steps after which resets were made; 0 is the start of a stage."""
         return [reset["step"] for reset in self.done]
 
-    # --- when ------------------------------------------------------------------------------------------------------
+    # --- decision ------------------------------------------------------------------------------------------------
 
     def due(self, metrics: Metrics) -> str | None:
-        """Return the reason to reset after this step's updates, if there is one.  A collective; once a step."""
+        """Return the reason for a reset after this step's updates, or None.  A collective, called once per step."""
         line, scores = metrics.as_json(), self._validation.scores.get(metrics.step)
         findings = self._history.call(lambda history: self._observe(history, line, scores))
         self._found += [asdict(finding) for finding in findings]
@@ -110,18 +114,21 @@ class Resets:
     # --- the transaction -------------------------------------------------------------------------------------------
 
     def perform(self, step: int, reason: str, checkpoints: _Saves) -> None:
-        """Reset reference and optimizer after the updates of `step`; with `roll_back` from the best weights since."""
+        """Reset reference and optimizer after the updates of `step`.
+
+        With `roll_back` the reset starts from the best weights since the last reset.
+        """
         checkpoints.wait()
         back_to = self._best_before(step, checkpoints) if self.config.roll_back else None
         self._records.event("reset_intent", step, reason=reason)
         killpoint("reset:intent")
-        if back_to is not None:  # steps and data go on; groups of the bad weights are not trained on
+        if back_to is not None:  # step count and data position continue; groups of the bad weights are dropped
             checkpoints.load_policy(back_to)
             self._rollouts.drop()
         if self.config.parts != "optimizer":
             self._policy.set_reference()
         killpoint("reset:reference")
-        if self.config.parts != "reference" or back_to is not None:  # the moments are those of other weights
+        if self.config.parts != "reference" or back_to is not None:  # the moments belong to other weights
             self._policy.reset_optimizer()
         killpoint("reset:optimizer")
         reset: Reset = {"step": step, "reason": reason, "reference_sha256": self._policy.reference_sha256()}
@@ -138,7 +145,7 @@ class Resets:
     def _best_before(self, step: int, checkpoints: _Saves) -> int | None:
         """Return the step of the best validation since the last reset, if it is an earlier one whose weights are kept.
 
-        The step is chosen first and looked for then, so that other files in the folder change nothing.
+        The step is chosen before the folder is read, so that other files in the folder have no effect.
         """
         best = self._validation.best_step(self.done)
         if best is None or best == step:
@@ -149,7 +156,7 @@ class Resets:
         return None
 
     def settle(self, step: int) -> None:
-        """At a resume: commit a reset that was killed between its checkpoint and its commit."""
+        """At a resume, commit a reset that was killed between its checkpoint and its commit."""
         interrupted = interrupted_reset(self._records.events())
         if self.done and interrupted == self.done[-1]["step"] == step:
             self._records.event("reset_commit", **self.done[-1])
@@ -157,16 +164,17 @@ class Resets:
     # --- the check -------------------------------------------------------------------------------------------------
 
     def continue_reference(self) -> None:
-        """A stage begins without a reset: its reference is not the policy."""
+        """Begin a stage without a reset: its reference is not the policy."""
         self._fresh = False
 
     def check_reference(self, step: int, mean_abs_gap: float) -> None:
-        """Before a step's updates: raise ResetFailure if the policy should equal its reference and does not."""
+        """Before a step's updates, raise ResetFailure if the policy should equal its reference and does not."""
         fresh, self._fresh = self._fresh, False
         if fresh and not mean_abs_gap <= self._kl_allowed:
             raise ResetFailure(
-                f"step {step} follows a reset, but policy and reference differ by {mean_abs_gap:.3g} on average"
-                f" ({self._kl_allowed:g} is allowed: trainer.resets.kl_after_reset)"
+                f"step {step} is the first of a run or follows a hard reset, so the policy should equal its reference;"
+                f" their log-probabilities differ by {mean_abs_gap:.3g} per token on average, expected at most"
+                f" {self._kl_allowed:g} (trainer.resets.kl_after_reset)"
             )
 
     # --- in a checkpoint -------------------------------------------------------------------------------------------
@@ -175,7 +183,7 @@ class Resets:
         return {"done": self.done, "fresh": self._fresh, "found": self._found}
 
     def load_state_dict(self, state: ResetsState) -> None:
-        """Records and validation are loaded by now: the history is made from their lines."""
+        """Load the resets.  Records and validation are already loaded, and the history is made from their lines."""
         self.done, self._fresh, self._found = list(state["done"]), bool(state["fresh"]), list(state["found"])
         self._history.run_on_leader(self._recall)
 

@@ -1,8 +1,7 @@
-"""Which checkpoints of a run stay, and the names that a folder of theirs can have.
+"""Retention of checkpoints, and the possible names of their folders.
 
-step-000040          complete
-step-000040.tmp      being written, or left by a killed process: never loaded
-step-000040.old      complete; a new one of the same step is about to take its place (else `clean` gives it back)
+step-000040          complete step-000040.tmp      being written, or left by a killed process: never loaded
+step-000040.old      complete; about to be replaced by a new one of the same step (otherwise `clean` renames it back)
 step-000040.trash    being removed: never loaded
 """
 
@@ -21,13 +20,13 @@ from nemo_prorl.lifecycle.killpoints import killpoint
 
 _log = logging.getLogger(__name__)
 
-FORMAT: Literal[4] = 4  # of state.json and of what lies beside it
+FORMAT: Literal[4] = 4  # format of state.json and the files next to it
 TEMPORARY, OLD, TRASH = ".tmp", ".old", ".trash"
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint: its step, its size, and the validation score of its policy, if there is one."""
+    """A complete checkpoint: its step, its size in bytes, and the validation score of its policy, if there is one."""
 
     step: int
     bytes: int
@@ -43,19 +42,19 @@ def step_of(folder: Path) -> int:
 
 
 def complete(checkpoints: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
+    """Return the complete checkpoints of a run, oldest first."""
     found = checkpoints.glob("step-*")
     return sorted(p for p in found if p.suffix == "" and (p / "state.json").is_file())
 
 
 def check_format(folder: Path, state: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for a checkpoint whose state.json says another format than this code's."""
+    """Raise CheckpointError for a checkpoint whose state.json has another format than this code writes."""
     if state.get("format") != FORMAT:
         raise CheckpointError(f"{folder}: format {state.get('format')!r}, this version continues format {FORMAT} only")
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return state.json of a checkpoint.  Raises CheckpointError where this code cannot continue it."""
+    """Return state.json of a checkpoint.  Raises CheckpointError if this code cannot continue it."""
     try:
         state: dict[str, Any] = json.loads((folder / "state.json").read_text())
     except (OSError, ValueError) as e:
@@ -65,7 +64,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def check_continuable(folder: Path) -> None:
-    """Raises CheckpointError, in time for a start to cost nothing, if a run cannot go on from its checkpoint."""
+    """Raise CheckpointError before the start if the run cannot continue from its checkpoint."""
     state = read_state(folder)
     if state.get("version") != __version__:
         raise CheckpointError(f"{folder} was written by version {state.get('version')}; this is {__version__}")
@@ -74,11 +73,11 @@ def check_continuable(folder: Path) -> None:
 def to_remove(
     saved: Collection[Saved], newest: int, best: int, budget: int | None, needed: Collection[int] = ()
 ) -> list[int]:
-    """The steps whose checkpoints go, oldest first.
+    """Return the steps whose checkpoints are removed, oldest first.
 
-    Kept are, most important first: the newest, whatever its size; the `needed` ones (of a possible roll-back); the
-    `best` with the highest scores (the later of equal ones); the `newest` newest.  `budget` bounds the bytes of all of
-    them: from the first that does not fit, what is less important goes.
+    Kept, in order of importance: the newest, whatever its size; the `needed` ones (for a possible roll-back); the
+    `best` with the highest scores (the later of equal ones); the `newest` newest.  `budget` limits their bytes: from
+    the first that does not fit, all less important ones are removed.
     """
     by_step = sorted(saved, key=lambda s: s.step, reverse=True)
     scored = [(s.score, s.step, s) for s in by_step if s.score is not None]
@@ -97,7 +96,7 @@ def to_remove(
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files below a folder."""
+    """Return the bytes of all files in a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
@@ -109,9 +108,12 @@ def retain(
     budget: int | None,
     needed: Collection[int] = (),
 ) -> list[int]:
-    """Removes what need not stay (see `to_remove`) and what killed processes left; the steps removed.
+    """Remove checkpoints that need not stay (see `to_remove`) and leftovers of killed processes.
 
-    For the one process that writes the run's checkpoints, while it writes none.
+    Only the process that writes the run's checkpoints may call this, while it writes none.
+
+    Returns:
+        the removed steps.
     """
     clean(checkpoints)
     folders = {step_of(folder): folder for folder in complete(checkpoints)}
@@ -125,7 +127,7 @@ def retain(
 
 
 def remove(folders: Sequence[Path]) -> None:
-    """Removes checkpoints; killed in between, it leaves nothing half under a complete one's name."""
+    """Remove checkpoints.  A kill leaves no incomplete folder under the name of a complete one."""
     for folder in folders:
         trash = folder.with_name(folder.name + TRASH)
         shutil.rmtree(trash, ignore_errors=True)
@@ -134,9 +136,9 @@ def remove(folders: Sequence[Path]) -> None:
 
 
 def clean(checkpoints: Path) -> None:
-    """Ends what killed processes left half done: for the one writer of these checkpoints, while it writes none.
+    """Remove unfinished and partly removed checkpoints, and rename an `.old` one back if its replacement is missing.
 
-    Removes unfinished and half removed checkpoints; one set aside for another of its step, which never came, returns.
+    Only the process that writes the run's checkpoints may call this, while it writes none.
     """
     for folder in sorted(checkpoints.glob("step-*")):
         if folder.suffix == OLD and not folder.with_suffix("").exists():
@@ -146,7 +148,10 @@ def clean(checkpoints: Path) -> None:
 
 
 def put_in_place(temporary: Path, folder: Path) -> None:
-    """Gives a written checkpoint its own name, also where one of the same step stands: one of the two always counts."""
+    """Give a written checkpoint its final name.
+
+    If one of the same step exists, one of the two is valid at each moment.
+    """
     old = folder.with_name(folder.name + OLD)
     if folder.exists():  # the same step again, after a run lost its later metrics
         shutil.rmtree(old, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The chain of stages: where a stage finds the one before it (paper sec. 4.2).
+"""Chain of stages: where a stage finds the previous one (paper sec. 4.2).
 
 `rank.begin_stage` begins a stage from there.
 """
@@ -19,19 +19,22 @@ from nemo_prorl.lifecycle.retention import OLD, TEMPORARY, TRASH, complete, step
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint that a stage begins from, and the run directory that holds it (None: it stands alone)."""
+    """The checkpoint from which a stage begins, and its run directory (None for a checkpoint outside of a run)."""
 
     checkpoint: Path
     run_dir: Path | None
-    newest: Path  # of that run: where it stood in its data
+    newest: Path  # state of that run, with its data position
 
 
 def origin(cfg: Config, run_dir: Path) -> Origin | None:
-    """Where this stage begins; None where it begins with the model.
+    """Return the start of this stage, or None if it begins with the model.
 
-    `chain.start_from` names a run directory, whose last checkpoint counts (with `trainer.resets.roll_back` the one of
-    its best validation), or one checkpoint.  Without it a stage with `chain.after` looks beside its own run directory.
-    Raises ConfigError if there is none, or if that run is not finished.
+    `chain.start_from` names a checkpoint or a run directory, of which the last checkpoint is used (with
+    `trainer.resets.roll_back` the one of the best validation).  Without it a stage with `chain.after` uses the run
+    directory of that name next to its own.
+
+    Raises:
+        ConfigError: there is none, or that run is not finished.
     """
     chain, given = cfg.chain, cfg.chain.start_from
     if given is None and chain.after is None:
@@ -65,7 +68,7 @@ def origin(cfg: Config, run_dir: Path) -> Origin | None:
 
 
 def best_checkpoint(run_dir: Path) -> Path:
-    """The checkpoint of the best validation since the last hard reset, of those that are there; else the newest."""
+    """Return the available checkpoint of the best validation since the last hard reset, or else the newest."""
     checkpoints = {step_of(p): p for p in complete(run_dir / "checkpoints")}
     newest = checkpoints[max(checkpoints)]
     state = json.loads((newest / "state.json").read_text())
@@ -87,7 +90,7 @@ def _finished(run_dir: Path) -> dict[str, Any] | None:
 
 
 def take_over_model(source: Path, folder: Path) -> None:
-    """RUN/init of a stage: the files of the stage before, linked where the disk can, so that either can be deleted."""
+    """Take over RUN/init from the previous stage, with hard links where possible, so that either can be deleted."""
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

@@ -1,7 +1,7 @@
-"""The timeline of a step: what all processes of the run did, in RUN/traces/step-N.json (`nemo_prorl.tracing`).
+"""Timeline of a step: spans of all processes of the run, in RUN/traces/step-N.json (`nemo_prorl.tracing`).
 
-Rank 0 asks engines and reward servers, which answer with their own spans; other ranks leave theirs in a file.  The
-parts are put together in a thread while the run goes on.  A process that does not answer in time is named in the trace.
+Rank 0 requests the spans of engines and reward servers; other ranks write theirs to a file.  A thread merges the parts
+while the run continues.  The trace names each process that did not answer in time.
 """
 
 import json
@@ -25,12 +25,16 @@ from nemo_prorl.tracing import RECORDER, timeline
 
 _log = logging.getLogger(__name__)
 
-_BEGIN_S, _END_S = 2.0, 10.0  # in which a service must take note; in which all parts must be there
+_BEGIN_S, _END_S = 2.0, 10.0  # seconds for a service to accept the request; seconds for all parts
 _PATHS = {"engine": "/trace", "rewards": "/v1/trace"}
 
 
 class StepTraces:
-    """One a rank.  `services`: how many engines and reward servers there are when all are well."""
+    """The timelines of a run, one object per rank.
+
+    Args:
+        services: number of engines and reward servers when all are healthy.
+    """
 
     def __init__(self, run_dir: Path, steps: Sequence[int], rank: int, ranks: int, services: dict[str, int]) -> None:
         self._dir, self._steps, self._rank, self._ranks = run_dir, frozenset(steps), rank, ranks
@@ -39,28 +43,28 @@ class StepTraces:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Records what happens inside, if this step is to be traced."""
+        """Record the spans inside the context, if this step is to be traced."""
         if step not in self._steps:
             yield
             return
         folder = self._dir / "traces" / f"step-{step}.parts"
         missing: dict[str, str] = {}
         if self._rank == 0:
-            self.close()  # the step before may be one too, and its parts are still asked for
-            shutil.rmtree(folder, ignore_errors=True)  # of a start that was killed
+            self.close()  # the previous step may be traced, too, and its parts are still being collected
+            shutil.rmtree(folder, ignore_errors=True)  # left by a killed start
             _, missing = self._ask(True, _BEGIN_S)
         began = time.monotonic()
         RECORDER.start(f"trainer-{self._rank}")
         try:
             yield
-        except BaseException:  # the run may end now
+        except BaseException:  # the run may end without it
             self._end(step, folder, (began, time.monotonic()), missing)
             self.close()
             raise
         self._end(step, folder, (began, time.monotonic()), missing)
 
     def close(self) -> None:
-        """Waits for the last trace to be written; it has its own deadline."""
+        """Wait for the last trace to be written, which has its own deadline."""
         if self._merging is not None:
             self._merging.join(3 * _END_S)
 
@@ -79,13 +83,13 @@ class StepTraces:
     def _merge(
         self, step: int, folder: Path, window: tuple[float, float], own: dict[str, Any], missing: dict[str, str]
     ) -> None:
-        """Writes the trace of what there is within the deadline."""
+        """Write the trace of the parts that arrive before the deadline."""
         try:
             deadline = Deadline(_END_S, f"the parts of the trace of step {step}")
             answered, unanswered = self._ask(False, deadline.remaining)
             parts, late = self._parts_of_ranks(folder, deadline)
             offsets = {part["boot"]: part["wall_offset"] for part in answered}
-            for part in parts:  # of the services on its node, which were asked
+            for part in parts:  # offsets of the services on its node
                 part["wall_offset"] = offsets.get(part["boot"], 0.0)
             path = self._dir / "traces" / f"step-{step}.json"
             path.parent.mkdir(exist_ok=True)
@@ -93,7 +97,7 @@ class StepTraces:
             write_json(path, merged, indent=None)
             shutil.rmtree(folder, ignore_errors=True)
             _log.info("step %d: its timeline is %s (open it at ui.perfetto.dev)", step, path)
-        except Exception:  # a trace is no reason to lose a run
+        except Exception:  # a failed trace must not end a run
             _log.exception("step %d: its timeline could not be written", step)
 
     def _parts_of_ranks(self, folder: Path, deadline: Deadline) -> tuple[list[dict[str, Any]], dict[str, str]]:
@@ -108,7 +112,7 @@ class StepTraces:
         return parts, late
 
     def _ask(self, record: bool, seconds: float) -> tuple[list[dict[str, Any]], dict[str, str]]:
-        """What the services answer, and which did not answer, with the reason."""
+        """Return the replies of the services, and the reason for each service without one."""
         names = [f"{kind}-{k}" for kind, count in self._services.items() for k in range(count)]
         token = (self._dir / "endpoints" / "token").read_text().strip()
         answers, missing = [], {}
@@ -123,7 +127,7 @@ class StepTraces:
 
 
 def _ask_one(endpoints: Path, token: str, record: bool, seconds: float, name: str) -> dict[str, Any] | str:
-    """A service's answer with `wall_offset`, or why there is none."""
+    """Return a service's reply with `wall_offset`, or the reason why there is none."""
     try:
         endpoint = json.loads((endpoints / f"{name}.json").read_text())
         url, headers = endpoint["url"] + _PATHS[endpoint["kind"]], {"Authorization": f"Bearer {token}"}

@@ -1,4 +1,4 @@
-"""The numbers that a run is judged by: held-out scores and summary.json."""
+"""Held-out scores and summary.json: the results of a run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,22 +31,22 @@ class HeldOutChange(TaskChange):
 
 
 class NoValidation(TypedDict):
-    """There was no validation."""
+    """Empty: the run has no validation."""
 
 
 class RunTimes(TypedDict):
-    """What the steps' seconds and tokens add up to."""
+    """Sums over the seconds and tokens of the steps."""
 
     tokens_per_s: float | None
     phase_s: dict[str, Amount]
     """seconds by phase, over the whole run"""
     reward_hidden_share: Annotated[float, Constraint(maximum=1)] | None
     bottleneck: str | None
-    """what held the last ten steps up"""
+    """bottleneck of the last ten steps"""
 
 
 class RunSummary(TypedDict):
-    """What a run came to; written at each validation and at the end."""
+    """Results of a run, written at each validation and at the end."""
 
     finished: bool
     step: Count
@@ -60,10 +60,12 @@ class RunSummary(TypedDict):
 
 
 def heldout_scores(names: Sequence[str], groups: Sequence[Any]) -> HeldOutScores:
-    """Return the scores of judged groups; `names` says each group's source.
+    """Return the scores of judged groups; `names` has the source of each group.
 
     A prompt's score is the mean over its responses; the standard error is that of the mean over prompts.
-    Raises RewardFailure if a response could not be judged: a validation is of all its prompts or none.
+
+    Raises:
+        RewardFailure: a response could not be judged; a validation covers all its prompts or none.
     """
     by_name: dict[str, list[float]] = {}
     for name, group in zip(names, groups, strict=True):
@@ -83,7 +85,7 @@ def heldout_scores(names: Sequence[str], groups: Sequence[Any]) -> HeldOutScores
 
 
 def standard_errors(scores: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return the standard errors of a validation as the journal has it, by name."""
+    """Return the standard errors of a validation in the journal, by name."""
     return {name: float(score["se"]) for name, score in scores["tasks"].items()} if scores else {}
 
 
@@ -97,13 +99,13 @@ def summary(
     checkpoint_s: float,
     hashes: Mapping[str, str] | None,
 ) -> RunSummary:
-    """Return summary.json, as docs/reference/formats.md describes it.
+    """Return summary.json (docs/reference/run_directory.md).
 
     Args:
         scores: validations by step.
-        lines: of metrics.jsonl.
-        checkpoint_s: seconds that checkpoints took from the training.
-        hashes: of the weights; None while the run is not finished.
+        lines: lines of metrics.jsonl.
+        checkpoint_s: seconds that training waited for checkpoints.
+        hashes: hashes of the weights; None while the run is not finished.
     """
     return {
         "finished": hashes is not None,

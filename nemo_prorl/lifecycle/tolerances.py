@@ -1,13 +1,13 @@
-"""Differences that are rounding, by the precision that a run computes in; more is a fault.
+"""Tolerances for rounding, by the precision of a run.  Larger differences are faults.
 
-Configured values win; null, the default, takes the value of this table.
+A configured value is used as it is; null, the default, takes the value of this table.
 """
 
 from omegaconf import DictConfig
 
 FLOAT32, HALF, FP8 = "float32", "16 bits", "FP8"
 
-# Mean absolute difference per token between policy and reference where both hold the same weights.
+# Mean absolute difference per token between policy and reference with equal weights.
 REFERENCE = {
     FLOAT32: 1e-5,
     # The same kernels on copies of the same numbers give the same bits, unless cuBLAS chooses another algorithm for
@@ -15,23 +15,26 @@ REFERENCE = {
     HALF: 1e-4,
     FP8: 1e-3,  # the scale of a tensor depends on all rows of its micro-batch
 }
-# Mean absolute difference per token between engine and trainer with the same weights.
+# Mean absolute difference per token between engine and trainer with equal weights.
 ENGINE = {
     FLOAT32: 1e-3,  # a laptop run shows 1e-6 to 1e-5; one update too many or too few shows more than 1e-3
     # cluster=laptop_bf16 shows 0.003; deep models on GPUs show more.
-    HALF: 0.05,  # its exponential, 1.05, is what NeMo-RL's issue #1801 calls too large a mean factor
+    HALF: 0.05,  # NeMo-RL's issue #1801 calls its exponential, 1.05, too large a mean factor
     FP8: 0.1,  # FP8 in training with 16-bit engines: twice that, an assumption
 }
 
 
 def kl_after_reset(cfg: DictConfig) -> float:
-    """The difference from its reference that the step after a reset may show (trainer.resets.kl_after_reset)."""
+    """Return the allowed difference to the reference in the step after a reset (trainer.resets.kl_after_reset)."""
     given = cfg.trainer.resets.kl_after_reset
     return REFERENCE[_trainers(cfg)] if given is None else float(given)
 
 
 def engine_gap_alarm(cfg: DictConfig) -> float:
-    """The difference between engine and trainer above which a step is reported (trainer.grpo.correction.alarm)."""
+    """Return the difference between engine and trainer above which a step is reported.
+
+    It is trainer.grpo.correction.alarm, if set.
+    """
     given, trainers = cfg.trainer.grpo.correction.alarm, _trainers(cfg)
     coarsest = HALF if trainers == FLOAT32 and cfg.rollout.dtype != "float32" else trainers
     return ENGINE[coarsest] if given is None else float(given)

@@ -1,6 +1,6 @@
-"""Validation on held-out prompts, and which step's weights did best there.
+"""Validation on held-out prompts, and the step with the best weights.
 
-Each validation asks for the same responses with the same seeds, so that differences are the policy's.
+Each validation requests the same responses with the same seeds, so that differences come from the policy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,15 +20,15 @@ from nemo_prorl.rollout.rollouts import Rollouts
 
 
 class ValidationState(TypedDict):
-    """What a checkpoint keeps of the validations."""
+    """Fields of the validations in a checkpoint."""
 
     scores: dict[int, HeldOutScores]
-    """by step"""
+    """scores by step"""
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out prompts, with the name of each one's source, and the collector that judges responses to them."""
+    """The held-out prompts with the name of each one's source, and the collector that judges responses to them."""
 
     names: list[str]
     draws: list[PromptDraw]
@@ -45,7 +45,7 @@ class Validation:
 
     def __init__(self, cfg: Config, heldout: LeaderOnly[HeldOut], rollouts: Rollouts, records: Records) -> None:
         self._cfg, self._heldout, self._rollouts, self._records = cfg, heldout, rollouts, records
-        self.scores: dict[int, HeldOutScores] = {}  # by step
+        self.scores: dict[int, HeldOutScores] = {}  # scores by step
 
     @property
     def has_prompts(self) -> bool:
@@ -56,7 +56,7 @@ class Validation:
         return self.has_prompts and (step % grpo.validate_every == 0 or step == grpo.max_steps)
 
     def run(self, metrics: Metrics) -> None:
-        """Score the policy, keep the scores under this step, and put their means into its metrics."""
+        """Score the policy, keep the scores under this step, and add their means to its metrics."""
         if not self.has_prompts:
             return
         scores = self.scores[metrics.step] = self.judge(metrics)
@@ -65,7 +65,7 @@ class Validation:
         metrics.put("validation/all", scores["all"]["mean"])
 
     def judge(self, metrics: Metrics) -> HeldOutScores:
-        """Return the scores of the present policy, noted in the journal only.
+        """Return the scores of the current policy, recorded in the journal only.
 
         Raises RewardFailure if a response could not be judged.
         """
@@ -77,7 +77,7 @@ class Validation:
         return scores
 
     def best_step(self, resets: Sequence[Mapping[str, Any]]) -> int | None:
-        """Return the step since the last of these hard resets whose weights scored best; None without a score."""
+        """Return the step since the last of these hard resets whose weights scored best, or None without a score."""
         return best_policy(self.scores, resets)
 
     def state_dict(self) -> ValidationState:

@@ -1,4 +1,4 @@
-"""Supervised steps before the reinforcement learning: the laptop's policy must sometimes be right to get better."""
+"""Supervised steps before reinforcement learning: the laptop's policy must sometimes be right to improve."""
 
 import logging
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ _log = logging.getLogger(__name__)
 def supervised_loss(
     logp_BT: Tensor, entropy_BT: Tensor | None, micro: Batch, denominator: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean negative log-likelihood of the response tokens."""
+    """Return the mean negative log-likelihood of the response tokens."""
     return -logp_BT.sum() / denominator, {"tokens": micro.mask_BT.sum()}
 
 
 def warm_up(policy: Any, examples: Sequence[tuple[list[int], list[int]]], config: WarmupConfig, lr: float) -> None:
-    """`config.steps` supervised steps at temperature 1, over (prompt, response) token lists; a collective.
+    """Make `config.steps` supervised steps at temperature 1 on (prompt, response) token lists.  A collective.
 
-    Leaves the optimizer as new, with learning rate `lr` and the master weights of one that is built from the weights in
-    use: a run that is killed before its first checkpoint begins from those.
+    Afterwards the optimizer is as new, with learning rate `lr` and the master weights of an optimizer built from the
+    current weights, because a run killed before its first checkpoint starts from those.
     """
     policy.set_learning_rate(config.lr)
     size = config.batch_size

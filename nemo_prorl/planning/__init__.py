@@ -1,1 +1,1 @@
-"""Plans a run before it starts: steps and hours; and tries reset rules on old records."""
+"""Planning of a run before it starts (steps, tokens, hours), and a replay of reset rules on recorded runs."""

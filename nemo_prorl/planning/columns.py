@@ -1,13 +1,13 @@
-"""Rows of text as a table for a terminal."""
+"""Alignment of rows of text as a table for a terminal."""
 
 from collections.abc import Container, Iterable, Sequence
 
 
 def columns(rows: Iterable[Sequence[str]], right: Container[int] = ()) -> str:
-    """Return the rows as aligned lines.
+    """Return the rows as lines with aligned columns.
 
     Args:
-        rows: Cells of each line. A row of a single cell is a heading, which does not widen the first column.
+        rows: Cells of each line. A row with a single cell is a heading and does not widen the first column.
         right: Numbers of the columns that are aligned to the right, from 0.
     """
     lines = list(rows)

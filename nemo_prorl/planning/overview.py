@@ -1,4 +1,4 @@
-"""Plain tables for a terminal: a run before it starts (`prorl plan`)."""
+"""Text tables of `prorl plan`: a run before it starts, the stages of its chain, and memory."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from nemo_prorl.sizing.memory import (
 
 
 def plan(cfg: DictConfig, chain: Chain) -> str:
-    """Return the run, a line per subject; the recipe's chain, a line per stage; and memory for the layout."""
+    """Return four tables as text: the run, the stages of the recipe's chain, the sources of numbers, and memory."""
     refused = "".join(f"\n{stage.name}: {stage.refused}\n" for stage in chain.stages if stage.refused)
     parts = (
         columns(run_rows(cfg).items()),
@@ -34,7 +34,7 @@ def plan(cfg: DictConfig, chain: Chain) -> str:
 
 
 def run_rows(cfg: DictConfig) -> dict[str, str]:
-    """Return what a resolved configuration will do, by subject."""
+    """Return the settings of a resolved configuration in words, by subject; `prorl plan --json` has the same keys."""
     trainer, grpo, model, rollout = cfg.trainer, cfg.trainer.grpo, cfg.model, cfg.rollout
     tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
     ranks = trainer.num_nodes * trainer.devices
@@ -52,7 +52,7 @@ def run_rows(cfg: DictConfig) -> dict[str, str]:
         "parallel layout": f"TP {tp} x PP {pp} x DP {ranks // (tp * pp)}",
         "rollout engines": f"{rollout.engines} x TP {rollout.tensor_parallel_size}, {rollout.dtype}"
         + (
-            f", on {'GPUs' if trainer.accelerator == 'gpu' else 'cores'} of their own; one step off"
+            f", on separate {'GPUs' if trainer.accelerator == 'gpu' else 'cores'}; one step off policy"
             if rollout.own_devices
             else ""
         ),
@@ -63,14 +63,14 @@ def run_rows(cfg: DictConfig) -> dict[str, str]:
         "context": f"{grpo.context_tokens} tokens, temperature {grpo.temperature:g}",
         "loss": f"{grpo.advantage}, {grpo.aggregation}, clip {grpo.clip_low:g}/{grpo.clip_high:g},"
         f" KL {grpo.kl_coef:g} ({grpo.kl_estimator}), correction {grpo.correction.kind}",
-        "differences": f"policy and reference after a reset up to {kl_after_reset(cfg):g} a token; engine and trainer"
-        f" above {engine_gap_alarm(cfg):g} are reported",
-        "dynamic sampling": f"up to {grpo.dynamic_sampling.max_draw_factor:g} x the prompts"
+        "differences": f"policy to reference after a reset {kl_after_reset(cfg):g} per token; alarm if engine and"
+        f" trainer differ by more than {engine_gap_alarm(cfg):g}",
+        "dynamic sampling": f"at most {grpo.dynamic_sampling.max_draw_factor:g} x the prompts"
         if grpo.dynamic_sampling.enabled
         else "off",
         "hard resets": f"{trainer.resets.mode}; {resets}",
         "checkpoints": f"every {grpo.checkpoint_every} steps, {grpo.keep_checkpoints} kept",
-        "validation": f"every {grpo.validate_every} steps, {grpo.validation_samples} a prompt, temperature"
+        "validation": f"every {grpo.validate_every} steps, {grpo.validation_samples} responses per prompt, temperature"
         f" {grpo.validation_temperature:g}",
         "data": ", ".join(f"{s.name} ({s.weight:g})" for s in cfg.data.train),
         "held out": ", ".join(s.name for s in cfg.data.validation) or "nothing",
@@ -81,13 +81,13 @@ def run_rows(cfg: DictConfig) -> dict[str, str]:
 def _files(cfg: DictConfig) -> str:
     named = sum(source.path is not None for part in (cfg.data.train, cfg.data.validation) for source in part)
     if not named:
-        return "none: all problems are made on the spot"
+        return "none: all problems are generated during the run"
     missing = len(missing_files(cfg))
-    return f"{missing} of {named} are missing: the run would be refused" if missing else f"{named}, all there"
+    return f"{missing} of {named} missing: the run would be refused" if missing else f"{named}, all present"
 
 
 def _stage_table(chain: Chain) -> str:
-    """Return one line per stage, the chosen one marked, and the totals."""
+    """Return one line per stage, with a mark at the chosen stage, and the totals."""
     hours = f"{chain.accelerator.upper()} hours"
     head = ("", "stage", "reset", "steps", "responses", "tokens <=", "generated ~", hours, "memory", "changes")
     rows: list[tuple[str, ...]] = [head]
@@ -122,12 +122,12 @@ def _sources(chain: Chain) -> dict[str, str]:
     """Return the sources of the table's numbers."""
     rates = chain.rates
     length = f"{rates.mean_tokens:,.1f} tokens, " if rates.mean_tokens is not None else ""
-    dropped = f"; {rates.generated_per_trained:.2f} responses generated for each trained on" if length else ""
+    dropped = f"; {rates.generated_per_trained:.2f} generated per response used for training" if length else ""
     if length and rates.generated_per_trained == 1.0:
-        dropped = "; groups that dynamic sampling drops are not in it"
+        dropped = "; without the groups that dynamic sampling drops"
     rows = {
-        "tokens <=": "prompts and responses trained on, if each filled its context",
-        "generated ~": f"responses x mean length, no longer than the context allows{dropped}",
+        "tokens <=": "upper bound: prompts and responses used for training, if each filled the context",
+        "generated ~": f"responses x mean length, limited by the context{dropped}",
         "mean response": length + rates.length_source,
         f"{chain.accelerator.upper()} hours": rates.speed_source,
     }
@@ -135,7 +135,7 @@ def _sources(chain: Chain) -> dict[str, str]:
         of = "generated ~" if length else "tokens <= (no mean length is known)"
         rows[f"{chain.accelerator.upper()} hours"] = f"{of}; {rates.speed_source}"
     rows["the paper's"] = (
-        f"about {PAPER_GPU_HOURS:,} GPU hours in all on 4 x 8 H100 80 GB (arXiv 2507.12507): a comparison, no forecast"
+        f"about {PAPER_GPU_HOURS:,} GPU hours in total on 4 x 8 H100 80 GB (arXiv 2507.12507), for comparison only"
     )
     if chain.note:
         rows["stages"] = chain.note
@@ -143,7 +143,7 @@ def _sources(chain: Chain) -> dict[str, str]:
 
 
 def _memory(cfg: DictConfig, chain: Chain) -> dict[str, str]:
-    """Return the bytes for the chosen run's layout, part by part."""
+    """Return the memory of the chosen run by part, in words."""
     m, size = chain.memory, chain.device_bytes
     of = "a GPU" if chain.accelerator == "gpu" else "a rank"
     room = m.kv_room(size)
@@ -155,9 +155,9 @@ def _memory(cfg: DictConfig, chain: Chain) -> dict[str, str]:
     budget = cfg.trainer.grpo.checkpoint_budget_gb
     fp8 = f"{_bytes(m.fp8_weights)}: of the layers' weights, while the trainer works"
     return {
-        f"memory of {of}": f"{_bytes(m.needed)} at least"
+        f"memory of {of}": f"at least {_bytes(m.needed)}"
         + (f", of {_bytes(size)} ({device_source(cfg)})" if size is not None else ""),
-        "  weights": f"{_bytes(m.weights)}; {m.parameters:,} parameters in all",
+        "  weights": f"{_bytes(m.weights)}; the whole model has {m.parameters:,} parameters",
         "  vocabulary": f"{chain.vocabulary[0]:,} ({chain.vocabulary[1]})",
         "  gradients": _bytes(m.gradients),
         "  optimizer": f"{_bytes(m.optimizer)}, spread over data-parallel ranks",
@@ -172,37 +172,37 @@ def _memory(cfg: DictConfig, chain: Chain) -> dict[str, str]:
         "  trainer at most": f"{_bytes(m.trainer_peak)} of these at once"
         + (f"; {_bytes(m.trainer_resident)} while engines generate" if m.engines_sleep else ""),
         "  engine": f"{_bytes(m.engine_weights)} weights, {_bytes(m.engine_work)} work,"
-        f" {_bytes(m.kv_sequence)} KV cache a full sequence",
+        f" {_bytes(m.kv_sequence)} KV cache per full sequence",
         "  KV cache": f"{left} ({kv_source})" if room is not None else left,
         "  engine's sleep": _sleep(cfg, m, size),
         "  reserve": f"{_bytes(m.reserve)}, "
         + (
             "assumed: " + ", ".join(f"{name} {_bytes(part)}" for name, part in RESERVE_PARTS.items())
             if of == "a GPU"
-            else "measured: the processes themselves"
+            else "measured: the processes before any weights"
         ),
         "host of a node": f"{_bytes(m.reference_host)} reference policy, {_bytes(m.snapshot_host)} while a checkpoint"
         f" is written; /dev/shm {_bytes(m.published)}: {PUBLISHED_VERSIONS} versions of the weights",
-        "disk": f"{_bytes(m.checkpoint)} a checkpoint, {_bytes(m.checkpoints)} kept and being written"
-        + (f", held under {budget:g} GB" if budget is not None else ""),
+        "disk": f"{_bytes(m.checkpoint)} per checkpoint, {_bytes(m.checkpoints)} for all kept and being written"
+        + (f", limited to {budget:g} GB" if budget is not None else ""),
     }
 
 
 def _sleep(cfg: DictConfig, m: Memory, size: float | None) -> str:
-    """Return which processes hold a GPU, and when."""
+    """Return how trainer and engine share a GPU's memory over a step, in words."""
     if m.engines_apart:
         return (
-            f"none: {_bytes(m.while_generating)} at least on an engine's GPU, {_bytes(m.while_training)} on a trainer's"
+            f"none: at least {_bytes(m.while_generating)} on an engine's GPU, {_bytes(m.while_training)} on a trainer's"
         )
     if cfg.rollout.sleep is None:
-        return "none: engine and trainer hold their memory side by side"
+        return "none: engine and trainer keep their memory at the same time"
     kept = "weights in host memory" if cfg.rollout.sleep == 1 else "weights dropped"
     if not m.engines_sleep:
-        return f"level {cfg.rollout.sleep}; a CPU's engine stops serving and keeps its memory"
+        return f"level {cfg.rollout.sleep}; on a CPU a sleeping engine keeps its memory"
     share = f"{_bytes(m.engine_bytes(size))} for the engine awake; " if size is not None else ""
     return (
         f"level {cfg.rollout.sleep}, {kept}; {share}{_bytes(m.while_training)} while the trainer works,"
-        f" {_bytes(m.while_generating)} at least while engines generate"
+        f" at least {_bytes(m.while_generating)} while engines generate"
     )
 
 
@@ -216,7 +216,7 @@ def _bytes(number: float | None) -> str:
 
 
 def _count(number: float | None) -> str:
-    """Return a count in short: 12,345; 6.55 million; 20.1 billion; a dash if it is unknown."""
+    """Return a count in short form: 12,345; 6.55 million; 20.1 billion; a dash if it is unknown."""
     if number is None:
         return "-"
     for size, unit in ((1e9, " billion"), (1e6, " million")):

@@ -1,10 +1,11 @@
-"""The recipe's chain before it starts: what changes at each stage, tokens, hours and memory.  No torch, no GPU.
+"""Plan of the recipe's chain before it starts: changes at each stage, tokens, hours and memory.  No torch, no GPU.
 
     rates = read_rates(cfg, mean_tokens=4000, tokens_per_s=None, measured=Path("runs/other"))
     chain = plan_chain(cfg, ["cluster=h100_4x8", "stage=run3"], rates)
 
-Nothing is invented: tokens are bounded by the context, and estimated only from a length that the user gives or that a
-run measured; hours need a throughput that the user gives or that a run of the same model on such a machine measured.
+The context is an upper bound for tokens.  Tokens are estimated only from a response length that the user gives or that
+another run measured.  Hours are computed only from a throughput that the user gives or that a run of the same model on
+the same kind of machine measured.
 """
 
 import math
@@ -21,16 +22,16 @@ from nemo_prorl.sizing.devices import node_devices
 from nemo_prorl.sizing.memory import Memory, device_bytes, vocabulary
 from nemo_prorl.sizing.memory_check import check_memory
 
-PAPER_GPU_HOURS = 16_000  # in all, on 4 x 8 H100 with 80 GB (arXiv 2507.12507)
+PAPER_GPU_HOURS = 16_000  # of the whole chain, on 4 x 8 H100 with 80 GB (arXiv 2507.12507)
 GROUP = "stage"
-# Keys by which a stage is told from the one before, and how the table names them; others appear with their full key.
+# Short names in the table for keys that usually change between stages; other changed keys appear in full.
 NAMES = {
     "data.tasks": "tasks",
     "trainer.grpo.samples_per_prompt": "n",
     "trainer.grpo.context_tokens": "context",
     "trainer.grpo.unfinished_penalty": "penalty",
 }
-# Said in columns of their own, or following from other keys.
+# Changed keys that the table leaves out: they have their own columns, or follow from other keys.
 NO_CHANGE = (
     "stage",
     "run_dir",
@@ -40,7 +41,7 @@ NO_CHANGE = (
     "model.micro_batch_tokens",
     "exp_manager.",
 )
-# Keys by which a measured throughput belongs to a kind of model and machine.
+# A measured throughput is used only if these keys (kind of model and machine) are the same in both runs.
 SAME_KIND = (
     "trainer.accelerator",
     "trainer.precision",
@@ -51,35 +52,35 @@ SAME_KIND = (
 
 @dataclass(frozen=True)
 class Rates:
-    """Lengths and throughput, each with its source; None if unknown."""
+    """Response length and throughput, each with its source; None if unknown."""
 
     mean_tokens: float | None = None  # of a response, without its prompt
     length_source: str = "not given: --mean-tokens N or --measured RUN would estimate it"
     generated_per_trained: float = 1.0  # responses generated for each that is trained on: dynamic sampling drops some
-    device_seconds_per_token: float | None = None  # of all that is generated, by wall time of whole steps
-    speed_source: str = "not given: --tokens-per-s X or --measured RUN would tell the hours"
+    device_seconds_per_token: float | None = None  # wall time of whole steps x devices / all generated tokens
+    speed_source: str = "not given: --tokens-per-s X or --measured RUN would estimate the hours"
 
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A line of the table.  A stage whose configuration is refused has only the reason."""
+    """A line of the table.  For a stage whose configuration is refused, only name and reason are set."""
 
     name: str
     chosen: bool
-    refused: str | None = None
-    changes: dict[str, Any] = field(default_factory=dict)  # key: value, against the stage before
-    hard_reset: bool = False  # at its start
+    refused: str | None = None  # the error of its configuration
+    changes: dict[str, Any] = field(default_factory=dict)  # key: new value, compared with the previous stage
+    hard_reset: bool = False  # at the start of the stage
     steps: int = 0
-    responses: int = 0  # trained on
-    tokens_at_most: int = 0  # prompts and responses trained on, if each filled its context
-    tokens_estimated: float | None = None  # generated, with those that dynamic sampling drops where that was measured
+    responses: int = 0  # used for training
+    tokens_at_most: int = 0  # of prompts and responses used for training, if each filled the context
+    tokens_estimated: float | None = None  # generated; with dropped responses, if a run measured their share
     device_hours: float | None = None
-    memory_needed: int = 0  # bytes of a GPU
+    memory_needed: int = 0  # bytes per GPU
 
 
 @dataclass(frozen=True)
 class Chain:
-    """The whole plan beside the rows of the run itself."""
+    """The planned stages with their totals, and the memory of the chosen run."""
 
     stages: list[PlannedStage]
     totals: dict[str, float | None]
@@ -89,10 +90,10 @@ class Chain:
     vocabulary: tuple[int, str]
     memory: Memory  # of the chosen run
     device_bytes: float | None
-    note: str | None  # why the table has one line only
+    note: str | None  # why the table has only one line; None if it has all stages
 
     def as_json(self) -> dict[str, Any]:
-        """Return one JSON object; sizes in bytes, times in hours."""
+        """Return the plan as one JSON object; sizes are in bytes, times in hours."""
         room = {
             "kv_room": self.memory.kv_room(self.device_bytes),
             "sequences": self.memory.sequences(self.device_bytes),
@@ -114,12 +115,22 @@ class Chain:
 
 
 def read_rates(cfg: DictConfig, mean_tokens: float | None, tokens_per_s: float | None, measured: Path | None) -> Rates:
-    """Return lengths and throughput: the user's numbers, else those of `measured`, a run directory."""
+    """Return response length and throughput: the user's numbers, otherwise those of the run directory `measured`.
+
+    Args:
+        mean_tokens: mean length of a response in tokens, without its prompt.
+        tokens_per_s: generated tokens per second of all devices of this run together.
+
+    Raises:
+        ConfigError: a number is not finite and positive, `measured` is not a run directory, or its run has another
+            kind of model or machine.
+        DataError: metrics.jsonl of `measured` is damaged or empty.
+    """
     rates, devices = Rates() if measured is None else _measured(cfg, measured, tokens_per_s is None), _devices(cfg)
     changed: dict[str, Any] = {}
     for option, value in (("--mean-tokens", mean_tokens), ("--tokens-per-s", tokens_per_s)):
         if value is not None and not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"{option}={value:g}: must be a finite number above 0")
+            raise ConfigError(f"{option}={value:g}: expected a finite number above 0")
     if mean_tokens is not None:
         changed |= {"mean_tokens": mean_tokens, "length_source": "given: --mean-tokens"}
     if tokens_per_s is not None:
@@ -129,23 +140,28 @@ def read_rates(cfg: DictConfig, mean_tokens: float | None, tokens_per_s: float |
 
 
 def _measured(cfg: DictConfig, run: Path, with_speed: bool) -> Rates:
-    """Read a run's metrics.jsonl: tokens generated per second of all its steps, and mean length of a response."""
+    """Return the mean response length and, if `with_speed`, the throughput over all steps in a run's metrics.jsonl."""
     file = run / "config.yaml"
     if not file.is_file():
-        raise ConfigError(f"--measured {run}: holds no run: it has no config.yaml")
+        raise ConfigError(f"--measured {run}: expected a run directory; it has no config.yaml")
     old, lines = settings.read_config(file), read_lines(run / "metrics.jsonl")
     sums = {"rollout/generated_tokens": 0.0, "time/step": 0.0, "rollout/groups": 0.0}
     in_responses = 0.0
     for line in lines:
         for key in (*sums, "rollout/response_tokens"):
             if not isinstance(line.get(key), int | float):
-                raise DataError(f"{run / 'metrics.jsonl'}: step {line['step']}: {key}: must be a number")
+                raise DataError(
+                    f"{run / 'metrics.jsonl'}: step {line['step']}: {key}: expected a number; got {line.get(key)!r}"
+                )
         for key in sums:
             sums[key] += line[key]
         in_responses += line["rollout/response_tokens"] * line["rollout/groups"]
     generated, seconds, groups = sums.values()
     if min(generated, seconds, groups, in_responses) <= 0:
-        raise DataError(f"{run / 'metrics.jsonl'}: {generated:g} tokens in {seconds:g} s: nothing to measure by")
+        raise DataError(
+            f"{run / 'metrics.jsonl'}: expected generated tokens in more than 0 s; got {generated:g} tokens in"
+            f" {seconds:g} s, {groups:g} groups"
+        )
     per_trained = generated / (in_responses * old.trainer.grpo.samples_per_prompt)
     steps = f"{run}, steps {lines[0]['step']} to {lines[-1]['step']}"
     lengths = {
@@ -159,28 +175,31 @@ def _measured(cfg: DictConfig, run: Path, with_speed: bool) -> Rates:
         was, wanted = OmegaConf.select(old, key), OmegaConf.select(cfg, key)
         if was != wanted:
             raise ConfigError(
-                f"--measured {run}: its {key}={was}, this plan's is {wanted}: its throughput says nothing about this"
-                " run's. Measure a run of the same model and kind of machine, or give --tokens-per-s X"
+                f"--measured {run}: expected {key}={wanted}, as in this plan; got {key}={was}, so its throughput does"
+                " not apply. Fix: measure a run of the same model and kind of machine, or give --tokens-per-s X"
             )
     devices, here = _devices(old), _devices(cfg)
     source = f"measured: {steps}, {generated / seconds:,.0f} tokens/s on {devices} {old.trainer.accelerator}"
-    source += f", in proportion for {here}" if here != devices else ""
+    source += f", scaled to {here}" if here != devices else ""
     return Rates(**lengths, device_seconds_per_token=seconds * devices / generated, speed_source=source)
 
 
 def plan_chain(cfg: DictConfig, overrides: list[str], rates: Rates, config_file: Path | None = None) -> Chain:
     """Plan the chain with the same overrides at each stage, and the memory of the chosen run.
 
-    A configuration that is not made from `overrides` and conf/ (a file, or what a run directory holds) is one run: the
-    table has its line only.  A stage that is refused is an error where a stage is chosen, since it belongs to the same
-    chain; without one (stage=none) its line says why.  Raises ConfigError.
+    If the configuration is not made from `overrides` and conf/ (but from a file or a run directory), the table has one
+    line, for this run only.
+
+    Raises:
+        ConfigError: the chosen run does not fit the memory; or, if a stage is chosen, a stage of its chain is refused.
+            Without a chosen stage (stage=none), the line of a refused stage has the reason instead.
     """
     memory = check_memory(cfg, device_bytes(cfg))
     stages, note = [], None
     if config_file is None and settings.load(overrides) == cfg:
         stages = _stages(cfg, overrides, rates)
     else:
-        note = "a saved configuration is one run; the whole chain is planned from conf/, in another run_dir"
+        note = "only this saved run; to plan the whole chain, use conf/ and another run_dir"
         stages = [_stage(cfg, None, cfg.stage, True, rates, memory)]
     return Chain(
         stages=stages,
@@ -239,7 +258,7 @@ def _stage(
 
 
 def _changes(before: DictConfig | None, now: DictConfig) -> dict[str, Any]:
-    """Return the keys whose value differs from the stage before; of the first stage those that the table names."""
+    """Return the keys whose value differs from the previous stage; for the first stage, the keys in `NAMES`."""
     new = dict(settings.leaves(OmegaConf.to_container(now, resolve=True), into_lists=False))
     if before is None:
         return {key: new.get(key) for key in NAMES}
@@ -249,7 +268,7 @@ def _changes(before: DictConfig | None, now: DictConfig) -> dict[str, Any]:
 
 
 def _totals(stages: list[PlannedStage]) -> dict[str, float | None]:
-    """Sum over the stages that are not refused; None if a number is not known."""
+    """Return sums over the stages that are not refused; None where a stage's number is unknown."""
     kept = [stage for stage in stages if stage.refused is None]
     totals: dict[str, float | None] = {}
     for name in ("steps", "responses", "tokens_at_most", "tokens_estimated", "device_hours"):

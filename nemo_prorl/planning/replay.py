@@ -1,4 +1,4 @@
-"""`prorl replay`: the rules for hard resets over a recorded run, when they would have spoken and why."""
+"""`prorl replay`: applies the rules for hard resets to a recorded run: when they would have acted, and why."""
 
 import argparse
 import json
@@ -21,18 +21,24 @@ _RULES = "trainer.resets.rules"
 
 
 def add_parser(commands: Any) -> None:
-    """Adds `replay` to the main command line."""
-    text = "run the rules for hard resets over a recorded run: when they would have spoken, and why"
+    """Add `replay` to the main command line."""
+    text = "apply the rules for hard resets to a recorded run: when they would have acted, and why"
     parser = commands.add_parser("replay", help=text, description=text)
-    parser.add_argument("metrics", metavar="METRICS", type=Path, help="a run directory, or a metrics.jsonl")
-    parser.add_argument("--rules", metavar="KEY=VALUE", nargs="+", default=[], help=f"settings under {_RULES}")
-    parser.add_argument("--mode", choices=("auto", "advise"), default="auto", help="auto: what asks counts as a reset")
-    parser.add_argument("--json", action="store_true", help="one JSON object a finding instead of the table")
+    parser.add_argument("metrics", metavar="METRICS", type=Path, help="run directory or metrics.jsonl file")
+    parser.add_argument("--rules", metavar="KEY=VALUE", nargs="+", default=[], help=f"other values of keys in {_RULES}")
+    mode_help = "auto: count each request for a reset as a reset; advise: do not (default: auto)"
+    parser.add_argument("--mode", choices=("auto", "advise"), default="auto", help=mode_help)
+    parser.add_argument("--json", action="store_true", help="one JSON object per finding instead of the table")
     parser.set_defaults(run_command=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 whatever was found.  Raises DataError (file and line) or ConfigError (key and value)."""
+    """Print the findings and return exit code 0, also without findings.
+
+    Raises:
+        DataError: metrics.jsonl is damaged; the message has file and line.
+        ConfigError: a rule is wrong, or metrics.jsonl cannot be read.
+    """
     file = args.metrics / "metrics.jsonl" if args.metrics.is_dir() else args.metrics
     lines = read_lines(file)
     rules = read_rules(args.rules, file.parent / "config.yaml")
@@ -46,7 +52,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics.jsonl, in order of steps, without a last line that a kill cut."""
+    """Return the records of a metrics.jsonl in order of steps, without a last line that a kill cut short.
+
+    Raises:
+        ConfigError: the file cannot be read.
+        DataError: a line is not JSON or has no step, steps do not increase, or the file has no line.
+    """
     try:
         texts = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -61,21 +72,30 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
             raise DataError(f"{file}:{number}: not JSON: {error}") from error
         step = line.get("step") if isinstance(line, dict) else None
         if not isinstance(step, int) or isinstance(step, bool):
-            raise DataError(f"{file}:{number}: step: must be a whole number")
+            raise DataError(f"{file}:{number}: step: expected a whole number; got {step!r}")
         if lines and step <= lines[-1]["step"]:
-            raise DataError(f"{file}:{number}: step: {step} does not come after {lines[-1]['step']}")
+            raise DataError(f"{file}:{number}: step: expected a number above {lines[-1]['step']}; got {step}")
         lines.append(line)
     if not lines:
-        raise DataError(f"{file}: holds no step")
+        raise DataError(f"{file}: expected at least one step; got none")
     return lines
 
 
 def read_rules(overrides: list[str], config: Path) -> ResetRulesConfig:
-    """Return the rules of a run's config.yaml, or the shipped ones, with overrides; checked as a configuration is."""
+    """Return the rules of a run's config.yaml with overrides; without the file, the default rules with overrides.
+
+    Args:
+        overrides: KEY=VALUE, with keys relative to trainer.resets.rules.
+        config: path of config.yaml; may not exist.
+
+    Raises:
+        ConfigError: a key or value is wrong.
+    """
     from nemo_prorl import settings
 
     given = []
-    if config.is_file():  # only these keys: its data and models need not be on this machine, nor its version be ours
+    # Only the rules are read: the run's data and models may be absent here, and another version may have written it.
+    if config.is_file():
         own = OmegaConf.select(OmegaConf.load(config), _RULES) or {}
         given = [f"{_RULES}.{key}={'[' + ','.join(own[key]) + ']' if key == 'asks' else own[key]}" for key in own]
     cfg = settings.load([*given, *(f"{_RULES}.{text}" for text in overrides)])
@@ -84,14 +104,15 @@ def read_rules(overrides: list[str], config: Path) -> ResetRulesConfig:
 
 
 def read_journal(folder: Path) -> tuple[dict[int, Mapping[str, float]], set[int]]:
-    """Read journal.jsonl, if it exists: standard errors of validations by step and name, and the steps of resets.
+    """Return standard errors of validations by step and name, and steps of committed resets, from journal.jsonl.
 
-    A later event of the same step counts: the run came by there again.  A reset counts where it was committed.
+    A later event of a step replaces an earlier one, because the run repeated that step after a resume.  Without the
+    file both are empty.
     """
     errors: dict[int, Mapping[str, float]] = {}
     resets: set[int] = set()
     for event in Journal(folder).events():
-        if event["event"] == "resume":  # what came after was done again, or was not
+        if event["event"] == "resume":  # resets after the resumed step were discarded with it
             resets = {step for step in resets if step <= event["step"]}
         elif event["event"] == "validation":
             errors[event["step"]] = standard_errors(event)
@@ -104,12 +125,12 @@ def table(findings: list[Finding], lines: list[dict[str, Any]], resets: list[int
     """Return the findings as a table for a terminal."""
     steps = f"steps {lines[0]['step']} to {lines[-1]['step']}"
     validated = sum(any(key.startswith("validation/") for key in line) for line in lines)
-    noise = "standard errors and scatter" if with_errors else "scatter (no journal with standard errors)"
+    noise = "standard errors and scatter" if with_errors else "scatter only (no journal with standard errors)"
     text = f"{steps}, {validated} validations, noise from {noise}\n"
     if resets:
         text += f"hard resets of the run: after steps {', '.join(map(str, resets))}\n"
     if not findings:
-        return text + "no rule speaks\n"
+        return text + "no findings: no rule asks for a reset or advises one\n"
     rows = [("step", "rule", "does", "seen")]
     rows += [(str(f.step), f.rule, "asks for a reset" if f.asks else "advises", f.what) for f in findings]
     return text + columns(rows)

@@ -1,10 +1,10 @@
 """The policy: NeMo-Aligner's Megatron model under GRPO.  The only package that imports NeMo or Megatron.
 
-| file | what it holds |
+| file | content |
 |---|---|
-| `actor.py` | the model and the four things asked of it: log-probabilities, updates, weights, reference |
-| `build.py` | from a configuration to a running actor, with NeMo-Aligner's own script utilities |
-| `weights.py` | Hugging Face names and shapes <-> Megatron's, for any tensor and pipeline parallel size |
-| `checkpoint_files.py` | exact checkpoints in Megatron's distributed format, complete when renamed |
-| `cpu/` | what NeMo and Megatron need to run without CUDA, apex and Transformer Engine |
+| `actor.py` | the model with log-probabilities, updates, weight export and the reference policy |
+| `build.py` | builds an actor from a configuration with NeMo-Aligner's script utilities |
+| `weights.py` | converts weights between Hugging Face and Megatron, for any tensor and pipeline parallel size |
+| `checkpoint_files.py` | exact checkpoints in Megatron's distributed format, complete once renamed |
+| `cpu/` | changes that let NeMo and Megatron run without CUDA, apex and Transformer Engine |
 """

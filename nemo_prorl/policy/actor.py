@@ -1,7 +1,9 @@
-"""The actor: NeMo-Aligner's Megatron model, and the four things that training asks of it.
+"""The actor: NeMo-Aligner's Megatron model with log-probabilities, updates, weight export and the reference policy.
 
-Shape suffixes: B responses of a (micro-)batch, T token positions, H hidden, N response tokens, K values of a token.
-A log-probability at position t is that of the token at t given what is before it, under softmax(logits / temperature).
+Shape suffixes: B responses of a (micro-)batch, T token positions, H hidden size, V rows of the output weight,
+N response tokens (in a packed micro-batch: tokens of all its sequences), P tokens that predict a response token,
+K values per token (log-probability, entropy).
+The log-probability at position t is that of token t given the tokens before t, under softmax(logits / temperature).
 """
 
 import logging
@@ -36,7 +38,7 @@ from nemo_prorl.policy.whole_weights import WholeWeights
 
 _log = logging.getLogger(__name__)
 
-_Micro = tuple[Batch, PackedBatch | None]  # a micro-batch, and its sequences one after another where they go so
+_Micro = tuple[Batch, PackedBatch | None]  # a micro-batch; its packed form, None where micro-batches are padded
 _Finish = Callable[[_Micro, Tensor], Any]
 # (logp_BT, entropy_BT or None, micro-batch, denominator) -> (loss / denominator, sums to report)
 LossFunction = Callable[[Tensor, Tensor | None, Batch, float], tuple[Tensor, dict[str, Tensor]]]
@@ -46,7 +48,7 @@ def _last_hidden_states(hidden_SBH: Tensor, weight: Tensor | None = None, **_: o
     return hidden_SBH, None
 
 
-_FP8_ROWS = 16  # of a matrix product in FP8: their number must be a multiple of it on every rank
+_FP8_ROWS = 16  # on every rank, the number of rows in an FP8 matrix product must be a multiple of 16
 
 
 class ActorModel(NLPAdapterModelMixin, MegatronGPTModel):
@@ -68,7 +70,7 @@ class ActorModel(NLPAdapterModelMixin, MegatronGPTModel):
 
 
 class Actor:
-    """A policy on this rank's part of a (tensor, pipeline, data) parallel layout.
+    """This rank's part of the policy, its optimizer and its reference policy, at any parallel layout.
 
     Every method that computes is a collective: all ranks call it, each with the rows of its data rank.
     """
@@ -82,7 +84,14 @@ class Actor:
         chunk: tuple[int, int],
         float32_head: bool = True,
     ) -> None:
-        """`chunk`: (tokens, words) of which logits are alive at a time.  `float32_head`: see `chunked_logprobs`."""
+        """Wrap a built model and its optimizer, and reset the optimizer.
+
+        Args:
+            temperature: the logits are divided by it.
+            hf_config: the model's Hugging Face config.json.
+            chunk: (tokens, vocabulary words) whose logits are in memory at a time.
+            float32_head: see `chunked_logprobs`.
+        """
         self.model, self.optimizer, self.temperature, self._chunk = model, optimizer, temperature, chunk
         self._float32_head = float32_head
         self.hf_config = hf_config
@@ -91,16 +100,16 @@ class Actor:
         multiple *= _FP8_ROWS if model.cfg.get("fp8") else 1
         packed = bool(model.cfg.get("packed_sequences"))
         self.limits = Limits(int(model.cfg.micro_batch_size), model.cfg.get("micro_batch_tokens"), multiple, packed)
-        self._share_prompts = not model.cfg.get("transformer_engine")  # whose attention would have to know of it
+        self._share_prompts = not model.cfg.get("transformer_engine")  # only CausalAttention handles shared prompts
         self.data_ranks = DataRanks(self._device())
         self.whole_weights = WholeWeights(self.module, self.shape)
         self._tp_size = parallel_state.get_tensor_model_parallel_world_size()
         self._pp_size = parallel_state.get_pipeline_model_parallel_world_size()
         if self._pp_size > 1:
-            self.module.config.variable_seq_lengths = True  # stages tell each other the shape of each micro-batch
+            self.module.config.variable_seq_lengths = True  # stages exchange the shape of each micro-batch
         self.version = 0  # counts every change of the weights in use
         self._reference: dict[str, Tensor] = {}  # the rank's parameters by name, on the CPU; never changed in place
-        self._reference_sha256: str | None = None  # once computed
+        self._reference_sha256: str | None = None  # None until computed for the present reference
         self.reset_optimizer()
 
     # --- the module and its parameters -----------------------------------------------------------------------------
@@ -123,9 +132,11 @@ class Actor:
     # --- forward ---------------------------------------------------------------------------------------------------
 
     def _logprobs_of(self, micro: _Micro, hidden_BTH: Tensor, temperature: float, with_entropy: bool) -> tuple:
-        """(logp_BT, entropy_BT or None) from the model's last hidden states [B, T, H] ([B, T/TP, H] when scattered).
+        """Return (logp_BT, entropy_BT or None) of the response tokens; other positions are 0.
 
-        Of a packed micro-batch: [1, N, H], all its tokens.
+        Args:
+            hidden_BTH: the model's last hidden states; for a packed micro-batch [1, N, H].  Under sequence parallelism
+                the second dimension is this tensor rank's share of T or N.
         """
         batch, packed = micro
         if self.module.config.sequence_parallel:
@@ -158,7 +169,11 @@ class Actor:
         return place(logp_N), place(entropy_N) if entropy_N is not None else None
 
     def _forward_step(self, finish: _Finish, micro_batches: Iterator[_Micro], net: Any) -> tuple:
-        """Megatron's schedule calls this for each micro-batch; `finish` turns hidden states into what is asked for."""
+        """Run the forward pass of the next micro-batch; Megatron's schedule calls this once per micro-batch.
+
+        Returns:
+            The hidden states and a function, with which the last pipeline stage applies `finish` to them.
+        """
         micro = batch, packed = next(micro_batches)
         if packed is None:
             position_T = torch.arange(batch.tokens_BT.shape[1], device=batch.tokens_BT.device)
@@ -172,7 +187,7 @@ class Actor:
         return hidden_BTH, at_last_stage
 
     def _parts(self, batch: Batch) -> list[tuple[Tensor, _Micro]]:
-        """Row numbers and micro-batches, on the device: equally many on all data ranks.  A collective."""
+        """Split a batch into (row numbers, micro-batch on the device); same count on all data ranks.  A collective."""
         parts = batch.micro_batches(self.limits)
         most = self.data_ranks.most(len(parts))
         if len(parts) < most:
@@ -186,7 +201,7 @@ class Actor:
         return batch, PackedBatch.of(batch, self.limits.multiple_of, self._share_prompts)
 
     def _run(self, parts: Sequence[tuple[Tensor, _Micro]], finish: _Finish, forward_only: bool) -> list:
-        """Runs Megatron's schedule: what `finish` gave on the last stage, by micro-batch."""
+        """Run Megatron's schedule; return the result of `finish` per micro-batch, or [] except on the last stage."""
         first = parts[0][1][0].tokens_BT
         set_sync_funcs(self.model, forward_only=forward_only)
         outputs: list = get_forward_backward_func()(
@@ -196,16 +211,17 @@ class Actor:
             num_microbatches=len(parts),
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
-            seq_length=first.shape[1],  # pipeline stages tell each other the true ones
+            seq_length=first.shape[1],  # of the first micro-batch; pipeline stages exchange the true lengths
             micro_batch_size=first.shape[0],
         )
         self._drop_fp8_weights()
         return outputs
 
     def _drop_fp8_weights(self) -> None:
-        """Transformer Engine keeps weights in FP8 between micro-batches; the next pass's first one casts them anew.
+        """Drop Transformer Engine's FP8 copies of the weights; the first micro-batch of the next pass makes new ones.
 
-        Before 2.2.0 those of a pass without gradients stay without the transpose that a gradient needs.
+        Transformer Engine before 2.2.0 would reuse the copies of a forward-only pass, which lack the transpose that a
+        backward pass needs.
         """
         for module in self.module.modules():
             kept = getattr(module, "_fp8_workspaces", None)
@@ -213,18 +229,18 @@ class Actor:
                 kept.clear()
 
     def logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(logp_BT, entropy_BT), float32 on the CPU, of the weights in use."""
+        """Return (logp_BT, entropy_BT) under the weights in use, float32 on the CPU."""
         logp_BT, entropy_BT = self._forward_only(batch, with_entropy=True)
         return logp_BT, entropy_BT
 
     def reference_logprobs(self, batch: Batch) -> Tensor:
-        """logp_BT, float32 on the CPU, of the reference policy."""
+        """Return logp_BT under the reference policy, float32 on the CPU."""
         with self.reference_weights():
             return self._forward_only(batch, with_entropy=False)[0]
 
     @torch.no_grad()
     def _forward_only(self, batch: Batch, with_entropy: bool) -> tuple[Tensor, ...]:
-        set_eval(self.model)  # updates set it to train; NeMo hides its modules from `model.eval()`
+        set_eval(self.model)  # updates switch to train mode; `model.eval()` misses modules that NeMo hides from it
 
         def finish(micro: _Micro, hidden_BTH: Tensor) -> tuple[Tensor, ...]:
             logp_BT, entropy_BT = self._logprobs_of(micro, hidden_BTH, self.temperature, with_entropy)
@@ -252,11 +268,17 @@ class Actor:
     def gradients(
         self, batch: Batch, loss: LossFunction, denominator: float, temperature: float, with_entropy: bool = False
     ) -> dict:
-        """Leaves the gradient of `loss` over all data ranks' rows in the optimizer's buffers; returns its sums.
+        """Leave the gradient of `loss` over all data ranks' rows in the optimizer's buffers.
 
-        Among them `positions`, that went through the model, and `padding`, those that were no sequence's.
-        `denominator` is global.  Megatron's schedule divides a loss by the number of micro-batches and data
-        parallelism averages over its ranks: both are undone here, so that only `denominator` divides.
+        Megatron's schedule divides a loss by the number of micro-batches, and data parallelism averages over its
+        ranks.  This method undoes both divisions, so that only `denominator` divides.
+
+        Args:
+            denominator: global, over all data ranks' rows.
+
+        Returns:
+            The sums that `loss` reports, over all data ranks, with `loss`, `positions` (token positions that went
+            through the model) and `padding` (those of them that belong to no sequence).
         """
         parts = self._parts(batch)
         scale = len(parts) * self.data_ranks.size
@@ -276,7 +298,7 @@ class Actor:
             source = parallel_state.get_pipeline_model_parallel_last_rank()
             dist.broadcast_object_list(box, source, group=parallel_state.get_pipeline_model_parallel_group())
             sums = box[0]
-        return self.data_ranks.reduce_sums({**sums, **_counted(parts)})
+        return self.data_ranks.reduce_sums({**sums, **_count_positions(parts)})
 
     def update(
         self,
@@ -286,9 +308,11 @@ class Actor:
         temperature: float | None = None,
         with_entropy: bool = False,
     ) -> dict[str, float]:
-        """One optimizer step on this data rank's rows; returns the sums that `loss` reports, and `grad_norm`.
+        """Make one optimizer step on the rows of all data ranks; return the sums of `gradients`, and `grad_norm`.
 
-        Raises NonFiniteUpdate, with weights and optimizer as they were, if the loss or the gradient is not finite.
+        Raises:
+            NonFiniteUpdate: the loss, the gradient or a log-probability is not finite.  Weights and optimizer are then
+                unchanged.
         """
         temperature = self.temperature if temperature is None else temperature
         sums = self.gradients(batch, loss, denominator, temperature, with_entropy)
@@ -298,8 +322,8 @@ class Actor:
         nonfinite = sums.get("nonfinite", 0.0)  # an infinite log-probability can hide behind the ratio's clamp
         if nonfinite or not math.isfinite(sums["loss"]) or not math.isfinite(grad_norm):
             raise NonFiniteUpdate(
-                f"the update has loss {sums['loss']}, gradient norm {grad_norm} and {nonfinite:.0f} log-probabilities"
-                " that are not finite; it was not made"
+                f"the update was skipped: expected finite values; got loss {sums['loss']}, gradient norm {grad_norm},"
+                f" {nonfinite:.0f} log-probabilities that are not finite"
             )
         for leaf in self._leaf_optimizers():
             if leaf.config.clip_grad > 0:
@@ -309,23 +333,24 @@ class Actor:
         return {**sums, "grad_norm": grad_norm}
 
     def reset_optimizer(self) -> None:
-        """Zero moments and a step count of 0, as before any step; master weights stay as they are (the hard reset).
+        """Set Adam's moments and step count to zero; keep the master weights.  A hard reset calls this.
 
-        Left alone, an Adam makes its moments at its first step: a checkpoint written before that could not be loaded.
+        Otherwise Adam would create its moments only at its first step, and a checkpoint written before that step could
+        not be loaded.
         """
         for leaf in self._leaf_optimizers():
             adam = leaf.optimizer
             adam.state.clear()
             leaf.init_state_fn(adam, leaf.config)
             for group in adam.param_groups:
-                if isinstance(adam, torch.optim.AdamW):  # counts for each parameter, Transformer Engine's for a group
+                if isinstance(adam, torch.optim.AdamW):  # counts per parameter; Transformer Engine's Adam per group
                     for p in group["params"]:
                         adam.state[p]["step"] = torch.tensor(0.0)
                 else:
                     group["step"] = 0
 
     def reload_masters(self) -> None:
-        """Master weights become the weights in use: what they held beyond bf16 is gone."""
+        """Overwrite the float32 master weights with the weights in use; precision beyond bf16 is lost."""
         self.mcore_optimizer.reload_model_params()
 
     def set_learning_rate(self, lr: float) -> None:
@@ -335,20 +360,20 @@ class Actor:
     # --- weights ---------------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) of the weights in use, on every rank, in their dtype.  A collective.
+        """Yield (Hugging Face name, whole tensor) of the weights in use, on every rank, in their dtype.  A collective.
 
-        Tensors may be views of the weights: what must outlast the next update has to be copied.
+        Tensors may be views of the weights: copy a tensor that is needed after the next update.
         """
         return self.whole_weights.gather({name: p.data for name, p in self.module.named_parameters()})
 
     def weights_sha256(self) -> str:
-        """`sha256_of` the weights in use: the same at any layout.  A collective."""
+        """Return `sha256_of` the weights in use, which is the same at any parallel layout.  A collective."""
         return sha256_of(self.export_weights())
 
     # --- reference policy ------------------------------------------------------------------------------------------
 
     def set_reference(self) -> None:
-        """pi_ref <- pi_theta: the weights in use (bf16 where those are), so that KL is exactly 0 right after."""
+        """Copy the weights in use, in their dtype, to the reference policy; KL is exactly 0 right after."""
         self._reference = {name: to_host(p) for name, p in self.module.named_parameters()}
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
@@ -356,18 +381,22 @@ class Actor:
 
     @property
     def reference(self) -> Mapping[str, Tensor]:
-        """The rank's parameters of the reference policy by name, on the CPU; a later reference is another mapping."""
+        """The rank's parameters of the reference policy by name, on the CPU; `set_reference` makes a new mapping."""
         return self._reference
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Inside, the weights in use are the reference's: for reading, since on a CPU they are the reference itself."""
+        """Make the reference's weights the weights in use within the context.
+
+        Do not write to the weights there: on a CPU they are the stored reference, not a copy.
+        """
         assert self._reference, "the reference policy was never set"
         parameters = dict(self.module.named_parameters())
         own = {name: p.data for name, p in parameters.items()}
         try:
             for name, p in parameters.items():
-                p.data = self._reference[name].to(p.device, non_blocking=True)  # page-locked; the stream keeps order
+                # Kernels of the same stream run after the copy; the source is page-locked.
+                p.data = self._reference[name].to(p.device, non_blocking=True)
             yield
         finally:
             for name, p in parameters.items():
@@ -381,21 +410,21 @@ class Actor:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Return a copy in host memory, page-locked if the tensor is on a GPU; complete after a synchronisation only."""
+    """Return a copy in host memory; from a GPU it is page-locked, and complete only once the stream is synchronised."""
     tensor = tensor.detach()
     if not tensor.is_cuda:
         return tensor.clone()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _counted(parts: Sequence[tuple[Tensor, _Micro]]) -> dict[str, float]:
-    """Positions that go through the model, and those of them that are no sequence's."""
+def _count_positions(parts: Sequence[tuple[Tensor, _Micro]]) -> dict[str, float]:
+    """Count the positions that go through the model, and those of them that belong to no sequence."""
     positions = padding = 0
     for rows, (batch, packed) in parts:
         if packed is None:
-            of_all, filling = batch.tokens_BT.numel(), batch.tokens_BT.numel() - int(batch.length_B.sum())
+            size, unused = batch.tokens_BT.numel(), batch.tokens_BT.numel() - int(batch.length_B.sum())
         else:
-            of_all, filling = packed.tokens_1N.numel(), packed.filling
-        positions += of_all
-        padding += filling if len(rows) else of_all
+            size, unused = packed.tokens_1N.numel(), packed.filling
+        positions += size
+        padding += unused if len(rows) else size
     return {"positions": float(positions), "padding": float(padding)}

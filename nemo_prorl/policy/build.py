@@ -1,4 +1,4 @@
-"""From a configuration to a running actor, by NeMo-Aligner's own script utilities."""
+"""Builds an actor from a configuration, with the utilities that NeMo-Aligner's own training scripts use."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from nemo_prorl.policy.cpu import shims as cpu
 
 _log = logging.getLogger(__name__)
 
-LIGHTNING_KEYS = {  # of trainer.*, beside those that a user sets: no data loader, sampler or checkpoint of Lightning's
+LIGHTNING_KEYS = {  # values of trainer.* that users cannot set: Lightning's loggers, sampler and checkpoints are off
     "logger": False,
     "enable_checkpointing": False,
     "use_distributed_sampler": False,
@@ -27,28 +27,34 @@ LIGHTNING_KEYS = {  # of trainer.*, beside those that a user sets: no data loade
 
 @dataclass(frozen=True)
 class Built:
-    """The actor, and Lightning's trainer with its loggers."""
+    """An actor, with Lightning's trainer and its loggers."""
 
     actor: Any
     trainer: Any  # lightning.pytorch.Trainer
 
 
 def nemo_config(cfg: DictConfig, hf_folder: Path, hf: dict[str, Any], log_dir: Path | None) -> DictConfig:
-    """The configuration in NeMo-Aligner's shape: `trainer` (with `grpo`), `model`, `exp_manager`."""
+    """Return the configuration in NeMo-Aligner's form: `trainer` (with `grpo`), `model`, `exp_manager`.
+
+    Args:
+        hf_folder: folder of the model's tokenizer.
+        hf: the model's config.json.
+        log_dir: folder of NeMo's logs; None: without exp_manager.
+    """
     model: dict = OmegaConf.to_container(cfg.model, resolve=True)  # type: ignore[assignment]
     world = cfg.trainer.num_nodes * cfg.trainer.devices
     layout = model["tensor_model_parallel_size"] * model["pipeline_model_parallel_size"]
     multiple = model["make_vocab_size_divisible_by"]
     model |= {
-        "override_vocab_size": -(-hf["vocab_size"] // multiple)
-        * multiple,  # at every size, so that checkpoints reshard
+        # The padded size does not depend on the parallel layout, so that checkpoints load at any layout.
+        "override_vocab_size": -(-hf["vocab_size"] // multiple) * multiple,
         "precision": cfg.trainer.precision,
         "seed": cfg.seed,
         "global_batch_size": model["micro_batch_size"] * max(1, world // layout),
         "tokenizer": {"library": "huggingface", "type": str(hf_folder), "use_fast": True},
         "data": {},
     }
-    fp8 = model.pop("fp8", None)  # NeMo has three keys for it
+    fp8 = model.pop("fp8", None)  # NeMo has three keys instead of this one
     model |= {"fp8": fp8 is not None, "fp8_hybrid": fp8 == "hybrid", "fp8_e4m3": fp8 == "e4m3"}
     if fp8 is None:
         model.pop("fp8_recipe", None)
@@ -59,10 +65,12 @@ def nemo_config(cfg: DictConfig, hf_folder: Path, hf: dict[str, Any], log_dir: P
 
 
 def build_actor(cfg: DictConfig, hf_folder: str | Path, log_dir: Path | None = None) -> Built:
-    """Builds the actor on this rank with the weights of a Hugging Face folder, and its reference policy equal to them.
+    """Build the actor on this rank, with policy and reference policy from the weights of a Hugging Face folder.
 
-    Reads the ranks from torchrun's variables (one rank without them).  Raises ConfigError where `model` and the
-    folder's config.json disagree.
+    The ranks are read from torchrun's environment variables; without these there is one rank.
+
+    Raises:
+        ConfigError: `model` differs from the folder's config.json, or WORLD_SIZE from the configured number of ranks.
     """
     from nemo_prorl.policy.weights import HFFolder, check_agreement
 
@@ -71,11 +79,11 @@ def build_actor(cfg: DictConfig, hf_folder: str | Path, log_dir: Path | None = N
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world != cfg.trainer.num_nodes * cfg.trainer.devices:
         raise ConfigError(
-            f"trainer.num_nodes={cfg.trainer.num_nodes} x trainer.devices={cfg.trainer.devices} ranks are configured,"
-            f" {world} were started"
+            f"WORLD_SIZE={world}: expected trainer.num_nodes={cfg.trainer.num_nodes} x"
+            f" trainer.devices={cfg.trainer.devices} ranks; {world} were started"
         )
     warnings.filterwarnings("ignore")
-    logging.getLogger("nemo_logger").addFilter(_says_something)
+    logging.getLogger("nemo_logger").addFilter(_is_worth_logging)
     cpu.enable(bool(cfg.model.get("transformer_engine")))
     built = _build(nemo_config(cfg, folder.path.resolve(), folder.config, log_dir), cfg, folder.config)
     built.actor.whole_weights.load(folder)
@@ -84,8 +92,8 @@ def build_actor(cfg: DictConfig, hf_folder: str | Path, log_dir: Path | None = N
     return built
 
 
-def _says_something(record: logging.LogRecord) -> bool:
-    """Return False for a line of NeMo's that a key has Megatron's default: it writes about 120 of them."""
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    """Return False for NeMo's messages that a key has Megatron's default, about 120 per start."""
     return "does not have field.name" not in record.getMessage()
 
 
@@ -104,7 +112,7 @@ def _build(nemo_cfg: DictConfig, cfg: DictConfig, hf: dict[str, Any]) -> Built:
     model = ActorModel(nemo_cfg.model, trainer)
     script.init_distributed(trainer, model, bool(nemo_cfg.model.get("transformer_engine", False)))
     if not torch.cuda.is_available():
-        model_parallel_cuda_manual_seed(cfg.seed)  # NeMo leaves it out when it counts no GPU
+        model_parallel_cuda_manual_seed(cfg.seed)  # NeMo seeds Megatron's generators only if it counts a GPU
     data = torch.utils.data.TensorDataset(torch.arange(1))
     script.init_using_ptl(trainer, model, torch.utils.data.DataLoader(data, batch_size=1), data)
     optimizer, _ = script.extract_optimizer_scheduler_from_ptl_model(model)

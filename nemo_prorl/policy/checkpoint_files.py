@@ -1,6 +1,6 @@
-"""Exact checkpoints in Megatron's distributed format, which loads at another parallel layout too.
+"""Exact checkpoints of an actor in Megatron's distributed format, which can be loaded at any parallel layout.
 
-checkpoints/step-000040/        complete only when it has this name; written as step-000040.tmp (lifecycle/retention.py)
+checkpoints/step-000040/        complete once it has this name; written as step-000040.tmp (lifecycle/retention.py)
     *.distcp .metadata          all ranks: tensors of the policy, the optimizer and the reference policy
     common.pt metadata.json     rank 0: the optimizer's settings, and the format
     rng-RANK.pt                 each rank: its random states
@@ -48,13 +48,13 @@ from nemo_prorl.policy.random_state import RandomState, random_state, set_random
 from nemo_prorl.policy.weights import sha256_of
 
 REFERENCE = "reference."
-_EXTRA = "_extra_state"  # of a module beside its parameters: FP8's scales and their history, where scales are delayed
+_EXTRA = "_extra_state"  # key suffix of a module's state beside parameters: FP8 scales and history (delayed scaling)
 
 
 def _to_be_read(value: Any) -> Any:
-    """Put uninitialised CPU memory in the place of a parameter, to be filled from a checkpoint.
+    """Replace a parameter by uninitialised CPU memory, to be filled from a checkpoint.
 
-    Weights that are read would otherwise pass through the parameters, or need room on a GPU where engines are awake.
+    Otherwise the weights would be read over the parameters in use, or need memory on a GPU where engines are awake.
     """
     if isinstance(value, ShardedTensor | ShardedTensorFactory) and isinstance(value.data, torch.Tensor):
         value.data = torch.empty_like(value.data, device="cpu", requires_grad=False)
@@ -62,8 +62,8 @@ def _to_be_read(value: Any) -> Any:
 
 
 def _sharded_state(actor: Actor) -> dict[str, Any]:
-    """The rank's tensors with their place in the whole: model, reference policy and optimizer."""
-    reference = actor.model.sharded_state_dict()  # built from the model, so that its sharding is the model's
+    """Return this rank's tensors of model, reference policy and optimizer, each with its place in the whole tensor."""
+    reference = actor.model.sharded_state_dict()  # built from the model, so that the reference is sharded alike
     reference = {key: value for key, value in reference.items() if not key.endswith(_EXTRA)}
     dict_list_map_inplace(_reference_of(actor), reference)
     add_prefix_for_sharding(reference, REFERENCE)
@@ -72,7 +72,7 @@ def _sharded_state(actor: Actor) -> dict[str, Any]:
 
 
 def _sharded_optimizer(actor: Actor, model: dict[str, Any], is_loading: bool) -> dict[str, Any]:
-    """Return the optimizer's tensors; Megatron finds their places by the parameters in `model`."""
+    """Return the optimizer's tensors; Megatron takes their places from the parameters in `model`."""
     state: dict[str, Any] = actor.optimizer.sharded_state_dict(
         model, is_loading=is_loading, dist_ckpt_parallel_save=True
     )
@@ -80,31 +80,31 @@ def _sharded_optimizer(actor: Actor, model: dict[str, Any], is_loading: bool) ->
 
 
 def _load_weights(actor: Actor, folder: Path, prefix: str = "") -> None:
-    """The model's parameters from a checkpoint's model, or with REFERENCE from its reference policy.
+    """Load the model's parameters from a checkpoint's policy, or with prefix REFERENCE from its reference policy.
 
-    A module's extra state is loaded where the checkpoint has one: that of a reference and of a CPU has none.
+    A module's extra state is loaded if the checkpoint has one.  Reference policies and CPU checkpoints have none.
     """
     state = actor.model.sharded_state_dict()
     dict_list_map_inplace(_to_be_read, state)
     if prefix:
         add_prefix_for_sharding(state, prefix)
     found = dist_checkpointing.load({"weights": state}, str(folder), strict=StrictHandling.IGNORE_ALL)
-    _load_module(actor, found["weights"])  # which misses any parameter
+    _load_module(actor, found["weights"])  # raises CheckpointError for a missing parameter, which `load` ignored
     actor.version += 1
 
 
 def _load_optimizer(actor: Actor, folder: Path) -> None:
-    """Moments, master weights and step count; the settings are this run's, not those that the checkpoint's run had."""
+    """Load moments, master weights and step count; keep this run's settings, such as the learning rate."""
     state = _sharded_optimizer(actor, actor.model.sharded_state_dict(), is_loading=True)
     own = copy.deepcopy(state["optimizer"]["param_groups"])
     found = dist_checkpointing.load({"optimizer": state}, str(folder))["optimizer"]
-    step = int(found["optimizer"]["param_groups"][0]["step"])  # torch's AdamW counts in floats, other Adams in ints
+    step = int(found["optimizer"]["param_groups"][0]["step"])  # a float from torch's AdamW, an int from other Adams
     found["optimizer"]["param_groups"] = [{**group, "step": step} for group in own]
     actor.optimizer.load_state_dict(found)
 
 
 def _reference_of(actor: Actor) -> Callable[[Any], Any]:
-    """Puts the reference policy's tensor in the place of each parameter."""
+    """Return a function that replaces a parameter by the reference policy's tensor of the same name."""
     names = {id(p): name for name, p in actor.module.named_parameters()}
 
     def put(value: Any) -> Any:
@@ -117,31 +117,33 @@ def _reference_of(actor: Actor) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """What a checkpoint holds, as it was at one moment; where it was copied no later update reaches it."""
+    """This rank's part of a checkpoint at one moment; later updates do not change the tensors that were copied."""
 
     tensors: dict[str, Any]  # in torch's distributed form, on the CPU
-    common: dict[str, Any]  # what the optimizer keeps beside tensors
+    common: dict[str, Any]  # the optimizer's settings and counters beside its tensors
     rng: RandomState
     state: dict[str, Any]
-    weights: list[tuple[str, torch.Tensor]]  # rank 0 only: whole, under their Hugging Face names, to be hashed
+    weights: list[tuple[str, torch.Tensor]]  # rank 0 only: (Hugging Face name, whole tensor), for the sha256
     reference_sha256: str
 
     @classmethod
     def take(cls, actor: Actor, state: dict[str, Any], copy_cpu: bool) -> "_Snapshot":
-        """A collective, in the thread that trains.
+        """Take a snapshot of the actor, in the training thread.  A collective.
 
-        `copy_cpu` False: what lies in CPU memory is not copied, and must stay as it is until the checkpoint is written.
+        Args:
+            copy_cpu: False: tensors in CPU memory are not copied, and must not change until the checkpoint is written.
         """
 
-        def kept(tensor: torch.Tensor) -> torch.Tensor:
+        def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
             return to_host(tensor) if copy_cpu or tensor.is_cuda else tensor.detach()
 
         sharded, common = save_preprocess(_sharded_state(actor))
-        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)  # what this rank writes, no replicas
+        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)  # without replicas of other ranks
         for value in (value for values in flat.values() for value in values):
-            if isinstance(value, ShardedTensor) and not value.key.startswith(REFERENCE):  # the reference never changes
-                value.data = kept(value.data)
-        weights = [(name, kept(t)) for name, t in actor.export_weights() if dist.get_rank() == 0]
+            # Tensors of the reference policy are never changed in place, so they need no copy.
+            if isinstance(value, ShardedTensor) and not value.key.startswith(REFERENCE):
+                value.data = to_cpu(value.data)
+        weights = [(name, to_cpu(t)) for name, t in actor.export_weights() if dist.get_rank() == 0]
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         return cls(
@@ -154,12 +156,13 @@ class _Snapshot:
         )
 
     def write_tensors(self, folder: Path, group: dist.ProcessGroup | None) -> None:
-        """Write the tensors of all ranks; a collective of `group`.
+        """Write the tensors of all ranks.  A collective of `group`.
 
-        By torch's own writer: Megatron's forks and spawns processes, which a process with threads (rollout client,
-        loggers) must not.
+        torch's writer is used, because Megatron's writer forks processes, which is unsafe in a process with threads
+        (rollout client, loggers).
 
-        Raises CheckpointError where `load` would refuse what was written: now, and not at a resume days later.
+        Raises:
+            CheckpointError: `load` would refuse the written metadata.  Found now, not at a resume days later.
         """
         torch_distributed_save(
             self.tensors,
@@ -173,9 +176,10 @@ class _Snapshot:
             check_metadata(folder)
 
     def write_rest(self, folder: Path) -> None:
-        """Write what belongs to this rank alone, and on rank 0 what belongs to none.
+        """Write this rank's random states and, on rank 0, the files shared by all ranks.
 
-        Raises CheckpointError where `load` would refuse it: now, and not at a resume days later.
+        Raises:
+            CheckpointError: `load` would refuse a written file.  Found now, not at a resume days later.
         """
         rank = dist.get_rank()
         files = [folder / f"rng-{rank}.pt"]
@@ -193,14 +197,20 @@ class _Snapshot:
 
 
 class PolicyStore:
-    """Writes and loads an actor's checkpoints; writes one at a time, in the background or not.
+    """A writer and loader of an actor's checkpoints; it writes one checkpoint at a time.
 
-    In the background `save` copies and returns; a thread writes.  Its collectives go over a process group of its own,
-    so that they never mix with those of the training.  `seconds`: how long a rank waits for another, and the next
-    `save` for the write before.  Whatever kills it, a folder is absent or whole.
+    With `background`, `save` returns after copying the tensors, and a thread writes them.  The thread's collectives
+    use a separate process group, so that they never mix with the collectives of training.  A checkpoint folder is
+    either absent or complete, even if the process is killed during a write.
     """
 
     def __init__(self, actor: Actor, background: bool = False, seconds: float = 0) -> None:
+        """Make the process group of the background thread, if there is one.  A collective.
+
+        Args:
+            seconds: limit for one rank's wait for another rank, and for the wait of `wait` and the next `save` for an
+                unfinished write; used with `background` only.
+        """
         self.actor, self.background, self.seconds = actor, background, seconds
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds)) if background else None
         self._thread: threading.Thread | None = None
@@ -209,14 +219,19 @@ class PolicyStore:
 
     @property
     def busy(self) -> bool:
-        """Whether this rank still writes.  Ranks may differ: decide nothing by it that all must agree on."""
+        """True while this rank writes.  Ranks may differ: do not base a decision on it that all ranks must share."""
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, folder: Path, state: dict[str, Any], on_complete: Callable[[], object] | None = None) -> None:
-        """Saves the actor as it is now, with `state` (JSON) of rank 0 beside it.  A collective.
+        """Save the actor and rank 0's `state` as they are now, after the previous write is complete.  A collective.
 
-        First waits for the write before, and raises as `wait`.  `on_complete` is called on rank 0, in the thread that
-        writes, once the folder has its name.
+        Args:
+            state: goes into state.json; must be JSON.
+            on_complete: called on rank 0, in the writing thread, once the folder has its final name.
+
+        Raises:
+            CheckpointError, DeadlineExceeded: the previous write failed or is not complete, as in `wait`; without
+                `background` also if this write failed.
         """
         self.wait()
         snapshot = _Snapshot.take(self.actor, state, copy_cpu=self.background)
@@ -225,15 +240,16 @@ class PolicyStore:
             return
         self._folder = folder
         self._thread = threading.Thread(
-            target=self._write_and_tell, args=(snapshot, folder, on_complete), name="checkpoint", daemon=True
+            target=self._write_in_thread, args=(snapshot, folder, on_complete), name="checkpoint", daemon=True
         )
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when the last checkpoint is complete, on every rank.  A collective.
+        """Wait until the last checkpoint is complete on every rank.  A collective.
 
-        Raises CheckpointError on all ranks, with the ranks' own words, if it is not; DeadlineExceeded if it still is
-        being written after `seconds`.
+        Raises:
+            CheckpointError: the write failed; raised on all ranks, with the error of the rank that failed.
+            DeadlineExceeded: the write is not complete after `seconds`.
         """
         if self._thread is None:
             return
@@ -244,16 +260,19 @@ class PolicyStore:
         self._agree(self._folder, failure)
 
     def drain(self, seconds: float) -> None:
-        """After a failure elsewhere: gives the write under way so long to end.  No collective, raises nothing."""
+        """Wait at most `seconds` for an unfinished write, after a failure elsewhere.  No collective; never raises."""
         if self._thread is not None:
             self._thread.join(seconds)
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Loads a checkpoint into the actor, at this run's layout, and returns its state.  A collective.
+        """Load a checkpoint into the actor, at this run's layout, and return its state.  A collective.
 
-        Of this run or, to start a stage, of another, at whatever layout it was written; or an imported one, which holds
-        weights alone: they are the reference policy, too, and the optimizer begins.
-        Raises CheckpointError if the policy or its reference is not the one that was saved.
+        The checkpoint may be this run's or another run's, written at any layout, or an imported one.  An imported
+        checkpoint has weights only: they become the reference policy too, and the optimizer is reset.
+
+        Raises:
+            CheckpointError: the sha256 of policy or reference differs from state.json, or a file is missing, damaged or
+                refused.
         """
         state = _read_checked_state(folder)
         if "imported_from" in state:
@@ -262,22 +281,26 @@ class PolicyStore:
             self.actor.reload_masters()
             self.actor.reset_optimizer()
         else:
-            _load_weights(self.actor, folder, REFERENCE)  # one after another: what is read is in memory twice
+            _load_weights(
+                self.actor, folder, REFERENCE
+            )  # before the policy, not with it: reading needs twice the memory
             self.actor.set_reference()
             _load_weights(self.actor, folder)
             _load_optimizer(self.actor, folder)
             file = folder / f"rng-{dist.get_rank()}.pt"
-            if file.is_file():  # a run continued on more ranks has none for the new ones
+            if file.is_file():  # absent for the additional ranks when a run continues on more ranks
                 set_random_state(load_plain(file))
         _check(folder, state, weights=self.actor.weights_sha256(), reference=self.actor.reference_sha256())
         return state
 
     def load_policy(self, folder: Path) -> dict[str, Any]:
-        """Loads a checkpoint's weights with their float32 master weights, for a roll-back; returns its state.
+        """Load a checkpoint's weights and float32 master weights for a roll-back; return its state.  A collective.
 
-        A collective.  The reference policy and the random states stay those of this process.  The optimizer's moments
-        and step count become the checkpoint's: a roll-back goes on with `reset_optimizer`.
-        Raises CheckpointError if the policy is not the one that was saved.
+        Reference policy and random states of this process stay unchanged.  The optimizer's moments and step count
+        become the checkpoint's; call `reset_optimizer` next.
+
+        Raises:
+            CheckpointError: the policy's sha256 differs from state.json, or a file is missing, damaged or refused.
         """
         state = _read_checked_state(folder)
         _load_weights(self.actor, folder)
@@ -285,7 +308,8 @@ class PolicyStore:
         _check(folder, state, weights=self.actor.weights_sha256())
         return state
 
-    def _write_and_tell(self, *arguments: Any) -> None:
+    def _write_in_thread(self, *arguments: Any) -> None:
+        """Write a checkpoint; keep a failure for `wait`, which raises it in the training thread."""
         try:
             self._write(*arguments)
         except Exception as error:
@@ -312,7 +336,7 @@ class PolicyStore:
         self._together(folder, complete if first else None)
 
     def _together(self, folder: Path, work: Callable[[], None] | None) -> None:
-        """Does a part of the work, and goes on when all ranks have done theirs."""
+        """Run this rank's `work`, then wait for all ranks; raise CheckpointError on every rank if one failed."""
         failure = None
         try:
             if work is not None:
@@ -322,22 +346,23 @@ class PolicyStore:
         self._agree(folder, failure)
 
     def _agree(self, folder: Path, failure: Exception | None) -> None:
-        """Raises on every rank if one failed."""
-        if isinstance(failure, CheckpointError):  # agreed on already
+        """Exchange failures; raise CheckpointError on every rank if one rank failed."""
+        if isinstance(failure, CheckpointError):  # names folder and rank already
             text: str | None = str(failure)
         else:
-            text = None if failure is None else f"{folder} was not saved: rank {dist.get_rank()}: {_said(failure)}"
-        told: list[Any] = [None] * dist.get_world_size()
+            text = None if failure is None else f"{folder} was not saved: rank {dist.get_rank()}: {_with_type(failure)}"
+        texts: list[Any] = [None] * dist.get_world_size()
         try:
-            dist.all_gather_object(told, text, group=self._group)
-        except Exception as lost:  # a rank is gone, or said nothing in time
-            raise CheckpointError(text or f"{folder} was not saved: another rank is silent: {_said(lost)}") from failure
-        if any(told):
-            raise CheckpointError(next(t for t in told if t)) from failure
+            dist.all_gather_object(texts, text, group=self._group)
+        except Exception as lost:  # a rank has ended, or did not answer in time
+            no_answer = f"{folder} was not saved: another rank did not answer: {_with_type(lost)}"
+            raise CheckpointError(text or no_answer) from failure
+        if any(texts):
+            raise CheckpointError(next(t for t in texts if t)) from failure
 
 
 def _read_checked_state(folder: Path) -> dict[str, Any]:
-    """A checkpoint's state, once what torch and Megatron will unpickle beside it is known to run no code."""
+    """Return a checkpoint's state after a check that the pickled files of the checkpoint run no code when loaded."""
     state = read_state(folder)
     check_metadata(folder)
     load_plain(folder / "common.pt")
@@ -348,7 +373,8 @@ def _check(folder: Path, state: dict[str, Any], **found: str) -> None:
     for name, sha256 in found.items():
         if sha256 != state[f"{name}_sha256"]:
             raise CheckpointError(
-                f"{folder}: the {name} policy has sha256 {sha256}, saved was {state[f'{name}_sha256']}"
+                f"{folder}: the {name} policy was changed after the save: expected sha256 {state[f'{name}_sha256']};"
+                f" got {sha256}"
             )
 
 
@@ -358,7 +384,7 @@ def _load_module(actor: Actor, state: dict[str, Any]) -> None:
     parameters = dict(actor.module.named_parameters())
     missing = sorted(parameters.keys() - plain.keys())
     if missing:
-        raise CheckpointError(f"the checkpoint has no {missing[0]}")
+        raise CheckpointError(f"the checkpoint has no parameter {missing[0]}")
     for name, p in parameters.items():
         p.data.copy_(plain[name])
     for name, module in actor.module.named_modules():
@@ -372,7 +398,7 @@ def _make_empty(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """On disk, whatever happens next: a file's content, or a folder's names."""
+    """Flush a file's content, or a folder's names, to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -380,5 +406,5 @@ def _sync(path: Path) -> None:
         os.close(fd)
 
 
-def _said(error: BaseException) -> str:
+def _with_type(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""What the data-parallel ranks of the policy tell each other."""
+"""Collectives over the policy's data-parallel ranks: gathered objects, sums, maxima and merged diagnostics."""
 
 import functools
 import operator
@@ -14,7 +14,7 @@ from nemo_prorl.algorithms.diagnostics import merge, reduction
 
 
 class DataRanks:
-    """The data-parallel group of this rank.  Its methods are collectives: all ranks call them."""
+    """The data-parallel group of this rank.  The methods are collectives: all ranks call them."""
 
     def __init__(self, device: torch.device) -> None:
         self.rank: int = parallel_state.get_data_parallel_rank()
@@ -22,7 +22,7 @@ class DataRanks:
         self._device = device
 
     def gather(self, value: Any) -> list[Any]:
-        """Return what each data rank gives, in the order of ranks, on all of them."""
+        """Return the `value` of each data rank, in the order of ranks; the same list on every rank."""
         parts: list[Any] = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(parts, value, group=parallel_state.get_data_parallel_group())
@@ -43,17 +43,17 @@ class DataRanks:
         return total
 
     def reduce_sums(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return sums reported for this rank's rows, over all data ranks (see `merge_sums`)."""
+        """Return the sums of all data ranks, merged key by key (see `merge_sums`)."""
         return merge_sums(self.gather(sums))
 
     def reduce(self, diagnostics: dict[str, Tensor]) -> dict[str, float]:
-        """Return diagnostics of `algorithms` for this rank's rows, for all data ranks' rows by their own rules."""
+        """Merge diagnostics of `algorithms` for this rank's rows into those for the rows of all data ranks."""
         merged = functools.reduce(merge, self.gather(diagnostics))
         return {key: float(value) for key, value in merged.items()}
 
 
 def merge_sums(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Add reports key by key; keys that begin with max_ or min_ take the largest or smallest."""
+    """Add values key by key; for keys that begin with max_ or min_, take the largest or smallest value."""
     merged: dict[str, float] = {}
     combine: dict[str, Callable[[float, float], float]] = {"sum": operator.add, "max": max, "min": min}
     for part in parts:

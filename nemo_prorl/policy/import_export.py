@@ -1,7 +1,8 @@
-"""The policy in a checkpoint, read and written without a model: `prorl export-hf`, `prorl import-hf`.
+"""Reading and writing a checkpoint's policy without building a model, for `prorl export-hf` and `prorl import-hf`.
 
-Megatron's distributed format is torch's: whole tensors under Megatron's names, in parts.  Those of all layers stand in
-one tensor, layer after layer.  One layer's parameter is in memory at a time.
+Megatron's distributed format is torch's: tensors under Megatron's names, each stored in parts.  A kind of layer
+parameter is one tensor for all layers, whose first dimension is the layer.  One layer's parameter is in memory at a
+time.
 """
 
 import json
@@ -30,16 +31,16 @@ from nemo_prorl.policy.plain_files import check_metadata
 from nemo_prorl.policy.weights import HFFolder, Rule, Shape, model_keys_from_hf, rule_of
 
 _MODEL, _LAYERS = "model.", "decoder.layers."
-VOCAB_MULTIPLE = 128  # of an imported embedding's rows; a run pads or cuts it to its own multiple
+VOCAB_MULTIPLE = 128  # imported embeddings are padded to a multiple of 128 rows; a run changes this to its own multiple
 
 
 @dataclass(frozen=True)
 class Part:
-    """A Megatron parameter, of a layer or beside the layers."""
+    """A Megatron parameter and its place in a stored tensor."""
 
-    key: str  # of the stored tensor
-    layer: int | None
-    shape: tuple[int, ...]  # of the parameter, all tensor ranks together
+    key: str  # name of the stored tensor
+    layer: int | None  # from 0; None: the parameter is outside the layers
+    shape: tuple[int, ...]  # the parameter's, all tensor ranks together
     rule: Rule
 
     @property
@@ -51,7 +52,7 @@ class Part:
         return torch.Size(self.shape if self.layer is None else (1, *self.shape))
 
     def whole(self, layers: int) -> torch.Size:
-        """The size of the stored tensor."""
+        """Return the size of the stored tensor of a model with this many layers."""
         return torch.Size(self.shape if self.layer is None else (layers, *self.shape))
 
 
@@ -84,8 +85,8 @@ def parts_of(hf: dict[str, Any], padded_vocab: int) -> list[Part]:
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
-class _Into(DefaultLoadPlanner):
-    """Reads into one tensor."""
+class _OneTensorPlanner(DefaultLoadPlanner):
+    """A planner that reads into one given tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
@@ -96,9 +97,10 @@ class _Into(DefaultLoadPlanner):
 
 
 def read_policy(folder: Path, hf: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of a checkpoint's policy, in the dtype of its weights.
+    """Yield (Hugging Face name, whole tensor) of a checkpoint's policy, in the dtype of the stored weights.
 
-    Raises CheckpointError where a tensor is missing, or is not as large as config.json says.
+    Raises:
+        CheckpointError: a tensor is missing, or its size differs from config.json.
     """
     check_metadata(folder)
     reader = FileSystemReader(folder)
@@ -107,7 +109,7 @@ def read_policy(folder: Path, hf: dict[str, Any]) -> Iterator[tuple[str, Tensor]
     tensors = metadata.state_dict_metadata
     embedding = tensors.get(f"{_MODEL}embedding.word_embeddings.weight")
     if not isinstance(embedding, TensorStorageMetadata):
-        raise CheckpointError(f"{folder}: the checkpoint has no embedding")
+        raise CheckpointError(f"{folder}: expected a tensor {_MODEL}embedding.word_embeddings.weight; got nothing")
     parts = parts_of(hf, embedding.size[0])
     shape, layers = Shape.of(hf, embedding.size[0]), model_keys_from_hf(hf)["num_layers"]
     for part in parts:
@@ -123,15 +125,15 @@ def read_policy(folder: Path, hf: dict[str, Any]) -> Iterator[tuple[str, Tensor]
         tensor = torch.empty(part.sizes, dtype=stored.properties.dtype)
         chunk = ChunkStorageMetadata(part.offsets, part.sizes)
         items = create_read_items_for_chunk_list(part.key, stored, [chunk])
-        reader.read_data(LoadPlan(items), _Into(tensor)).wait()
+        reader.read_data(LoadPlan(items), _OneTensorPlanner(tensor)).wait()
         yield from zip(part.rule.hf, part.rule.to_hf([tensor.reshape(part.shape)], shape), strict=True)
 
 
 # --- writing -------------------------------------------------------------------------------------------------------
 
 
-class _From(DefaultSavePlanner):
-    """Writes parts, each of which is made when its turn comes."""
+class _FolderPlanner(DefaultSavePlanner):
+    """A planner that writes the parts of a Hugging Face folder, and makes each part only when it is written."""
 
     def __init__(self, parts: list[Part], folder: HFFolder, dtype: torch.dtype, padded_vocab: int) -> None:
         super().__init__(flatten_state_dict=False)
@@ -164,19 +166,20 @@ def _check(folder: HFFolder, parts: list[Part], shape: Shape) -> None:
 
 
 def write_policy(out: Path, folder: HFFolder, dtype: torch.dtype) -> None:
-    """The weights of a Hugging Face folder in Megatron's distributed format.
+    """Write the weights of a Hugging Face folder in Megatron's distributed format to the folder `out`.
 
-    Raises ConfigError for a tensor that is missing, or is not as large as config.json says.
+    Raises:
+        ConfigError: a tensor is missing, or its size differs from config.json.
     """
     vocab = -(-folder.config["vocab_size"] // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     parts = parts_of(folder.config, vocab)
     _check(folder, parts, Shape.of(folder.config, vocab))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that no ranks are there, which is meant
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that there is no process group, which is intended
         torch_distributed_save(
             {},
             storage_writer=FileSystemWriter(out, single_file_per_rank=True, per_thread_copy_ahead=0),
-            planner=_From(parts, folder, dtype, vocab),
+            planner=_FolderPlanner(parts, folder, dtype, vocab),
         )
     torch.save({}, out / "common.pt")
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}

@@ -1,12 +1,12 @@
-"""Sequences of a micro-batch one after another instead of side by side: no position is padding.
+"""Packed micro-batches: sequences one after another instead of rows with padding (Megatron's "thd" layout).
 
-Megatron's "thd" layout: attention is told where sequences begin, all other layers work on tokens alone.  Where
-attention is ours, on CPUs, a prompt stands once, before the first of its responses, and attention alone puts it before
-the others, too.  A token's hidden state depends on what is before it alone, so that nothing changes but the order of
-sums.
+Only attention needs to know where sequences begin; all other layers work on single tokens.  `CausalAttention`, which
+replaces Transformer Engine's attention on CPUs, also shares prompts: a prompt is stored once, before its first
+response, and attention copies it before the other responses.  The hidden state of a token depends only on the tokens
+before it, so packing and sharing change results only by the order of sums.
 
-Suffixes: B sequences, T positions of a padded one, N tokens that stand there, with what makes their number a multiple;
-R those that our attention works on, P those whose next one is a response's.
+Shape suffixes: B sequences, T positions of the longest sequence, N stored tokens with filling, R positions that
+`CausalAttention` works on, P tokens that predict a response token.
 """
 
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ from torch.nn.functional import pad
 
 from nemo_prorl.batch import Batch
 
-_SIMILAR = 1.25  # the longest sequence of a group by its shortest, at most
+_SIMILAR = 1.25  # largest ratio of longest to shortest sequence in an attention group
 
 
 class Packed(PackedSeqParams):
-    """Where sequences of the given lengths begin, for Megatron and Transformer Engine."""
+    """Begin of each sequence, from their lengths, in the form that Megatron and Transformer Engine expect."""
 
     def __init__(self, lengths: list[int], device: torch.device) -> None:
         ends = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
@@ -31,16 +31,29 @@ class Packed(PackedSeqParams):
 
 
 class SharedPrompts(PackedSeqParams):
-    """For our attention and our rotary positions, to which Megatron hands `cu_seqlens_q`: here each token's position.
+    """Layout of packed sequences with shared prompts, for `CausalAttention` and `kernels.rotary_of_packed`.
 
-    groups: (rows, width) of neighbours of similar lengths, which attention takes together, padded.
-    spread_R: int64, the token at each position of all groups.  keep_N: int64, for each token one of those positions.
+    `cu_seqlens_q`, which Megatron passes to the rotary function, is each token's position in its sequence here.
+
+    Attributes:
+        groups: (rows, width) of neighbouring sequences of similar length; attention computes each group as one padded
+            batch.
+        spread_R: int64, index of the stored token for each position of all groups.
+        keep_N: int64, index into R of each stored token's result.
     """
 
     def __init__(
         self, source_BT: Tensor, own_B: Tensor, length_B: Tensor, position_N: Tensor, device: torch.device
     ) -> None:
-        """source_BT: where each token of a sequence stands.  own_B: from which position on it stands there itself."""
+        """Derive the groups from the sequences.
+
+        Args:
+            source_BT: int64, index of the stored token for each position of a sequence.
+            own_B: int64, first position that a sequence stores itself; earlier positions point at the shared prompt.
+            length_B: int64, tokens of each sequence.
+            position_N: int64, each stored token's position in its sequence.
+            device: device of the resulting tensors.
+        """
         lengths = length_B.tolist()
         longest = max(lengths)
         position_N = position_N.to(device)
@@ -58,24 +71,24 @@ class SharedPrompts(PackedSeqParams):
             spread.append(source_BT[first:end, :width].masked_fill(~is_token, 0).flatten())
             keep.append((is_token & (position_T >= own_B[first:end, None])).flatten())
         self.spread_R, keep_N = torch.cat(spread).to(device), torch.cat(keep).nonzero().squeeze(1)
-        self.keep_N = pad(keep_N, (0, len(position_N) - len(keep_N))).to(device)  # what fills up gets any token's
+        self.keep_N = pad(keep_N, (0, len(position_N) - len(keep_N))).to(device)  # filling may get any result
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A micro-batch whose sequences stand one after another, and what Megatron wants to know of them."""
+    """A micro-batch whose sequences are stored one after another, with their layout for Megatron."""
 
     tokens_1N: Tensor
     position_1N: Tensor
-    predicts_P: Tensor  # int64, where the token before each token of a response stands
+    predicts_P: Tensor  # int64, for each response token the index of the stored token before it
     params: PackedSeqParams
-    filling: int  # tokens at the end that make their number a multiple
+    filling: int  # zeros at the end of the tokens
 
     @classmethod
     def of(cls, micro: Batch, multiple_of: int, share_prompts: bool) -> "PackedBatch":
-        """Zeros at the end make the number of tokens a multiple of `multiple_of`."""
+        """Pack a micro-batch; zeros at the end make the number of tokens a multiple of `multiple_of`."""
         device, length_B = micro.tokens_BT.device, micro.length_B.clamp(min=1).cpu()
-        source_BT, own_B = _standing(micro, share_prompts)
+        source_BT, own_B = _stored_at(micro, share_prompts)
         position_T = torch.arange(source_BT.shape[1])
         is_token_BT = position_T < length_B[:, None]
         end = int((length_B - own_B).sum())
@@ -92,8 +105,8 @@ class PackedBatch:
         return cls(tokens_N[None].to(device), position_N[None].to(device), predicts_P.to(device), params, filling)
 
 
-def _standing(micro: Batch, share_prompts: bool) -> tuple[Tensor, Tensor]:
-    """Where each token of a sequence stands [B, T], and from which position on it stands there itself [B]; int64."""
+def _stored_at(micro: Batch, share_prompts: bool) -> tuple[Tensor, Tensor]:
+    """Return `source_BT` and `own_B` of `SharedPrompts`: where the tokens of each sequence are stored."""
     own_B, begin_B, prompt_at_B = torch.zeros(3, len(micro), dtype=torch.int64).unbind()
     prompt_B = micro.mask_BT.int().argmax(dim=1).tolist()
     seen: dict[tuple[int, ...], int] = {}
@@ -102,7 +115,7 @@ def _standing(micro: Batch, share_prompts: bool) -> tuple[Tensor, Tensor]:
         prompt = tuple(tokens[: prompt_B[b]])
         if share_prompts and prompt in seen:
             own_B[b] = len(prompt)
-        begin_B[b] = end - own_B[b]  # where its first token would stand
+        begin_B[b] = end - own_B[b]  # position t >= own_B[b] is stored at begin_B[b] + t
         prompt_at_B[b] = seen.setdefault(prompt, end)
         end += max(1, length) - int(own_B[b])
     position_T = torch.arange(micro.tokens_BT.shape[1])

@@ -1,4 +1,4 @@
-"""Files of a checkpoint that hold tensors and plain values only: reading one runs no code."""
+"""Safe reading of a checkpoint's pickled files: only tensors and plain values are accepted, so that no code runs."""
 
 import pickle
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from nemo_prorl.errors import CheckpointError
 
 _CURE = "Continue from a checkpoint that prorl wrote and nobody changed"
-_METADATA = {
+_METADATA = {  # module: the names that torch's metadata of a distributed checkpoint uses; dtypes are allowed, too
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},
@@ -20,11 +20,15 @@ _METADATA = {
         *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     },
     "torch.serialization": {"_get_layout"},
-}  # by module: what torch's own metadata of a distributed checkpoint is made of, dtypes aside
+}
 
 
 def load_plain(file: Path) -> Any:
-    """Load a file of torch.save.  Raises CheckpointError where it holds anything but tensors and plain values."""
+    """Load a file written by torch.save.
+
+    Raises:
+        CheckpointError: the file has anything but tensors and plain values, or cannot be read.
+    """
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -34,14 +38,14 @@ def load_plain(file: Path) -> Any:
 
 
 def check_metadata(folder: Path) -> None:
-    """Raise CheckpointError unless `.metadata`, which torch unpickles, holds torch's own classes and plain values."""
+    """Raise CheckpointError unless `.metadata`, which torch unpickles, has torch's classes and plain values only."""
     file = folder / ".metadata"
     try:
         with file.open("rb") as stream:
             _MetadataUnpickler(stream).load()
     except _ForeignClass as error:
         raise _refused(file, "torch's metadata", error) from error
-    except Exception as error:  # a broken pickle raises whatever its bytes happen to mean
+    except Exception as error:  # a damaged pickle can raise any exception
         raise _unreadable(file, error) from error
 
 

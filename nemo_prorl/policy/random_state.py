@@ -1,4 +1,4 @@
-"""Random states of a process, in a file that holds tensors and plain values only: reading it runs no code."""
+"""Random states of a process as tensors and plain values, so that loading them from a file runs no code."""
 
 import random
 from typing import Any, TypedDict
@@ -8,13 +8,13 @@ import torch
 
 
 class RandomState(TypedDict):
-    """All random states of a process that could reach the maths."""
+    """States of the random generators of a process that can affect training."""
 
     python: list[Any]  # version, words, next Gaussian
     numpy: list[Any]  # algorithm, words, position, whether there is a next Gaussian, next Gaussian
     torch: torch.Tensor
     cuda: list[torch.Tensor]  # one per GPU
-    megatron: dict[str, torch.Tensor]  # by name of the tracker's generator
+    megatron: dict[str, torch.Tensor]  # by name of the generator in Megatron's tracker
 
 
 def random_state() -> RandomState:

@@ -1,8 +1,8 @@
-"""Between Hugging Face folders and checkpoints of this project: `prorl import-hf`, `prorl export-hf`.
+"""Conversion between Hugging Face folders and checkpoints of this project: `prorl import-hf`, `prorl export-hf`.
 
-An imported checkpoint is a checkpoint folder (see `checkpoint_files.py`) with weights alone and `hf/`, the model's
-config.json and tokenizer.  It loads at any tensor, pipeline and data parallel size.  No model is built, so a machine
-without GPUs, NeMo or Megatron can do both.
+An imported checkpoint is a checkpoint folder (see `checkpoint_files.py`) with weights only, and with the model's
+config.json and tokenizer in `hf/`.  It can be loaded at any tensor, pipeline and data parallel size.  No model is
+built, so both commands run on a machine without GPUs, NeMo and Megatron.
 """
 
 import json
@@ -23,11 +23,15 @@ from nemo_prorl.policy.weights import Digests, HFFolder, dtype_of, write_hf_fold
 
 _log = logging.getLogger(__name__)
 
-NEVER_HELD = ".safetensors", ".bin", ".pt", ".gguf"
+WEIGHT_SUFFIXES = ".safetensors", ".bin", ".pt", ".gguf"  # files that are not copied into hf/
 
 
 def import_hf(hf_dir: Path, out: Path) -> None:
-    """Writes a Hugging Face model as a checkpoint; raises ConfigError for a folder that is not one or lacks weights."""
+    """Write a Hugging Face model as a checkpoint to the new folder `out`.
+
+    Raises:
+        ConfigError: `hf_dir` is not a model folder, lacks weights or holds an unsupported model, or `out` exists.
+    """
     _refuse_existing(out)
     folder = HFFolder(hf_dir)
     temporary = out.with_name(out.name + TEMPORARY)
@@ -35,7 +39,7 @@ def import_hf(hf_dir: Path, out: Path) -> None:
     (temporary / "hf").mkdir(parents=True)
     write_policy(temporary, folder, dtype_of(folder.config))
     for file in folder.path.iterdir():
-        if file.is_file() and file.suffix not in NEVER_HELD and not file.name.endswith(".index.json"):
+        if file.is_file() and file.suffix not in WEIGHT_SUFFIXES and not file.name.endswith(".index.json"):
             shutil.copyfile(file, temporary / "hf" / file.name)
     digests = Digests()
     for name, tensor in read_policy(temporary, folder.config):
@@ -50,44 +54,53 @@ def import_hf(hf_dir: Path, out: Path) -> None:
     }
     (temporary / "state.json").write_text(json.dumps(state))
     os.replace(temporary, out)
-    _log.info("%s: imported %s", out, folder.path)
+    _log.info("%s: wrote a checkpoint with the weights of %s", out, folder.path)
 
 
 def export_hf(checkpoint_dir: Path, out: Path) -> None:
-    """Writes a checkpoint's policy as a Hugging Face folder, in the dtype of the model that the run began with.
+    """Write a checkpoint's policy as a new Hugging Face folder, in the dtype of the model that the run began with.
 
-    `checkpoint_dir`: RUN/checkpoints/step-N, a run directory (its newest checkpoint), or an imported checkpoint.
-    Raises CheckpointError if the policy is not the one that was saved.
+    Args:
+        checkpoint_dir: RUN/checkpoints/step-N, an imported checkpoint, or a run directory (for its newest checkpoint).
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or the sha256 of its policy differs from state.json.
+        ConfigError: `checkpoint_dir` is not a checkpoint, or `out` exists.
     """
     _refuse_existing(out)
     folder, source = _find(checkpoint_dir)
     hf = HFFolder(source, need_weights=False)
     write_hf_folder(out, _policy(folder, hf), hf.path, dtype_of(hf.config))
-    _log.info("%s: exported %s", out, folder)
+    _log.info("%s: wrote a Hugging Face folder with the policy of %s", out, folder)
 
 
 def _policy(folder: Path, hf: HFFolder) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a checkpoint; at the end it is checked that they are those that were saved."""
+    """Yield (name, tensor) of a checkpoint's policy; raise CheckpointError at the end if the sha256 is wrong."""
     state, digests = json.loads((folder / "state.json").read_text()), Digests()
     check_format(folder, state)
     for name, tensor in read_policy(folder, hf.config):
         digests.add(name, tensor)
         yield name, tensor
     if digests.sha256() != state["weights_sha256"]:
-        raise CheckpointError(f"{folder}: weights_sha256={state['weights_sha256']}; what it holds: {digests.sha256()}")
+        raise CheckpointError(
+            f"{folder}/state.json: weights_sha256={state['weights_sha256']}: the weights in the checkpoint have sha256"
+            f" {digests.sha256()}, so they were changed after the save"
+        )
 
 
 def _refuse_existing(out: Path) -> None:
     if out.exists():
-        raise ConfigError(f"{out} exists already; name a folder that does not")
+        raise ConfigError(f"{out}: expected a folder that does not exist; it exists")
 
 
 def _find(path: Path) -> tuple[Path, Path]:
-    """(checkpoint folder, folder with config.json and tokenizer) of what a user names."""
+    """Return (checkpoint folder, folder with config.json and tokenizer) for a checkpoint or run directory."""
     of_run = complete(path / "checkpoints")
     folder = of_run[-1] if of_run else path
     if not (folder / "state.json").is_file() or folder.suffix in (TEMPORARY, OLD, TRASH):
-        raise ConfigError(f"{path} is neither a checkpoint (RUN/checkpoints/step-N) nor a run directory with one")
+        raise ConfigError(
+            f"{path}: expected a checkpoint (RUN/checkpoints/step-N) or a run directory with a checkpoint"
+        )
     if (folder / "hf").is_dir():
         return folder, folder / "hf"
     run_dir = folder.resolve().parent.parent

@@ -1,8 +1,8 @@
-"""Weights between Hugging Face's names and shapes (Qwen2, Llama) and Megatron's, at any tensor and pipeline size.
+"""Conversion of weights between Hugging Face (Qwen2, Llama) and Megatron, at any tensor and pipeline parallel size.
 
-Each parameter of a rank follows one rule, told by the end of its name: which Hugging Face tensors it is made of, how
-they are joined, and along what they are cut over tensor ranks.  `to_local` and `to_hf` are each other's inverse, to
-the bit.
+One `Rule` per kind of parameter, found by the parameter's name, says from which Hugging Face tensors the parameter is
+made, how these are joined, and along which dimension the result is cut over tensor ranks.  `Rule.to_local` and
+`Rule.to_hf` are exact inverses.
 """
 
 import hashlib
@@ -25,18 +25,18 @@ from nemo_prorl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Shape:
-    """What the conversion must know of the model."""
+    """Sizes of a model that the conversion of its weights needs."""
 
     heads: int
     groups: int  # key-value heads
     head_size: int
     vocab: int  # rows of the Hugging Face embedding
-    padded_vocab: int  # rows of Megatron's, all tensor ranks together
+    padded_vocab: int  # rows of Megatron's embedding, all tensor ranks together
     tied: bool
 
     @classmethod
     def of(cls, hf: dict[str, Any], padded_vocab: int) -> "Shape":
-        """From a Hugging Face config.json."""
+        """Return the sizes in a Hugging Face config.json."""
         heads = hf["num_attention_heads"]
         return cls(
             heads=heads,
@@ -65,7 +65,7 @@ def _split_vocab(full: Tensor, shape: Shape) -> list[Tensor]:
 
 
 def _join_qkv(parts: Sequence[Tensor], shape: Shape) -> Tensor:
-    """q, k, v -> for each key-value group: its queries, its key, its value."""
+    """Join q, k, v into rows ordered by key-value group: the group's queries, then its key, then its value."""
     rest = parts[0].shape[1:]
     grouped = [p.reshape(shape.groups, -1, shape.head_size, *rest) for p in parts]
     return torch.cat(grouped, dim=1).reshape(-1, *rest)
@@ -78,7 +78,7 @@ def _split_qkv(full: Tensor, shape: Shape) -> list[Tensor]:
 
 
 def _join_gate_up(parts: Sequence[Tensor], shape: Shape) -> Tensor:
-    """gate, up -> [2, ffn, hidden]: a tensor rank holds its cut of both."""
+    """Stack gate and up to [2, ffn, hidden], so that each tensor rank gets its cut of both."""
     return torch.stack(list(parts))
 
 
@@ -88,22 +88,24 @@ def _split_gate_up(full: Tensor, shape: Shape) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Rule:
-    """How one Megatron parameter is made of Hugging Face tensors; `cut` is the dimension over tensor ranks, if any."""
+    """The relation between one Megatron parameter and Hugging Face tensors."""
 
-    hf: tuple[str, ...]
-    cut: int | None = None
+    hf: tuple[str, ...]  # names of the tensors
+    cut: int | None = (
+        None  # dimension of the joined tensor that is cut over tensor ranks; None: every rank has it whole
+    )
     join: Callable[[Sequence[Tensor], Shape], Tensor] = _join_whole
     split: Callable[[Tensor, Shape], list[Tensor]] = _split_whole
 
     def to_local(self, parts: Sequence[Tensor], shape: Shape, tp_rank: int, tp_size: int) -> Tensor:
-        """Whole Hugging Face tensors -> this tensor rank's parameter."""
+        """Return a tensor rank's parameter, from whole Hugging Face tensors."""
         full = self.join(parts, shape)
         if self.cut is not None:
             full = full.chunk(tp_size, dim=self.cut)[tp_rank]
         return full.flatten(0, 1) if self.join is _join_gate_up else full
 
     def to_hf(self, shards: Sequence[Tensor], shape: Shape) -> list[Tensor]:
-        """The parameter of all tensor ranks -> whole Hugging Face tensors, views of it where that will do."""
+        """Return whole Hugging Face tensors, views where possible, from the parameter of all tensor ranks."""
         if self.join is _join_gate_up:
             shards = [s.unflatten(0, (2, -1)) for s in shards]
         whole = shards[0] if self.cut is None or len(shards) == 1 else torch.cat(list(shards), dim=self.cut)
@@ -126,15 +128,20 @@ _LAYER = {
     "mlp.linear_fc1.weight": Rule(("mlp.gate_proj.weight", "mlp.up_proj.weight"), 1, _join_gate_up, _split_gate_up),
     "mlp.linear_fc2.weight": Rule(("mlp.down_proj.weight",), 1),
 }
-# Transformer Engine fuses a norm with the linear layer behind it.
+# Transformer Engine fuses a norm with the linear layer that follows it.
 _LAYER["self_attention.linear_qkv.layer_norm_weight"] = _LAYER["input_layernorm.weight"]
 _LAYER["mlp.linear_fc1.layer_norm_weight"] = _LAYER["pre_mlp_layernorm.weight"]
 
 
 def rule_of(name: str, layer_offset: int, tied: bool) -> Rule:
-    """The rule of a rank's parameter; `layer_offset` layers lie on earlier pipeline stages.
+    """Return the rule of a rank's parameter.
 
-    Raises KeyError for a parameter that no Qwen2 or Llama has.
+    Args:
+        name: the parameter's name in Megatron's GPTModel, with layers counted from the rank's first layer.
+        layer_offset: number of layers on earlier pipeline stages.
+
+    Raises:
+        KeyError: Qwen2 and Llama models do not have such a parameter.
     """
     if tied and name == "output_layer.weight":  # the last stage's copy of the embedding
         return _EMBEDDING
@@ -149,15 +156,20 @@ def rule_of(name: str, layer_offset: int, tied: bool) -> Rule:
 
 
 class HFFolder:
-    """A Hugging Face model folder: config.json and safetensors files, read one tensor at a time.
-
-    `need_weights` False: config and tokenizer will do.
-    """
+    """A Hugging Face model folder: config.json and safetensors files, read one tensor at a time."""
 
     def __init__(self, folder: str | Path, need_weights: bool = True) -> None:
+        """Read config.json and the names of the tensors.
+
+        Args:
+            need_weights: False: a folder with config and tokenizer only is accepted.
+
+        Raises:
+            ConfigError: the folder lacks config.json or weights, or its model is not supported.
+        """
         self.path = Path(folder)
         if not (self.path / "config.json").is_file():
-            raise ConfigError(f"{self.path} is no Hugging Face model folder: it has no config.json")
+            raise ConfigError(f"{self.path}: expected a Hugging Face model folder; it has no config.json")
         self.config: dict[str, Any] = json.loads((self.path / "config.json").read_text())
         check_computed({"model_type": "", **self.config}, str(self.path / "config.json"))
         self._file_of: dict[str, Path] = {}
@@ -165,13 +177,13 @@ class HFFolder:
             with safe_open(file, "pt") as f:
                 self._file_of.update(dict.fromkeys(f.keys(), file))
         if need_weights and not self._file_of:
-            raise ConfigError(f"{self.path} holds no weights: no *.safetensors file with a tensor in it")
+            raise ConfigError(f"{self.path}: expected weights; got no *.safetensors file with a tensor in it")
 
     def names(self) -> set[str]:
         return set(self._file_of)
 
     def tensor(self, name: str) -> Tensor:
-        """A whole tensor in the file's dtype, on the CPU; KeyError names the folder where it is missing."""
+        """Return a whole tensor in the file's dtype, on the CPU.  A missing tensor raises KeyError with the folder."""
         if name not in self._file_of:
             raise KeyError(f"{self.path} has no tensor {name}")
         with safe_open(self._file_of[name], "pt") as f:
@@ -187,7 +199,7 @@ class HFFolder:
 
 
 class Digests:
-    """sha256 over named tensors as float32, in name order, whatever the order in which they come."""
+    """A sha256 over named tensors as float32, in name order; tensors may be added in any order."""
 
     def __init__(self) -> None:
         self._of: dict[str, bytes] = {}
@@ -209,12 +221,12 @@ def sha256_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def dtype_of(hf: dict[str, Any]) -> torch.dtype:
-    """The dtype that a config.json says its weights have; float32 where it says none."""
+    """Return the dtype of the weights according to config.json; float32 if it names no dtype."""
     return getattr(torch, str(hf.get("torch_dtype") or hf.get("dtype") or "float32"))
 
 
 def model_keys_from_hf(hf: dict[str, Any]) -> dict[str, Any]:
-    """The keys of NeMo's `model` section that a Hugging Face config.json fixes."""
+    """Return the keys of NeMo's `model` section whose values follow from a Hugging Face config.json."""
     heads = hf["num_attention_heads"]
     return {
         "num_layers": hf["num_hidden_layers"],
@@ -230,17 +242,19 @@ def model_keys_from_hf(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_agreement(model: Any, hf: dict[str, Any], folder: str | Path) -> None:
-    """Raises ConfigError naming the first `model` key that differs from the folder's config.json."""
+    """Raise ConfigError, naming the first `model` key that differs from the folder's config.json."""
     for key, value in model_keys_from_hf(hf).items():
         mine = model.get(key)
         if mine != value and not (isinstance(value, float) and mine is not None and abs(float(mine) - value) < 1e-12):
-            raise ConfigError(f"model.{key}={mine!r} does not fit {folder}/config.json, which says {value!r}")
+            raise ConfigError(f"model.{key}={mine!r}: expected {value!r}, as in {folder}/config.json")
 
 
 def write_hf_folder(folder: Path, tensors: Iterator[tuple[str, Tensor]], like: Path, dtype: torch.dtype | None) -> None:
-    """A new Hugging Face folder with config and tokenizer of `like`; complete only when it has its name.
+    """Write a Hugging Face folder; it is complete once it has the name `folder`.
 
-    `dtype`: floating tensors are converted to it; None keeps what they are.
+    Args:
+        like: folder from which config and tokenizer are copied.
+        dtype: all tensors are converted to it; None: each keeps its dtype.
     """
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -254,11 +268,15 @@ def write_hf_folder(folder: Path, tensors: Iterator[tuple[str, Tensor]], like: P
 
 
 _NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_HEADER_BYTES = 4096  # in front of the tensors for what names a layer's, three times what twelve take
+_HEADER_BYTES = 4096  # reserved in the header per layer, three times the need of a layer's twelve tensors
 
 
 def _write_safetensors(file: Path, tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None, room: int) -> None:
-    """A safetensors file, one tensor in memory at a time; its header stands in `room` bytes, filled up with blanks."""
+    """Write a safetensors file with one tensor in memory at a time.
+
+    Args:
+        room: bytes reserved for the header before the tensors; unused bytes become blanks.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     with file.open("wb") as f:
         f.seek(start := 8 + room)
@@ -270,6 +288,6 @@ def _write_safetensors(file: Path, tensors: Iterator[tuple[str, Tensor]], dtype:
             header[name] = {"dtype": _NAMES[data.dtype], "shape": list(data.shape), "data_offsets": offsets}
         text = json.dumps(header).encode()
         if len(text) > room:
-            raise ValueError(f"{file}: its header takes {len(text)} bytes, {room} were left")
+            raise ValueError(f"{file}: expected a header of at most {room} bytes; got {len(text)} bytes")
         f.seek(0)
         f.write(room.to_bytes(8, "little") + text.ljust(room))

@@ -1,4 +1,4 @@
-"""The model's parameters, cut over tensor and pipeline ranks, from and to whole tensors with Hugging Face names."""
+"""Conversion between a model's parameters, cut over tensor and pipeline ranks, and whole Hugging Face tensors."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,16 +13,16 @@ from nemo_prorl.policy.weights import HFFolder, Shape, rule_of
 
 
 class WholeWeights:
-    """Cuts whole tensors into this rank's part of a model, and puts the ranks' parts together."""
+    """A converter that cuts whole tensors into this rank's part of a model, and joins the ranks' parts."""
 
     def __init__(self, module: Any, shape: Shape) -> None:
-        """`module`: Megatron's GPTModel, this rank's part."""
+        """Remember this rank's part of Megatron's GPTModel, `module`."""
         self._module, self._shape = module, shape
         self._tp_size = parallel_state.get_tensor_model_parallel_world_size()
         self._pp_size = parallel_state.get_pipeline_model_parallel_world_size()
 
     def load(self, folder: HFFolder) -> None:
-        """Load this rank's part of a Hugging Face model.  Raises ValueError where a shape does not fit."""
+        """Load this rank's part of a Hugging Face model.  Raise ValueError if a shape differs from the parameter's."""
         offset = get_transformer_layer_offset(self._module.config)
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         for name, param in self._module.named_parameters():
@@ -30,14 +30,15 @@ class WholeWeights:
             local = rule.to_local([folder.tensor(h) for h in rule.hf], self._shape, tp_rank, self._tp_size)
             if local.shape != param.shape:
                 raise ValueError(
-                    f"{folder.path}: {name} would be {tuple(local.shape)}, the model has {tuple(param.shape)}"
+                    f"{folder.path}: {name}: expected shape {tuple(param.shape)}; got {tuple(local.shape)}"
                 )
             param.data.copy_(local)
 
     def gather(self, local: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor) on every rank.  A collective.
 
-        `local`: this rank's tensors by parameter name, cut as the parameters are.
+        Args:
+            local: this rank's tensors by parameter name, cut as the parameters are.
         """
         own_stage = parallel_state.get_pipeline_model_parallel_rank()
         for stage, name, offset in self._parameters_of_all_stages():
@@ -56,7 +57,7 @@ class WholeWeights:
     def _parameters_of_all_stages(self) -> list[tuple[int, str, int]]:
         """Return (stage, name, number of the stage's first layer) of all parameters.
 
-        A tied output layer is the embedding, and stands once.
+        A tied output layer is left out, because it is the embedding.
         """
         stage, offset = (
             parallel_state.get_pipeline_model_parallel_rank(),
@@ -70,7 +71,7 @@ class WholeWeights:
         return [entry for entries in every for entry in entries]
 
     def _from_stage(self, stage: int, tensor: Tensor) -> Tensor:
-        """Return on all stages a tensor that pipeline stage `stage` has."""
+        """Send a tensor from pipeline stage `stage` to all stages, and return it."""
         group = parallel_state.get_pipeline_model_parallel_group()
         source = dist.get_process_group_ranks(group)[stage]
         box: list[Any] = [(tuple(tensor.shape), tensor.dtype)]

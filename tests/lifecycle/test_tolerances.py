@@ -33,8 +33,8 @@ def test_what_is_rounding_depends_on_the_precision(
     assert (kl_after_reset(cfg), engine_gap_alarm(cfg)) == (reset, alarm)
     assert cli.main(["plan", *overrides]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("differences")]
-    assert f"up to {reset:g} a token" in line
-    assert f"above {alarm:g} are reported" in line
+    assert f"policy to reference after a reset {reset:g} per token" in line
+    assert f"differ by more than {alarm:g}" in line
 
 
 def test_the_step_after_a_reset_is_held_to_it(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_a_measured_run_gives_lengths_drops_and_throughput(tmp_path: Path) -> No
     assert rates.mean_tokens == pytest.approx(mean)
     assert rates.generated_per_trained == pytest.approx(20_000 / ((48 * 10 + 16 * 15) * 16))
     assert rates.device_seconds_per_token == pytest.approx(8.0 * 2 / 20_000)
-    assert "steps 1 to 2, 2,500 tokens/s on 2 cpu, in proportion for 4" in rates.speed_source
+    assert "steps 1 to 2, 2,500 tokens/s on 2 cpu, scaled to 4" in rates.speed_source
     first = chain.stages[0]
     generated = first.responses / (64 * 16) * 20_000  # as many tokens for a response trained on as there were
     assert first.tokens_estimated == pytest.approx(generated)
@@ -123,12 +123,14 @@ def test_a_measured_run_gives_lengths_drops_and_throughput(tmp_path: Path) -> No
 
 def test_a_throughput_of_another_model_or_machine_is_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [], [measured_line(1, 15_000, 5.0, 48, 10.0)])
-    with pytest.raises(ConfigError, match=r"trainer.accelerator=cpu, this plan's is gpu.*--tokens-per-s"):
+    with pytest.raises(
+        ConfigError, match=r"expected trainer.accelerator=gpu, .*got trainer.accelerator=cpu.*--tokens-per-s"
+    ):
         chain_of([*H100, "stage=run1"], measured=run)
     chain = chain_of([*H100, "stage=run1"], measured=run, tokens_per_s=50_000.0)  # lengths alone may be taken
     assert chain.rates.mean_tokens == 10.0
     assert chain.rates.speed_source.startswith("given")
-    with pytest.raises(ConfigError, match="model.num_layers=4, this plan's is 2"):
+    with pytest.raises(ConfigError, match=r"expected model.num_layers=2, .*got model.num_layers=4"):
         chain_of(["model.num_layers=2"], measured=run)
 
 
@@ -137,9 +139,9 @@ def test_a_throughput_of_another_model_or_machine_is_refused(tmp_path: Path) -> 
     [
         ({"mean_tokens": 0.0}, ConfigError, "--mean-tokens=0"),
         ({"tokens_per_s": float("nan")}, ConfigError, "--tokens-per-s=nan"),
-        ({"measured": Path("gone")}, ConfigError, "--measured gone: holds no run"),
-        ({"measured": Path("idle")}, DataError, "nothing to measure by"),
-        ({"measured": Path("short")}, DataError, "step 1: time/step: must be a number"),
+        ({"measured": Path("gone")}, ConfigError, "--measured gone: expected a run directory"),
+        ({"measured": Path("idle")}, DataError, "expected generated tokens in more than 0 s; got 0 tokens"),
+        ({"measured": Path("short")}, DataError, "step 1: time/step: expected a number; got None"),
         ({"measured": Path("empty")}, ConfigError, "empty/config.yaml: expected a configuration"),
         ({"measured": Path("text")}, ConfigError, "text/config.yaml: expected a configuration"),
     ],

@@ -125,7 +125,7 @@ def test_replay_shows_a_table(recorded: Path, capsys: pytest.CaptureFixture[str]
     assert "code fell by 0.2, from 0.5 to 0.3" in row
     mute = ["drop_min=0.9", "kl_factor=50", "truncation_rise=1", "plateau_gain=0"]
     assert cli.main(["replay", str(recorded), "--rules", *mute]) == 0
-    assert "no rule speaks" in capsys.readouterr().out
+    assert "no findings" in capsys.readouterr().out
 
 
 def test_replay_takes_the_rules_and_resets_of_the_run(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,10 +149,10 @@ def test_a_reset_behind_the_checkpoint_of_a_resume_does_not_count(tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "code", "said"),
     [
-        ('{"step": 1}\n{"step": 1}\n', 4, "metrics.jsonl:2: step: 1 does not come after 1"),
+        ('{"step": 1}\n{"step": 1}\n', 4, "metrics.jsonl:2: step: expected a number above 1; got 1"),
         ('{"step": 1}\n{"st\n{"step": 3}\n', 4, "metrics.jsonl:2: not JSON"),
         ('{"kl": 1}\n', 4, "metrics.jsonl:1: step"),
-        ("", 4, "holds no step"),
+        ("", 4, "expected at least one step"),
         (None, 2, "cannot be read"),
     ],
 )

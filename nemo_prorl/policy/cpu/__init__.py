@@ -1,1 +1,1 @@
-"""Changes to NeMo, Megatron and torch without which they do not run, or run slowly, on a CPU."""
+"""Changes to NeMo, Megatron and torch that let them run on a CPU, or run faster there."""

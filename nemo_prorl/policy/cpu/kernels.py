@@ -1,7 +1,10 @@
-"""What Transformer Engine and compiled kernels do on a GPU, for CPUs: fewer passes over memory than Megatron's own way.
+"""Rotary positions, SwiGLU and linear layers for CPUs, with fewer passes over memory than Megatron's own functions.
 
-`model.apply_rope_fusion` and `model.bias_activation_fusion` choose rotary positions and SwiGLU.  Suffixes: S positions,
-B responses, D of a head, F of the feed-forward layer, I and O of a linear layer.
+They do on a CPU the work of Transformer Engine and compiled kernels on a GPU.  `model.apply_rope_fusion` turns on the
+rotary positions, `model.bias_activation_fusion` the SwiGLU.
+
+Shape suffixes: S positions, B responses, N tokens, T positions of a sequence, D size of a head, F width of the
+feed-forward layer, I and O input and output width of a linear layer.
 """
 
 import functools
@@ -15,10 +18,10 @@ from torch.nn.functional import silu
 
 
 class _Rotary(torch.autograd.Function):
-    """t * cos + rotate_half(t) * sin, where rotate_half puts -t's second half before its first.
+    """t * cos + rotate_half(t) * sin, where rotate_half puts the negative second half of t before its first half.
 
-    `place`: the row of cos and sin for each row of t, looked up again for the gradient, since those of all tokens
-    would fill memory; None: cos and sin are as t.
+    With `place`, row k of t uses row place[k] of cos and sin.  The rows are looked up again in the backward pass,
+    because cos and sin of all tokens would take too much memory.  With `place` None, cos and sin have t's rows.
     """
 
     @staticmethod
@@ -50,27 +53,41 @@ def _at(place: Tensor | None, *angles: Tensor) -> tuple[Tensor, ...]:
 
 
 def rotary(t: Tensor, freqs: Tensor, interleaved: bool = False, transpose_output_memory: bool = False) -> Tensor:
-    """Rotary positions of t [S, B, heads, D] by angles [S, 1, 1, D]; called as Transformer Engine's function.
+    """Rotate t [S, B, heads, D] by the angles `freqs` [S, 1, 1, D]; the signature is Transformer Engine's.
 
-    Raises NotImplementedError for models that rotate a part of each head, or neighbouring pairs.
+    Raises:
+        NotImplementedError: the model rotates only a part of each head, or neighbouring pairs (interleaved).
     """
     if interleaved or freqs.shape[-1] != t.shape[-1]:
-        raise NotImplementedError("set model.apply_rope_fusion=false for a partial or interleaved rotation")
+        raise NotImplementedError(
+            "model.apply_rope_fusion=true: expected a rotation of whole heads by halves; got a partial or interleaved"
+            " rotation. Fix: model.apply_rope_fusion=false"
+        )
     out: Tensor = _Rotary.apply(t, freqs.cos().to(t.dtype), freqs.sin().to(t.dtype))
     return out
 
 
 def rotary_of_packed(t: Tensor, position_N: Tensor, freqs: Tensor) -> Tensor:
-    """The same for sequences one after another: t [N, heads, D], each token's position in its sequence, int64."""
+    """Rotate t [N, heads, D] of packed sequences by the angles `freqs` [T, 1, 1, D].
+
+    Args:
+        position_N: int64, each token's position in its sequence.
+
+    Raises:
+        NotImplementedError: the model rotates only a part of each head.
+    """
     if freqs.shape[-1] != t.shape[-1]:
-        raise NotImplementedError("set model.packed_sequences=false for a partial rotation")
+        raise NotImplementedError(
+            "model.packed_sequences=true: expected a rotation of whole heads; got a partial rotation."
+            " Fix: model.packed_sequences=false"
+        )
     cos, sin = (angles.flatten(1, 2).to(t.dtype) for angles in (freqs.cos(), freqs.sin()))  # [T, 1, D]
     out: Tensor = _Rotary.apply(t, cos, sin, position_N)
     return out
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(first half) * second half; keeps its input alone."""
+    """silu(first half) * second half of the last dimension; saves only its input for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -90,19 +107,19 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(x: Tensor, bias: Tensor | None, fp8_input_store: bool = False) -> Tensor:
-    """x [S, B, 2F] -> [S, B, F]; called as Megatron's `bias_swiglu_impl`."""
+    """Apply SwiGLU, x [S, B, 2F] -> [S, B, F]; the signature is that of Megatron's `bias_swiglu_impl`."""
     out: Tensor = _SwiGLU.apply(x if bias is None else x + bias)
     return out
 
 
 def _product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """x [..., I] -> [..., O] by oneDNN, which torch itself asks for bfloat16 alone."""
+    """Multiply x [..., I] -> [..., O] with oneDNN, which torch would use for bfloat16 only."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_OI, bias_O, "none", [], "")
     return out
 
 
 class _Linear(torch.autograd.Function):
-    """x [..., I] times weight [O, I], transposed."""
+    """Product of x [..., I] and the transposed weight [O, I]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -115,12 +132,16 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         x, weight_OI = ctx.saved_tensors
         grad_NO = grad.reshape(-1, grad.shape[-1])
-        weight_grad_OI = grad_NO.t() @ x.reshape(-1, x.shape[-1])  # here oneDNN is slower than torch's own
+        weight_grad_OI = grad_NO.t() @ x.reshape(-1, x.shape[-1])  # oneDNN is slower than torch for this product
         return _product(grad, weight_OI.t(), None), weight_grad_OI, grad_NO.sum(0) if ctx.has_bias else None
 
 
 def linear(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Megatron's `linear_with_grad_accumulation_and_async_allreduce`, by oneDNN where it has nothing to communicate."""
+    """Return a function that uses oneDNN for float32 products without communication, otherwise calls `theirs`.
+
+    Args:
+        theirs: Megatron's `linear_with_grad_accumulation_and_async_allreduce`.
+    """
     if not torch.backends.mkldnn.is_available():
         return theirs
 

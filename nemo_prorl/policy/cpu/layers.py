@@ -1,6 +1,7 @@
-"""Transformer layers without Transformer Engine: Megatron's own, with a fused attention and a norm of ours.
+"""Transformer layers without Transformer Engine: Megatron's local layers with another attention and another norm.
 
-Megatron's `WrappedTorchNorm` refuses sequence parallelism, and its unfused attention holds the full score matrix.
+Megatron's unfused attention keeps the full score matrix in memory, and its `WrappedTorchNorm` refuses sequence
+parallelism; `CausalAttention` and `RMSNorm` replace them.
 """
 
 import torch
@@ -16,7 +17,7 @@ from nemo_prorl.policy.packing import SharedPrompts
 
 
 class RMSNorm(torch.nn.Module):
-    """`weight * x / rms(x)`; under sequence parallelism its gradient is reduced over tensor ranks."""
+    """Norm `weight * x / rms(x)`; under sequence parallelism the weight's gradient is reduced over tensor ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -31,9 +32,8 @@ class RMSNorm(torch.nn.Module):
 class CausalAttention(MegatronModule):
     """Causal attention by torch's fused kernel, with grouped queries.
 
-    Sequences are padded on the right, so that causality alone keeps padding out of every token that counts:
-    the attention mask is not used.  Those that stand one after another are padded for attention alone, in groups, each
-    behind its prompt.
+    The attention mask is not used: sequences are padded on the right, so no real token attends to padding.  Packed
+    sequences are padded for the attention only, in groups of similar length, each response behind its prompt.
     """
 
     def __init__(
@@ -48,7 +48,10 @@ class CausalAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         if config.context_parallel_size != 1 or config.attention_dropout or attention_dropout:
-            raise NotImplementedError("CausalAttention has neither context parallelism nor dropout")
+            raise NotImplementedError(
+                "CausalAttention: expected no context parallelism and no dropout; got model.context_parallel_size="
+                f"{config.context_parallel_size}, attention_dropout={attention_dropout or config.attention_dropout}"
+            )
         self.softmax_scale = softmax_scale
 
     def forward(
@@ -60,7 +63,13 @@ class CausalAttention(MegatronModule):
         packed_seq_params: SharedPrompts | None = None,
         **__: object,
     ) -> Tensor:
-        """query [S, B, heads, D], key and value [S, B, groups, D] -> [S, B, heads * D]; packed without B."""
+        """Return the attention's output [S, B, heads * D]; packed sequences have no dimension B.
+
+        Args:
+            query: [S, B, heads, D].
+            key: [S, B, groups, D], as `value`.
+            packed_seq_params: the layout of packed sequences; None if sequences are padded.
+        """
         if packed_seq_params is None:
             return self._causal(*(x.transpose(0, 1) for x in (query, key, value))).transpose(0, 1)
         heads = [x.index_select(0, packed_seq_params.spread_R) for x in (query, key, value)]
@@ -72,7 +81,7 @@ class CausalAttention(MegatronModule):
         return torch.cat(outputs).index_select(0, packed_seq_params.keep_N)
 
     def _causal(self, query_BSHD: Tensor, key_BSGD: Tensor, value_BSGD: Tensor) -> Tensor:
-        """[B, S, heads * D]."""
+        """Return [B, S, heads * D]."""
         out_BHSD = scaled_dot_product_attention(
             query_BSHD.transpose(1, 2),
             key_BSGD.transpose(1, 2),
@@ -85,7 +94,7 @@ class CausalAttention(MegatronModule):
 
 
 def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The decoder block of a Llama or Qwen2 model, without Transformer Engine."""
+    """Return the layers of a Llama or Qwen2 decoder without Transformer Engine."""
     spec = get_gpt_layer_local_spec(normalization=config.normalization)
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm

@@ -1,8 +1,8 @@
-"""NeMo-Aligner's stack on a machine without CUDA: what must be told otherwise to torch, Megatron-Core and NeMo.
+"""Replacements in torch, Megatron-Core and NeMo that let NeMo-Aligner's stack run on a machine without CUDA.
 
-NeMo 2.3 and Megatron-Core 0.12 take CUDA, apex and Transformer Engine for granted in a few dozen places.  `enable`
-changes just those, once, and only where CUDA is absent; nothing else in this project knows the difference.
-Each change says what fails without it.  Layers follow `model.transformer_engine`, as on a GPU.
+NeMo 2.3 and Megatron-Core 0.12 assume CUDA, apex and Transformer Engine in a few dozen places.  `enable` changes only
+these places, once, and only if CUDA is absent.  The rest of this project is the same with and without CUDA.
+`model.transformer_engine` chooses the layers, as on a GPU.
 """
 
 import functools
@@ -15,9 +15,11 @@ _enabled = False
 
 
 def enable(transformer_engine: bool = False) -> None:
-    """Lets NeMo and Megatron run on the CPU.  Does nothing where CUDA is present; the second time, chooses layers only.
+    """Let NeMo and Megatron run on the CPU.  Do nothing if CUDA is present.
 
-    `transformer_engine`: layers and rotary positions are Transformer Engine's, as `model.transformer_engine` says.
+    Args:
+        transformer_engine: value of `model.transformer_engine`; if False, this project's rotary positions are used
+            instead of Transformer Engine's.  Later calls in the same process change only this.
     """
     global _enabled
     if torch.cuda.is_available():
@@ -27,19 +29,19 @@ def enable(transformer_engine: bool = False) -> None:
         _torch_without_cuda()
         _megatron_without_cuda()
         without_apex_and_te()
-        _cuda_tensors_on_the_cpu()  # last: what NeMo compiles when it is imported must find torch's own functions
+        _cuda_tensors_on_the_cpu()  # last, because code that NeMo compiles on import needs torch's own functions
     if not transformer_engine:
         _own_rotary_positions()
 
 
 def without_apex_and_te() -> None:
-    """Lets NeMo and Megatron run where neither is installed, also on a GPU; there for benchmarks only."""
+    """Let NeMo and Megatron run without apex and Transformer Engine; on a GPU, benchmarks only call this."""
     distributed_optimizer_with_torch_adamw()
     _nemo_without_apex_and_te()
 
 
 def enable_megatron() -> None:
-    """Megatron-Core alone, where NeMo is not installed."""
+    """Let Megatron-Core run on the CPU of a machine where NeMo is not installed."""
     _torch_without_cuda()
     _megatron_without_cuda()
     _own_rotary_positions()
@@ -69,7 +71,7 @@ _FACTORIES = [
 
 
 def _cuda_means_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron names the device "cuda" in code: what is asked for there is made on the CPU."""
+    """Wrap a tensor function so that device "cuda", which Megatron's code names, means the CPU."""
 
     @functools.wraps(make)
     def make_on_cpu(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +83,7 @@ def _cuda_means_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cuda_tensors_on_the_cpu() -> None:
-    """Single functions are changed: a TorchFunctionMode would see every call, 8,000 of them in an update."""
+    """Wrap single functions; a TorchFunctionMode would intercept every torch call, 8,000 per update."""
     for name in _FACTORIES:
         setattr(torch, name, _cuda_means_cpu(getattr(torch, name)))
     tensor: Any = torch.Tensor
@@ -89,7 +91,7 @@ def _cuda_tensors_on_the_cpu() -> None:
     tensor.cuda = lambda self, *_, **__: self
 
     def type_(self: torch.Tensor, *to: Any, **options: Any) -> Any:
-        """The distributed optimizer checks the name."""
+        """Return a type name with "cuda" in it, because Megatron's distributed optimizer checks the name."""
         return type_of(self, *to, **options) if to or options else type_of(self).replace("torch.", "torch.cuda.")
 
     tensor.type = type_
@@ -119,7 +121,7 @@ def _megatron_without_cuda() -> None:
         layers.linear_with_grad_accumulation_and_async_allreduce = cpu_kernels.linear(
             layers.linear_with_grad_accumulation_and_async_allreduce
         )
-        mlp.bias_swiglu_impl = cpu_kernels.swiglu  # else compiled, or slower than without fusion
+        mlp.bias_swiglu_impl = cpu_kernels.swiglu  # Megatron's is compiled, or slower than without fusion
 
 
 def _own_rotary_positions() -> None:
@@ -127,12 +129,12 @@ def _own_rotary_positions() -> None:
 
     from nemo_prorl.policy.cpu import kernels as cpu_kernels
 
-    rope_utils.fused_apply_rotary_pos_emb = cpu_kernels.rotary  # else None, and `apply_rope_fusion` is refused
+    rope_utils.fused_apply_rotary_pos_emb = cpu_kernels.rotary  # otherwise None, and `apply_rope_fusion` is refused
     rope_utils.fused_apply_rotary_pos_emb_thd = cpu_kernels.rotary_of_packed
 
 
 def distributed_optimizer_with_torch_adamw() -> None:
-    """Without apex and Transformer Engine Megatron uses torch's AdamW; loading that has two faults."""
+    """Repair two faults in Megatron's loading of torch's AdamW, used without apex and Transformer Engine."""
     import megatron.core.optimizer.distrib_optimizer as module
 
     optimizer = module.DistributedOptimizer
@@ -140,14 +142,14 @@ def distributed_optimizer_with_torch_adamw() -> None:
     module.quantize_param_shard = lambda *_, **__: None  # raises without Transformer Engine
 
     def set_states_with_step(self: Any, model_param: torch.nn.Parameter, tensors: dict) -> None:
-        """The step count travels in the parameter groups; Megatron looks for one saved with each parameter."""
+        """Add the step count to the tensors; Megatron expects it per parameter, but saves it per parameter group."""
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
         counted = {"step": state["step"].clone()} if "step" in state else {}
         set_states(self, model_param, {**counted, **tensors})
 
     def load_with_own_steps(self: Any, state: dict) -> None:
-        """Megatron gives all parameters ONE step tensor, which then counts once for each of them."""
+        """Copy the step tensor per parameter; the ONE tensor that Megatron shares would count each parameter's step."""
         load(self, state)
         for p_state in self.optimizer.state.values():
             if "step" in p_state:
@@ -173,7 +175,7 @@ def _nemo_without_apex_and_te() -> None:
     class Never:
         """A class that nothing is an instance of."""
 
-    overrides.HAVE_APEX = True  # else the strategy drops Megatron's distributed optimizer
+    overrides.HAVE_APEX = True  # otherwise the strategy drops Megatron's distributed optimizer
     overrides.McoreDistributedOptimizer, overrides.MegatronDistributedFusedAdam = McoreDistributedOptimizer, Never
     nlp_model.get_megatron_pretrained_bert_models = lambda: []
     theirs = gpt.get_specs
@@ -184,7 +186,10 @@ def _nemo_without_apex_and_te() -> None:
     seed_torch = init._set_random_seed
 
     def seed_megatron_too(seed: int) -> None:
-        """NeMo leaves it out when it counts no GPU; weights are drawn by it unless `use_cpu_initialization`."""
+        """Seed Megatron's generator, too, which draws the weights; NeMo does not seed it if it counts no GPU.
+
+        With `use_cpu_initialization`, torch's generator draws the weights instead.
+        """
         seed_torch(seed)
         state = torch.get_rng_state()
         model_parallel_cuda_manual_seed(seed)

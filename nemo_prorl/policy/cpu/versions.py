@@ -1,6 +1,6 @@
-"""The versions of torch and Megatron-Core for which the faster linear layers and SwiGLU of kernels.py were made.
+"""Check that torch and Megatron-Core have the versions for which kernels.py's linear layers and SwiGLU were made.
 
-Both replace functions inside Megatron-Core, and the linear layers call a private operator of torch.  Under other
+Both replace functions inside Megatron-Core, and the linear layers call a private operator of torch.  With other
 versions Megatron-Core keeps its own functions, which are slower on a CPU.
 """
 
@@ -15,7 +15,7 @@ MADE_FOR = {"torch": "2.13.0", "megatron-core": "0.12.3"}
 
 @functools.cache
 def fits_installed_versions() -> bool:
-    """Return whether torch and Megatron-Core have the versions in `MADE_FOR`; log one warning if they do not."""
+    """Return whether torch and Megatron-Core have the versions in `MADE_FOR`; log one warning otherwise."""
     installed = {name: importlib.metadata.version(name).split("+")[0] for name in MADE_FOR}
     if installed != MADE_FOR:
         _log.warning(

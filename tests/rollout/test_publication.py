@@ -116,7 +116,7 @@ def test_a_folder_that_is_not_ours_is_refused(tmp_path: Path) -> None:
         WeightStore(tmp_path / "full")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
     (tmp_path / "elsewhere").mkdir()
-    with pytest.raises(ConfigError, match="not a folder of this user"):
+    with pytest.raises(ConfigError, match="expected a folder of this user"):
         WeightStore(tmp_path / "link")
     assert (tmp_path / "full" / "weights-00000001.safetensors").read_text() == "kept"
 

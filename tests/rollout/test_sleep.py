@@ -81,7 +81,7 @@ def test_after_level_2_weights_must_be_loaded_whatever_is_awake() -> None:
 
 def test_a_sleep_that_cannot_be_is_refused_and_one_that_breaks_leaves_nothing_served() -> None:
     async def work() -> None:
-        with pytest.raises(BadRequest, match=r"not started for sleep; start it with --sleep \(rollout.sleep\)"):
+        with pytest.raises(BadRequest, match=r"started without --sleep\.  Fix: set rollout.sleep"):
             await EngineSleep(Core(), enabled=False, frees_memory=True).fall_asleep(1)
         sleep = EngineSleep(Core("sleep", "wake"), enabled=True, frees_memory=False)
         with pytest.raises(RuntimeError, match="sleep"):
@@ -214,7 +214,7 @@ def test_a_real_engine_sleeps_and_answers_as_before(engine: EngineProcess, model
     for level in (1, 2):
         status, said = http(engine, "POST", "/sleep", {"level": level})
         assert (status, said["asleep"], said["freed_bytes"], said["frees_memory"]) == (200, list(PARTS), 0, False)
-        assert "sleeps" in http(engine, "POST", "/generate", one)[1]["error"]
+        assert "asleep" in http(engine, "POST", "/generate", one)[1]["error"]
         status, refused = http(engine, "POST", "/weights", {"path": str(path), "version": 6})
         assert (status, "wake it first" in refused["error"]) == (409, True)
         status, health = http(engine, "GET", "/health")

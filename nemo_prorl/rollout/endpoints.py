@@ -113,11 +113,8 @@ class EngineClient:
     def _checked(self, value: dict[str, Any], count: int, logprobs: bool) -> Response:
         response = Response(**value)
         if not 0 <= response.index < count or len(response.logprobs) != logprobs * len(response.token_ids):
-            raise EngineFailure(
-                f"{self.url}: expected a response with index in 0..{count - 1} and {int(logprobs)} log-probabilities "
-                f"per token; got index {response.index}, {len(response.token_ids)} tokens and "
-                f"{len(response.logprobs)} log-probabilities"
-            )
+            got = f"{response.index}, {len(response.token_ids)} tokens, {len(response.logprobs)} log-probabilities"
+            raise EngineFailure(f"{self.url}: invalid response: expected an index below {count}; got index {got}")
         if not all(map(math.isfinite, response.logprobs)):
             raise EngineRefused(
                 f"{self.url}: a log-probability is not finite: weights {response.weight_version} are damaged"

@@ -2,7 +2,7 @@
 
 import time
 
-TAIL_SHARE = 0.05  # of the maximum number of open responses; the tail begins when the number stays at or below it
+TAIL_SHARE = 0.05  # the tail begins when open responses stay at or below this share of their maximum
 
 
 class EngineLoad:
@@ -14,7 +14,7 @@ class EngineLoad:
     def __init__(self, engines: int) -> None:
         self._engines = engines
         self._open: dict[str, int] = {}  # open responses by engine
-        self._lost: set[str] = set()  # failed engines that have not answered since
+        self._lost: set[str] = set()  # engines that failed and did not answer since then
         self._total, self._requested = 0, 0
         self._seen: list[tuple[float, int, int, int]] = []  # time, open responses, busy engines, lost engines
         self._began: float | None = None

@@ -77,10 +77,10 @@ class EnginePool:
         self.load = EngineLoad(engines)
         self.current: tuple[str, int] | None = None  # the published file and its version
         self.hold = self.endpoints / HOLD_FILE
-        self.wake_failures: dict[str, str] = {}  # by engine: why it did not wake at the last publication
+        self.wake_failures: dict[str, str] = {}  # engine name -> why it did not wake at the last publication
         self._token = token
         self._slots: dict[str, _Slot] = {}
-        self._last_failure: dict[str, str] = {}  # error message by engine name; kept after the engine has ended
+        self._last_failure: dict[str, str] = {}  # engine name -> error message; kept after the engine has ended
         self._scanned_at = -math.inf  # monotonic
         self._http: aiohttp.ClientSession | None = None
         self._turn, self._freed = asyncio.Lock(), asyncio.Event()
@@ -130,8 +130,7 @@ class EnginePool:
         """Return one response for each seed, in the order of seeds; call `on_response` for each as soon as it ends.
 
         Args:
-            version: version of the weights; responses of other weights are discarded and requested again.  None
-                accepts every version.
+            version: required weights (None: any); responses of other weights are discarded and requested again.
 
         Raises:
             EngineRefused: at once, if an engine rejects the request.
@@ -193,9 +192,7 @@ class EnginePool:
                 async for reply in replies:
                     self.load.answered(slot.name)
                     if version is not None and reply.weight_version != version:
-                        raise EngineFailure(
-                            f"{slot.name}: expected a response of weights {version}; got weights {reply.weight_version}"
-                        )
+                        raise EngineFailure(f"{slot.name}: expected weights {version}; got {reply.weight_version}")
                     take(share, replace(reply, index=share.indexes[reply.index]))
             self._succeeded(slot)
         except EngineFailure as error:
@@ -240,8 +237,7 @@ class EnginePool:
     async def _bring_up_to_date(self, slot: _Slot, deadline: Deadline) -> bool:
         """Wake an engine and load the current weights, unless it has them.  A restarted engine does not.
 
-        Returns:
-            True if the engine did not have the current weights at the call.
+        Returns True if the engine did not have them at the call.
         """
         if self.current is None or slot.loaded == self.current[1]:
             return False
@@ -267,10 +263,7 @@ class EnginePool:
         """Put all engines to sleep until the next publication; return the bytes released on their devices (0 on CPUs).
 
         An engine that starts meanwhile takes no memory: it creates its `.held` file and waits until the hold file is
-        removed.  It counts as asleep.
-
-        Raises:
-            DeadlineExceeded: an engine is still awake at the deadline; the text names it.
+        removed.  It counts as asleep.  Raises DeadlineExceeded naming an engine that is still awake at the deadline.
         """
         freed: dict[str, int] = {}
         for old in self._held():
@@ -289,15 +282,12 @@ class EnginePool:
         except TimeoutError:
             awake = [self._account(slot) for slot in self._slots.values() if slot.name not in freed]
             which = "; ".join(awake) or self._account(None)
-            raise DeadlineExceeded(
-                f"{deadline.error()}: {len(freed)} of {self.engines} engines are asleep; {which}"
-            ) from None
+            asleep = f"{len(freed)} of {self.engines} engines are asleep"
+            raise DeadlineExceeded(f"{deadline.error()}: {asleep}; {which}") from None
 
     async def _put_to_sleep(self, slot: _Slot, level: int, freed: dict[str, int], deadline: Deadline) -> None:
-        slot.asleep, slot.loaded = (
-            True,
-            None,
-        )  # set before the request, whose reply may be lost; waking an awake engine does nothing
+        # Set before the request, whose reply may be lost.  Waking an awake engine does nothing.
+        slot.asleep, slot.loaded = True, None
         freed[slot.name] = int((await slot.client.sleep(level, deadline)).get("freed_bytes", 0))
 
     def _held(self) -> set[str]:
@@ -365,7 +355,7 @@ class EnginePool:
         slot.failures += 1
         slot.retry_at = time.monotonic() + min(_MAX_BACKOFF_S, 0.1 * 2.0 ** min(slot.failures, 10))
         self._last_failure[slot.name] = str(error)
-        # All open requests of a dead engine fail at once, so log only failures 1, 2, 4, 8, ...
+        # Log only failures 1, 2, 4, 8, ..., because all open requests of a dead engine fail at once.
         if slot.failures & (slot.failures - 1) == 0:
             _log.warning("%s failed (%d in a row): %s", slot.name, slot.failures, error)
         self.load.lost(slot.name)

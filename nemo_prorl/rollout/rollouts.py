@@ -80,7 +80,7 @@ class Rollouts:
             if self._store is not None:
                 path = str(self._store.write(weights, version))
             else:
-                for _ in weights:  # every rank must iterate, because the export communicates
+                for _ in weights:  # the export communicates, so every rank must iterate
                     pass
             if self._cfg.rollout.sleep is not None and torch.cuda.is_available():
                 torch.cuda.empty_cache()  # waking engines need the memory that PyTorch keeps cached

@@ -43,8 +43,7 @@ class WeightStore:
     def __init__(self, folder: str | Path) -> None:
         """Create the folder, mode 0700, with its marker.
 
-        Raises:
-            ConfigError: the folder belongs to another user, is a link, or contains files but no marker.
+        Raises ConfigError if the folder belongs to another user, is a link, or contains files but no marker.
         """
         self.folder = Path(folder)
         self._claim()
@@ -53,14 +52,10 @@ class WeightStore:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = self.folder.lstat()
         if self.folder.is_symlink() or status.st_uid != os.getuid():
-            raise ConfigError(
-                f"{self.folder}: expected a folder of this user; got a link or another owner's.  Fix: move it away"
-            )
+            raise ConfigError(f"{self.folder}: expected a folder of this user, not a link.  Fix: move it away")
         marker = self.folder / MARKER
         if not marker.exists() and any(self.folder.iterdir()):
-            raise ConfigError(
-                f"{self.folder}: contains files but no {MARKER}, so no run created it.  Fix: move it away"
-            )
+            raise ConfigError(f"{self.folder}: contains files but no {MARKER}: not of a run.  Fix: move it away")
         self.folder.chmod(0o700)
         marker.touch(mode=0o600)
 
@@ -77,11 +72,8 @@ class WeightStore:
 
         One tensor at a time is copied to host memory.  All other versions except the newest are deleted first.
 
-        Args:
-            tensors: Hugging Face names with float tensors of any shape on any device.
-
-        Raises:
-            UnfitMachine: shared memory is full; the unfinished file is removed.
+        `tensors`: Hugging Face names with float tensors of any shape on any device.
+        Raises UnfitMachine if shared memory is full; the unfinished file is removed.
         """
         for old in [other for other in self.versions() if other != version][:-1]:
             self.path_of(old).unlink(missing_ok=True)

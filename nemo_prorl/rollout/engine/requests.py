@@ -34,7 +34,7 @@ class GenerateRequest(Body):
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Field(ge=1e-6, le=1)] = 1.0
     max_tokens: Annotated[int, Field(ge=1)] = 16
-    stop_token_ids: list[int] | None = None  # None: stop tokens of the model's config.json
+    stop_token_ids: list[int] | None = None  # default: stop tokens of the model's config.json
     weight_version: Annotated[int, Field(ge=-1)] | None = None
     logprobs: bool = True
 

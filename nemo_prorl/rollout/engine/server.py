@@ -173,7 +173,7 @@ class EngineServer:
         if final is None or final.outputs[0].finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM aborted response {index}")
         output = final.outputs[0]
-        flat = output.logprobs  # None if not requested; at each position the sampled token is first
+        flat = output.logprobs  # at each position the sampled token is first; None if not requested
         line = {
             "index": index,
             "token_ids": list(output.token_ids),
@@ -428,9 +428,8 @@ def serve(args: argparse.Namespace, token: str, shapes: Shapes, guard: Guard) ->
     import uvicorn
 
     sock = socket.create_server((args.host, args.port), backlog=4096)
-    sock.setsockopt(
-        socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-    )  # asyncio sets it only for sockets created with IPPROTO_TCP
+    # asyncio sets this option only for sockets created with IPPROTO_TCP.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:

@@ -31,7 +31,7 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._held: defaultdict[str, _Held] = defaultdict(_Held)  # by request id
+        self._held: defaultdict[str, _Held] = defaultdict(_Held)  # request id -> tokens
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)

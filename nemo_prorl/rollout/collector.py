@@ -51,10 +51,10 @@ _GRACE_S = 5.0
 
 
 @dataclass
-class _Before:
+class _Snapshot:
     """State of the collector before a collection, restored when the collection is abandoned."""
 
-    position: list[tuple[int, int]]  # position in the blend
+    position: list[tuple[int, int]]  # of the blend
     surplus: list[Group]
     draws: int
     keep_rates: dict[str, Any]
@@ -66,8 +66,9 @@ class CollectorState(TypedDict):
     surplus: list[dict[str, Any]]
     """groups left for the next step"""
     draws: Count
+    """prompts drawn since the start of the run"""
     keep_rates: dict[str, Annotated[list[Amount], Constraint(minItems=2, maxItems=2)]]
-    """by task: groups kept, groups decided"""
+    """by task: sum of kept groups, sum of decided groups; older groups count less"""
     waiting: NotRequired[dict[str, Any] | None]
     """batch of the next step, if it was collected while the last step trained"""
 
@@ -107,20 +108,20 @@ class Collector:
         begun = self._begin(step, version)
         return self._end(begun)
 
-    def _begin(self, step: int, version: int) -> "tuple[_Before, Future[CollectedBatch]]":
-        before = _Before(self._blend.position(), self._surplus, self._draws, self.keep_rates.state_dict())
+    def _begin(self, step: int, version: int) -> "tuple[_Snapshot, Future[CollectedBatch]]":
+        snapshot = _Snapshot(self._blend.position(), self._surplus, self._draws, self.keep_rates.state_dict())
         self._clock = WaitClock()
         self._engines.load.begin()
-        return before, self._background.start(self._collect(step, version))
+        return snapshot, self._background.start(self._collect(step, version))
 
-    def _end(self, begun: "tuple[_Before, Future[CollectedBatch]]") -> CollectedBatch:
-        before, future = begun
+    def _end(self, begun: "tuple[_Snapshot, Future[CollectedBatch]]") -> CollectedBatch:
+        snapshot, future = begun
         try:
             return self._background.result(future)
-        except RolloutAbandoned:  # restore the state from before this collection
-            self._blend.return_to(before.position)
-            self._surplus, self._draws = before.surplus, before.draws
-            self.keep_rates.load_state_dict(before.keep_rates)
+        except RolloutAbandoned:
+            self._blend.return_to(snapshot.position)
+            self._surplus, self._draws = snapshot.surplus, snapshot.draws
+            self.keep_rates.load_state_dict(snapshot.keep_rates)
             raise
 
     async def _collect(self, step: int, version: int) -> CollectedBatch:

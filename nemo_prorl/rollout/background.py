@@ -12,7 +12,7 @@ from nemo_prorl.errors import ProrlError, RolloutAbandoned, StoppedCleanly
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_GIVEN_UP = "the rollout was given up, because it took too long after a stop"
+_GIVEN_UP = "the rollout was abandoned, because it took too long after a stop request"
 
 
 class BackgroundLoop:
@@ -42,7 +42,7 @@ class BackgroundLoop:
         except ProrlError:
             work.close()
             raise
-        return asyncio.run_coroutine_threadsafe(self._remembered(work), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._as_current_task(work), self._loop)
 
     def check(self) -> None:
         """Raise StoppedCleanly or RolloutAbandoned if no more work may be started."""
@@ -52,7 +52,7 @@ class BackgroundLoop:
             raise RolloutAbandoned(_GIVEN_UP)
 
     def result(self, future: "concurrent.futures.Future[_T]") -> _T:
-        """Wait for the work that was started.  A signal that interrupts the caller cancels the work.
+        """Wait for the work of `start` and return its result.  A signal that interrupts the caller cancels the work.
 
         Raises the first error of the work without exception groups, StoppedCleanly if `close` cancelled it, or
         RolloutAbandoned if `abandon` did.
@@ -62,12 +62,12 @@ class BackgroundLoop:
         except concurrent.futures.CancelledError:
             if self._abandoned:
                 raise RolloutAbandoned(_GIVEN_UP) from None
-            raise StoppedCleanly("the rollouts were closed while they were waited for") from None
+            raise StoppedCleanly("the rollouts were closed before the result was ready") from None
         except BaseException:
             future.cancel()
             raise
 
-    async def _remembered(self, work: Coroutine[Any, Any, _T]) -> _T:
+    async def _as_current_task(self, work: Coroutine[Any, Any, _T]) -> _T:
         self._task = asyncio.current_task()
         if self._abandoned:  # `abandon` was called before this task began
             work.close()
@@ -78,10 +78,10 @@ class BackgroundLoop:
         """Cancel the running work for good.  Any thread may call this.
 
         Afterwards `result` and every new start raise RolloutAbandoned.  `result` returns only when the cancelled work
-        has ended, so that nothing continues unnoticed.
+        has ended, so that no request stays in flight.
         """
         self._abandoned = True
-        _log.warning("giving up the rollout under way, if there is one")
+        _log.warning("abandoning the rollout in progress, if there is one")
 
         def cancel() -> None:
             if self._task is not None:
@@ -96,14 +96,14 @@ class BackgroundLoop:
             last.close()
             return
 
-        async def wind_up() -> None:
+        async def cancel_and_finish() -> None:
             if self._task is not None:
                 self._task.cancel()
                 await asyncio.wait([self._task])
             await last
 
         with contextlib.suppress(Exception):  # unfinished work ends with the process
-            asyncio.run_coroutine_threadsafe(wind_up(), self._loop).result(seconds)
+            asyncio.run_coroutine_threadsafe(cancel_and_finish(), self._loop).result(seconds)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(seconds)
         if not self._thread.is_alive():
@@ -111,7 +111,7 @@ class BackgroundLoop:
 
 
 async def _first_error_of(work: Awaitable[_T]) -> _T:
-    """Return the result of the work.  Of an exception group raise only the first error, which ended the others."""
+    """Return the result of the work; instead of an exception group raise its first error, which cancelled the rest."""
     try:
         return await work
     except BaseExceptionGroup as group:

@@ -14,13 +14,8 @@ import aiohttp
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, EngineFailure, EngineRefused
 
-_FAULTS = (
-    aiohttp.ClientError,
-    TimeoutError,
-    ConnectionError,
-    ValueError,
-    TypeError,
-)  # seconds to connect or to receive a reply
+# Errors of a connection, and of a reply that is not the expected JSON.
+_FAULTS = (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError, TypeError)
 _SILENCE_S = 60.0  # seconds; a stream sends an empty line every 10 s, so silence means a lost server or network
 
 
@@ -42,7 +37,8 @@ class SamplingParams:
 class Response:
     """A response to a prompt.
 
-    `token_ids` includes the stop token, if there is one.  `logprobs` are those of the sampling distribution.
+    `index`: position of its seed in the request.  `token_ids`: with the stop token, if the response ended with one.
+    `logprobs`: one per token, with temperature and top_p applied; empty if not requested.
     """
 
     index: int
@@ -58,7 +54,7 @@ class Response:
 
 
 def response_seed(run_seed: int, prompt_id: str, visit: int, sample: int) -> int:
-    """Return the seed of a response, in 0..2**63-1.  Its tokens therefore do not depend on concurrent responses."""
+    """Return the seed of a response, in 0..2**63-1, so that its tokens do not depend on concurrent responses."""
     key = json.dumps([run_seed, prompt_id, visit, sample]).encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
@@ -67,9 +63,9 @@ def read_token(path: str | Path) -> str:
     """Return the run's token.  Raises ConfigError for a file that other users can read, or that is empty."""
     file = Path(path)
     if file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(f"{file}: the token must be unreadable to others (chmod 600)")
+        raise ConfigError(f"{file}: other users can read this token file.  Fix: chmod 600 {file}")
     if not (token := file.read_text(encoding="ascii").strip()):
-        raise ConfigError(f"{file}: is empty; it must hold the run's token")
+        raise ConfigError(f"{file}: expected the run's token; the file is empty")
     return token
 
 
@@ -84,9 +80,11 @@ class EngineClient:
     async def generate(
         self, prompt_ids: Sequence[int], seeds: Sequence[int], sampling: SamplingParams, version: int | None
     ) -> AsyncGenerator[Response, None]:
-        """Yield responses as they end; `index` is the position of the seed.
+        """Yield each response as soon as it ends.
 
-        Raises EngineFailure for a cut or silent stream, EngineRefused for a request that the engine rejects.
+        Raises:
+            EngineFailure: the reply was cut off, or nothing was received for 60 s.
+            EngineRefused: the engine rejects the request, or a log-probability is not finite.
         """
         body = {"prompt": list(prompt_ids), "seeds": list(seeds), **asdict(sampling), "weight_version": version}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=_SILENCE_S)
@@ -105,34 +103,35 @@ class EngineClient:
                     if done := "done" in value:
                         break
                     yield self._checked(value, len(seeds), sampling.logprobs)
-        except (EngineFailure, EngineRefused):  # a ConnectionError, a ValueError
+        except (EngineFailure, EngineRefused):  # they are subclasses of ConnectionError and ValueError
             raise
         except _FAULTS as error:
             raise EngineFailure(f"{self.url}: {type(error).__name__}: {error}") from error
         if not done:
-            raise EngineFailure(f"{self.url}: the stream was cut")
+            raise EngineFailure(f"{self.url}: the reply was cut off before its last line")
 
     def _checked(self, value: dict[str, Any], count: int, logprobs: bool) -> Response:
         response = Response(**value)
         if not 0 <= response.index < count or len(response.logprobs) != logprobs * len(response.token_ids):
-            raise EngineFailure(f"{self.url}: a response that makes no sense, index {response.index} of {count}")
+            got = f"{response.index}, {len(response.token_ids)} tokens, {len(response.logprobs)} log-probabilities"
+            raise EngineFailure(f"{self.url}: invalid response: expected an index below {count}; got index {got}")
         if not all(map(math.isfinite, response.logprobs)):
             raise EngineRefused(
-                f"{self.url}: a log-probability is not finite; the weights of version {response.weight_version} are bad"
+                f"{self.url}: a log-probability is not finite: weights {response.weight_version} are damaged"
             )
         return response
 
     async def load_weights(self, path: str, version: int, deadline: Deadline) -> None:
-        """Load a published file as soon as the engine is idle."""
+        """Make the engine load a published file as soon as it is idle."""
         body = {"path": path, "version": version, "wait_s": deadline.remaining}
         await self._call("/weights", deadline, body)
 
     async def sleep(self, level: int, deadline: Deadline) -> dict[str, Any]:
-        """Make the engine release its device's memory once it is idle; return its report, with `freed_bytes`."""
+        """Make the engine release its device memory as soon as it is idle; return its reply, with `freed_bytes`."""
         return await self._call("/sleep", deadline, {"level": level, "wait_s": deadline.remaining})
 
     async def wake(self, part: str, deadline: Deadline) -> dict[str, Any]:
-        """Take back the memory of `weights` or `kv_cache`.  An awake engine does not change."""
+        """Make the engine take back the memory of `weights` or `kv_cache`.  An awake engine does not change."""
         return await self._call("/wake", deadline, {"parts": [part]})
 
     async def _call(self, path: str, deadline: Deadline, body: dict[str, Any]) -> dict[str, Any]:

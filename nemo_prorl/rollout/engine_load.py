@@ -2,7 +2,7 @@
 
 import time
 
-TAIL_SHARE = 0.05  # share of the maximum of open responses; the tail begins when their number stays at or below it
+TAIL_SHARE = 0.05  # the tail begins when open responses stay at or below this share of their maximum
 
 
 class EngineLoad:
@@ -14,9 +14,9 @@ class EngineLoad:
     def __init__(self, engines: int) -> None:
         self._engines = engines
         self._open: dict[str, int] = {}  # open responses by engine
-        self._lost: set[str] = set()  # failed engines that have not answered since
-        self._total, self._asked = 0, 0
-        self._seen: list[tuple[float, int, int, int]] = []  # time, responses open, engines with one, engines lost
+        self._lost: set[str] = set()  # engines that failed and did not answer since then
+        self._total, self._requested = 0, 0
+        self._seen: list[tuple[float, int, int, int]] = []  # time, open responses, busy engines, lost engines
         self._began: float | None = None
 
     def changed(self, engine: str, by: int) -> None:
@@ -24,7 +24,7 @@ class EngineLoad:
         self._open[engine] = self._open.get(engine, 0) + by
         self._total += by
         if self._began is not None:
-            self._asked += max(0, by)
+            self._requested += max(0, by)
             self._note()
 
     def lost(self, engine: str) -> None:
@@ -34,13 +34,13 @@ class EngineLoad:
             self._note()
 
     def answered(self, engine: str) -> None:
-        """Record that this engine answers, possibly again."""
+        """Record that this engine answers, perhaps again after a failure."""
         if engine in self._lost:
             self._lost.discard(engine)
             self._note()
 
     def begin(self) -> None:
-        self._asked, self._began, self._seen = self._total, time.monotonic(), []
+        self._requested, self._began, self._seen = self._total, time.monotonic(), []
         self._note()
 
     def _note(self) -> None:
@@ -51,18 +51,18 @@ class EngineLoad:
     def end(self) -> dict[str, float]:
         """End the measurement and return its values.
 
-        `responses`: responses requested.  `tail_s`, `tail_responses`: seconds of the tail, and the responses open at
-        its begin.  `idle_s`: seconds without work, mean over the engines; in the tail an engine counts as idle by the
-        share of responses it has fewer than before.  `lost_s`: seconds from an engine's failure until it answers again,
-        mean over the engines.
+        Returns:
+            `responses`: number of requested responses.  `tail_s`: seconds of the tail.  `tail_responses`: responses
+            open when the tail began.  `idle_s`: seconds without work, mean over the engines; in the tail the engines
+            count as busy by the share of open responses in their maximum.  `lost_s`: seconds from an engine's failure
+            to its next answer, mean over the engines.
         """
         assert self._began is not None, "begin was not called"
         began, over, self._began = self._began, time.monotonic(), None
         most = max(total for _, total, *_ in self._seen)
         few = max(1, int(TAIL_SHARE * most))
-        last = max(
-            (at for at, total, *_ in self._seen if total), default=began
-        )  # time of the last change with open responses
+        # Time of the last record with open responses: the record before the last response ended.
+        last = max((at for at, total, *_ in self._seen if total), default=began)
         ended = next((at for at, total, *_ in self._seen if at >= last and not total), over)
         full = max((k for k, (_, total, *_) in enumerate(self._seen) if total > few), default=-1) + 1
         tail_at = self._seen[full][0] if most > few and full < len(self._seen) else ended
@@ -72,7 +72,7 @@ class EngineLoad:
             idle += (until - at) * (1.0 - min(1.0, used))
             lost += (until - at) * absent / max(1, self._engines)
         return {
-            "responses": float(self._asked),
+            "responses": float(self._requested),
             "tail_s": max(0.0, ended - tail_at),
             "tail_responses": float(self._seen[full][1]) if ended > tail_at else 0.0,
             "idle_s": min(idle, over - began),

@@ -1,7 +1,7 @@
 """Pool of rollout engines for the trainer: requests with deadlines, retries and back-pressure, and current weights.
 
-A response depends only on weights, prompt, seed and sampling.  A response that was lost with its engine is therefore
-requested again from any engine with the same seed, and is the same.
+A response depends only on weights, prompt, seed and sampling.  If an engine fails, its unfinished responses are
+therefore requested from any engine with the same seeds, and are the same.
 """
 
 import asyncio
@@ -29,34 +29,34 @@ from nemo_prorl.rollout.scheduling import spread
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.1  # seconds between reads of the endpoint files while a request waits
-_SCAN_S = 1.0  # seconds between reads otherwise: the files may be on a slow shared disk
-_MAX_BACKOFF_S = 5.0
+_SCAN_S = 1.0  # seconds between reads otherwise, because the files may be on a slow shared disk
+_MAX_BACKOFF_S = 5.0  # longest pause in seconds after an engine failed
 _LINE_BYTES = 1 << 24  # bytes of the longest response line
 
 
 @dataclass
 class _Slot:
-    """One engine process, as described by its endpoint file.  A restarted engine is a new slot."""
+    """An engine process, as described by its endpoint file.  A restarted engine is a new slot."""
 
     name: str
     pid: int
     client: EngineClient
-    weights_dir: Path | None = None  # folder of its node
-    loaded: int | None = None  # version that this pool has loaded
+    weights_dir: Path | None = None  # on the node of the engine; None: the folder of the trainer
+    loaded: int | None = None  # version that this pool has loaded; None if unknown
     asleep: bool = False  # put to sleep and not yet woken
-    in_flight: int = 0
-    failures: int = 0
-    retry_at: float = 0.0  # monotonic
+    in_flight: int = 0  # responses
+    failures: int = 0  # consecutive
+    retry_at: float = 0.0  # monotonic time from which requests may be sent again
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def path_of(self, published: str) -> str:
-        """A published file as this engine's node has it: every node writes its own, under the same name."""
+        """Return the path of a published file on the engine's node, which has its own copy under the same name."""
         return published if self.weights_dir is None else str(self.weights_dir / Path(published).name)
 
 
 @dataclass
 class _Share:
-    """Reserved room on an engine for some responses to a prompt, by their indexes; `open` of them have not ended."""
+    """A part of the responses to a prompt, assigned to one engine; `open` of them have not ended."""
 
     slot: _Slot
     indexes: list[int]
@@ -67,9 +67,9 @@ class EnginePool:
     """Pool of all engines of a run, on one event loop.  Call `close` when done.
 
     Args:
-        endpoints: folder with engine-*.json, which the engines write at each start.
+        endpoints: folder of the endpoint files engine-*.json, which the engines write at each start.
         engines: number of engines when all are healthy.
-        max_in_flight: limit of open responses per engine; further requests wait in order of arrival.
+        max_in_flight: maximum of open responses per engine; further requests wait in order of arrival.
     """
 
     def __init__(self, endpoints: str | Path, token: str, engines: int = 1, max_in_flight: int = 512) -> None:
@@ -77,17 +77,17 @@ class EnginePool:
         self.load = EngineLoad(engines)
         self.current: tuple[str, int] | None = None  # the published file and its version
         self.hold = self.endpoints / HOLD_FILE
-        self.wake_failures: dict[str, str] = {}  # errors of the last publication by engine
+        self.wake_failures: dict[str, str] = {}  # engine name -> why it did not wake at the last publication
         self._token = token
         self._slots: dict[str, _Slot] = {}
-        self._last_failure: dict[str, str] = {}  # by engine, including lost ones
+        self._last_failure: dict[str, str] = {}  # engine name -> error message; kept after the engine has ended
         self._scanned_at = -math.inf  # monotonic
         self._http: aiohttp.ClientSession | None = None
         self._turn, self._freed = asyncio.Lock(), asyncio.Event()
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
-            # The server closes an idle connection after 5 s, so only a recently used connection is reused.
+            # The server closes an idle connection after 5 s: never reuse one that was idle for longer than 1 s.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=1.0)
             self._http = aiohttp.ClientSession(connector=connector, read_bufsize=_LINE_BYTES)
         return self._http
@@ -109,7 +109,7 @@ class EnginePool:
                 ready = endpoint["state"] == "ready"
                 weights_dir = Path(endpoint["weights_dir"]) if endpoint.get("weights_dir") else None
             except (OSError, ValueError, KeyError, TypeError):
-                continue  # incomplete, or just removed
+                continue  # the file is incomplete or was just removed
             old = self._slots.get(name)
             if old is not None and (old.client.url, old.pid) == (url, pid):
                 found[name] = old
@@ -130,14 +130,14 @@ class EnginePool:
         """Return one response for each seed, in the order of seeds; call `on_response` for each as soon as it ends.
 
         Args:
-            version: required weights; responses of other weights are discarded and requested again.
+            version: required weights (None: any); responses of other weights are discarded and requested again.
 
         Raises:
             EngineRefused: at once, if an engine rejects the request.
-            DeadlineExceeded: names the engine.
+            DeadlineExceeded: responses are missing at the deadline; the text names their engines.
         """
         if version is not None and self.current is not None and self.current[1] != version:
-            raise ValueError(f"weights {version} are asked for, but {self.current[1]} are published")
+            raise ValueError(f"weights {version} were requested, but weights {self.current[1]} are published")
         got: dict[int, Response] = {}
 
         def take(share: _Share, response: Response) -> None:
@@ -192,17 +192,17 @@ class EnginePool:
                 async for reply in replies:
                     self.load.answered(slot.name)
                     if version is not None and reply.weight_version != version:
-                        raise EngineFailure(f"{slot.name}: answered with weights {reply.weight_version}, not {version}")
+                        raise EngineFailure(f"{slot.name}: expected weights {version}; got {reply.weight_version}")
                     take(share, replace(reply, index=share.indexes[reply.index]))
             self._succeeded(slot)
         except EngineFailure as error:
             self._failed(slot, error)
-            slot.loaded = None  # if it is the wrong version, load again; if it died, it is another slot anyway
+            slot.loaded = None  # load again, in case the engine has other weights
 
     async def _room_for(self, responses: list[int]) -> list[_Share]:
-        """Reserve room for all responses, or for the first of them, on the least loaded healthy engines.
+        """Reserve room on the least loaded healthy engines, for as many of these responses as possible.
 
-        Waits for room for at least one response, in order of arrival.
+        Waits until there is room for at least one response.  Callers are served in order of arrival.
         """
         async with self._turn:
             while True:
@@ -218,11 +218,11 @@ class EnginePool:
                         await self._freed.wait()
 
     def _shares(self, slots: list[_Slot], responses: list[int]) -> list[_Share]:
-        """Return the number of the prompt's responses for each healthy engine, as far as there is room."""
-        now, left = time.monotonic(), iter(responses)
+        """Distribute the responses over the healthy engines, as far as there is room."""
+        now, remaining = time.monotonic(), iter(responses)
         usable = [slot for slot in slots if slot.retry_at <= now]
         counts = spread([slot.in_flight for slot in usable], len(responses), self.max_in_flight)
-        return [_Share(slot, list(islice(left, n)), n) for slot, n in zip(usable, counts, strict=True) if n]
+        return [_Share(slot, list(islice(remaining, n)), n) for slot, n in zip(usable, counts, strict=True) if n]
 
     def _free(self, share: _Share, responses: int) -> None:
         share.open -= responses
@@ -235,9 +235,9 @@ class EnginePool:
         self._free(share, share.open)
 
     async def _bring_up_to_date(self, slot: _Slot, deadline: Deadline) -> bool:
-        """Load the current weights into an engine that restarted with old ones, before it gets a request.
+        """Wake an engine and load the current weights, unless it has them.  A restarted engine does not.
 
-        Returns whether a load was requested.
+        Returns True if the engine did not have them at the call.
         """
         if self.current is None or slot.loaded == self.current[1]:
             return False
@@ -246,7 +246,7 @@ class EnginePool:
             await self._wake(slot, "weights", deadline)
             if slot.loaded != version:
                 await slot.client.load_weights(slot.path_of(path), version, deadline)
-            await self._wake(slot, "kv_cache", deadline)  # released only now, because a load needs room, too
+            await self._wake(slot, "kv_cache", deadline)  # only now, because the load itself needs memory
             slot.loaded, slot.asleep = version, False
         return True
 
@@ -260,10 +260,10 @@ class EnginePool:
             raise
 
     async def sleep(self, level: int, deadline: Deadline) -> int:
-        """Put all engines to sleep; return the bytes released on their devices (0 on CPUs) once all sleep.
+        """Put all engines to sleep until the next publication; return the bytes released on their devices (0 on CPUs).
 
-        The next publication wakes them.  An engine that starts meanwhile takes no memory before that: it waits until
-        the hold file is removed, and writes a file of its wait.  DeadlineExceeded names an engine that does not sleep.
+        An engine that starts meanwhile takes no memory: it creates its `.held` file and waits until the hold file is
+        removed.  It counts as asleep.  Raises DeadlineExceeded naming an engine that is still awake at the deadline.
         """
         freed: dict[str, int] = {}
         for old in self._held():
@@ -282,10 +282,12 @@ class EnginePool:
         except TimeoutError:
             awake = [self._account(slot) for slot in self._slots.values() if slot.name not in freed]
             which = "; ".join(awake) or self._account(None)
-            raise DeadlineExceeded(f"{deadline.error()}: {len(freed)} of {self.engines} sleep; {which}") from None
+            asleep = f"{len(freed)} of {self.engines} engines are asleep"
+            raise DeadlineExceeded(f"{deadline.error()}: {asleep}; {which}") from None
 
     async def _put_to_sleep(self, slot: _Slot, level: int, freed: dict[str, int], deadline: Deadline) -> None:
-        slot.asleep, slot.loaded = True, None  # also if the answer is lost: waking one that is awake does nothing
+        # Set before the request, whose reply may be lost.  Waking an awake engine does nothing.
+        slot.asleep, slot.loaded = True, None
         freed[slot.name] = int((await slot.client.sleep(level, deadline)).get("freed_bytes", 0))
 
     def _held(self) -> set[str]:
@@ -293,29 +295,26 @@ class EnginePool:
         return {file.stem for file in self.endpoints.glob(f"engine-*{HELD_SUFFIX}")}
 
     async def announce(self, path: str | Path, version: int) -> None:
-        """Require these weights from now on; engines that stay awake load them before their next response.
-
-        Returns at once.
-        """
+        """Make awake engines load these weights before their next response; return at once."""
         self.current = (str(path), version)
         for slot in self._slots.values():
-            slot.loaded = None  # also where it says so: an engine may hold weights of a run that was lost
+            slot.loaded = None  # even for the same version: after a roll-back the engine has weights of the lost steps
 
     async def publish(self, path: str | Path, version: int, deadline: Deadline) -> None:
         """Load a weights file into all engines and wake sleeping ones; return when every engine has the weights.
 
-        The method waits for a failed engine, restarted or not, until the deadline.
+        A failed engine gets the weights once it answers again or was restarted, until the deadline.
 
         Raises:
-            DeadlineExceeded: names the engine.
+            DeadlineExceeded: the text names the engines without the weights.
             EngineRefused: an engine rejects the file.
         """
         self.current = (str(path), version)
         self.wake_failures = dict.fromkeys(self._held(), "it ended while it slept") if self.hold.exists() else {}
         self.hold.unlink(missing_ok=True)
-        slept = {name: slot for name, slot in self._slots.items() if slot.asleep}
+        sleepers = {name: slot for name, slot in self._slots.items() if slot.asleep}
         for slot in self._scan():
-            slot.loaded = None  # also where it says so: an engine may hold weights of a run that was lost
+            slot.loaded = None  # even for the same version: after a roll-back the engine has weights of the lost steps
         try:
             async with asyncio.timeout(deadline.remaining):
                 while True:
@@ -328,7 +327,7 @@ class EnginePool:
                         )
                     )
                     if len(slots) >= self.engines and all(s.loaded == version for s in slots):
-                        ended = [name for name, slot in slept.items() if self._slots.get(name) is not slot]
+                        ended = [name for name, slot in sleepers.items() if self._slots.get(name) is not slot]
                         self.wake_failures = dict.fromkeys(ended, "it ended while it slept") | self.wake_failures
                         return
                     await asyncio.sleep(_POLL_S)
@@ -339,7 +338,7 @@ class EnginePool:
             raise DeadlineExceeded(f"{deadline.error()}: weights {version} are not in all engines: {which}") from None
 
     async def _try(self, slot: _Slot, change: Callable[[], Awaitable[object]]) -> None:
-        """Change an engine, unless it has just failed."""
+        """Run a change of an engine, unless the pause after its last failure lasts."""
         if slot.retry_at > time.monotonic():
             return
         try:
@@ -356,14 +355,13 @@ class EnginePool:
         slot.failures += 1
         slot.retry_at = time.monotonic() + min(_MAX_BACKOFF_S, 0.1 * 2.0 ** min(slot.failures, 10))
         self._last_failure[slot.name] = str(error)
-        if (
-            slot.failures & (slot.failures - 1) == 0
-        ):  # a dead engine fails all its open requests: log failures 1, 2, 4, ...
+        # Log only failures 1, 2, 4, 8, ..., because all open requests of a dead engine fail at once.
+        if slot.failures & (slot.failures - 1) == 0:
             _log.warning("%s failed (%d in a row): %s", slot.name, slot.failures, error)
         self.load.lost(slot.name)
 
     def _account(self, slot: _Slot | None) -> str:
-        """Describe one engine, or all engines, for an error message."""
+        """Describe an engine (None: all engines) for an error message."""
         if slot is not None:
             last = self._last_failure.get(slot.name, "")
             return f"{slot.name} at {slot.client.url}" + (f" (last failure: {last})" if last else "")

@@ -1,6 +1,6 @@
-"""Judged groups, tallies of a task's groups, and the batch of a step.
+"""Judged groups, counts over the groups of a task, and the batch of a step.
 
-`collector` keeps or drops a group.
+`rollout.collector` decides which groups are kept.
 
 Suffixes: G groups, N responses of a group.
 """
@@ -28,8 +28,8 @@ class PromptDraw:
 class Group:
     """The N responses to one prompt, with their verdicts.
 
-    `step`: the step in which it was drawn.  `version`: the version of the weights that generated it.  `draw_index`:
-    number of the draw in the run.
+    `step`: step in which the prompt was drawn.  `version`: weights that generated the responses.  `draw_index`: number
+    of the draw in the run, from 0.
     """
 
     prompt_id: str
@@ -45,12 +45,12 @@ class Group:
 
     @property
     def valid(self) -> list[bool]:
-        """Return whether each response has a reward.  Without one (infrastructure failed) it is masked."""
+        """Return whether each response has a reward.  A response that infrastructure failed has none and is masked."""
         return [verdict["score"] is not None for verdict in self.verdicts]
 
     @property
     def scores(self) -> list[float]:
-        """Return the raw rewards in 0..1; 0 where not valid, which has no meaning."""
+        """Return the raw rewards in 0..1.  The value of a response that is not valid is 0 and has no meaning."""
         return [0.0 if verdict["score"] is None else float(verdict["score"]) for verdict in self.verdicts]
 
     @property
@@ -62,8 +62,8 @@ class Group:
         """Classify the valid raw rewards.
 
         Returns:
-            `mixed`; or, if all are equal within `tolerance`, `solved` (all 1), `unsolved` (all 0) or `tied` (another
-            value); `unjudged` if there are none.
+            `mixed` if they differ by more than `tolerance`; otherwise `solved` (all 1), `unsolved` (all 0) or `tied`
+            (all another value); `unjudged` if there are none.
         """
         rewards = [score for score, valid in zip(self.scores, self.valid, strict=True) if valid]
         if not rewards:
@@ -77,23 +77,23 @@ class Group:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Group":
-        """The inverse of `asdict`."""
+        """Return the group that `asdict` converted to `value`."""
         return cls(**{**value, "responses": [Response(**response) for response in value["responses"]]})
 
 
 @dataclass
 class TaskTally:
-    """Counts over the decided groups of a task in a step, kept or dropped, before any shaping."""
+    """Counts over the decided groups of a task in a step, kept or dropped, with raw rewards."""
 
     decided: int = 0
     kept: int = 0
-    solved: int = 0  # groups by Group.outcome
+    solved: int = 0  # groups with this Group.outcome; also the next two
     unsolved: int = 0
     tied: int = 0
     judged: int = 0  # responses with a reward
-    masked: int = 0  # responses that infrastructure failed
+    masked: int = 0  # responses without a reward, because infrastructure failed
     score_sum: float = 0.0
-    finished: int = 0
+    finished: int = 0  # responses with a stop token
     tokens: int = 0  # sum over responses
     repetition_sum: float = 0.0
 
@@ -135,8 +135,9 @@ class TaskTally:
 class CollectedBatch:
     """The groups to train on in a step, in draw order, and the counts of their collection.
 
-    Has fewer than `needed` groups if the limit of draws was reached first.  `engine_s`, `reward_open_s`: seconds with a
-    request of that kind open.  `reward_wait_s`: seconds in which the step waited for rewards alone.
+    There are fewer than `needed` groups if the limit of draws was reached first.  `engine_s`, `reward_open_s`: seconds
+    with a request of that kind open.  `reward_wait_s`: seconds in which the step waited for rewards while no engine
+    request was open.
     """
 
     step: int
@@ -146,12 +147,12 @@ class CollectedBatch:
     tasks: dict[str, TaskTally] = field(default_factory=dict)
     outcomes: list[tuple[str, str]] = field(default_factory=list)  # (prompt id, outcome) in the order of decisions
     drawn: int = 0  # prompts drawn in this step
-    carried: int = 0  # groups taken over from the step before
-    stale: int = 0  # groups of earlier steps that were too old
+    carried: int = 0  # groups taken from the surplus of the previous step
+    stale: int = 0  # surplus groups discarded because they were too old
     surplus: int = 0  # groups left for the next step
     generated_tokens: int = 0
     wall_s: float = 0.0
-    load: dict[str, float] = field(default_factory=dict)  # load of the engines (`rollout.engine_load`)
+    load: dict[str, float] = field(default_factory=dict)  # result of `EngineLoad.end`
     engine_s: float = 0.0
     reward_open_s: float = 0.0
     reward_wait_s: float = 0.0
@@ -161,13 +162,13 @@ class CollectedBatch:
         return len(self.groups) >= self.needed
 
     def account(self) -> "CollectedBatch":
-        """Return the batch without texts, tokens and verdicts, for all ranks."""
+        """Return a copy without texts, tokens and verdicts, small enough to send to all ranks."""
         left_out: dict[str, Any] = {"record": {}, "prompt_ids": [], "responses": [], "verdicts": []}
         return replace(self, groups=[replace(group, **left_out) for group in self.groups])
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "CollectedBatch":
-        """The inverse of `asdict`."""
+        """Return the batch that `asdict` converted to `value`."""
         parts = {
             "groups": [Group.from_json(group) for group in value["groups"]],
             "tasks": {task: TaskTally(**tally) for task, tally in value["tasks"].items()},

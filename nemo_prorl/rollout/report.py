@@ -1,11 +1,11 @@
-"""Metrics of a collected batch for metrics.jsonl."""
+"""Metrics of a collected batch, as written to metrics.jsonl."""
 
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.rollout.groups import CollectedBatch, TaskTally
 
 
 def report_rollout(metrics: Metrics, batch: CollectedBatch) -> None:
-    """Record a batch's metrics by task and in total (docs/reference/formats.md); equal on every rank with the batch."""
+    """Record a batch's metrics by task and in total (docs/reference/metrics.md), with equal values on every rank."""
     for task, tally in sorted(batch.tasks.items()):
         for name, value in (of_groups(tally) | of_responses(tally)).items():
             metrics.put(f"{name}/{task}", value)
@@ -26,7 +26,7 @@ def report_rollout(metrics: Metrics, batch: CollectedBatch) -> None:
 
 
 def of_groups(tally: TaskTally) -> dict[str, float]:
-    """Return raw reward (nan if none was judged) and shares of decided groups: why groups carry no signal."""
+    """Return the mean raw reward (nan if no response was judged) and the shares of decided groups by outcome."""
     decided = max(1, tally.decided)
     return {
         "reward": tally.mean_score,

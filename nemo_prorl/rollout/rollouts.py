@@ -1,4 +1,4 @@
-"""Rollouts on every trainer rank: publish weights to the engines, and distribute a step's judged groups."""
+"""Rollouts as used by the training loop: publish weights to the engines, and get the judged groups of a step."""
 
 import logging
 import os
@@ -34,7 +34,7 @@ class _Weights(Protocol):
     def export_weights(self) -> Any: ...
 
 
-class _Notes(Protocol):
+class _Records(Protocol):
     """The methods of `lifecycle.records.Records` that this module uses."""
 
     def alarm(self, step: int, what: str) -> None: ...
@@ -42,9 +42,9 @@ class _Notes(Protocol):
 
 
 class Rollouts:
-    """The rollouts of a run, one object per rank and part of a checkpoint.
+    """The rollouts of a run, one object per rank, and part of a checkpoint.
 
-    Its methods are collectives of all trainer ranks.
+    All trainer ranks must call each method together.
     """
 
     def __init__(
@@ -54,25 +54,24 @@ class Rollouts:
         policy: _Weights,
         blend: LeaderOnly[Blend],
         collector: LeaderOnly[Collector],
-        records: _Notes,
+        records: _Records,
         leader: Leader,
     ) -> None:
         self.collector = collector
         self._cfg, self._policy, self._blend, self._records, self._leader = cfg, policy, blend, records, leader
-        self._published: object = None  # version at the engines, and the version of the policy at that time
+        self._published: object = None  # (version at the engines, version of the policy then)
         self._asleep = False
         node = int(os.environ["GROUP_RANK"]) if cfg.trainer.num_nodes > 1 else None
-        first = (
-            int(os.environ.get("LOCAL_RANK", 0)) == 0
-        )  # writes the weights for the engines of this node; None on its other ranks
-        self._store = WeightStore(weights_folder(run_dir, node)) if first else None
+        # Only the first rank of each node writes the weights, for the engines of its node.
+        writes = int(os.environ.get("LOCAL_RANK", 0)) == 0
+        self._store = WeightStore(weights_folder(run_dir, node)) if writes else None
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
     def publish(self, version: int) -> None:
         """Publish the policy's weights to all engines under this version, and wake sleeping engines.
 
-        Does nothing if the engines have them already.
+        Does nothing if the engines are awake and have these weights already.
         """
         if self._published == (version, self._policy.version) and not self._asleep:
             return
@@ -81,10 +80,10 @@ class Rollouts:
             if self._store is not None:
                 path = str(self._store.write(weights, version))
             else:
-                for _ in weights:  # a collective
+                for _ in weights:  # the export communicates, so every rank must iterate
                     pass
             if self._cfg.rollout.sleep is not None and torch.cuda.is_available():
-                torch.cuda.empty_cache()  # its scratch memory is unused now, and waking engines need the room
+                torch.cuda.empty_cache()  # waking engines need the memory that PyTorch keeps cached
             self._leader.barrier()
         self._published = version, self._policy.version
         if self._cfg.rollout.own_devices:
@@ -93,19 +92,17 @@ class Rollouts:
         with RECORDER.span(f"engines load weights {version}", "publication"):
             late = self.collector.call(lambda collector: collector.publish(path, version))
         for name, error in late:
-            self._records.alarm(
-                version, f"{name} did not wake ({error}); it was started again and has weights {version}"
-            )
+            self._records.alarm(version, f"{name} did not wake ({error}); it was restarted and has weights {version}")
         self._asleep = False
 
     def sleep(self) -> float:
-        """Make engines on the trainer's GPUs release their memory, if so configured; return the seconds it took."""
+        """Make the engines release the memory of shared GPUs, if `rollout.sleep` is set; return the seconds it took."""
         began = time.monotonic()
         if self._cfg.rollout.sleep is not None:
             with RECORDER.span("engines go to sleep", "publication"):
                 freed = self.collector.call(lambda collector: collector.sleep())
             self._asleep = True
-            _log.info("the engines sleep: %.1f GB freed", freed / 1e9)
+            _log.info("the engines are asleep: %.1f GB of device memory freed", freed / 1e9)
         return time.monotonic() - began
 
     # --- groups ----------------------------------------------------------------------------------------------------
@@ -113,7 +110,7 @@ class Rollouts:
     def collect(self, metrics: Metrics) -> JudgedGroups:
         """Return the groups of this step, with the tokens of the rows that this data rank trains on.
 
-        Engines with their own devices then begin with the groups of the next step.
+        Engines with their own devices then start on the groups of the next step.
         """
         step = metrics.step
         batch, mine = self.collector.share(partial(self._take, step))
@@ -127,7 +124,7 @@ class Rollouts:
         return mine
 
     def _take(self, step: int, collector: Collector) -> list[_Dealt]:
-        """Return the batch of a step for each data rank (on rank 0)."""
+        """Collect the batch of a step on rank 0; return one part for each data rank."""
         batch = collector.take(step, step - 1)
         self._records.rollouts(step, batch.groups, collector.renderer.judged_text)
         judged, account = JudgedGroups.of(batch.groups), batch.account()
@@ -135,7 +132,7 @@ class Rollouts:
         return [(account, mine) for mine in judged.dealt([torch.cat(rows).tolist() for rows in updates])]
 
     def await_next(self, metrics: Metrics) -> None:
-        """Return when the batch that is collected while this step trains is complete."""
+        """Wait for the batch that is collected while this step trains, if there is one."""
         if self._goes_ahead(metrics.step):
             with metrics.phase("ahead"):
                 idle_s = self.collector.call(lambda collector: _ahead(collector).finish_next())
@@ -146,11 +143,13 @@ class Rollouts:
         return self._cfg.rollout.own_devices and step < self._cfg.trainer.grpo.max_steps
 
     def _retire(self, metrics: Metrics, batch: CollectedBatch) -> None:
-        """Count solved prompts on rank 0, which draws by it; report on every rank how many are retired."""
+        """Count solved prompts on rank 0, which draws the prompts; record the number of retired ones on every rank."""
         before, retired = self._blend.call(lambda blend: (blend.retired, blend.observe(batch.outcomes)))
         metrics.put("data/retired", retired)
         if retired < before:
-            self._records.alarm(metrics.step, "every training prompt was solved often enough to retire: all come back")
+            self._records.alarm(
+                metrics.step, "every training prompt was retired (data.retire_after): all are drawn again"
+            )
 
     def drop(self) -> None:
         """Discard the groups that were left for the next step."""

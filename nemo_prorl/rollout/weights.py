@@ -1,7 +1,7 @@
 """Weight publication: versioned safetensors files in shared memory, complete once renamed.
 
-There is one folder per run and user on a node, with a marker file.  Only files of our name pattern in a folder with
-that marker are ever deleted.
+There is one folder per run and user on a node, with a marker file.  Only files named like published weights, in a
+folder with that marker, are ever deleted.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ def weights_folder(run_dir: str | Path, node: int | None = None) -> Path:
     """Return the folder of a run's published weights, which differs for every user and run directory.
 
     Args:
-        node: number of the node; keeps nodes apart that share a machine.
+        node: number of the node in a run on several nodes; several nodes on one machine then have separate folders.
     """
     real = os.path.realpath(run_dir)
     digest = hashlib.blake2b(real.encode(), digest_size=8).hexdigest()
@@ -41,9 +41,9 @@ class WeightStore:
     """The published weights of one run on one node.  At most two versions exist at a time."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Creates the folder, mode 0700, with its marker.
+        """Create the folder, mode 0700, with its marker.
 
-        Raises ConfigError for a folder of somebody else's: another owner, a link, or files but no marker.
+        Raises ConfigError if the folder belongs to another user, is a link, or contains files but no marker.
         """
         self.folder = Path(folder)
         self._claim()
@@ -52,10 +52,10 @@ class WeightStore:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = self.folder.lstat()
         if self.folder.is_symlink() or status.st_uid != os.getuid():
-            raise ConfigError(f"{self.folder}: not a folder of this user; move it away")
+            raise ConfigError(f"{self.folder}: expected a folder of this user, not a link.  Fix: move it away")
         marker = self.folder / MARKER
         if not marker.exists() and any(self.folder.iterdir()):
-            raise ConfigError(f"{self.folder}: holds files but no {MARKER}, so it is not ours; move it away")
+            raise ConfigError(f"{self.folder}: contains files but no {MARKER}: not of a run.  Fix: move it away")
         self.folder.chmod(0o700)
         marker.touch(mode=0o600)
 
@@ -63,15 +63,17 @@ class WeightStore:
         return self.folder / f"weights-{version:08d}.safetensors"
 
     def versions(self) -> list[int]:
-        """Complete versions that are here, oldest first."""
+        """Return the complete versions in the folder, oldest first."""
         ours = (p for p in self.folder.iterdir() if _is_ours(p) and p.suffix == ".safetensors")
         return sorted(int(path.name.split("-")[1].split(".")[0]) for path in ours)
 
     def write(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Path:
-        """Writes one version, one tensor in memory at a time, dtypes kept; returns the complete file's path.
+        """Write one version without changing dtypes; return the path of the complete file.
 
-        `tensors`: HF names with float tensors of any shape and device.
-        Raises UnfitMachine when shared memory has no room; then nothing of this version is left.
+        One tensor at a time is copied to host memory.  All other versions except the newest are deleted first.
+
+        `tensors`: Hugging Face names with float tensors of any shape on any device.
+        Raises UnfitMachine if shared memory is full; the unfinished file is removed.
         """
         for old in [other for other in self.versions() if other != version][:-1]:
             self.path_of(old).unlink(missing_ok=True)
@@ -83,21 +85,22 @@ class WeightStore:
             os.replace(temporary, final)
         except OSError as error:
             raise UnfitMachine(
-                f"{self.folder}: weights version {version} cannot be written: {error}; "
-                "enlarge the shared memory (containers: --shm-size) or remove other files there"
+                f"{self.folder}: weights version {version} cannot be written: {error}.  "
+                "Fix: enlarge the shared memory (containers: --shm-size) or remove other files from it"
             ) from error
         finally:
             temporary.unlink(missing_ok=True)
         return final
 
     def _stream(self, file: BinaryIO, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Data first, behind room for the header; then the header, padded with blanks as the format allows."""
+        """Write the data after the space reserved for the header, then the header, padded with blanks."""
         header: dict[str, object] = {}
         offset = 0
         file.seek(8 + _HEADER_BYTES)
         for name, tensor in tensors:
             if name in header or tensor.dtype not in _DTYPES:
-                raise ValueError(f"{name}: given twice" if name in header else f"{name}: dtype {tensor.dtype}")
+                fault = "given twice" if name in header else f"expected a float dtype; got {tensor.dtype}"
+                raise ValueError(f"tensor {name}: {fault}")
             flat = tensor.detach().contiguous().reshape(-1)
             size = flat.numel() * flat.element_size()
             file.write(flat.view(torch.uint8).cpu().numpy().data)
@@ -110,15 +113,15 @@ class WeightStore:
         text = json.dumps(header, separators=(",", ":")).encode()
         if len(text) > _HEADER_BYTES:
             raise ValueError(
-                f"{len(header)} tensors need a header of {len(text)} bytes; there is room for {_HEADER_BYTES}"
+                f"the header of {len(header)} tensors has {len(text)} bytes; the maximum is {_HEADER_BYTES}"
             )
         file.seek(0)
         file.write(_HEADER_BYTES.to_bytes(8, "little") + text.ljust(_HEADER_BYTES))
 
     def remove_stale(self) -> list[Path]:
-        """Deletes what an earlier process of this run left: weights and unfinished files of our own pattern only.
+        """Delete weights and unfinished files of an earlier process of this run; return the deleted paths.
 
-        Call it before any process of the run writes.  Returns what was deleted.
+        Call it before any process of the run writes weights.
         """
         removed = []
         for path in sorted(self.folder.iterdir()):
@@ -128,7 +131,7 @@ class WeightStore:
         return removed
 
     def remove(self) -> None:
-        """Deletes this run's weights at its end, and the folder if nothing of anybody else's is in it."""
+        """Delete this run's weights at its end, and the folder if it contains no other files."""
         self.remove_stale()
         if [p.name for p in self.folder.iterdir()] == [MARKER]:
             (self.folder / MARKER).unlink()

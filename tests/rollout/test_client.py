@@ -175,7 +175,7 @@ def test_a_response_of_other_weights_is_thrown_away(tmp_path: Path) -> None:
         pool = EnginePool(folder, "t")
         await pool.publish("file", 7, Deadline(30, "weights"))
         got = await pool.generate([5], [1, 2], SAMPLING, Deadline(30, "a group"), version=7)
-        with pytest.raises(ValueError, match="weights 6 are asked for, but 7 are published"):
+        with pytest.raises(ValueError, match="weights 6 were requested, but weights 7 are published"):
             await pool.generate([5], [1], SAMPLING, Deadline(30, "a group"), version=6)
         await pool.close()
         await fake.stop()
@@ -192,7 +192,7 @@ def test_announced_weights_are_loaded_before_the_next_response_and_by_whoever_is
         await pool.publish("file", 3, Deadline(30, "weights"))
         await pool.announce("other", 4)
         assert all(fake.calls == [("weights", 3)] for fake in fakes)
-        with pytest.raises(ValueError, match="weights 3 are asked for, but 4 are published"):
+        with pytest.raises(ValueError, match="weights 3 were requested, but weights 4 are published"):
             await pool.generate([5], [1], SAMPLING, Deadline(30, "a group"), version=3)
         got = await pool.generate([5], [1, 2], SAMPLING, Deadline(30, "a group"), version=4)
         assert [r.weight_version for r in got] == [4, 4]

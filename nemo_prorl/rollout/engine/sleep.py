@@ -1,4 +1,4 @@
-"""Sleep of an engine: it releases its device's memory for the trainer and takes it back before the next rollout.
+"""Sleep of an engine: it releases its device memory for the trainer and takes it back before the next rollout.
 
     awake --sleep--> asleep --wake weights--> weights without KV cache --load--> --wake kv_cache--> awake
 
@@ -26,11 +26,11 @@ _POLL_S = 0.2
 
 
 class Refused(RuntimeError):
-    """The state of the engine does not allow the request.  Becomes status 409."""
+    """The state of the engine does not allow the request.  The reply has HTTP status 409."""
 
 
 class EngineSleep:
-    """The sleeping parts of an engine.
+    """Sleep and wake of an engine, and which of its parts are asleep.
 
     Args:
         enabled: the engine was started with --sleep.
@@ -41,26 +41,26 @@ class EngineSleep:
         self.engine, self.enabled, self.frees_memory = engine, enabled, frees_memory
         self.level = 0  # level of the current or last sleep
         self.asleep: tuple[str, ...] = ()
-        self.weights_lost = False
+        self.weights_lost = False  # after level 2, until weights are loaded
 
     @property
     def refusal(self) -> str | None:
         """Return why no response can be generated now, or None."""
         if self.asleep:
-            return f"the engine sleeps (level {self.level}: {', '.join(self.asleep)}); wake it first"
+            return f"the engine is asleep (level {self.level}: {', '.join(self.asleep)}); wake it first"
         if self.weights_lost:
-            return "the engine dropped its weights when it slept (level 2); load some first"
+            return "the engine has no weights after a sleep at level 2; load weights first"
         return None
 
     async def fall_asleep(self, level: int) -> dict[str, Any]:
-        """Fall asleep.  Call it only with nothing in flight.
+        """Put the engine to sleep.  Call it only while no response is in flight.
 
         Raises Refused while the engine sleeps at another level, BadRequest if it was started without --sleep.
         """
         if not self.enabled:
-            raise BadRequest("this engine was not started for sleep; start it with --sleep (rollout.sleep)")
+            raise BadRequest("this engine was started without --sleep.  Fix: set rollout.sleep, or add --sleep")
         if self.asleep and (self.level != level or self.asleep != PARTS):
-            raise Refused(f"the engine sleeps at level {self.level} ({', '.join(self.asleep)}); wake it first")
+            raise Refused(f"the engine is asleep at level {self.level} ({', '.join(self.asleep)}); wake it first")
         if self.asleep:
             return self.account()
         began, free = time.monotonic(), await self._free_bytes()
@@ -70,7 +70,7 @@ class EngineSleep:
         return {**self.account(), "freed_bytes": freed, "seconds": round(time.monotonic() - began, 4)}
 
     async def wake(self, parts: Sequence[str]) -> dict[str, Any]:
-        """Take back the device's memory of these parts.  Parts that are awake do not change."""
+        """Take back the device memory of these parts.  Parts that are awake do not change."""
         began = time.monotonic()
         if due := [part for part in self.asleep if part in parts]:
             await self.engine.wake_up(due)
@@ -78,7 +78,7 @@ class EngineSleep:
         return {**self.account(), "seconds": round(time.monotonic() - began, 4)}
 
     def account(self) -> dict[str, Any]:
-        """Return the state for /health and for replies."""
+        """Return the state for GET /health and for the replies to /sleep and /wake."""
         return {
             "level": self.level if self.asleep else 0,
             "asleep": list(self.asleep),
@@ -86,28 +86,34 @@ class EngineSleep:
         }
 
     async def _free_bytes(self) -> int:
-        """Return the free bytes on the devices of all workers; 0 if the build cannot report them."""
+        """Return the free bytes on the devices of all workers; 0 if the build does not release memory."""
         return sum(await self.engine.collective_rpc("prorl_free_bytes")) if self.frees_memory else 0
 
 
 def wait_while_held(hold: str, waiting: str, seconds: float) -> None:
     """Wait, before the engine takes memory, until the hold file is removed.
 
-    The file exists while the other engines sleep.  The file `waiting` exists while this engine waits.  Raises
-    TimeoutError naming the hold file.
+    Args:
+        hold: path of the hold file, which exists while the other engines sleep.
+        waiting: path of a file that exists while this engine waits.
+
+    Raises:
+        TimeoutError: the hold file still exists after `seconds`.
     """
     if not os.path.exists(hold):
         with contextlib.suppress(OSError):
             os.unlink(waiting)  # left by an engine that was killed while it waited
         return
-    _log.info("%s: the trainer has the device; this engine starts when the others wake", hold)
+    _log.info("%s exists: the trainer uses the device; this engine starts as soon as the other engines wake", hold)
     end = time.monotonic() + seconds
     with open(waiting, "w", encoding="ascii"):
         pass
     try:
         while os.path.exists(hold):
             if time.monotonic() > end:
-                raise TimeoutError(f"{hold} still exists after {seconds:g} s (--hold-s): the engines were not woken")
+                raise TimeoutError(
+                    f"{hold} still exists after {seconds:g} s (--hold-s): the other engines did not wake"
+                )
             time.sleep(_POLL_S)
     finally:
         with contextlib.suppress(OSError):

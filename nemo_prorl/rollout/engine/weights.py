@@ -13,7 +13,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class UnfitWeights(ValueError):
-    """Weights refused before the model was changed.  The text names the file or tensor and what is expected."""
+    """A weights file was refused; the model is unchanged.  The text names the file or tensor and the fault."""
 
 
 def read_header(path: str) -> Shapes:
@@ -25,7 +25,7 @@ def read_header(path: str) -> Shapes:
         with safe_open(path, framework="np") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise UnfitWeights(f"{path}: not a whole safetensors file: {type(error).__name__}: {error}") from error
+        raise UnfitWeights(f"{path}: expected a complete safetensors file: {type(error).__name__}: {error}") from error
 
 
 def shapes_of_model(folder: str) -> Shapes:
@@ -38,7 +38,7 @@ def shapes_of_model(folder: str) -> Shapes:
         if name.endswith(".safetensors"):
             shapes.update(read_header(os.path.join(folder, name)))
     if not shapes:
-        raise UnfitWeights(f"{folder}: holds no *.safetensors; export the model there first")
+        raise UnfitWeights(f"{folder}: contains no *.safetensors file.  Fix: export the model to this folder")
     return shapes
 
 
@@ -49,7 +49,7 @@ def check_fits(path: str, folder: str, shapes: Shapes) -> None:
     """
     inside = os.path.join(os.path.realpath(folder), os.path.basename(path))
     if os.path.islink(path) or os.path.realpath(path) != inside:
-        raise UnfitWeights(f"{path}: not a file of this run's weights folder {folder} (links are refused)")
+        raise UnfitWeights(f"{path}: expected a file directly in this run's weights folder {folder}; links are refused")
     if not os.path.exists(inside) or not stat.S_ISREG(os.lstat(inside).st_mode):
         raise UnfitWeights(f"{path}: no such file")
     found = read_header(inside)
@@ -57,8 +57,8 @@ def check_fits(path: str, folder: str, shapes: Shapes) -> None:
     if wrong:
         first = wrong[0]
         raise UnfitWeights(
-            f"{path}: {len(wrong)} tensors do not fit; {first}: the model has {shapes.get(first)}, "
-            f"the file {found.get(first)}"
+            f"{path}: {len(wrong)} tensors differ from the model; {first}: expected shape {shapes.get(first)}, "
+            f"got {found.get(first)} (None: no such tensor)"
         )
 
 
@@ -67,7 +67,7 @@ class WeightLoader:
 
     model_config: Any
     model_runner: Any
-    reload_weights: Any  # the worker's method also sets vLLM's current configuration, which a quantised load reads
+    reload_weights: Any  # method of the worker; it also sets vLLM's current configuration, which a quantised load reads
 
     def prorl_free_bytes(self) -> int:
         """Return the free bytes of this worker's GPU."""
@@ -76,10 +76,10 @@ class WeightLoader:
         return int(torch.cuda.mem_get_info()[0])
 
     def prorl_load_weights(self, path: str) -> None:
-        """Load a checked file into the live model.  After an error the model may have both old and new weights.
+        """Load a checked file into the running model.  After an error the model may contain old and new weights.
 
-        Tensors are first cast to the engine's dtype, as at a fresh start: on a CPU vLLM keeps biases in float32 and
-        would otherwise take them unrounded.
+        Tensors are cast to the engine's dtype first, as at the start of an engine.  Otherwise vLLM would keep biases
+        unrounded on a CPU, where they are stored in float32.
         """
         dtype = self.model_config.dtype
         with safe_open(path, framework="pt") as file:
@@ -89,7 +89,7 @@ class WeightLoader:
 
 
 def _repack_tied_head(model: Any) -> None:
-    """Pack a tied lm_head again: on a CPU vLLM 0.32 packs linear weights, and reload_weights omits this one."""
+    """Pack a tied lm_head again, which vLLM 0.32 packs at its start on a CPU but not in `reload_weights`."""
     from vllm.platforms import current_platform
 
     head = getattr(model, "lm_head", None)

@@ -1,6 +1,6 @@
-"""Changes to vLLM's internals, each made for one version of vLLM and off under any other.
+"""Changes to vLLM's internals, made for one version of vLLM and switched off under any other.
 
-`scheduler.py` hands out whole responses instead of single tokens.  `cpu.py` is for vLLM's CPU build: faster norms, and
+`scheduler.py` returns whole responses instead of single tokens.  `cpu.py` is for vLLM's CPU build: faster norms, and
 log-probabilities that do not depend on the number of running responses.  Both use names that vLLM may change in any
 release.  The functions below return the engine options that switch them on, and no options under another version.
 
@@ -14,8 +14,8 @@ from typing import Any
 
 _log = logging.getLogger(__name__)
 
-MADE_FOR = "0.32.0"
-NORMS = "prorl_cpu"  # name under which vLLM knows the norms of cpu.py
+MADE_FOR = "0.32.0"  # version of vLLM
+NORMS = "prorl_cpu"  # name of the norms of cpu.py in vLLM
 
 
 def vllm_version() -> str:

@@ -1,7 +1,7 @@
 """Scheduler for vLLM that returns whole responses instead of single tokens.
 
 vLLM returns each token of each response as it is sampled, with three arrays for its log-probability, which both
-processes of an engine pack and unpack.  Nothing here uses a response before its end.  Holding the tokens back saves a
+processes of an engine pack and unpack.  This project uses only finished responses.  Holding the tokens back saves a
 fifth of the engine's time with a small model on a CPU.
 
 Runs in the engine core's process.
@@ -23,7 +23,7 @@ class _Held:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    prefill: Any = None  # statistics of the prompt's computation, from the first output
+    prefill: Any = None  # statistics of the prefill, which only the first output has
 
 
 class WholeResponses(Scheduler):  # type: ignore[misc]
@@ -31,7 +31,7 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._held: defaultdict[str, _Held] = defaultdict(_Held)  # by request id
+        self._held: defaultdict[str, _Held] = defaultdict(_Held)  # request id -> tokens
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
@@ -40,7 +40,7 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
         return outputs
 
     def _hold(self, output: Any) -> bool:
-        """Store the new tokens of a response.  Return True at its end, with all its tokens in this output."""
+        """Store the new tokens of a response.  At its end put all its tokens into `output` and return True."""
         held = self._held[output.request_id]
         held.tokens += output.new_token_ids
         held.prefill = output.prefill_stats = output.prefill_stats or held.prefill
@@ -54,12 +54,12 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
             output.new_logprobs = LogprobsLists(
                 np.array(held.tokens, dtype=np.int32)[:, None],
                 np.array(held.logprobs, dtype=np.float32)[:, None],
-                np.zeros(len(held.tokens), dtype=np.int32),  # ranks, which are never requested
+                np.zeros(len(held.tokens), dtype=np.int32),  # ranks of the tokens; nothing reads them
             )
         return True
 
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        """Forget cancelled requests; None means all requests."""
+        """Finish requests early, and drop their stored tokens; None means all requests."""
         if request_ids is None:
             self._held.clear()
         else:
@@ -70,10 +70,10 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
 
 
 class AsyncWholeResponses(WholeResponses, AsyncScheduler):  # type: ignore[misc]
-    """WholeResponses for asynchronous scheduling, vLLM's default on GPUs."""
+    """WholeResponses for asynchronous scheduling, vLLM's default on GPUs: a step is scheduled during the last one."""
 
 
 def make_scheduler(vllm_config: Any, **options: Any) -> Scheduler:
-    """Return the scheduler for `scheduler_cls`, synchronous or asynchronous as vLLM would choose."""
+    """Return the scheduler; vLLM calls this function by its option `scheduler_cls`."""
     kind = AsyncWholeResponses if vllm_config.scheduler_config.async_scheduling else WholeResponses
     return kind(vllm_config=vllm_config, **options)

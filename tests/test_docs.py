@@ -83,10 +83,10 @@ def test_every_file_named_exists() -> None:
             assert (ROOT / code).exists(), code
 
 
-def test_the_readme_leads_to_pages_in_an_order() -> None:
-    """Each of the README's seven steps names a page, and the page before it ends with a link to it."""
-    order = (ROOT / "README.md").read_text().split("## Read in this order")[1].split("\n## ")[0]
-    steps = [ROOT / link for link in re.findall(r"^\d\. \[[^]]+\]\((docs/[\w/]+\.md)\)", order, re.M)]
+def test_the_start_page_leads_to_pages_in_an_order() -> None:
+    """Each of the seven steps of docs/index.md names a page, and the page before it ends with a link to it."""
+    order = (DOCS / "index.md").read_text().split("## Read in this order")[1].split("\n## ")[0]
+    steps = [DOCS / link for link in re.findall(r"^\d\. \[[^]]+\]\(([\w/]+\.md)\)", order, re.M)]
     assert len(steps) == 7
     for page, following in pairwise(steps):
         link = re.search(r"\]\(([^)]+)\)\.$", page.read_text().splitlines()[-1])
@@ -127,8 +127,8 @@ def test_drawings_are_those_of_the_script(name: str) -> None:
     assert (DOCS / "images" / f"{name}.svg").read_text() == drawings[f"{name}.svg"]
 
 
-def test_the_tree_in_the_readme_is_the_tree() -> None:
-    [tree] = [block for block in blocks(ROOT / "README.md", "text") if "nemo_prorl/\n" in block]
+def test_the_tree_of_the_design_is_the_tree() -> None:
+    [tree] = [block for block in blocks(DOCS / "explanation" / "design.md", "text") if "nemo_prorl/\n" in block]
     for line in tree.splitlines():
         folder = ROOT / "nemo_prorl" if line.startswith("  ") else ROOT
         for name in re.split(r"\s{2,}", line.strip())[0].split():
@@ -203,6 +203,29 @@ def test_every_error_of_the_package_has_a_cause_and_a_cure() -> None:
     assert len(errors) > 15
     rows = re.findall(r"^\| `(\w+)` \| \d+ \|", (DOCS / "howto" / "troubleshooting.md").read_text(), re.M)
     assert sorted(errors - set(rows) - {"ProrlError"}) == []
+
+
+def names_of_tests() -> set[str]:
+    files = (ROOT / "tests").rglob("test_*.py")
+    return {name for file in files for name in re.findall(r"^(?:async )?def (test_\w+)\(", file.read_text(), re.M)}
+
+
+@pages("comparison.md", "defects.md")
+def test_every_test_that_a_page_names_exists(page: Path) -> None:
+    """They are the evidence for what the page claims."""
+    named = {code for code in inline_code(page) if re.fullmatch(r"test_\w+", code)}
+    assert len(named) >= 5
+    assert sorted(named - names_of_tests()) == []
+
+
+def test_every_defect_has_a_thread_and_a_test() -> None:
+    """Each row of docs/explanation/defects.md links to one or more threads and names one or more tests."""
+    lines = (DOCS / "explanation" / "defects.md").read_text().splitlines()
+    rows = [line for line in lines if line.startswith("| ") and not line.startswith(("| defect", "| ---"))]
+    assert len(rows) >= 12
+    for row in rows:
+        assert re.search(r"\]\(https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+\)", row), row
+        assert re.search(r"`test_\w+`", row), row
 
 
 # --- commands (tests/test_docs_commands.py runs them) ----------------------------------------------------------------
@@ -405,10 +428,10 @@ def test_the_sandboxs_plugin_judges() -> None:
     assert [verdict["score"] for verdict in verdicts] == [1.0, 0.0]
 
 
-def test_the_readmes_loss_has_a_gradient() -> None:
-    code = next(block for block in blocks(ROOT / "README.md", "python") if "grpo_loss" in block)
+def test_the_loss_of_the_python_page_has_a_gradient() -> None:
+    [code] = blocks(DOCS / "reference" / "api_algorithms.md", "python")
     names: dict[str, Any] = {}
-    exec(compile(code, "README.md", "exec"), names)
+    exec(compile(code, "api_algorithms.md", "exec"), names)
     gradient = names["logp_BT"].grad
     expected = -names["advantage_B"][:, None].expand(4, 8) / 32
     torch.testing.assert_close(gradient, expected)

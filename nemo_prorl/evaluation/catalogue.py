@@ -53,7 +53,7 @@ class Benchmark:
     """One benchmark.  Exactly one of `prompts` (a file that the user provides) and `generate` is set."""
 
     name: str
-    sha256: str  # of the yaml file
+    sha256: str  # name in the yaml file
     title: str
     domain: Domain
     task: str  # task of its records, which selects the reward plugin
@@ -62,7 +62,7 @@ class Benchmark:
     source: str
     licence: str
     prompts: str | None = None  # name of its file or folder in --data, see `file_of`
-    prepare: str = ""  # how the user gets that file
+    prepare: str = ""  # instruction to get that file
     generate: dict[str, Any] | None = None  # generator, size, seed and options, as in a run's data source
     out_of_distribution: bool = False
     sampling: Sampling = Field(default_factory=Sampling)

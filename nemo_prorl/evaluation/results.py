@@ -20,7 +20,7 @@ from nemo_prorl.evaluation.formats import (
 from nemo_prorl.evaluation.store import Key, StoredVerdict
 from nemo_prorl.planning.columns import columns
 
-_CORRECT_FROM = 1.0 - 1e-9  # from this score on, a verdict without `correct` counts as correct
+_CORRECT_FROM = 1.0 - 1e-9  # a verdict without `correct` counts as correct at this score or more
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Scored:
     """The samples of a benchmark by prompt, with the prompts in their order."""
 
     ids: list[str]
-    parts: list[str]  # of each prompt: the part of the benchmark that it is reported under
+    parts: list[str]  # category of each prompt in the report
     samples: list[list[Sample]]
 
     def only(self, part: str) -> "Scored":

@@ -152,7 +152,7 @@ class Endpoint:
         prompt = record["prompt"]
         if not isinstance(prompt, str):
             most = {} if sampling.max_response is None else {"max_tokens": sampling.max_response}
-            return {**body, "messages": prompt, **most}  # without max_tokens the server uses its whole context
+            return {**body, "messages": prompt, **most}  # the server uses its whole context if there is no max_tokens
         # Without max_tokens servers generate 16 tokens. A prompt has at most as many tokens as bytes.
         room = sampling.max_response or sampling.context - len(prompt.encode())
         if room < 1:

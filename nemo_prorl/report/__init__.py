@@ -1,1 +1,1 @@
-"""`prorl report`: one HTML file that shows a run, a chain of stages, or several of them beside each other."""
+"""`prorl report`: one HTML file with a run, a chain of stages, or several of them side by side."""

@@ -1,4 +1,4 @@
-"""`prorl report RUN...`: writes the report, or serves it while a run goes on."""
+"""`prorl report RUN...`: write the report, or serve it while a run continues."""
 
 import argparse
 import contextlib
@@ -16,7 +16,7 @@ SAMPLES = 400
 
 
 def add_parser(commands: Any) -> None:
-    """Adds `report` to the main command line."""
+    """Add `report` to the main command line."""
     text = "one HTML file that shows a run, a chain of stages, or several beside each other; needs no network"
     parser = commands.add_parser("report", help=text, description=text)
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run directory, or a chain's folder")
@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the file's path, or the address.  Raises ConfigError before anything is written or served."""
+    """Print the path of the file, or the address.  Raises ConfigError before anything is written or served."""
     if args.samples < -1:
         raise ConfigError(f"--samples {args.samples}: must be -1 (all), 0 (none) or more")
     if args.serve:
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write(runs: list[Path], evaluations: list[Path], samples: int, out: Path | None) -> Path:
-    """Writes the page as a whole file, and returns its path."""
+    """Write the page atomically and return its path."""
     from nemo_prorl.report.data import page_data
     from nemo_prorl.report.page import page
 

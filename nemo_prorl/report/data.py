@@ -1,4 +1,4 @@
-"""Everything that the page shows, as one JSON value.  The page itself holds no number that is not in it."""
+"""Data of the page as one JSON value.  Every number of the page is in it."""
 
 import time
 from pathlib import Path
@@ -7,14 +7,18 @@ from typing import Any
 from nemo_prorl.report import evaluation, samples, series, tables
 from nemo_prorl.report.read import Curve, read_curves
 
-POINTS = 256  # of a curve on the page; with many runs fewer, so that the file stays small
+POINTS = 256  # points of a curve; fewer with many runs, so that the file stays small
 _ALL_POINTS = 1024
 
 
 def page_data(folders: list[Path], evaluations: list[Path], limit: int) -> dict[str, Any]:
-    """Reads run directories and evaluations; raises ConfigError where one is none.
+    """Read run directories and evaluations.
 
-    limit: responses in the sample browser, shared by the runs; -1 is all, as far as a page can hold them.
+    Args:
+        limit: responses in the sample browser, shared by the runs; -1 means all that fit into a page.
+
+    Raises:
+        ConfigError: a folder is not a run or an evaluation.
     """
     curves = read_curves(folders)
     tables_of_evaluation = [evaluation.read(folder) for folder in evaluations]
@@ -32,7 +36,7 @@ def page_data(folders: list[Path], evaluations: list[Path], limit: int) -> dict[
 def _curve(curve: Curve, points: int, limit: int) -> dict[str, Any]:
     grid = series.grid_of(curve, points)
     found = {key: series.metric(curve, key, grid) for key in series.keys_of(curve)}
-    shown = samples.samples(curve, limit)  # before the tables: what it cannot read is told there
+    shown = samples.samples(curve, limit)  # read before the tables, which list its problems
     return {
         "name": curve.name,
         "steps": sum(run.last_step for run in curve.runs),

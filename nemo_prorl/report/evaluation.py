@@ -1,4 +1,4 @@
-"""Reads what `prorl evaluate` wrote, for the report's tables: results.json and, if there is one, comparison.json."""
+"""Reader of an evaluation's results.json and comparison.json, for the tables of the report."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -12,11 +12,12 @@ _FACTS = ("title", "out_of_distribution", "prompts", "samples", "unjudged", "tru
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return what the page shows.  Raises ConfigError if there is no evaluation, DataError if it is broken."""
+    """Return the tables of an evaluation.  Raises ConfigError if there is no evaluation, DataError if it is broken."""
     results, comparison = folder / "results.json", folder / "comparison.json"
     if not results.is_file() and not comparison.is_file():
         raise ConfigError(
-            f"--evaluation {folder}: holds neither {results.name} nor {comparison.name}: give what prorl evaluate wrote"
+            f"--evaluation {folder}: expected {results.name} or {comparison.name} in the folder; got neither."
+            " Fix: give the --out folder of prorl evaluate"
         )
     shown: dict[str, Any] = {"name": folder.resolve().name}
     if results.is_file():
@@ -43,7 +44,7 @@ def _groups(value: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def _results(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The model, and a row for each benchmark and each mean over benchmarks."""
+    """Return the model, and a row for each benchmark and each mean over benchmarks."""
     entries = [*value["benchmarks"].items(), *_groups(value).items()]
     return {
         "model": value["model"]["name"],
@@ -57,7 +58,7 @@ def _results(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _comparison(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Differences from the base, a row for each benchmark, domain and model; and every model's pass@k."""
+    """Return differences from the base, a row for each benchmark, domain and model, and the pass@k of every model."""
     titled = {entry["title"]: entry for entry in value["benchmarks"].values()}
     return {
         "base": value["base"],
@@ -78,7 +79,9 @@ def _comparison(value: Mapping[str, Any]) -> dict[str, Any]:
 def _difference(title: str, entry: Mapping[str, Any], one: Mapping[str, Any]) -> dict[str, Any]:
     most = max(one["pass@k"], key=int)
     facts = {key: one[key] for key in ("model", "pass@1", "reward", "reading")}
-    more = {key: one[key] for key in ("prompts", "base_k") if key in one} | one.get("solved", {})  # of benchmarks
+    more = {key: one[key] for key in ("prompts", "base_k") if key in one} | one.get(
+        "solved", {}
+    )  # means over benchmarks
     outside = entry.get("out_of_distribution", False)
     return (
         {"title": title, "out_of_distribution": outside, "k": int(most), "largest": one["pass@k"][most]} | facts | more

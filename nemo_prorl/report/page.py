@@ -1,7 +1,7 @@
-"""The page as one HTML text: template, style, script and data, and nothing that is loaded from elsewhere.
+"""The page as one HTML text: template, style, script and data, without any file loaded from elsewhere.
 
-What a run wrote is data to it.  It stands in the file as JSON in which no character can end a script or mean anything
-to HTML, and the script puts it into the page as text.  The page's policy lets only this one script run.
+Text from a run is data: it is embedded as JSON in which no character can end a script or has a meaning in HTML, and the
+script inserts it as text.  The page's content security policy allows this one script only.
 """
 
 import base64
@@ -17,8 +17,11 @@ _TELLING = ("reward/all", "validation/all", "kl", "entropy", "rollout/response_t
 
 
 def page(data: dict[str, Any]) -> str:
-    """The whole file; with `live` in the data, an address on the same server, it asks there for newer data."""
-    licence = "/*\nuPlot\n" + _asset("uplot.LICENSE.txt") + "\n*/\n"  # its terms: the notice stands in every copy
+    """Return the whole file.
+
+    With `live` in the data, an address on the same server, the page fetches newer data there.
+    """
+    licence = "/*\nuPlot\n" + _asset("uplot.LICENSE.txt") + "\n*/\n"  # its licence requires the notice in every copy
     script = licence + '(() => {\n"use strict";\n' + "\n".join(_asset(name) for name in _SCRIPTS) + "})();\n"
     parts = {
         "policy": _policy(script, bool(data.get("live"))),
@@ -28,18 +31,20 @@ def page(data: dict[str, Any]) -> str:
         "data": embedded(data),
         "script": script,
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))  # once: parts are not searched
+    return re.sub(
+        r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html")
+    )  # a single pass: inserted parts are not searched again
 
 
 def _title(data: dict[str, Any]) -> str:
-    """Return the page's title: the names of what it shows."""
+    """Return the title of the page: the names of its curves."""
     names = [curve["name"] for curve in data["curves"]]
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return f"ProRL report: {shown}"
 
 
 def embedded(data: Any) -> str:
-    """JSON that may stand in a script element: ASCII, and without <, > and &."""
+    """Return JSON for a script element: ASCII without <, > and &."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -56,7 +61,7 @@ def _policy(script: str, live: bool) -> str:
 
 
 def _summary(data: dict[str, Any]) -> str:
-    """The last numbers as plain HTML, for a reader without scripts."""
+    """Return the last numbers as plain HTML, for a browser without scripts."""
     rows = []
     for curve in data["curves"]:
         known = {key: curve["metrics"][key]["stats"].get("last") for key in _TELLING if key in curve["metrics"]}

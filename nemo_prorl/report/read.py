@@ -1,6 +1,6 @@
-"""Reads run directories for the report, whatever is missing, cut or being written: it says what it passed over.
+"""Reader of run directories for the report.  Missing, cut or unfinished files become problems in the report.
 
-Only what is no run at all raises.  Everything here may come from a run that was killed, or still goes on.
+An error is raised only for a folder that is not a run.  The files may come from a killed run or one that continues.
 """
 
 import json
@@ -17,12 +17,12 @@ import yaml
 from nemo_prorl.errors import ConfigError
 
 _SIGNS = ("config.yaml", "metrics.jsonl", "journal.jsonl")  # any of them makes a folder a run directory
-_MAX_PROBLEMS = 12  # of a file, told one by one
+_MAX_PROBLEMS = 12  # problems of a file that are listed one by one
 
 
 @dataclass
 class Run:
-    """What one run directory holds.  `metrics` are in order of `step`, each step once; `problems` are told."""
+    """Content of a run directory.  `metrics` are in order of `step`, each step once; the report lists `problems`."""
 
     folder: Path
     name: str
@@ -39,14 +39,14 @@ class Run:
         return int(self.metrics[-1]["step"]) if self.metrics else 0
 
     def setting(self, key: str) -> Any:
-        """A value of the configuration by its dotted key; None where the file does not say."""
+        """Return a value of the configuration by its dotted key, or None if the file does not have it."""
         value: Any = self.config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         return value
 
     def counted(self, kind: str) -> list[dict[str, Any]]:
-        """Return the events of one kind that have a step, without those that a resume threw away."""
+        """Return the events of one kind that have a step, without those that a resume discarded."""
         found: list[dict[str, Any]] = []
         for event in self.events:
             if (step := step_of(event)) is None:
@@ -60,7 +60,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Curve:
-    """One line in the comparison: a run, or the stages of a chain in their order."""
+    """A line in the comparison: a run, or the stages of a chain in order."""
 
     name: str
     folder: Path
@@ -69,7 +69,7 @@ class Curve:
 
     @property
     def offsets(self) -> list[int]:
-        """How many steps come before each stage."""
+        """Return the number of steps before each stage."""
         sums = [0]
         for run in self.runs[:-1]:
             sums.append(sums[-1] + run.last_step)
@@ -77,7 +77,10 @@ class Curve:
 
 
 def run_folders(folder: Path) -> tuple[list[Path], bool]:
-    """The run directories of a RUN argument in order, and whether they are a chain; raises ConfigError without one."""
+    """Return the run directories of a RUN argument in order, and whether they are a chain.
+
+    Raises ConfigError if there is none.
+    """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give a run directory, or the folder of a chain (run1, run2, ...)")
     if is_run(folder):
@@ -93,7 +96,7 @@ def run_folders(folder: Path) -> tuple[list[Path], bool]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder has any file by which a run directory is known."""
+    """Return whether the folder has any file that identifies a run directory."""
     return any((folder / name).is_file() for name in _SIGNS)
 
 
@@ -104,12 +107,12 @@ def _is_stage(folder: Path) -> bool:
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """run10 after run9."""
+    """Return a sort key that puts run10 after run9."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]
 
 
 def read_curves(folders: list[Path]) -> list[Curve]:
-    """A curve for each RUN argument; raises ConfigError where one is no run."""
+    """Return a curve for each RUN argument.  Raises ConfigError for a folder that is not a run."""
     curves, names = [], _short_names(folders)
     for folder, name in zip(folders, names, strict=True):
         found, is_chain = run_folders(folder)
@@ -119,8 +122,8 @@ def read_curves(folders: list[Path]) -> list[Curve]:
 
 
 def _short_names(folders: list[Path]) -> list[str]:
-    """The last part of each path; as many more as it takes to tell them apart."""
-    parts = [Path(os.path.abspath(folder)).parts for folder in folders]  # by the name that was given, links too
+    """Return the last part of each path, or as many parts as make the names differ."""
+    parts = [Path(os.path.abspath(folder)).parts for folder in folders]  # named as in the argument, even for links
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts]
         if len(set(names)) == len(names):
@@ -129,7 +132,7 @@ def _short_names(folders: list[Path]) -> list[str]:
 
 
 def read_run(folder: Path) -> Run:
-    """All of a run directory that can be read."""
+    """Read all readable files of a run directory."""
     run = Run(folder, folder.name)
     run.config = _mapping(folder / "config.yaml", run.problems)
     if isinstance(stage := run.config.get("stage"), str) and stage != "none":
@@ -137,7 +140,7 @@ def read_run(folder: Path) -> Run:
     run.metrics = _steps(folder / "metrics.jsonl", run.problems)
     run.events = [e for e in _lines(folder / "journal.jsonl", run.problems) if isinstance(e.get("event"), str)]
     run.launches = list(_lines(folder / "launches.jsonl", [], missing_is_fine=True))
-    run.summary = _mapping(folder / "summary.json", run.problems, missing_is_fine=True)  # written at its end
+    run.summary = _mapping(folder / "summary.json", run.problems, missing_is_fine=True)  # written at the end of a run
     run.rollouts = _rollouts(folder / "rollouts")
     return run
 
@@ -187,7 +190,10 @@ def _lines(path: Path, problems: list[str], missing_is_fine: bool = False) -> It
 
 
 def _steps(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """Metrics in order of steps.  Where a step stands again, the later line counts and those after it are dropped."""
+    """Return metrics in order of steps.
+
+    For a repeated step the later line counts, and earlier lines after it are dropped.
+    """
     lines: list[dict[str, Any]] = []
     odd = 0
     for line in _lines(path, problems):
@@ -208,13 +214,13 @@ def _rollouts(folder: Path) -> dict[int, Path]:
 
 
 def step_of(line: dict[str, Any]) -> int | None:
-    """The step of a metrics line or an event; None where it is none."""
+    """Return the step of a metrics line or an event, or None."""
     step = line.get("step")
     return step if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53 else None
 
 
 def number(value: Any) -> float | None:
-    """A finite number, else None."""
+    """Return a finite number, otherwise None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -225,6 +231,6 @@ def number(value: Any) -> float | None:
 
 
 def part_of(value: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return an object inside an object; empty if there is none."""
+    """Return an object inside an object, or an empty one."""
     part = value.get(key)
     return part if isinstance(part, dict) else {}

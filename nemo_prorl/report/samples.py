@@ -1,4 +1,4 @@
-"""Which stored responses the page shows: spread over steps and tasks, the best and the worst of a group among them."""
+"""Selection of stored responses for the page: spread over steps and tasks, with the best and worst of each group."""
 
 import functools
 import json
@@ -10,17 +10,17 @@ from typing import Any
 from nemo_prorl.report.read import Curve, Run, number, part_of
 
 PER_GROUP = 4
-_FILE_BYTES = 64 * 2**20  # of a step's file at most
+_FILE_BYTES = 64 * 2**20  # bytes of a step's file, at most
 _TEXT = 6000  # characters of a prompt or response; the middle of a longer one is left out
 _TRUTH = 1000
 _PAGE_TEXT = 3_000_000  # characters of all responses and prompts of a page
 
 
 def samples(curve: Curve, limit: int) -> dict[str, Any]:
-    """`groups` (prompt, truth, scores of all its responses) and `items` (responses), at most `limit` of them.
+    """Return `groups` (prompt, truth, scores of all its responses) and `items` (responses), at most `limit` of them.
 
-    `limit` -1 is all, as far as a page can hold them.  `stored` and `read` are numbers of steps, `left_out` responses
-    of the steps that were read.
+    `limit` -1 means all that fit into a page.  `stored` and `read` are numbers of steps, `left_out` the omitted
+    responses of the steps read.
     """
     steps = [(stage, step) for stage, run in enumerate(curve.runs) for step in run.rollouts]
     chosen = steps if limit < 0 else _spread(steps, max(1, limit // (2 * PER_GROUP)) if limit else 0)
@@ -43,7 +43,7 @@ def samples(curve: Curve, limit: int) -> dict[str, Any]:
 
 
 def _spread(steps: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    """`count` of them at equal distances, the first and the last always."""
+    """Return `count` items at equal distances, always with the first and the last."""
     if len(steps) <= count:
         return steps
     if count <= 1:
@@ -51,7 +51,7 @@ def _spread(steps: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
     return [steps[round(index * (len(steps) - 1) / (count - 1))] for index in range(count)]
 
 
-Group = tuple[dict[str, Any], list[dict[str, Any]]]  # what all responses to a prompt share, and responses
+Group = tuple[dict[str, Any], list[dict[str, Any]]]  # the common part of a prompt's responses, and the responses
 
 
 def _of_step(run: Run, step: int, limit: int | None) -> tuple[list[Group], int]:
@@ -64,16 +64,16 @@ def _of_step(run: Run, step: int, limit: int | None) -> tuple[list[Group], int]:
         return [], 0
 
 
-@functools.lru_cache(maxsize=256)  # a live report asks for the same files again and again
+@functools.lru_cache(maxsize=256)  # a live report reads the same files repeatedly
 def _read(path: Path, _changed: int, _size: int, limit: int | None) -> tuple[list[Group], int]:
-    """Return groups of a step's file with the responses to show, and how many responses the file holds."""
+    """Return the groups of a step's file with the responses to show, and the number of responses in the file."""
     stored = [_group(list(lines)) for _, lines in groupby(_requests(path), key=lambda line: str(line.get("id")))]
     count = sum(len(items) for _, items in stored)
     if limit is None:
         return stored, count
     by_task = {group["task"]: [one for one in stored if one[0]["task"] == group["task"]] for group, _ in stored}
     kept: list[Group] = []
-    for group, items in filter(None, chain.from_iterable(zip_longest(*by_task.values()))):  # each task in turn
+    for group, items in filter(None, chain.from_iterable(zip_longest(*by_task.values()))):  # one of each task in turn
         if limit > 0:
             kept.append((group, _telling(items, min(PER_GROUP, limit))))
             limit -= len(kept[-1][1])
@@ -110,7 +110,7 @@ def _group(lines: list[dict[str, Any]]) -> Group:
 
 
 def _prompt(prompt: Any) -> str:
-    """A prompt as text; of a list of messages each with its role."""
+    """Return a prompt as text; messages of a list follow their roles."""
     if isinstance(prompt, list):
         messages = [m for m in prompt if isinstance(m, dict)]
         return "\n\n".join(f"[{m.get('role', '?')}]\n{m.get('content', '')}" for m in messages)
@@ -135,7 +135,7 @@ def _item(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _telling(items: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """The best, the worst, one that was cut off, one without a verdict, then the others; in the file's order."""
+    """Return the best, the worst, one cut off, one without a verdict, then the others, in the file's order."""
     everything = range(len(items))
     judged = sorted((k for k in everything if items[k]["score"] is not None), key=lambda k: items[k]["score"])
     wanted = [*judged[-1:], *judged[:1]]
@@ -145,9 +145,9 @@ def _telling(items: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
 
 
 def shaping(run: Run, item: dict[str, Any]) -> dict[str, Any]:
-    """The response with `shaped`, the reward that training saw, and `shaping`, why it differs from the score.
+    """Return the response with `shaped`, the reward in training, and `shaping`, why it differs from the score.
 
-    Only what the file and the configuration tell: shapings by length need token counts, which are not stored.
+    Shapings by length are missing, because they need token counts, which are not stored.
     """
     named = (("overlong", "overlong_tokens"), ("cosine", "cosine"))
     by_length = [name for name, on in named if run.setting(f"trainer.grpo.shaping.{on}")]
@@ -164,7 +164,7 @@ def shaping(run: Run, item: dict[str, Any]) -> dict[str, Any]:
 
 
 def cut(text: str, length: int) -> str:
-    """A long text without its middle, which says how much is missing."""
+    """Shorten a long text by removing its middle, and state how much is missing."""
     if len(text) <= length:
         return text
     half = length // 2

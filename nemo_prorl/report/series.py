@@ -1,7 +1,7 @@
-"""From metrics lines to what a page draws: at most so many points a curve, and then the range that each stands for.
+"""Series of metrics for the page: a limited number of points per curve, and the range of each point.
 
-A long run has more steps than a screen has pixels.  Steps are put together in buckets of equal size, never across
-stages; a bucket keeps its mean, its minimum and its maximum, so that no spike is lost, and the page says so.
+A long run has more steps than a screen has pixels.  Steps are grouped in buckets of equal size, never across stages.  A
+bucket keeps its mean, minimum and maximum, so that no spike is lost, and the page states its size.
 """
 
 from collections.abc import Iterable
@@ -14,13 +14,13 @@ from nemo_prorl.report.read import Curve, number
 
 @dataclass(frozen=True)
 class Grid:
-    """Buckets of steps that all metrics of a curve share: (stage, first row, behind the last row)."""
+    """Buckets of steps, common to all metrics of a curve: (stage, first row, end row)."""
 
     buckets: tuple[tuple[int, int, int], ...]
     size: int  # steps in a bucket, at most
 
     def steps(self, curve: Curve) -> dict[str, list[float]]:
-        """`x`: the middle of each bucket, counted over all stages; `x0`, `x1`: its first and last step."""
+        """Return `x`, the middle of each bucket counted over all stages, and `x0`, `x1`, its first and last step."""
         first, last = [], []
         for stage, begin, end in self.buckets:
             rows, offset = curve.runs[stage].metrics, curve.offsets[stage]
@@ -32,7 +32,7 @@ class Grid:
 
 
 def grid_of(curve: Curve, points: int) -> Grid:
-    """About `points` buckets, each of steps of one stage."""
+    """Return about `points` buckets, each within one stage."""
     total = sum(len(run.metrics) for run in curve.runs)
     size = max(1, -(-total // points))
     buckets = [
@@ -44,7 +44,7 @@ def grid_of(curve: Curve, points: int) -> Grid:
 
 
 def keys_of(curve: Curve) -> list[str]:
-    """All metrics that stand in some step."""
+    """Return all metrics that occur in any step."""
     found: set[str] = set()
     for run in curve.runs:
         for line in run.metrics:
@@ -53,10 +53,10 @@ def keys_of(curve: Curve) -> list[str]:
 
 
 def metric(curve: Curve, key: str, grid: Grid) -> dict[str, Any] | None:
-    """A metric's points and what they come to, exactly, over all steps; None where no step has a number.
+    """Return the points of a metric and its exact statistics over all steps, or None if no step has a number.
 
-    `m`: means of the grid's buckets, null where a bucket has none; `lo`, `hi`: their range, where buckets are of
-    several steps.  A metric of few steps, such as a validation, has its own exact steps `x` instead of the grid's.
+    `m`: means of the grid's buckets, null for an empty bucket; `lo`, `hi`: their range, if buckets have several
+    steps.  A metric of few steps, such as a validation, has its own exact steps `x` instead of the grid's.
     """
     values = [_column(run.metrics, key) for run in curve.runs]
     points = [
@@ -80,7 +80,7 @@ def metric(curve: Curve, key: str, grid: Grid) -> dict[str, Any] | None:
 
 
 def _column(lines: list[dict[str, Any]], key: str) -> list[float | None]:
-    """A metric's finite numbers, None elsewhere; a long run has half a million of them."""
+    """Return the finite numbers of a metric, None elsewhere (half a million in a long run)."""
     found = []
     for line in lines:
         value = line.get(key)
@@ -89,7 +89,7 @@ def _column(lines: list[dict[str, Any]], key: str) -> list[float | None]:
 
 
 def _stats(points: list[tuple[int, float]]) -> dict[str, Any]:
-    """Of all steps: first, last, least, most (with its step), mean and count."""
+    """Return first, last, minimum, maximum (with its step), mean and count over all steps."""
     numbers = [value for _, value in points]
     named = {"first": numbers[0], "last": numbers[-1], "min": min(numbers), "max": max(numbers)}
     named["mean"] = sum(numbers) / len(numbers)
@@ -98,14 +98,14 @@ def _stats(points: list[tuple[int, float]]) -> dict[str, Any]:
 
 
 def rounded(values: Iterable[float | None]) -> list[float | None]:
-    """To five digits, more than any screen shows; what overflowed on the way is None."""
+    """Round to five digits, more than a screen shows; an overflow becomes None."""
     return [None if value is None else number(float(f"{value:.5g}")) for value in values]
 
 
 def validations(curve: Curve, points: int) -> dict[str, dict[str, Any]]:
-    """Validation by name, from the journal: steps `x`, means `m`, and `lo` and `hi` one standard error apart.
+    """Return validations by name, from the journal: steps `x`, means `m`, and `lo` and `hi` one standard error apart.
 
-    Beyond `points` every so many are left out; `left_out` says how many.
+    If there are more than `points`, only every k-th is kept; `left_out` is the number of the others.
     """
     found: dict[str, dict[int, tuple[float, float | None]]] = {}
     for run, offset in zip(curve.runs, curve.offsets, strict=True):
@@ -130,7 +130,7 @@ def _validation(judged: list[tuple[int, tuple[float, float | None]]], points: in
 
 
 def marks(curve: Curve) -> list[dict[str, Any]]:
-    """Where stages begin and hard resets were committed, between two steps: `x`, `kind`, `text`."""
+    """Return the starts of stages and the committed hard resets, between two steps: `x`, `kind`, `text`."""
     found = []
     for run, offset in zip(curve.runs, curve.offsets, strict=True):
         if curve.is_chain:

@@ -1,7 +1,8 @@
-"""`prorl report --serve`: the page on this machine's loopback address, with newer data while a run goes on.
+"""`prorl report --serve`: the page on this machine's loopback address, with newer data while a run continues.
 
-The server knows two addresses, `/` and `/data.json`, and answers only requests whose Host is this machine: a page from
-elsewhere cannot read the report by giving its own name this address.  No path of a request reaches the file system.
+The server has two addresses, `/` and `/data.json`, and answers only requests whose Host is this machine, so that a page
+of another site cannot read the report through a name of its own for this address.  No path of a request reaches the
+file system.
 """
 
 import hashlib
@@ -34,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 _DATA = "/data.json"
 _LEAST_S = 1.0  # between two readings of the run directories,
-_PAUSE = 4  # and this many times as long as the last reading took: it must not take a core from the run
+_PAUSE = 4  # and at least this many times the duration of the last reading, which must not take a core from the run
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -45,7 +46,7 @@ _HEADERS = {
 
 
 class PageSource:
-    """The data of the page, read again when a file of a run changed; several threads may ask."""
+    """The data of the page, read again when a file of a run changes.  Several threads may use it."""
 
     def __init__(self, runs: list[Path], evaluations: list[Path], samples: int) -> None:
         self._runs, self._evaluations, self._samples = runs, evaluations, samples
@@ -56,7 +57,10 @@ class PageSource:
         self._body, self._tag = b"", ""
 
     def data(self) -> tuple[dict[str, Any], bytes, str]:
-        """Return the data, the data as JSON, and its ETag.  Raises ProrlError if a run or an evaluation went away."""
+        """Return the data, the data as JSON, and its ETag.
+
+        Raises ProrlError if a run or an evaluation has been removed.
+        """
         with self._lock:
             if time.monotonic() >= self._next_at and (state := tuple(self._files())) != self._state:
                 begun = time.monotonic()
@@ -68,7 +72,7 @@ class PageSource:
             return self._data, self._body, self._tag
 
     def _files(self) -> Iterator[tuple[str, int, int]]:
-        """Yield times and sizes of the files that are read: a difference says that something changed."""
+        """Yield times and sizes of the files; a difference means that a file has changed."""
         folders = [folder for argument in self._runs for folder in run_folders(argument)[0]]
         names = ("config.yaml", "metrics.jsonl", "journal.jsonl", "launches.jsonl", "summary.json", "rollouts")
         paths = [folder / name for folder in folders for name in names]
@@ -82,7 +86,7 @@ class PageSource:
 
 
 def application(source: PageSource) -> Starlette:
-    """Return the two addresses over a source of data."""
+    """Return the application with two addresses for a source of data."""
 
     def whole(_request: Request) -> Response:
         return HTMLResponse(page(source.data()[0]), headers=_HEADERS)
@@ -105,7 +109,7 @@ def application(source: PageSource) -> Starlette:
 
 
 def listen(port: int) -> socket.socket:
-    """Return a socket on 127.0.0.1.  Raises ConfigError if the port cannot be had."""
+    """Return a socket on 127.0.0.1.  Raises ConfigError if the port is not available."""
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port {port}: must be 1 to 65535, or 0 for any that is free")
     try:
@@ -116,22 +120,22 @@ def listen(port: int) -> socket.socket:
 
 
 def server(source: PageSource) -> uvicorn.Server:
-    """Return the server; `run(sockets=[...])` answers until `should_exit`."""
+    """Return the server; `run(sockets=[...])` serves until `should_exit`."""
     config = uvicorn.Config(application(source), lifespan="off", log_config=None, access_log=False, ws="none")
     return uvicorn.Server(config)
 
 
 def serve(runs: list[Path], evaluations: list[Path], samples: int, port: int) -> int:
-    """Print the address and answer until interrupted.  Raises ConfigError before that if anything is wrong."""
+    """Print the address and serve until interrupted.  Raises ConfigError before that if an argument is wrong."""
     source = PageSource(runs, evaluations, samples)
     with listen(port) as listener:
-        source.data()  # raises now if the arguments are wrong
-        before = signal.signal(signal.SIGTERM, _interrupt)  # before anybody knows the address
+        source.data()  # raises before the start if arguments are wrong
+        before = signal.signal(signal.SIGTERM, _interrupt)  # before the address is printed
         try:
             sys.stdout.write(f"http://127.0.0.1:{listener.getsockname()[1]}/\n")
             sys.stdout.flush()
             _log.info("Ctrl-C ends it")
-            server(source).run(sockets=[listener])  # uvicorn raises the signal again that ended it
+            server(source).run(sockets=[listener])  # uvicorn raises its ending signal again
         except KeyboardInterrupt:
             pass  # the ordinary end
         finally:

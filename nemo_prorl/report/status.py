@@ -1,4 +1,4 @@
-"""`prorl status`: where a run or a chain of stages is, from the files of its folder and, for a chain, from Slurm."""
+"""`prorl status`: state of a run or a chain of stages, from the files of its folder and, for a chain, from Slurm."""
 
 import json
 import logging
@@ -16,13 +16,16 @@ from nemo_prorl.report.read import Run, read_run
 
 _log = logging.getLogger(__name__)
 
-_UNKNOWN = JobState("-", "")  # without Slurm, or never submitted
+_UNKNOWN = JobState("-", "")  # no Slurm, or never submitted
 _RECENT = 10  # steps that the bottleneck is computed from
 _ALARM_LENGTH = 60  # characters of an alarm in a chain's table
 
 
 def status(folder: Path, as_json: bool = False) -> str:
-    """A chain's table if `folder` has a chain.json, otherwise a run's; raises ConfigError if it holds neither."""
+    """Return the table of a chain if `folder` has a chain.json, otherwise the table of a run.
+
+    Raises ConfigError if it has neither.
+    """
     if (record := read_record(folder)) is not None:
         chain = chain_state(folder, record)
         return json.dumps(chain, indent=1) + "\n" if as_json else _chain_table(chain)
@@ -34,7 +37,7 @@ def status(folder: Path, as_json: bool = False) -> str:
 
 
 def run_state(run_dir: Path) -> dict[str, Any]:
-    """Where a run is; raises ConfigError if the folder holds none."""
+    """Return the state of a run.  Raises ConfigError if the folder is not a run."""
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir} holds no run: it has no config.yaml; nor a chain: it has no chain.json")
     run = read_run(run_dir)
@@ -57,9 +60,9 @@ def run_state(run_dir: Path) -> dict[str, Any]:
 
 
 def _launches(run: Run) -> dict[str, Any]:
-    """How often Slurm's jobs started the run, the last start, and the last end.
+    """Return the number of starts by Slurm jobs, the last start, and the last end.
 
-    A job that was refused because another works on the run directory does not count.
+    A job that was refused because another one uses the run directory does not count.
     """
     ends = [line for line in run.launches if line["event"] == "end"]
     refused = [end for end in ends if end["code"] == 2 and "is in use by another process" in end["what"]]
@@ -104,7 +107,7 @@ def _step(run: dict[str, Any]) -> str:
 
 
 def chain_state(folder: Path, record: ChainRecord) -> dict[str, Any]:
-    """Each stage of chain.json: its job, the job's state in Slurm, and where its run is."""
+    """Return the state of each stage in chain.json: its job, the job's state in Slurm, and its run."""
     jobs = [entry["job"] for entry in record["stages"] if entry["job"] is not None]
     states: dict[str, JobState] = {}
     if jobs and shutil.which("squeue"):

@@ -1,4 +1,4 @@
-"""The report's tables: what each run is, what happened to it, where its time went, what differs from another."""
+"""Tables of the report: settings and results of each run, events, time by phase, and differences between runs."""
 
 import json
 import re
@@ -8,15 +8,15 @@ from nemo_prorl.lifecycle.bottleneck import bottleneck
 from nemo_prorl.report.read import Curve, Run, number, part_of, step_of
 from nemo_prorl.report.series import keys_of, rounded
 
-_EVENTS = 1000  # on the page; the newest, and of the alarms and resets as many as fit first
+_EVENTS = 1000  # events on the page: first the alarms and resets that fit, then the newest
 _TEXT = 1000
-_COMMON = ("event", "step", "time")  # of every event
-# What names places and people, not the run; data is compared as a whole.
+_COMMON = ("event", "step", "time")  # common fields of events
+# Keys that name places and people, not the run; data is compared as a whole.
 _PLACES = ("run_dir", "stage", "on_event", "exp_manager", "chain", "pretrained_checkpoint", "rollout.python")
 
 
 def stage_rows(curve: Curve) -> list[dict[str, Any]]:
-    """What each run directory of a curve is and came to."""
+    """Return a row with settings and results for each run directory of a curve."""
     return [_row(run, _changes(curve.runs[k - 1], run) if k else {}) for k, run in enumerate(curve.runs)]
 
 
@@ -43,19 +43,19 @@ def _row(run: Run, changes: dict[str, str]) -> dict[str, Any]:
 
 
 def _sum(run: Run, key: str) -> float:
-    """Over all steps; 0 for what is no finite number."""
+    """Return the sum over all steps; values that are not finite count as 0."""
     return number(sum(number(line.get(key)) or 0.0 for line in run.metrics)) or 0.0
 
 
 def _origin(checkpoint: str) -> str:
-    """`run1, step 20` of .../run1/checkpoints/step-000020; other places by their end."""
+    """Return `run1, step 20` for .../run1/checkpoints/step-000020, and the end of the path for other places."""
     if match := re.fullmatch(r"(?:.*/)?([^/]+)/checkpoints/step-(\d{1,15})/?", checkpoint):
         return f"{match[1]}, step {int(match[2])}"
     return "/".join(checkpoint.split("/")[-3:])
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted keys with their values as text; lists as a whole, without what names places."""
+    """Return dotted keys with their values as text: lists as a whole, without keys that name places."""
     found: dict[str, str] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
@@ -72,7 +72,7 @@ def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _changes(before: Run, after: Run) -> dict[str, str]:
-    """Settings of `after` that are not those of `before`."""
+    """Return the settings of `after` that differ from `before`."""
     if not before.config or not after.config:
         return {}
     old, new = _flat(before.config), _flat(after.config)
@@ -87,15 +87,18 @@ def _short(text: str | None) -> str:
 
 
 def differences(curves: list[Curve]) -> list[dict[str, Any]]:
-    """Settings in which the first runs of the curves differ: `key`, and a value for each curve."""
+    """Return the settings in which the first runs of the curves differ: `key`, and a value for each curve."""
     flat = [_flat(curve.runs[0].config) for curve in curves]
     keys = [key for key in sorted({key for one in flat for key in one}) if len({one.get(key) for one in flat}) > 1]
-    keys.sort(key=lambda key: any(key not in one for one in flat))  # what an older version did not have comes last
+    keys.sort(key=lambda key: any(key not in one for one in flat))  # keys missing in an older version come last
     return [{"key": key, "values": [_short(one.get(key)) for one in flat]} for key in keys[:200]]
 
 
 def phases(curve: Curve) -> dict[str, Any]:
-    """Seconds of all steps by phase; checkpoints, which are in no step, from the summaries; what held the last up."""
+    """Return the seconds of all steps by phase, and the bottleneck of the last steps.
+
+    The seconds of checkpoints, which are part of no step, come from the summaries.
+    """
     seconds: dict[str, float] = {}
     keys = [key for key in keys_of(curve) if key.startswith("time/") and key.count("/") == 1 and key != "time/step"]
     for run in curve.runs:
@@ -115,12 +118,12 @@ def phases(curve: Curve) -> dict[str, Any]:
 
 
 def events(curve: Curve) -> dict[str, Any]:
-    """Journal and launches in order of time; `left_out` says how many the page has no room for."""
+    """Return journal and launches in order of time; `left_out` is the number of events without room on the page."""
     rows = []
     for run, offset in zip(curve.runs, curve.offsets, strict=True):
         rows += [_event(run, offset, event) for event in run.events]
         rows += [_launch(run, launch) for launch in run.launches if launch.get("event") in ("begin", "end")]
-    rows.sort(key=lambda row: row["time"] or 0.0)  # stable: what has no time comes first
+    rows.sort(key=lambda row: row["time"] or 0.0)  # stable: events without time come first
     telling = [row for row in rows if row["event"] in ("alarm", "reset_commit", "failure")][-_EVENTS // 2 :]
     wanted = {id(row) for row in telling}
     others = [row for row in rows if id(row) not in wanted]
@@ -150,7 +153,7 @@ def _event(run: Run, offset: int, event: dict[str, Any]) -> dict[str, Any]:
 
 
 def _launch(run: Run, launch: dict[str, Any]) -> dict[str, Any]:
-    """A start of the run by a Slurm job, or its end."""
+    """Return a start of the run by a Slurm job, or its end."""
     kind = f"launch {launch['event']}"
     if launch["event"] == "begin":
         nodes = launch.get("nodes")

@@ -187,7 +187,7 @@ def test_wrong_use_is_said_before_anything_is_written(
         (["--port", "80"], "only with --serve"),
         (["--serve", "--out", "x"], "give one of them"),
         (["--serve", "--port", "70000"], "must be 1 to 65535"),
-        (["--evaluation", "OUT"], "holds neither results.json"),
+        (["--evaluation", "OUT"], "expected results.json or comparison.json"),
     ],
 )
 def test_wrong_options_exit_with_2(

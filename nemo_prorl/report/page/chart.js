@@ -116,7 +116,7 @@ class Chart {
     this.cursor = null;
     this.picture.hidden = !shown.length;
     this.empty.hidden = Boolean(shown.length);
-    this.empty.textContent = this.data.series.length && this.hidden.size ? "All curves are switched off." : this.spec.empty || "The run wrote no such number.";
+    this.empty.textContent = this.data.series.length && this.hidden.size ? "All curves are switched off." : this.spec.empty || "The run has no values of this metric.";
     const levels = shown.flatMap((one) => [...one.m, ...(one.lo || [])]).filter((value) => value);
     this.logButton.hidden = this.spec.area || this.spec.share || !levels.length || levels.some((value) => value < 0);
     this.tell();
@@ -222,8 +222,8 @@ class Chart {
     if (next === undefined || !xs.length) return;
     event.preventDefault();
     this.point(xs[Math.min(xs.length - 1, Math.max(0, next))]);
-    const told = this.shown.map((series) => `${legible(series.name)} ${pretty(this.near(series)?.value)}`).join(", ");
-    this.spoken.textContent = `${this.at.textContent}: ${told}`;
+    const text = this.shown.map((series) => `${legible(series.name)} ${pretty(this.near(series)?.value)}`).join(", ");
+    this.spoken.textContent = `${this.at.textContent}: ${text}`;
   }
 
   /** Moves the cursor to the step nearest to x, or away. */

@@ -19,7 +19,7 @@ function evaluationNodes(evaluations) {
   const given = titles.map((title) => ({ title, models: judged.map((one) => ({ name: one.name, row: one.rows.find((row) => row.title === title && !row.is_mean) })).filter((one) => one.row).map((one) => ({ name: one.name, "pass@k": one.row["pass@k"] })) }));
   const compared = evaluations.flatMap((one) => (one.comparison ? one.comparison.curves : []));
   const charts = (compared.length ? compared : given).filter((one) => one.models.some((model) => Object.keys(model["pass@k"]).length > 1)).map(passChart);
-  if (charts.length) nodes.push(el("h3", {}, "pass@k"), el("p", { class: "note" }, "The share of prompts solved at least once in k tries: a curve that starts higher and ends no higher found the same solutions more surely, one that ends higher found new ones."), el("div", { class: "grid" }, charts));
+  if (charts.length) nodes.push(el("h3", {}, "pass@k"), el("p", { class: "note" }, "The share of prompts solved at least once in k tries: a curve that starts higher and ends at the same height finds the same solutions more reliably; one that ends higher finds new solutions."), el("div", { class: "grid" }, charts));
   return nodes;
 }
 

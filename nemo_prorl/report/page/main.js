@@ -70,8 +70,8 @@ class Report {
 
   buildAnyMetric() {
     this.metric = el("select", { onchange: () => { this.showMetric(); drawAll(); } });
-    this.metricChart = new Chart({ id: "any", title: "Chosen metric", unit: "as in docs/reference/formats.md", free: true });
-    this.metricTable = el("details", {}, el("summary", {}, "Every metric: first, last, least, greatest"));
+    this.metricChart = new Chart({ id: "any", title: "Chosen metric", unit: "as in docs/reference/metrics.md", free: true });
+    this.metricTable = el("details", {}, el("summary", {}, "Every metric: first, last, minimum, maximum"));
     this.metricTable.addEventListener("toggle", () => this.fillMetrics());
     this.section("metrics", "Any metric", "", el("fieldset", {}, el("legend", {}, "Which metric"), el("label", {}, "Metric", this.metric)), this.metricChart.node, this.metricTable);
   }
@@ -106,7 +106,7 @@ class Report {
     const going = stages.filter((stage) => !stage.finished).length;
     const problems = stages.reduce((sum, stage) => sum + stage.problems.length, 0);
     return [going ? `${going} of ${stages.length} run directories not finished.` : "All finished.", `${alarms || "No"} ${alarms === 1 ? "alarm" : "alarms"}.`,
-      problems ? "Some files could not be read as a whole: see Runs." : ""].join(" ");
+      problems ? "Some files could not be read completely: see Runs." : ""].join(" ");
   }
 
   get curve() {
@@ -128,12 +128,12 @@ class Report {
   showFacts() {
     const many = this.data.curves.length > 1;
     const rows = this.data.curves.flatMap((curve) => curve.stages.map((stage) => [...(many ? [curve.name] : []), ...factsOf(stage)]));
-    const heads = [...(many ? ["run"] : []), "stage", "steps", "state", "held-out mean, before → after", numeric("prompts"), numeric("tokens"), numeric("time of steps"), "began (UTC)", "from", "changes against the stage before"];
+    const heads = [...(many ? ["run"] : []), "stage", "steps", "state", "held-out mean, before → after", numeric("prompts"), numeric("tokens"), numeric("time of steps"), "began (UTC)", "from", "changes from the previous stage"];
     const problems = this.data.curves.flatMap((curve) => curve.stages.flatMap((stage) => stage.problems.map((text) => `${many ? `${curve.name}, ` : ""}${stage.name}: ${text}`)));
     const nodes = [table("Run directories", heads, rows)];
     if (this.data.curves.every((curve) => curve.steps === 0)) nodes.push(el("p", {}, "No step is done yet."));
     if (problems.length) nodes.push(el("details", { open: problems.length <= 5 }, el("summary", {}, `${problems.length} ${problems.length === 1 ? "thing" : "things"} could not be read`), el("ul", {}, problems.map((text) => el("li", {}, visible(text))))));
-    if (this.data.curves.some((curve) => curve.bucket > 1)) nodes.push(el("p", { class: "note" }, "Long runs are drawn from fewer points: each is the mean of several steps, and the band beside it spans the least and greatest of them, so that no spike is hidden. First, last, least and greatest values in tables are of single steps."));
+    if (this.data.curves.some((curve) => curve.bucket > 1)) nodes.push(el("p", { class: "note" }, "Long runs are drawn with fewer points: each is the mean of several steps, and its band is their range, so that no spike is hidden. First, last, minimum and maximum values in tables are of single steps."));
     this.facts.replaceChildren(...nodes);
   }
 
@@ -150,7 +150,7 @@ class Report {
     });
     const heads = ["run", ...["steps", "held-out mean", "raw reward", "entropy", "KL", "length", "keep rate", "time of steps"].map(numeric)];
     const nodes = [table("Last values", heads, rows)];
-    nodes.push(differences.length ? this.differing(curves, differences) : el("p", { class: "note" }, "The runs' settings do not differ, as far as their config.yaml tell."));
+    nodes.push(differences.length ? this.differing(curves, differences) : el("p", { class: "note" }, "The config.yaml files of the runs have the same settings."));
     this.comparison.replaceChildren(...nodes);
   }
 
@@ -158,7 +158,7 @@ class Report {
     const open = this.comparison.querySelector("details")?.open ?? differences.length <= 12;
     const rows = differences.map((row) => [{ text: row.key, head: true }, ...row.values.map((text) => ({ text, wrap: text.length > 30 }))]);
     return el("details", { open }, el("summary", {}, `${differences.length} settings differ (of a chain: of its first stage)`),
-      table("Settings that differ; absent: the run's version did not have it", ["setting", ...curves.map((curve) => curve.name)], rows));
+      table("Settings that differ; absent: unknown to the version of that run", ["setting", ...curves.map((curve) => curve.name)], rows));
   }
 
   showPhases() {
@@ -253,9 +253,9 @@ class Live {
         this.report.update(data);
         const done = data.curves.every((curve) => curve.stages.every((stage) => stage.finished));
         this.say(done ? "Live: all runs are finished." : `Live: step ${data.curves.map((curve) => curve.steps).join(", ")}.`);
-      } else if (answer.status !== 304) this.say(`Live: the server answers ${answer.status}; what is shown is from ${clock(this.report.data.made)}.`);
+      } else if (answer.status !== 304) this.say(`Live: the server replies ${answer.status}; the page shows data of ${clock(this.report.data.made)}.`);
     } catch {
-      this.say(`The server does not answer; what is shown is from ${clock(this.report.data.made)}.`);
+      this.say(`The server does not reply; the page shows data of ${clock(this.report.data.made)}.`);
     } finally {
       this.busy = false;
     }

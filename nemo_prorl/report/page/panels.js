@@ -1,14 +1,14 @@
 // Which charts there are, and which metrics each shows.  Keys are those of docs/reference/formats.md.
 const OVERVIEW = [
   { id: "kl", title: "KL to the reference policy", unit: "nats a token", keys: [["kl", "KL"]], help: "Before the step's updates; 0 right after a hard reset." },
-  { id: "entropy", title: "Entropy", unit: "nats a token", keys: [["entropy", "entropy"]], help: "How undecided the policy is at the rollout temperature." },
+  { id: "entropy", title: "Entropy", unit: "nats a token", keys: [["entropy", "entropy"]], help: "Entropy of the policy at the rollout temperature." },
   { id: "length", title: "Response length", unit: "tokens", keys: [["rollout/response_tokens", "mean length"]] },
   { id: "validation", title: "Validation", unit: "mean reward, held-out prompts", share: true, validations: true, empty: "No validation yet, or none in the configuration." },
 ];
 
 const REWARDS = [
   { id: "reward", title: "Raw reward by task", unit: "0 to 1", share: true, family: "reward", all: "reward/all", help: "All judged responses, those of dropped groups too." },
-  { id: "shaped", title: "Shaped reward by task", unit: "reward", family: "reward_shaped", all: "reward/shaped", help: "Only responses trained on: not to be compared with the raw reward where groups are dropped." },
+  { id: "shaped", title: "Shaped reward by task", unit: "reward", family: "reward_shaped", all: "reward/shaped", help: "Only responses trained on; not comparable with the raw reward if groups are dropped." },
   { id: "shaping", title: "What shaping changed", unit: "reward", family: "shaping", empty: "No shaping is on." },
 ];
 
@@ -18,30 +18,30 @@ const SIGNAL = [
   { id: "solved", title: "All right by task", unit: "share of groups", share: true, family: "solved", all: "solved/all" },
   { id: "unsolved", title: "All wrong by task", unit: "share of groups", share: true, family: "unsolved", all: "unsolved/all" },
   { id: "drawn", title: "Prompts drawn and groups used", unit: "a step", keys: [["rollout/drawn", "drawn"], ["rollout/groups", "trained on"], ["rollout/carried", "taken over"], ["rollout/surplus", "left over"], ["rollout/stale", "too old"]] },
-  { id: "masked", title: "Responses without a verdict", unit: "responses", keys: [["rollout/masked", "infrastructure failed"]], help: "Masked out of their groups, never counted as 0." },
+  { id: "masked", title: "Responses without a verdict", unit: "responses", keys: [["rollout/masked", "infrastructure failed"]], help: "Masked in their groups, never counted as 0." },
 ];
 
 const LENGTH = [
   { id: "tokens", title: "Response length by task", unit: "tokens", family: "response_tokens", all: "rollout/response_tokens" },
-  { id: "truncated", title: "Cut off by task", unit: "share of responses", share: true, family: "truncated", all: "rollout/truncated", help: "Responses that did not end by themselves." },
+  { id: "truncated", title: "Cut off by task", unit: "share of responses", share: true, family: "truncated", all: "rollout/truncated", help: "Responses without a stop token." },
   { id: "repetition", title: "Repetition by task", unit: "share of n-grams", share: true, family: "repetition", all: "rollout/repetition", help: "0 to 5 % in ordinary text, near 1 in a loop." },
 ];
 
 const TIME = [
   { id: "phases", title: "Time of a step by phase", unit: "s", phases: true, area: true },
-  { id: "rewards-hidden", title: "Rollout: engine and rewards", unit: "s", keys: [["time/rollout/engine_s", "engine works"], ["time/rollout/reward_open_s", "a reward is open"], ["time/rollout/reward_wait_s", "only rewards wait"]], help: "What rewards add to a step is the last: rewards open, nothing generated and nothing computed." },
+  { id: "rewards-hidden", title: "Rollout: engine and rewards", unit: "s", keys: [["time/rollout/engine_s", "engine works"], ["time/rollout/reward_open_s", "a reward is open"], ["time/rollout/reward_wait_s", "only rewards wait"]], help: "The last one is the time that rewards add to a step: rewards are open, and nothing is generated or computed." },
   { id: "speed", title: "Generated tokens", unit: "tokens/s of the rollout", keys: [["time/rollout/tokens_per_s", "tokens/s"]] },
   { id: "generated", title: "Generated tokens a step", unit: "tokens", keys: [["rollout/generated_tokens", "tokens"]], help: "Dropped groups included." },
 ];
 
 const STABILITY = [
   { id: "gap", title: "Gap between engine and trainer, mean", unit: "nats", keys: [["engine_gap/mean_abs", "present weights"], ["stale_gap/mean_abs", "older weights"], ["correction/mean_abs", "all responses"]], help: "Difference of a token's log-probability." },
-  { id: "gap-max", title: "Gap between engine and trainer, greatest", unit: "nats", keys: [["engine_gap/max_abs", "present weights"], ["stale_gap/max_abs", "older weights"], ["correction/max_abs", "all responses"]] },
+  { id: "gap-max", title: "Gap between engine and trainer, maximum", unit: "nats", keys: [["engine_gap/max_abs", "present weights"], ["stale_gap/max_abs", "older weights"], ["correction/max_abs", "all responses"]] },
   { id: "correction", title: "Rollout correction", unit: "share of tokens", share: true, keys: [["correction/fraction_capped", "capped"], ["correction/fraction_masked", "masked"]] },
-  { id: "clipped", title: "Clipped", unit: "share of tokens", share: true, keys: [["policy/clipped_high", "upper bound"], ["policy/clipped_low", "lower bound"], ["policy/dual_clipped", "dual clip"]], help: "Tokens whose gradient the bound takes away." },
+  { id: "clipped", title: "Clipped", unit: "share of tokens", share: true, keys: [["policy/clipped_high", "upper bound"], ["policy/clipped_low", "lower bound"], ["policy/dual_clipped", "dual clip"]], help: "Tokens without gradient because of the clip bound." },
   { id: "gradient", title: "Gradient norm before clipping", unit: "no unit", keys: [["policy/grad_norm", "mean of updates"], ["policy/max_grad_norm", "greatest"]] },
   { id: "ratio", title: "Ratio of new to old policy", unit: "a token", free: true, keys: [["policy/max_ratio", "greatest"], ["policy/ratio", "mean"], ["policy/min_ratio", "least"]] },
-  { id: "moved", title: "How far the updates moved the policy", unit: "nats a token", keys: [["policy/approx_kl", "KL to the old policy"]] },
+  { id: "moved", title: "Change of the policy by the updates", unit: "nats a token", keys: [["policy/approx_kl", "KL to the old policy"]] },
   { id: "loss", title: "Loss and surrogate", unit: "reward", free: true, keys: [["policy/loss", "loss"], ["policy/surrogate", "surrogate"]] },
   { id: "lr", title: "Learning rate", unit: "no unit", keys: [["policy/lr", "learning rate"]] },
   { id: "kl-task", title: "KL by task", unit: "nats a token", family: "kl", all: "kl" },
@@ -73,7 +73,7 @@ function validationOf(curve, source, name, wide = false) {
 }
 
 function bandText(bucket) {
-  return bucket > 1 ? `Each point is the mean of up to ${bucket} steps, the band their least and greatest value.` : "";
+  return bucket > 1 ? `Each point is the mean of up to ${bucket} steps, and the band is their range.` : "";
 }
 
 /** The series of a panel for one curve. */

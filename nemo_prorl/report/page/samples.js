@@ -29,8 +29,8 @@ class Samples {
     this.back = el("button", { type: "button", onclick: () => this.turn(-1) }, "Earlier");
     this.next = el("button", { type: "button", onclick: () => this.turn(1) }, "Later");
     this.place = el("span");
-    this.told = el("p", { class: "note" });
-    this.nodes = [this.told, this.form, this.count, this.list, el("div", { class: "pager" }, this.back, this.place, this.next)];
+    this.note = el("p", { class: "note" });
+    this.nodes = [this.note, this.form, this.count, this.list, el("div", { class: "pager" }, this.back, this.place, this.next)];
     this.page = 0;
     this.data = { groups: [], items: [] };
     this.open = new Set();
@@ -42,9 +42,9 @@ class Samples {
     options(this.stage, [["", "all"], ...unique("stage").map((name) => [name, name])]);
     options(this.task, [["", "all"], ...unique("task").sort().map((name) => [name, name])]);
     const { stored, read, left_out: left, items } = this.data;
-    const told = `${items.length.toLocaleString("en")} responses of ${read} of the ${stored} steps that stored any; ${left.toLocaleString("en")} more of these steps are left out. `;
-    this.told.replaceChildren(...(stored === 0 ? ["The run stored no responses (", el("code", {}, "trainer.grpo.save_rollout_groups"), ")."]
-      : [told, el("code", {}, "prorl report --samples N"), " takes more, -1 all that fit."]));
+    const summary = `${items.length.toLocaleString("en")} responses of ${read} of the ${stored} steps with stored responses; ${left.toLocaleString("en")} more of these steps are omitted. `;
+    this.note.replaceChildren(...(stored === 0 ? ["The run stored no responses (", el("code", {}, "trainer.grpo.save_rollout_groups"), ")."]
+      : [summary, el("code", {}, "prorl report --samples N"), " shows more, -1 all that fit."]));
     this.show();
   }
 

@@ -285,7 +285,7 @@ class EngineServer:
                 "in_flight": self.in_flight,
                 "in_engine": self.engine.get_num_unfinished_requests(),
                 "updating": updating,
-                "sleep": self.sleeping.account(),
+                "sleep": self.sleeping.state(),
                 "pid": os.getpid(),
             }
         )

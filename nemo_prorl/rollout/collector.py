@@ -270,16 +270,17 @@ class Collector:
         Returns:
             (engine name, error message) of each engine that failed to wake.
         """
-        self._background.run(self._engines.publish(path, version, self._change(f"publication of weights {version}")))
+        deadline = self._change_deadline(f"publication of weights {version}")
+        self._background.run(self._engines.publish(path, version, deadline))
         return sorted(self._engines.wake_failures.items())
 
     def sleep(self) -> int:
         """Make all engines release their device memory until the next publication; return the bytes released."""
         level = self.cfg.rollout.sleep
         assert level is not None
-        return self._background.run(self._engines.sleep(level, self._change("the engines' sleep")))
+        return self._background.run(self._engines.sleep(level, self._change_deadline("the engines' sleep")))
 
-    def _change(self, what: str) -> Deadline:
+    def _change_deadline(self, what: str) -> Deadline:
         """Return the deadline of a change to all engines.  If engines sleep, it includes the time of a restart."""
         deadlines = self.cfg.trainer.deadlines
         if self.cfg.rollout.sleep is None:
@@ -349,7 +350,7 @@ class WaitClock:
     _since: float = field(default_factory=time.monotonic)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def _change(self, engine: int = 0, reward: int = 0, waited_for: bool | None = None) -> None:
+    def _update(self, engine: int = 0, reward: int = 0, waited_for: bool | None = None) -> None:
         with self._lock:
             now = time.monotonic()
             passed, self._since = now - self._since, now
@@ -362,16 +363,16 @@ class WaitClock:
 
     def wait(self, waited_for: bool) -> None:
         """Record whether the step waits for the collection from now on, or trains meanwhile."""
-        self._change(waited_for=waited_for)
+        self._update(waited_for=waited_for)
 
     @contextmanager
     def open(self, engine: int = 0, reward: int = 0) -> Iterator[None]:
         """Count this many more open requests inside the context."""
-        self._change(engine, reward)
+        self._update(engine, reward)
         try:
             yield
         finally:
-            self._change(-engine, -reward)
+            self._update(-engine, -reward)
 
 
 def _carries_signal(group: Group, tolerance: float) -> bool:

@@ -165,8 +165,8 @@ class EnginePool:
                         if again := [index for index in share.indexes if index not in got]:
                             missing, failed = missing + again, share.slot
         except TimeoutError:
-            accounts = sorted({self._account(s.slot) for s in attempts.values()}) or [self._account(failed)]
-            where = f"{len(seeds) - len(got)} of {len(seeds)} responses missing, {'; '.join(accounts)}"
+            descriptions = sorted({self._describe(s.slot) for s in attempts.values()}) or [self._describe(failed)]
+            where = f"{len(seeds) - len(got)} of {len(seeds)} responses missing, {'; '.join(descriptions)}"
             raise DeadlineExceeded(f"{deadline.error()}: {where}") from None
         finally:
             await _cancel(attempts)
@@ -280,8 +280,8 @@ class EnginePool:
                         return sum(freed.values())
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
-            awake = [self._account(slot) for slot in self._slots.values() if slot.name not in freed]
-            which = "; ".join(awake) or self._account(None)
+            awake = [self._describe(slot) for slot in self._slots.values() if slot.name not in freed]
+            which = "; ".join(awake) or self._describe(None)
             asleep = f"{len(freed)} of {self.engines} engines are asleep"
             raise DeadlineExceeded(f"{deadline.error()}: {asleep}; {which}") from None
 
@@ -333,8 +333,8 @@ class EnginePool:
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             behind = [s for s in self._slots.values() if s.loaded != version]
-            absent = [self._account(None)] if len(self._slots) < self.engines else []
-            which = "; ".join([*map(self._account, behind), *absent])
+            absent = [self._describe(None)] if len(self._slots) < self.engines else []
+            which = "; ".join([*map(self._describe, behind), *absent])
             raise DeadlineExceeded(f"{deadline.error()}: weights {version} are not in all engines: {which}") from None
 
     async def _try(self, slot: _Slot, change: Callable[[], Awaitable[object]]) -> None:
@@ -360,7 +360,7 @@ class EnginePool:
             _log.warning("%s failed (%d in a row): %s", slot.name, slot.failures, error)
         self.load.lost(slot.name)
 
-    def _account(self, slot: _Slot | None) -> str:
+    def _describe(self, slot: _Slot | None) -> str:
         """Describe an engine (None: all engines) for an error message."""
         if slot is not None:
             last = self._last_failure.get(slot.name, "")

@@ -161,7 +161,7 @@ class CollectedBatch:
     def full(self) -> bool:
         return len(self.groups) >= self.needed
 
-    def account(self) -> "CollectedBatch":
+    def without_tokens(self) -> "CollectedBatch":
         """Return a copy without texts, tokens and verdicts, small enough to send to all ranks."""
         left_out: dict[str, Any] = {"record": {}, "prompt_ids": [], "responses": [], "verdicts": []}
         return replace(self, groups=[replace(group, **left_out) for group in self.groups])

@@ -7,12 +7,12 @@ from nemo_prorl.rollout.groups import CollectedBatch, TaskTally
 def report_rollout(metrics: Metrics, batch: CollectedBatch) -> None:
     """Record a batch's metrics by task and in total (docs/reference/metrics.md), with equal values on every rank."""
     for task, tally in sorted(batch.tasks.items()):
-        for name, value in (of_groups(tally) | of_responses(tally)).items():
+        for name, value in (group_metrics(tally) | response_metrics(tally)).items():
             metrics.put(f"{name}/{task}", value)
     total = TaskTally.total(batch.tasks.values())
-    for name, value in of_groups(total).items():
+    for name, value in group_metrics(total).items():
         metrics.put(f"{name}/all", value)
-    metrics.add("rollout", of_responses(total))
+    metrics.add("rollout", response_metrics(total))
     metrics.put("rollout/groups", len(batch.groups))
     metrics.put("rollout/masked", total.masked)
     for name in ("drawn", "carried", "stale", "surplus", "generated_tokens"):
@@ -25,7 +25,7 @@ def report_rollout(metrics: Metrics, batch: CollectedBatch) -> None:
     metrics.put("time/rollout/tokens_per_s", batch.generated_tokens / max(batch.wall_s, 1e-9))
 
 
-def of_groups(tally: TaskTally) -> dict[str, float]:
+def group_metrics(tally: TaskTally) -> dict[str, float]:
     """Return the mean raw reward (nan if no response was judged) and the shares of decided groups by outcome."""
     decided = max(1, tally.decided)
     return {
@@ -37,7 +37,7 @@ def of_groups(tally: TaskTally) -> dict[str, float]:
     }
 
 
-def of_responses(tally: TaskTally) -> dict[str, float]:
+def response_metrics(tally: TaskTally) -> dict[str, float]:
     """Return means over the responses of decided groups, dropped groups included."""
     responses = max(1, tally.responses)
     return {

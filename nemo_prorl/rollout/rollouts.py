@@ -87,7 +87,7 @@ class Rollouts:
             self._leader.barrier()
         self._published = version, self._policy.version
         if self._cfg.rollout.own_devices:
-            self.collector.call(lambda collector: _ahead(collector).announce(path, version))
+            self.collector.call(lambda collector: _one_step_off(collector).announce(path, version))
             return
         with RECORDER.span(f"engines load weights {version}", "publication"):
             late = self.collector.call(lambda collector: collector.publish(path, version))
@@ -119,26 +119,26 @@ class Rollouts:
             metrics.put("time/rollout/sleep_s", self.sleep())
         if self._cfg.data.retire_after is not None:
             self._retire(metrics, batch)
-        if self._goes_ahead(step):
-            self.collector.call(lambda collector: _ahead(collector).begin_next(step + 1, step - 1))
+        if self._collects_ahead(step):
+            self.collector.call(lambda collector: _one_step_off(collector).begin_next(step + 1, step - 1))
         return mine
 
     def _take(self, step: int, collector: Collector) -> list[_Dealt]:
         """Collect the batch of a step on rank 0; return one part for each data rank."""
         batch = collector.take(step, step - 1)
         self._records.rollouts(step, batch.groups, collector.renderer.judged_text)
-        judged, account = JudgedGroups.of(batch.groups), batch.account()
+        judged, summary = JudgedGroups.of(batch.groups), batch.without_tokens()
         updates = judged.rows_of_updates(self._cfg.trainer.grpo.updates_per_step, self._policy.data_ranks.size)
-        return [(account, mine) for mine in judged.dealt([torch.cat(rows).tolist() for rows in updates])]
+        return [(summary, mine) for mine in judged.dealt([torch.cat(rows).tolist() for rows in updates])]
 
     def await_next(self, metrics: Metrics) -> None:
         """Wait for the batch that is collected while this step trains, if there is one."""
-        if self._goes_ahead(metrics.step):
+        if self._collects_ahead(metrics.step):
             with metrics.phase("ahead"):
-                idle_s = self.collector.call(lambda collector: _ahead(collector).finish_next())
+                idle_s = self.collector.call(lambda collector: _one_step_off(collector).finish_next())
             metrics.put("time/ahead/engines_wait_s", idle_s)
 
-    def _goes_ahead(self, step: int) -> bool:
+    def _collects_ahead(self, step: int) -> bool:
         """Return whether the next step's batch is collected while this step trains."""
         return self._cfg.rollout.own_devices and step < self._cfg.trainer.grpo.max_steps
 
@@ -168,6 +168,6 @@ class Rollouts:
         self.collector.call(lambda collector: collector.keep_rates.load_state_dict(state["keep_rates"]))
 
 
-def _ahead(collector: Collector) -> OneStepOff:
+def _one_step_off(collector: Collector) -> OneStepOff:
     assert isinstance(collector, OneStepOff)
     return collector

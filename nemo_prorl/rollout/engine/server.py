@@ -104,9 +104,8 @@ class EngineServer:
             raise Refused(refusal)
         await self.open.wait()
         if request.weight_version not in (None, self.version):
-            raise Refused(
-                f"expected weights {request.weight_version}; the engine has weights {self.version}; publish them first"
-            )
+            expected = request.weight_version
+            raise Refused(f"expected weights {expected}; the engine has weights {self.version}; publish them first")
         return StreamingResponse(self._stream(request), media_type="application/x-ndjson")
 
     async def _stream(self, request: GenerateRequest) -> AsyncIterator[str]:
@@ -222,10 +221,7 @@ class EngineServer:
             return await self._change("wake", self.sleeping.wake(request.parts))
 
     async def _close(self, wait_s: float) -> None:
-        """Wait until no response is in flight, then block new ones.
-
-        Raises Refused if responses are in flight after `wait_s` seconds.
-        """
+        """Wait until no response is in flight, then block new ones.  Raises Refused after `wait_s` seconds."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.idle.wait(), wait_s)
         if self.in_flight:
@@ -270,9 +266,8 @@ class EngineServer:
 
         updating = self.updating_since > 0.0
         if updating and time.monotonic() - self.updating_since > UPDATE_LIMIT_S:
-            return JSONResponse(
-                {"error": f"the load of weights takes longer than {UPDATE_LIMIT_S:g} s"}, status_code=503
-            )
+            text = f"the load of weights takes longer than {UPDATE_LIMIT_S:g} s"
+            return JSONResponse({"error": text}, status_code=503)
         if not updating:
             try:
                 await asyncio.wait_for(self.engine.get_weight_version(), self.health_s)
@@ -285,7 +280,7 @@ class EngineServer:
                 "in_flight": self.in_flight,
                 "in_engine": self.engine.get_num_unfinished_requests(),
                 "updating": updating,
-                "sleep": self.sleeping.account(),
+                "sleep": self.sleeping.state(),
                 "pid": os.getpid(),
             }
         )
@@ -358,29 +353,15 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--float32-head", action="store_true", help="compute logits in float32 with every --dtype")
     p.add_argument("--tp", type=int, default=1, help="tensor parallel size, in GPUs; default: 1")
     p.add_argument("--threads", type=int, default=1, help="OpenMP threads, on CPU builds of vLLM; default: 1")
-    p.add_argument(
-        "--max-model-len", type=int, default=512, help="tokens of prompt and response together; default: 512"
-    )
+    p.add_argument("--max-model-len", type=int, default=512, help="tokens of prompt plus response; default: 512")
     p.add_argument("--max-num-seqs", type=int, default=256, help="responses generated at a time; default: 256")
-    p.add_argument(
-        "--max-batched-tokens",
-        type=int,
-        default=4096,
-        help="tokens per engine step, at least --max-model-len; default: 4096",
-    )
+    p.add_argument("--max-batched-tokens", type=int, default=4096, help="tokens per engine step; default: 4096")
     p.add_argument("--kv-mb", type=int, help="size of the KV cache in MiB; default: vLLM's share of the device")
     p.add_argument("--eager", action="store_true", help="run the model without compiling it")
     p.add_argument("--sleep", action="store_true", help="allow the engine to sleep (POST /sleep)")
     p.add_argument("--hold-file", help="wait until this file is removed before taking memory; default: none")
-    p.add_argument(
-        "--hold-s", type=float, default=3600.0, help="seconds to wait for the removal of --hold-file; default: 3600"
-    )
-    p.add_argument(
-        "--health-s",
-        type=float,
-        default=30.0,
-        help="seconds in which the engine core must answer GET /health; default: 30",
-    )
+    p.add_argument("--hold-s", type=float, default=3600.0, help="limit of that wait in seconds; default: 3600")
+    p.add_argument("--health-s", type=float, default=30.0, help="seconds for the core to answer /health; default: 30")
     return p.parse_args(argv)
 
 

@@ -62,12 +62,12 @@ class EngineSleep:
         if self.asleep and (self.level != level or self.asleep != PARTS):
             raise Refused(f"the engine is asleep at level {self.level} ({', '.join(self.asleep)}); wake it first")
         if self.asleep:
-            return self.account()
+            return self.state()
         began, free = time.monotonic(), await self._free_bytes()
         self.level, self.asleep, self.weights_lost = level, PARTS, level == 2 or self.weights_lost
         await self.engine.sleep(level)
         freed = await self._free_bytes() - free
-        return {**self.account(), "freed_bytes": freed, "seconds": round(time.monotonic() - began, 4)}
+        return {**self.state(), "freed_bytes": freed, "seconds": round(time.monotonic() - began, 4)}
 
     async def wake(self, parts: Sequence[str]) -> dict[str, Any]:
         """Take back the device memory of these parts.  Parts that are awake do not change."""
@@ -75,9 +75,9 @@ class EngineSleep:
         if due := [part for part in self.asleep if part in parts]:
             await self.engine.wake_up(due)
             self.asleep = tuple(part for part in self.asleep if part not in due)
-        return {**self.account(), "seconds": round(time.monotonic() - began, 4)}
+        return {**self.state(), "seconds": round(time.monotonic() - began, 4)}
 
-    def account(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Return the state for GET /health and for the replies to /sleep and /wake."""
         return {
             "level": self.level if self.asleep else 0,

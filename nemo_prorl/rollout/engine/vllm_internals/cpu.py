@@ -59,7 +59,7 @@ def _pad_float32_heads() -> None:
     """Pad the input of a 16-bit model's float32 head to 4 rows: products of fewer rows are summed in another order.
 
     Without padding the log-probabilities of a response would depend on the number of running responses, and so on the
-    load of the machine.  Products in bf16, and those of float32 models, do not differ.
+    load of the machine.  Products in bf16, and those of float32 models, do not depend on it.
     """
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 

@@ -227,10 +227,10 @@ def weight_bytes(cfg: DictConfig) -> int:
 def layer_activations(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens: int) -> int:
     """Return the bytes that one layer keeps of a micro-batch of `tokens` tokens for its backward pass.
 
-    Korthikanti et al. (arXiv 2205.05198, sec. 4) count the tensors of a GPT layer: s b h (34 + 5 a s / h) bytes, divided
-    by t with tensor and sequence parallelism; selective recomputation removes 5 a s / h (sec. 5).  The same count
-    for Qwen2's layer (grouped queries, SwiGLU, no dropout) follows, in elements per token; h is the hidden size, q and k
-    the widths of all queries and all keys, f the ffn size:
+    Korthikanti et al. (arXiv 2205.05198, sec. 4) count the tensors of a GPT layer: s b h (34 + 5 a s / h) bytes.
+    Tensor and sequence parallelism divide this by t; selective recomputation removes 5 a s / h (sec. 5).  The same
+    count for Qwen2's layer (grouped queries, SwiGLU, no dropout) follows, in elements per token; h is the hidden size,
+    q and k are the widths of all queries and all keys, f is the ffn size:
 
         two norms                   4 h  in and out of each          CPU: 6 h, the norm also keeps x / rms(x)
         rotated queries, keys       q + k
@@ -239,8 +239,8 @@ def layer_activations(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens
         gate and up, their product  2 f + f                          unfused: 4 f, silu(gate) is also kept
         log-sum-exp, 1 / rms        (heads + 2) float32
 
-    Tensor parallelism divides all but the norms; sequence parallelism also divides the norms.  Attention is a flash kernel
-    (Transformer Engine's, torch's on the CPU), which keeps no scores, so selective recomputation saves nothing more.
+    Tensor parallelism divides all but the norms; sequence parallelism also divides the norms.  Attention is a flash
+    kernel (Transformer Engine's, on the CPU torch's) that keeps no scores, so selective recomputation saves nothing.
     On a GPU without Transformer Engine the scores are kept (heads x tokens each), unless recomputed selectively.
     """
     size, cpu = weight_bytes(cfg), cfg.trainer.accelerator == "cpu"
@@ -283,7 +283,7 @@ def micro_batch_tokens(cfg: DictConfig) -> int:
 
 
 def logits_bytes(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens: int) -> tuple[int, int]:
-    """Return (forward, backward) bytes of `algorithms.logprobs` in chunks of logprob_chunk_tokens x logprob_chunk_words.
+    """Return (forward, backward) bytes of `algorithms.logprobs`, in chunks of logprob_chunk_tokens x _words.
 
     Forward: two tensors of float32 logits, as with entropy.  Backward: the logits' gradient in float32 (two tensors
     with an entropy bonus or in compiled code), the gradient of the hidden states in float32, and the gradient of the

@@ -1,4 +1,4 @@
-"""Check that a run fits a GPU's memory; otherwise an error with single changes of the configuration that make it fit."""
+"""Check that a run fits a GPU's memory; the error lists single changes of the configuration that make it fit."""
 
 import copy
 from typing import Any

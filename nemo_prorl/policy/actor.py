@@ -109,7 +109,7 @@ class Actor:
             self.module.config.variable_seq_lengths = True  # stages exchange the shape of each micro-batch
         self.version = 0  # counts every change of the weights in use
         self._reference: dict[str, Tensor] = {}  # the rank's parameters by name, on the CPU; never changed in place
-        self._reference_sha256: str | None = None  # None until computed for the present reference
+        self._reference_sha256: str | None = None  # computed when first needed
         self.reset_optimizer()
 
     # --- the module and its parameters -----------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class Actor:
             num_microbatches=len(parts),
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
-            seq_length=first.shape[1],  # of the first micro-batch; pipeline stages exchange the true lengths
+            seq_length=first.shape[1],  # the first micro-batch's; pipeline stages exchange the true lengths
             micro_batch_size=first.shape[0],
         )
         self._drop_fp8_weights()

@@ -138,7 +138,7 @@ class _Snapshot:
             return to_host(tensor) if copy_cpu or tensor.is_cuda else tensor.detach()
 
         sharded, common = save_preprocess(_sharded_state(actor))
-        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)  # without replicas of other ranks
+        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)  # drops replicas of other ranks' tensors
         for value in (value for values in flat.values() for value in values):
             # Tensors of the reference policy are never changed in place, so they need no copy.
             if isinstance(value, ShardedTensor) and not value.key.startswith(REFERENCE):

@@ -39,7 +39,7 @@ class Part:
     """A Megatron parameter and its place in a stored tensor."""
 
     key: str  # name of the stored tensor
-    layer: int | None  # from 0; None: the parameter is outside the layers
+    layer: int | None  # counts from 0; None: outside the layers
     shape: tuple[int, ...]  # the parameter's, all tensor ranks together
     rule: Rule
 
@@ -175,7 +175,7 @@ def write_policy(out: Path, folder: HFFolder, dtype: torch.dtype) -> None:
     parts = parts_of(folder.config, vocab)
     _check(folder, parts, Shape.of(folder.config, vocab))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns that there is no process group, which is intended
+        warnings.simplefilter("ignore", UserWarning)  # torch warns about the missing process group, which is intended
         torch_distributed_save(
             {},
             storage_writer=FileSystemWriter(out, single_file_per_rank=True, per_thread_copy_ahead=0),

@@ -128,7 +128,7 @@ class Memory:
     reference_host: int  # host memory per node: the reference policy of its ranks
     snapshot_host: int  # host memory per node while a checkpoint is written: the copy that is written
     published: int  # in /dev/shm of a node
-    checkpoint: int  # one checkpoint on disk
+    checkpoint: int  # size of a checkpoint on disk
     checkpoints: int  # on disk: all checkpoints that a run keeps, and the one that is being written
 
     @property
@@ -332,7 +332,7 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
     one = stage_activations(cfg, shape, layout, tokens)
     ends = 3 * tokens * shape.hidden * size  # input and output of the last norm, and the rows that predict tokens
     rows = grpo.prompts_per_step // grpo.updates_per_step * grpo.samples_per_prompt
-    # With a token budget a micro-batch has at least one row.
+    # A token budget allows at least one row per micro-batch.
     in_one = cfg.model.micro_batch_size if _optional(cfg.model, "micro_batch_tokens") is None else 1
     in_flight = min(layout.pp, max(1, rows // layout.dp // in_one))
     work = tokens * size * (2 * shape.hidden + 3 * shape.ffn // layout.tp)
@@ -359,7 +359,7 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
         **_engine(cfg, shape),
         reserve=CPU_RESERVE if cpu else RESERVE,
         reference_host=weights * cfg.trainer.devices,
-        # One copy of the weights over a model's ranks, each rank's optimizer part, and on rank 0 all weights to hash.
+        # The ranks of a model copy the weights once, each rank its optimizer part, rank 0 all weights to hash them.
         snapshot_host=(
             weights * min(layout.tp * layout.pp, cfg.trainer.devices)
             + optimizer * cfg.trainer.devices

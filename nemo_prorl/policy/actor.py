@@ -87,7 +87,6 @@ class Actor:
         """Wrap a built model and its optimizer, and reset the optimizer.
 
         Args:
-            temperature: the logits are divided by it.
             hf_config: the model's Hugging Face config.json.
             chunk: (tokens, vocabulary words) whose logits are in memory at a time.
             float32_head: see `chunked_logprobs`.
@@ -169,10 +168,9 @@ class Actor:
         return place(logp_N), place(entropy_N) if entropy_N is not None else None
 
     def _forward_step(self, finish: _Finish, micro_batches: Iterator[_Micro], net: Any) -> tuple:
-        """Run the forward pass of the next micro-batch; Megatron's schedule calls this once per micro-batch.
+        """Return the next micro-batch's hidden states, and a function with which the last stage applies `finish`.
 
-        Returns:
-            The hidden states and a function, with which the last pipeline stage applies `finish` to them.
+        Megatron's schedule calls this once per micro-batch.
         """
         micro = batch, packed = next(micro_batches)
         if packed is None:

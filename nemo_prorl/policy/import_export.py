@@ -99,8 +99,7 @@ class _OneTensorPlanner(DefaultLoadPlanner):
 def read_policy(folder: Path, hf: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, whole tensor) of a checkpoint's policy, in the dtype of the stored weights.
 
-    Raises:
-        CheckpointError: a tensor is missing, or its size differs from config.json.
+    Raises CheckpointError: a tensor is missing, or its size differs from config.json.
     """
     check_metadata(folder)
     reader = FileSystemReader(folder)
@@ -168,8 +167,7 @@ def _check(folder: HFFolder, parts: list[Part], shape: Shape) -> None:
 def write_policy(out: Path, folder: HFFolder, dtype: torch.dtype) -> None:
     """Write the weights of a Hugging Face folder in Megatron's distributed format to the folder `out`.
 
-    Raises:
-        ConfigError: a tensor is missing, or its size differs from config.json.
+    Raises ConfigError: a tensor is missing, or its size differs from config.json.
     """
     vocab = -(-folder.config["vocab_size"] // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     parts = parts_of(folder.config, vocab)

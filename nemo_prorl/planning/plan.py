@@ -22,7 +22,7 @@ from nemo_prorl.sizing.devices import node_devices
 from nemo_prorl.sizing.memory import Memory, device_bytes, vocabulary
 from nemo_prorl.sizing.memory_check import check_memory
 
-PAPER_GPU_HOURS = 16_000  # of the whole chain, on 4 x 8 H100 with 80 GB (arXiv 2507.12507)
+PAPER_GPU_HOURS = 16_000  # GPU hours of the whole chain, on 4 x 8 H100 with 80 GB (arXiv 2507.12507)
 GROUP = "stage"
 # Short names in the table for keys that usually change between stages; other changed keys appear in full.
 NAMES = {
@@ -54,7 +54,7 @@ SAME_KIND = (
 class Rates:
     """Response length and throughput, each with its source; None if unknown."""
 
-    mean_tokens: float | None = None  # of a response, without its prompt
+    mean_tokens: float | None = None  # mean length of a response, prompt excluded
     length_source: str = "not given: --mean-tokens N or --measured RUN would estimate it"
     generated_per_trained: float = 1.0  # responses generated for each that is trained on: dynamic sampling drops some
     device_seconds_per_token: float | None = None  # wall time of whole steps x devices / all generated tokens
@@ -72,7 +72,7 @@ class PlannedStage:
     hard_reset: bool = False  # at the start of the stage
     steps: int = 0
     responses: int = 0  # used for training
-    tokens_at_most: int = 0  # of prompts and responses used for training, if each filled the context
+    tokens_at_most: int = 0  # prompts and responses used for training, if each filled the context
     tokens_estimated: float | None = None  # generated; with dropped responses, if a run measured their share
     device_hours: float | None = None
     memory_needed: int = 0  # bytes per GPU
@@ -88,7 +88,7 @@ class Chain:
     devices: int
     accelerator: str
     vocabulary: tuple[int, str]
-    memory: Memory  # of the chosen run
+    memory: Memory  # the chosen run's
     device_bytes: float | None
     note: str | None  # why the table has only one line; None if it has all stages
 

@@ -33,12 +33,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings and return exit code 0, also without findings.
-
-    Raises:
-        DataError: metrics.jsonl is damaged; the message has file and line.
-        ConfigError: a rule is wrong, or metrics.jsonl cannot be read.
-    """
+    """Print the findings and return exit code 0, also without findings.  Errors are those of the functions below."""
     file = args.metrics / "metrics.jsonl" if args.metrics.is_dir() else args.metrics
     lines = read_lines(file)
     rules = read_rules(args.rules, file.parent / "config.yaml")
@@ -84,12 +79,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 def read_rules(overrides: list[str], config: Path) -> ResetRulesConfig:
     """Return the rules of a run's config.yaml with overrides; without the file, the default rules with overrides.
 
-    Args:
-        overrides: KEY=VALUE, with keys relative to trainer.resets.rules.
-        config: path of config.yaml; may not exist.
-
-    Raises:
-        ConfigError: a key or value is wrong.
+    `overrides` are KEY=VALUE, with keys below trainer.resets.rules.  Raises ConfigError: a key or value is wrong.
     """
     from nemo_prorl import settings
 

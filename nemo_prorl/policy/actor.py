@@ -87,7 +87,6 @@ class Actor:
         """Wrap a built model and its optimizer, and reset the optimizer.
 
         Args:
-            temperature: the logits are divided by it.
             hf_config: the model's Hugging Face config.json.
             chunk: (tokens, vocabulary words) whose logits are in memory at a time.
             float32_head: see `chunked_logprobs`.
@@ -109,7 +108,7 @@ class Actor:
             self.module.config.variable_seq_lengths = True  # stages exchange the shape of each micro-batch
         self.version = 0  # counts every change of the weights in use
         self._reference: dict[str, Tensor] = {}  # the rank's parameters by name, on the CPU; never changed in place
-        self._reference_sha256: str | None = None  # None until computed for the present reference
+        self._reference_sha256: str | None = None  # computed when first needed
         self.reset_optimizer()
 
     # --- the module and its parameters -----------------------------------------------------------------------------
@@ -169,10 +168,9 @@ class Actor:
         return place(logp_N), place(entropy_N) if entropy_N is not None else None
 
     def _forward_step(self, finish: _Finish, micro_batches: Iterator[_Micro], net: Any) -> tuple:
-        """Run the forward pass of the next micro-batch; Megatron's schedule calls this once per micro-batch.
+        """Return the next micro-batch's hidden states, and a function with which the last stage applies `finish`.
 
-        Returns:
-            The hidden states and a function, with which the last pipeline stage applies `finish` to them.
+        Megatron's schedule calls this once per micro-batch.
         """
         micro = batch, packed = next(micro_batches)
         if packed is None:
@@ -211,7 +209,7 @@ class Actor:
             num_microbatches=len(parts),
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
-            seq_length=first.shape[1],  # of the first micro-batch; pipeline stages exchange the true lengths
+            seq_length=first.shape[1],  # the first micro-batch's; pipeline stages exchange the true lengths
             micro_batch_size=first.shape[0],
         )
         self._drop_fp8_weights()

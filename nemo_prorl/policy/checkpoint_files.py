@@ -138,7 +138,7 @@ class _Snapshot:
             return to_host(tensor) if copy_cpu or tensor.is_cuda else tensor.detach()
 
         sharded, common = save_preprocess(_sharded_state(actor))
-        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)  # without replicas of other ranks
+        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)  # drops replicas of other ranks' tensors
         for value in (value for values in flat.values() for value in values):
             # Tensors of the reference policy are never changed in place, so they need no copy.
             if isinstance(value, ShardedTensor) and not value.key.startswith(REFERENCE):
@@ -160,9 +160,7 @@ class _Snapshot:
 
         torch's writer is used, because Megatron's writer forks processes, which is unsafe in a process with threads
         (rollout client, loggers).
-
-        Raises:
-            CheckpointError: `load` would refuse the written metadata.  Found now, not at a resume days later.
+        Raises CheckpointError: `load` would refuse the written metadata.  Found now, not at a resume days later.
         """
         torch_distributed_save(
             self.tensors,
@@ -178,8 +176,7 @@ class _Snapshot:
     def write_rest(self, folder: Path) -> None:
         """Write this rank's random states and, on rank 0, the files shared by all ranks.
 
-        Raises:
-            CheckpointError: `load` would refuse a written file.  Found now, not at a resume days later.
+        Raises CheckpointError: `load` would refuse a written file.  Found now, not at a resume days later.
         """
         rank = dist.get_rank()
         files = [folder / f"rng-{rank}.pt"]
@@ -298,9 +295,7 @@ class PolicyStore:
 
         Reference policy and random states of this process stay unchanged.  The optimizer's moments and step count
         become the checkpoint's; call `reset_optimizer` next.
-
-        Raises:
-            CheckpointError: the policy's sha256 differs from state.json, or a file is missing, damaged or refused.
+        Raises CheckpointError: the policy's sha256 differs from state.json, or a file is missing, damaged or refused.
         """
         state = _read_checked_state(folder)
         _load_weights(self.actor, folder)

@@ -39,7 +39,7 @@ class Part:
     """A Megatron parameter and its place in a stored tensor."""
 
     key: str  # name of the stored tensor
-    layer: int | None  # from 0; None: the parameter is outside the layers
+    layer: int | None  # counts from 0; None: outside the layers
     shape: tuple[int, ...]  # the parameter's, all tensor ranks together
     rule: Rule
 
@@ -99,8 +99,7 @@ class _OneTensorPlanner(DefaultLoadPlanner):
 def read_policy(folder: Path, hf: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, whole tensor) of a checkpoint's policy, in the dtype of the stored weights.
 
-    Raises:
-        CheckpointError: a tensor is missing, or its size differs from config.json.
+    Raises CheckpointError: a tensor is missing, or its size differs from config.json.
     """
     check_metadata(folder)
     reader = FileSystemReader(folder)
@@ -168,14 +167,13 @@ def _check(folder: HFFolder, parts: list[Part], shape: Shape) -> None:
 def write_policy(out: Path, folder: HFFolder, dtype: torch.dtype) -> None:
     """Write the weights of a Hugging Face folder in Megatron's distributed format to the folder `out`.
 
-    Raises:
-        ConfigError: a tensor is missing, or its size differs from config.json.
+    Raises ConfigError: a tensor is missing, or its size differs from config.json.
     """
     vocab = -(-folder.config["vocab_size"] // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     parts = parts_of(folder.config, vocab)
     _check(folder, parts, Shape.of(folder.config, vocab))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns that there is no process group, which is intended
+        warnings.simplefilter("ignore", UserWarning)  # torch warns about the missing process group, which is intended
         torch_distributed_save(
             {},
             storage_writer=FileSystemWriter(out, single_file_per_rank=True, per_thread_copy_ahead=0),

@@ -26,8 +26,7 @@ _METADATA = {  # module: the names that torch's metadata of a distributed checkp
 def load_plain(file: Path) -> Any:
     """Load a file written by torch.save.
 
-    Raises:
-        CheckpointError: the file has anything but tensors and plain values, or cannot be read.
+    Raises CheckpointError: the file has anything but tensors and plain values, or cannot be read.
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True)

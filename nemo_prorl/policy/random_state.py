@@ -13,8 +13,8 @@ class RandomState(TypedDict):
     python: list[Any]  # version, words, next Gaussian
     numpy: list[Any]  # algorithm, words, position, whether there is a next Gaussian, next Gaussian
     torch: torch.Tensor
-    cuda: list[torch.Tensor]  # one per GPU
-    megatron: dict[str, torch.Tensor]  # by name of the generator in Megatron's tracker
+    cuda: list[torch.Tensor]  # states, one per GPU
+    megatron: dict[str, torch.Tensor]  # generator's name in Megatron's tracker: state
 
 
 def random_state() -> RandomState:

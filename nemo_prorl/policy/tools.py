@@ -29,8 +29,7 @@ WEIGHT_SUFFIXES = ".safetensors", ".bin", ".pt", ".gguf"  # files that are not c
 def import_hf(hf_dir: Path, out: Path) -> None:
     """Write a Hugging Face model as a checkpoint to the new folder `out`.
 
-    Raises:
-        ConfigError: `hf_dir` is not a model folder, lacks weights or holds an unsupported model, or `out` exists.
+    Raises ConfigError: `hf_dir` is not a model folder, lacks weights or holds an unsupported model, or `out` exists.
     """
     _refuse_existing(out)
     folder = HFFolder(hf_dir)

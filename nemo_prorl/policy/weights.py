@@ -140,8 +140,7 @@ def rule_of(name: str, layer_offset: int, tied: bool) -> Rule:
         name: the parameter's name in Megatron's GPTModel, with layers counted from the rank's first layer.
         layer_offset: number of layers on earlier pipeline stages.
 
-    Raises:
-        KeyError: Qwen2 and Llama models do not have such a parameter.
+    Raises KeyError: Qwen2 and Llama models do not have such a parameter.
     """
     if tied and name == "output_layer.weight":  # the last stage's copy of the embedding
         return _EMBEDDING
@@ -164,8 +163,7 @@ class HFFolder:
         Args:
             need_weights: False: a folder with config and tokenizer only is accepted.
 
-        Raises:
-            ConfigError: the folder lacks config.json or weights, or its model is not supported.
+        Raises ConfigError: the folder lacks config.json or weights, or its model is not supported.
         """
         self.path = Path(folder)
         if not (self.path / "config.json").is_file():

@@ -1,1 +1,1 @@
-"""What a run takes of a machine: memory by part, devices, and whether they are there."""
+"""Resources that a run needs: memory by part, number of devices, and a check that both are enough."""

@@ -8,27 +8,27 @@ from omegaconf import DictConfig
 
 
 def node_devices(cfg: DictConfig) -> int:
-    """Return how many GPUs a node of the run uses (CPU: processes that compute), with the engines' own."""
+    """Return how many GPUs (on a CPU: computing processes) the run uses per node, with separate ones of engines."""
     if not cfg.rollout.own_devices:
         return int(cfg.trainer.devices)
     return int(cfg.trainer.devices + cfg.rollout.engines // cfg.trainer.num_nodes * cfg.rollout.tensor_parallel_size)
 
 
 def devices_words(cfg: DictConfig) -> str:
-    """Return the keys that `node_devices` follows from, with their values."""
+    """Return the keys that determine `node_devices`, with their values."""
     own = node_devices(cfg) - cfg.trainer.devices
     return f"trainer.devices={cfg.trainer.devices}" + (f" + {own} of rollout.own_devices" if own else "")
 
 
 @functools.cache
 def smallest_gpu_bytes() -> int | None:
-    """Return the memory of this machine's smallest GPU as nvidia-smi reports it; None where it reports none."""
+    """Return the memory of this machine's smallest GPU according to nvidia-smi; None if it reports no GPU."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout.split()
+        words = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout.split()
     except (OSError, subprocess.TimeoutExpired):
         return None
-    sizes = [int(word) for word in told if word.isdigit()]
+    sizes = [int(word) for word in words if word.isdigit()]
     return min(sizes) << 20 if sizes else None

@@ -1,14 +1,16 @@
-"""Memory of a run by arithmetic: per GPU, per node and on disk, from the configuration alone.  No torch.
+"""Memory that a run needs per GPU, per node and on disk, computed from the configuration alone.  No torch.
 
     memory = memory_of(cfg)                  # bytes by name
-    memory_check.check_memory(cfg, 80e9)     # raises ConfigError where a GPU of 80 GB cannot hold it
+    memory_check.check_memory(cfg, 80e9)     # raises ConfigError if the run does not fit a GPU of 80 GB
 
-Sizes are bytes; GB is 10^9 of them.  One GPU holds a trainer rank and at most one engine rank; with `rollout.sleep` the
-engine's weights and KV cache leave it while the trainer works, and the trainer's state stays; with
-`rollout.own_devices` it holds one of the two.  What is counted and what is assumed stands at each function.  Compared
-with real models in tests/planning/test_memory.py: parameters with model files, a checkpoint with one on disk,
-activations with what autograd keeps in the CPU actor; parameters, optimizer and FP8 copies of three larger shapes
-with Megatron's own model on the meta device.  On GPUs it has not been measured.
+Sizes are bytes; GB is 10^9 bytes.  One GPU has a trainer rank and at most one engine rank.  With `rollout.sleep` the
+engine's weights and KV cache leave the GPU while the trainer works, and the trainer's state stays.  With
+`rollout.own_devices` a GPU has either a trainer rank or an engine rank.  Each function's docstring lists its
+assumptions.
+
+tests/planning/test_memory.py compares the numbers with real models: parameters with model files, a checkpoint with
+one on disk, activations with the tensors that autograd keeps in the CPU actor; parameters, optimizer and FP8 copies of
+three larger shapes with Megatron's model on the meta device.  The numbers have not been measured on GPUs.
 """
 
 import json
@@ -23,7 +25,7 @@ from nemo_prorl.sizing.devices import smallest_gpu_bytes
 
 GB = 1e9
 FLOAT32 = 4
-# Bytes of a GPU that no other part counts: assumed, not measured.  An engine's context and graphs remain in its sleep.
+# Bytes on a GPU beside all other parts: assumed, not measured.  An engine's context and graphs stay while it sleeps.
 RESERVE_PARTS = {
     "two CUDA contexts": 12 * 10**8,
     "NCCL": 9 * 10**8,
@@ -32,19 +34,19 @@ RESERVE_PARTS = {
     "fragmentation": 20 * 10**8,
 }
 RESERVE = sum(RESERVE_PARTS.values())
-# On a CPU: Python with NeMo, vLLM's two processes and the reward server before any weights, and what malloc keeps;
-# measured (benchmarks/half_billion.py).
+# Bytes on a CPU: Python with NeMo, vLLM's two processes and the reward server before any weights, and memory that
+# malloc keeps; measured by benchmarks/half_billion.py.
 CPU_RESERVE = 5 * 10**9
-PUBLISHED_VERSIONS = 2  # alive in /dev/shm at a time (rollout.publication)
-# Rows of the embedding where no folder says them: by layers, hidden and ffn size.
+PUBLISHED_VERSIONS = 2  # versions of the weights in /dev/shm at a time (rollout.publication)
+# (layers, hidden size, ffn size): (rows of the embedding, model), used if no model folder is given.
 KNOWN_VOCABULARIES = {(28, 1536, 8960): (151_936, "DeepSeek-R1-Distill-Qwen-1.5B")}
-MADE_VOCABULARY = 576  # the most that the tokenizer made for the data can have (data/laptop/model.py)
+MADE_VOCABULARY = 576  # largest vocabulary of a tokenizer made for the data (data/laptop/model.py)
 _SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A Qwen2 or Llama: what its sizes follow from."""
+    """The dimensions of a Qwen2 or Llama model."""
 
     layers: int
     hidden: int
@@ -75,18 +77,18 @@ class ModelShape:
 
     @property
     def queries(self) -> int:
-        """Width of all queries together, and of the attention's output."""
+        """Return the width of all queries together, which is also the width of the attention's output."""
         return self.heads * self.head_size
 
     @property
     def kv(self) -> int:
-        """Width of all keys together; of all values, too."""
+        """Return the width of all keys together, which is also the width of all values together."""
         return self.groups * self.head_size
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The parallel layout of model and rows."""
+    """The parallel layout: tensor, pipeline and data parallel size, and sequence parallelism."""
 
     tp: int
     pp: int
@@ -102,36 +104,36 @@ class Layout:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by name: of the fullest GPU (CPU: of its part of the host's memory), unless a comment says otherwise."""
+    """Bytes by name, on the fullest GPU (CPU: in one rank's share of host memory) unless a comment says otherwise."""
 
-    parameters: int  # a number: of the Hugging Face model
+    parameters: int  # a count, not bytes: the parameters of the Hugging Face model
     weights: int
     gradients: int
     optimizer: int
-    fp8_weights: int  # Transformer Engine's FP8 copies of the weights, which the trainer's passes make and drop
-    reference_swap: int  # the reference's weights on the GPU, while they are in use
-    activations: int  # that the fullest pipeline stage keeps for the backward pass
+    fp8_weights: int  # Transformer Engine's FP8 copies of the weights, made and dropped in each pass
+    reference_swap: int  # the reference's weights on the GPU while they are in use
+    activations: int  # kept by the fullest pipeline stage for the backward pass
     layer_work: int  # tensors of one layer alive in its backward pass
     logits_forward: int
     logits_backward: int
-    trainer_peak: int  # the most that the trainer holds at once
-    trainer_resident: int  # what it holds while engines generate: weights, gradients, optimizer
+    trainer_peak: int  # largest use by the trainer at a time
+    trainer_resident: int  # weights, gradients and optimizer, which stay while engines generate
     engine_weights: int
     engine_work: int
     kv_sequence: int  # KV cache of one sequence that fills the context
     kv_configured: int | None  # rollout.kv_cache_mb
-    engines_sleep: bool  # rollout.sleep: not awake beside the trainer's work
-    engines_apart: bool  # rollout.own_devices: on GPUs that nobody shares with them
-    reserve: int  # for what is not counted here
-    reference_host: int  # host memory of a node: the reference policy of its ranks
-    snapshot_host: int  # host memory of a node while a checkpoint is written: the copy that is written
-    published: int  # /dev/shm of a node
-    checkpoint: int  # on disk, one
-    checkpoints: int  # on disk, all that a run keeps and one that is being written
+    engines_sleep: bool  # rollout.sleep: engines sleep while the trainer works
+    engines_apart: bool  # rollout.own_devices: engines have separate GPUs
+    reserve: int  # for uses that are not counted here (RESERVE_PARTS)
+    reference_host: int  # host memory per node: the reference policy of its ranks
+    snapshot_host: int  # host memory per node while a checkpoint is written: the copy that is written
+    published: int  # in /dev/shm of a node
+    checkpoint: int  # size of a checkpoint on disk
+    checkpoints: int  # on disk: all checkpoints that a run keeps, and the one that is being written
 
     @property
     def needed(self) -> int:
-        """Return the least that a GPU must have: trainer, engine, KV cache (at least one sequence), reserve."""
+        """Return the smallest GPU that fits trainer, engine, KV cache (at least one sequence) and reserve."""
         return max(self.while_training, self.while_generating)
 
     @property
@@ -141,7 +143,7 @@ class Memory:
 
     @property
     def while_training(self) -> int:
-        """Return the trainer's bytes; what a sleeping engine keeps (context, graphs) is in the reserve."""
+        """Return the trainer's bytes and the reserve, which includes a sleeping engine's context and graphs."""
         return self.trainer_peak + self.reserve
 
     @property
@@ -152,13 +154,13 @@ class Memory:
         return self.trainer_resident if self.engines_sleep else self.trainer_peak
 
     def kv_room(self, device_bytes: float | None) -> int | None:
-        """Return the bytes for the KV cache: as configured, or what is left of the device; None if neither is known."""
+        """Return the bytes of the KV cache: as configured, otherwise the rest of the device; None if unknown."""
         if self.kv_configured is not None or device_bytes is None:
             return self.kv_configured
         return max(0, int(device_bytes) - (self.while_generating - self.kv_sequence))
 
     def engine_bytes(self, device_bytes: float) -> int:
-        """Return the bytes that an awake engine takes, without its part of the reserve."""
+        """Return the bytes of an awake engine, without its part of the reserve."""
         return self.engine_weights + self.engine_work + (self.kv_room(device_bytes) or 0)
 
     def sequences(self, device_bytes: float | None) -> int | None:
@@ -171,43 +173,46 @@ class Memory:
 
 
 def vocabulary(cfg: DictConfig) -> tuple[int, str]:
-    """(rows of the embedding, where that number is from): the model folder's config.json, or a named assumption."""
+    """Return (rows of the embedding, source of this number): the source is config.json or a named assumption."""
     given = cfg.pretrained_checkpoint.restore_from_path
     folder = Path(given) if given else Path(cfg.run_dir) / "init"
     file = folder / "config.json"
     if given or file.is_file():
         rows = json.loads(file.read_text()).get("vocab_size")
         if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
-            raise ConfigError(f"{file}: vocab_size={rows}: must be a whole number, at least 1")
+            raise ConfigError(f"{file}: vocab_size={rows}: expected a whole number of at least 1")
         return rows, str(file)
     model = cfg.model
     known = KNOWN_VOCABULARIES.get((model.num_layers, model.hidden_size, model.ffn_hidden_size))
     if known:
         return known[0], f"assumed: {known[1]}'s, whose shape this is; no folder is given"
-    return MADE_VOCABULARY, "assumed: the most that a tokenizer made for the data has"
+    return MADE_VOCABULARY, "assumed: the largest vocabulary of a tokenizer made for the data"
 
 
 def linear_weights(shape: ModelShape, tp: int = 1) -> int:
-    """Count the weights of one layer's matrix products on one tensor rank, without biases: what FP8 applies to."""
+    """Count the weights of one layer's matrix products on one tensor rank, without biases; FP8 applies to these."""
     attention = shape.hidden * (shape.queries + 2 * shape.kv) + shape.queries * shape.hidden
     return (attention + 3 * shape.hidden * shape.ffn) // tp
 
 
 def layer_parameters(shape: ModelShape, tp: int = 1) -> int:
-    """Count one layer on one tensor rank: q, k, v with their biases, output, gate, up, down; and both norms, whole."""
+    """Count one layer's parameters on one tensor rank: q, k, v and biases, output, gate, up, down, whole norms."""
     biases = shape.queries + 2 * shape.kv if shape.qkv_bias else 0
     return linear_weights(shape, tp) + biases // tp + 2 * shape.hidden
 
 
 def parameters(shape: ModelShape, padded: bool = False) -> int:
-    """Count the whole model as Hugging Face does, or as Megatron with the padded vocabulary."""
+    """Count the parameters of the whole model, with the vocabulary of Hugging Face or with Megatron's padded one."""
     words = shape.padded_vocab if padded else shape.vocab
     embeddings = words * shape.hidden * (1 if shape.tied else 2)
     return shape.layers * layer_parameters(shape) + shape.hidden + embeddings
 
 
 def rank_parameters(shape: ModelShape, layout: Layout) -> int:
-    """Count the fullest rank: a pipeline's first stage has the embedding, its last the output layer (tied: a copy)."""
+    """Count the fullest rank's parameters.
+
+    The first pipeline stage has the embedding; the last stage has the output layer (tied: a copy of the embedding).
+    """
     words = -(-shape.padded_vocab // layout.tp) * shape.hidden
     both_ends = layout.pp == 1 and not shape.tied
     layers = shape.layers // layout.pp * layer_parameters(shape, layout.tp)
@@ -215,27 +220,27 @@ def rank_parameters(shape: ModelShape, layout: Layout) -> int:
 
 
 def weight_bytes(cfg: DictConfig) -> int:
-    """Return the bytes of a weight in use, and of an activation: 2 under bf16, beside float32 masters."""
+    """Return the bytes of one weight in use or one activation element: 2 with bf16, otherwise 4."""
     return 2 if str(cfg.trainer.precision).startswith("bf16") else FLOAT32
 
 
 def layer_activations(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens: int) -> int:
     """Return the bytes that one layer keeps of a micro-batch of `tokens` tokens for its backward pass.
 
-    Korthikanti et al. (arXiv 2205.05198, sec. 4) count the tensors of a GPT layer: s b h (34 + 5 a s / h) bytes, over t
-    with tensor and sequence parallelism, without the 5 a s / h under selective recomputation (sec. 5).  The same count
-    for Qwen2's layer (grouped queries, SwiGLU, no dropout), in elements a token, with q and k the widths of all queries
-    and of all keys, f the ffn size:
+    Korthikanti et al. (arXiv 2205.05198, sec. 4) count the tensors of a GPT layer: s b h (34 + 5 a s / h) bytes.
+    Tensor and sequence parallelism divide this by t; selective recomputation removes 5 a s / h (sec. 5).  The same
+    count for Qwen2's layer (grouped queries, SwiGLU, no dropout) follows, in elements per token; h is the hidden size,
+    q and k are the widths of all queries and all keys, f is the ffn size:
 
-        two norms                   4 h  in and out of each          CPU: 6 h, its norm keeps x / rms(x) too
+        two norms                   4 h  in and out of each          CPU: 6 h, the norm also keeps x / rms(x)
         rotated queries, keys       q + k
-        joined q, k, v              q + 2 k                          the values are a view of it, so it lives on
+        joined q, k, v              q + 2 k                          the values are a view of it, so it is kept
         attention's output          q
-        gate and up, their product  2 f + f                          unfused: 4 f, silu(gate) is kept too
+        gate and up, their product  2 f + f                          unfused: 4 f, silu(gate) is also kept
         log-sum-exp, 1 / rms        (heads + 2) float32
 
-    Tensor parallelism divides all but the norms, sequence parallelism the norms too.  Attention is a flash kernel
-    (Transformer Engine's, torch's on the CPU), which keeps no scores, so selective recomputation saves nothing more.
+    Tensor parallelism divides all but the norms; sequence parallelism also divides the norms.  Attention is a flash
+    kernel (Transformer Engine's, on the CPU torch's) that keeps no scores, so selective recomputation saves nothing.
     On a GPU without Transformer Engine the scores are kept (heads x tokens each), unless recomputed selectively.
     """
     size, cpu = weight_bytes(cfg), cfg.trainer.accelerator == "cpu"
@@ -254,8 +259,8 @@ def stage_activations(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens
     """Return the bytes that the layers of one pipeline stage keep of one micro-batch.
 
     Full recomputation keeps the input of each recomputed piece and, while that piece runs again, its layers
-    (arXiv 2205.05198, sec. 5): "uniform" pieces of activations_checkpoint_num_layers layers, or "block": that many
-    layers are pieces of one, the others keep all.
+    (arXiv 2205.05198, sec. 5).  With "uniform", pieces have activations_checkpoint_num_layers layers.  With "block",
+    this many layers are pieces of one layer, and the other layers keep all their activations.
     """
     layers = shape.layers // layout.pp
     full = layer_activations(cfg, shape, layout, tokens)
@@ -269,7 +274,7 @@ def stage_activations(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens
 
 
 def micro_batch_tokens(cfg: DictConfig) -> int:
-    """Return the positions of the largest micro-batch: full rows, or model.micro_batch_tokens."""
+    """Return the token positions of the largest micro-batch: full rows, at most model.micro_batch_tokens."""
     rows, budget = (
         cfg.model.micro_batch_size * cfg.trainer.grpo.context_tokens,
         _optional(cfg.model, "micro_batch_tokens"),
@@ -278,12 +283,12 @@ def micro_batch_tokens(cfg: DictConfig) -> int:
 
 
 def logits_bytes(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens: int) -> tuple[int, int]:
-    """(forward, backward) bytes of `algorithms.logprobs`: logits of logprob_chunk_tokens rows x logprob_chunk_words.
+    """Return (forward, backward) bytes of `algorithms.logprobs`, in chunks of logprob_chunk_tokens x _words.
 
-    Forward: float32 logits, twice where entropies are wanted, as old and reference log-probabilities always want them.
-    Backward: the logits' gradient in float32, twice with an entropy bonus and where it is compiled; and the gradients
-    of hidden states, in float32, and of the whole output weight, in its own dtype.  16-bit models: float32 copies of
-    the rows and words that are multiplied, and a float32 sum for one block of words.
+    Forward: two tensors of float32 logits, as with entropy.  Backward: the logits' gradient in float32 (two tensors
+    with an entropy bonus or in compiled code), the gradient of the hidden states in float32, and the gradient of the
+    whole output weight in the weight's dtype.  16-bit models add float32 copies of the multiplied rows and words, and
+    in the backward pass a float32 sum for one block of words.
     """
     grpo, size = cfg.trainer.grpo, weight_bytes(cfg)
     rows, all_words = min(grpo.logprob_chunk_tokens, tokens), -(-shape.padded_vocab // layout.tp)
@@ -297,16 +302,21 @@ def logits_bytes(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens: int
 
 
 def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
-    """Return all sizes of a checked configuration; `vocab`: rows of the embedding, if the caller knows them.
+    """Return all sizes of a checked configuration.
 
-    Weights in use and a float32 gradient of each (NeMo's grad_sync_dtype) on every rank; two float32 moments, and
-    beside 16-bit weights a float32 master, spread over data-parallel ranks (Megatron's distributed optimizer).  With
-    FP8, Transformer Engine keeps each layer's weights twice more, one byte each: as they are, and transposed.  The
-    reference policy stays in host memory; while it is in use it lies on the GPU, too, beside the policy's own weights
-    (`policy.actor`).  A checkpoint has both, float32 weights and moments; it is copied to host memory first, on rank 0
-    with the whole weights once more (`policy.checkpoint_files`), but for what lies there already while a run waits for
-    the write.  A pipeline's first stage keeps one micro-batch for each stage (arXiv 2205.05198, sec. 4.2.3); its last
-    has the logits.
+    Every rank has the weights in use and their gradients (in NeMo's grad_sync_dtype, usually float32).  Two float32
+    moments, and for 16-bit weights a float32 master, are spread over data-parallel ranks (Megatron's distributed
+    optimizer).  With FP8, Transformer Engine keeps two more copies of each layer's weights, one byte per weight: plain
+    and transposed.  The reference policy stays in host memory; while it is in use, a copy is on the GPU beside the
+    policy's weights (`policy.actor`).
+
+    A checkpoint has the weights of policy and reference, float32 master weights and moments.  It is first copied to
+    host memory, on rank 0 with a second copy of the whole weights (`policy.checkpoint_files`); on a CPU only if
+    checkpoints are written in the background.  A pipeline's first stage keeps one micro-batch per stage
+    (arXiv 2205.05198, sec. 4.2.3); the last stage has the logits.
+
+    Args:
+        vocab: rows of the embedding; None: as returned by `vocabulary`.
     """
     shape, layout = ModelShape.of(cfg.model, vocabulary(cfg)[0] if vocab is None else vocab), Layout.of(cfg)
     grpo, size = cfg.trainer.grpo, weight_bytes(cfg)
@@ -320,11 +330,10 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
     resident = weights + gradients + optimizer
 
     one = stage_activations(cfg, shape, layout, tokens)
-    ends = 3 * tokens * shape.hidden * size  # around the output layer: into the last norm, out of it, predicted rows
+    ends = 3 * tokens * shape.hidden * size  # input and output of the last norm, and the rows that predict tokens
     rows = grpo.prompts_per_step // grpo.updates_per_step * grpo.samples_per_prompt
-    in_one = (
-        cfg.model.micro_batch_size if _optional(cfg.model, "micro_batch_tokens") is None else 1
-    )  # of a budget's: one at least
+    # A token budget allows at least one row per micro-batch.
+    in_one = cfg.model.micro_batch_size if _optional(cfg.model, "micro_batch_tokens") is None else 1
     in_flight = min(layout.pp, max(1, rows // layout.dp // in_one))
     work = tokens * size * (2 * shape.hidden + 3 * shape.ffn // layout.tp)
     forward, backward = logits_bytes(cfg, shape, layout, tokens)
@@ -350,7 +359,7 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
         **_engine(cfg, shape),
         reserve=CPU_RESERVE if cpu else RESERVE,
         reference_host=weights * cfg.trainer.devices,
-        # the weights once, over the ranks of a model; each rank's part of the optimizer; on rank 0 all, to be hashed
+        # The ranks of a model copy the weights once, each rank its optimizer part, rank 0 all weights to hash them.
         snapshot_host=(
             weights * min(layout.tp * layout.pp, cfg.trainer.devices)
             + optimizer * cfg.trainer.devices
@@ -364,14 +373,15 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
 
 
 def _engine(cfg: DictConfig, shape: ModelShape) -> dict[str, Any]:
-    """A vLLM engine's rank: weights, KV cache (keys and values of each layer; a rank has one group at least), and work.
+    """Return the sizes of one rank of a vLLM engine: weights, work and KV cache.
 
-    Work is what its start-up run needs: one layer's tensors of the largest batch of tokens, and the sampler's float32
-    logits, log-probabilities and probabilities of each sequence beside the logits themselves.
+    Work is the need of the engine's start-up run: one layer's tensors for the largest batch of tokens; the logits of
+    each sequence; and the sampler's float32 logits, log-probabilities and probabilities.  The KV cache has keys and
+    values of each layer; a rank has at least one key-value group.
     """
     rollout, context = cfg.rollout, cfg.trainer.grpo.context_tokens
     tp, size = rollout.tensor_parallel_size, _SIZES.get(rollout.dtype, weight_bytes(cfg))
-    batch = max(rollout.max_batched_tokens, context)  # as rollout.server asks for it
+    batch = max(rollout.max_batched_tokens, context)  # same value as rollout.server passes to vLLM
     work = batch * size * (4 * shape.hidden + 3 * shape.ffn // tp)
     head = max(size, FLOAT32) if cfg.trainer.grpo.float32_head else size
     work += rollout.max_num_seqs * shape.vocab * (head + 3 * FLOAT32)
@@ -387,7 +397,7 @@ def _engine(cfg: DictConfig, shape: ModelShape) -> dict[str, Any]:
 
 
 def _kept(grpo: DictConfig) -> int:
-    """Return how many checkpoints a run keeps: the newest and the best."""
+    """Return how many checkpoints a run keeps, newest and best together."""
     every = -(-grpo.max_steps // grpo.checkpoint_every) if grpo.checkpoint_every else 1
     keep = grpo.keep_checkpoints + grpo.keep_best if grpo.keep_checkpoints else every
     return int(min(keep, max(1, every)))
@@ -402,9 +412,9 @@ def micro_batch_words(cfg: DictConfig) -> str:
 
 
 def device_bytes(cfg: DictConfig) -> float | None:
-    """Return a GPU's bytes: `rollout.device_memory_gb`, or where that is null what nvidia-smi reports on this machine.
+    """Return a GPU's bytes: `rollout.device_memory_gb`, or if null the value of nvidia-smi on this machine.
 
-    None on a CPU, and where nobody knows.
+    None on a CPU, or if nvidia-smi reports nothing.
     """
     if cfg.trainer.accelerator == "cpu":
         return None
@@ -413,11 +423,11 @@ def device_bytes(cfg: DictConfig) -> float | None:
 
 
 def device_source(cfg: DictConfig) -> str:
-    """Return where the number of `device_bytes` is from."""
+    """Return the source of the number that `device_bytes` returns."""
     gigabytes = OmegaConf.select(cfg, "rollout.device_memory_gb")
     return "nvidia-smi" if gigabytes is None else f"rollout.device_memory_gb={gigabytes:g}"
 
 
 def _optional(node: DictConfig, key: str) -> Any:
-    """Return the value of a key of NeMo's; None if the configuration leaves it out."""
+    """Return the value of one of NeMo's keys; None if the configuration does not have it."""
     return OmegaConf.select(node, key)

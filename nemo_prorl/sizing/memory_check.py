@@ -1,4 +1,4 @@
-"""Judges whether a GPU holds a run, and finds single changes that would make it fit."""
+"""Check that a run fits a GPU's memory; the error lists single changes of the configuration that make it fit."""
 
 import copy
 from typing import Any
@@ -10,19 +10,22 @@ from nemo_prorl.sizing.memory import GB, Memory, device_source, memory_of, micro
 
 
 def check_memory(cfg: DictConfig, device_bytes: float | None) -> Memory:
-    """Return the sizes of a checked configuration; raises ConfigError if a device of this size cannot hold them.
+    """Return the sizes of a checked configuration, if the run fits.
 
-    The error names key and value, the bytes needed and there, and which changes would make it fit.  With
-    `device_bytes` None (a CPU) only the KV cache is judged: it must hold one sequence that fills the context, or vLLM
-    refuses to start.
+    Args:
+        device_bytes: memory of a GPU; None (on a CPU, or unknown): only the KV cache is checked.
+
+    Raises:
+        ConfigError: the KV cache is too small for one sequence that fills the context (vLLM would refuse to start), or
+            a GPU is too small.  The error names keys and values, bytes needed and available, and changes that help.
     """
     memory = memory_of(cfg)
     configured, context = memory.kv_configured, cfg.trainer.grpo.context_tokens
     if configured is not None and configured < memory.kv_sequence:
         raise ConfigError(
-            f"rollout.kv_cache_mb={cfg.rollout.kv_cache_mb}: {configured:,} bytes hold no whole sequence of"
-            f" trainer.grpo.context_tokens={context}, which needs {memory.kv_sequence:,};"
-            f" set it to {-(-memory.kv_sequence // 2**20)} or more, or null"
+            f"rollout.kv_cache_mb={cfg.rollout.kv_cache_mb}: expected at least {memory.kv_sequence:,} bytes, for one"
+            f" sequence of trainer.grpo.context_tokens={context}; got {configured:,} bytes."
+            f" Fix: set it to {-(-memory.kv_sequence // 2**20)} or more, or null"
         )
     if device_bytes is None or memory.needed <= device_bytes:
         return memory
@@ -31,12 +34,12 @@ def check_memory(cfg: DictConfig, device_bytes: float | None) -> Memory:
     raise ConfigError(
         f"{_subject(cfg, memory)}: a GPU needs {memory.needed:,} bytes ({parts}),"
         f" {device_source(cfg)} has {int(device_bytes):,}. "
-        + (f"It fits with {'; or '.join(fits)}" if fits else "No single change of layout or batch makes it fit")
+        + (f"Fix: it fits with {'; or '.join(fits)}" if fits else "No single change of layout or batch makes it fit")
     )
 
 
 def _subject(cfg: DictConfig, memory: Memory) -> str:
-    """Return the keys with their values that cause the highest need, and when that is."""
+    """Return the keys, with values, that cause the highest use, and the phase in which it occurs."""
     work = f"{micro_batch_words(cfg)} with trainer.grpo.context_tokens={cfg.trainer.grpo.context_tokens}"
     if not memory.engines_sleep and not memory.engines_apart:
         return work
@@ -50,7 +53,7 @@ def _subject(cfg: DictConfig, memory: Memory) -> str:
 
 
 def _parts(memory: Memory) -> dict[str, int]:
-    """Return the parts of `needed`, by name."""
+    """Return the parts of `Memory.needed` by name, in bytes."""
     in_turn = memory.engines_sleep or memory.engines_apart
     training = in_turn and memory.while_training >= memory.while_generating
     parts = {}
@@ -58,7 +61,7 @@ def _parts(memory: Memory) -> dict[str, int]:
         fp8 = ", FP8 copies" if memory.fp8_weights else ""
         parts[f"weights, gradients, optimizer{fp8}"] = memory.trainer_resident
     if training or not in_turn:
-        parts["the most of the trainer's work"] = memory.trainer_peak - memory.trainer_resident
+        parts["peak of the trainer's work"] = memory.trainer_peak - memory.trainer_resident
     if not training:
         parts["engine"] = memory.engine_weights + memory.engine_work
         parts["KV cache"] = memory.kv_sequence if memory.kv_configured is None else memory.kv_configured
@@ -66,7 +69,7 @@ def _parts(memory: Memory) -> dict[str, int]:
 
 
 def _what_fits(cfg: DictConfig, device_bytes: float) -> list[str]:
-    """Return single changes with which the configuration fits, each with the bytes that it then needs."""
+    """Return single changes with which the configuration fits, each with its need in GB."""
     changes: list[dict[str, Any]] = []
     if cfg.rollout.sleep is None and not cfg.rollout.own_devices:
         changes.append({"rollout.sleep": 2})

@@ -55,13 +55,11 @@ def _at(place: Tensor | None, *angles: Tensor) -> tuple[Tensor, ...]:
 def rotary(t: Tensor, freqs: Tensor, interleaved: bool = False, transpose_output_memory: bool = False) -> Tensor:
     """Rotate t [S, B, heads, D] by the angles `freqs` [S, 1, 1, D]; the signature is Transformer Engine's.
 
-    Raises:
-        NotImplementedError: the model rotates only a part of each head, or neighbouring pairs (interleaved).
+    Raises NotImplementedError: the model rotates only a part of each head, or neighbouring pairs (interleaved).
     """
     if interleaved or freqs.shape[-1] != t.shape[-1]:
         raise NotImplementedError(
-            "model.apply_rope_fusion=true: expected a rotation of whole heads by halves; got a partial or interleaved"
-            " rotation. Fix: model.apply_rope_fusion=false"
+            "model.apply_rope_fusion=true: got a partial or interleaved rotation. Fix: model.apply_rope_fusion=false"
         )
     out: Tensor = _Rotary.apply(t, freqs.cos().to(t.dtype), freqs.sin().to(t.dtype))
     return out
@@ -73,13 +71,11 @@ def rotary_of_packed(t: Tensor, position_N: Tensor, freqs: Tensor) -> Tensor:
     Args:
         position_N: int64, each token's position in its sequence.
 
-    Raises:
-        NotImplementedError: the model rotates only a part of each head.
+    Raises NotImplementedError: the model rotates only a part of each head.
     """
     if freqs.shape[-1] != t.shape[-1]:
         raise NotImplementedError(
-            "model.packed_sequences=true: expected a rotation of whole heads; got a partial rotation."
-            " Fix: model.packed_sequences=false"
+            "model.packed_sequences=true: got a partial rotation of heads. Fix: model.packed_sequences=false"
         )
     cos, sin = (angles.flatten(1, 2).to(t.dtype) for angles in (freqs.cos(), freqs.sin()))  # [T, 1, D]
     out: Tensor = _Rotary.apply(t, cos, sin, position_N)

@@ -213,7 +213,7 @@ def draw(found: list[dict[str, Any]], group: str, arms: Sequence[str], path: Pat
         axis.set_xlabel(title)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("mean reward on unseen problems")
-    axes[3].set_ylabel("entropy, nats a token")
+    axes[3].set_ylabel("entropy, nats per token")
     axes[3].legend(fontsize=8)
     figure.suptitle(group)
     figure.savefig(path, dpi=90)

@@ -30,6 +30,7 @@ from tests.data.preparing import SUMS, TEST, touch_prepared, write
 from tests.data.test_prepare_judge import MODEL, Judge, pairs
 from tests.evaluation.test_evaluate import Address
 from tests.launcher.test_chain import Slurm
+from tests.policy.models import QWEN2, write_model
 from tests.report.made import evaluation, make_run
 from tests.rewards.test_scaffold import COMMANDS as OF_THE_PLUGIN_PAGE
 from tests.test_docs import COMMANDS as IN_SH_BLOCKS
@@ -48,6 +49,8 @@ HERE = {  # in this process, on files made for it
     "prorl data",
     "prorl report",
     "prorl replay",
+    "prorl import-hf",
+    "prorl export-hf",
     "stage.sbatch",
     "rewards score",
     "df",
@@ -150,12 +153,30 @@ def runs(place: Path) -> Path:
     return place
 
 
+QWEN_0P5B = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 24,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+}
+
+
 def prepared(place: Path) -> None:
     """What was prepared by the time that a page says `prorl plan`: files of the right names, and a record or two."""
     touch_prepared(place / "prepared")
     (place / "prepared" / "mine").mkdir()
     for part in ("train", "validation"):
         write(place / "prepared" / "mine" / f"{part}.jsonl", [REQUEST | {"id": part, "prompt": part}])
+    half_billion = place / "models" / "Qwen2.5-0.5B-Instruct"
+    half_billion.mkdir(parents=True)
+    (half_billion / "config.json").write_text(json.dumps(QWEN_0P5B))
+    (half_billion / "model.safetensors").touch()
 
 
 def with_model(words: Words, folder: Path) -> Words:
@@ -307,6 +328,23 @@ def test_requests_are_judged(words: Words, place: Path) -> None:
     done(words[1:])
     [verdict] = [json.loads(line) for line in (place / "verdicts.jsonl").read_text().splitlines()]
     assert verdict["score"] == 1.0
+
+
+@commands_of("prorl import-hf")
+def test_a_model_is_imported(words: Words, place: Path) -> None:
+    write_model(place / words[2], QWEN2)
+    done(words[1:])
+    assert (place / words[3] / "state.json").is_file()
+
+
+@commands_of("prorl export-hf")
+def test_a_run_is_exported(words: Words, place: Path) -> None:
+    """Its newest checkpoint is an imported one here."""
+    write_model(place / "model", QWEN2)
+    (place / words[2] / "checkpoints").mkdir(parents=True)
+    done(["import-hf", "model", f"{words[2]}/checkpoints/step-000010"])
+    done(words[1:])
+    assert (place / words[3] / "model.safetensors").is_file()
 
 
 @commands_of("stage.sbatch")

@@ -1,10 +1,14 @@
-"""Makes the pictures of docs/howto/report.md: `python -m tests.report.pictures CHAIN RUN...` into docs/images.
+"""Make the screenshots of the report in the documentation, in a headless Chromium.
 
-CHAIN fills the pictures of one run, the RUNs after it are compared.
+    python -m tests.report.pictures tour RUN              docs/tour/report.html, and docs/images/tour-*.png
+    python -m tests.report.pictures report CHAIN RUN...   docs/images/report-*.png for docs/howto/report.md
+
+CHAIN is the folder of a chain, or a run; the RUNs are compared with each other.
 """
 
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from PIL import Image
@@ -12,7 +16,7 @@ from PIL import Image
 from nemo_prorl.report import cli
 from tests.report.browser import Browser, Page, browser
 
-IMAGES = Path(__file__).resolve().parent.parent.parent / "docs" / "images"
+DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 
 
 def pictures(chromium: Browser, chain: str, many: str, folder: Path) -> None:
@@ -49,14 +53,32 @@ def pictures(chromium: Browser, chain: str, many: str, folder: Path) -> None:
     side.resize((side.width * 2 // 3, side.height * 2 // 3), Image.Resampling.LANCZOS).save(folder / "report-phone.png")
 
 
-def main(chain: Path, runs: list[Path]) -> None:
+def tour(run: Path) -> None:
+    """Write the report of a run for docs/tour.md, and its pictures: light and dark, desktop and phone."""
+    page = cli.write([run], [], 40, DOCS / "tour" / "report.html")
+    with tempfile.TemporaryDirectory() as name, browser() as chromium:
+        for width, height, size in ((1240, 1040, "desktop"), (390, 844, "phone")):
+            for dark in (False, True):
+                path = Path(name) / f"tour-{size}-{'dark' if dark else 'light'}.png"
+                chromium.visit(page.as_uri(), partial(Page.screenshot, path=path), width, height, dark)
+                _save(path)
+
+
+def report(chain: Path, *runs: Path) -> None:
     with tempfile.TemporaryDirectory() as name, browser() as chromium:
         folder = Path(name)
-        pages = [cli.write(which, [], 400, folder / f"{k}.html").as_uri() for k, which in enumerate(([chain], runs))]
+        pages = [
+            cli.write(which, [], 400, folder / f"{k}.html").as_uri() for k, which in enumerate(([chain], list(runs)))
+        ]
         pictures(chromium, pages[0], pages[1], folder)
         for path in folder.glob("report-*.png"):
-            Image.open(path).convert("RGB").quantize(256, kmeans=1).save(IMAGES / path.name, optimize=True)
+            _save(path)
+
+
+def _save(path: Path) -> None:
+    """Save a picture in docs/images with at most 256 colours."""
+    Image.open(path).convert("RGB").quantize(256, kmeans=1).save(DOCS / "images" / path.name, optimize=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [Path(text) for text in sys.argv[2:]])
+    {"tour": tour, "report": report}[sys.argv[1]](*map(Path, sys.argv[2:]))

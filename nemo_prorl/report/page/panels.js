@@ -1,7 +1,7 @@
 // Which charts there are, and which metrics each shows.  Keys are those of docs/reference/formats.md.
 const OVERVIEW = [
-  { id: "kl", title: "KL to the reference policy", unit: "nats a token", keys: [["kl", "KL"]], help: "Before the step's updates; 0 right after a hard reset." },
-  { id: "entropy", title: "Entropy", unit: "nats a token", keys: [["entropy", "entropy"]], help: "Entropy of the policy at the rollout temperature." },
+  { id: "kl", title: "KL to the reference policy", unit: "nats per token", keys: [["kl", "KL"]], help: "Before the step's updates; 0 right after a hard reset." },
+  { id: "entropy", title: "Entropy", unit: "nats per token", keys: [["entropy", "entropy"]], help: "Entropy of the policy at the rollout temperature." },
   { id: "length", title: "Response length", unit: "tokens", keys: [["rollout/response_tokens", "mean length"]] },
   { id: "validation", title: "Validation", unit: "mean reward, held-out prompts", share: true, validations: true, empty: "No validation yet, or none in the configuration." },
 ];
@@ -41,18 +41,18 @@ const STABILITY = [
   { id: "clipped", title: "Clipped", unit: "share of tokens", share: true, keys: [["policy/clipped_high", "upper bound"], ["policy/clipped_low", "lower bound"], ["policy/dual_clipped", "dual clip"]], help: "Tokens without gradient because of the clip bound." },
   { id: "gradient", title: "Gradient norm before clipping", unit: "no unit", keys: [["policy/grad_norm", "mean of updates"], ["policy/max_grad_norm", "greatest"]] },
   { id: "ratio", title: "Ratio of new to old policy", unit: "a token", free: true, keys: [["policy/max_ratio", "greatest"], ["policy/ratio", "mean"], ["policy/min_ratio", "least"]] },
-  { id: "moved", title: "Change of the policy by the updates", unit: "nats a token", keys: [["policy/approx_kl", "KL to the old policy"]] },
+  { id: "moved", title: "Change of the policy by the updates", unit: "nats per token", keys: [["policy/approx_kl", "KL to the old policy"]] },
   { id: "loss", title: "Loss and surrogate", unit: "reward", free: true, keys: [["policy/loss", "loss"], ["policy/surrogate", "surrogate"]] },
   { id: "lr", title: "Learning rate", unit: "no unit", keys: [["policy/lr", "learning rate"]] },
-  { id: "kl-task", title: "KL by task", unit: "nats a token", family: "kl", all: "kl" },
-  { id: "entropy-task", title: "Entropy by task", unit: "nats a token", family: "entropy", all: "entropy" },
+  { id: "kl-task", title: "KL by task", unit: "nats per token", family: "kl", all: "kl" },
+  { id: "entropy-task", title: "Entropy by task", unit: "nats per token", family: "entropy", all: "entropy" },
 ];
 
 const COMPARED = [
   { id: "c-validation", title: "Validation, all prompts", unit: "mean reward", share: true, validation: "all" },
   { id: "c-reward", title: "Raw reward", unit: "0 to 1", share: true, key: "reward/all" },
-  { id: "c-kl", title: "KL to the reference policy", unit: "nats a token", key: "kl" },
-  { id: "c-entropy", title: "Entropy", unit: "nats a token", key: "entropy" },
+  { id: "c-kl", title: "KL to the reference policy", unit: "nats per token", key: "kl" },
+  { id: "c-entropy", title: "Entropy", unit: "nats per token", key: "entropy" },
   { id: "c-length", title: "Response length", unit: "tokens", key: "rollout/response_tokens" },
   { id: "c-keep", title: "Keep rate", unit: "share of groups", share: true, key: "keep_rate/all" },
   { id: "c-truncated", title: "Cut off", unit: "share of responses", share: true, key: "rollout/truncated" },

@@ -105,8 +105,8 @@ LIMIT = 1500  # words of a page, as `wc -w` counts them
 GENERATED = {"configuration.md", "commands.md", "schemas.md"}
 
 
-def test_pages_of_the_reference_are_short() -> None:
-    words = {page.name: len(page.read_text().split()) for page in (DOCS / "reference").glob("*.md")}
+def test_pages_are_short() -> None:
+    words = {page.name: len(page.read_text().split()) for page in DOCS.rglob("*.md")}
     assert {name: count for name, count in words.items() if count >= LIMIT and name not in GENERATED} == {}
 
 
@@ -151,8 +151,9 @@ def test_every_function_named_beside_a_formula_exists() -> None:
 
 
 def test_beside_every_formula_stands_its_function() -> None:
-    """What follows a block of mathematics begins with `module.name` of `algorithms`."""
-    parts = (DOCS / "explanation" / "algorithm.md").read_text().split("```math\n")[1:]
+    """The text after a block of mathematics begins with `module.name` of `algorithms`."""
+    pages = [(DOCS / "explanation" / f"{name}.md").read_text() for name in ("algorithm", "resets")]
+    parts = [part for page in pages for part in page.split("```math\n")[1:]]
     assert len(parts) >= 14
     for part in parts:
         formula, _, after = part.partition("\n```\n\n")
@@ -176,8 +177,7 @@ def alarm_texts() -> dict[str, str]:
 
 
 def test_every_alarm_has_a_cause_and_a_cure() -> None:
-    texts, page = alarm_texts(), (DOCS / "howto" / "troubleshooting.md").read_text()
-    told = page.split("## Alarms")[1].split("\n## ")[0]
+    texts, told = alarm_texts(), (DOCS / "howto" / "alarms.md").read_text()
     assert sum(bool(text) for text in texts.values()) >= 7
     assert {where: text for where, text in texts.items() if text not in told} == {}
     assert [where for where, text in texts.items() if not text] == [f"resets.py:{line_of_the_rules()}"]
@@ -201,7 +201,7 @@ def test_every_error_of_the_package_has_a_cause_and_a_cure() -> None:
     while more := {name for name, of in bases.items() if of & errors} - errors:
         errors |= more
     assert len(errors) > 15
-    rows = re.findall(r"^\| `(\w+)` \| \d+ \|", (DOCS / "howto" / "troubleshooting.md").read_text(), re.M)
+    rows = re.findall(r"^\| `(\w+)` \| \d+ \|", (DOCS / "howto" / "errors.md").read_text(), re.M)
     assert sorted(errors - set(rows) - {"ProrlError"}) == []
 
 

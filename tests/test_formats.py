@@ -561,5 +561,5 @@ def test_exit_codes_are_those_of_the_errors() -> None:
 def test_every_error_class_has_a_cure() -> None:
     tree = ast.parse(source("errors.py"))
     names = {node.name for node in tree.body if isinstance(node, ast.ClassDef)} - {"ProrlError"}
-    told = set(inline_code(ROOT / "docs" / "howto" / "troubleshooting.md"))
+    told = set(inline_code(ROOT / "docs" / "howto" / "errors.md"))
     assert sorted(names - told) == []

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from nemo_prorl.errors import ConfigError
 
-# The folders of data=prorl, with the arguments of `prorl data prepare` that make each (docs/tutorial/data.md).
+# The folders of data=prorl, with the arguments of `prorl data prepare` that make each (docs/howto/prepare_data.md).
 PAPER = {
     "deepscaler": "deepscaler --from hub",
     "eurus2-rl": "eurus2-rl --from hub --size 24000",
@@ -69,7 +69,7 @@ def faults(cfg: DictConfig) -> list[str]:
                 lines.append(f"    Fix: {command}")
         files = "1 file is" if len(missing) == 1 else f"{len(missing)} files are"
         fix = (
-            "Fix: prepare them (docs/tutorial/data.md), name their folder (data.folder=FOLDER), or choose other data"
+            "Fix: prepare them (docs/howto/prepare_data.md), name their folder (data.folder=FOLDER), or choose other data"
             " (data=NAME)"
         )
         found.append("\n".join([f"data: {files} missing, relative to {Path.cwd()}", *lines, fix]))

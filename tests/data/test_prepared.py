@@ -70,7 +70,7 @@ def test_a_plan_is_made_and_says_what_is_missing(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert cli.main(["plan", *GPU, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["run"]["data files"].startswith("10 of 10 are missing")
+    assert json.loads(capsys.readouterr().out)["run"]["data files"].startswith("10 of 10 missing")
     refused(caplog.text)
 
 
@@ -111,7 +111,7 @@ def test_the_task_of_a_generator_is_that_of_its_records() -> None:
 
 
 def test_the_commands_are_those_of_the_page() -> None:
-    page = (ROOT / "docs" / "tutorial" / "data.md").read_text()
+    page = (ROOT / "docs" / "howto" / "prepare_data.md").read_text()
     shown = re.findall(r"^prorl data prepare (.+) --out prepared/([\w-]+)(.*)$", page, re.MULTILINE)
     for name, command in PAPER.items():
         words = set(command.replace("--judge-url URL --judge-model NAME", "--judge-url --judge-model").split())

@@ -51,7 +51,7 @@ _GRACE_S = 5.0
 
 
 @dataclass
-class _Snapshot:
+class _StateBefore:
     """State of the collector before a collection, restored when the collection is abandoned."""
 
     position: list[tuple[int, int]]  # of the blend
@@ -108,13 +108,13 @@ class Collector:
         begun = self._begin(step, version)
         return self._end(begun)
 
-    def _begin(self, step: int, version: int) -> "tuple[_Snapshot, Future[CollectedBatch]]":
-        snapshot = _Snapshot(self._blend.position(), self._surplus, self._draws, self.keep_rates.state_dict())
+    def _begin(self, step: int, version: int) -> "tuple[_StateBefore, Future[CollectedBatch]]":
+        snapshot = _StateBefore(self._blend.position(), self._surplus, self._draws, self.keep_rates.state_dict())
         self._clock = WaitClock()
         self._engines.load.begin()
         return snapshot, self._background.start(self._collect(step, version))
 
-    def _end(self, begun: "tuple[_Snapshot, Future[CollectedBatch]]") -> CollectedBatch:
+    def _end(self, begun: "tuple[_StateBefore, Future[CollectedBatch]]") -> CollectedBatch:
         snapshot, future = begun
         try:
             return self._background.result(future)

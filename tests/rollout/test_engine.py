@@ -494,7 +494,7 @@ def test_a_model_folder_without_weights_is_refused_at_once(engine: EngineProcess
     other = EngineProcess(engine.python, empty, tmp_path / "run").start()
     assert other.process is not None
     assert other.process.wait(30) == 2
-    assert "holds no *.safetensors" in other.log.read_text()
+    assert "contains no *.safetensors" in other.log.read_text()
 
 
 def test_the_endpoint_file_says_where_the_engine_is(engine: EngineProcess) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from nemo_prorl.errors import RolloutAbandoned
-from nemo_prorl.rollout.collector import Collector, CollectorState, _Snapshot
+from nemo_prorl.rollout.collector import Collector, CollectorState, _StateBefore
 from nemo_prorl.rollout.groups import CollectedBatch
 
 
@@ -27,7 +27,7 @@ class OneStepOff(Collector):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._waiting: CollectedBatch | None = None
-        self._next: tuple[_Snapshot, Future[CollectedBatch]] | None = None
+        self._next: tuple[_StateBefore, Future[CollectedBatch]] | None = None
         self._ended_at: float | None = None  # monotonic time when the collection of `_next` ended
 
     def take(self, step: int, version: int) -> CollectedBatch:

@@ -81,4 +81,8 @@ def _save(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"tour": tour, "report": report}[sys.argv[1]](*map(Path, sys.argv[2:]))
+    folders = list(map(Path, sys.argv[2:]))
+    if sys.argv[1] == "tour":
+        tour(folders[0])
+    else:
+        report(folders[0], *folders[1:])

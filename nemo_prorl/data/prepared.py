@@ -69,8 +69,8 @@ def faults(cfg: DictConfig) -> list[str]:
                 lines.append(f"    Fix: {command}")
         files = "1 file is" if len(missing) == 1 else f"{len(missing)} files are"
         fix = (
-            "Fix: prepare them (docs/howto/prepare_data.md), name their folder (data.folder=FOLDER), or choose other data"
-            " (data=NAME)"
+            "Fix: prepare them (docs/howto/prepare_data.md), name their folder (data.folder=FOLDER), or choose other"
+            " data (data=NAME)"
         )
         found.append("\n".join([f"data: {files} missing, relative to {Path.cwd()}", *lines, fix]))
     if lacking := missing_tasks(cfg):

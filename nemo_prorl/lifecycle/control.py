@@ -1,15 +1,15 @@
-"""`prorl control`: what somebody asks of a run that works, through files, so that a login node can.
+"""`prorl control`: requests to a live run, passed through files so that any machine that shares the disk can send them.
 
-RUN/control/ID.json is one request, written under another name and renamed.  The run's first rank looks there at the end
-of each step, and answers in the journal (event `control`); then it removes the file.  A request that a kill interrupted
-is still there for the next start:
+RUN/control/ID.json is one request, written under a temporary name and renamed.  At the end of each step, rank 0 reads
+the folder, serves the requests, answers in the journal (event `control`) and removes the files.  If the run is killed
+first, the file is still there, and the next start treats the request by its kind:
 
-reset           exactly once: its id stands in the reset's reason, and so in the checkpoint.  One whose reset had begun
-                comes after the same step again.
+reset           made exactly once: the reset's reason, which the checkpoint contains, names the request.  If the reset
+                had begun, it is repeated after the same step.
 validate, checkpoint    served again
-stop            dropped: the run has stopped
+stop            dropped: the run has stopped already
 
-After a clean end all are dropped: those that came too late, and those placed meanwhile.
+A run that ends cleanly drops the requests that are left.  The next start drops those placed while no run was active.
 """
 
 import argparse
@@ -47,20 +47,20 @@ _log = logging.getLogger(__name__)
 
 REQUESTS: dict[RequestKind, str] = {
     "reset": "a hard reset after the step under way",
-    "validate": "judge the held-out prompts now; the scores go into the journal, not into metrics.jsonl",
-    "checkpoint": "write a checkpoint now",
-    "stop": "checkpoint and end after the step under way, as on SIGTERM; the same command continues",
+    "validate": "a validation after the step under way; its scores go into the journal, not into metrics.jsonl",
+    "checkpoint": "a checkpoint after the step under way",
+    "stop": "a checkpoint and a stop after the step under way, as on SIGTERM; the same command continues the run",
 }
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _IN_REASON = re.compile(rf"\bcontrol ({_ID.pattern})")
 _MAX_BYTES = 1 << 16
-_UNKNOWN_WAIT_S = 900.0  # no step was measured yet: engines start, a policy is built
+_FIRST_STEP_WAIT_S = 900.0  # seconds to wait if no step is measured yet: engines still start, the policy is built
 
 
 @dataclass(frozen=True)
 class Request:
-    """What somebody asks of a run that works: control/ID.json in its directory."""
+    """A request to a live run: control/ID.json in its directory."""
 
     id: Annotated[str, Constraint(pattern=f"^{_ID.pattern}$")]
     """the file's name without .json; never used twice"""
@@ -71,7 +71,11 @@ class Request:
 
     @classmethod
     def parse(cls, data: bytes, name: str) -> "Request":
-        """Return the request in the file ID.json.  Raises ValueError saying what is wrong."""
+        """Return the request that `data`, the content of the file `name`, contains.
+
+        Raises:
+            ValueError: `data` is not a valid request; the text names the field and the fault.
+        """
         from pydantic import ConfigDict, TypeAdapter, ValidationError
 
         strict = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -89,12 +93,18 @@ class Request:
 
 
 class Requests:
-    """The requests to a run, on its first rank.  `alarm`: told of a file that is none.
+    """The requests in RUN/control; rank 0 alone has this object.
 
-    Make it before the journal says that this process starts: what happened to the one before is read there.
+    Create it before the `start` or `resume` event of this process is written: the last such event in the journal shows
+    whether the previous process ended cleanly.
     """
 
     def __init__(self, run_dir: Path, journal: Journal, alarm: Callable[[int, str], None]) -> None:
+        """Open the folder of requests.
+
+        Args:
+            alarm: called with the step and a text if a file is not a valid request.
+        """
         self.folder, self._journal, self._alarm = run_dir / "control", journal, alarm
         self.folder.mkdir(exist_ok=True)
         (self.folder / "host").write_text(socket.gethostname() + "\n")
@@ -111,28 +121,32 @@ class Requests:
                 self._begun_at.update(dict.fromkeys(request_ids_in(event["reason"]), event["step"]))
 
     def settle(self, step: int, reset_reasons: Iterable[str]) -> None:
-        """At a start: what an earlier process left.  `reset_reasons`: of the resets that the checkpoint holds."""
+        """At a start, answer the requests that an earlier process left and that will not be served.
+
+        Args:
+            reset_reasons: reasons of the resets that the loaded checkpoint contains.
+        """
         made = {name for reason in reset_reasons for name in request_ids_in(reason)}
         for request in self._read(step):
             if request.what == "reset" and request.id in made:
                 self.answer(request, step, "done", "the reset was made before the run was interrupted")
             elif _modified(self._file(request)) > self._began:
-                continue  # asked for while this process started
+                continue  # placed while this process started: serve it
             elif self._ended_cleanly:
-                self.answer(request, step, "dropped", "the run had ended when this was asked for")
+                self.answer(request, step, "dropped", "the run had already ended when this request was placed")
             elif request.what == "stop":
-                self.answer(request, step, "dropped", "the run had ended before it came to this, and was started again")
+                self.answer(request, step, "dropped", "the run ended before it served this stop, and was started again")
             else:
-                _log.info("still to be served: %s, asked for by %s@%s", request.what, request.user, request.host)
+                _log.info("request %s by %s@%s is still to be served", request.what, request.user, request.host)
 
     def pending(self, step: int) -> list[Request]:
-        """What to serve after this step, in order of time; what comes after a `stop` is left out."""
+        """Return the requests to serve after this step, oldest first, up to the first `stop`."""
         due = [request for request in self._read(step) if step >= self._begun_at.get(request.id, step)]
-        stops = [place for place, request in enumerate(due) if request.what == "stop"]
+        stops = [index for index, request in enumerate(due) if request.what == "stop"]
         return due[: stops[0] + 1] if stops else due
 
     def answer(self, request: Request, step: int, status: AnswerStatus, detail: str) -> None:
-        """Write the answer into the journal; then remove the request."""
+        """Write the answer into the journal, then remove the request's file."""
         answer: AnswerFields = {
             "request": request.id,
             "what": request.what,
@@ -143,24 +157,27 @@ class Requests:
         }
         self._journal.append("control", step, **answer)
         self._answered.add(request.id)
-        _log.info("control %s (%s of %s@%s): %s", request.id, request.what, request.user, request.host, detail)
+        _log.info("control %s (%s by %s@%s): %s", request.id, request.what, request.user, request.host, detail)
         self._remove(self._file(request))
 
     def close(self, step: int) -> None:
-        """At a clean end: whoever still waits is told that nothing comes of it."""
+        """At a clean end, answer the requests that are left with `dropped`, so that their senders stop waiting."""
         for request in self._read(step):
-            self.answer(request, step, "dropped", f"the run ended after step {step} before it came to this")
+            self.answer(request, step, "dropped", f"the run ended after step {step} without serving this request")
         self._remove(self.folder / "host")
 
     def _file(self, request: Request) -> Path:
         return self.folder / f"{request.id}.json"
 
     def _read(self, step: int) -> list[Request]:
-        """All requests without an answer, in order of time.  What is none is moved to control/bad."""
+        """Return the requests without an answer, oldest first.  Move files that are not valid requests to control/bad.
+
+        Remove the files of requests that were answered before.
+        """
         found: list[Request] = []
         try:
             names = sorted(name for name in os.listdir(self.folder) if name.endswith(".json") and name[0] != ".")
-        except OSError as error:  # a shared disk that is away for a moment
+        except OSError as error:  # a shared disk may fail for a moment; the next step tries again
             _log.warning("%s cannot be read: %s", self.folder, error)
             return found
         for name in names:
@@ -170,15 +187,15 @@ class Requests:
             try:
                 found.append(Request.parse(_content(self.folder / name), name))
             except FileNotFoundError:
-                continue  # taken back
+                continue  # the sender deleted it
             except (ValueError, OSError, RecursionError) as error:
                 self._put_aside(step, name, error)
         return sorted(found, key=lambda request: (request.time, request.id))
 
     def _put_aside(self, step: int, name: str, error: Exception) -> None:
         bad = self.folder / "bad"
-        self._answered.add(name[:-5])  # else, where it cannot be moved, each step would tell of it
-        self._alarm(step, f"{self.folder / name} is no request and was moved to {bad}: {error}")
+        self._answered.add(name[:-5])  # if the file cannot be moved, the alarm is not repeated at each step
+        self._alarm(step, f"{self.folder / name} is not a valid request and was moved to {bad}: {error}")
         try:
             bad.mkdir(exist_ok=True)
             os.replace(self.folder / name, bad / f"{int(time.time())}-{name}")
@@ -193,21 +210,24 @@ class Requests:
 
 
 def request_ids_in(reason: str) -> list[str]:
-    """Ids of the requests in the reason of a hard reset."""
+    """Return the ids of the requests that the reason of a hard reset names."""
     return _IN_REASON.findall(reason)
 
 
-def reset_reason(asked: Sequence[Request], reason: str | None) -> str | None:
-    """The reason of a hard reset after this step: one that is due anyway, and the requests for it.
+def reset_reason(requests: Sequence[Request], reason: str | None) -> str | None:
+    """Return `reason` joined with the ids of the requests for a hard reset; None if no reset is due or requested.
 
     One reset serves all of them.
+
+    Args:
+        reason: why a reset is due without a request; None if it is not.
     """
-    named = [f"control {request.id}" for request in asked if request.what == "reset"]
+    named = [f"control {request.id}" for request in requests if request.what == "reset"]
     return "; ".join([*([reason] if reason else []), *named]) or None
 
 
 class Control:
-    """Requests to a run, as all its ranks see them.  Its methods are collectives of all trainer ranks."""
+    """The requests to a run, the same on all ranks.  The methods are collectives of all trainer ranks."""
 
     def __init__(
         self,
@@ -220,27 +240,34 @@ class Control:
         self._checkpoints, self._stopping = checkpoints, stopping
 
     def settle(self, step: int, reset_reasons: Sequence[str]) -> None:
-        """At a start: answer what an earlier process left.  `reset_reasons`: of the resets that were made."""
+        """At a start, answer the requests that an earlier process left and that will not be served.
+
+        Args:
+            reset_reasons: reasons of the resets that the loaded checkpoint contains.
+        """
         self._requests.call(lambda requests: requests.settle(step, reset_reasons))
 
     def pending(self, step: int) -> list[Request]:
-        """Return what somebody asked for after this step: the same on all ranks."""
+        """Return the requests to serve after this step, the same on all ranks."""
         return self._requests.call(lambda requests: requests.pending(step))
 
-    def serve(self, asked: Sequence[Request], step: int) -> None:
-        """After a step, its hard reset and its checkpoint: do the rest of what was asked for, and answer all."""
-        for request in asked:
-            status, detail = self._served(request, step)
+    def serve(self, requests: Sequence[Request], step: int) -> None:
+        """Serve and answer the requests, after the step, its hard reset and its checkpoint.
+
+        A requested reset was made by then and is only answered.
+        """
+        for request in requests:
+            status, detail = self._serve_one(request, step)
             self._requests.call(partial(Requests.answer, request=request, step=step, status=status, detail=detail))
 
-    def _served(self, request: Request, step: int) -> tuple[AnswerStatus, str]:
-        """Return status and detail of the answer."""
+    def _serve_one(self, request: Request, step: int) -> tuple[AnswerStatus, str]:
+        """Serve a request; return the status and the detail of its answer."""
         if request.what == "validate":
             if not self._validation.has_prompts:
                 return "refused", "the run has no held-out prompts (data.validation is empty)"
             try:
                 scores = self._validation.judge(Metrics(step, ""))
-            except RewardFailure as error:  # an extra validation ends no run
+            except RewardFailure as error:  # a requested validation must not end the run
                 return "refused", str(error)
             tasks = ", ".join(f"{name} {score['mean']:.4f}" for name, score in scores["tasks"].items())
             return "done", f"held-out mean reward after step {step}: {scores['all']['mean']:.4f} ({tasks})"
@@ -254,22 +281,27 @@ class Control:
         return "done", f"hard reset after step {step}"
 
     def close(self, step: int) -> None:
-        """At a clean end: whoever still waits learns that nothing comes of it."""
+        """At a clean end, answer the requests that are left with `dropped`."""
         self._requests.run_on_leader(lambda requests: requests.close(step))
 
 
 def _content(path: Path) -> bytes:
-    """Of a regular file; raises OSError or ValueError for anything else, and waits for nobody."""
+    """Return the content of a regular file.  Never follow a link, and never block on a pipe.
+
+    Raises:
+        OSError: the file cannot be opened, or is a link.
+        ValueError: it is not a regular file, or larger than 64 KiB.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     with open(descriptor, "rb") as file:
         about = os.fstat(descriptor)
         if not stat.S_ISREG(about.st_mode) or about.st_size > _MAX_BYTES:
-            raise ValueError("must be a file of less than 64 KiB")
+            raise ValueError("expected a regular file of at most 64 KiB")
         return file.read(_MAX_BYTES)
 
 
 def _modified(path: Path) -> float:
-    """By the file system's clock; for a file that is not there, now."""
+    """Return the modification time of a file, by the file system's clock; the present time if there is no such file."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -280,67 +312,77 @@ def _modified(path: Path) -> float:
 
 
 def add_parser(commands: Any) -> None:
-    """Adds `control` to the main command line."""
-    text = "ask something of a run that works, also from another machine that sees its directory"
+    """Add `control` to the main command line."""
+    text = "send a request to a live run, also from another machine that sees its directory"
     listed = "; ".join(f"{name}: {what}" for name, what in REQUESTS.items())
     parser = commands.add_parser("control", help=text, description=f"{text}. {listed}.")
-    parser.add_argument("run_dir", metavar="RUN", type=Path, help="its run directory")
-    parser.add_argument("what", choices=tuple(REQUESTS), help="what to ask")
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="run directory of the live run")
+    parser.add_argument("what", choices=tuple(REQUESTS), help="the request")
     parser.add_argument(
         "--wait",
         metavar="SECONDS",
         type=float,
-        help="for the answer, which comes after a step; 0: not at all; as long as a few steps take when not given",
+        help="maximum seconds to wait for the answer, which is written at the end of a step; 0: do not wait; default:"
+        " 60 s and four times the longest recent step",
     )
     parser.set_defaults(run_command=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: done, or placed with --wait 0.
+    """Place the request and wait for its answer; return 0 once it is served, or placed with --wait 0.
 
-    Raises ConfigError where no run works, DeadlineExceeded without an answer, ProrlError where the answer is no.
+    Raises:
+        ConfigError: no run is active in the directory, or the request cannot be written.
+        DeadlineExceeded: no answer within the wait.
+        ProrlError: the request was refused or dropped, or the run ended without an answer.
     """
     run_dir: Path = args.run_dir
     if args.wait is not None and not args.wait >= 0:
-        raise ConfigError(f"--wait {args.wait:g}: must be a number of seconds from 0 on")
-    seen = _look_for_run(run_dir)
-    usual, steps = _patience(run_dir)
-    seconds = usual if args.wait is None else args.wait
+        raise ConfigError(f"--wait {args.wait:g}: expected a number of seconds, 0 or more")
+    doubt = _check_is_active(run_dir)
+    default_wait, explanation = _default_wait(run_dir)
+    seconds = default_wait if args.wait is None else args.wait
     answers = Tail(run_dir / "journal.jsonl")
     request, file = _place(run_dir / "control", args.what)
     if seconds == 0:
         sys.stdout.write(f"{request.id}\n")
-        _log.info("%s placed in %s; the answer comes into %s", args.what, file, run_dir / "journal.jsonl")
+        _log.info("placed %s in %s; the answer will be in %s", args.what, file, run_dir / "journal.jsonl")
         return 0
-    _log.info("%s asked for; waiting up to %.0f s: %s%s", args.what, seconds, steps, seen)
-    answer = _wait(run_dir, request, file, answers, seconds, watch_lock=not seen)
+    _log.info("requested %s; waiting up to %.0f s: %s%s", args.what, seconds, explanation, doubt)
+    answer = _wait(run_dir, request, file, answers, seconds, watch_lock=not doubt)
     if answer["status"] != "done":
         raise ProrlError(f"{args.what} was {answer['status']}: {answer['detail']}")
     sys.stdout.write(f"{answer['detail']}\n")
     return 0
 
 
-def _look_for_run(run_dir: Path) -> str:
-    """Return an empty text where a run is seen to work, otherwise why that cannot be known.
+def _check_is_active(run_dir: Path) -> str:
+    """Check that a run is active in the directory.
 
-    Raises ConfigError where no run works.
+    Returns:
+        An empty text if this machine sees the run's lock; otherwise a text that says why that cannot be known.
+
+    Raises:
+        ConfigError: the directory does not contain a run, or its run is not active.
     """
     if is_locked(run_dir):
         return ""
     if not (run_dir / "config.yaml").is_file():
-        raise ConfigError(f"{run_dir} holds no run: it has no config.yaml")
+        raise ConfigError(f"{run_dir} is not a run directory: it has no config.yaml")
     here = socket.gethostname()
     try:
-        there = (run_dir / "control" / "host").read_text().strip()
+        run_host = (run_dir / "control" / "host").read_text().strip()
     except OSError:  # removed at a clean end
-        there = here
-    if there != here:  # whose lock many file systems do not show here
-        return f". It was last seen on {there}: whether it still works there cannot be told from {here}"
-    raise ConfigError(f"no run works on {run_dir} (as far as {here} can see); `prorl train` starts or continues one")
+        run_host = here
+    if run_host != here:  # many file systems do not show locks of other machines
+        return f". It was last seen on {run_host}; {here} cannot see whether it is still active there"
+    raise ConfigError(
+        f"no run is active in {run_dir} (as far as {here} can see). Fix: `prorl train` starts or continues one"
+    )
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Return whether a process that this machine knows of works on a run directory."""
+    """Return whether this machine sees a process that has locked a run directory."""
     try:
         with (run_dir / ".lock").open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -351,18 +393,24 @@ def is_locked(run_dir: Path) -> bool:
     return False
 
 
-def _patience(run_dir: Path) -> tuple[float, str]:
-    """Seconds in which an answer should come, and why: a few steps' time, checkpoint and validation besides."""
+def _default_wait(run_dir: Path) -> tuple[float, str]:
+    """Return how many seconds to wait for an answer, and a text that explains the number.
+
+    The wait covers a few steps, with checkpoint and validation.
+    """
     lines = last_lines(run_dir / "metrics.jsonl")[-10:]
     seconds = [line["time/step"] for line in lines if isinstance(line.get("time/step"), int | float)]
     if not seconds:
-        return _UNKNOWN_WAIT_S, "the run looks at the end of each step, and has made none yet"
+        return _FIRST_STEP_WAIT_S, "the run reads requests at the end of each step, and has not finished a step yet"
     longest = max(seconds)
-    return 60.0 + 4.0 * longest, f"the run looks at the end of each step, which takes up to {longest:.0f} s"
+    return (
+        60.0 + 4.0 * longest,
+        f"the run reads requests at the end of each step; recent steps took up to {longest:.0f} s",
+    )
 
 
 def _place(folder: Path, what: RequestKind) -> tuple[Request, Path]:
-    """Writes a request; it is there as a whole or not at all."""
+    """Write a request in one atomic step; return it with its file."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a user id without a name
@@ -375,26 +423,32 @@ def _place(folder: Path, what: RequestKind) -> tuple[Request, Path]:
         temporary.write_text(json.dumps(asdict(request)) + "\n")
         os.replace(temporary, file)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error}; ask as the user whose run it is") from error
+        raise ConfigError(f"{folder} cannot be written: {error}. Fix: run this as the user who owns the run") from error
     return request, file
 
 
 def _wait(
     run_dir: Path, request: Request, file: Path, answers: Tail, seconds: float, watch_lock: bool
 ) -> dict[str, Any]:
-    """The journal's answer.  Raises DeadlineExceeded, or ProrlError where the run ended without one."""
+    """Return the answer from the journal.
+
+    Raises:
+        DeadlineExceeded: no answer within `seconds`.
+        ProrlError: the run ended without an answer.
+    """
     stays = f"the request stays in {file}; delete it to take it back"
     deadline = Deadline(seconds, f"an answer to {request.what}")
     while True:
-        gone = watch_lock and not is_locked(run_dir)  # looked at before the journal: the answer comes first
+        # The lock is read before the journal: a run writes its answer first and then frees the lock.
+        has_ended = watch_lock and not is_locked(run_dir)
         for event in answers.read():
             if event.get("event") == "control" and event.get("request") == request.id:
                 return event
-        if gone:
+        if has_ended:
             raise ProrlError(f"the run ended without an answer; {stays}")
         if deadline.passed:
             raise DeadlineExceeded(
-                f"waited {seconds:g} s for an answer to {request.what} in {run_dir / 'journal.jsonl'}; {stays}. See"
-                f" `prorl status {run_dir}` and {run_dir / 'logs' / 'all.log'} for what the run does"
+                f"waited {seconds:g} s for an answer to {request.what} in {run_dir / 'journal.jsonl'}; {stays}."
+                f" `prorl status {run_dir}` and {run_dir / 'logs' / 'all.log'} show the state of the run"
             )
         time.sleep(min(0.2, deadline.remaining or 0.2))

@@ -314,7 +314,7 @@ def test_a_file_that_is_no_request_is_moved_aside(tmp_path: Path, content: Any) 
     run.train()
     alarms = [event["what"] for event in run.journal.events() if event["event"] == "alarm"]
     assert len(alarms) == 1
-    assert "control/bad.json is no request" in alarms[0]
+    assert "control/bad.json is not a valid request" in alarms[0]
     assert statuses(tmp_path) == [("good", "done", 1)]
     assert left(tmp_path) == ["bad"]
     [moved] = (tmp_path / "control" / "bad").iterdir()
@@ -386,7 +386,10 @@ def test_the_command_asks_waits_and_says_the_answer(
         ):
             assert cli.main(["control", str(tmp_path), what]) == 0
             assert capsys.readouterr().out == text + "\n"
-    assert "waiting up to 900 s: the run looks at the end of each step, and has made none yet" in caplog.text
+    assert (
+        "waiting up to 900 s: the run reads requests at the end of each step, and has not finished a step yet"
+        in caplog.text
+    )
     assert [event["what"] for event in answers(tmp_path)] == ["reset", "validate", "checkpoint", "stop"]
     assert left(tmp_path) == ["host"]
 
@@ -429,10 +432,10 @@ def test_a_run_that_ends_meanwhile_is_told(tmp_path: Path, caplog: pytest.LogCap
 
 def test_no_live_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert cli.main(["control", str(tmp_path / "nothing"), "stop"]) == 2
-    assert "holds no run" in caplog.text
+    assert "is not a run directory" in caplog.text
     (tmp_path / "config.yaml").touch()
     assert cli.main(["control", str(tmp_path), "stop"]) == 2  # never started
-    assert "no run works on" in caplog.text
+    assert "no run is active in" in caplog.text
     run = Run(tmp_path)
     assert cli.main(["control", str(tmp_path), "stop"]) == 2  # killed: it says this machine, whose lock is free
     run.train()
@@ -456,9 +459,9 @@ def test_a_run_on_another_machine_is_waited_for(tmp_path: Path, caplog: pytest.L
 def test_the_wait_is_that_of_a_few_steps(tmp_path: Path) -> None:
     lines = [{"step": n, "time/step": 100.0 if n < 5 else n} for n in range(1, 21)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    seconds, why = control._patience(tmp_path)
+    seconds, why = control._default_wait(tmp_path)
     assert seconds == 60 + 4 * 20
-    assert "takes up to 20 s" in why
+    assert "took up to 20 s" in why
 
 
 def test_a_directory_of_somebody_else_is_said(

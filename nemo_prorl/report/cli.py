@@ -17,33 +17,37 @@ SAMPLES = 400
 
 def add_parser(commands: Any) -> None:
     """Add `report` to the main command line."""
-    text = "one HTML file that shows a run, a chain of stages, or several beside each other; needs no network"
+    text = "write one HTML file with a run, a chain of stages, or several of them side by side; needs no network"
     parser = commands.add_parser("report", help=text, description=text)
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run directory, or a chain's folder")
-    where = "the file to write (report.html in the run directory; of several runs, in this folder)"
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory, or folder of a chain")
+    where = "file to write; default: report.html in the run directory, for several runs in this folder"
     parser.add_argument("--out", metavar="FILE", type=Path, help=where)
-    parser.add_argument("--evaluation", metavar="DIR", nargs="+", type=Path, default=[], help="of prorl evaluate")
-    many = f"responses in the sample browser ({SAMPLES}; -1: all that fit)"
+    parser.add_argument(
+        "--evaluation", metavar="DIR", nargs="+", type=Path, default=[], help="folders of prorl evaluate"
+    )
+    many = f"responses in the sample browser; -1: all that fit; default: {SAMPLES}"
     parser.add_argument("--samples", metavar="N", type=int, default=SAMPLES, help=many)
     parser.add_argument(
-        "--serve", action="store_true", help="serve it on this machine instead, fresh while a run goes on"
+        "--serve",
+        action="store_true",
+        help="serve the page on this machine instead, with new data while a run continues",
     )
-    parser.add_argument("--port", metavar="P", type=int, help="of --serve (8642; 0: any that is free)")
+    parser.add_argument("--port", metavar="P", type=int, help="port of --serve; 0: any free port; default: 8642")
     parser.set_defaults(run_command=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the path of the file, or the address.  Raises ConfigError before anything is written or served."""
     if args.samples < -1:
-        raise ConfigError(f"--samples {args.samples}: must be -1 (all), 0 (none) or more")
+        raise ConfigError(f"--samples {args.samples}: expected -1 (all), 0 (none) or more")
     if args.serve:
         if args.out is not None:
-            raise ConfigError("--out and --serve: one writes a file, the other serves the page; give one of them")
+            raise ConfigError("--out and --serve: expected one of them; --out writes a file, --serve serves the page")
         from nemo_prorl.report.serve import serve
 
         return serve(args.runs, args.evaluation, args.samples, 8642 if args.port is None else args.port)
     if args.port is not None:
-        raise ConfigError(f"--port {args.port}: only with --serve")
+        raise ConfigError(f"--port {args.port}: expected together with --serve")
     sys.stdout.write(f"{write(args.runs, args.evaluation, args.samples, args.out)}\n")
     return 0
 

@@ -93,7 +93,7 @@ def test_a_cache_that_cannot_be_used_is_refused(tmp_path: Path, monkeypatch: pyt
     foreign = Path("/tmp/prorl-987654")  # made by somebody else, as a name that can be guessed may be
     foreign.mkdir(exist_ok=True)
     try:
-        with pytest.raises(UnfitMachine, match="/tmp/prorl-987654: expected a folder that only user 987654 writes"):
+        with pytest.raises(UnfitMachine, match="/tmp/prorl-987654: expected a folder that only user 987654 can write"):
             environment.cache_folder({})
     finally:
         foreign.rmdir()

@@ -183,9 +183,9 @@ def test_wrong_use_is_said_before_anything_is_written(
     [
         (["--out", "OUT"], "is a folder"),
         (["--out", "OUT/none/x.html"], "cannot be written"),
-        (["--samples", "-2"], "must be -1"),
-        (["--port", "80"], "only with --serve"),
-        (["--serve", "--out", "x"], "give one of them"),
+        (["--samples", "-2"], "expected -1"),
+        (["--port", "80"], "expected together with --serve"),
+        (["--serve", "--out", "x"], "expected one of them"),
         (["--serve", "--port", "70000"], "must be 1 to 65535"),
         (["--evaluation", "OUT"], "expected results.json or comparison.json"),
     ],

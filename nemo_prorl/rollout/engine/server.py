@@ -360,7 +360,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--eager", action="store_true", help="run the model without compiling it")
     p.add_argument("--sleep", action="store_true", help="allow the engine to sleep (POST /sleep)")
     p.add_argument("--hold-file", help="wait until this file is removed before taking memory; default: none")
-    p.add_argument("--hold-s", type=float, default=3600.0, help="limit of that wait in seconds; default: 3600")
+    p.add_argument(
+        "--hold-s", type=float, default=3600.0, help="seconds to wait for the removal of --hold-file; default: 3600"
+    )
     p.add_argument("--health-s", type=float, default=30.0, help="seconds for the core to answer /health; default: 30")
     return p.parse_args(argv)
 

@@ -35,7 +35,7 @@ for program in sys.argv[1:]:
 @pytest.fixture(scope="module")
 def said(vllm_python: str) -> dict[str, str]:
     """What each program printed, and its exit status."""
-    programs = {"CHECK": CHECK, "CPU": CPU, "MEMORY": MEMORY}
+    programs = {"CHECK": CHECK, "MIDDLE": MIDDLE, "CPU": CPU, "MEMORY": MEMORY}
     command = [vllm_python, "-c", MAIN, *programs.values()]
     environment = {"PYTHONPATH": str(ROOT), "HOME": "/tmp", "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
     result = subprocess.run(command, check=True, cwd="/", env=environment, stdout=subprocess.PIPE, text=True)
@@ -49,14 +49,13 @@ def said(vllm_python: str) -> dict[str, str]:
 
 
 CHECK = """
-from collections import defaultdict
 from types import SimpleNamespace
 import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
-from nemo_prorl.rollout.engine.vllm_internals.scheduler import AsyncWholeResponses, WholeResponses, _Held
+from nemo_prorl.rollout.engine.vllm_internals.scheduler import AsyncWholeResponses, WholeResponses
 
 def step(scheduler, *outputs):
     base.update_from_output = lambda self, *_: {0: EngineCoreOutputs(outputs=list(outputs))}
@@ -73,7 +72,7 @@ for Kind, base in ((AsyncWholeResponses, AsyncScheduler), (WholeResponses, Sched
     assert issubclass(Kind, base)
     base.finish_requests = lambda self, ids, status: ids
     scheduler = Kind.__new__(Kind)
-    scheduler._held = defaultdict(_Held)
+    scheduler._held, scheduler.requests = {}, {}
     assert step(scheduler, sampled("a", 5, -1.5), sampled("b", 6)) == []
     assert step(scheduler, sampled("c", 1, -1.0), sampled("d", 1)) == []
     done = step(scheduler, sampled("a", 7, -2.5, FinishReason.STOP), sampled("b", 8))
@@ -92,6 +91,106 @@ for Kind, base in ((AsyncWholeResponses, AsyncScheduler), (WholeResponses, Sched
 
 def test_tokens_are_held_until_their_response_ends(said: dict[str, str]) -> None:
     assert said["CHECK"] == "ended with 0", said["CHECK"]
+
+
+MIDDLE = """
+from types import SimpleNamespace
+import numpy as np
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import RequestStatus
+from nemo_prorl.rollout.engine.vllm_internals.scheduler import AsyncWholeResponses, WholeResponses
+
+STOP = 2
+class Request:
+    def __init__(self, name, most, logprobs=0):
+        self.name, self.max_tokens, self.num_prompt_tokens, self.num_in_flight_tokens = name, most, 3, 0
+        self.sampling_params = SimpleNamespace(eos_token_id=None, stop_token_ids=[STOP], logprobs=logprobs)
+        self.status, self.tokens = RequestStatus.RUNNING, []
+        self.append_output_token_ids = self.tokens.append
+
+seen = []
+def update_from_output(self, scheduled, sampled):
+    'Like vLLM: each given request has an output, and may end.'
+    outputs = []
+    for name in scheduled.num_scheduled_tokens:
+        seen.append(name)
+        request, row = self.requests[name], sampled.req_id_to_index[name]
+        (token,) = sampled.sampled_token_ids[row]
+        request.append_output_token_ids(token)
+        reason = None
+        if token == STOP:
+            reason = FinishReason.STOP
+        elif len(request.tokens) >= min(request.max_tokens, self.max_model_len - request.num_prompt_tokens):
+            reason = FinishReason.LENGTH
+        lists = sampled.logprobs if request.sampling_params.logprobs is not None else None
+        new = lists and lists.slice_request(row, 1)
+        outputs.append(EngineCoreOutput(name, [token], new, finish_reason=reason))
+        if reason is not None:
+            del self.requests[name]
+    return {0: EngineCoreOutputs(outputs=outputs)}
+Scheduler.update_from_output = update_from_output
+
+def steps(kind, columns, **counts):
+    'Run requests through steps in which they sample these tokens; return their outputs.'
+    scheduler = kind.__new__(kind)
+    scheduler._held, scheduler.max_model_len = {}, 9
+    scheduler.requests = {name: Request(name, 4, None if name == "quiet" else 0) for name in columns}
+    scheduler.requests["long"].max_tokens = 100  # the context ends it
+    done, requests = {}, dict(scheduler.requests)
+    for k in range(8):
+        names = [name for name in columns if name in scheduler.requests]
+        tokens = [[columns[name][k]] for name in names]
+        values = np.array([[-0.5 * columns[name][k], -9.0] for name in names], np.float32).reshape(-1, 2)
+        scheduled = SimpleNamespace(num_scheduled_tokens={name: counts.get(name, 1) for name in names})
+        before = dict(scheduled.num_scheduled_tokens)
+        sampled = SimpleNamespace(
+            sampled_token_ids=tokens,
+            req_id_to_index={name: row for row, name in enumerate(names)},
+            logprobs=LogprobsLists(values.astype(int), values, np.zeros(len(names))),
+        )
+        for name in names:
+            requests[name].num_in_flight_tokens += 1
+        for output in scheduler.update_from_output(scheduled, sampled)[0].outputs:
+            lists = output.new_logprobs
+            done[output.request_id] = (
+                output.new_token_ids, lists and lists.logprobs[:, 0].tolist(), output.finish_reason
+            )
+        assert scheduled.num_scheduled_tokens == before
+    assert scheduler._held == {}
+    assert all(done[name][0] == request.tokens for name, request in requests.items())
+    return done, requests
+
+columns = {
+    "stops": [5, 6, STOP, 0, 0, 0, 0, 0],
+    "once": [STOP, 0, 0, 0, 0, 0, 0, 0],
+    "full": [7, 8, 9, 5, 0, 0, 0, 0],
+    "long": [7, 8, 9, 5, 6, 7, 0, 0],
+    "quiet": [4, 4, 4, 4, 0, 0, 0, 0],
+}
+done, requests = steps(WholeResponses, columns)
+assert done["stops"] == ([5, 6, STOP], [-2.5, -3.0, -1.0], FinishReason.STOP)
+assert done["once"] == ([STOP], [-1.0], FinishReason.STOP)
+assert done["full"] == ([7, 8, 9, 5], [-3.5, -4.0, -4.5, -2.5], FinishReason.LENGTH)
+assert done["long"] == ([7, 8, 9, 5, 6, 7], [-3.5, -4.0, -4.5, -2.5, -3.0, -3.5], FinishReason.LENGTH)
+assert done["quiet"] == ([4, 4, 4, 4], None, FinishReason.LENGTH)
+# vLLM itself gets only the first and the last token of each response
+assert sorted(seen) == sorted(["once"] + 2 * ["stops", "full", "long", "quiet"])
+assert [requests[name].num_in_flight_tokens for name in ("stops", "full", "long")] == [2, 2, 2]
+seen.clear()
+assert steps(WholeResponses, columns, stops=2, full=2)[0] == done  # vLLM processes several tokens a step
+assert seen.count("stops") == 3 and seen.count("full") == 4 and seen.count("long") == 2
+seen.clear()
+AsyncWholeResponses.update_from_output = lambda self, *given: WholeResponses.update_from_output(self, *given)
+assert steps(AsyncWholeResponses, columns)[0] == done
+assert len(seen) == sum(len(tokens) for tokens, *_ in done.values())
+"""
+
+
+def test_tokens_in_the_middle_of_a_response_are_stored_without_vllm(said: dict[str, str]) -> None:
+    """Uses a stand-in for vLLM's own update; test_engine.py tests responses of real engines."""
+    assert said["MIDDLE"] == "ended with 0", said["MIDDLE"]
 
 
 CPU = """

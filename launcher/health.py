@@ -81,7 +81,7 @@ class _Service:
         self.begin()
 
     def begin(self) -> None:
-        """Reset the time of the last answer, because a process has just started or does not run."""
+        """Measure the time without an answer from now.  Called when a process has just started, and while none runs."""
         process = self.child.process
         self.pid = None if process is None else process.pid
         self.since = time.monotonic()
@@ -89,7 +89,7 @@ class _Service:
 
     @property
     def held(self) -> bool:
-        """Return whether this is an engine that delays its start until the others wake (`rollout.sleep`)."""
+        """Return whether this is an engine that waits with its start because others are awake (`rollout.sleep`)."""
         return self.child.endpoint is not None and self.child.endpoint.with_suffix(HELD_SUFFIX).exists()
 
     def url(self) -> str | None:

@@ -21,7 +21,7 @@ def print_results(run_dir: Path) -> None:
 
 
 def outcome(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> list[str]:
-    """Return the lines to print."""
+    """Return lines: the last step, first and last values of three metrics, and the gain on held-out problems."""
     lines = [f"step {summary['step']}, stage {summary['stage']}, seed {summary['seed']}"]
     for key, name in (("reward/all", "reward in training"), ("entropy", "entropy"), ("kl", "KL to reference")):
         values = [m[key] for m in metrics if m.get(key) is not None]

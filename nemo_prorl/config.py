@@ -320,7 +320,7 @@ class LaunchConfig:
 
 @dataclass
 class OptimKeys:
-    """The checked keys of NeMo's optimizer."""
+    """The keys of the `model.optim` section, which is NeMo's, that are checked."""
 
     name: str = key(MISSING, "optimizer", choices=("mcore_distributed_optim",))
     lr: float | None = key(MISSING, "learning rate", least=0)
@@ -329,7 +329,7 @@ class OptimKeys:
 
 @dataclass
 class ModelKeys:
-    """The checked keys of NeMo's model; conf/model and conf/config.yaml list every key that is set."""
+    """The checked keys of the section `model`, which is NeMo's; conf/model and conf/config.yaml list all keys."""
 
     num_layers: int = key(MISSING, "number of transformer layers", least=1)
     hidden_size: int = key(MISSING, "width of the hidden state", least=2)

@@ -46,7 +46,7 @@ class Metrics:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Put the duration of the body in seconds under `time/NAME`; record a phase of the step's timeline."""
+        """Context manager: record its body as a phase of the timeline, and its seconds as the metric `time/NAME`."""
         began = time.monotonic()
         with RECORDER.span(name, "phase"):
             yield

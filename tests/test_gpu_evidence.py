@@ -33,6 +33,7 @@ def prove(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     return json.loads(files[0].read_text()), files[1].read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.nemo
 def test_the_real_actor_works_in_bf16_and_the_chunked_kernel_agrees_and_needs_least(tmp_path: Path) -> None:
     result, page = prove(tmp_path, "--sections=actor,kernels", "--name=here")

@@ -177,7 +177,10 @@ def _watched_memory(outcome: TrialOutcome) -> Iterator[None]:
 
 
 def _try(trial: DictConfig, plan: "Plan", folder: Path, try_step: TryStep) -> TrialOutcome:
-    """Run the trial.  Raises the errors of a start before any process has started."""
+    """Run the trial and return its outcome.
+
+    Errors before any process has started (such as a bad configuration) are raised; later failures are in the outcome.
+    """
     from nemo_prorl.settings import resolved_yaml
 
     plan.write(folder)

@@ -181,7 +181,10 @@ class DynamicSampler:
 
     @property
     def exhausted(self) -> bool:
-        """Return whether all draws are used and decided while the batch is short: it is trained on as it is."""
+        """Return whether the batch is still short although all allowed draws were made and decided.
+
+        The short batch is then trained on.
+        """
         return not self.full and not self._undecided and self.drawn >= self.max_drawn
 
     @property

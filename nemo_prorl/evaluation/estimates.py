@@ -24,7 +24,7 @@ class Mean(TypedDict):
 
 
 class Interval(TypedDict):
-    """A difference and its bootstrap interval."""
+    """The difference between two scores, and its bootstrap confidence interval."""
 
     difference: float
     low: float

@@ -95,8 +95,8 @@ class Request:
 class Requests:
     """The requests in RUN/control; rank 0 alone has this object.
 
-    Create it before the `start` or `resume` event of this process is written: the last such event in the journal shows
-    whether the previous process ended cleanly.
+    Create it before this process writes its own `start` or `resume` event: it reads the journal's last event of that
+    kind to learn whether the previous process ended cleanly.
     """
 
     def __init__(self, run_dir: Path, journal: Journal, alarm: Callable[[int, str], None]) -> None:
@@ -323,7 +323,7 @@ def add_parser(commands: Any) -> None:
         metavar="SECONDS",
         type=float,
         help="maximum seconds to wait for the answer, which is written at the end of a step; 0: do not wait; default:"
-        " 60 s and four times the longest recent step",
+        " 60 s plus four times the longest recent step",
     )
     parser.set_defaults(run_command=run)
 

@@ -192,7 +192,9 @@ class EnginePool:
                 async for reply in replies:
                     self.load.answered(slot.name)
                     if version is not None and reply.weight_version != version:
-                        raise EngineFailure(f"{slot.name}: expected weights {version}; got {reply.weight_version}")
+                        raise EngineFailure(
+                            f"{slot.name}: answered with weights {reply.weight_version}; expected weights {version}"
+                        )
                     take(share, replace(reply, index=share.indexes[reply.index]))
             self._succeeded(slot)
         except EngineFailure as error:

@@ -160,7 +160,7 @@ class Memory:
         return max(0, int(device_bytes) - (self.while_generating - self.kv_sequence))
 
     def engine_bytes(self, device_bytes: float) -> int:
-        """Return the bytes of an awake engine, without its part of the reserve."""
+        """Return the GPU memory of an awake engine in bytes, without its part of `reserve`."""
         return self.engine_weights + self.engine_work + (self.kv_room(device_bytes) or 0)
 
     def sequences(self, device_bytes: float | None) -> int | None:
@@ -423,7 +423,7 @@ def device_bytes(cfg: DictConfig) -> float | None:
 
 
 def device_source(cfg: DictConfig) -> str:
-    """Return the source of the number that `device_bytes` returns."""
+    """Return where `device_bytes` has its number from: nvidia-smi, or a key with its value."""
     gigabytes = OmegaConf.select(cfg, "rollout.device_memory_gb")
     return "nvidia-smi" if gigabytes is None else f"rollout.device_memory_gb={gigabytes:g}"
 

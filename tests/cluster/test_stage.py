@@ -81,7 +81,7 @@ def test_a_stage_to_its_end(stage: Stage) -> None:
     assert (end["code"], end["next"], end["step"]) == (0, "done", STEPS)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_starts_the_run_again_on_the_same_nodes(stage: Stage, rank: int) -> None:
     stage.order("hold-2")
     job = stage.submit()

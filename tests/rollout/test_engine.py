@@ -457,7 +457,8 @@ def test_no_process_is_left_when_the_guard_is_killed(fresh: EngineProcess) -> No
     assert fresh.process.returncode == 70
 
 
-@pytest.mark.parametrize("victim", ["launcher", pytest.param("server", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["launcher", "server"])
 def test_no_process_is_left_after_a_kill_during_the_start(
     vllm_python: str, models: dict[str, Path], tmp_path: Path, victim: str
 ) -> None:

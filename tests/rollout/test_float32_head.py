@@ -99,7 +99,8 @@ def start(vllm_python: str, headed: dict[str, Path], tmp_path: Path) -> Iterator
         engine.stop()
 
 
-@pytest.mark.parametrize("kind", ["tied", pytest.param("untied", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tied", "untied"])
 def test_a_float32_head_on_both_sides_gives_the_same_log_probabilities(
     start: Callable[..., EngineProcess], headed: dict[str, Path], kind: str
 ) -> None:

@@ -438,7 +438,7 @@ class _ProgramRun:
         return first + count
 
     def _retry_from(self, child: _Child, index: int) -> int:
-        """Return `index`, the test to run again, and restore part of its time as far as the extra time allows."""
+        """Give back half of the time that the child used, at most the extra time; return the test to run again."""
         back = min(self._extra_s, child.used_s / 2)
         self._extra_s -= back
         self._left_s += back

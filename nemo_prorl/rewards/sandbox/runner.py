@@ -148,7 +148,10 @@ def run_child(
 
 
 def _is_independent(job: dict[str, Any]) -> bool:
-    """Return whether the tests are independent.  Trustworthy, because no code of the program has run yet."""
+    """Return whether the tests cannot influence each other.
+
+    The answer can be trusted: the judged program has not run yet, so it cannot have changed the job.
+    """
     try:
         return not job["setup"] and independent(job["source"].removeprefix("\ufeff"))
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):

@@ -75,7 +75,11 @@ def _definitions(names: Collection[str]) -> tuple[re.Pattern[str], ...]:
 
 
 def blocks(text: str, slack: int) -> list[Block]:
-    """Return the closed fenced blocks of a response in order.  `slack`: columns as for _SLACK."""
+    """Return the closed fenced blocks of a response in order.
+
+    Args:
+        slack: number of columns that a closing fence may be indented deeper than its opening fence.
+    """
     found: list[Block] = []
     lines = text.split("\n")
     opened: _Opened | None = None

@@ -140,7 +140,10 @@ def _contains_end(context: str) -> bool:
 
 
 def _contexts(text: str) -> Iterator[tuple[re.Match[str], str]]:
-    """Yield each candidate with its word and the following text; of several candidates in a word, only the last."""
+    """Yield each possible end of a sentence, with its word and the following text.
+
+    If one word contains several possible ends, only the last is yielded.
+    """
     before: re.Match[str] | None = None
     start = stop = 0
     for match in _CANDIDATE.finditer(text):

@@ -1,6 +1,6 @@
 """Dynamic sampling: which groups are trained on, and how many prompts are drawn to find them (paper sec. 3.3).
 
-`rollout.collector` asks and obeys.
+`rollout.collector` draws prompts as the decisions here say.
 
 Suffixes: G groups, N samples a group.  No clock, no thread, no randomness: whoever plays the same verdicts in the same
 order gets the same decisions to the bit.
@@ -104,7 +104,10 @@ class DynamicSampler:
         self._filling = True  # True: draw up to the margin; False: wait until fewer are expected than needed
 
     def carry(self, task: str) -> None:
-        """Take over a surplus group of the step before.  Call it before the first `dispatched` and `decide`."""
+        """Count a group that the step before drew but did not need; call it before `dispatched` and `decide`.
+
+        Older groups are decided first, so that decisions follow the order of draws.
+        """
         if self.started or self.decided:
             raise RuntimeError("carry() after the first dispatched() or decide(): surplus groups come first")
         self.carried += 1
@@ -181,7 +184,7 @@ class DynamicSampler:
 
     @property
     def exhausted(self) -> bool:
-        """Return whether the batch is still short although all allowed draws were made and decided.
+        """Return whether all allowed draws are made and decided, and the batch is still short.
 
         The short batch is then trained on.
         """

@@ -25,7 +25,10 @@ class AdaptiveEntropy:
         self._coefficient = 0.0
 
     def update(self, entropy: float) -> float:
-        """Return the coefficient for the step whose rollouts have this mean entropy (nats per token); then move on."""
+        """Return the coefficient for the step whose rollouts have this mean entropy (nats per token).
+
+        Then adjust the coefficient for the next step.
+        """
         target, step = self._config.target, self._config.step
         current = self._coefficient if entropy <= target else 0.0
         if entropy < target:

@@ -102,9 +102,9 @@ def _spans(total: int, size: int) -> Iterator[slice]:
 
 @contextmanager
 def _tf32() -> Iterator[None]:
-    """Let CUDA multiply float32 matrices in TF32: 11 significant bits, float32 sums.
+    """Context manager in which CUDA multiplies float32 matrices in TF32: 11 significant bits, float32 sums.
 
-    Numbers of bfloat16 (8 bits, the same exponents) and float16 (11 bits) are numbers of TF32, and a product of two has
+    Every bfloat16 (8 bits, the same exponents) and float16 (11 bits) number is a TF32 number, and a product of two has
     at most 22 bits: exact in float32.
     """
     before = torch.backends.cuda.matmul.allow_tf32
@@ -155,7 +155,10 @@ def _nothing_seen(target_C: Tensor, dtype: torch.dtype, with_entropy: bool) -> _
 def _raise_maximum(
     highest_C: Tensor, raised_C: Tensor, exp_C: Tensor, product_C: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the two sums for a larger maximum m."""
+    """Return the running sums of exp(x - m) and (x - m) exp(x - m) for a larger maximum m.
+
+    m rises from `highest_C` to `raised_C`; without entropy there is no second sum.
+    """
     moved_C = torch.where(exp_C == 0, 0.0, highest_C - raised_C)  # nothing was added yet: from -inf
     shrink_C = moved_C.exp()
     return exp_C * shrink_C, None if product_C is None else (product_C + moved_C * exp_C) * shrink_C
@@ -346,7 +349,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def _sum_for(grad_weight_VH: Tensor | None, part: slice, dtype: torch.dtype) -> Tensor | None:
-    """Return the tensor for the sum of a block's gradient: a view of the whole, or zeros if the whole is narrower."""
+    """Return the tensor in which to sum the gradient of a block of the weight's rows.
+
+    It is a view of the whole gradient if that has the dtype of the sum, otherwise new zeros.
+    """
     if grad_weight_VH is None or grad_weight_VH.dtype == dtype:
         return None if grad_weight_VH is None else grad_weight_VH[part]
     return torch.zeros_like(grad_weight_VH[part], dtype=dtype)

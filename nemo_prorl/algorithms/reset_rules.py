@@ -32,7 +32,10 @@ BLOCK_STEPS = 10  # steps per block: length, truncation and entropy are compared
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule's finding: `seen` passed `threshold` at `step`.  `asks`: for a reset; otherwise it advises."""
+    """What a rule found: at `step`, the number `seen` passed `threshold`.
+
+    `asks`: the rule asks for a hard reset; otherwise it only advises a person.
+    """
 
     rule: str
     step: int
@@ -48,7 +51,11 @@ class Finding:
 
 @dataclass
 class History:
-    """The rules' memory of a run: numbers by metrics key since the last reset, and by blocks since the start."""
+    """What the rules remember of a run.
+
+    Values of KL and validation since the last reset; means of other metrics over blocks of 10 steps since the run's
+    start.
+    """
 
     step: int = 0
     began: int | None = None  # the step before the first recorded one
@@ -158,9 +165,9 @@ def replay(
     resets: Iterable[int] = (),
     act: bool = False,
 ) -> list[Finding]:
-    """Return all findings over recorded lines.
+    """Return all findings that the rules make over recorded lines of metrics.jsonl.
 
-    `resets`: the resets that the run made.  `act`: count each reset that a rule asks for as made, too.
+    `resets`: steps after which the run made a hard reset.  `act`: assume a reset wherever a rule asks for one, too.
     """
     history, findings, recorded = History(), list[Finding](), set(resets)
     for line in lines:
@@ -287,10 +294,10 @@ def _kl_spike(history: History, rules: ResetRulesConfig) -> list[Finding]:
 
 
 def _advice(history: History, rules: ResetRulesConfig) -> list[Finding]:
-    """Find responses that no longer end or grow long (paper sec. 4.2, run 3), and collapsed entropy (sec. 3.2.1).
+    """Find responses cut off more often or grown long (paper sec. 4.2, run 3), and collapsed entropy (sec. 3.2.1).
 
-    The mean over the last block of 10 steps against the lowest block of the run (truncation: difference; length:
-    ratio), entropy against the highest.
+    The means over blocks of 10 steps are compared: the last block's truncation (by difference) and length (by ratio)
+    with the run's lowest, its entropy (by ratio) with the run's highest.
     """
     found = []
 

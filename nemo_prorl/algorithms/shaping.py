@@ -48,7 +48,7 @@ def shaped_rewards(
 
 
 def in_schedule(step: int, every: int, last: int) -> bool:
-    """Return whether a step (from 1) is among the `last` of its `every` steps; with `every` 0 all are."""
+    """Return whether a step (from 1) is among the last `last` of its cycle of `every` steps; `every` 0: all are."""
     return every == 0 or (step - 1) % every >= every - last
 
 

@@ -114,7 +114,7 @@ def read(path: Path) -> Benchmark:
 
 
 def choose(text: str) -> list[Benchmark]:
-    """Return the benchmarks that `A,B` names, by name or by set, each once.
+    """Return the benchmarks for a list such as `A,B` of benchmark names and names of sets, each benchmark once.
 
     Raises:
         ConfigError: A name is unknown; the message lists the known names and sets.
@@ -186,7 +186,7 @@ def records_sha256(records: Iterable[Mapping[str, Any]]) -> str:
 
 
 def part_of(record: Mapping[str, Any]) -> str:
-    """Return the part of its benchmark that a record is reported under: a puzzle's data set, otherwise its source."""
+    """Return the part of its benchmark that a record counts towards: a puzzle's data set, otherwise its source."""
     dataset = record["truth"].get("dataset") if record["task"] == "puzzles" else None
     return str(dataset or record.get("source") or record["task"])
 

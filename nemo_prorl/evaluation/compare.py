@@ -43,7 +43,10 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Paired:
-    """A model minus the base, over the prompts judged for both.  Columns: pass@1, reward, pass@k for each of ks."""
+    """Mean differences of a model from the base, over the prompts judged for both, and their bootstrap draws.
+
+    Columns: pass@1, reward, pass@k for each of ks.
+    """
 
     prompts: int
     ks: tuple[int, ...]
@@ -202,7 +205,7 @@ def base_k(base: Numbers, other: Numbers) -> int | None:
 
 
 def reading(curve: Mapping[str, Interval], reward: Interval) -> Reading:
-    """Return the verdict that the intervals allow, in the words that docs/reference/formats.md explains."""
+    """Return in words what the intervals show, such as `new solutions`; docs/reference/formats.md explains each."""
     one, most = curve["1"], curve[max(curve, key=int)]
     better, more = one["low"] > 0, most["low"] > 0
     worse, less = one["high"] < 0, most["high"] < 0
@@ -216,7 +219,10 @@ def reading(curve: Mapping[str, Interval], reward: Interval) -> Reading:
 
 
 def _group(names: list[str], others: Sequence[str], paired: Mapping[tuple[str, str], Paired]) -> ComparedGroup:
-    """Return the differences of the unweighted mean over benchmarks, without models that lack one of them."""
+    """Return the differences from the base of the unweighted mean over the benchmarks `names`.
+
+    Models that lack one of these benchmarks are left out.
+    """
     differences: list[GroupDifference] = []
     for other in others:
         pairs = [paired[other, name] for name in names if (other, name) in paired]

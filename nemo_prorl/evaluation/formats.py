@@ -81,7 +81,10 @@ _Differences = TypedDict("_Differences", {"model": str, "pass@1": Interval, "rew
 
 
 class Numbers(_Means):
-    """The numbers of some prompts.  Means are over prompts, after a mean over the samples of each prompt."""
+    """A model's scores and counts on a set of prompts.
+
+    Means are over prompts, after a mean over the samples of each prompt.
+    """
 
     prompts: Count
     samples: Count
@@ -140,7 +143,7 @@ class GroupDifference(_Differences):
 
 
 class Difference(GroupDifference):
-    """A model's differences from the base on some prompts."""
+    """The differences of a model's scores from the base's, over the prompts judged for both."""
 
     prompts: Count
     solved: SolvedCounts

@@ -89,7 +89,7 @@ def scored(
     verdicts: Mapping[Key, StoredVerdict],
     n: int,
 ) -> Scored:
-    """Return the first `n` samples of each record, as far as they are stored."""
+    """Return the stored ones among the first `n` samples of each record, with their verdicts."""
     rows = []
     for record in records:
         keys = [(record["id"], k) for k in range(n)]
@@ -98,7 +98,10 @@ def scored(
 
 
 def numbers(found: Scored) -> Numbers:
-    """Return all numbers of some prompts.  Means are over prompts, after a mean over the samples of each prompt."""
+    """Return a model's scores and counts on a set of prompts.
+
+    Means are over prompts, after a mean over the samples of each prompt.
+    """
     judged = found.judged()
     drawn = [sample for samples in found.samples for sample in samples]
     lengths = [

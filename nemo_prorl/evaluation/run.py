@@ -122,7 +122,7 @@ def _check_rewards(cfg: DictConfig, records: Sequence[Mapping[str, Any]]) -> Non
 
 
 def _fitting(benchmark: Benchmark, model: Model) -> Benchmark:
-    """Return the benchmark with its context limited to the model's."""
+    """Return the benchmark, with context and response length reduced to the model's maximum if they exceed it."""
     longest = None if model.folder is None else models.longest_context(model.folder)
     sampling = benchmark.sampling
     if longest is None or sampling.context <= longest:
@@ -147,7 +147,10 @@ def _fitted(cfg: DictConfig, model: Model, benchmarks: Sequence[Benchmark]) -> D
 
 
 def _part(out: Path, benchmark: Benchmark, records: list[dict[str, Any]] | None) -> "BenchmarkWork":
-    """Return the benchmark with its stored samples and verdicts.  `records` None: use the stored prompt records."""
+    """Return a benchmark with its stored samples and verdicts, ready to be continued.
+
+    `records`: prompt records, which are stored; None: use those stored before.
+    """
     from nemo_prorl.evaluation.sampling import BenchmarkWork
 
     store = Store(out, benchmark.name)
@@ -204,7 +207,7 @@ async def _work(
 
 
 def local_engines(cfg: DictConfig, model: Model) -> "LocalEngines":
-    """Return this machine's engines as a source of responses that is not connected yet."""
+    """Return a source of responses from this machine's engines; call its `connect` once they run."""
     from nemo_prorl.data.render import PromptRenderer
     from nemo_prorl.evaluation.sources import LocalEngines
 

@@ -40,7 +40,7 @@ class StoredPlace:
 
 @dataclass
 class Draw:
-    """Responses to draw for one prompt."""
+    """The responses still to sample for one prompt, and the place to store each."""
 
     sampling: Sampling
     record: dict[str, Any]
@@ -161,9 +161,9 @@ class _Room:
 
     @contextlib.asynccontextmanager
     async def entered(self, responses: int) -> AsyncIterator[Callable[[], None]]:
-        """Wait until this many responses fit; an empty room accepts any number.
+        """Context manager that waits until this many responses fit under the limit; an empty room accepts any number.
 
-        Yields a function that must be called when a response has ended.
+        Yields a function to call whenever one response has ended, which makes room for the next.
         """
         async with self._turn:
             while self._inside and self._inside + responses > self._most:

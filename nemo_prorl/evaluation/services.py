@@ -21,7 +21,7 @@ _CHECK_EVERY_S = 0.2
 
 
 class Services:
-    """The reward server and engines, running while the context is open; `watching` restarts those that fail."""
+    """Context manager that runs the reward server and engines; `watching` restarts those that fail."""
 
     def __init__(self, cfg: DictConfig, out: Path, tasks: Sequence[str], engines: int) -> None:
         """Prepare the processes without starting them.
@@ -58,7 +58,10 @@ class Services:
         return RewardClient(self.endpoints, self.token_file, ClientOptions(batch_size=256, batch_wait_s=0.05))
 
     async def watching(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await the work while restarting failed services.  Raises ProcessFailed if a service cannot be restarted."""
+        """Await `work`, return its result, and restart services that fail meanwhile.
+
+        Raises ProcessFailed if a service cannot be restarted.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 watch = group.create_task(self._keep_up())
@@ -76,7 +79,10 @@ class Services:
             await asyncio.sleep(_CHECK_EVERY_S)
 
     async def ready(self) -> None:
-        """Wait until all services have announced themselves.  Raises DeadlineExceeded naming the missing kind."""
+        """Wait until the reward server and all engines run.
+
+        Raises DeadlineExceeded naming the kind of service that is missing.
+        """
         seconds = self._cfg.trainer.deadlines.startup_s
         for kind, count in (("rewards", 1), ("engine", self._engines)):
             what = f"{count} x {self.endpoints}/{kind}-*.json (trainer.deadlines.startup_s); see {self._out / 'logs'}"

@@ -89,7 +89,7 @@ class Actor:
         Args:
             hf_config: the model's Hugging Face config.json.
             chunk: (tokens, vocabulary words) whose logits are in memory at a time.
-            float32_head: see `chunked_logprobs`.
+            float32_head: keep the logits of 16-bit weights in float32.
         """
         self.model, self.optimizer, self.temperature, self._chunk = model, optimizer, temperature, chunk
         self._float32_head = float32_head
@@ -168,9 +168,9 @@ class Actor:
         return place(logp_N), place(entropy_N) if entropy_N is not None else None
 
     def _forward_step(self, finish: _Finish, micro_batches: Iterator[_Micro], net: Any) -> tuple:
-        """Return the next micro-batch's hidden states, and a function with which the last stage applies `finish`.
+        """Return the next micro-batch's hidden states, and a function that applies `finish` to them.
 
-        Megatron's schedule calls this once per micro-batch.
+        Megatron's schedule calls this method once per micro-batch, and the function on the last pipeline stage only.
         """
         micro = batch, packed = next(micro_batches)
         if packed is None:
@@ -185,7 +185,10 @@ class Actor:
         return hidden_BTH, at_last_stage
 
     def _parts(self, batch: Batch) -> list[tuple[Tensor, _Micro]]:
-        """Split a batch into (row numbers, micro-batch on the device); same count on all data ranks.  A collective."""
+        """Split a batch into (row numbers, micro-batch on the device).  A collective.
+
+        All data ranks get the same number of micro-batches, as their collectives need.
+        """
         parts = batch.micro_batches(self.limits)
         most = self.data_ranks.most(len(parts))
         if len(parts) < most:
@@ -333,8 +336,8 @@ class Actor:
     def reset_optimizer(self) -> None:
         """Set Adam's moments and step count to zero; keep the master weights.  A hard reset calls this.
 
-        Otherwise Adam would create its moments only at its first step, and a checkpoint written before that step could
-        not be loaded.
+        The moments are created at once, not at Adam's first step, so that a checkpoint written before that step has
+        them and can be loaded.
         """
         for leaf in self._leaf_optimizers():
             adam = leaf.optimizer
@@ -384,7 +387,7 @@ class Actor:
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Make the reference's weights the weights in use within the context.
+        """Context manager in which the model computes with the reference policy's weights instead of its own.
 
         Do not write to the weights there: on a CPU they are the stored reference, not a copy.
         """

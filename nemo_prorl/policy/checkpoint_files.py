@@ -94,7 +94,7 @@ def _load_weights(actor: Actor, folder: Path, prefix: str = "") -> None:
 
 
 def _load_optimizer(actor: Actor, folder: Path) -> None:
-    """Load moments, master weights and step count; keep this run's settings, such as the learning rate."""
+    """Load Adam's moments, master weights and step count; keep this run's settings, such as the learning rate."""
     state = _sharded_optimizer(actor, actor.model.sharded_state_dict(), is_loading=True)
     own = copy.deepcopy(state["optimizer"]["param_groups"])
     found = dist_checkpointing.load({"optimizer": state}, str(folder))["optimizer"]
@@ -341,7 +341,7 @@ class PolicyStore:
         self._agree(folder, failure)
 
     def _agree(self, folder: Path, failure: Exception | None) -> None:
-        """Exchange failures; raise CheckpointError on every rank if one rank failed."""
+        """Tell all ranks this rank's failure (None: no failure); raise CheckpointError on every rank if one failed."""
         if isinstance(failure, CheckpointError):  # names folder and rank already
             text: str | None = str(failure)
         else:

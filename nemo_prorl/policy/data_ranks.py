@@ -33,7 +33,7 @@ class DataRanks:
         return float(self._reduced(float(value), torch.float64, dist.ReduceOp.SUM))
 
     def most(self, count: int) -> int:
-        """Return the largest of the data ranks' counts."""
+        """Return the largest `count` of any data rank; the same on every rank."""
         return int(self._reduced(count, torch.int64, dist.ReduceOp.MAX))
 
     def _reduced(self, value: float, dtype: torch.dtype, how: Any) -> Tensor:

@@ -37,7 +37,10 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the path of the file, or the address.  Raises ConfigError before anything is written or served."""
+    """Write the report and print its path, or serve it, as the arguments say; return the exit code.
+
+    Raises ConfigError for wrong arguments before anything is written or served.
+    """
     if args.samples < -1:
         raise ConfigError(f"--samples {args.samples}: expected -1 (all), 0 (none) or more")
     if args.serve:

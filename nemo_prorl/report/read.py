@@ -60,7 +60,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Curve:
-    """A line in the comparison: a run, or the stages of a chain in order."""
+    """A line in the report's charts: one run, or the stages of a chain one after another."""
 
     name: str
     folder: Path
@@ -166,7 +166,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def _lines(path: Path, problems: list[str], missing_is_fine: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON-lines file and report other lines.  A last line without its end is being written."""
+    """Yield the objects of a JSON-lines file; lines that are not objects are added to `problems`.
+
+    A last line without a line end is skipped silently, because the run is still writing it.
+    """
     try:
         *texts, _unfinished = path.read_bytes().split(b"\n")
     except FileNotFoundError:
@@ -214,7 +217,7 @@ def _rollouts(folder: Path) -> dict[int, Path]:
 
 
 def step_of(line: dict[str, Any]) -> int | None:
-    """Return the step of a metrics line or an event, or None."""
+    """Return the step of a metrics line or an event, or None if it has no valid one."""
     step = line.get("step")
     return step if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53 else None
 
@@ -231,6 +234,6 @@ def number(value: Any) -> float | None:
 
 
 def part_of(value: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return an object inside an object, or an empty one."""
+    """Return the object under `key`, or an empty one if there is none."""
     part = value.get(key)
     return part if isinstance(part, dict) else {}

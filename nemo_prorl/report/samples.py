@@ -43,7 +43,7 @@ def samples(curve: Curve, limit: int) -> dict[str, Any]:
 
 
 def _spread(steps: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    """Return `count` items at equal distances, always with the first and the last."""
+    """Return `count` items at equal distances, with the last one and, if there are two or more, the first."""
     if len(steps) <= count:
         return steps
     if count <= 1:
@@ -135,7 +135,10 @@ def _item(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _telling(items: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Return the best, the worst, one cut off, one without a verdict, then the others, in the file's order."""
+    """Return the `count` most telling responses, in the file's order.
+
+    The best, the worst, one cut off and one without a verdict come first in the choice, then the others.
+    """
     everything = range(len(items))
     judged = sorted((k for k in everything if items[k]["score"] is not None), key=lambda k: items[k]["score"])
     wanted = [*judged[-1:], *judged[:1]]

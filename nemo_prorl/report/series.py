@@ -14,7 +14,7 @@ from nemo_prorl.report.read import Curve, number
 
 @dataclass(frozen=True)
 class Grid:
-    """Buckets of steps, common to all metrics of a curve: (stage, first row, end row)."""
+    """Buckets of successive steps, the same for all metrics of a curve: (stage, first row, row after the last)."""
 
     buckets: tuple[tuple[int, int, int], ...]
     size: int  # steps in a bucket, at most
@@ -130,7 +130,10 @@ def _validation(judged: list[tuple[int, tuple[float, float | None]]], points: in
 
 
 def marks(curve: Curve) -> list[dict[str, Any]]:
-    """Return the starts of stages and the committed hard resets, between two steps: `x`, `kind`, `text`."""
+    """Return the vertical marks of a curve's charts: starts of stages and committed hard resets.
+
+    Each has `x`, half a step after the last step before it, `kind` and `text`.
+    """
     found = []
     for run, offset in zip(curve.runs, curve.offsets, strict=True):
         if curve.is_chain:

@@ -55,7 +55,7 @@ def _origin(checkpoint: str) -> str:
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return dotted keys with their values as text: lists as a whole, without keys that name places."""
+    """Return a configuration's dotted keys with values as text; keys in `_PLACES`, such as run_dir, are left out."""
     found: dict[str, str] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
@@ -153,7 +153,7 @@ def _event(run: Run, offset: int, event: dict[str, Any]) -> dict[str, Any]:
 
 
 def _launch(run: Run, launch: dict[str, Any]) -> dict[str, Any]:
-    """Return a start of the run by a Slurm job, or its end."""
+    """Return the row of the event table for the start, or the end, of a run in a Slurm job."""
     kind = f"launch {launch['event']}"
     if launch["event"] == "begin":
         nodes = launch.get("nodes")

@@ -83,7 +83,10 @@ def _cuda_means_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cuda_tensors_on_the_cpu() -> None:
-    """Wrap single functions; a TorchFunctionMode would intercept every torch call, 8,000 per update."""
+    """Make the torch functions to which Megatron gives device "cuda" use the CPU.
+
+    Each is wrapped by itself; a TorchFunctionMode would intercept every torch call, 8,000 per update.
+    """
     for name in _FACTORIES:
         setattr(torch, name, _cuda_means_cpu(getattr(torch, name)))
     tensor: Any = torch.Tensor
@@ -149,7 +152,7 @@ def distributed_optimizer_with_torch_adamw() -> None:
         set_states(self, model_param, {**counted, **tensors})
 
     def load_with_own_steps(self: Any, state: dict) -> None:
-        """Copy the step tensor per parameter; the ONE tensor that Megatron shares would count each parameter's step."""
+        """Give each parameter a step count of its own; one tensor shared by all would be raised once per parameter."""
         load(self, state)
         for p_state in self.optimizer.state.values():
             if "step" in p_state:

@@ -8,7 +8,7 @@ A rule sees one line of metrics.jsonl at a time.  What was measured up to a rese
 `cooldown_steps` after it, as after a run's start, no rule asks for another.  A rule that spoke is silent on the same
 subject for `cooldown_steps`, plateau for `plateau_steps`; only a reset silences the others too.
 
-Noise.  The standard deviation of one measurement is either estimated from its scatter, which is the root mean square of
+Noise.  The standard deviation of one measurement is either estimated from its scatter, the standard deviation of
 successive differences over sqrt(2) (a slow trend cancels), or it is the recorded standard error, if any.  k standard
 deviations of a known one are `t_quantile(k, dof)` of an estimated one; of two bounds the smaller counts.
 """

@@ -151,9 +151,9 @@ def check_files(chosen: Iterable[Benchmark], data: Path | None) -> None:
 
 
 def file_of(benchmark: Benchmark, data: Path | None) -> Path | None:
-    """Return the benchmark's file in --data, or None if it does not exist.
+    """Return the benchmark's file in the folder `data` (option --data), or None if it does not exist.
 
-    The file is NAME.jsonl, or the held-out part that `prorl data prepare` wrote into the folder NAME; or .parquet.
+    The file is NAME.jsonl, or the held-out part that `prorl data prepare` wrote as NAME/validation.jsonl; or .parquet.
     """
     if data is None:
         return None

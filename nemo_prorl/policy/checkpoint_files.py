@@ -257,7 +257,10 @@ class PolicyStore:
         self._agree(self._folder, failure)
 
     def drain(self, seconds: float) -> None:
-        """Wait at most `seconds` for an unfinished write, after a failure elsewhere.  No collective; never raises."""
+        """Wait at most `seconds` for an unfinished write, after a failure elsewhere in the run.
+
+        The checkpoint may so still be completed.  No collective; never raises.
+        """
         if self._thread is not None:
             self._thread.join(seconds)
 

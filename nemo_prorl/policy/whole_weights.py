@@ -16,7 +16,7 @@ class WholeWeights:
     """A converter that cuts whole tensors into this rank's part of a model, and joins the ranks' parts."""
 
     def __init__(self, module: Any, shape: Shape) -> None:
-        """Remember this rank's part of Megatron's GPTModel, `module`."""
+        """Store Megatron's GPTModel (`module`), of which this rank has a part, and the whole model's sizes."""
         self._module, self._shape = module, shape
         self._tp_size = parallel_state.get_tensor_model_parallel_world_size()
         self._pp_size = parallel_state.get_pipeline_model_parallel_world_size()

@@ -103,9 +103,10 @@ def rounded(values: Iterable[float | None]) -> list[float | None]:
 
 
 def validations(curve: Curve, points: int) -> dict[str, dict[str, Any]]:
-    """Return validations by name, from the journal: steps `x`, means `m`, and `lo` and `hi` one standard error apart.
+    """Return validations by name, from the journal.
 
-    If there are more than `points`, only every k-th is kept; `left_out` is the number of the others.
+    `x`: steps; `m`: means; `lo`, `hi`: mean minus and plus one standard error.  If there are more than `points`, only
+    every k-th is kept; `left_out` is the number of the others.
     """
     found: dict[str, dict[int, tuple[float, float | None]]] = {}
     for run, offset in zip(curve.runs, curve.offsets, strict=True):

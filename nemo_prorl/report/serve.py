@@ -72,7 +72,7 @@ class PageSource:
             return self._data, self._body, self._tag
 
     def _files(self) -> Iterator[tuple[str, int, int]]:
-        """Yield times and sizes of the files; a difference means that a file has changed."""
+        """Yield (path, time of last change, size) of each file; other values mean that a file has changed."""
         folders = [folder for argument in self._runs for folder in run_folders(argument)[0]]
         names = ("config.yaml", "metrics.jsonl", "journal.jsonl", "launches.jsonl", "summary.json", "rollouts")
         paths = [folder / name for folder in folders for name in names]

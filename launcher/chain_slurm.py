@@ -136,7 +136,10 @@ def launch(root: Path, folder: Path, stages: Sequence[ChainStage], args: argpars
 
 
 def _submit(how: _Launch, todo: Sequence[ChainStage], record: ChainRecord, held: ChainRecord | None) -> None:
-    """Submit the stages in order and record each one at once.  If one fails, cancel all and restore the record."""
+    """Submit the stages in order, and record each job right after its submission.
+
+    If a submission fails, cancel the jobs of this call and restore the earlier record `held`.
+    """
     entries = {entry["stage"]: entry for entry in record["stages"]}
     jobs: list[str] = []
     try:
@@ -160,7 +163,7 @@ def _submit(how: _Launch, todo: Sequence[ChainStage], record: ChainRecord, held:
 
 
 def _sbatch(words: list[str], root: Path, stage: str) -> str:
-    """Submit a stage; return the job's id."""
+    """Run an sbatch command for a stage; return the job's id."""
     done = _call(words, _SUBMIT_S, root)
     job = done.stdout.strip().partition(";")[0]  # sbatch prints ID;CLUSTER if there are several clusters
     if done.returncode or not job.isdecimal():
@@ -171,7 +174,7 @@ def _sbatch(words: list[str], root: Path, stage: str) -> str:
 
 
 def _take_back(jobs: Sequence[str]) -> str:
-    """Cancel the jobs of this call; return a sentence for the user."""
+    """Cancel the jobs that this call submitted; return a sentence about it for the error message."""
     if not jobs:
         return "nothing was submitted"
     try:
@@ -213,7 +216,7 @@ def _check_beginnings(todo: Sequence[ChainStage]) -> None:
 
 
 def _refuse_those_at_work(todo: Sequence[ChainStage], record: ChainRecord | None) -> None:
-    """Raise ConfigError if the job of a stage waits or runs."""
+    """Raise ConfigError if the Slurm job of a stage is waiting or running."""
     names = [stage.name for stage in todo]
     jobs = {e["job"]: e["stage"] for e in (record["stages"] if record else []) if e["job"] and e["stage"] in names}
     states = queued(list(jobs)) if jobs else {}
@@ -236,7 +239,7 @@ def _rehearsal(how: _Launch, todo: Sequence[ChainStage]) -> str:
 
 
 def _as_given(args: argparse.Namespace) -> list[str]:
-    """Return the `prorl launch` command for repeating this call."""
+    """Return the `prorl launch` command line that repeats this call."""
     options = {"--sbatch": args.sbatch, "--container-image": args.container_image}
     options |= {"--container-mounts": args.container_mounts}
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
@@ -261,7 +264,7 @@ def read_record(folder: Path) -> ChainRecord | None:
 
 @dataclass(frozen=True)
 class JobState:
-    """A job's state as Slurm names it, such as PENDING, and Slurm's reason; empty if Slurm gives none."""
+    """The state of a Slurm job, such as PENDING, and Slurm's reason for it; empty if Slurm gives none."""
 
     state: str
     reason: str

@@ -89,7 +89,7 @@ class _Service:
 
     @property
     def held(self) -> bool:
-        """Return whether this is an engine that waits with its start because others are awake (`rollout.sleep`)."""
+        """Return whether this is an engine whose start waits until the other engines sleep (`rollout.sleep`)."""
         return self.child.endpoint is not None and self.child.endpoint.with_suffix(HELD_SUFFIX).exists()
 
     def url(self) -> str | None:

@@ -151,7 +151,10 @@ class Peers:
         return states
 
     def look(self) -> End | None:
-        """Return the end of another node, if one has ended.  Only node 0 reads: `srun` ends the other nodes."""
+        """Return how another node ended; None if none has.
+
+        Only node 0 reads the files, because `srun` ends the other nodes.
+        """
         if self.place.node > 0 or self.place.nodes == 1 or time.monotonic() < self._next_look:
             return None
         self._next_look = time.monotonic() + _LOOK_S

@@ -31,7 +31,7 @@ class Progress:
         self._header = False
 
     def line(self, text: str) -> None:
-        """Show a line of the trainer's log if this project wrote it; lines of NeMo are only in the log file."""
+        """Show a line of the trainer's log if it comes from this project; lines of NeMo appear in the log file only."""
         if match := _OURS.match(text):
             self._print(match[3] if match[1] == "INFO" else f"{match[1]}: {match[3]}")
 

@@ -169,7 +169,11 @@ class Node:
         return self._over(End(code if code in (2, 3, 4) else 1, what, here, rank.name, code, log, at))
 
     def _over(self, mine: End | None) -> End:
-        """Agree with the other nodes on the end of the run; node 0 reports a failure."""
+        """Return how the run ended, agreed with the other nodes; node 0 calls the event hook if the run failed.
+
+        Args:
+            mine: end of this node's processes; None: a process of another node ended first.
+        """
         end = self.peers.agree(mine, stop_requested=bool(self._signals))
         if end.clean or self.place.node > 0:
             return end

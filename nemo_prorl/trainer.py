@@ -140,7 +140,7 @@ class Trainer:
     def finish(self) -> None:
         """Complete the records of a run that has made all its steps."""
         self.checkpoints.wait()
-        self.traces.close()
+        self.leader.call(self.traces.close)  # all ranks wait, because a node's services end with its ranks
         policy = self.policy
         self.write_summary({"weights_sha256": policy.weights_sha256(), "reference_sha256": policy.reference_sha256()})
         self.records.event("finish", self.progress.step)

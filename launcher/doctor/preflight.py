@@ -200,7 +200,7 @@ def _records(file: Path) -> list[dict[str, Any]]:
 
 
 def judge(outcome: TrialOutcome, plan: "Plan", trial: DictConfig, memory: Memory) -> Iterator[Check]:
-    """Judge a trial.
+    """Return the checks of a trial: failure, memory of the devices and the host, and time of a step.
 
     Args:
         trial: the configuration of the trial.
@@ -219,7 +219,7 @@ def judge(outcome: TrialOutcome, plan: "Plan", trial: DictConfig, memory: Memory
 
 
 def parts_of(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return the facts of each part that all ranks have ended.
+    """Return the facts of each part of the trial that all ranks have finished, by the part's name.
 
     Each number is the largest over the ranks, except `gpu_free`, which is the smallest.
     """

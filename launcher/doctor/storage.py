@@ -130,7 +130,7 @@ def _fault(trial: Callable[[Path], str], folder: Path) -> str:
 
 
 def _sync(folder: Path) -> str:
-    """Write a file and its folder to the disk with fsync, as a checkpoint does."""
+    """Test fsync of a new file and of its folder, as a checkpoint uses it."""
     with (folder / "synced").open("w") as file:
         file.write("x" * 4096)
         file.flush()
@@ -144,7 +144,7 @@ def _sync(folder: Path) -> str:
 
 
 def _replace(folder: Path) -> str:
-    """Replace a file that is open: another open must read the new content."""
+    """Test that a file can be replaced while it is open, and that opening it again reads the new content."""
     target, new = folder / "target", folder / "target.tmp"
     target.write_text("old")
     with target.open():
@@ -155,7 +155,7 @@ def _replace(folder: Path) -> str:
 
 
 def _lock(folder: Path) -> str:
-    """Lock a file through two file handles: the second lock must be refused."""
+    """Test that a file locked through one handle cannot be locked through a second one."""
     path = folder / "lock"
     with path.open("w") as first, path.open("w") as second:
         fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -181,7 +181,7 @@ def test_stops_that_give_up_change_nothing(root: Path, undisturbed: Path) -> Non
     assert [without_time(m) for m in metrics_of(run)] == [without_time(m) for m in metrics_of(undisturbed)]
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (undisturbed, run)]
     assert without_time(summaries[1]) == without_time(summaries[0])
-    assert any("given up" in e["reason"] for e in events_of(run) if e["event"] == "stop")
+    assert any("abandoned" in e["reason"] for e in events_of(run) if e["event"] == "stop")
 
 
 @pytest.mark.slow
@@ -198,7 +198,7 @@ def test_engines_that_sleep_change_nothing_and_one_that_is_killed_in_its_sleep_i
     assert all(m["time/rollout/sleep_s"] > 0 for m in metrics_of(job.run_dir))
     (alarm,) = [e for e in events_of(job.run_dir) if "did not wake" in e.get("what", "")]
     assert "engine-0 did not wake" in alarm["what"]
-    assert "started again" in alarm["what"]
+    assert "it was restarted and has weights" in alarm["what"]
 
 
 @pytest.mark.slow

@@ -316,7 +316,7 @@ def test_a_live_page_follows_the_run_and_stays_where_the_reader_is(
         assert page.errors == []
         assert {request.rsplit("/", 1)[1] for request in page.requests} == {"", "data.json"}
         server.should_exit = True
-        await page.until("document.querySelector('#live-text').textContent.startsWith('The server does not answer')")
+        await page.until("document.querySelector('#live-text').textContent.startsWith('The server does not reply')")
 
     server = serve.server(serve.PageSource([folder], [], 100))
     with serve.listen(0) as listener:

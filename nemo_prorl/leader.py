@@ -26,7 +26,7 @@ _Outcome = tuple[T | None, ProrlError | None]  # result or failure of a function
 class Leader:
     """A gloo process group of all trainer ranks.  All ranks must call each method together.
 
-    NCCL is not used, because a rank that waits in NCCL keeps a core and the GPU busy on which engines generate.
+    NCCL is not used, because a rank that waits in NCCL keeps a CPU core busy, and the GPU on which engines generate.
     """
 
     def __init__(self, deadlines: DeadlinesConfig, data_rank: int) -> None:
@@ -45,7 +45,7 @@ class Leader:
             dist.all_gather_object(self._data_ranks, data_rank, group=self._group)
 
     def only(self, make: Callable[[], P]) -> "LeaderOnly[P]":
-        """Make an object on rank 0.  An error of `make` is raised on every rank."""
+        """Make an object on rank 0, and return its handle.  An error of `make` is raised on every rank."""
         made: list[P] = []
         self.call(lambda: made.append(make()))
         return LeaderOnly(self, made[0] if made else None)
@@ -80,7 +80,7 @@ class Leader:
 
 
 class LeaderOnly(Generic[P]):
-    """An object that exists on rank 0 only.
+    """A handle of an object that exists on rank 0 only; every rank has the handle.
 
     All trainer ranks must call each method together, except `run_on_leader`, which does not communicate.
     """
@@ -89,7 +89,7 @@ class LeaderOnly(Generic[P]):
         self._leader, self._part = leader, part
 
     def only(self, make: Callable[[P], T]) -> "LeaderOnly[T]":
-        """Make another object from this one on rank 0.  An error of `make` is raised on every rank."""
+        """Make another object from this object on rank 0, and return its handle.  An error is raised on every rank."""
         made: list[T] = []
         self.call(lambda part: made.append(make(part)))
         return LeaderOnly(self._leader, made[0] if made else None)

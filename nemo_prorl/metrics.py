@@ -31,7 +31,7 @@ class Metrics:
         self._values: dict[str, tuple[float, float]] = {}  # sum of weight * value, or the extreme; sum of weights
 
     def add(self, prefix: str, values: Mapping[str, Any], weight: float = 1.0) -> None:
-        """Add each number under the key `prefix/NAME`.  The average of weights that are all 0 is nan."""
+        """Add each number under the key `prefix/NAME`.  An average is nan if all its weights are 0."""
         for name, value in values.items():
             self.put(f"{prefix}/{name}", float(value), weight)
 

@@ -35,13 +35,14 @@ def split_rows(lengths: Sequence[int], limits: Limits, at_least: int = 1) -> lis
     """Return the row numbers of each micro-batch: rows sorted by length, shortest first, and cut within the limits.
 
     Without a budget of tokens, each micro-batch has `limits.rows` rows.  Packed micro-batches are filled up to the
-    budget.  Otherwise the cuts have the least total cost: a position costs 1, and a micro-batch costs a fixed number of
-    positions.  That number begins at a sixteenth of the budget and is halved until at most MOST_PADDING is padding.
+    budget.  Otherwise the total cost is minimized: each padded position costs 1, and each micro-batch costs a fixed
+    amount.  This amount begins at a sixteenth of the budget, and is halved until it is 1 or the share of padding is at
+    most MOST_PADDING.
 
     Args:
         at_least: minimum number of micro-batches.  To reach it, the micro-batches with most positions are halved; once
-            each has one row, empty ones are added.  It gives all data ranks the same number, which a collective inside
-            a layer needs (Transformer Engine sums its FP8 statistics over the data ranks).
+            each has one row, empty ones are added.  So all data ranks can have the same number of micro-batches, as a
+            collective inside a layer needs (Transformer Engine sums its FP8 statistics over the data ranks).
     """
     order = sorted(range(len(lengths)), key=lambda row: lengths[row])  # stable
     widths = [limits.padded(lengths[row]) for row in order]
@@ -57,9 +58,10 @@ def split_rows(lengths: Sequence[int], limits: Limits, at_least: int = 1) -> lis
 
 
 def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return the row numbers of each data rank, ascending: about equally many tokens, at most an equal share of rows.
+    """Distribute rows over data ranks; return the row numbers of each rank, ascending.
 
-    Rows are dealt longest first, each to the rank with the fewest tokens among those that still have room.
+    A rank gets at most an equal share of the rows, and about an equal share of the tokens: rows are dealt longest
+    first, each to the rank with the fewest tokens among the ranks that still have room.
     """
     if ranks == 1:
         return [list(range(len(lengths)))]
@@ -75,7 +77,7 @@ def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def _fullest(lengths: list[int], rows: int, tokens: int) -> list[int]:
-    """Return the sizes of micro-batches that are filled in this order: a new one begins when the last is full."""
+    """Return the rows per micro-batch if rows are taken in order, and a new one begins when the next does not fit."""
     sizes: list[int] = []
     used = 0
     for length in lengths:
@@ -88,7 +90,7 @@ def _fullest(lengths: list[int], rows: int, tokens: int) -> list[int]:
 
 
 def _cheapest(widths: list[int], rows: int, tokens: int) -> list[int]:
-    """Return the sizes of the micro-batches with the least total cost; `widths` are padded lengths, ascending."""
+    """Return the rows per micro-batch at the least cost (see `split_rows`); `widths`: padded lengths, ascending."""
     cost = max(1, tokens // 16)
     while True:
         sizes = _cheapest_at(widths, rows, tokens, cost)

@@ -239,7 +239,7 @@ def tried_rows(plan: Plan, groups: list[Group]) -> list[JudgedGroups]:
 
 
 def random_groups(plan: Plan, vocab: int, seed: int) -> list[Group]:
-    """Return random groups in the form of a rollout's; prompt and response fill the context, and no response ends."""
+    """Return groups like those of a rollout, with random tokens that fill the context; all responses are cut off."""
     generator = torch.Generator().manual_seed(seed)
     prompt = plan.context - plan.response
 

@@ -244,7 +244,7 @@ def setup_process(cfg: Config, rank: int) -> None:
 
 
 def read(run_dir: Path) -> Config:
-    """Return the configuration of the run in `run_dir`, after the setup of this process as one of its ranks."""
+    """Set up this process as a rank of the run in `run_dir`, and return the run's configuration."""
     from nemo_prorl.settings import read_config
 
     die_with_parent()

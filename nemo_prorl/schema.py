@@ -20,7 +20,7 @@ class Constraint:
 
 
 class JsonOf:
-    """A mark for a JSON object with the fields of the dataclass `kind`."""
+    """An annotation: the value is a JSON object with the fields of the dataclass `kind`."""
 
     def __init__(self, kind: Any) -> None:
         self.kind = kind

@@ -167,7 +167,7 @@ def answer(body: Any, process: str) -> dict[str, Any]:
 
 
 def lanes(spans: Sequence[tuple[float, float]]) -> list[int]:
-    """Return a lane number for each (begin, end), sorted by begin, so that no two spans of a lane overlap."""
+    """Return a lane number for each span, so that spans of a lane do not overlap; `spans` must be sorted by begin."""
     free: list[int] = []
     busy: list[tuple[float, int]] = []
     found = []
@@ -230,7 +230,7 @@ def timeline(
 
 
 def _events_of(pid: int, name: str, spans: list[dict[str, Any]], shift: float) -> list[SpanEvent | NameEvent]:
-    """Return the events of a process: its name, one track per category and lane, and its spans."""
+    """Return a process's events: its name, tracks by category and lane, and spans; `shift`: seconds added to times."""
     events: list[SpanEvent | NameEvent] = [
         {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "ts": 0, "args": {"name": name}}
     ]

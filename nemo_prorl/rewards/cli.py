@@ -63,7 +63,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen subcommand and return its exit code.  A ProrlError that it raises has the code of the failure."""
+    """Run the chosen subcommand and return its exit code.  An error is raised as a ProrlError with its `exit_code`."""
     if args.rewards_command == "list":
         return _list(args.json)
     if args.rewards_command == "describe":

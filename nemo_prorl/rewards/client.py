@@ -104,9 +104,9 @@ class _Endpoints:
         self._known = known
 
     def choose(self, now: float) -> _Endpoint | None:
-        """Return the server with the fewest open requests, of those that did not fail recently.
+        """Return the server with the fewest open requests among those not in back-off after a failure.
 
-        If all failed recently: the server whose waiting time ends first.  If no server is ready: None.
+        If all servers are in back-off, return the one whose back-off ends first.  Return None if no server is ready.
         """
         if not self._known or now >= self._read_at + _READ_EVERY_S:
             self._read()
@@ -168,7 +168,7 @@ class RewardClient:
             self._last_error = verdict["detail"]
 
     async def _once(self, request: dict[str, Any], deadline: Deadline) -> Verdict | None:
-        """Send a request as part of a bundle; return None if no verdict arrived.  Raises _Refused."""
+        """Add a request to the next POST and return its verdict; None if no verdict arrives.  Raises _Refused."""
         loop = asyncio.get_running_loop()
         key = next(self._keys)
         body = json.dumps({**request, "key": key}).encode()
@@ -203,7 +203,11 @@ class RewardClient:
         task.add_done_callback(self._tasks.discard)
 
     async def _post(self, bundle: list[_Waiting]) -> None:
-        """Send a bundle to one server.  Attempts without a verdict end with None; a rejected request ends."""
+        """Send a bundle in one POST to one server, and settle its attempts.
+
+        An attempt without a verdict gets None, so that it is retried.  If the server rejects the POST as invalid, each
+        request is sent again alone; a request that is rejected alone ends with _Refused.
+        """
         now = asyncio.get_running_loop().time()
         server = self._endpoints.choose(now)
         if server is None and now - self._warned_at >= _WARN_EVERY_S:
@@ -239,7 +243,7 @@ class RewardClient:
                 waiting.settle(None)
 
     async def _exchange(self, url: str, bundle: list[_Waiting]) -> None:
-        """Send one POST and settle its requests with the stream of verdicts.
+        """Send one POST, and settle each request when its verdict arrives in the reply.
 
         Raises:
             _Refused: The server rejected the POST as invalid.
@@ -267,7 +271,7 @@ class RewardClient:
 
 
 def take_verdict(verdict: Any, of_key: dict[int, _Waiting]) -> None:
-    """Settle the attempt that a verdict from a server belongs to.
+    """Give a verdict from a server to the waiting attempt with the same key.
 
     Args:
         of_key: Open attempts of the POST by key; the settled attempt is removed.

@@ -117,7 +117,7 @@ def check_plugin(
 
 @dataclass
 class _Trial:
-    """The observations of a plugin; each check reads some of them."""
+    """The data that the checks read: test requests, the findings of the probe, and the verdicts of the workers."""
 
     plugin: type[RewardPlugin]
     examples: list[Example]
@@ -181,7 +181,10 @@ async def _one_by_one(trial: _Trial, pool: PluginPool) -> None:
 
 
 async def _both_at_once(trial: _Trial, pools: list[PluginPool], cases: list[Case]) -> None:
-    """Submit good, bad and short hostile requests together to both workers, in opposite orders."""
+    """Send many requests to both workers at once, in opposite orders, and record the verdicts in `trial.mixed`.
+
+    The requests are of the kinds good, bad, unicode and thinking.  Nothing is sent if earlier verdicts differ.
+    """
     some = [case for case in cases if case.kind in ("good", "bad", "unicode", "thinking")]
     if not some or any(trial.first[case.id] != trial.second[case.id] for case in cases):
         return
@@ -194,7 +197,11 @@ async def _both_at_once(trial: _Trial, pools: list[PluginPool], cases: list[Case
 
 
 def _outcome_of(verdict: Verdict | None) -> str:
-    """Return the outcome of a request: judged, invalid, timeout, raised, died, form, killed or untried."""
+    """Return the outcome of a request, given its verdict.
+
+    The outcome is "judged", "invalid", "timeout", "raised" (an exception), "died" (the worker), "form" (a malformed
+    result), "killed" (over the time budget) or "untried" (there is no verdict).
+    """
     if verdict is None:
         return "untried"
     if verdict["failure"] == "timeout" and ": over the time budget of" in verdict["detail"]:
@@ -340,7 +347,7 @@ def _thinking(trial: _Trial, check: str) -> str:
 
 
 def _hostile(trial: _Trial, check: str) -> str:
-    """Check that each hostile response (`unicode`, `empty`, `long`, `adversarial`) is judged or invalid."""
+    """Check that no response of a kind (unicode, empty, long, adversarial) causes an exception or a dead worker."""
     cases = trial.kind(check)
     bad = [case for case in cases if _outcome_of(trial.first.get(case.id)) in ("raised", "died")]
     if bad:

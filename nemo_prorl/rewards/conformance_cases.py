@@ -61,7 +61,7 @@ LONG_TEXTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A request of the kit.  `kind`: the check that uses it; `equals`: id of the case with the same score."""
+    """A test request.  `kind`: the check that uses it; `equals`: id of the case that must have the same score."""
 
     kind: str
     label: str
@@ -74,12 +74,12 @@ class Case:
 
 
 def _parts(example: Example) -> tuple[str, str]:
-    """Return the judged texts of the good and the bad response."""
+    """Return the answer texts of the good and the bad response, without their thoughts."""
     return answer_text(example.good) or "", answer_text(example.bad) or ""
 
 
 def shell(good: str, bad: str) -> tuple[str, str]:
-    """Return the texts before and after the answer, which the good and the bad response share."""
+    """Return the longest common prefix of two responses, and the longest common suffix of the rest."""
     before = _shared(good, bad)
     reversed_after = _shared(good[len(before) :][::-1], bad[len(before) :][::-1])
     return before, reversed_after[::-1]
@@ -92,7 +92,7 @@ def _shared(one: str, other: str) -> str:
 
 
 def _thinking(example: Example, name: str) -> Iterator[tuple[str, str, str | None]]:
-    """Yield (label, response, id of the case with the same score); None: the response must score 0."""
+    """Yield (label, response, id of the case that must have the same score, or None if the score must be 0)."""
     good, bad = _parts(example)
     yield "a thought before the good answer", f"<think>hm, {bad}</think>{good}", f"{name}/good"
     yield "the good answer only in the thought", f"<think>{good}</think>{bad}", f"{name}/bad"
@@ -103,7 +103,7 @@ def _thinking(example: Example, name: str) -> Iterator[tuple[str, str, str | Non
 
 
 def _hostile(example: Example) -> Iterator[tuple[str, str, str]]:
-    """Yield (kind, label, response): each hostile text alone, and in place of the answer."""
+    """Yield (kind, label, response): each hostile text as the whole response, and in place of the answer."""
     good, bad = _parts(example)
     before, after = shell(good, bad)
     for kind, texts in (("unicode", UNICODE), ("empty", EMPTY), ("adversarial", ADVERSARIAL), ("long", LONG_TEXTS)):
@@ -116,7 +116,7 @@ def _hostile(example: Example) -> Iterator[tuple[str, str, str]]:
 
 
 def make_cases(examples: Sequence[Example], first_task: str) -> list[Case]:
-    """Return all requests with unique ids; for each example, its good and bad response first."""
+    """Return the cases of all examples, with unique request ids; each example begins with its good and bad case."""
     cases: list[Case] = []
     for number, example in enumerate(examples):
         name = f"example-{number + 1}"

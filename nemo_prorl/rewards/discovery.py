@@ -84,7 +84,7 @@ def discover(entry_points: Iterable[importlib.metadata.EntryPoint] | None = None
     A broken plugin is logged and recorded in `Registry.broken`; the other plugins stay usable.
 
     Args:
-        entry_points: None: those of all installed packages.
+        entry_points: Entry points to load; None: the group's entry points of all installed packages.
     """
     found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if entry_points is None else entry_points
     plugins: dict[str, type[RewardPlugin]] = {}

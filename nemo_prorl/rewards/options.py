@@ -62,7 +62,7 @@ def read_line(line: str, where: str, read: Callable[[Any], T]) -> T:
 
     Args:
         where: File and line, for error messages.
-        read: Raises ValueError if the object is wrong.
+        read: Converts the parsed object; raises ValueError if the object is wrong.
 
     Raises:
         DataError: The line is not JSON, or `read` raised ValueError.
@@ -76,10 +76,10 @@ def read_line(line: str, where: str, read: Callable[[Any], T]) -> T:
 
 
 def read_lines(path: Path, read: Callable[[Any], T]) -> Iterator[tuple[int, T]]:
-    """Yield (line number, result of `read`) for each line of a JSON Lines file, without empty lines.
+    """Yield (line number, result of `read`) for each non-empty line of a JSON Lines file.
 
     Raises:
-        DataError: The file cannot be read, or as in `read_line`.
+        DataError: The file cannot be read, a line is not JSON, or `read` raised ValueError.
     """
     try:
         with path.open(encoding="utf-8", newline="\n") as file:

@@ -79,7 +79,7 @@ class WorkerGone(Exception):
 
 
 def worker_environment(hash_seed: int = 0) -> dict[str, str]:
-    """Return the environment variables of a worker: a few of this process, one thread per library, a hash seed."""
+    """Return a worker's environment: this process's KEPT_VARIABLES, one thread per library, and the hash seed."""
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     return kept | dict.fromkeys(ONE_THREAD, "1") | {"PYTHONHASHSEED": str(hash_seed), "PYTHONUNBUFFERED": "1"}
 

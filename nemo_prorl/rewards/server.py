@@ -163,7 +163,7 @@ class RewardApp:
         return Response(generate_latest(self._metrics), media_type="text/plain; version=0.0.4")
 
     async def trace(self, http: Request) -> Response:
-        """Start recording on {"record": true}; stop on {"record": false} and reply what the workers did between."""
+        """Start recording on {"record": true}; on {"record": false}, stop and reply with the spans and the workers."""
         self._check_token(http)
         with _reading():
             part = tracing.answer(await _body(http), self.name)

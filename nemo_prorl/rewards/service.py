@@ -39,7 +39,7 @@ def plan_pools(
     """Return the configuration of one pool for each plugin that the tasks need.
 
     Args:
-        tasks: Empty: all known tasks.
+        tasks: Tasks to judge; empty: all known tasks.
         workers: Worker processes of all pools together.
         settings: Settings by plugin name.
         max_queue: Maximum waiting requests per plugin.

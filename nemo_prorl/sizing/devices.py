@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 
 def node_devices(cfg: DictConfig) -> int:
-    """Return how many GPUs (on a CPU: computing processes) the run uses per node, with separate ones of engines."""
+    """Return how many GPUs (on a CPU: computing processes) the run uses per node, including those of engines only."""
     if not cfg.rollout.own_devices:
         return int(cfg.trainer.devices)
     return int(cfg.trainer.devices + cfg.rollout.engines // cfg.trainer.num_nodes * cfg.rollout.tensor_parallel_size)

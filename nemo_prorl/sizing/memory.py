@@ -133,7 +133,7 @@ class Memory:
 
     @property
     def needed(self) -> int:
-        """Return the smallest GPU that fits trainer, engine, KV cache (at least one sequence) and reserve."""
+        """Return the bytes of the smallest GPU that fits trainer, engine, KV cache (one sequence at least), reserve."""
         return max(self.while_training, self.while_generating)
 
     @property
@@ -154,7 +154,7 @@ class Memory:
         return self.trainer_resident if self.engines_sleep else self.trainer_peak
 
     def kv_room(self, device_bytes: float | None) -> int | None:
-        """Return the bytes of the KV cache: as configured, otherwise the rest of the device; None if unknown."""
+        """Return the bytes of the KV cache: as configured, otherwise all that the device has left; None if unknown."""
         if self.kv_configured is not None or device_bytes is None:
             return self.kv_configured
         return max(0, int(device_bytes) - (self.while_generating - self.kv_sequence))
@@ -164,7 +164,7 @@ class Memory:
         return self.engine_weights + self.engine_work + (self.kv_room(device_bytes) or 0)
 
     def sequences(self, device_bytes: float | None) -> int | None:
-        """Return how many sequences that fill the context fit into the KV cache of one engine."""
+        """Return how many sequences of full context length one engine's KV cache can hold; None if unknown."""
         room = self.kv_room(device_bytes)
         return None if room is None else room // self.kv_sequence
 
@@ -196,20 +196,20 @@ def linear_weights(shape: ModelShape, tp: int = 1) -> int:
 
 
 def layer_parameters(shape: ModelShape, tp: int = 1) -> int:
-    """Count one layer's parameters on one tensor rank: q, k, v and biases, output, gate, up, down, whole norms."""
+    """Count one layer's parameters on one tensor rank: its part of weights and biases, and both norms in full."""
     biases = shape.queries + 2 * shape.kv if shape.qkv_bias else 0
     return linear_weights(shape, tp) + biases // tp + 2 * shape.hidden
 
 
 def parameters(shape: ModelShape, padded: bool = False) -> int:
-    """Count the parameters of the whole model, with the vocabulary of Hugging Face or with Megatron's padded one."""
+    """Count the parameters of the whole model; `padded`: with the vocabulary size as Megatron pads it."""
     words = shape.padded_vocab if padded else shape.vocab
     embeddings = words * shape.hidden * (1 if shape.tied else 2)
     return shape.layers * layer_parameters(shape) + shape.hidden + embeddings
 
 
 def rank_parameters(shape: ModelShape, layout: Layout) -> int:
-    """Count the fullest rank's parameters.
+    """Count the parameters of the rank that has the most.
 
     The first pipeline stage has the embedding; the last stage has the output layer (tied: a copy of the embedding).
     """
@@ -234,7 +234,7 @@ def layer_activations(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens
 
         two norms                   4 h  in and out of each          CPU: 6 h, the norm also keeps x / rms(x)
         rotated queries, keys       q + k
-        joined q, k, v              q + 2 k                          the values are a view of it, so it is kept
+        joined q, k, v              q + 2 k                          kept because the values are a view of it
         attention's output          q
         gate and up, their product  2 f + f                          unfused: 4 f, silu(gate) is also kept
         log-sum-exp, 1 / rms        (heads + 2) float32
@@ -258,9 +258,10 @@ def layer_activations(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens
 def stage_activations(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens: int) -> int:
     """Return the bytes that the layers of one pipeline stage keep of one micro-batch.
 
-    Full recomputation keeps the input of each recomputed piece and, while that piece runs again, its layers
-    (arXiv 2205.05198, sec. 5).  With "uniform", pieces have activations_checkpoint_num_layers layers.  With "block",
-    this many layers are pieces of one layer, and the other layers keep all their activations.
+    Full recomputation divides the layers into pieces (arXiv 2205.05198, sec. 5).  It keeps the input of each piece;
+    while a piece is recomputed, it also keeps all activations of the layers in this piece.  With "uniform", a piece
+    has activations_checkpoint_num_layers layers.  With "block", this many layers are each a piece of one layer, and
+    the other layers keep all their activations.
     """
     layers = shape.layers // layout.pp
     full = layer_activations(cfg, shape, layout, tokens)
@@ -274,7 +275,7 @@ def stage_activations(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens
 
 
 def micro_batch_tokens(cfg: DictConfig) -> int:
-    """Return the token positions of the largest micro-batch: full rows, at most model.micro_batch_tokens."""
+    """Return the tokens of the largest micro-batch: rows of full context length, at most model.micro_batch_tokens."""
     rows, budget = (
         cfg.model.micro_batch_size * cfg.trainer.grpo.context_tokens,
         _optional(cfg.model, "micro_batch_tokens"),
@@ -283,12 +284,13 @@ def micro_batch_tokens(cfg: DictConfig) -> int:
 
 
 def logits_bytes(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens: int) -> tuple[int, int]:
-    """Return (forward, backward) bytes of `algorithms.logprobs`, in chunks of logprob_chunk_tokens x _words.
+    """Return (forward, backward) bytes that `algorithms.logprobs` needs beside the model.
 
-    Forward: two tensors of float32 logits, as with entropy.  Backward: the logits' gradient in float32 (two tensors
+    The logits are computed in chunks of logprob_chunk_tokens x logprob_chunk_words.  Forward: two float32 tensors of
+    a chunk's logits, as the entropy needs.  Backward: the gradient of a chunk's logits in float32 (two tensors
     with an entropy bonus or in compiled code), the gradient of the hidden states in float32, and the gradient of the
-    whole output weight in the weight's dtype.  16-bit models add float32 copies of the multiplied rows and words, and
-    in the backward pass a float32 sum for one block of words.
+    whole output weight in the weight's dtype.  16-bit models add float32 copies of the chunk's hidden states and
+    output weights, and in the backward pass a float32 sum for the chunk's output weights.
     """
     grpo, size = cfg.trainer.grpo, weight_bytes(cfg)
     rows, all_words = min(grpo.logprob_chunk_tokens, tokens), -(-shape.padded_vocab // layout.tp)
@@ -302,7 +304,7 @@ def logits_bytes(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens: int
 
 
 def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
-    """Return all sizes of a checked configuration.
+    """Return the memory and disk space that a run with a checked configuration needs.
 
     Every rank has the weights in use and their gradients (in NeMo's grad_sync_dtype, usually float32).  Two float32
     moments, and for 16-bit weights a float32 master, are spread over data-parallel ranks (Megatron's distributed
@@ -311,9 +313,9 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
     policy's weights (`policy.actor`).
 
     A checkpoint has the weights of policy and reference, float32 master weights and moments.  It is first copied to
-    host memory, on rank 0 with a second copy of the whole weights (`policy.checkpoint_files`); on a CPU only if
-    checkpoints are written in the background.  A pipeline's first stage keeps one micro-batch per stage
-    (arXiv 2205.05198, sec. 4.2.3); the last stage has the logits.
+    host memory, on rank 0 with a second copy of the whole weights (`policy.checkpoint_files`).  On a CPU, this copy is
+    made only if checkpoints are written in the background.  A pipeline's first stage keeps the activations of as many
+    micro-batches as there are stages (arXiv 2205.05198, sec. 4.2.3); the last stage has the logits.
 
     Args:
         vocab: rows of the embedding; None: as returned by `vocabulary`.
@@ -375,7 +377,7 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
 def _engine(cfg: DictConfig, shape: ModelShape) -> dict[str, Any]:
     """Return the sizes of one rank of a vLLM engine: weights, work and KV cache.
 
-    Work is the need of the engine's start-up run: one layer's tensors for the largest batch of tokens; the logits of
+    Work is what the engine's start-up run allocates: one layer's tensors for the largest batch of tokens; the logits of
     each sequence; and the sampler's float32 logits, log-probabilities and probabilities.  The KV cache has keys and
     values of each layer; a rank has at least one key-value group.
     """
@@ -423,7 +425,7 @@ def device_bytes(cfg: DictConfig) -> float | None:
 
 
 def device_source(cfg: DictConfig) -> str:
-    """Return where `device_bytes` has its number from: nvidia-smi, or a key with its value."""
+    """Return the source of the number in `device_bytes`, as text: nvidia-smi, or a key with its value."""
     gigabytes = OmegaConf.select(cfg, "rollout.device_memory_gb")
     return "nvidia-smi" if gigabytes is None else f"rollout.device_memory_gb={gigabytes:g}"
 

@@ -39,7 +39,7 @@ def check_memory(cfg: DictConfig, device_bytes: float | None) -> Memory:
 
 
 def _subject(cfg: DictConfig, memory: Memory) -> str:
-    """Return the keys, with values, that cause the highest use, and the phase in which it occurs."""
+    """Return a text that names the keys, with values, that cause the peak of memory use, and the phase of the peak."""
     work = f"{micro_batch_words(cfg)} with trainer.grpo.context_tokens={cfg.trainer.grpo.context_tokens}"
     if not memory.engines_sleep and not memory.engines_apart:
         return work
@@ -69,7 +69,7 @@ def _parts(memory: Memory) -> dict[str, int]:
 
 
 def _what_fits(cfg: DictConfig, device_bytes: float) -> list[str]:
-    """Return single changes with which the configuration fits, each with its need in GB."""
+    """Return changes of the configuration that each make the run fit, as text with the GB needed after the change."""
     changes: list[dict[str, Any]] = []
     if cfg.rollout.sleep is None and not cfg.rollout.own_devices:
         changes.append({"rollout.sleep": 2})

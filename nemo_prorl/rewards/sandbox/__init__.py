@@ -9,7 +9,7 @@ A separate process (`zygote.py`) confines itself once and forks a child for each
 Expected outputs never enter the sandbox.  A program's outputs leave it in memory files and are compared outside.
 
 Levels: "full" (namespaces, Landlock, seccomp) and "reduced" (without namespaces, for hosts that forbid them; the report
-lists what is missing).  A level is used only after a program in it has attempted every escape (`escapes.py`) in vain.
+lists what is missing).  A level is used only after a program in it has tried every escape (`escapes.py`) and failed.
 If no level passes, code is refused (docs/explanation/sandbox.md describes the option `unsafe_no_sandbox`).
 
 The sandbox does not stop: exploits of kernel bugs; measuring time; using CPU, memory and disk up to the limits; at

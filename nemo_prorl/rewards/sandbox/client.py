@@ -54,7 +54,7 @@ class _Broken(Exception):
 
 @dataclass
 class _Child:
-    """The reports and outputs of one child.  None of them are trusted."""
+    """The end, times, reports and outputs of one child.  Reports and outputs are not trusted."""
 
     status: int
     killed: str | None
@@ -146,7 +146,10 @@ class ProcessSandbox:
         return answer
 
     def run(self, program: Program, passes: Callable[[int, bytes], bool]) -> ProgramRun:
-        """Run a program, see `interface.Sandbox`.  Raises SandboxFailure if a known program fails, too."""
+        """Run a program (see `interface.Sandbox.run`).  If the sandbox process breaks, restart it and try once more.
+
+        Raises SandboxFailure if both tries break the process and a known program fails, too.
+        """
         for _ in range(2):
             try:
                 return _ProgramRun(self, program, passes).result()
@@ -213,21 +216,24 @@ class ProcessSandbox:
         return child
 
     def _descriptor_limit(self, in_use: int, output_mb: int) -> int:
-        """Return the limit on descriptors, which can keep deleted files on disk: only level "full" limits the disk."""
+        """Return the limit on a child's open descriptors.
+
+        An open file stays on disk after its deletion.  Only level "full" limits the disk; the others need a low limit.
+        """
         return DESCRIPTORS if self.level == "full" else min(DESCRIPTORS, in_use + 3 + max(32, 256 // output_mb))
 
     @property
     def _watches(self) -> bool:
-        """Return whether to count threads here, because the sandbox lacks the separate user that RLIMIT_NPROC needs."""
+        """Return whether this process counts the child's threads; RLIMIT_NPROC cannot without a separate user."""
         return not self.layers.get("identity")
 
     def _thread_limit(self) -> int:
         return THREADS if not self._watches else 8 * THREADS + folders.tasks_of_user()
 
     def _await_child(self, seconds: float) -> _Child:
-        """Wait for the end of a child; kill it if it starts too many threads.
+        """Wait until a child ends, and return its results; kill a child that starts too many threads.
 
-        Meanwhile, answer how long the child waited for a CPU, which the sandbox process cannot see.
+        Meanwhile, answer the sandbox process when it asks how long the child waited for a CPU.  Raises _Broken.
         """
         assert self._socket is not None
         deadline = time.monotonic() + seconds
@@ -384,10 +390,10 @@ class _ProgramRun:
             self._retries -= 1
 
     def _repeat(self, job: int, code: int) -> None:
-        """Repeat the tests that failed after others: in one child if they are independent, otherwise each alone.
+        """Repeat tests that failed after another test in the same child: together if independent, otherwise each alone.
 
-        Independent tests of style "stdin" are not repeated, because each ran with new names.  Tests of the other styles
-        shared the loaded program.
+        Independent tests of style "stdin" are not repeated, because each ran in a new namespace.  Tests of the other
+        styles shared the namespace of the loaded program.
         """
         pending = self._to_repeat
         if self._independent and self._program.style == "stdin":
@@ -438,7 +444,7 @@ class _ProgramRun:
         return first + count
 
     def _retry_from(self, child: _Child, index: int) -> int:
-        """Give back half of the time that the child used, at most the extra time; return the test to run again."""
+        """Refund half of the time that the child used, from the extra time; return `index`, the test to run again."""
         back = min(self._extra_s, child.used_s / 2)
         self._extra_s -= back
         self._left_s += back
@@ -469,7 +475,7 @@ class _ProgramRun:
         return output is not None and self._passes(index, output)
 
     def _raise_if_broken(self, child: _Child) -> None:
-        """Raise _Broken if something else killed the child and a known program fails, too: the machine is at fault."""
+        """Raise _Broken if something other than the sandbox killed the child, and a known program fails, too."""
         if _killed_by_others(child) and not self._trusted and not self._box.is_sound():
             raise _Broken("a known program fails too")
 

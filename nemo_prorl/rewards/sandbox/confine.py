@@ -53,7 +53,7 @@ def host_view(packages: tuple[str, ...] = ()) -> View:
 
 
 def enter_namespaces() -> None:
-    """Enter new namespaces of all kinds, with a user namespace if the others need it.  Raises OSError."""
+    """Enter new namespaces, with a user namespace too if this user cannot create the others alone.  Raises OSError."""
     try:
         kernel.unshare(_NAMESPACES)
     except PermissionError:
@@ -71,7 +71,7 @@ def _write(path: str, text: str) -> None:
 
 
 def build_root(view: View, tmp_mb: int) -> None:
-    """Replace the root by one that contains only the view, read-only, and an empty /tmp in memory."""
+    """Replace the root folder by one that contains only the files of `view`, read-only, and an empty /tmp in memory."""
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     places = {path: path for path in (*view.folders, *view.files)}
     places |= {path: f"{PACKAGES}/{os.path.basename(path)}" for path in view.packages}
@@ -102,7 +102,8 @@ def build_root(view: View, tmp_mb: int) -> None:
 def drop_identity(view: View, own_folder: str, uid: int) -> bool:
     """Drop all capabilities; as root, also become a user that owns only `own_folder`.  Return whether the user changed.
 
-    If only root can read Python's files, only the real user id changes, by which the kernel counts threads.
+    If only root can read Python's files, the effective user stays root.  Then only the real user id changes, because
+    the kernel counts threads by the real user id.
     """
     changed = False
     if os.geteuid() == 0:
@@ -130,7 +131,7 @@ def _open_to_all(path: str) -> bool:
 
 
 def restrict_files(view: View, own_folder: str) -> int:
-    """Apply Landlock: the view is readable, `own_folder` writable, all else closed; no TCP.
+    """Restrict this process with Landlock: read `view`, write in `own_folder`; no other files, no TCP.
 
     Returns:
         The version of Landlock's interface; 0 if the kernel lacks Landlock.
@@ -158,7 +159,7 @@ def restrict_files(view: View, own_folder: str) -> int:
 
 
 def _readable(view: View) -> list[str]:
-    """Return the readable paths for rules.  A folder with hidden paths is replaced by its other entries."""
+    """Return the paths that Landlock makes readable.  A folder with hidden paths is replaced by its other entries."""
     paths = [path for path in (*view.files, *view.packages) if path not in _DEVICES]
     for folder in view.folders:
         if any(path.startswith(folder + "/") for path in view.hidden):
@@ -169,5 +170,5 @@ def _readable(view: View) -> list[str]:
 
 
 def _listed(view: View) -> list[str]:
-    """Return the folders that may be listed, as imports require, although some of their entries are hidden."""
+    """Return the folders with hidden entries.  A program may list these folders, because imports require this."""
     return [folder for folder in view.folders if any(path.startswith(folder + "/") for path in view.hidden)]

@@ -1,7 +1,7 @@
 """Detection of programs whose tests cannot influence each other in one process, from the source alone.
 
-Most programs store data only in their own names, which are new for each test.  If the source proves this, a test that
-failed after others would also fail alone, and need not be repeated.  In doubt the answer is no.
+Most programs store data only in their own variables, which are new for each test.  If the source proves this, a test
+that failed after other tests would also fail alone, and need not be repeated.  In doubt the answer is no.
 """
 
 import ast

@@ -139,7 +139,7 @@ def _canaries() -> Iterator[_Places]:
 
 
 def prove(sandbox: ProcessSandbox) -> Proof:
-    """Attempt every escape in a sandbox that is already started."""
+    """Attempt every escape in a sandbox that is already started, and return which attempts succeeded."""
     with _canaries() as places:
         program = Program(_ESCAPES.read_text(), "stdin", (json.dumps(places.words),), time_limit_s=20.0)
         run = sandbox.run(program, lambda *_: True)
@@ -165,7 +165,7 @@ def prove(sandbox: ProcessSandbox) -> Proof:
 
 
 def _tried(level: str, packages: Sequence[str] = ()) -> tuple[ProcessSandbox, Proof]:
-    """Try a level.  Return its sandbox, still running only if the level passed, and the proof."""
+    """Start and test the sandbox of one level.  Return the sandbox, running only if it passed, and the proof."""
     sandbox = ProcessSandbox(level, packages=packages)
     try:
         sandbox.start()
@@ -209,7 +209,7 @@ def refusal(proofs: list[Proof]) -> str:
 
 
 def survey() -> list[Proof]:
-    """Try all levels, for `prorl doctor`."""
+    """Try all levels and return their proofs, for `prorl doctor`."""
     proofs = []
     for level in LEVELS:
         sandbox, proof = _tried(level)

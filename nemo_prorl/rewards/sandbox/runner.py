@@ -35,7 +35,7 @@ _AS_THEY_ARE = frozenset({int, float, str, bool, type(None)})
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """Limits of one child.  `seconds`: of computing and sleeping; `queued_s`: additional, of waiting for a CPU."""
+    """Limits of one child.  `seconds`: time to compute or sleep; `queued_s`: additional seconds to wait for a CPU."""
 
     seconds: float
     queued_s: float
@@ -66,7 +66,7 @@ class ProgramLimits:
 
 @dataclass(frozen=True)
 class Files:
-    """Descriptors of a run: the job, the report, the compiled code, and for style `stdin` two per test."""
+    """File descriptors of a run: job, report and compiled code; for style `stdin`, input and output of each test."""
 
     job: int
     report: int
@@ -88,7 +88,7 @@ class _Report:
 
 @dataclass(frozen=True)
 class InterpreterState:
-    """The interpreter's state before any program ran.  Created before the fork, because a child's writes copy pages."""
+    """The interpreter's state before any program ran.  Made before the fork: a child's writes copy memory pages."""
 
     builtins: dict[str, Any]
     modules: dict[str, Any]
@@ -290,7 +290,7 @@ class _Tests:
         self._execute(self._namespace)
 
     def _execute(self, namespace: dict[str, Any]) -> None:
-        """Execute the setup, then the program.  A setup that needs the program's names runs after it (some of MBPP)."""
+        """Execute the setup, then the program.  A setup that needs the program's names (in MBPP) runs last."""
         setup, program = self.code
         late = False
         try:
@@ -302,7 +302,7 @@ class _Tests:
             exec(setup, namespace)
 
     def _finish(self) -> str:
-        """Do the interpreter's work at the end of a program: threads, exit functions, buffers.  Return the error."""
+        """End the program as Python would: join threads, call exit functions, flush.  Return the error text, or ''."""
         try:
             for end in reversed(getattr(threading, "_threading_atexits", ())):  # from concurrent.futures
                 end()
@@ -370,7 +370,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _as_json(value: Any) -> str:
-    """Return the result as JSON, read with the methods of its base type, which a subclass cannot override."""
+    """Return the result as JSON.  An instance of a subclass is read as its base type, without overridden methods."""
     return json.dumps(_plain(value, 0), allow_nan=False)
 
 

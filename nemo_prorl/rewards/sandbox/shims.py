@@ -63,7 +63,7 @@ class Packages:
 
 
 def _with_standard_files(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `real` with support for the standard streams' paths, such as /dev/stdin, which need /proc."""
+    """Return a version of the open function `real` that opens /dev/stdin and similar paths without /proc."""
 
     def open(file: Any, *arguments: Any, **options: Any) -> Any:
         path = os.fspath(file) if isinstance(file, os.PathLike) else file
@@ -83,9 +83,9 @@ _os_open = os.open
 
 
 def _ignoring_refusal(real: Callable[..., None], folder: str) -> Callable[..., None]:
-    """Return `os.chmod` or `os.utime` without PermissionError for files in `folder`, where a level forbids the call.
+    """Return a version of `os.chmod` or `os.utime` that ignores PermissionError for paths in `folder`.
 
-    Copying and unpacking files ends with such calls.
+    A level may forbid these calls, although functions that copy or unpack files make them at the end.
     """
 
     def change(path: Any, *arguments: Any, **options: Any) -> None:
@@ -99,7 +99,7 @@ def _ignoring_refusal(real: Callable[..., None], folder: str) -> Callable[..., N
 
 
 class SemLock:
-    """The semaphore of `_multiprocessing` for the threads of one process."""
+    """A replacement for `_multiprocessing.SemLock` that works only between the threads of one process."""
 
     SEM_VALUE_MAX = 2**31 - 1
 

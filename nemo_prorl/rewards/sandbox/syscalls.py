@@ -83,7 +83,7 @@ def _one_of(index: int, values: Iterable[int], otherwise: int = errno.EPERM) -> 
 
 
 def _special() -> dict[int, list[Instruction]]:
-    """Return the calls that depend on their arguments: number -> instructions that allow or refuse the call."""
+    """Return instructions by call number, for calls that depend on arguments or are refused with a special error."""
     threads_only = [
         _argument(0),
         (_AND, 0, 0, _CLONE_THREAD | _CLONE_NEW),
@@ -153,6 +153,6 @@ def build_filter(own_root: bool) -> bytes:
 
 
 def for_process(program: bytes, pid: int) -> bytes:
-    """Return the filter for the process with id `pid` in its own namespace."""
+    """Return the filter with the placeholder replaced by `pid`, the process's id in its own namespace."""
     marked, own = struct.pack("<I", _PID), struct.pack("<I", pid)
     return program.replace(marked, own)

@@ -77,7 +77,7 @@ def _fail(sock: socket.socket, error: OSError) -> int:
 
 
 def _serve_as_init(sock: socket.socket, plan: SandboxPlan) -> int:
-    """Fork the first process of the new process namespace, which serves, and wait for it.  Both end together."""
+    """Fork the first process of the new process namespace, which serves; wait for it and return its exit code."""
     alive, kept_open = os.pipe()
     init = os.fork()
     if init:

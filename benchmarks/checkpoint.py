@@ -56,15 +56,13 @@ def build(shape: dict[str, int], folder: Path) -> Job:
     from nemo_prorl.config import GRPOConfig
     from nemo_prorl.data.laptop.model import build_base_model
     from nemo_prorl.policy.build import build_actor
-    from nemo_prorl.policy.weights import HFFolder, model_keys_from_hf
     from nemo_prorl.settings import load
     from nemo_prorl.trainer import policy_loss
 
     torch.set_num_threads(os.cpu_count() or 1)
     cfg = load([f"model.{key}={value}" for key, value in shape.items()])
     build_base_model(folder, cfg.model, 0, ["one two three"])
-    keys = model_keys_from_hf(HFFolder(folder).config)
-    cfg = load([f"model.{key}={str(value).lower()}" for key, value in keys.items()])
+    cfg = load([f"pretrained_checkpoint.restore_from_path={folder}"])
     actor = build_actor(cfg, folder).actor
     batch = Batch.from_sequences([[3, 4, 5]] * 8, [[3, 4, 5, 6] * 4] * 8, [[-4.0] * 16] * 8)
     logp_BT = actor.logprobs(batch)[0]

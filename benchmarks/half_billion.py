@@ -71,11 +71,8 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def overrides_of(config: dict[str, Any], folder: Path, run: Path, steps: int, args: argparse.Namespace) -> list[str]:
-    from nemo_prorl.policy.weights import model_keys_from_hf
-
-    keys = {f"model.{key}": str(value).lower() for key, value in model_keys_from_hf(config).items()}
-    keys |= {
+def overrides_of(folder: Path, run: Path, steps: int, args: argparse.Namespace) -> list[str]:
+    keys = {
         "run_dir": str(run),
         "pretrained_checkpoint.restore_from_path": str(folder),
         "trainer.grpo.max_steps": str(steps),
@@ -182,7 +179,7 @@ def run(args: argparse.Namespace) -> Iterator[str]:
     with tempfile.TemporaryDirectory(dir=args.dir) as name:
         folder, config = Path(name), config_of(args.layers)
         write_model(folder / "hf", config)
-        first, second = (overrides_of(config, folder / "hf", folder / "run", n, args) for n in (1, 2))
+        first, second = (overrides_of(folder / "hf", folder / "run", n, args) for n in (1, 2))
         plan = planned(first)
         whole = sum(plan.values())
         yield "the plan: " + ", ".join(f"{key} {value / GB:.2f} GB" for key, value in plan.items())

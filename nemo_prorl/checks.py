@@ -17,19 +17,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.config import ConfigKey, all_keys
-from nemo_prorl.data.hf_config import check_computed, rope_theta
+from nemo_prorl.data.hf_config import model_keys
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.sizing.memory import device_bytes
 from nemo_prorl.sizing.memory_check import check_memory
-
-# NeMo's name of each size of a model, and its name in a Hugging Face config.json
-SHAPE_KEYS = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_query_groups": "num_key_value_heads",
-}
 
 
 def check(cfg: DictConfig) -> None:
@@ -290,10 +281,24 @@ def _resets(cfg: DictConfig) -> None:
 
 
 def _pretrained(cfg: DictConfig) -> None:
-    """Check that the folder with the first weights exists, is complete, and has the model's shape."""
+    if (hf := pretrained_config(cfg)) is not None:
+        check_shape(cfg.model, hf, pretrained_name(cfg))
+
+
+def pretrained_name(cfg: DictConfig) -> str:
+    """Return the key and folder of the first weights, as error messages name them."""
+    return f"pretrained_checkpoint.restore_from_path={cfg.pretrained_checkpoint.restore_from_path}"
+
+
+def pretrained_config(cfg: DictConfig) -> dict[str, Any] | None:
+    """Return the config.json of the folder with the first weights; None if the first weights are random.
+
+    Raises:
+        ConfigError: the folder does not exist, or is not complete.
+    """
     key, path = "pretrained_checkpoint.restore_from_path", cfg.pretrained_checkpoint.restore_from_path
     if path is None:
-        return
+        return None
     folder = Path(path)
     if not folder.is_dir():
         raise _wrong(key, path, "expected a Hugging Face model folder, or null for random weights; got no folder")
@@ -305,7 +310,9 @@ def _pretrained(cfg: DictConfig) -> None:
         hf = json.loads((folder / "config.json").read_text())
     except ValueError as error:
         raise _wrong(key, path, f"its config.json is not JSON: {error}") from error
-    check_shape(cfg.model, hf, f"{key}={path}")
+    if not isinstance(hf, dict):
+        raise _wrong(key, path, f"its config.json: expected a JSON object; got {type(hf).__name__}")
+    return hf
 
 
 def check_shape(model: DictConfig, hf: dict[str, Any], source: str) -> None:
@@ -315,14 +322,11 @@ def check_shape(model: DictConfig, hf: dict[str, Any], source: str) -> None:
         hf: content of the config.json.
         source: name of the folder in error messages.
     """
-    check_computed(hf, source)
-    base = rope_theta(hf)
-    if base is not None and base != model.rotary_base:
-        raise ConfigError(f"model.rotary_base={model.rotary_base} does not fit {source}, whose rope_theta is {base:g}")
-    for nemo_name, hf_name in SHAPE_KEYS.items():
-        if hf_name in hf and hf[hf_name] != model[nemo_name]:
+    for key, value in model_keys(hf, source).items():
+        if (model.get(key) or None) != (value or None):
             raise ConfigError(
-                f"model.{nemo_name}={model[nemo_name]} does not fit {source}, whose {hf_name} is {hf[hf_name]}"
+                f"model.{key}={model.get(key)}: expected {value}, as in the config.json of {source}. Fix: leave"
+                f" model.{key} out, or choose another folder"
             )
 
 

@@ -28,8 +28,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_prorl.checks import check
+from nemo_prorl.checks import check, check_shape, pretrained_config, pretrained_name
 from nemo_prorl.config import Config, all_keys
+from nemo_prorl.data.hf_config import model_keys
 from nemo_prorl.data.prepared import check_data
 from nemo_prorl.errors import ConfigError
 
@@ -61,10 +62,13 @@ def load(overrides: list[str], config_file: Path | None = None) -> DictConfig:
         )
     else:
         cfg = read_config(config_file)
+    stated = set()
     for override in values:
         for key, value in leaves(override.value(), override.key_or_group, into_lists=False):
             _apply(cfg, key, value, override.is_add())
+            stated.add(key)
     try:
+        _take_shape(cfg, stated)
         missing = sorted(OmegaConf.missing_keys(cfg))
         OmegaConf.resolve(cfg)
     except OmegaConfBaseException as error:
@@ -80,8 +84,9 @@ def load(overrides: list[str], config_file: Path | None = None) -> DictConfig:
 def load_run(overrides: list[str], config_file: Path | None = None, need_data: bool = True) -> DictConfig:
     """Return the configuration like `load`, but continue the run in `run_dir`, if there is one.
 
-    Without overrides of groups, the run's saved configuration replaces conf/ as the base.  With them, as in the command
-    that started the run, conf/ stays the base.  `check_same_run` then refuses changes that would make another run.
+    Without `config_file` and chosen groups, the run's saved configuration replaces conf/ as the base.  If `overrides`
+    choose groups, as the command that started the run may do, conf/ stays the base.  In every case `check_same_run`
+    refuses changes that would make another run.
 
     Args:
         need_data: raise an error if a data file is missing (`data.prepared`); False if the caller only reports it.
@@ -172,6 +177,23 @@ def group_options() -> dict[str, list[str]]:
     return {folder.name: sorted(p.stem for p in folder.glob("*.yaml")) for folder in folders}
 
 
+def _take_shape(cfg: DictConfig, stated: set[str]) -> None:
+    """Set the `model` keys that follow from the config.json of the first weights.
+
+    Args:
+        stated: keys that the user has set; ConfigError if one of them contradicts the config.json.
+    """
+    if OmegaConf.is_missing(cfg.pretrained_checkpoint, "restore_from_path"):
+        return
+    hf = pretrained_config(cfg)
+    if hf is None:
+        return
+    for key, value in model_keys(hf, pretrained_name(cfg)).items():
+        if f"model.{key}" not in stated:
+            OmegaConf.update(cfg, f"model.{key}", value, force_add=True)
+    check_shape(cfg.model, hf, pretrained_name(cfg))
+
+
 def _parse(overrides: list[str]) -> list[Override]:
     parsed = []
     for text in overrides:
@@ -215,7 +237,7 @@ def _composed(choices: tuple[str, ...]) -> DictConfig:
 
 
 def _scaled(steps: int, _root_: DictConfig) -> int:
-    """Return the number of steps for `${scaled:400}` in a stage: the recipe's number times `chain.step_scale`."""
+    """Return the value of `${scaled:STEPS}`: STEPS times `chain.step_scale`, rounded, at least 1."""
     return max(1, round(steps * _root_.chain.step_scale))
 
 

@@ -1,7 +1,6 @@
 """Every shipped configuration loads, and every wrong one is refused with its key, its value and what would be right."""
 
 import itertools
-import json
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -13,11 +12,10 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_prorl import settings
 from nemo_prorl.config import Config, all_keys
 from nemo_prorl.errors import ConfigError
+from tests import paper_model
 from tests.data.preparing import touch_prepared
 
 OPTIONS = settings.group_options()
-QWEN: dict[str, Any] = {"num_hidden_layers": 28, "hidden_size": 1536, "intermediate_size": 8960, "vocab_size": 151936}
-QWEN |= {"num_attention_heads": 12, "num_key_value_heads": 2, "model_type": "qwen2"}
 
 
 @pytest.fixture(autouse=True)
@@ -28,11 +26,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
     """Names only: what the checks look at, not a model."""
-    folder = tmp_path / "qwen"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(QWEN))
-    (folder / "model.safetensors").write_bytes(b"\0")
-    return folder
+    return paper_model.write(tmp_path / "qwen")
 
 
 @pytest.mark.starts
@@ -328,20 +322,28 @@ class TestModelFolder:
     @pytest.mark.parametrize(
         ("said", "named"),
         [
-            ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling={'rope_type': 'llama3'"),
+            ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "or 'llama3' with factor, low_freq_factor"),
             ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling={'type': 'yarn'"),
             ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_parameters={'rope_type': 'linear'"),
             ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters={'full_attention'"),
-            ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_theta is 1e+06"),
-            ({"rope_theta": 1000000.0}, "model.rotary_base=10000"),
             ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; expected 'silu'"),
             ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
-            ({"model_type": "qwen3"}, "model_type='qwen3' is not supported; expected one of qwen2, llama"),
+            ({"model_type": "gemma2"}, "model_type='gemma2' is not supported; expected one of qwen2, qwen3, llama"),
+            ({"model_type": None}, "model_type=None is not supported"),
+            ({"model_type": "llama", "attention_bias": True}, "attention_bias=True is not supported for llama"),
+            ({"model_type": "qwen3", "attention_bias": True}, "attention_bias=True is not supported for qwen3"),
+            ({"mlp_bias": True}, "mlp_bias=True is not supported"),
+            ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+            ({"rope_interleaved": True}, "rope_interleaved=True is not supported"),
+            ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not supported"),
+            ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
+            ({"num_hidden_layers": None}, "num_hidden_layers=None: expected a whole number"),
+            ({"max_position_embeddings": "many"}, "max_position_embeddings=many: expected a whole number"),
         ],
         ids=str,
     )
     def test_that_the_actor_would_compute_otherwise(self, model_folder: Path, said: dict[str, Any], named: str) -> None:
-        (model_folder / "config.json").write_text(json.dumps(QWEN | said))
+        paper_model.write(model_folder, **said)
         assert named in self.message(model_folder)
 
     def test_with_plain_rotary_embeddings_of_either_form(self, model_folder: Path) -> None:
@@ -349,13 +351,59 @@ class TestModelFolder:
             {"rope_theta": 10000, "rope_scaling": None, "hidden_act": "silu", "use_sliding_window": False},
             {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
         ):
-            (model_folder / "config.json").write_text(json.dumps(QWEN | said))
+            paper_model.write(model_folder, **said)
             settings.load(["cluster=h100_4x8", f"pretrained_checkpoint.restore_from_path={model_folder}"])
 
-    def test_of_another_shape(self, model_folder: Path) -> None:
-        (model_folder / "config.json").write_text(json.dumps(QWEN | {"num_hidden_layers": 32}))
-        assert "model.num_layers=28" in self.message(model_folder)
-        assert "num_hidden_layers is 32" in self.message(model_folder)
+    @pytest.mark.parametrize(
+        ("said", "derived"),
+        [
+            ({"num_hidden_layers": 32}, {"num_layers": 32, "qkv_bias": True, "qk_layernorm": False}),
+            (
+                {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_theta": None},
+                {"rotary_base": 10**6},
+            ),
+            ({"model_type": "llama", "rms_norm_eps": 1e-5}, {"qkv_bias": False, "layernorm_epsilon": 1e-5}),
+            ({"model_type": "qwen3", "head_dim": 256}, {"qk_layernorm": True, "qkv_bias": False, "kv_channels": 256}),
+            ({"head_dim": 128}, {"kv_channels": None}),
+            ({"tie_word_embeddings": True}, {"share_embeddings_and_output_weights": True}),
+            ({"num_key_value_heads": None}, {"num_query_groups": 12}),
+            (
+                {
+                    "rope_scaling": {
+                        "rope_type": "llama3",
+                        "factor": 32.0,
+                        "low_freq_factor": 1.0,
+                        "high_freq_factor": 4.0,
+                        "original_max_position_embeddings": 8192,
+                    }
+                },
+                {"scale_positional_embedding": True, "scale_factor": 32.0, "old_context_len": 8192},
+            ),
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("cluster", ["laptop", "h100_4x8"])
+    def test_gives_the_model_s_keys(
+        self, model_folder: Path, said: dict[str, Any], derived: dict[str, Any], cluster: str
+    ) -> None:
+        paper_model.write(model_folder, **said)
+        cfg = settings.load([f"cluster={cluster}", f"pretrained_checkpoint.restore_from_path={model_folder}"])
+        assert {key: cfg.model[key] for key in derived} == derived
+
+    @pytest.mark.parametrize(
+        ("override", "value"),
+        [("num_layers=4", 28), ("qkv_bias=false", True), ("kv_channels=64", None), ("rotary_base=20000", 10000)],
+    )
+    def test_refuses_a_key_that_contradicts_it(self, model_folder: Path, override: str, value: Any) -> None:
+        given = ["cluster=laptop", f"pretrained_checkpoint.restore_from_path={model_folder}"]
+        with pytest.raises(ConfigError) as caught:
+            settings.load([*given, f"model.{override}"])
+        said = override.replace("false", "False")
+        assert str(caught.value).startswith(f"model.{said}: expected {value}, as in the config.json of")
+        assert f"model.{override.split('=')[0]} out" in str(caught.value)
+
+    def test_a_key_that_repeats_it_is_no_contradiction(self, model_folder: Path) -> None:
+        settings.load([f"pretrained_checkpoint.restore_from_path={model_folder}", "model.num_layers=28"])
 
 
 def save(cfg: DictConfig, folder: Path) -> None:

@@ -3,7 +3,6 @@
 import argparse
 import ast
 import functools
-import json
 import re
 import runpy
 import shlex
@@ -24,6 +23,7 @@ from nemo_prorl.algorithms import reset_rules
 from nemo_prorl.config import Config
 from nemo_prorl.rewards.interface import RewardRequest, Verdict, judge
 from nemo_prorl.rewards.sandbox.levels import open_sandbox
+from tests import paper_model
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(path for folder in ("nemo_prorl", "launcher") for path in (ROOT / folder).rglob("*.py"))
@@ -245,11 +245,7 @@ COMMANDS = list(commands())
 
 def model_folder(folder: Path) -> Path:
     """What configuration checks look at of the paper's base model."""
-    folder.mkdir()
-    shape = {"num_hidden_layers": 28, "hidden_size": 1536, "intermediate_size": 8960, "vocab_size": 151936}
-    (folder / "config.json").write_text(json.dumps({**shape, "num_attention_heads": 12, "num_key_value_heads": 2}))
-    (folder / "model.safetensors").touch()
-    return folder
+    return paper_model.write(folder)
 
 
 def test_there_are_commands_to_check() -> None:

@@ -161,6 +161,7 @@ QWEN_0P5B = {
     "num_attention_heads": 14,
     "num_key_value_heads": 2,
     "vocab_size": 151936,
+    "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,
     "tie_word_embeddings": True,

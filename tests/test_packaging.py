@@ -16,6 +16,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from tests import paper_model
+
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 VERSION = PROJECT["version"]
@@ -193,12 +195,7 @@ def test_the_installed_package_is_the_one_of_the_wheel(environment: Path, tmp_pa
     ],
 )
 def test_commands_work_in_another_folder(prorl: Command, tmp_path: Path, words: str, printed: str) -> None:
-    shape = {"num_hidden_layers": 28, "hidden_size": 1536, "intermediate_size": 8960, "vocab_size": 151936}
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "model.safetensors").touch()
-    heads = '"num_attention_heads": 12, "num_key_value_heads": 2'
-    numbers = ", ".join(f'"{key}": {value}' for key, value in shape.items())
-    (tmp_path / "model" / "config.json").write_text(f"{{{numbers}, {heads}}}")
+    paper_model.write(tmp_path / "model")
     result = prorl(*words.split())
     assert result.returncode == 0, result.stderr
     assert printed in result.stdout

@@ -94,7 +94,6 @@ def layers() -> str:
 
 def config(settings: Settings, folder: Path, *overrides: str) -> Any:
     """`cluster=h100_4x8` on one rank, with the sizes of this model."""
-    from nemo_prorl.policy.weights import model_keys_from_hf
     from nemo_prorl.settings import load
 
     here = [
@@ -105,7 +104,6 @@ def config(settings: Settings, folder: Path, *overrides: str) -> Any:
         "rollout.engines=1",
         "model.fp8=null",
         f"trainer.grpo.context_tokens={CONTEXT[settings.small]}",
-        *[f"model.{key}={str(value).lower()}" for key, value in model_keys_from_hf(hf_config(settings)).items()],
     ]
     if not has_transformer_engine():
         here += ["model.transformer_engine=false"]

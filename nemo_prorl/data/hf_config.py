@@ -1,4 +1,4 @@
-"""Checks that the actor computes the same model as the engine, for a Hugging Face config.json.
+"""The values of NeMo's `model` section that follow from a Hugging Face config.json.
 
 Uses the standard library only, so that an unsupported model is refused before a GPU is allocated.
 """
@@ -7,41 +7,114 @@ from typing import Any
 
 from nemo_prorl.errors import ConfigError
 
-ARCHITECTURES = ("qwen2", "llama")
+ARCHITECTURES = ("qwen2", "qwen3", "llama")
 # Keys that change the computation, with the values that the actor supports.  An absent key means the first value.
 COMPUTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "use_sliding_window": (False,),
     "mlp_bias": (False,),
     "partial_rotary_factor": (1.0,),
+    "rope_interleaved": (False,),
+    "quantization_config": (None,),
 }
+_SIZES = {  # NeMo's name of each size of a model, and its name in config.json
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "max_position_embeddings": "max_position_embeddings",
+}
+_LLAMA3 = {  # NeMo's name of each number of Llama 3's rotary scaling, and its name in config.json
+    "scale_factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "old_context_len": "original_max_position_embeddings",
+}
+
+
+def model_keys(hf: dict[str, Any], whose: str) -> dict[str, Any]:
+    """Return the keys of NeMo's `model` section whose values follow from a Hugging Face config.json.
+
+    Args:
+        hf: content of the config.json.
+        whose: name of the file in error messages.
+
+    Raises:
+        ConfigError: a size is missing, or the actor cannot compute the model.
+    """
+    check_computed(hf, whose)
+    keys = {nemo: _size(hf, name, whose) for nemo, name in _SIZES.items()}
+    heads, hidden, kind = keys["num_attention_heads"], keys["hidden_size"], hf.get("model_type")
+    head_size = hf.get("head_dim") or hidden // heads
+    rope = rope_settings(hf)
+    scaled = _rope_type(rope) == "llama3"
+    return {
+        **keys,
+        "num_query_groups": hf.get("num_key_value_heads") or heads,
+        "kv_channels": None if head_size * heads == hidden else head_size,
+        "layernorm_epsilon": float(hf.get("rms_norm_eps", 1e-6)),
+        "rotary_base": int(rope_theta(hf) or 10000),
+        "scale_positional_embedding": scaled,
+        **({nemo: rope[name] for nemo, name in _LLAMA3.items()} if scaled else {}),
+        "share_embeddings_and_output_weights": bool(hf.get("tie_word_embeddings", False)),
+        "qkv_bias": kind == "qwen2",
+        "qk_layernorm": kind == "qwen3",
+    }
 
 
 def check_computed(hf: dict[str, Any], whose: str) -> None:
     """Raise ConfigError for the first key of a config.json whose value the actor does not support."""
-    if (kind := hf.get("model_type")) is not None and kind not in ARCHITECTURES:
+    if (kind := hf.get("model_type")) not in ARCHITECTURES:
         raise ConfigError(f"{whose}: model_type={kind!r} is not supported; expected one of {', '.join(ARCHITECTURES)}")
     for key, values in COMPUTED.items():
         if (value := hf.get(key, values[0])) not in values:
             names = " or ".join(map(repr, values))
             raise ConfigError(f"{whose}: {key}={value!r} is not supported; expected {names}. Fix: another model")
+    if kind != "qwen2" and hf.get("attention_bias"):  # Qwen2 ignores this key
+        raise ConfigError(
+            f"{whose}: attention_bias=True is not supported for {kind}; expected False, because the actor's output"
+            " projection has no bias. Fix: another model"
+        )
+    if others := sorted(set(hf.get("layer_types") or ()) - {"full_attention"}):
+        raise ConfigError(f"{whose}: layer_types has {others[0]!r}; expected only 'full_attention'. Fix: another model")
     for key in ("rope_scaling", "rope_parameters"):
         rope = hf.get(key)
-        if rope is not None and not _is_plain(rope):
+        if rope is not None and not _is_computed(rope):
             raise ConfigError(
-                f"{whose}: {key}={rope} is not supported; expected null, or rope_type 'default': the actor computes the"
-                " plain rotary embedding, so its log-probabilities would not be the engine's. Fix: another model"
+                f"{whose}: {key}={rope} is not supported; expected null, rope_type 'default', or 'llama3' with"
+                f" {', '.join(_LLAMA3.values())}: Megatron-Core 0.12 has no other rotary embedding for these models, so"
+                " the actor's log-probabilities would not be the engine's. Fix: another model, or null for contexts"
+                " within the model's original length"
             )
 
 
-def _is_plain(rope: Any) -> bool:
-    """Return whether these settings change nothing in the rotary embedding except its base."""
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        return False
-    return rope.get("rope_type", rope.get("type", "default")) == "default" and rope.get("partial_rotary_factor", 1) == 1
+def rope_settings(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the rotary embedding; empty if there are none.  Transformers 5 renamed their key."""
+    return hf.get("rope_scaling") or hf.get("rope_parameters") or {}
 
 
 def rope_theta(hf: dict[str, Any]) -> float | None:
     """Return the base of the rotary embedding, None if absent; transformers 5 writes it into rope_parameters."""
     base = hf.get("rope_theta") or (hf.get("rope_parameters") or {}).get("rope_theta")
     return None if base is None else float(base)
+
+
+def _size(hf: dict[str, Any], name: str, whose: str) -> int:
+    value = hf.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{whose}: {name}={value}: expected a whole number of at least 1")
+    return value
+
+
+def _rope_type(rope: dict[str, Any]) -> str:
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def _is_computed(rope: Any) -> bool:
+    """Return whether the actor computes the rotary embedding with these settings."""
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        return False
+    if rope.get("partial_rotary_factor", 1) != 1:
+        return False
+    kind = _rope_type(rope)
+    return kind == "default" or (kind == "llama3" and all(name in rope for name in _LLAMA3.values()))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_prorl.checks import check_shape
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.policy.cpu import shims as cpu
 
@@ -54,6 +55,8 @@ def nemo_config(cfg: DictConfig, hf_folder: Path, hf: dict[str, Any], log_dir: P
         "tokenizer": {"library": "huggingface", "type": str(hf_folder), "use_fast": True},
         "data": {},
     }
+    if model.get("qk_layernorm"):
+        model["name"] = "decoder_block_gpt"  # NeMo's other specs of Transformer Engine's layers leave these norms out
     fp8 = model.pop("fp8", None)  # NeMo has three keys instead of this one
     model |= {"fp8": fp8 is not None, "fp8_hybrid": fp8 == "hybrid", "fp8_e4m3": fp8 == "e4m3"}
     if fp8 is None:
@@ -72,10 +75,10 @@ def build_actor(cfg: DictConfig, hf_folder: str | Path, log_dir: Path | None = N
     Raises:
         ConfigError: `model` differs from the folder's config.json, or WORLD_SIZE from the configured number of ranks.
     """
-    from nemo_prorl.policy.weights import HFFolder, check_agreement
+    from nemo_prorl.policy.weights import HFFolder
 
     folder = HFFolder(hf_folder)
-    check_agreement(cfg.model, folder.config, folder.path)
+    check_shape(cfg.model, folder.config, str(folder.path))
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world != cfg.trainer.num_nodes * cfg.trainer.devices:
         raise ConfigError(

@@ -26,9 +26,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_saver import save as torch_distributed_save
 
+from nemo_prorl.data.hf_config import model_keys
 from nemo_prorl.errors import CheckpointError, ConfigError
 from nemo_prorl.policy.plain_files import check_metadata
-from nemo_prorl.policy.weights import HFFolder, Rule, Shape, model_keys_from_hf, rule_of
+from nemo_prorl.policy.weights import HFFolder, Rule, Shape, rule_of
 
 _MODEL, _LAYERS = "model.", "decoder.layers."
 VOCAB_MULTIPLE = 128  # imported embeddings are padded to a multiple of 128 rows; a run changes this to its own multiple
@@ -57,8 +58,8 @@ class Part:
 
 
 def parts_of(hf: dict[str, Any], padded_vocab: int) -> list[Part]:
-    """Return all parameters of a Qwen2 or Llama model with this config.json."""
-    keys, shape = model_keys_from_hf(hf), Shape.of(hf, padded_vocab)
+    """Return all parameters of a model with this config.json."""
+    keys, shape = model_keys(hf, "config.json"), Shape.of(hf, padded_vocab)
     hidden, ffn = keys["hidden_size"], keys["ffn_hidden_size"]
     qkv = (shape.heads + 2 * shape.groups) * shape.head_size
     sizes: dict[str, tuple[int, ...]] = {
@@ -71,6 +72,8 @@ def parts_of(hf: dict[str, Any], padded_vocab: int) -> list[Part]:
     }
     if keys["qkv_bias"]:
         sizes["self_attention.linear_qkv.bias"] = (qkv,)
+    if keys["qk_layernorm"]:
+        sizes |= {f"self_attention.{x}_layernorm.weight": (shape.head_size,) for x in "qk"}
     alone = {"embedding.word_embeddings.weight": (padded_vocab, hidden), "decoder.final_layernorm.weight": (hidden,)}
     if not shape.tied:
         alone["output_layer.weight"] = (padded_vocab, hidden)
@@ -110,7 +113,7 @@ def read_policy(folder: Path, hf: dict[str, Any]) -> Iterator[tuple[str, Tensor]
     if not isinstance(embedding, TensorStorageMetadata):
         raise CheckpointError(f"{folder}: expected a tensor {_MODEL}embedding.word_embeddings.weight; got nothing")
     parts = parts_of(hf, embedding.size[0])
-    shape, layers = Shape.of(hf, embedding.size[0]), model_keys_from_hf(hf)["num_layers"]
+    shape, layers = Shape.of(hf, embedding.size[0]), hf["num_hidden_layers"]
     for part in parts:
         stored = tensors.get(part.key)
         if not isinstance(stored, TensorStorageMetadata) or stored.size != part.whole(layers):
@@ -137,7 +140,7 @@ class _FolderPlanner(DefaultSavePlanner):
     def __init__(self, parts: list[Part], folder: HFFolder, dtype: torch.dtype, padded_vocab: int) -> None:
         super().__init__(flatten_state_dict=False)
         self.folder, self.dtype, self.shape = folder, dtype, Shape.of(folder.config, padded_vocab)
-        self.layers = model_keys_from_hf(folder.config)["num_layers"]
+        self.layers = folder.config["num_hidden_layers"]
         self.parts = {(part.key, part.offsets): part for part in parts}
 
     def create_local_plan(self) -> SavePlan:

@@ -1,4 +1,4 @@
-"""Conversion of weights between Hugging Face (Qwen2, Llama) and Megatron, at any tensor and pipeline parallel size.
+"""Conversion of weights between Hugging Face (Qwen2, Qwen3, Llama) and Megatron, at any tensor and pipeline size.
 
 One `Rule` per kind of parameter, found by the parameter's name, says from which Hugging Face tensors the parameter is
 made, how these are joined, and along which dimension the result is cut over tensor ranks.  `Rule.to_local` and
@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from nemo_prorl.data.hf_config import check_computed, rope_theta
+from nemo_prorl.data.hf_config import check_computed
 from nemo_prorl.errors import ConfigError
 
 
@@ -123,6 +123,8 @@ _LAYER = {
     "input_layernorm.weight": Rule(("input_layernorm.weight",)),
     "self_attention.linear_qkv.weight": Rule(tuple(x + "weight" for x in _QKV), 0, _join_qkv, _split_qkv),
     "self_attention.linear_qkv.bias": Rule(tuple(x + "bias" for x in _QKV), 0, _join_qkv, _split_qkv),
+    "self_attention.q_layernorm.weight": Rule(("self_attn.q_norm.weight",)),
+    "self_attention.k_layernorm.weight": Rule(("self_attn.k_norm.weight",)),
     "self_attention.linear_proj.weight": Rule(("self_attn.o_proj.weight",), 1),
     "pre_mlp_layernorm.weight": Rule(("post_attention_layernorm.weight",)),
     "mlp.linear_fc1.weight": Rule(("mlp.gate_proj.weight", "mlp.up_proj.weight"), 1, _join_gate_up, _split_gate_up),
@@ -140,7 +142,7 @@ def rule_of(name: str, layer_offset: int, tied: bool) -> Rule:
         name: the parameter's name in Megatron's GPTModel, with layers counted from the rank's first layer.
         layer_offset: number of layers on earlier pipeline stages.
 
-    Raises KeyError: Qwen2 and Llama models do not have such a parameter.
+    Raises KeyError: no supported model has such a parameter.
     """
     if tied and name == "output_layer.weight":  # the last stage's copy of the embedding
         return _EMBEDDING
@@ -148,7 +150,7 @@ def rule_of(name: str, layer_offset: int, tied: bool) -> Rule:
         return _WHOLE_MODEL[name]
     match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
     if match is None or match[2] not in _LAYER:
-        raise KeyError(f"{name}: not a parameter of a Qwen2 or Llama model")
+        raise KeyError(f"{name}: not a parameter of a Qwen2, Qwen3 or Llama model")
     rule = _LAYER[match[2]]
     prefix = f"model.layers.{int(match[1]) + layer_offset}."
     return Rule(tuple(prefix + h for h in rule.hf), rule.cut, rule.join, rule.split)
@@ -169,7 +171,7 @@ class HFFolder:
         if not (self.path / "config.json").is_file():
             raise ConfigError(f"{self.path}: expected a Hugging Face model folder; it has no config.json")
         self.config: dict[str, Any] = json.loads((self.path / "config.json").read_text())
-        check_computed({"model_type": "", **self.config}, str(self.path / "config.json"))
+        check_computed(self.config, str(self.path / "config.json"))
         self._file_of: dict[str, Path] = {}
         for file in sorted(self.path.glob("*.safetensors")):
             with safe_open(file, "pt") as f:
@@ -221,30 +223,6 @@ def sha256_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
 def dtype_of(hf: dict[str, Any]) -> torch.dtype:
     """Return the dtype of the weights according to config.json; float32 if it names no dtype."""
     return getattr(torch, str(hf.get("torch_dtype") or hf.get("dtype") or "float32"))
-
-
-def model_keys_from_hf(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of NeMo's `model` section whose values follow from a Hugging Face config.json."""
-    heads = hf["num_attention_heads"]
-    return {
-        "num_layers": hf["num_hidden_layers"],
-        "hidden_size": hf["hidden_size"],
-        "ffn_hidden_size": hf["intermediate_size"],
-        "num_attention_heads": heads,
-        "num_query_groups": hf.get("num_key_value_heads") or heads,
-        "layernorm_epsilon": hf["rms_norm_eps"],
-        "rotary_base": int(rope_theta(hf) or 10000),
-        "share_embeddings_and_output_weights": bool(hf.get("tie_word_embeddings", False)),
-        "qkv_bias": hf["model_type"] == "qwen2" or bool(hf.get("attention_bias", False)),
-    }
-
-
-def check_agreement(model: Any, hf: dict[str, Any], folder: str | Path) -> None:
-    """Raise ConfigError, naming the first `model` key that differs from the folder's config.json."""
-    for key, value in model_keys_from_hf(hf).items():
-        mine = model.get(key)
-        if mine != value and not (isinstance(value, float) and mine is not None and abs(float(mine) - value) < 1e-12):
-            raise ConfigError(f"model.{key}={mine!r}: expected {value!r}, as in {folder}/config.json")
 
 
 def write_hf_folder(folder: Path, tensors: Iterator[tuple[str, Tensor]], like: Path, dtype: torch.dtype | None) -> None:

@@ -19,6 +19,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl import cli, settings
+from nemo_prorl.data.laptop.model import qwen2_config
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.launcher.doctor import machine, model, network, node_probe, nodes, storage
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask, output_of
@@ -250,7 +251,7 @@ def test_a_model_folder_as_a_whole(tmp_path: Path) -> None:
     assert states(model.check_model(cfg)) == ["pass"]  # made at the first start
     folder.mkdir()
     assert states(model.check_model(cfg)) == ["fail"]  # no config.json
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 3, "eos_token_id": 1}))
+    (folder / "config.json").write_text(json.dumps(qwen2_config(cfg.model, 3) | {"eos_token_id": 1}))
     words = {"type": "WordLevel", "vocab": {"a": 0, "<end>": 1, "b": 2}, "unk_token": "a"}
     (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": words, "added_tokens": []}))
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
@@ -265,7 +266,7 @@ def test_a_model_folder_as_a_whole(tmp_path: Path) -> None:
 
 def test_a_tokenizer_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "init").mkdir()
-    (tmp_path / "init" / "config.json").write_text("{}")
+    (tmp_path / "init" / "config.json").write_text(json.dumps(qwen2_config(laptop().model, 3)))
     for answer in ({"error": "no such file"}, NoAnswer("no answer within 120 s")):
         monkeypatch.setattr(model, "ask", lambda *_, a=answer: a if isinstance(a, dict) else (_ for _ in ()).throw(a))
         assert states(model.check_model(laptop(run_dir=str(tmp_path)))) == ["pass", "fail"]

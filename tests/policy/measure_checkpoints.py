@@ -22,7 +22,7 @@ def built(out: Path, *overrides: str) -> tuple[Any, Callable[[], list[Any]]]:
 
     torch.set_num_threads(1)
     folder = HFFolder(out / LAYOUT.model)
-    actor = build_actor(config_of(LAYOUT, folder.config, *overrides), folder.path).actor
+    actor = build_actor(config_of(LAYOUT, folder.path, *overrides), folder.path).actor
     batch = fixed_batch()
     mine = batch.rows(rows_of_rank(len(batch), actor))
     loss = partial(policy_loss, config=GRPOConfig(kl_coef=0.1))

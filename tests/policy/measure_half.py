@@ -33,7 +33,7 @@ def measure(layout: Layout, out: Path) -> None:
 
     torch.set_num_threads(1)
     folder = HFFolder(out / f"half-{layout.model}")
-    cfg = config_of(layout, folder.config, "trainer.precision=bf16", "model.megatron_amp_O2=true")
+    cfg = config_of(layout, folder.path, "trainer.precision=bf16", "model.megatron_amp_O2=true")
     actor = build_actor(cfg, folder.path).actor
     batch = fixed_batch()
     mine, loss = batch.rows(rows_of_rank(len(batch), actor)), partial(policy_loss, config=LOSS)

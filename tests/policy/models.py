@@ -26,14 +26,28 @@ QWEN2: dict[str, Any] = {
     "hidden_act": "silu",
     "eos_token_id": 2,
 }
-LLAMA_TIED = QWEN2 | {
+QWEN3 = QWEN2 | {  # norms of queries and keys, no biases, heads wider than hidden_size / heads
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 32,
+    "rope_theta": 1000000.0,
+}
+LLAMA_TIED = QWEN2 | {  # Llama 3's rotary scaling changes some frequencies, blends some and keeps some
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "tie_word_embeddings": True,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "max_position_embeddings": 256,
 }
-MODELS = {"qwen2": QWEN2, "llama_tied": LLAMA_TIED}
+MODELS = {"qwen2": QWEN2, "qwen3": QWEN3, "llama_tied": LLAMA_TIED}
 
 
 def write_model(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32) -> Path:
@@ -45,17 +59,20 @@ def write_model(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch
         return torch.randn(*shape, generator=generator) * 0.1
 
     hidden, ffn, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    head = config.get("head_dim") or hidden // config["num_attention_heads"]
+    queries, kv = head * config["num_attention_heads"], head * config["num_key_value_heads"]
     tensors = {"model.embed_tokens.weight": normal(vocab, hidden), "model.norm.weight": 1 + normal(hidden)}
     if not config["tie_word_embeddings"]:
         tensors["lm_head.weight"] = normal(vocab, hidden)
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}."
-        for x, rows in (("q", hidden), ("k", kv), ("v", kv)):
+        for x, rows in (("q", queries), ("k", kv), ("v", kv)):
             tensors[f"{at}self_attn.{x}_proj.weight"] = normal(rows, hidden)
             if config["model_type"] == "qwen2":
                 tensors[f"{at}self_attn.{x}_proj.bias"] = normal(rows)
-        tensors[f"{at}self_attn.o_proj.weight"] = normal(hidden, hidden)
+            if config["model_type"] == "qwen3" and x != "v":
+                tensors[f"{at}self_attn.{x}_norm.weight"] = 1 + normal(head)
+        tensors[f"{at}self_attn.o_proj.weight"] = normal(hidden, queries)
         tensors[f"{at}mlp.gate_proj.weight"] = normal(ffn, hidden)
         tensors[f"{at}mlp.up_proj.weight"] = normal(ffn, hidden)
         tensors[f"{at}mlp.down_proj.weight"] = normal(hidden, ffn)

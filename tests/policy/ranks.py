@@ -26,7 +26,7 @@ from nemo_prorl.batch import Batch
 from nemo_prorl.config import GRPOConfig
 from nemo_prorl.errors import ProrlError, disk_full
 from nemo_prorl.launcher.processes import free_port
-from nemo_prorl.policy.weights import HFFolder, model_keys_from_hf, write_hf_folder
+from nemo_prorl.policy.weights import HFFolder, write_hf_folder
 from nemo_prorl.settings import load
 from nemo_prorl.trainer import policy_loss
 from tests.ending import end_with_session
@@ -64,11 +64,12 @@ OTHER_MICRO_BATCHES = Layout(micro_batch=3, packed=True)
 LAYOUTS = [
     Layout(),
     Layout(tp=2, packed=True),
-    Layout(tp=2, sp=True, micro_batch=18, tokens=64),
     Layout(pp=2, packed=True),
     DATA_PARALLEL,
     Layout(tp=2, pp=2),
     OTHER_MICRO_BATCHES,
+    Layout("qwen3"),
+    Layout("qwen3", tp=2, sp=True, micro_batch=18, tokens=64),
     Layout("llama_tied"),
     Layout("llama_tied", tp=2, pp=2, sp=True, micro_batch=18, tokens=64, packed=True),
 ]
@@ -101,8 +102,8 @@ def fixed_batch() -> Batch:
     )
 
 
-def config_of(layout: Layout, hf: dict[str, Any], *overrides: str) -> Any:
-    """The shipped laptop configuration with the layout and the model's shape."""
+def config_of(layout: Layout, folder: Path, *overrides: str) -> Any:
+    """The shipped laptop configuration with the layout and the folder's model."""
     return load(
         [
             f"trainer.devices={layout.world}",
@@ -116,7 +117,7 @@ def config_of(layout: Layout, hf: dict[str, Any], *overrides: str) -> Any:
             "model.optim.lr=1e-3",
             "trainer.grpo.logprob_chunk_tokens=16",
             "trainer.grpo.logprob_chunk_words=24",
-            *[f"model.{key}={str(value).lower()}" for key, value in model_keys_from_hf(hf).items()],
+            f"pretrained_checkpoint.restore_from_path={folder}",
             *overrides,
         ]
     )
@@ -138,7 +139,7 @@ def measure(layout: Layout, out: Path) -> None:
 
     torch.set_num_threads(1)
     folder = HFFolder(out / layout.model)
-    actor = build_actor(config_of(layout, folder.config), folder.path).actor
+    actor = build_actor(config_of(layout, folder.path), folder.path).actor
     everything = fixed_batch()
     mine = everything.rows(rows_of_rank(len(everything), actor))
     share = denominator_terms(mine.mask_BT, "token")

@@ -21,7 +21,7 @@ from nemo_prorl.algorithms.losses import denominator_terms
 from nemo_prorl.batch import Batch
 from nemo_prorl.config import GRPOConfig
 from nemo_prorl.policy.tools import export_hf, import_hf
-from nemo_prorl.policy.weights import HFFolder, model_keys_from_hf
+from nemo_prorl.policy.weights import HFFolder
 from nemo_prorl.settings import load
 from nemo_prorl.trainer import policy_loss
 from tests.policy.models import QWEN2, write_model
@@ -67,7 +67,6 @@ def config_of(case: Case, folder: HFFolder) -> Any:
             "model.make_vocab_size_divisible_by=16",
             "model.micro_batch_tokens=128",
             "model.optim.lr=1e-3",
-            *[f"model.{key}={str(value).lower()}" for key, value in model_keys_from_hf(folder.config).items()],
             *case.overrides,
         ]
     )

@@ -94,9 +94,12 @@ class CausalAttention(MegatronModule):
 
 
 def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Return the layers of a Llama or Qwen2 decoder without Transformer Engine."""
+    """Return the layers of a Llama, Qwen2 or Qwen3 decoder without Transformer Engine."""
     spec = get_gpt_layer_local_spec(normalization=config.normalization)
+    attention = spec.submodules.self_attention.submodules
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
-    spec.submodules.self_attention.submodules.core_attention = CausalAttention
+    attention.core_attention = CausalAttention
     return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=RMSNorm)

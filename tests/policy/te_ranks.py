@@ -24,10 +24,10 @@ from nemo_prorl.policy.tools import export_hf, import_hf
 from nemo_prorl.policy.weights import HFFolder
 from nemo_prorl.settings import load
 from nemo_prorl.trainer import policy_loss
-from tests.policy.models import QWEN2, write_model
+from tests.policy.models import QWEN2, QWEN3, write_model
 from tests.policy.ranks import fixed_batch, fork_ranks
 
-MODEL = QWEN2 | {"num_hidden_layers": 3}
+MODELS = {"model": QWEN2 | {"num_hidden_layers": 3}, "qwen3": QWEN3 | {"num_hidden_layers": 2}}
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Case:
     overrides: tuple[str, ...] = ()
     cluster: str = "h100_4x8"
     ranks: int = 1
+    model: str = "model"  # folder of the model
 
 
 FLOAT32 = ("trainer.precision=32", "model.megatron_amp_O2=false")
@@ -45,11 +46,13 @@ ACROSS = ("model.tensor_model_parallel_size=2", "model.sequence_parallel=true", 
 LOCAL = Case(  # Megatron's own layers
     "local", (*FLOAT32, "model.transformer_engine=false", "model.gradient_accumulation_fusion=false")
 )
+QWEN3_LOCAL = Case("qwen3-local", LOCAL.overrides, model="qwen3")
+QWEN3_ACROSS = Case("qwen3-across", (*FLOAT32, *ACROSS), ranks=2, model="qwen3")
 BF16 = Case("bf16")
 ACROSS_RANKS = Case("float32-across", (*FLOAT32, *ACROSS), ranks=2)
 TENSORWISE = Case("tensorwise-across", (*ACROSS, "model.first_last_layers_bf16=true"), "h100_4x8_fp8", ranks=2)
 DELAYED = Case("delayed", ("model.fp8_recipe=delayed",), "h100_4x8_fp8")
-CASES = [LOCAL, BF16, ACROSS_RANKS, TENSORWISE, DELAYED]
+CASES = [LOCAL, QWEN3_LOCAL, QWEN3_ACROSS, BF16, ACROSS_RANKS, TENSORWISE, DELAYED]
 RESUMED = [TENSORWISE, DELAYED]
 
 
@@ -76,7 +79,7 @@ def built(case: Case, out: Path) -> Any:
     from nemo_prorl.policy.build import build_actor
 
     torch.set_num_threads(1)
-    folder = HFFolder(out / "model")
+    folder = HFFolder(out / case.model)
     return build_actor(config_of(case, folder), folder.path).actor
 
 
@@ -155,7 +158,8 @@ def convert(out: Path) -> list[str]:
 
 def main() -> None:
     out = Path(sys.argv[1])
-    write_model(out / "model", MODEL, torch.bfloat16)
+    for name, config in MODELS.items():
+        write_model(out / name, config, torch.bfloat16)
     (out / "imported-by.json").write_text(json.dumps(convert(out)))
     from nemo_prorl.policy.cpu import shims as cpu
 

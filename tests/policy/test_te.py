@@ -12,7 +12,18 @@ import torch
 from safetensors.torch import load_file
 
 from tests.policy.ranks import fixed_batch
-from tests.policy.te_ranks import ACROSS_RANKS, BF16, CASES, DELAYED, LOCAL, RESUMED, TENSORWISE, Case
+from tests.policy.te_ranks import (
+    ACROSS_RANKS,
+    BF16,
+    CASES,
+    DELAYED,
+    LOCAL,
+    QWEN3_ACROSS,
+    QWEN3_LOCAL,
+    RESUMED,
+    TENSORWISE,
+    Case,
+)
 
 pytestmark = [pytest.mark.nemo, pytest.mark.timeout(900)]
 
@@ -26,16 +37,17 @@ def names(cases: list[Case]) -> Any:
     return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
 
 
-@names([case for case in CASES if case != LOCAL])
+@names([case for case in CASES if case not in (LOCAL, QWEN3_LOCAL)])
 def test_layers_are_transformer_engine_s(case: Case, te_ranks: Path) -> None:
     layers = measured(te_ranks, case)["layers"]
     for layer in ("TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"):
         assert layer in layers
 
 
-def test_in_float32_they_compute_what_megatron_s_own_layers_do(te_ranks: Path) -> None:
+@pytest.mark.parametrize(("case", "local"), [(ACROSS_RANKS, LOCAL), (QWEN3_ACROSS, QWEN3_LOCAL)], ids=str)
+def test_in_float32_they_compute_what_megatron_s_own_layers_do(case: Case, local: Case, te_ranks: Path) -> None:
     """Over two tensor ranks with sequence parallelism, packed: every way that the stand-in can go, but FP8."""
-    found, wanted = measured(te_ranks, ACROSS_RANKS), measured(te_ranks, LOCAL)
+    found, wanted = measured(te_ranks, case), measured(te_ranks, local)
     torch.testing.assert_close(found["logp"], wanted["logp"], rtol=0, atol=2e-6)
     for (_, sums, _), (_, expected, _) in zip(found["steps"], wanted["steps"], strict=True):
         assert sums["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)

@@ -26,7 +26,7 @@ def step(out: Path, overrides: list[str]) -> None:
 
     models.write_model(out / "qwen2", models.QWEN2)
     folder = HFFolder(out / "qwen2")
-    actor = build.build_actor(ranks.config_of(ranks.Layout(), folder.config, *overrides), folder.path).actor
+    actor = build.build_actor(ranks.config_of(ranks.Layout(), folder.path, *overrides), folder.path).actor
     batch = ranks.fixed_batch()
     logp_BT = actor.logprobs(batch)[0]
     share = float(denominator_terms(batch.mask_BT, "token"))

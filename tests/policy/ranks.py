@@ -63,7 +63,6 @@ DATA_PARALLEL = Layout(dp=2, micro_batch=18, tokens=64)
 OTHER_MICRO_BATCHES = Layout(micro_batch=3, packed=True)
 LAYOUTS = [
     Layout(),
-    Layout(tp=2, packed=True),
     Layout(pp=2, packed=True),
     DATA_PARALLEL,
     Layout(tp=2, pp=2),

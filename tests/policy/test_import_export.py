@@ -86,6 +86,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_follows_one_layer_and_not_the_model(tmp_path: Path) -> None:
     """300 MB in 24 layers: less than a third of it is in memory at a time, pages of its file included."""
     shape = {"hidden_size": 512, "intermediate_size": 5120, "num_hidden_layers": 24, "vocab_size": 512}

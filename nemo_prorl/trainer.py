@@ -25,6 +25,7 @@ from nemo_prorl.batch import Batch, JudgedGroups
 from nemo_prorl.config import Config, GRPOConfig
 from nemo_prorl.errors import RolloutAbandoned, StoppedCleanly
 from nemo_prorl.lifecycle.control import reset_reason
+from nemo_prorl.lifecycle.no_signal import diagnosis
 from nemo_prorl.lifecycle.tolerances import engine_gap_alarm
 from nemo_prorl.metrics import Metrics, MetricsState
 from nemo_prorl.schema import Count
@@ -45,6 +46,8 @@ class ProgressState(TypedDict):
     """The last updated step of a run."""
 
     step: Count
+    without_signal: Count
+    """number of steps in a row, up to this one, without a group to train on"""
     unfinished: MetricsState | None
     """metrics of that step if its validation was abandoned at a stop; a resume validates first"""
 
@@ -55,12 +58,14 @@ class TrainerState:
 
     step: int = 0
     unfinished: Metrics | None = None  # metrics of `step` while its updates are made and its line is not logged
+    without_signal: int = 0  # steps in a row without a group to train on
 
     def state_dict(self) -> ProgressState:
-        return {"step": self.step, "unfinished": self.unfinished.to_json() if self.unfinished is not None else None}
+        unfinished = self.unfinished.to_json() if self.unfinished is not None else None
+        return {"step": self.step, "without_signal": self.without_signal, "unfinished": unfinished}
 
     def load_state_dict(self, state: ProgressState) -> None:
-        self.step, unfinished = state["step"], state["unfinished"]
+        self.step, self.without_signal, unfinished = state["step"], state["without_signal"], state["unfinished"]
         self.unfinished = Metrics.from_json(unfinished) if unfinished is not None else None
 
 
@@ -88,7 +93,7 @@ class Trainer:
         """Train from the current step to `max_steps`.  A run that is killed at any point can be resumed.
 
         Raises:
-            StoppedCleanly: a stop was requested; a checkpoint is complete.
+            StoppedCleanly: a stop was requested, or steps found nothing to train on; a checkpoint is complete.
         """
         progress = self.progress
         try:
@@ -104,6 +109,7 @@ class Trainer:
                     metrics = self.train_step(step)
                     self.rollouts.await_next(metrics)
                     self.finish_step(metrics)
+                self.stop_without_signal(metrics)
         except RolloutAbandoned as stop:  # raised before a step's first update, or in a validation
             self.checkpoints.save(progress.step, wait=True)
             raise StoppedCleanly(f"{stop}; finished steps are saved; the same command continues") from stop
@@ -137,6 +143,16 @@ class Trainer:
             self.checkpoints.save(step, wait=True)
             raise StoppedCleanly(f"{reason}: stopped after step {step}; the same command continues")
 
+    def stop_without_signal(self, metrics: Metrics) -> None:
+        """Save a checkpoint and raise StoppedCleanly after `max_steps_without_signal` steps without an update."""
+        most, steps = self.cfg.trainer.grpo.max_steps_without_signal, self.progress.without_signal
+        if most and steps >= most and metrics.step < self.cfg.trainer.grpo.max_steps:
+            self.checkpoints.save(metrics.step, wait=True)
+            raise StoppedCleanly(
+                f"stopped after step {metrics.step}: {steps} steps in a row made no update"
+                f" (trainer.grpo.max_steps_without_signal={most}); {diagnosis(metrics)}"
+            )
+
     def finish(self) -> None:
         """Complete the records of a run that has made all its steps."""
         self.checkpoints.wait()
@@ -164,8 +180,11 @@ class Trainer:
             groups = self.rollouts.collect(metrics)
         self.progress.step = step
         if not len(groups.draws):
-            self.records.alarm(step, "no group carries a signal; the step makes no update")
+            self.progress.without_signal += 1
+            if self.progress.without_signal == 1:
+                self.records.alarm(step, diagnosis(metrics))
             return metrics
+        self.progress.without_signal = 0
 
         with metrics.phase("logprobs"):
             # `groups` has the rewards of all responses, and the tokens of this data rank's responses only.

@@ -185,6 +185,29 @@ def test_stops_that_give_up_change_nothing(root: Path, undisturbed: Path) -> Non
 
 
 @pytest.mark.slow
+def test_a_run_without_a_signal_says_why_shows_responses_and_stops(root: Path, undisturbed: Path) -> None:
+    """Random weights without a warm-up are never right."""
+    run = undisturbed.with_name("hopeless")
+    hopeless = ["trainer.warmup.steps=0", "data.validation=[]", "trainer.grpo.max_response_tokens=2"]
+    job = Job(root, run, *hopeless, "trainer.grpo.max_steps_without_signal=2")
+    assert job.wait() == 75, job.text()
+    assert [(e["event"], e["step"]) for e in events_of(run)] == [("start", 0), ("alarm", 1), ("stop", 2)]
+    assert events_of(run)[1]["what"].startswith("no group carries a signal: 100% of the groups have only wrong")
+    reason = events_of(run)[2]["reason"]
+    assert reason.startswith("stopped after step 2: 2 steps in a row made no update")
+    assert "trainer.grpo.max_response_tokens" in reason
+    responses = [json.loads(line) for line in (run / "rollouts" / "step-2.jsonl").read_text().splitlines()]
+    assert responses
+    assert {response["verdict"]["score"] for response in responses} == {0.0}
+    job = Job(root, run, *hopeless, "trainer.grpo.max_steps_without_signal=2")
+    assert job.wait() == 75, job.text()
+    assert events_of(run)[-1]["step"] == 3  # the count goes on where it was
+    job = Job(root, run, *hopeless, "trainer.grpo.max_steps_without_signal=0")
+    assert job.wait() == 0, job.text()
+    assert metrics_of(run)[-1]["step"] == STEPS
+
+
+@pytest.mark.slow
 def test_engines_that_sleep_change_nothing_and_one_that_is_killed_in_its_sleep_is_started_again(
     root: Path, undisturbed: Path
 ) -> None:

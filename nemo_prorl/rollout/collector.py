@@ -155,7 +155,7 @@ class Collector:
         batch.carried, batch.drawn, batch.surplus = sampler.carried, sampler.started, len(self._surplus)
         batch.generated_tokens, batch.engine_s = work.generated_tokens, work.clock.engine_s
         batch.reward_open_s, batch.reward_wait_s = work.clock.reward_s, work.clock.waited_s
-        if not batch.full:
+        if batch.groups and not batch.full:  # without any group, the trainer reports the reasons
             _log.warning(
                 "step %d trains on %d of %d groups: no other of %d drawn groups carries a signal (keep rates %s)",
                 step,
@@ -181,6 +181,9 @@ class Collector:
         batch.outcomes.append((group.prompt_id, group.outcome(tolerance)))
         if kept:
             batch.groups.append(group)
+            batch.examples.clear()
+        elif not batch.groups and len(batch.examples) < batch.needed:
+            batch.examples.append(group)
 
     def drop(self) -> None:
         """Discard the groups that were left for the next step."""

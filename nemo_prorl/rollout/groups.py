@@ -156,6 +156,7 @@ class CollectedBatch:
     engine_s: float = 0.0
     reward_open_s: float = 0.0
     reward_wait_s: float = 0.0
+    examples: list[Group] = field(default_factory=list)  # the first `needed` dropped groups if no group is kept
 
     @property
     def full(self) -> bool:
@@ -164,13 +165,14 @@ class CollectedBatch:
     def without_tokens(self) -> "CollectedBatch":
         """Return a copy without texts, tokens and verdicts, small enough to send to all ranks."""
         left_out: dict[str, Any] = {"record": {}, "prompt_ids": [], "responses": [], "verdicts": []}
-        return replace(self, groups=[replace(group, **left_out) for group in self.groups])
+        return replace(self, groups=[replace(group, **left_out) for group in self.groups], examples=[])
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "CollectedBatch":
         """Return the batch that `asdict` converted to `value`."""
         parts = {
             "groups": [Group.from_json(group) for group in value["groups"]],
+            "examples": [Group.from_json(group) for group in value["examples"]],
             "tasks": {task: TaskTally(**tally) for task, tally in value["tasks"].items()},
             "outcomes": [(prompt_id, outcome) for prompt_id, outcome in value["outcomes"]],
         }

@@ -126,7 +126,7 @@ class Rollouts:
     def _take(self, step: int, collector: Collector) -> list[_Dealt]:
         """Collect the batch of a step on rank 0; return one part for each data rank."""
         batch = collector.take(step, step - 1)
-        self._records.rollouts(step, batch.groups, collector.renderer.judged_text)
+        self._records.rollouts(step, batch.groups or batch.examples, collector.renderer.judged_text)
         judged, summary = JudgedGroups.of(batch.groups), batch.without_tokens()
         updates = judged.rows_of_updates(self._cfg.trainer.grpo.updates_per_step, self._policy.data_ranks.size)
         return [(summary, mine) for mine in judged.dealt([torch.cat(rows).tolist() for rows in updates])]

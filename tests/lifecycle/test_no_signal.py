@@ -1,0 +1,38 @@
+"""What a run says of a step without a group to train on."""
+
+import pytest
+
+from nemo_prorl.lifecycle.no_signal import diagnosis
+from nemo_prorl.metrics import Metrics
+from nemo_prorl.rollout.groups import CollectedBatch, TaskTally
+from nemo_prorl.rollout.report import report_rollout
+
+
+@pytest.mark.parametrize(
+    ("tally", "facts", "cure"),
+    [
+        (
+            TaskTally(10, unsolved=10, judged=40, finished=38, tokens=800),
+            "100% of the groups have only wrong",
+            "warm-up",
+        ),
+        (
+            TaskTally(10, unsolved=10, judged=40, finished=2, tokens=800),
+            "95% of the responses are cut off",
+            "more room",
+        ),
+        (
+            TaskTally(10, solved=9, unsolved=1, judged=40, finished=40, score_sum=36.0, tokens=400),
+            "90% only right ones; mean reward 0.90, 0% of the responses are cut off, 10 tokens per response",
+            "take harder problems",
+        ),
+    ],
+    ids=["wrong", "cut off", "right"],
+)
+def test_the_metrics_of_a_step_give_facts_and_a_cure(tally: TaskTally, facts: str, cure: str) -> None:
+    metrics = Metrics(7, "none")
+    report_rollout(metrics, CollectedBatch(7, 6, 4, tasks={"math": tally}))
+    text = diagnosis(metrics)
+    assert facts in text
+    assert cure in text
+    assert text.endswith("The responses are in rollouts/step-7.jsonl")

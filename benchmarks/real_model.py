@@ -119,7 +119,7 @@ def results(folder: Path, sequences: list[list[int]]) -> Iterator[str]:
 
     tokens = sum(len(ids) - PROMPT for ids in sequences)
     yield describe()
-    yield f"SmolLM2-135M-Instruct: {len(sequences)} texts, {tokens} log-probabilities; absolute differences to the first"
+    yield f"SmolLM2-135M-Instruct: {len(sequences)} texts, {tokens} log-probabilities; differences to line 1"
     wanted: list[Any] = []
     bf16 = ("trainer.precision=bf16", "model.megatron_amp_O2=true")
     for name, work in (
@@ -142,10 +142,10 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=64, help="number of texts; default: 64")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
-    from transformers import AutoTokenizer
-
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or make_model(Path(temporary) / "model")
+        from transformers import AutoTokenizer  # after gguf is on the path, which it looks for when imported
+
         tokenizer = AutoTokenizer.from_pretrained(folder)
         sequences = [tokenizer(text)["input_ids"][:512] for text in texts(args.texts)]
         for line in results(folder, sequences):

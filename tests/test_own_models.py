@@ -1,0 +1,32 @@
+"""A run from a Hugging Face folder, whose configuration says nothing else about the model."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.policy.models import MODELS, write_model
+from tests.whole_runs import Job, metrics_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.nemo, pytest.mark.vllm, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_actor_and_engine_compute_the_folder_s_model(name: str, root: Path, tmp_path: Path) -> None:
+    """Qwen2, Qwen3, and Llama with tied embeddings and scaled rotary positions; vLLM on a CPU wants heads of 32."""
+    write_model(tmp_path / "model", MODELS[name] | {"hidden_size": 128, "max_position_embeddings": 512})
+    job = Job(
+        root,
+        tmp_path / "run",
+        f"pretrained_checkpoint.restore_from_path={tmp_path / 'model'}",
+        "trainer.warmup.steps=0",
+        "trainer.grpo.max_steps=2",
+        "trainer.trace_steps=[]",
+        "trainer.resets.at_steps=[]",
+        "trainer.grpo.context_tokens=256",
+        "trainer.grpo.dynamic_sampling.enabled=false",  # random weights are never right
+        "data.validation=[]",
+    )
+    assert job.wait() == 0, job.text()
+    gaps = [metrics["engine_gap/mean_abs"] for metrics in metrics_of(job.run_dir)]
+    assert len(gaps) == 2
+    assert max(gaps) < 1e-4

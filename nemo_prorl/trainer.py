@@ -150,7 +150,7 @@ class Trainer:
             self.checkpoints.save(metrics.step, wait=True)
             raise StoppedCleanly(
                 f"stopped after step {metrics.step}: {steps} steps in a row made no update"
-                f" (trainer.grpo.max_steps_without_signal={most}); {diagnosis(metrics)}"
+                f" (trainer.grpo.max_steps_without_signal={most}): {diagnosis(metrics)}"
             )
 
     def finish(self) -> None:
@@ -182,7 +182,7 @@ class Trainer:
         if not len(groups.draws):
             self.progress.without_signal += 1
             if self.progress.without_signal == 1:
-                self.records.alarm(step, diagnosis(metrics))
+                self.records.alarm(step, f"no group carries a signal: {diagnosis(metrics)}")
             return metrics
         self.progress.without_signal = 0
 

@@ -6,7 +6,7 @@ from nemo_prorl.metrics import Metrics
 def diagnosis(metrics: Metrics) -> str:
     """Return what the judged groups of a step have in common, what to change, and where the responses are."""
     facts = (
-        f"no group carries a signal: {metrics['unsolved/all']:.0%} of the groups have only wrong responses,"
+        f"{metrics['unsolved/all']:.0%} of the groups have only wrong responses,"
         f" {metrics['solved/all']:.0%} only right ones; mean reward {metrics['reward/all']:.2f},"
         f" {metrics['rollout/truncated']:.0%} of the responses are cut off,"
         f" {metrics['rollout/response_tokens']:.0f} tokens per response"

@@ -1,10 +1,11 @@
 """An endless weighted blend of prompt sources whose order a resumed run continues exactly.
 
 The order is a pure function of (seed, sources, weights, number of prompts drawn).  Each epoch of a source is a fresh
-shuffle that depends only on the seed, the source's name and the epoch.  The next source is the one furthest behind
-its share.  The state is therefore a few counters: a resumed blend continues as if never stopped, and the blend of a
-later stage continues the orders of the stage before.  Prompts that are solved often enough may be retired; the order
-then also depends on the outcomes passed to `observe`, in their order.
+shuffle that depends only on the seed, the source's name and the epoch.  The next prompt comes from
+the source whose number of draws is furthest below its share by weight.  The state is therefore a
+few counters: a resumed blend continues exactly, and the blend of a later stage continues the orders
+of the previous stage.  Prompts that are solved often enough may be retired; the order then also
+depends on the outcomes passed to `observe`, in their order.
 """
 
 import hashlib
@@ -150,7 +151,7 @@ class Blend:
         self._rebase()
 
     def _rebase(self) -> None:
-        """Compute the shares of the sources that still have records; count draws against them from now on."""
+        """Recompute the shares without fully retired sources; start to count draws anew."""
         self._carried = list(self._drawn)
         self._shares = self._shares_now()
 
@@ -187,7 +188,10 @@ class Blend:
         self._solved[at] = dict(saved.get("solved", {}))
 
     def load_state_dict(self, state: BlendState) -> None:
-        """Continue where `state` was taken.  Raises CheckpointError if seed, sources, records or weights changed."""
+        """Restore the position in `state`.
+
+        Raises CheckpointError if seed, sources, records or weights changed.
+        """
         if state["seed"] != self._seed:
             raise CheckpointError(f"data blend: the checkpoint's seed is {state['seed']}, this run's is {self._seed}")
         now = self.state_dict()["sources"]
@@ -212,9 +216,10 @@ class Blend:
     def carry(self, state: BlendState) -> None:
         """Begin a stage at `state`, the blend state at the end of the stage before.
 
-        A source with the same records continues at its position and epoch.  Shares count draws of this stage only, so
-        that a new source is not drawn alone until it has caught up.  With another seed, all sources start from the
-        beginning; with other records, that source does.
+        A source with the same records continues at its position and epoch.  A source whose
+        records have changed starts from the beginning; if the seed has changed, all sources do.
+        Shares count only this stage's draws; otherwise a new source would be drawn alone until it
+        had caught up.
         """
         now = self.state_dict()["sources"]
         same_seed = state["seed"] == self._seed
@@ -371,7 +376,7 @@ def _check(sources: Sequence[LoadedSource]) -> None:
 
 
 def _check_ids(sources: Sequence[LoadedSource]) -> None:
-    """Raise DataError for a repeated id: the seeds and verdicts of responses go by the record's id."""
+    """Raise DataError for a repeated id; ids identify the seeds and verdicts of responses."""
     seen: dict[str, str] = {}
     for source, records in sources:
         for record in records:

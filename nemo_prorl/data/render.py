@@ -81,11 +81,11 @@ class PromptRenderer:
         return opened_thought(self._tokenizer.decode(list(prompt_ids[-_TAIL:]), clean_up_tokenization_spaces=False))
 
     def judged_text(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> str:
-        """Return a response as verifiers see it: after the `<think>` that the prompt ends in, if any."""
+        """Return the response as verifiers get it: after the prompt's final `<think>`, if any."""
         return self.opened_thought(prompt_ids) + self.decode(response_ids)
 
     def target_ids(self, prompt_ids: Sequence[int], answer: str) -> list[int]:
-        """Return the token ids of a finished response: a closed thought if the prompt opened one, answer, eos."""
+        """Return the ids of `answer` and eos, after `</think>` if the prompt ends in `<think>`."""
         closing = "</think>" if self.opened_thought(prompt_ids) else ""
         return [*self.encode(closing + answer), self.eos_id]
 

@@ -1,11 +1,11 @@
 """Folders of a run's first weights, in Hugging Face format.
 
-pretrained_checkpoint.restore_from_path     a folder given by the user; without it: RUN/init
-random weights of `model`'s shape, and a tokenizer made for the data RUN/base                                    start
-of reinforcement learning, after the warm-up
+    given folder    pretrained_checkpoint.restore_from_path, if set
+    RUN/init        otherwise: random weights of `model`'s shape, and a tokenizer made for the data
+    RUN/base        weights after the warm-up, from which reinforcement learning starts
 
-A later stage begins with the checkpoint of the previous stage and takes over its RUN/init, for config.json and
-tokenizer.
+A later stage begins with the checkpoint of the previous stage.  Without a given folder, it copies
+the model folder of that stage to its own RUN/init, for config.json and tokenizer.
 """
 
 import logging
@@ -37,19 +37,22 @@ def base_folder(cfg: Config, run_dir: Path) -> Path:
 
 
 def warms_up(cfg: Config) -> bool:
-    """Return whether supervised steps come first, which is never so in a stage that follows another."""
+    """Return whether the run starts with supervised steps; a run that follows another does not."""
     return cfg.trainer.warmup.steps > 0 and cfg.chain.after is None and cfg.chain.start_from is None
 
 
 def make_initial_model(cfg: Any, run_dir: Path, train: "Sequence[LoadedSource]", start: Origin | None = None) -> Path:
-    """Make RUN/init if the run needs one and has none.  The folder gets its name once it is complete.
+    """Return the folder of the initial model; make RUN/init first if it is needed and missing.
+
+    RUN/init gets its name only when it is complete.
 
     Args:
-        train: training data; the tokenizer is made for its words.
-        start: start of the stage.
+        train: training data; the tokenizer is made from its prompts and answers.
+        start: checkpoint from which the stage begins; None if the stage begins with the model.
 
     Raises:
-        ConfigError: `start` is a checkpoint without the model's tokenizer.
+        ConfigError: neither the checkpoint `start` nor its run contains a model folder.
+        DataError: the run has a warm-up, and a record does not give a correct response.
     """
     folder = initial_model(cfg, run_dir)
     if cfg.pretrained_checkpoint.restore_from_path or folder.exists():
@@ -81,9 +84,9 @@ def _model_of(start: Origin) -> Path:
 
 
 def _texts(record: dict[str, Any], warm_up: bool) -> list[str]:
-    """Return the texts for the tokenizer: the prompt, and the right response if there is one.
+    """Return the texts for the tokenizer: the prompt, and the correct response if there is one.
 
-    Only a warm-up requires the response.
+    With `warm_up`, a record without a correct response raises DataError.
     """
     from nemo_prorl.data.laptop.generators import warmup_target
 

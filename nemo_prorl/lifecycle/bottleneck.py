@@ -38,7 +38,10 @@ def bottleneck(steps: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _without_engines(m: Mapping[str, Any]) -> float:
-    """Return the seconds of a step without generation; one step off, engines run while the trainer works."""
+    """Return the seconds of a step in which engines have no prompts; validation is left out.
+
+    In a run one step off policy, engines also generate while the trainer works.
+    """
     if "time/ahead" in m:
         return number(m, "time/publish") + number(m, "time/ahead/engines_wait_s")
     return number(m, "time/step") - number(m, "time/validate") - number(m, "time/rollout")
@@ -47,8 +50,8 @@ def _without_engines(m: Mapping[str, Any]) -> float:
 def _held_up(m: Mapping[str, Any], phase: str) -> float:
     """Return the seconds for which engines waited for a phase of the trainer.
 
-    One step off, engines run during all phases but the publication.  Their idle time is then divided among the phases
-    in proportion to the duration of each.
+    In a run one step off policy, engines generate during all phases except the publication of
+    weights.  The time they waited is then divided among these phases in proportion to their length.
     """
     seconds = number(m, phase)
     if "time/ahead" not in m or phase == "time/publish":
@@ -60,6 +63,6 @@ def _held_up(m: Mapping[str, Any], phase: str) -> float:
 
 
 def number(metrics: Mapping[str, Any], key: str) -> float:
-    """Return a metric, 0 if it is absent or was not finite."""
+    """Return a metric as a float; 0 if it is absent, not a number, not finite, or 1e12 or more."""
     value = metrics.get(key)
     return float(value) if isinstance(value, int | float) and abs(value) < _ABSURD else 0.0

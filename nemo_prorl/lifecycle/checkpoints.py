@@ -1,7 +1,8 @@
 """Checkpoints of a run: the policy in Megatron's format, and named parts in state.json.
 
-A part is anything with `state_dict` and `load_state_dict`; `rank.build` names all of them.  `policy.checkpoint_files`
-lists the files of a checkpoint and their writers.  All methods are collectives of all trainer ranks.
+A part is any object with `state_dict` and `load_state_dict`; `rank.build` names all parts.
+`policy.checkpoint_files` lists the files of a checkpoint and their writers.  All trainer ranks must
+call the methods of `Checkpoints` together, except `drain`.
 """
 
 import logging
@@ -26,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class Stateful(Protocol):
-    """A part of a run in its checkpoints.  Its state is JSON; the state of rank 0 is written."""
+    """A part of a run whose state is in each checkpoint as JSON, written by rank 0."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
     def load_state_dict(self, state: Any) -> None: ...
@@ -83,11 +84,11 @@ class Checkpoints:
         records: Records,
         leader: Leader,
     ) -> None:
-        """Take the parts of the run.
+        """Set up the checkpoints of a run in `folder`.
 
         Args:
-            parts: by name in state.json, in the order in which they are loaded.
-            validation: its scores decide which checkpoints stay (`trainer.grpo.keep_best`).
+            parts: parts of the run by their name in state.json, in the order of loading.
+            validation: its scores decide which checkpoints are kept (`trainer.grpo.keep_best`).
             resets: its resets decide which checkpoints a roll-back needs.
         """
         self._cfg, self._folder, self._policy, self._parts = cfg, folder, policy, parts
@@ -101,7 +102,7 @@ class Checkpoints:
     # --- resume and start of a stage -----------------------------------------------------------------------------
 
     def newest(self) -> Path | None:
-        """Return the newest complete checkpoint.  Unfinished ones are removed first."""
+        """Remove unfinished checkpoints; return the newest complete one, or None."""
         self._disk.call(retention.clean)
         found = self._disk.call(retention.complete)
         return found[-1] if found else None
@@ -120,11 +121,11 @@ class Checkpoints:
             )
 
     def load_all(self, folder: Path) -> dict[str, Any]:
-        """Load policy, reference and optimizer of any checkpoint; return its state."""
+        """Load policy, reference and optimizer from any run's checkpoint; return its state.json."""
         return self._policy.load(folder)
 
     def carry(self, state: Mapping[str, Any]) -> None:
-        """Begin a stage at the data position of the previous stage, from its state."""
+        """Begin a stage at the data position in `state`, the state.json of the previous stage."""
         for name in ("prompts", "rollouts"):
             self._parts[name].carry(state[name])  # type: ignore[attr-defined]
 
@@ -169,23 +170,23 @@ class Checkpoints:
         self._records.checkpoint_took(time.monotonic() - began)
 
     def _key(self, step: int) -> object:
-        """Return what distinguishes two checkpoints of one step: whether the run is finished, and its resets."""
+        """Return the step, whether its metrics are unfinished, and the number of resets."""
         return step, self._parts["trainer"].state_dict()["unfinished"] is not None, len(self._resets.done)
 
     def _kept(self) -> tuple[dict[int, float], list[int]]:
-        """Return the current scores for retention, and the steps whose checkpoints must stay."""
+        """Return scores by step, to rank checkpoints, and the steps that a roll-back may need."""
         best = self._validation.best_step(self._resets.done)
         needed = [best] if best is not None and self._cfg.trainer.resets.roll_back else []
         return policy_scores(self._validation.scores, self._resets.done), needed
 
     def _retain(self, scores: dict[int, float], needed: list[int]) -> None:
-        """Remove the checkpoints that need not stay."""
+        """Remove checkpoints by the limits in `trainer.grpo`, as `retention.to_remove` explains."""
         grpo = self._cfg.trainer.grpo
         budget = None if grpo.checkpoint_budget_gb is None else int(grpo.checkpoint_budget_gb * 1e9)
         retention.retain(self._folder, scores, grpo.keep_checkpoints, grpo.keep_best, budget, needed=needed)
 
     def wait(self) -> None:
-        """Return when the last checkpoint is complete.  Raises CheckpointError if it could not be written."""
+        """Wait until the last checkpoint is complete.  Raises CheckpointError if a write failed."""
         self._policy.wait()
 
     def drain(self, seconds: float) -> None:

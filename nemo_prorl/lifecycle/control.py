@@ -360,7 +360,8 @@ def _check_is_active(run_dir: Path) -> str:
     """Check that a run is active in the directory.
 
     Returns:
-        An empty text if this machine sees the run's lock; otherwise a text that says why that cannot be known.
+        An empty text if this machine sees the run's lock; otherwise a warning for the user that
+        this machine cannot see whether the run is still active.
 
     Raises:
         ConfigError: the directory does not contain a run, or its run is not active.
@@ -430,7 +431,11 @@ def _place(folder: Path, what: RequestKind) -> tuple[Request, Path]:
 def _wait(
     run_dir: Path, request: Request, file: Path, answers: Tail, seconds: float, watch_lock: bool
 ) -> dict[str, Any]:
-    """Return the answer from the journal.
+    """Wait for the answer to `request` in the journal; return the journal event with the answer.
+
+    Args:
+        file: the request's file, which error messages name.
+        watch_lock: stop the wait when the run's lock is free, which shows that the run has ended.
 
     Raises:
         DeadlineExceeded: no answer within `seconds`.

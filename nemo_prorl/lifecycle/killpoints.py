@@ -1,7 +1,8 @@
 """Points at which a test kills this process, to show that a run continues from any state on disk.
 
-Inactive unless the environment variable PRORL_KILL_AT names a point: `NAME`, or `NAME#k` for its k-th passing (from 1).
-The process then sends itself SIGKILL there, as the out-of-memory killer or a scheduler would.
+Inactive unless the environment variable PRORL_KILL_AT names a point: `NAME`, or
+`NAME#k` for the k-th time (from 1) that the process reaches the point.  The process then
+sends itself SIGKILL there, as the out-of-memory killer or a scheduler would.
 """
 
 import os
@@ -31,7 +32,7 @@ _passed = 0
 
 
 def killpoint(name: str) -> None:
-    """Do nothing, or kill this process with SIGKILL if the point is the selected one."""
+    """Kill this process with SIGKILL if PRORL_KILL_AT selects this point; otherwise do nothing."""
     global _passed
     assert name in POINTS, name
     if name == _WANTED:

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def code_sha256() -> str:
-    """Return the sha256 over the Python files of this package.  Other code may continue a checkpoint differently."""
+    """Return the sha256 of this package's Python files, to detect checkpoints of other code."""
     package = Path(nemo_prorl.__file__).parent
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
@@ -49,15 +49,16 @@ class RecordsState(TypedDict):
 
 
 class Records:
-    """Metrics, journal and summary of a run.  Every rank has one; only that of rank 0 writes.
+    """The metrics, journal and summary of a run.  Each rank has this object; only rank 0 writes.
 
-    Its state in a checkpoint is the length of metrics.jsonl, so that a resume cuts off the lines of lost steps.
+    A checkpoint has the length of metrics.jsonl; a resume cuts off the lines of later steps.
     """
 
     def __init__(self, cfg: Config, run_dir: Path, writes: bool, loggers: Iterable[Any] = ()) -> None:
         """Open the records of a run.
 
         Args:
+            writes: whether this rank writes the files; True on rank 0 only.
             loggers: Lightning loggers, which also get the metrics of each step.
         """
         self.dir, self._cfg, self._writes, self._loggers = run_dir, cfg, writes, list(loggers)
@@ -122,7 +123,7 @@ class Records:
             write_json(self.dir / "summary.json", value)
 
     def begin(self) -> None:
-        """Begin a new run.  Lines of an earlier run are moved away."""
+        """Begin a new run; move the metrics of an earlier run to metrics.lost.jsonl."""
         self._cut(0)
 
     def state_dict(self) -> RecordsState:
@@ -182,7 +183,7 @@ class Journal:
             os.fsync(f.fileno())
 
     def events(self) -> list[dict[str, Any]]:
-        """Return all complete lines.  A last line that a kill has cut is left out."""
+        """Return the events of all complete lines; leave out a last line that a kill cut short."""
         if not self.path.is_file():
             return []
         return _objects(self.path.read_bytes())
@@ -198,7 +199,7 @@ def write_json(path: Path, value: Any, indent: int | None = 1) -> None:
 def write_rollouts(
     run_dir: Path, step: int, groups: Sequence[Any], judged_text: Callable[[list[int], list[int]], str]
 ) -> None:
-    """Write rollouts/step-N.jsonl: requests with their verdicts."""
+    """Write rollouts/step-N.jsonl: one line per response, with its prompt record and verdict."""
     folder = run_dir / "rollouts"
     folder.mkdir(exist_ok=True)
     lines = []
@@ -211,14 +212,17 @@ def write_rollouts(
 
 
 class Tail:
-    """The JSON objects that are appended to a JSON Lines file from now on."""
+    """A reader of the JSON objects appended to a JSON Lines file after the reader was created."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._position = path.stat().st_size if path.is_file() else 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the objects appended since the last call.  A partial line comes later, a broken one never."""
+        """Return the objects appended since the last call.
+
+        An incomplete last line is left to a later call.  Lines that are not JSON are skipped.
+        """
         try:
             with self._path.open("rb") as file:
                 self._position = min(self._position, file.seek(0, os.SEEK_END))
@@ -232,7 +236,7 @@ class Tail:
 
 
 def _objects(lines: bytes) -> list[dict[str, Any]]:
-    """Return the JSON objects of the lines, without lines cut by a kill."""
+    """Return the JSON objects of the lines; skip other lines, such as one cut short by a kill."""
     found = []
     for line in lines.splitlines():
         with contextlib.suppress(ValueError):

@@ -1,10 +1,12 @@
-"""Hard resets: pi_ref <- pi_theta and a new optimizer (paper sec. 3.3.1).  When, how, and a check afterwards.
+"""Decides on hard resets, makes them and checks them (paper sec. 3.3.1).
 
-A reset is one transaction, `Resets.perform`, called by the trainer after a step and by `rank.begin_stage` at the start
-of a stage.  The journal gets `reset_intent`, policy and optimizer are reset, and a checkpoint is written.  The reset is
-done when that checkpoint is complete; `reset_commit` in the journal only records it.  A run killed before that
-continues from the previous checkpoint and makes the same reset again.  A run killed afterwards finds the reset in the
-checkpoint, and `settle` adds the record.
+A hard reset makes the policy the new reference (pi_ref <- pi_theta) and resets the optimizer.
+`Resets.perform` does it as one transaction, called by the trainer after a step and by
+`rank.begin_stage` at the start of a stage: write `reset_intent` into the journal, reset reference
+and optimizer, write a checkpoint.  The reset is done when that checkpoint is complete;
+`reset_commit` in the journal only records it.  A run killed before that continues from the previous
+checkpoint and makes the same reset again.  A run killed afterwards finds the reset in the
+checkpoint, and `settle` adds `reset_commit`.
 """
 
 import logging
@@ -57,9 +59,9 @@ class _Saves(Protocol):
 
 
 class Resets:
-    """Decides on hard resets and makes them.  Part of a checkpoint.
+    """A part of each checkpoint that decides on hard resets and makes them.
 
-    Only rank 0 has the history for the rules; all ranks receive the decision.
+    Only rank 0 has the metrics history that the rules need; all ranks receive the decision.
     """
 
     def __init__(
@@ -75,7 +77,8 @@ class Resets:
         """Set up the resets of a stage.
 
         Args:
-            kl_allowed: largest mean absolute log-probability gap to the reference in the step after a reset.
+            kl_allowed: largest mean absolute difference per token between the log-probabilities of
+                policy and reference in the first step of a run or after a reset.
         """
         self.config, self._kl_allowed, self._policy = config, kl_allowed, policy
         self._rollouts, self._validation, self._records = rollouts, validation, records
@@ -143,9 +146,10 @@ class Resets:
         _log.info("hard reset after step %d (%s)%s", step, reason, back)
 
     def _best_before(self, step: int, checkpoints: _Saves) -> int | None:
-        """Return the step of the best validation since the last reset, if it is an earlier one whose weights are kept.
+        """Return the earlier step to roll back to: the best validation since the last reset.
 
-        The step is chosen before the folder is read, so that other files in the folder have no effect.
+        Return None if there is no validation, if the best step is `step`, or if its checkpoint was
+        removed.  Only the scores decide which step is best, not the folder's other checkpoints.
         """
         best = self._validation.best_step(self.done)
         if best is None or best == step:
@@ -156,7 +160,7 @@ class Resets:
         return None
 
     def settle(self, step: int) -> None:
-        """At a resume, commit a reset that was killed between its checkpoint and its commit."""
+        """At a resume, write `reset_commit` if the checkpoint has a reset without this event."""
         interrupted = interrupted_reset(self._records.events())
         if self.done and interrupted == self.done[-1]["step"] == step:
             self._records.event("reset_commit", **self.done[-1])
@@ -164,11 +168,17 @@ class Resets:
     # --- the check -------------------------------------------------------------------------------------------------
 
     def continue_reference(self) -> None:
-        """Begin a stage without a reset: its reference is not the policy."""
+        """Begin a stage without a reset: its reference may differ from the policy."""
         self._fresh = False
 
     def check_reference(self, step: int, mean_abs_gap: float) -> None:
-        """Before a step's updates, raise ResetFailure if the policy should equal its reference and does not."""
+        """Raise ResetFailure if the policy should equal its reference but does not.
+
+        Call this before a step's updates.
+
+        Args:
+            mean_abs_gap: mean absolute difference of their log-probabilities per token.
+        """
         fresh, self._fresh = self._fresh, False
         if fresh and not mean_abs_gap <= self._kl_allowed:
             raise ResetFailure(
@@ -183,7 +193,7 @@ class Resets:
         return {"done": self.done, "fresh": self._fresh, "found": self._found}
 
     def load_state_dict(self, state: ResetsState) -> None:
-        """Load the resets.  Records and validation are already loaded, and the history is made from their lines."""
+        """Load the resets and rebuild the history; records and validation must be loaded before."""
         self.done, self._fresh, self._found = list(state["done"]), bool(state["fresh"]), list(state["found"])
         self._history.run_on_leader(self._recall)
 
@@ -200,7 +210,7 @@ class Resets:
 
 
 def interrupted_reset(events: Iterable[Mapping[str, Any]]) -> int | None:
-    """Return the step of a hard reset that was begun and not committed, if the journal ends with one."""
+    """Return the step of the journal's last hard reset if it was not committed; otherwise None."""
     begun = None
     for event in events:
         if event["event"] in ("reset_intent", "reset_commit"):

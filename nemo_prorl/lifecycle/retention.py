@@ -1,8 +1,9 @@
 """Retention of checkpoints, and the possible names of their folders.
 
-step-000040          complete step-000040.tmp      being written, or left by a killed process: never loaded
-step-000040.old      complete; about to be replaced by a new one of the same step (otherwise `clean` renames it back)
-step-000040.trash    being removed: never loaded
+    step-000040          complete
+    step-000040.tmp      being written, or left by a killed process: never loaded
+    step-000040.old      complete; removed once its replacement exists, otherwise `clean` renames it
+    step-000040.trash    being removed: never loaded
 """
 
 import json
@@ -64,7 +65,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def check_continuable(folder: Path) -> None:
-    """Raise CheckpointError before the start if the run cannot continue from its checkpoint."""
+    """Raise CheckpointError if this version cannot continue from the checkpoint `folder`."""
     state = read_state(folder)
     if state.get("version") != __version__:
         raise CheckpointError(f"{folder} was written by version {state.get('version')}; this is {__version__}")
@@ -73,11 +74,16 @@ def check_continuable(folder: Path) -> None:
 def to_remove(
     saved: Collection[Saved], newest: int, best: int, budget: int | None, needed: Collection[int] = ()
 ) -> list[int]:
-    """Return the steps whose checkpoints are removed, oldest first.
+    """Return the steps whose checkpoints are to be removed, oldest first.
 
-    Kept, in order of importance: the newest, whatever its size; the `needed` ones (for a possible roll-back); the
-    `best` with the highest scores (the later of equal ones); the `newest` newest.  `budget` limits their bytes: from
-    the first that does not fit, all less important ones are removed.
+    The newest checkpoint is always kept.  Others are kept in the order `needed`, `best`, `newest`,
+    up to the first that exceeds `budget`.
+
+    Args:
+        newest: number of newest checkpoints to keep.
+        best: number of checkpoints with the highest scores to keep; of equal scores, the later.
+        budget: maximum bytes of all kept checkpoints; None for no limit.
+        needed: steps to keep for a possible roll-back.
     """
     by_step = sorted(saved, key=lambda s: s.step, reverse=True)
     scored = [(s.score, s.step, s) for s in by_step if s.score is not None]
@@ -96,7 +102,7 @@ def to_remove(
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes of all files in a folder."""
+    """Return the total size of all files in a folder, in bytes."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
@@ -127,7 +133,7 @@ def retain(
 
 
 def remove(folders: Sequence[Path]) -> None:
-    """Remove checkpoints.  A kill leaves no incomplete folder under the name of a complete one."""
+    """Remove checkpoints.  Each is renamed first, so that no incomplete one has a valid name."""
     for folder in folders:
         trash = folder.with_name(folder.name + TRASH)
         shutil.rmtree(trash, ignore_errors=True)
@@ -148,9 +154,9 @@ def clean(checkpoints: Path) -> None:
 
 
 def put_in_place(temporary: Path, folder: Path) -> None:
-    """Give a written checkpoint its final name.
+    """Give a written checkpoint its final name; replace an existing checkpoint of the same step.
 
-    If one of the same step exists, one of the two is valid at each moment.
+    A kill at any moment leaves the old or the new checkpoint complete on disk.
     """
     old = folder.with_name(folder.name + OLD)
     if folder.exists():  # the same step again, after a run lost its later metrics

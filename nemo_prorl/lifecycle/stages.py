@@ -1,6 +1,6 @@
-"""Chain of stages: where a stage finds the previous one (paper sec. 4.2).
+"""Chain of stages: finds the checkpoint from which a stage begins (paper sec. 4.2).
 
-`rank.begin_stage` begins a stage from there.
+`rank.begin_stage` begins the stage from that checkpoint.
 """
 
 import json
@@ -27,14 +27,14 @@ class Origin:
 
 
 def origin(cfg: Config, run_dir: Path) -> Origin | None:
-    """Return the start of this stage, or None if it begins with the model.
+    """Return the checkpoint from which this stage begins, or None if it begins with the model.
 
-    `chain.start_from` names a checkpoint or a run directory, of which the last checkpoint is used (with
-    `trainer.resets.roll_back` the one of the best validation).  Without it a stage with `chain.after` uses the run
-    directory of that name next to its own.
+    `chain.start_from` names a checkpoint or a run directory.  If it is null, `chain.after` names a
+    run directory next to `run_dir`.  From a run directory, the newest checkpoint is used; with
+    `trainer.resets.roll_back`, the checkpoint of the best validation.
 
     Raises:
-        ConfigError: there is none, or that run is not finished.
+        ConfigError: the checkpoint is missing or incomplete, or the previous run is not finished.
     """
     chain, given = cfg.chain, cfg.chain.start_from
     if given is None and chain.after is None:
@@ -68,7 +68,7 @@ def origin(cfg: Config, run_dir: Path) -> Origin | None:
 
 
 def best_checkpoint(run_dir: Path) -> Path:
-    """Return the available checkpoint of the best validation since the last hard reset, or else the newest."""
+    """Return the checkpoint of the best validation since the last hard reset, or the newest."""
     checkpoints = {step_of(p): p for p in complete(run_dir / "checkpoints")}
     newest = checkpoints[max(checkpoints)]
     state = json.loads((newest / "state.json").read_text())
@@ -77,7 +77,7 @@ def best_checkpoint(run_dir: Path) -> Path:
 
 
 def best_kept(state: dict[str, Any], steps: Iterable[int]) -> int | None:
-    """Return which of these steps has the best validation since the last hard reset, by a checkpoint's state."""
+    """Return which of `steps` has the best validation since the last reset in `state`, or None."""
     return best_policy(state["validation"]["scores"], state["resets"]["done"], steps)
 
 
@@ -90,7 +90,7 @@ def _finished(run_dir: Path) -> dict[str, Any] | None:
 
 
 def take_over_model(source: Path, folder: Path) -> None:
-    """Take over RUN/init from the previous stage, with hard links where possible, so that either can be deleted."""
+    """Copy the files of `source` to the new folder `folder`, with hard links where possible."""
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

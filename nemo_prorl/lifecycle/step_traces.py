@@ -64,7 +64,7 @@ class StepTraces:
         self._end(step, folder, (began, time.monotonic()), missing)
 
     def close(self) -> None:
-        """Wait for the last trace to be written, which has its own deadline."""
+        """Wait at most 30 s for the last trace to be written."""
         if self._merging is not None:
             self._merging.join(3 * _END_S)
 
@@ -112,7 +112,7 @@ class StepTraces:
         return parts, late
 
     def _ask(self, record: bool, seconds: float) -> tuple[list[dict[str, Any]], dict[str, str]]:
-        """Return the replies of the services, and the reason for each service without one."""
+        """Let all services begin (`record`) or end recording; return replies and errors by name."""
         names = [f"{kind}-{k}" for kind, count in self._services.items() for k in range(count)]
         token = (self._dir / "endpoints" / "token").read_text().strip()
         answers, missing = [], {}
@@ -127,7 +127,10 @@ class StepTraces:
 
 
 def _ask_one(endpoints: Path, token: str, record: bool, seconds: float, name: str) -> dict[str, Any] | str:
-    """Return a service's reply with `wall_offset`, or the reason why there is none."""
+    """Let a service begin (`record`) or end recording; return its reply, or a text with the error.
+
+    The reply gets `wall_offset`: seconds by which the service's clock is ahead of this machine's.
+    """
     try:
         endpoint = json.loads((endpoints / f"{name}.json").read_text())
         url, headers = endpoint["url"] + _PATHS[endpoint["kind"]], {"Authorization": f"Bearer {token}"}

@@ -36,13 +36,16 @@ class Stopping:
             _later(seconds, lambda: self.request_stop(self._out_of_time()))
 
     def set_abandon(self, abandon: Callable[[], None]) -> None:
-        """Register the function that abandons the rollout under way.  If that is overdue, call it now."""
+        """Register the function that abandons the current rollout; if time is up, call it now."""
         self._abandon = abandon
         if self._is_overdue:
             abandon()
 
     def request_stop(self, reason: str) -> None:
-        """Request a stop after the step under way, or before it if its rollout is too long.  The first counts."""
+        """Request a stop after the current step, or earlier if its rollout takes too long.
+
+        Only the first request of a run has an effect.
+        """
         if self._reason is not None:
             return
         self._reason = reason
@@ -59,7 +62,10 @@ class Stopping:
         self.request_stop(signal.Signals(number).name)
 
     def reason(self) -> str | None:
-        """Return the reason to stop now, if any.  Call it before the first step and after each step: it times them."""
+        """Return the reason to stop now, or None.
+
+        Call it before the first step and after each step, because it measures the length of steps.
+        """
         now = time.monotonic()
         step_s, self._last_step_end = now - (self._last_step_end or now), now
         self._longest_step_s = max(self._longest_step_s, step_s)

@@ -85,7 +85,7 @@ def heldout_scores(names: Sequence[str], groups: Sequence[Any]) -> HeldOutScores
 
 
 def standard_errors(scores: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return the standard errors of a validation in the journal, by name."""
+    """Return the standard error of each source's mean reward, by its name; empty for None."""
     return {name: float(score["se"]) for name, score in scores["tasks"].items()} if scores else {}
 
 

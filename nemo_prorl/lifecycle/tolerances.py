@@ -1,6 +1,6 @@
-"""Tolerances for rounding, by the precision of a run.  Larger differences are faults.
+"""Tolerances for rounding differences of log-probabilities, by the precision of a run.
 
-A configured value is used as it is; null, the default, takes the value of this table.
+A configured value has priority; null, the default, takes the value in the tables of this module.
 """
 
 from omegaconf import DictConfig
@@ -25,15 +25,18 @@ ENGINE = {
 
 
 def kl_after_reset(cfg: DictConfig) -> float:
-    """Return the allowed difference to the reference in the step after a reset (trainer.resets.kl_after_reset)."""
+    """Return the allowed mean absolute difference per token between policy and reference.
+
+    It applies to the step after a reset, and is trainer.resets.kl_after_reset, if set.
+    """
     given = cfg.trainer.resets.kl_after_reset
     return REFERENCE[_trainers(cfg)] if given is None else float(given)
 
 
 def engine_gap_alarm(cfg: DictConfig) -> float:
-    """Return the difference between engine and trainer above which a step is reported.
+    """Return the mean absolute difference per token, engine to trainer, that is still allowed.
 
-    It is trainer.grpo.correction.alarm, if set.
+    A step with a larger difference is reported.  It is trainer.grpo.correction.alarm, if set.
     """
     given, trainers = cfg.trainer.grpo.correction.alarm, _trainers(cfg)
     coarsest = HALF if trainers == FLOAT32 and cfg.rollout.dtype != "float32" else trainers

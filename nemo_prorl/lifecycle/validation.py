@@ -1,6 +1,6 @@
 """Validation on held-out prompts, and the step with the best weights.
 
-Each validation requests the same responses with the same seeds, so that differences come from the policy.
+Each validation samples the same prompts with the same seeds; scores differ only by the policy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,14 +28,14 @@ class ValidationState(TypedDict):
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out prompts with the name of each one's source, and the collector that judges responses to them."""
+    """The held-out prompts (`draws`), the source of each (`names`), and their collector."""
 
     names: list[str]
     draws: list[PromptDraw]
     collector: Collector
 
     def judge(self, grpo: GRPOConfig, step: int) -> HeldOutScores:
-        """Raises RewardFailure if a response could not be judged."""
+        """Return scores of sampled responses.  Raises RewardFailure if one cannot be judged."""
         sampling = (grpo.validation_samples, grpo.validation_temperature, grpo.validation_top_p)
         return heldout_scores(self.names, self.collector.sample(self.draws, *sampling, step))
 
@@ -65,7 +65,7 @@ class Validation:
         metrics.put("validation/all", scores["all"]["mean"])
 
     def judge(self, metrics: Metrics) -> HeldOutScores:
-        """Return the scores of the current policy, recorded in the journal only.
+        """Score the current policy; write the scores into the journal only, and return them.
 
         Raises RewardFailure if a response could not be judged.
         """
@@ -77,7 +77,7 @@ class Validation:
         return scores
 
     def best_step(self, resets: Sequence[Mapping[str, Any]]) -> int | None:
-        """Return the step since the last of these hard resets whose weights scored best, or None without a score."""
+        """Return the best-scoring step since the last of `resets`; None if no step has a score."""
         return best_policy(self.scores, resets)
 
     def state_dict(self) -> ValidationState:

@@ -1,4 +1,4 @@
-"""Supervised steps before reinforcement learning: the laptop's policy must sometimes be right to improve."""
+"""Supervised steps before reinforcement learning, to teach a random model some right responses."""
 
 import logging
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ _log = logging.getLogger(__name__)
 def supervised_loss(
     logp_BT: Tensor, entropy_BT: Tensor | None, micro: Batch, denominator: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the mean negative log-likelihood of the response tokens."""
+    """Return the summed negative log-likelihood over `denominator`, and the number of tokens."""
     return -logp_BT.sum() / denominator, {"tokens": micro.mask_BT.sum()}
 
 
 def warm_up(policy: Any, examples: Sequence[tuple[list[int], list[int]]], config: WarmupConfig, lr: float) -> None:
     """Make `config.steps` supervised steps at temperature 1 on (prompt, response) token lists.  A collective.
 
-    Afterwards the optimizer is as new, with learning rate `lr` and the master weights of an optimizer built from the
-    current weights, because a run killed before its first checkpoint starts from those.
+    Afterwards the optimizer is new: learning rate `lr`, and master weights copied from the current
+    weights.  A run killed before its first checkpoint starts again from exactly this state.
     """
     policy.set_learning_rate(config.lr)
     size = config.batch_size

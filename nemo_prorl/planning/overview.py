@@ -119,7 +119,7 @@ def _plain(value: Any) -> str:
 
 
 def _sources(chain: Chain) -> dict[str, str]:
-    """Return the sources of the table's numbers."""
+    """Return, for each column of numbers in the stage table, a text on how they are computed."""
     rates = chain.rates
     length = f"{rates.mean_tokens:,.1f} tokens, " if rates.mean_tokens is not None else ""
     dropped = f"; {rates.generated_per_trained:.2f} generated per response used for training" if length else ""

@@ -258,7 +258,7 @@ def _stage(
 
 
 def _changes(before: DictConfig | None, now: DictConfig) -> dict[str, Any]:
-    """Return the keys whose value differs from the previous stage; for the first stage, the keys in `NAMES`."""
+    """Return key -> value for changes from the previous stage; for the first, all of `NAMES`."""
     new = dict(settings.leaves(OmegaConf.to_container(now, resolve=True), into_lists=False))
     if before is None:
         return {key: new.get(key) for key in NAMES}

@@ -99,7 +99,10 @@ def warmup_target(record: Record) -> str:
 
 
 def _fraction_text(value: object) -> str:
-    """Return a fraction as `3/4`: gsm_symbolic has fractions in its metadata, which its scorer does not read."""
+    """Return a fraction as text such as `3/4`, for JSON.  Raises TypeError for any other value.
+
+    Entries of gsm_symbolic have fractions in their metadata; their scorer does not read them.
+    """
     if isinstance(value, Fraction):
         return str(value)
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
@@ -119,7 +122,7 @@ def _drawer(source: DataSource) -> Draw:
 
 
 def _reasoning_gym(source: DataSource, dataset: str) -> Draw:
-    """Return the draw function of a reasoning-gym dataset; a prompt is the entry's question and the answer's form."""
+    """Return the draw function of a reasoning-gym dataset; prompts end in `PUZZLE_INSTRUCTION`."""
     from reasoning_gym.factory import DATASETS, create_dataset  # 1 s to import
 
     if dataset not in DATASETS:

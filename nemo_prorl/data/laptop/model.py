@@ -203,7 +203,7 @@ def _frequent_phrases(texts: Iterable[str], split: Any, words: set[str]) -> list
 
 
 def _pieces(part: str, split: Any, words: set[str]) -> list[tuple[str, bool]]:
-    """Return the pre-tokens of plain text, each with whether it is a frequent word or a single non-alphanumeric."""
+    """Return (pre-token, flag) pairs of a text; the flag marks frequent words and single signs."""
     found = []
     for token, (start, end) in split.pre_tokenize_str(part):
         piece = part[start:end]

@@ -58,7 +58,7 @@ def _final(row: Row, task: str, truth: dict[str, Any], answer: str, question: st
 
 
 def _tolerance(row: Row, answer: str) -> float | None:
-    """Return the relative `tolerance` of a record from OlympiadBench's absolute `error`; None without such a number."""
+    """Return OlympiadBench's absolute `error` as a relative tolerance; None without two numbers."""
     try:
         error, value = float(row.first("error")), float(answer.strip("$ "))
     except (TypeError, ValueError):
@@ -142,8 +142,9 @@ def last_box(text: str) -> str | None:
 def scp(row: Row) -> Draft | Drop:
     """Convert a row of SCP-116K: `problem`, the source's `solution` and R1's `response`.
 
-    The truth is R1's boxed answer, because the source's solution is usually prose.  Unless --agreement is none,
-    a record is kept only if the two agree.  A solution with a box, or of one short line, is also an accepted answer.
+    The truth is R1's boxed answer, because the source's solution is usually prose.  Unless
+    --agreement is none, a record is later dropped if answer and solution disagree.  The boxed
+    answer of the solution, or a solution of one short line, is also accepted.
     """
     question = row.text("problem", "question")
     solution = row.text("solution", "matched_solution", "extract_solution").strip()

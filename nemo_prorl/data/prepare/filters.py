@@ -25,7 +25,7 @@ def words_of(text: str) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Return a text for comparison as a whole.  It keeps signs, in which short problems may differ."""
+    """Return a text in lower case with single spaces.  Signs stay, to tell short problems apart."""
     return " ".join(text.casefold().split())
 
 
@@ -39,12 +39,13 @@ class Overlap:
 
 
 class Contamination:
-    """The word n-grams of evaluation sets.
+    """The word n-grams of evaluation sets, to find texts that overlap with their problems.
 
-    A text overlaps if it equals one of their problems, or if both have n consecutive words and `share` of the shorter
-    text, in order, in common.  The n-grams find candidates; the share excludes common phrases ("where m and n are
-    relatively prime positive integers").  n-grams in many problems of a file are its template text and are ignored
-    (`template`: their number).
+    A text overlaps with a problem if both are equal.  It also overlaps if both have n consecutive
+    words in common, and the words in common, in order, are at least `share` of the shorter text.
+    The n-grams find candidates; `share` excludes common phrases ("where m and n are relatively
+    prime positive integers").  An n-gram in many problems of a file is template text, so it
+    is ignored; `template` is the number of such n-grams.
     """
 
     def __init__(self, ngram: int, share: float) -> None:

@@ -9,7 +9,10 @@ from nemo_prorl.data.prepare.rows import Row
 
 
 def ifeval(row: Row) -> Draft | Drop:
-    """Convert a row of IFEval, or of Llama-Nemotron with a message list `input` and both lists in `args`."""
+    """Convert a row of IFEval or Llama-Nemotron.
+
+    Llama-Nemotron has messages in `input`, and IFEval's lists (see `InstructionTruth`) in `args`.
+    """
     prompt = row.needed("prompt", "input")
     if isinstance(prompt, list):
         if len(prompt) > 1:

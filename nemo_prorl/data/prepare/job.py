@@ -253,7 +253,7 @@ class Preparation:
         _log.info("sent %d requests to the judge", request_count)
 
     def _agree_by_grader(self) -> None:
-        """Compare R1's boxed answer with the boxed answer of the source's solution, by the reward plugin."""
+        """Drop items unless the plugin finds R1's boxed answer equal to the source's boxed one."""
         boxes = [answers.last_box(item.draft.reference) for item in self.items]
         boxed = [at for at, box in enumerate(boxes) if box]
         records: list[PromptRecord] = [{**self.items[at].record, "truth": {"answer": boxes[at]}} for at in boxed]
@@ -309,7 +309,7 @@ class Preparation:
     # --- writing ---------------------------------------------------------------------------------------------------
 
     def parts(self) -> dict[Part, list[PromptRecord]]:
-        """Return the records of train and validation, without empty parts."""
+        """Return the records of train and validation; leave out a part without records."""
         opts, held = self.options, set()
         if all(item.part is None for item in self.items):
             wanted = len(self.items) if opts.holdout == ALL else opts.holdout or 0

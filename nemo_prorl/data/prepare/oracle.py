@@ -28,8 +28,8 @@ class Oracles:
     def with_expected(self, draft: Draft) -> Draft | Drop:
         """Return the draft with the oracle's result as the expected value of each test.
 
-        Tests on which the oracle fails, or whose result is not JSON or too long, are removed.  Raises UnfitMachine if
-        no sandbox level works on this machine.
+        Tests on which the oracle fails, or whose result is not JSON or too long, are removed; if
+        no test is left, return a Drop.  Raises UnfitMachine if no sandbox level works here.
         """
         tests, name = draft.truth["tests"], draft.truth["fn_name"]
         inputs = tuple(json.dumps(test["args"]) for test in tests)

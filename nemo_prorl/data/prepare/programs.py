@@ -28,7 +28,7 @@ def _named(name: str) -> str:
 
 
 def _tests(row: Row, field: str, value: Any) -> dict[str, Any] | Drop:
-    """Return the truth of a value in APPS' form: `{"inputs", "outputs"}`, with `fn_name` for calls of a function."""
+    """Convert tests in APPS' form (`inputs`, `outputs`, `fn_name`) to a truth or a Drop."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -114,7 +114,8 @@ def tested(row: Row) -> Draft | Drop:
 def humaneval(row: Row) -> Draft | Drop:
     """Convert a row of HumanEval or HumanEval+: a function to complete.
 
-    HumanEval has a function `check` with asserts.  HumanEval+ has arguments; its solution gives the results.
+    HumanEval has a function `check` with asserts.  HumanEval+ has only arguments; its own
+    solution computes the expected results later.
     """
     prompt, name = row.text("prompt"), row.text("entry_point")
     row.needed("test", "plus_input")  # HumanEval or HumanEval+
@@ -136,7 +137,7 @@ def humaneval(row: Row) -> Draft | Drop:
 
 
 def _calls(row: Row, field: str) -> list[list[Any]]:
-    """Return the list of arguments of each call."""
+    """Return the calls in column `field`, each a list of arguments.  Raises DataError."""
     calls = row.needed(field)
     if not isinstance(calls, list) or not all(isinstance(args, list) for args in calls):
         raise row.wrong(field, calls, "a list with a list of arguments for each call")

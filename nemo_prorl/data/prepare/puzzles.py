@@ -66,7 +66,10 @@ def entry(row: Row) -> Draft | Drop:
 
 
 def read_tasks(path: Path) -> dict[str, dict[str, Any]]:
-    """Return name -> options of the tasks in a yaml file such as TASKS_FILE.  Raises ConfigError: file and key."""
+    """Return task name -> options from a yaml file such as TASKS_FILE.
+
+    Raises ConfigError that names file and key.
+    """
     try:
         value = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:

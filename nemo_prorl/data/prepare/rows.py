@@ -35,7 +35,10 @@ class Row:
         return next((self.values[name] for name in names if self.values.get(name) is not None), None)
 
     def needed(self, *names: str) -> Any:
-        """Return the value of the first of these columns that exists; it may be null.  Raises DataError."""
+        """Return the value of the first of these columns that exists; the value may be None.
+
+        Raises DataError if the row has none of the columns.
+        """
         for name in names:
             if name in self.values:
                 return self.values[name]
@@ -47,7 +50,10 @@ class Row:
         )
 
     def text(self, *names: str) -> str:
-        """Return the value of the first of these columns that exists, as a string; "" for null.  Raises DataError."""
+        """Return the string in the first of these columns that exists; "" for null.
+
+        Raises DataError if the row has none of the columns, or if the value is not a string.
+        """
         value = self.needed(*names)
         if value is None:
             return ""

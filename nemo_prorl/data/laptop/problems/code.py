@@ -1,6 +1,7 @@
 """Generates one-line programming problems, answered in a fenced block and judged by the `code` plugin.
 
-A function has several tests, and one with a wrong number passes some of them, so it has a reward between 0 and 1.
+If the problem is a function, a response with a wrong number still passes some of the tests.  Its
+reward is then between 0 and 1.
 """
 
 import random

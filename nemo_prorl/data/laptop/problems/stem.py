@@ -53,7 +53,7 @@ def stem(source: DataSource) -> Draw:
 
 
 def _units(rng: random.Random, highs: dict[str, int]) -> _Question:
-    """Return a unit conversion; a number without a unit is accepted, a number with another unit is not."""
+    """Return a unit conversion; the answer may omit the unit, but not have another unit."""
     larger, smaller, factor = rng.choice(_FACTORS)
     value = rng.randint(1, highs["max_value"])
     answer = str(value * factor)
@@ -61,7 +61,7 @@ def _units(rng: random.Random, highs: dict[str, int]) -> _Question:
 
 
 def _laws(rng: random.Random, highs: dict[str, int]) -> _Question:
-    """Return a product of two quantities, the second with one digit."""
+    """Return a question whose answer is a product of two quantities; the second has one digit."""
     question, unit = rng.choice(_LAWS)
     one, other = rng.randint(1, highs["max_factor"]), rng.randint(1, 9)
     answer = str(one * other)

@@ -1,9 +1,9 @@
 """Retention of checkpoints, and the possible names of their folders.
 
-    step-000040          complete
-    step-000040.tmp      being written, or left by a killed process: never loaded
-    step-000040.old      complete; removed once its replacement exists, otherwise `clean` renames it
-    step-000040.trash    being removed: never loaded
+step-000040          complete
+step-000040.tmp      being written, or left by a killed process: never loaded
+step-000040.old      complete; removed once its replacement exists, otherwise `clean` renames it
+step-000040.trash    being removed: never loaded
 """
 
 import json

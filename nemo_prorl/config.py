@@ -203,7 +203,7 @@ class DeadlinesConfig:
     """Time limits of all waits, in seconds.  The error of a missed deadline names its key."""
 
     startup_s: float = key(300.0, "seconds until engines and reward servers must be ready", above=0)
-    rollout_s: float = key(3600.0, "seconds for the rollout of one step", above=0)
+    rollout_s: float = key(3600.0, "seconds of a rollout without a new token or response", above=0)
     reward_s: float = key(600.0, "seconds for one verdict", above=0)
     publish_s: float = key(300.0, "seconds until all engines must have new weights", above=0)
     collective_s: float = key(1800.0, "seconds for one collective operation of all ranks", above=0)

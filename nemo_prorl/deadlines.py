@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from nemo_prorl.errors import DeadlineExceeded
 
 
-@dataclass(frozen=True)
+@dataclass
 class Deadline:
-    """A time limit in seconds, counted from construction on the monotonic clock.
+    """A time limit in seconds, counted on the monotonic clock from construction or from the last progress.
 
     `what` names the awaited thing in the error, such as "the engines to start".
     """
@@ -28,6 +28,10 @@ class Deadline:
     @property
     def passed(self) -> bool:
         return self.remaining == 0.0
+
+    def progressed(self, at: float) -> None:
+        """Count the limit from `at` (monotonic seconds), if that is later: the awaited work made progress then."""
+        self._start = max(self._start, at)
 
     def error(self) -> DeadlineExceeded:
         return DeadlineExceeded(f"waited {self.seconds:g} s for {self.what}")

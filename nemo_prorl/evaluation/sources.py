@@ -46,6 +46,10 @@ class ResponseSource(Protocol):
 
     max_concurrent: int  # concurrent responses that keep the source busy
 
+    @property
+    def generated_tokens(self) -> int:
+        """Return the tokens that were generated so far, those of unfinished responses too; 0 if it is not known."""
+
     def check(self, record: Mapping[str, Any], sampling: Sampling) -> None:
         """Raise DataError if the prompt leaves no room for a response in the context."""
 
@@ -70,12 +74,16 @@ class LocalEngines:
             stop: Ids of the model's end tokens.
             per_engine: Concurrent responses that keep one engine busy.
             engines: Number of engines.
-            seconds: Deadline for all responses to a prompt.
+            seconds: Longest time without progress: no response has ended and no token was generated.
         """
         self.max_concurrent = per_engine * engines
         self._renderer, self._stop = renderer, tuple(sorted(stop))
         self._per_engine, self._seconds = per_engine, seconds
         self._pool: EnginePool | None = None
+
+    @property
+    def generated_tokens(self) -> int:
+        return 0 if self._pool is None else self._pool.generated_tokens
 
     def connect(self, endpoints: Path, token: str, engines: int) -> None:
         """Connect to the engines that announce themselves in the folder `endpoints`.  Call it before `generate`."""
@@ -105,7 +113,8 @@ class LocalEngines:
             text = self._renderer.judged_text(ids, response.token_ids)
             on_reply(response.index, Reply(text, response.finished, len(response.token_ids)))
 
-        deadline = Deadline(self._seconds, f"the responses to {record['id']!r} (trainer.deadlines.rollout_s)")
+        what = f"a new token, with responses to {record['id']!r} open (trainer.deadlines.rollout_s)"
+        deadline = Deadline(self._seconds, what)
         ids, params = self.request(record, sampling)
         await self._pool.generate(ids, seeds, params, deadline, ended)
 
@@ -142,6 +151,7 @@ class Endpoint:
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._http: aiohttp.ClientSession | None = None
         self._room = asyncio.Semaphore(max_concurrent)
+        self.generated_tokens = 0
 
     def check(self, record: Mapping[str, Any], sampling: Sampling) -> None:
         self._body(record, sampling, 0)

@@ -292,7 +292,8 @@ class Collector:
         return Deadline(seconds, f"{what} (trainer.deadlines.publish_s + startup_s)")
 
     def _deadline(self, what: str, step: int) -> Deadline:
-        return Deadline(self.cfg.trainer.deadlines.rollout_s, f"{what} at step {step} (trainer.deadlines.rollout_s)")
+        text = f"a new token or response in {what} at step {step} (trainer.deadlines.rollout_s)"
+        return Deadline(self.cfg.trainer.deadlines.rollout_s, text)
 
     # --- stopping, and in a checkpoint -----------------------------------------------------------------------------
 

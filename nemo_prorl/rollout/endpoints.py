@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import stat
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from nemo_prorl.errors import ConfigError, EngineFailure, EngineRefused
 
 # Errors of a connection, and of a reply that is not the expected JSON.
 _FAULTS = (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError, TypeError)
-_SILENCE_S = 60.0  # seconds; a stream sends an empty line every 10 s, so silence means a lost server or network
+_SILENCE_S = 60.0  # seconds; a stream has a line at least every 10 s, so silence means a lost server or network
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,17 @@ class EngineClient:
         self._headers = {"Authorization": f"Bearer {token}"}
 
     async def generate(
-        self, prompt_ids: Sequence[int], seeds: Sequence[int], sampling: SamplingParams, version: int | None
+        self,
+        prompt_ids: Sequence[int],
+        seeds: Sequence[int],
+        sampling: SamplingParams,
+        version: int | None,
+        on_tokens: Callable[[int], object] = lambda tokens: None,
     ) -> AsyncGenerator[Response, None]:
         """Yield each response as soon as it ends.
+
+        `on_tokens` is called at least every 10 s without a response, with the number of tokens that the engine has
+        generated since its start, for all requests.
 
         Raises:
             EngineFailure: the reply was cut off, or nothing was received for 60 s.
@@ -95,11 +103,12 @@ class EngineClient:
             ) as reply:
                 await self._raise_for_status(reply)
                 async for line in reply.content:
-                    if not line.strip():
-                        continue
                     value = json.loads(line)
                     if "error" in value:
                         raise EngineFailure(f"{self.url}: {value['error']}")
+                    if "tokens" in value:
+                        on_tokens(int(value["tokens"]))
+                        continue
                     if done := "done" in value:
                         break
                     yield self._checked(value, len(seeds), sampling.logprobs)

@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -45,9 +45,16 @@ class _Slot:
     loaded: int | None = None  # version that this pool has loaded; None if unknown
     asleep: bool = False  # put to sleep and not yet woken
     in_flight: int = 0  # responses
+    tokens: int = 0  # generated since its start, as it reported last
+    progress_at: float = 0.0  # monotonic time of its last response or newly generated token
     failures: int = 0  # consecutive
     retry_at: float = 0.0  # monotonic time from which requests may be sent again
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def progressed(self, tokens: int | None = None) -> None:
+        """Note a response (None), or the number of generated tokens, which is progress if it is a new one."""
+        if tokens != self.tokens:
+            self.tokens, self.progress_at = self.tokens if tokens is None else tokens, time.monotonic()
 
     def path_of(self, published: str) -> str:
         """Return the path of a published file on the engine's node, which has its own copy under the same name."""
@@ -84,6 +91,11 @@ class EnginePool:
         self._scanned_at = -math.inf  # monotonic
         self._http: aiohttp.ClientSession | None = None
         self._turn, self._freed = asyncio.Lock(), asyncio.Event()
+
+    @property
+    def generated_tokens(self) -> int:
+        """Return the tokens that the engines have generated since their starts, at most some seconds old."""
+        return sum(slot.tokens for slot in self._slots.values())
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
@@ -130,6 +142,8 @@ class EnginePool:
         """Return one response for each seed, in the order of seeds; call `on_response` for each as soon as it ends.
 
         Args:
+            deadline: limit of the time without progress.  A response of an engine in use, or a newly generated token
+                of any of its responses, restarts it.
             version: required weights (None: any); responses of other weights are discarded and requested again.
 
         Raises:
@@ -141,6 +155,7 @@ class EnginePool:
         got: dict[int, Response] = {}
 
         def take(share: _Share, response: Response) -> None:
+            share.slot.progressed()
             if response.index not in got:
                 got[response.index] = response
                 self._free(share, 1)
@@ -150,20 +165,18 @@ class EnginePool:
         missing, failed = list(range(len(seeds))), None
         attempts: dict[asyncio.Task[None], _Share] = {}
         try:
-            async with asyncio.timeout(deadline.remaining):
-                while missing or attempts:
-                    for share in await self._room_for(missing) if missing else ():
-                        missing = missing[share.open :]
-                        task = asyncio.ensure_future(attempt(share))
-                        task.add_done_callback(partial(self._free_rest, share))
-                        attempts[task] = share
-                    if not missing:
-                        await asyncio.wait(attempts, return_when=asyncio.FIRST_COMPLETED)
-                    for task in [task for task in attempts if task.done()]:
-                        share = attempts.pop(task)
-                        task.result()
-                        if again := [index for index in share.indexes if index not in got]:
-                            missing, failed = missing + again, share.slot
+            while missing or attempts:
+                _check_progress(deadline, attempts.values())
+                for share in await self._room_for(missing, deadline) if missing else ():
+                    missing = missing[share.open :]
+                    task = asyncio.ensure_future(attempt(share))
+                    task.add_done_callback(partial(self._free_rest, share))
+                    attempts[task] = share
+                if not missing:
+                    await asyncio.wait(attempts, timeout=deadline.remaining, return_when=asyncio.FIRST_COMPLETED)
+                for share in _ended(attempts):
+                    if again := [index for index in share.indexes if index not in got]:
+                        missing, failed = missing + again, share.slot
         except TimeoutError:
             descriptions = sorted({self._describe(s.slot) for s in attempts.values()}) or [self._describe(failed)]
             where = f"{len(seeds) - len(got)} of {len(seeds)} responses missing, {'; '.join(descriptions)}"
@@ -187,7 +200,8 @@ class EnginePool:
         try:
             if await self._bring_up_to_date(slot, deadline):
                 self.load.answered(slot.name)
-            stream = slot.client.generate(prompt_ids, [seeds[i] for i in share.indexes], sampling, version)
+            wanted = [seeds[i] for i in share.indexes]
+            stream = slot.client.generate(prompt_ids, wanted, sampling, version, slot.progressed)
             async with contextlib.aclosing(stream) as replies:
                 async for reply in replies:
                     self.load.answered(slot.name)
@@ -201,10 +215,11 @@ class EnginePool:
             self._failed(slot, error)
             slot.loaded = None  # load again, in case the engine has other weights
 
-    async def _room_for(self, responses: list[int]) -> list[_Share]:
+    async def _room_for(self, responses: list[int], deadline: Deadline) -> list[_Share]:
         """Reserve room on the least loaded healthy engines, for as many of these responses as possible.
 
-        Waits until there is room for at least one response.  Callers are served in order of arrival.
+        Waits until there is room for at least one response.  Callers are served in order of arrival.  Raises
+        TimeoutError at the deadline; progress of any engine restarts it.
         """
         async with self._turn:
             while True:
@@ -215,6 +230,9 @@ class EnginePool:
                         share.slot.in_flight += share.open
                         self.load.changed(share.slot.name, share.open)
                     return shares
+                deadline.progressed(max((slot.progress_at for slot in self._slots.values()), default=0.0))
+                if deadline.passed:
+                    raise TimeoutError
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_POLL_S):
                         await self._freed.wait()
@@ -369,6 +387,22 @@ class EnginePool:
             return f"{slot.name} at {slot.client.url}" + (f" (last failure: {last})" if last else "")
         failures = "".join(f"; {name} (last failure: {text})" for name, text in sorted(self._last_failure.items()))
         return f"{len(self._slots)} of {self.engines} engines known from {self.endpoints}/engine-*.json{failures}"
+
+
+def _ended(attempts: dict[asyncio.Task[None], _Share]) -> list[_Share]:
+    """Remove the attempts that have ended and return their shares; raise the error of one that failed for good."""
+    ended = [task for task in attempts if task.done()]
+    for task in ended:
+        task.result()
+    return [attempts.pop(task) for task in ended]
+
+
+def _check_progress(deadline: Deadline, open_shares: Iterable[_Share]) -> None:
+    """Raise TimeoutError if the engines of open requests made no progress for too long."""
+    for share in open_shares:
+        deadline.progressed(share.slot.progress_at)
+    if deadline.passed:
+        raise TimeoutError
 
 
 async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:

@@ -90,7 +90,7 @@ class Fake:
 
     async def say(self, reply: web.StreamResponse, index: int, seed: int, **change: Any) -> None:
         value = {"index": index, "token_ids": [seed, 2], "logprobs": [-0.5, -0.25], "finish_reason": "stop"}
-        await reply.write(json.dumps({**value, "weight_version": self.version, **change}).encode() + b"\n\n")
+        await reply.write(json.dumps({**value, "weight_version": self.version, **change}).encode() + b"\n")
 
 
 async def cut_after_two(fake: Fake, body: dict[str, Any], reply: web.StreamResponse) -> bool:
@@ -104,6 +104,18 @@ async def hang_after_three(fake: Fake, body: dict[str, Any], reply: web.StreamRe
         await fake.say(reply, index, body["seeds"][index])
     await asyncio.sleep(0.6)
     return False
+
+
+def slow(*tokens: int) -> Fault:
+    """An engine that reports these numbers of tokens, one each 0.2 s, and then answers."""
+
+    async def fault(fake: Fake, body: dict[str, Any], reply: web.StreamResponse) -> bool:
+        for count in tokens:
+            await asyncio.sleep(0.2)
+            await reply.write(json.dumps({"tokens": count}).encode() + b"\n")
+        return True
+
+    return fault
 
 
 async def an_error_line(fake: Fake, body: dict[str, Any], reply: web.StreamResponse) -> bool:
@@ -256,6 +268,23 @@ def test_deadlines_name_the_engine_and_what_is_missing(tmp_path: Path) -> None:
         await pool.close()
         await fake.stop()
         await other.stop()
+
+    run(work, tmp_path)
+
+
+def test_a_deadline_counts_from_the_last_token(tmp_path: Path) -> None:
+    async def work(folder: Path) -> None:
+        fake = await Fake(folder, 0, (slow(*range(1, 8)), slow(*[8] * 7))).start()
+        pool = EnginePool(folder, "t", max_in_flight=1)
+        waiting = asyncio.create_task(pool.generate([5], [1], SAMPLING, Deadline(0.5, "a slow response")))
+        behind = asyncio.create_task(pool.generate([5], [2], SAMPLING, Deadline(0.5, "a response behind it")))
+        assert [response.token_ids for response in await waiting] == [[1, 2]]
+        with pytest.raises(DeadlineExceeded, match=r"waited 0.5 s for a response behind it"):
+            await behind
+        assert pool.generated_tokens == 8
+        assert [seeds for _, seeds in fake.calls] == [[1], [2]]  # neither request was sent again
+        await pool.close()
+        await fake.stop()
 
     run(work, tmp_path)
 

@@ -49,6 +49,7 @@ def said(vllm_python: str) -> dict[str, str]:
 
 
 CHECK = """
+import time
 from types import SimpleNamespace
 import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -72,7 +73,7 @@ for Kind, base in ((AsyncWholeResponses, AsyncScheduler), (WholeResponses, Sched
     assert issubclass(Kind, base)
     base.finish_requests = lambda self, ids, status: ids
     scheduler = Kind.__new__(Kind)
-    scheduler._held, scheduler.requests = {}, {}
+    scheduler._held, scheduler.requests, scheduler._released = {}, {}, time.monotonic()
     assert step(scheduler, sampled("a", 5, -1.5), sampled("b", 6)) == []
     assert step(scheduler, sampled("c", 1, -1.0), sampled("d", 1)) == []
     done = step(scheduler, sampled("a", 7, -2.5, FinishReason.STOP), sampled("b", 8))
@@ -84,6 +85,13 @@ for Kind, base in ((AsyncWholeResponses, AsyncScheduler), (WholeResponses, Sched
     assert sorted(scheduler._held) == ["b", "d"]
     (done,) = step(scheduler, sampled("b", 2, None, FinishReason.LENGTH))
     assert (done.new_token_ids, done.new_logprobs) == ([6, 8, 2], None)
+    assert step(scheduler, sampled("e", 5, -1.5)) == []
+    scheduler._released -= 60  # seconds: tokens of unfinished responses are due
+    (some,) = step(scheduler, sampled("e", 6, -2.5))
+    assert (some.new_token_ids, some.finish_reason, len(some.new_logprobs.logprobs)) == ([5, 6], None, 2)
+    assert step(scheduler, sampled("e", 7, -3.5)) == []
+    (rest,) = step(scheduler, sampled("e", 1, -0.5, FinishReason.STOP))
+    assert (rest.new_token_ids, rest.new_logprobs.logprobs.tolist()) == ([7, 1], [[-3.5], [-0.5]])
     scheduler.finish_requests(None, None)
     assert scheduler._held == {}
 """
@@ -94,6 +102,7 @@ def test_tokens_are_held_until_their_response_ends(said: dict[str, str]) -> None
 
 
 MIDDLE = """
+import time
 from types import SimpleNamespace
 import numpy as np
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -135,7 +144,7 @@ Scheduler.update_from_output = update_from_output
 def steps(kind, columns, **counts):
     'Run requests through steps in which they sample these tokens; return their outputs.'
     scheduler = kind.__new__(kind)
-    scheduler._held, scheduler.max_model_len = {}, 9
+    scheduler._held, scheduler.max_model_len, scheduler._released = {}, 9, time.monotonic()
     scheduler.requests = {name: Request(name, 4, None if name == "quiet" else 0) for name in columns}
     scheduler.requests["long"].max_tokens = 100  # the context ends it
     done, requests = {}, dict(scheduler.requests)

@@ -8,8 +8,9 @@ POST /generate {"prompt": [ids], "seeds": [7, 8], "temperature": 1.2, "top_p": 1
                 "stop_token_ids": [2], "weight_version": 3}
     The reply is NDJSON: one line for each response as soon as it ends, {"index", "token_ids", "logprobs",
     "finish_reason", "weight_version"}, then {"done": n}.  token_ids includes the stop token.  Log-probabilities are
-    those of the sampled distribution: log_softmax(logits / temperature), cut by top_p if that is below 1.  Empty lines
-    show that the server is alive.  A reply without {"done"} was cut off; a last line {"error"} gives the reason.
+    those of the sampled distribution: log_softmax(logits / temperature), cut by top_p if that is below 1.  A line
+    {"tokens"} every 10 s is the number of tokens that the engine has generated since its start, for all requests.  A
+    reply without {"done"} was cut off; a last line {"error"} gives the reason.
     `logprobs` false omits log-probabilities.  `weight_version` is optional: 409 if the engine has other weights.
 POST /weights {"path": FILE, "version": 3, "wait_s": 60}
     Waits until no response is in flight, loads safetensors with Hugging Face names, and empties the prefix cache.
@@ -68,7 +69,7 @@ _log = logging.getLogger("nemo_prorl.rollout.engine.server")
 
 ENGINE_LOST = 70  # exit status: the supervisor must start a new engine
 UNPUBLISHED: Literal[-1] = -1  # weight version of an engine that has the weights of its model folder
-HEARTBEAT_S = 10.0  # seconds between empty lines in a stream without finished responses
+HEARTBEAT_S = 10.0  # seconds between lines with the number of tokens, in a stream without finished responses
 UPDATE_LIMIT_S = 300.0  # seconds; a longer update counts as a hung core
 
 
@@ -88,7 +89,7 @@ class EngineServer:
         self.engine, self.limits, self.shapes, self.sleeping, self.name = engine, limits, shapes, sleep, name
         self.weights_dir, self.health_s = weights_dir, health_s
         self.version: int = UNPUBLISHED
-        self.in_flight, self.requests, self.updating_since = 0, 0, 0.0
+        self.in_flight, self.requests, self.tokens, self.updating_since = 0, 0, 0, 0.0
         self.update = asyncio.Lock()
         # `idle`: no response is in flight.  `open`: no update is running and the engine is awake.
         self.idle, self.open = asyncio.Event(), asyncio.Event()
@@ -123,7 +124,7 @@ class EngineServer:
         try:
             while left:
                 done, left = await asyncio.wait(left, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
-                yield "".join(task.result() for task in done) or "\n"
+                yield "".join(task.result() for task in done) or json.dumps({"tokens": self.tokens}) + "\n"
             yield json.dumps({"done": len(tasks)}) + "\n"
         except Exception as error:  # mostly EngineDeadError.  The reply has begun, so the error goes into the reply
             _log.error("a /generate request failed: %s: %s", type(error).__name__, error)
@@ -149,7 +150,7 @@ class EngineServer:
             logprobs=0 if request.logprobs else None,
             flat_logprobs=request.logprobs,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.DELTA,
             skip_clone=True,  # a shallow copy instead of a deep one
         )
         prompt = tokens_input(request.prompt)  # same result as vLLM's renderer, which uses a thread for each prompt
@@ -163,20 +164,24 @@ class EngineServer:
     async def _line(self, index: int, prompt: Any, params: Any) -> str:
         """Generate one response; return its line of the reply."""
         self.requests += 1
-        final, began = None, time.monotonic()
+        last, began = None, time.monotonic()
+        tokens: list[int] = []
+        logprobs: list[float] = []
         try:
-            async for result in self.engine.generate(prompt, params, f"r{self.requests}"):
-                final = result
+            async for last in self.engine.generate(prompt, params, f"r{self.requests}"):
+                output = last.outputs[0]
+                tokens += output.token_ids
+                self.tokens += len(output.token_ids)
+                if (flat := output.logprobs) is not None:  # at each position the sampled token is first
+                    logprobs += [flat.logprobs[start] for start in flat.start_indices]
         finally:
-            _record(final, began)
-        if final is None or final.outputs[0].finish_reason not in ("stop", "length"):
+            _record(last, len(tokens), began)
+        if last is None or output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM aborted response {index}")
-        output = final.outputs[0]
-        flat = output.logprobs  # at each position the sampled token is first; None if not requested
         line = {
             "index": index,
-            "token_ids": list(output.token_ids),
-            "logprobs": [] if flat is None else [flat.logprobs[start] for start in flat.start_indices],
+            "token_ids": tokens,
+            "logprobs": logprobs,
             "finish_reason": output.finish_reason,
             "weight_version": int(output.weight_versions[-1].version),
         }
@@ -279,6 +284,7 @@ class EngineServer:
                 "weight_version": self.version,
                 "in_flight": self.in_flight,
                 "in_engine": self.engine.get_num_unfinished_requests(),
+                "tokens": self.tokens,
                 "updating": updating,
                 "sleep": self.sleeping.state(),
                 "pid": os.getpid(),
@@ -286,13 +292,13 @@ class EngineServer:
         )
 
 
-def _record(final: Any, began: float) -> None:
-    """Add a response to the trace while one is recorded; `final` is None if the response was cancelled."""
-    output = None if final is None else final.outputs[0]
+def _record(last: Any, tokens: int, began: float) -> None:
+    """Add a response to the trace while one is recorded; `last` is vLLM's last output, None if there was none."""
+    reason = None if last is None else last.outputs[0].finish_reason
     fields: dict[str, Any] = {
-        "tokens": 0 if output is None else len(output.token_ids),
-        "finish_reason": "aborted" if output is None else str(output.finish_reason),
-        "prompt_cached": 0 if final is None else final.num_cached_tokens or 0,
+        "tokens": tokens,
+        "finish_reason": "aborted" if reason is None else str(reason),
+        "prompt_cached": 0 if last is None else last.num_cached_tokens or 0,
     }
     RECORDER.add("response", "responses", began, time.monotonic(), **fields)
 

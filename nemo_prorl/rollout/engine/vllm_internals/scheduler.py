@@ -1,14 +1,16 @@
-"""Scheduler for vLLM that returns whole responses instead of single tokens.
+"""Scheduler for vLLM that returns the tokens of a response every few seconds instead of one by one.
 
 vLLM returns each token of each response as it is sampled, with three arrays for its log-probability, which both
 processes of an engine pack and unpack.  This project uses only finished responses.  Holding the tokens back saves a
 fifth of the engine's time with a small model on a CPU.  There vLLM's bookkeeping for the tokens in the middle of a
-response takes another tenth, so `_store_middle_tokens` replaces it.
+response takes another tenth, so `_store_middle_tokens` replaces it.  The tokens of unfinished responses are returned
+every `RELEASE_S` seconds, so that the server can count them.
 
 Runs in the engine core's process.
 """
 
 import copy
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,36 +20,42 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
+RELEASE_S = 5.0  # seconds between two returns of the tokens of unfinished responses
+
 
 @dataclass(slots=True)
 class _Held:
-    """The tokens of an unfinished response.
+    """The tokens of an unfinished response that were not returned yet.
 
-    `stops`: tokens that end it.  `longest`: number of tokens at which it ends.
+    `stops`: tokens that end it.  `left`: maximum number of further tokens.
     """
 
     stops: frozenset[int]
-    longest: int
+    left: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     prefill: Any = None  # statistics of the prefill, which only the first output has
 
 
 class WholeResponses(Scheduler):  # type: ignore[misc]
-    """Holds tokens back until their response ends, and keeps only the log-probability of the sampled token."""
+    """Holds tokens back for some seconds, and keeps only the log-probability of the sampled token."""
 
     schedules_ahead = False  # whether the next step is scheduled before this step's tokens are known
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._held: dict[str, _Held] = {}  # by request id
+        self._released = time.monotonic()
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        if not self.schedules_ahead:
+        release = time.monotonic() - self._released > RELEASE_S
+        if release:
+            self._released = time.monotonic()
+        elif not self.schedules_ahead:
             scheduler_output = self._store_middle_tokens(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for client in outputs.values():
-            client.outputs = [output for output in client.outputs if self._hold(output)]
+            client.outputs = [output for output in client.outputs if self._hold(output, release)]
         return outputs
 
     def _store_middle_tokens(self, scheduler_output: Any, sampled: Any) -> Any:
@@ -64,30 +72,34 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
                 continue
             row = sampled.req_id_to_index[request_id]
             tokens = sampled.sampled_token_ids[row]
-            if len(tokens) != 1 or tokens[0] in held.stops or len(held.tokens) + 1 >= held.longest:
+            if len(tokens) != 1 or tokens[0] in held.stops or held.left <= 1:
                 left[request_id] = count
                 continue
             request.num_in_flight_tokens -= 1
             request.append_output_token_ids(tokens[0])
             held.tokens.append(tokens[0])
+            held.left -= 1
             if logprob_N is not None and request.sampling_params.logprobs is not None:
                 held.logprobs.append(logprob_N[row])
         remaining = copy.copy(scheduler_output)
         remaining.num_scheduled_tokens = left
         return remaining
 
-    def _hold(self, output: Any) -> bool:
-        """Store the new tokens of a response.  At its end put all its tokens into `output` and return True."""
+    def _hold(self, output: Any, release: bool) -> bool:
+        """Store the new tokens of a response.  At its end, or to release, put all into `output` and return True."""
         held = self._held.get(output.request_id)
         if held is None:
             held = self._held[output.request_id] = self._new(output.request_id)
         held.tokens += output.new_token_ids
+        held.left -= len(output.new_token_ids)
         held.prefill = output.prefill_stats = output.prefill_stats or held.prefill
         if output.new_logprobs is not None:
             held.logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # the sampled token is in the first column
-        if output.finish_reason is None:
+        if output.finish_reason is None and not release:
             return False
         del self._held[output.request_id]
+        if output.finish_reason is None:
+            self._held[output.request_id] = _Held(held.stops, held.left)
         output.new_token_ids = held.tokens
         if held.logprobs:
             output.new_logprobs = LogprobsLists(

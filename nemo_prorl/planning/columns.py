@@ -1,10 +1,10 @@
-"""Alignment of rows of text as a table for a terminal."""
+"""A function that aligns rows of text as a table for a terminal."""
 
 from collections.abc import Container, Iterable, Sequence
 
 
 def columns(rows: Iterable[Sequence[str]], right: Container[int] = ()) -> str:
-    """Return the rows as lines with aligned columns.
+    """Return one line of text per row, with aligned columns.
 
     Args:
         rows: Cells of each line. A row with a single cell is a heading and does not widen the first column.

@@ -1,4 +1,4 @@
-"""Text tables of `prorl plan`: a run before it starts, the stages of its chain, and memory."""
+"""Text tables that `prorl plan` prints: the settings of a run, the stages of its chain, and the memory it needs."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def plan(cfg: DictConfig, chain: Chain) -> str:
 
 
 def run_rows(cfg: DictConfig) -> dict[str, str]:
-    """Return the settings of a resolved configuration in words, by subject; `prorl plan --json` has the same keys."""
+    """Return {subject: settings in words} of a resolved configuration; `prorl plan --json` has the same keys."""
     trainer, grpo, model, rollout = cfg.trainer, cfg.trainer.grpo, cfg.model, cfg.rollout
     tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
     ranks = trainer.num_nodes * trainer.devices
@@ -87,7 +87,7 @@ def _files(cfg: DictConfig) -> str:
 
 
 def _stage_table(chain: Chain) -> str:
-    """Return one line per stage, with a mark at the chosen stage, and the totals."""
+    """Return a table with one line per stage, `>` before the chosen stage, and a last line with the totals."""
     hours = f"{chain.accelerator.upper()} hours"
     head = ("", "stage", "reset", "steps", "responses", "tokens <=", "generated ~", hours, "memory", "changes")
     rows: list[tuple[str, ...]] = [head]
@@ -119,7 +119,7 @@ def _plain(value: Any) -> str:
 
 
 def _sources(chain: Chain) -> dict[str, str]:
-    """Return, for each column of numbers in the stage table, a text on how they are computed."""
+    """Return {column of the stage table: how its numbers are computed}, as text."""
     rates = chain.rates
     length = f"{rates.mean_tokens:,.1f} tokens, " if rates.mean_tokens is not None else ""
     dropped = f"; {rates.generated_per_trained:.2f} generated per response used for training" if length else ""
@@ -143,7 +143,7 @@ def _sources(chain: Chain) -> dict[str, str]:
 
 
 def _memory(cfg: DictConfig, chain: Chain) -> dict[str, str]:
-    """Return the memory of the chosen run by part, in words."""
+    """Return {part: its memory in words} for the chosen run, such as the part `gradients`."""
     m, size = chain.memory, chain.device_bytes
     of = "a GPU" if chain.accelerator == "gpu" else "a rank"
     room = m.kv_room(size)
@@ -189,7 +189,7 @@ def _memory(cfg: DictConfig, chain: Chain) -> dict[str, str]:
 
 
 def _sleep(cfg: DictConfig, m: Memory, size: float | None) -> str:
-    """Return how trainer and engine share a GPU's memory over a step, in words."""
+    """Return in words how trainer and engine share a GPU of `size` bytes (None: unknown) over a step."""
     if m.engines_apart:
         return (
             f"none: at least {_bytes(m.while_generating)} on an engine's GPU, {_bytes(m.while_training)} on a trainer's"
@@ -216,7 +216,7 @@ def _bytes(number: float | None) -> str:
 
 
 def _count(number: float | None) -> str:
-    """Return a count in short form: 12,345; 6.55 million; 20.1 billion; a dash if it is unknown."""
+    """Return a count in short form: 12,345; 6.55 million; 20.10 billion; a dash for None (unknown)."""
     if number is None:
         return "-"
     for size, unit in ((1e9, " billion"), (1e6, " million")):

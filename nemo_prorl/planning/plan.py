@@ -3,9 +3,9 @@
     rates = read_rates(cfg, mean_tokens=4000, tokens_per_s=None, measured=Path("runs/other"))
     chain = plan_chain(cfg, ["cluster=h100_4x8", "stage=run3"], rates)
 
-The context is an upper bound for tokens.  Tokens are estimated only from a response length that the user gives or that
-another run measured.  Hours are computed only from a throughput that the user gives or that a run of the same model on
-the same kind of machine measured.
+The upper bound for tokens assumes that each response fills the context.  Tokens are estimated only from a
+response length that the user gives or that another run measured.  Hours are computed only from a throughput that the
+user gives or that a run of the same model on the same kind of machine measured.
 """
 
 import math
@@ -56,14 +56,14 @@ class Rates:
 
     mean_tokens: float | None = None  # mean length of a response, prompt excluded
     length_source: str = "not given: --mean-tokens N or --measured RUN would estimate it"
-    generated_per_trained: float = 1.0  # responses generated for each that is trained on: dynamic sampling drops some
+    generated_per_trained: float = 1.0  # responses generated per response used; dynamic sampling drops the others
     device_seconds_per_token: float | None = None  # wall time of whole steps x devices / all generated tokens
     speed_source: str = "not given: --tokens-per-s X or --measured RUN would estimate the hours"
 
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A line of the table.  For a stage whose configuration is refused, only name and reason are set."""
+    """A stage of the chain, one line of the table.  If its configuration is refused, only name and reason are set."""
 
     name: str
     chosen: bool
@@ -73,14 +73,14 @@ class PlannedStage:
     steps: int = 0
     responses: int = 0  # used for training
     tokens_at_most: int = 0  # prompts and responses used for training, if each filled the context
-    tokens_estimated: float | None = None  # generated; with dropped responses, if a run measured their share
+    tokens_estimated: float | None = None  # generated tokens; includes dropped responses if a run measured their share
     device_hours: float | None = None
     memory_needed: int = 0  # bytes per GPU
 
 
 @dataclass(frozen=True)
 class Chain:
-    """The planned stages with their totals, and the memory of the chosen run."""
+    """The planned stages with their totals, and the memory of the chosen run; `devices`: number in all nodes."""
 
     stages: list[PlannedStage]
     totals: dict[str, float | None]
@@ -115,15 +115,17 @@ class Chain:
 
 
 def read_rates(cfg: DictConfig, mean_tokens: float | None, tokens_per_s: float | None, measured: Path | None) -> Rates:
-    """Return response length and throughput: the user's numbers, otherwise those of the run directory `measured`.
+    """Return response length and throughput, as given by the user or measured by the run in the folder `measured`.
+
+    A given number has precedence.  Without both, the length or the throughput is unknown (None).
 
     Args:
         mean_tokens: mean length of a response in tokens, without its prompt.
         tokens_per_s: generated tokens per second of all devices of this run together.
 
     Raises:
-        ConfigError: a number is not finite and positive, `measured` is not a run directory, or its run has another
-            kind of model or machine.
+        ConfigError: a number is not finite and positive; `measured` is not a run directory; or the throughput of its
+            run is needed, but the run has another kind of model or machine.
         DataError: metrics.jsonl of `measured` is damaged or empty.
     """
     rates, devices = Rates() if measured is None else _measured(cfg, measured, tokens_per_s is None), _devices(cfg)
@@ -140,7 +142,7 @@ def read_rates(cfg: DictConfig, mean_tokens: float | None, tokens_per_s: float |
 
 
 def _measured(cfg: DictConfig, run: Path, with_speed: bool) -> Rates:
-    """Return the mean response length and, if `with_speed`, the throughput over all steps in a run's metrics.jsonl."""
+    """Return a run's mean response length and, if `with_speed`, its throughput, over all steps in its metrics.jsonl."""
     file = run / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"--measured {run}: expected a run directory; it has no config.yaml")
@@ -185,14 +187,14 @@ def _measured(cfg: DictConfig, run: Path, with_speed: bool) -> Rates:
 
 
 def plan_chain(cfg: DictConfig, overrides: list[str], rates: Rates, config_file: Path | None = None) -> Chain:
-    """Plan the chain with the same overrides at each stage, and the memory of the chosen run.
+    """Return the plan of the chain, with the same overrides at each stage, and the memory of the chosen run `cfg`.
 
-    If the configuration is not made from `overrides` and conf/ (but from a file or a run directory), the table has one
-    line, for this run only.
+    If `cfg` is not made from `overrides` and conf/ but from `config_file` or a run directory, the plan has one stage:
+    this run.
 
     Raises:
         ConfigError: the chosen run does not fit the memory; or, if a stage is chosen, a stage of its chain is refused.
-            Without a chosen stage (stage=none), the line of a refused stage has the reason instead.
+            If no stage is chosen (stage=none), the plan has the reason of each refused stage instead.
     """
     memory = check_memory(cfg, device_bytes(cfg))
     stages, note = [], None
@@ -258,7 +260,7 @@ def _stage(
 
 
 def _changes(before: DictConfig | None, now: DictConfig) -> dict[str, Any]:
-    """Return key -> value for changes from the previous stage; for the first, all of `NAMES`."""
+    """Return {changed key: new value} against the previous stage; for the first stage (None), all keys of `NAMES`."""
     new = dict(settings.leaves(OmegaConf.to_container(now, resolve=True), into_lists=False))
     if before is None:
         return {key: new.get(key) for key in NAMES}
@@ -268,7 +270,7 @@ def _changes(before: DictConfig | None, now: DictConfig) -> dict[str, Any]:
 
 
 def _totals(stages: list[PlannedStage]) -> dict[str, float | None]:
-    """Return sums over the stages that are not refused; None where a stage's number is unknown."""
+    """Return sums over the stages that are not refused; a sum is None if the number of a stage is unknown."""
     kept = [stage for stage in stages if stage.refused is None]
     totals: dict[str, float | None] = {}
     for name in ("steps", "responses", "tokens_at_most", "tokens_estimated", "device_hours"):

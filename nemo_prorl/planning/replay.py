@@ -1,4 +1,4 @@
-"""`prorl replay`: applies the rules for hard resets to a recorded run: when they would have acted, and why."""
+"""`prorl replay`: applies the rules for hard resets to a recorded run and shows when they would have acted, and why."""
 
 import argparse
 import json
@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings and return exit code 0, also without findings.  Errors are those of the functions below."""
+    """Print the findings and return exit code 0, even if there are none.  Raises ConfigError and DataError."""
     file = args.metrics / "metrics.jsonl" if args.metrics.is_dir() else args.metrics
     lines = read_lines(file)
     rules = read_rules(args.rules, file.parent / "config.yaml")
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl in order of steps, without a last line that a kill cut short.
+    """Return the lines of a metrics.jsonl as dictionaries, in order of steps, without an incomplete last line.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -77,9 +77,9 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def read_rules(overrides: list[str], config: Path) -> ResetRulesConfig:
-    """Return the rules of a run's config.yaml with overrides; without the file, the default rules with overrides.
+    """Return the reset rules of a run's config.yaml, or the default rules if the file does not exist, with `overrides`.
 
-    `overrides` are KEY=VALUE, with keys below trainer.resets.rules.  Raises ConfigError: a key or value is wrong.
+    An override is KEY=VALUE, with a key below trainer.resets.rules.  Raises ConfigError for a wrong key or value.
     """
     from nemo_prorl import settings
 
@@ -94,10 +94,10 @@ def read_rules(overrides: list[str], config: Path) -> ResetRulesConfig:
 
 
 def read_journal(folder: Path) -> tuple[dict[int, Mapping[str, float]], set[int]]:
-    """Return standard errors of validations by step and name, and steps of committed resets, from journal.jsonl.
+    """Read a run's journal.jsonl; return {step: {source: standard error of its validation}}, and the steps of resets.
 
-    A later event of a step replaces an earlier one, because the run repeated that step after a resume.  Without the
-    file both are empty.
+    A later event of a step replaces an earlier one, because the run repeated that step after a resume.  Both results
+    are empty if the file does not exist.
     """
     errors: dict[int, Mapping[str, float]] = {}
     resets: set[int] = set()
@@ -112,7 +112,7 @@ def read_journal(folder: Path) -> tuple[dict[int, Mapping[str, float]], set[int]
 
 
 def table(findings: list[Finding], lines: list[dict[str, Any]], resets: list[int], with_errors: bool) -> str:
-    """Return the findings as a table for a terminal."""
+    """Return the findings as text: a head with the steps and resets of the run, then a table."""
     steps = f"steps {lines[0]['step']} to {lines[-1]['step']}"
     validated = sum(any(key.startswith("validation/") for key in line) for line in lines)
     noise = "standard errors and scatter" if with_errors else "scatter only (no journal with standard errors)"

@@ -4,14 +4,15 @@
     python3 setup/environments.py --in-place     # in NeMo's container: install into the running Python
     python3 setup/environments.py --check        # check that the container's packages are unchanged and can run prorl
 
-`.venv/train` contains NeMo and the `prorl` command, `.venv/rollout` contains vLLM.  Each environment has a stamp with
-its lock file, Python and projects, which is written last.  An environment whose stamp is missing or does not match is
-deleted and created again from pip's cache, so an interrupted set-up never leaves a broken environment in use.  The
-output of pip goes to `.venv/NAME.log`.  Exit code 3 means that this machine is not fit.  This file uses the standard
-library only.
+`.venv/train` contains NeMo and the `prorl` command, `.venv/rollout` contains vLLM.  The last step of a set-up writes a
+stamp file into the environment, with the Python version and hashes of the lock file and projects.  An environment whose
+stamp is missing or does not match is deleted and created again from pip's cache, so an interrupted set-up never leaves
+a broken environment in use.  The output of pip goes to `.venv/NAME.log`.  Exit code 3: the set-up or the check failed,
+and the message gives the reason.  This file uses the standard library only.
 
 NVIDIA's container has torch, NeMo and Megatron, built for its GPUs.  There `--in-place` adds this project, its plugins
-and the packages of `setup/container.txt` that are missing.  It replaces only packages of that file that are too old.
+and the missing packages of `setup/container.txt`.  It replaces an installed package only if `setup/container.txt` names
+the package and the installed version is too old.
 """
 
 from __future__ import annotations
@@ -75,12 +76,12 @@ ADVICE = [
 
 
 class Unfit(Exception):
-    """A machine that cannot have or run the environments.  The message names the missing part and how to get it."""
+    """The environments cannot be created or used on this machine.  The message gives the reason and a fix."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment, made from a lock file and from projects that are installed as editable."""
+    """A virtual environment with the packages of a lock file and with projects that are installed as editable."""
 
     name: str
     lock: Path
@@ -97,7 +98,7 @@ class Environment:
         return self.folder / "bin" / "python"
 
     def stamp(self, torch_index: str) -> dict[str, str]:
-        """Return the inputs of the environment.  It is up to date if its own stamp is equal."""
+        """Return the stamp of an up-to-date environment: folder, Python, torch index, and hashes of the inputs."""
         projects = "".join(p.name + (p / "pyproject.toml").read_text() for p in self.projects)
         return {
             "folder": str(self.folder),
@@ -164,12 +165,13 @@ def check_room(environments: list[Environment]) -> None:
 
 
 def run_pip(env: Environment, arguments: list[str], step: str, count: int = 0) -> None:
-    """Run pip inside the environment and log its progress; raise Unfit with advice if it fails.
+    """Run `pip install` inside the environment and log the progress; raise Unfit with advice if pip fails.
 
     pip compiles the installed files to bytecode, which takes a third of its time.  Without bytecode, and with
     PYTHONDONTWRITEBYTECODE set, each start of NeMo would take 37 s of CPU instead of 18 s.
 
     Args:
+        arguments: further arguments of `pip install`.
         step: name of the step in the log and in the error.
         count: number of packages, to log the progress every 50; 0: no progress.
     """
@@ -195,7 +197,7 @@ def run_pip(env: Environment, arguments: list[str], step: str, count: int = 0) -
 
 
 def failure(env: Environment, step: str, output: str) -> str:
-    """Return the message for a failure of pip: the step, the error lines of pip's output, and advice."""
+    """Return the message for a failure of pip: the step, the error lines of pip's `output`, and advice."""
     errors = [line for line in output.splitlines() if re.match(r"\s*(ERROR|error|OSError)", line)][:4]
     shown = "\n".join(f"  pip: {line.strip()}" for line in errors or output.splitlines()[-4:])
     unknown = "Fix: run the same command again, or read the log."
@@ -209,7 +211,7 @@ def locked_lines(lock: Path) -> dict[str, str]:
 
 
 def install_lines(env: Environment, lines: Collection[str], step: str, *options: str) -> None:
-    """Install the packages of these lines of a lock file, with exactly their versions and hashes."""
+    """Install the packages that `lines` of a lock file name, in exactly the pinned versions; pip checks the hashes."""
     with tempfile.TemporaryDirectory() as folder:
         requirements = Path(folder, "requirements.txt")
         requirements.write_text("\n".join(lines) + "\n")
@@ -218,7 +220,7 @@ def install_lines(env: Environment, lines: Collection[str], step: str, *options:
 
 
 def install_locked(env: Environment, torch_index: str) -> None:
-    """Install all packages of the lock file, and torch last, with the locked versions as constraints."""
+    """Install all packages of the lock file, then torch, which must accept the locked versions of its dependencies."""
     lines = locked_lines(env.lock)
     install_lines(env, [lines[name] for name in BUILDERS if name in lines], "build tools")
     install_lines(env, lines.values(), f"{len(lines)} packages from {env.lock.name} (usually {env.minutes:g} min)")
@@ -231,7 +233,7 @@ def install_locked(env: Environment, torch_index: str) -> None:
 
 
 def install_projects(env: Environment) -> None:
-    """Install this project and its plugins as editable, without their dependencies."""
+    """Install the projects of the environment (prorl, and its plugins in train) as editable, without dependencies."""
     if env.projects:
         editable = [part for project in env.projects for part in ("--editable", str(project))]
         run_pip(env, ["--no-deps", "--no-build-isolation", *editable], "this project and its plugins")
@@ -240,7 +242,7 @@ def install_projects(env: Environment) -> None:
 
 
 def make(env: Environment, torch_index: str) -> None:
-    """Bring one environment up to date with its lock file and projects, and write its stamp."""
+    """Create or update one environment and write its stamp; do nothing if the stamp is up to date."""
     stamp, old = env.stamp(torch_index), env.stamped()
     if stamp == old:
         return
@@ -261,7 +263,7 @@ def make(env: Environment, torch_index: str) -> None:
 
 
 class InPlace(Environment):
-    """The running Python with the packages of its container."""
+    """The Python that runs this file, with the packages of its container, in place of a virtual environment."""
 
     @property
     def python(self) -> Path:
@@ -271,7 +273,8 @@ class InPlace(Environment):
 def install_in_place(env: Environment, dry_run: bool) -> None:
     """Add the packages of setup/container.txt that are missing in this Python, and replace packages that are too old.
 
-    The container's PIP_CONSTRAINT is removed, because it also blocks packages that are missing.
+    `dry_run`: only log the missing packages.  Raises Unfit outside NVIDIA's container.  The container's PIP_CONSTRAINT
+    is removed from the environment variables, because it also blocks missing packages.
     """
     present, lines = installed(), locked_lines(env.lock)
     if absent := [name for name in BASE if name not in present]:
@@ -311,7 +314,7 @@ def write_kept(versions: Mapping[str, str]) -> None:
 
 
 def faults_in_place(env: Environment, imports: list[str]) -> list[str]:
-    """Return why this Python cannot run the project, and which container packages changed; empty if it is fit."""
+    """Return one line for each reason why this Python cannot run the project, changed container packages included."""
     pins = read_pins(env.lock.read_text())[1]
     kept = VENVS / KEPT
     if not kept.exists() and Path(sys.prefix) != env.folder:
@@ -324,7 +327,7 @@ def faults_in_place(env: Environment, imports: list[str]) -> list[str]:
 
 
 def check(arguments: argparse.Namespace, selected: list[Environment]) -> None:
-    """Raise Unfit with all faults of this Python and of the rollout environment."""
+    """Raise Unfit with all faults of the selected environments; `train` is this Python."""
     wrong = []
     for env in selected:
         if env.name == "train":

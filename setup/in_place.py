@@ -1,4 +1,4 @@
-"""Inspects the packages of a container's Python for `environments.py`; uses the standard library and pip only."""
+"""Checks of the packages in a container's Python, for `environments.py`.  Uses the standard library and pip only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def installed() -> dict[str, str]:
 
 
 def missing_lines(lock: Path, needed: Path, present: Mapping[str, str]) -> list[str]:
-    """Return the lines of `lock` for the names in the file `needed` that are not installed in any version."""
+    """Return the lines of the file `lock` for the packages that the file `needed` names and `present` does not have."""
     names = [normal_name(line) for line in needed.read_text().splitlines() if line and not line.startswith("#")]
     locked = {normal_name(line.split("==")[0]): line for line in lock.read_text().splitlines() if "--hash=" in line}
     if unknown := sorted(set(names) - set(locked)):
@@ -37,7 +37,7 @@ def missing_lines(lock: Path, needed: Path, present: Mapping[str, str]) -> list[
 
 
 class Need(NamedTuple):
-    """A dependency that is not met: `who` needs `text`; installed is `version` of `name` (None: not installed)."""
+    """An unmet dependency: package `who` needs `text`; `version` of package `name` is installed (None: it is not)."""
 
     who: str
     name: str
@@ -53,7 +53,7 @@ class Need(NamedTuple):
 
 
 def distributions() -> dict[str, importlib.metadata.Distribution]:
-    """Return {normal name: distribution}; for two distributions of one name, the one that Python imports."""
+    """Return {normal name: installed distribution}; of two distributions with one name, the one that Python imports."""
     importlib.invalidate_caches()
     found: dict[str, importlib.metadata.Distribution] = {}
     for distribution in importlib.metadata.distributions():
@@ -63,7 +63,7 @@ def distributions() -> dict[str, importlib.metadata.Distribution]:
 
 
 def requirements(distribution: importlib.metadata.Distribution, extras: Sequence[str] = ()) -> Iterator[Any]:
-    """Yield packaging's `Requirement` for each requirement of a distribution that applies to this Python."""
+    """Yield the `packaging` Requirements of a distribution, with these extras, that apply to this Python."""
     from pip._vendor.packaging.requirements import Requirement
 
     for text in distribution.requires or []:
@@ -73,7 +73,7 @@ def requirements(distribution: importlib.metadata.Distribution, extras: Sequence
 
 
 def unmet(projects: Iterable[str]) -> Iterator[Need]:
-    """Yield each direct or indirect dependency of these distributions that is missing or has a wrong version."""
+    """Yield each direct or indirect dependency of the distributions `projects` that is missing or too old or new."""
     found = distributions()
     seen: set[tuple[str, tuple[str, ...]]] = set()
     queue = [(name, (), Need("this project", name, name, None)) for name in projects]
@@ -95,16 +95,17 @@ def unmet(projects: Iterable[str]) -> Iterator[Need]:
 
 
 def replacements(projects: Iterable[str], lock: Path, needed: Path) -> tuple[dict[str, Need], list[str]]:
-    """Return the installed packages that are too old for the projects and may be replaced by the locked version.
+    """Return which installed packages are too old for the projects, and so must be replaced by the locked version.
 
-    numpy may not be replaced, because the container's packages are compiled against its version.
+    numpy is never replaced, because the container's packages are compiled against its version.
 
     Args:
+        projects: names of the distributions whose dependencies are examined.
         needed: file with the names of packages that may be replaced.
 
     Returns:
-        {name: unmet dependency} of the packages to replace, and messages for those that another installed package does
-        not accept in the locked version.
+        {name: unmet dependency} of the packages to replace; and messages about packages that are too old but cannot be
+        replaced, because another installed package does not accept the locked version.
     """
     names = {normal_name(line) for line in needed.read_text().splitlines()} - {"numpy"}
     pins = read_pins(lock.read_text())[1]
@@ -127,7 +128,7 @@ def replacements(projects: Iterable[str], lock: Path, needed: Path) -> tuple[dic
 
 
 def names_of(projects: Iterable[Path]) -> list[str]:
-    """Return the names in the pyproject.toml of these project folders."""
+    """Return the distribution names of these project folders, from their pyproject.toml files."""
     found = [re.search(r'^name = "(.*)"', (p / "pyproject.toml").read_text(), re.M) for p in projects]
     return [match[1] for match in found if match]
 
@@ -152,7 +153,7 @@ def faults(
 
     Args:
         kept: {name: version} of packages that must be unchanged.
-        series: {name: first numbers of the version} of packages that must be of this series.
+        series: {name: prefix of the version, such as 2.0} of packages whose version must begin so.
         projects: folders of installed projects whose dependencies must be met.
         imports: modules that must be importable.
     """

@@ -7,9 +7,9 @@
 To change a version, edit its line `name==version` first; a new line needs no hash.  The command asks pip which archive
 it would install for each pin, and writes the file again with the sha256 of each archive.  The first comment of the file
 is kept.  `--also` asks the pip of another Python too, and writes both hashes if the archives differ.  `--resolve` lets
-pip add all dependencies of the pins in the first file, for the running Python, and writes them with their hashes to the
-second file.  The comment at the end of each line names the archive of each hash: a wheel's tag (cp312, abi3, py3) or
-sdist.  This file uses the standard library only.
+pip find all dependencies of the pins in the first file, for the running Python, and writes pins and dependencies with
+their hashes to the second file.  The comment at the end of each line names the archive of each hash: a wheel's tag
+(cp312, abi3, py3) or sdist.  This file uses the standard library only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def normal_name(name: str) -> str:
 
 
 def read_pins(text: str) -> tuple[list[str], dict[str, str]]:
-    """Return the lines of a lock file's first comment, and {normal name: version}.
+    """Return the lines of the first comment of a lock file's `text`, and its pins as {normal name: version}.
 
     Raises:
         ValueError: a line is neither a comment, a pin nor a hash.
@@ -54,7 +54,7 @@ def read_pins(text: str) -> tuple[list[str], dict[str, str]]:
 
 
 def pip_report(pins: dict[str, str], *options: str, python: str = sys.executable) -> list[dict[str, Any]]:
-    """Return the `install` list of pip's report for the pins, from the pip of `python`; nothing is installed."""
+    """Return the `install` list of the report in which the pip of `python` names what it would install for the pins."""
     with tempfile.TemporaryDirectory() as folder:
         requirements, report = Path(folder, "pins.txt"), Path(folder, "report.json")
         requirements.write_text("".join(f"{name}=={version}\n" for name, version in pins.items()))
@@ -75,7 +75,7 @@ def archives_of(installs: list[dict[str, Any]]) -> dict[str, tuple[str, str, str
 
 
 def kind_of(url: str) -> str:
-    """Return which Pythons an archive fits: cp312 (only 3.12), abi3 or py37 (and newer), py3 (any), or sdist."""
+    """Return the kind of an archive: cp312 (for Python 3.12 only), abi3 or py37 (and newer), py3 (any), or sdist."""
     name = url.split("#")[0].rsplit("/", 1)[-1]
     if not name.endswith(".whl"):
         return "sdist"
@@ -84,19 +84,20 @@ def kind_of(url: str) -> str:
 
 
 def pinned(name: str, version: str, archives: Sequence[tuple[str, str]]) -> str:
-    """Return the line of a lock file; `archives` are (sha256, kind), and duplicates are left out."""
+    """Return the line of a lock file for a package; `archives` are (sha256, kind), and duplicates are left out."""
     unique = dict.fromkeys(archives)
     hashes = " ".join(f"--hash=sha256:{sha256}" for sha256, _ in unique)
     return f"{name}=={version} {hashes}  # {' '.join(kind for _, kind in unique)}"
 
 
 def resolve(source: Path, lock: Path) -> None:
-    """Write `lock`: the pins of `source`, and all dependencies of the pins and of the torch in its first comment.
+    """Write the file `lock` with the pins of the file `source` and all dependencies of the pins and of torch.
 
-    torch itself is left out, because its build differs between machines; it is installed separately, without a hash.
+    The first comment of `source` names the version of torch.  torch itself is left out, because its build differs
+    between machines; it is installed separately, without a hash.
 
     Raises:
-        ValueError: the first comment does not name torch and the running Python.
+        ValueError: the first comment does not name a version of torch and the version of the running Python.
     """
     head, pins = read_pins(source.read_text())
     versions = {m[1]: m[2] for line in head if (m := re.match(r"#\s*(python|torch):\s*(\S+)", line))}
@@ -113,7 +114,7 @@ def resolve(source: Path, lock: Path) -> None:
 
 
 def write_lock(path: Path, also: Sequence[str]) -> None:
-    """Update the hashes of `path` from the reports of this Python's pip and of the pips of `also`."""
+    """Update the hashes in the lock file `path`, for this Python and the Python commands in `also`."""
     head, pins = read_pins(path.read_text())
     archives: dict[str, list[tuple[str, str]]] = {name: [] for name in pins}
     for python in (sys.executable, *also):

@@ -1,4 +1,4 @@
-"""Generates the JSON schemas in docs/schemas from the Python types of each file format.
+"""Generates the JSON schemas in docs/schemas from the Python types of the file formats.
 
 python setup/schemas.py            writes the schemas
 python setup/schemas.py --check    lists the schemas that are out of date; exit code 1 if there are any
@@ -87,7 +87,7 @@ class RunState(typing.TypedDict):
 
 
 def verdict() -> Any:
-    """Return the type of a verdict, whose score is null exactly if the failure is "infrastructure"."""
+    """Return the type of a verdict, with the rule that its score is null exactly if its failure is "infrastructure"."""
     failed = {"properties": {"failure": {"const": "infrastructure"}}}
     unscored = {"properties": {"score": {"type": "null"}, "correct": {"type": "null"}}}
     score = {"type": "number", "minimum": 0, "maximum": 1}
@@ -133,7 +133,7 @@ FORMATS: dict[str, tuple[str, Any, bool]] = {
 
 
 def schema_of(kind: Any, is_open: bool) -> dict[str, Any]:
-    """Return the JSON schema of a type, with the definitions that it refers to in `$defs`.
+    """Return the JSON schema of the type `kind`, with the definitions of the types that it contains in `$defs`.
 
     Args:
         is_open: accept unknown fields.
@@ -148,10 +148,10 @@ def schema_of(kind: Any, is_open: bool) -> dict[str, Any]:
 
 
 def without_titles(schema: Any, is_map: bool = False) -> Any:
-    """Return the schema without the titles, which repeat the names.
+    """Return the schema without the titles that pydantic adds, because they repeat the names.
 
     Args:
-        is_map: the keys of `schema` are names of fields or definitions, so a field may be called `title`.
+        is_map: the keys of `schema` are names of fields or definitions, so a key `title` is kept.
     """
     if isinstance(schema, list):
         return [without_titles(item) for item in schema]
@@ -190,7 +190,7 @@ def prompt_record() -> dict[str, Any]:
 
 
 def texts() -> dict[Path, str]:
-    """Return the text of each schema file."""
+    """Return {path: text} of all schema files."""
     schemas = {name: (title, schema_of(kind, is_open)) for name, (title, kind, is_open) in FORMATS.items()}
     schemas["prompt-record"] = (FORMATS["prompt-record"][0], prompt_record())
     schemas["metrics"] = ("Line of metrics.jsonl", metrics_line())

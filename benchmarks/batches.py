@@ -1,11 +1,11 @@
-"""Measures what a step's tokens cost on their way from rank 0: pickled lists for all, or arrays of each rank's rows.
+"""Measures the seconds and bytes to distribute a step's tokens from rank 0: pickled lists, or arrays for each rank.
 
     .venv/train/bin/python benchmarks/batches.py                      1 million tokens
     .venv/train/bin/python benchmarks/batches.py --tokens 33554432    4096 responses of 8192 tokens; takes 8 GB
 
 Before: every rank receives all groups as pickled lists of Python numbers, and pads all of them.  After: rank 0 makes
 arrays of them once, and each data rank receives and pads its own rows.  Both end with the same micro-batches, which the
-script checks.  The network is not part of it.
+script checks.  The time on the network is not measured.
 """
 
 import argparse

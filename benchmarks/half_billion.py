@@ -161,7 +161,7 @@ def timed(words: list[str], seconds: float) -> tuple[float, Sampler]:
 
 
 def planned(overrides: list[str]) -> dict[str, int]:
-    """The plan's bytes of the machine while the run trains."""
+    """Return the bytes of host memory that `prorl plan` expects during training, by part."""
     plan = subprocess.run(
         [sys.executable, "-m", "nemo_prorl.cli", "plan", "--json", *overrides], check=True, stdout=subprocess.PIPE
     ).stdout

@@ -165,7 +165,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/kill_resume"))
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of all runs")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="overrides for every run")
     args = parser.parse_args()
     SETTINGS.extend(args.settings)
     rng = random.Random(args.seed)

@@ -52,7 +52,7 @@ def line_of(run: Path) -> tuple[str, bool]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--report", type=Path, nargs="+", metavar="RUN", help="finished runs")
+    parser.add_argument("--report", type=Path, nargs="+", metavar="RUN", help="report these finished runs; train none")
     parser.add_argument("--out", type=Path, default=Path("runs/learning"), help="where the runs go")
     args = parser.parse_args()
     runs = args.report or [

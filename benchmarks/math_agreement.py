@@ -125,7 +125,7 @@ def judge(cases: list[Case]) -> tuple[list[bool], float]:
 
 
 def math_verify_alone(cases: list[Case]) -> tuple[list[bool], float]:
-    """Math-verify's verdicts on the same, with its defaults; gold answers, which would take minutes, are left out."""
+    """Return math-verify's own verdicts on the cases, and CPU seconds; cases of the gold group would take minutes."""
     from math_verify import parse, verify
 
     began, verdicts = time.process_time(), []

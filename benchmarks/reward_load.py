@@ -64,7 +64,7 @@ def stem(number: int, rng: random.Random) -> Load:
 
 
 def puzzles(number: int, rng: random.Random) -> Load:
-    """reasoning-gym's chain_sum."""
+    """Return a request of reasoning-gym's chain_sum, half of them with a wrong answer."""
     a, b, wrong = rng.randrange(1000), rng.randrange(1000), rng.random() < 0.5
     entry = {"question": f"{a} + {b} =", "answer": str(a + b), "metadata": {}}
     truth = {"dataset": "chain_sum", "entry": entry}
@@ -73,7 +73,7 @@ def puzzles(number: int, rng: random.Random) -> Load:
 
 
 def instructions(number: int, rng: random.Random) -> Load:
-    """Two instructions, one of them perhaps not followed."""
+    """Return a request with two instructions; some responses break one of them."""
     truth = {
         "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
         "kwargs": [{}, {"relation": "at least", "num_words": 5}],

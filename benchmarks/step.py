@@ -35,7 +35,7 @@ def fresh_run(folder: Path, steps: int, overrides: list[str]) -> Path:
 
 
 def report(metrics: list[dict[str, Any]], skip: int) -> list[str]:
-    """The table; the first `skip` steps warm caches and are left out."""
+    """Return the lines of a table of seconds by phase, without the first `skip` steps, in which caches are cold."""
     rows = metrics[skip:]
 
     def mean(key: str) -> float:

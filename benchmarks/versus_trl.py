@@ -337,7 +337,7 @@ def learning(args: argparse.Namespace, folder: Path, records: Path) -> list[str]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="*", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--steps", type=int, help=f"counted steps of a block; else {STEPS}")
+    parser.add_argument("--steps", type=int, help=f"measured steps per block; default: {STEPS}")
     parser.add_argument("--rounds", type=int, default=2, help="blocks of each side")
     parser.add_argument("--learn-s", type=float, default=240.0, help="seconds of learning on each side; 0: none")
     parser.add_argument("--warmup-steps", type=int, default=400, help="supervised steps of the model that learns")

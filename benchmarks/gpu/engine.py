@@ -89,7 +89,7 @@ def require_vllm(python: str) -> None:
 
 
 def plan(settings: Settings, folder: Path) -> tuple[int, list[str]]:
-    """(bytes of a resident trainer, the engine's options) of one of 32 ranks on this device, by the plan."""
+    """Return the trainer's GPU bytes while engines run, and the engine's options, as planned for a run of 32 GPUs."""
     if not settings.cuda:
         return 0, [f"--kv-mb={SMALL_KV_MB}"]
     from nemo_prorl.sizing.memory import memory_of

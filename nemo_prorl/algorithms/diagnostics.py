@@ -166,12 +166,11 @@ def means_by_task(sums: Mapping[str, float], tasks: Sequence[str]) -> dict[str, 
 
 
 def repetition(token_ids: Sequence[int]) -> float:
-    """The share of a response's n-grams that stood in it before: near 0 in ordinary text, near 1 in a loop.
+    """Return the share of a response's n-grams that occurred earlier in it: near 0 in ordinary text, near 1 in a loop.
 
-    n is 16.  In windows of 8,000 BPE tokens of English prose, read-me files and Python source 3 to 4 % of 16-grams
-    repeat, but 5 to 13 % of 8-grams and 13 to 33 % of 4-grams; and a loop shows whatever its period.  A response of
-    fewer than 64 tokens has too few 16-grams for that: there n is a quarter of its length, and at least 4.
-    n-grams are told apart by a 64-bit hash.
+    n is 16: in windows of 8,000 BPE tokens of English prose, read-me files and Python source 3 to 4 % of 16-grams
+    repeat, but 5 to 13 % of 8-grams and 13 to 33 % of 4-grams.  16-grams detect loops of any period.  Below 64 tokens,
+    n is a quarter of the response's length, but at least 4.  n-grams are compared by a 64-bit hash.
     """
     n = min(16, max(4, len(token_ids) // 4))
     places = len(token_ids) - n + 1

@@ -1,16 +1,16 @@
 """Rules for when a hard reset is due and what a person should look at: pure functions of recorded metrics.
 
 The paper resets when validation gets worse or stops improving (sec. 4.2), and shows a sharp drop of one benchmark and
-a plateau with a spike of KL (sec. 5.3; why: sec. 3.3.1).  It gives no numbers: rules and numbers are ours.  Entropy,
-length and missing eos it watches (sec. 4.2): here they advise only.
+a plateau with a spike of KL (sec. 5.3; why: sec. 3.3.1).  It gives no numbers: rules and numbers are ours.  The paper
+also watches entropy, length and missing eos (sec. 4.2); the rules on these only advise.
 
-A rule sees one line of metrics.jsonl at a time.  What was measured up to a reset is no baseline any more, and for
-`cooldown_steps` after it, as after a run's start, no rule asks for another.  A rule that spoke is silent on the same
-subject for `cooldown_steps`, plateau for `plateau_steps`; only a reset silences the others too.
+A rule sees one line of metrics.jsonl at a time.  A reset discards all earlier measurements.  For `cooldown_steps` after
+the start of a run and after each reset, no rule asks for a reset.  After a finding, the rule makes no finding on the
+same metric for `cooldown_steps` (the plateau rule: for `plateau_steps`); other rules are not affected.
 
-Noise.  The standard deviation of one measurement is either estimated from its scatter, the standard deviation of
-successive differences over sqrt(2) (a slow trend cancels), or it is the recorded standard error, if any.  k standard
-deviations of a known one are `t_quantile(k, dof)` of an estimated one; of two bounds the smaller counts.
+Noise.  The standard deviation of one measurement is its recorded standard error, or it is estimated as the standard
+deviation of successive differences over sqrt(2), in which a slow trend cancels.  A threshold of k standard deviations
+becomes `t_quantile(k, dof)` if the standard deviation is estimated.  If both are known, the smaller threshold applies.
 """
 
 import math

@@ -111,7 +111,7 @@ def _rope_type(rope: dict[str, Any]) -> str:
 
 
 def _is_computed(rope: Any) -> bool:
-    """Return whether the actor computes the rotary embedding with these settings."""
+    """Return whether the actor supports these settings of the rotary embedding."""
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         return False
     if rope.get("partial_rotary_factor", 1) != 1:

@@ -168,7 +168,7 @@ class Resets:
     # --- the check -------------------------------------------------------------------------------------------------
 
     def continue_reference(self) -> None:
-        """Begin a stage without a reset: its reference may differ from the policy."""
+        """Note that a stage begins without a reset and keeps its reference; `check_reference` then accepts any gap."""
         self._fresh = False
 
     def check_reference(self, step: int, mean_abs_gap: float) -> None:

@@ -52,9 +52,9 @@ _EXTRA = "_extra_state"  # key suffix of a module's state beside parameters: FP8
 
 
 def _to_be_read(value: Any) -> Any:
-    """Replace a parameter by uninitialised CPU memory, to be filled from a checkpoint.
+    """Return `value` with uninitialised CPU memory in place of its parameter, to be filled from a checkpoint.
 
-    Otherwise the weights would be read over the parameters in use, or need memory on a GPU where engines are awake.
+    Loading then neither overwrites the model's parameters nor takes GPU memory, which awake engines may occupy.
     """
     if isinstance(value, ShardedTensor | ShardedTensorFactory) and isinstance(value.data, torch.Tensor):
         value.data = torch.empty_like(value.data, device="cpu", requires_grad=False)
@@ -72,7 +72,7 @@ def _sharded_state(actor: Actor) -> dict[str, Any]:
 
 
 def _sharded_optimizer(actor: Actor, model: dict[str, Any], is_loading: bool) -> dict[str, Any]:
-    """Return the optimizer's tensors; Megatron takes their places from the parameters in `model`."""
+    """Return the optimizer's tensors, sharded like the parameters in `model`."""
     state: dict[str, Any] = actor.optimizer.sharded_state_dict(
         model, is_loading=is_loading, dist_ckpt_parallel_save=True
     )

@@ -323,7 +323,8 @@ def read_verdict(obj: Any, request_id: str) -> Verdict:
         if key not in obj or not is_valid:
             raise ValueError(f"field 'verdict.{key}' is {repr(obj[key]) if key in obj else 'missing'}; {rule}")
     if (score is None) != (failure == "infrastructure"):
-        raise ValueError(f"field 'verdict.score' is {score!r} with failure {failure!r}; only infrastructure has null")
+        rule = "it must be null if failure is 'infrastructure', otherwise a number"
+        raise ValueError(f"field 'verdict.score' is {score!r} with failure {failure!r}; {rule}")
     return cast(Verdict, found)
 
 

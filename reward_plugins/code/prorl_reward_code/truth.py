@@ -78,7 +78,7 @@ def _check_test(test: Any, where: str, fields: tuple[str, str], style: str) -> N
         raise ValueError(f"truth.fn_name is missing; {where} has 'args', so it must be the name of a function")
     for name in fields:
         if name not in test:
-            raise ValueError(f"{where}.{name} is missing; {style} has {fields[0]!r} and {fields[1]!r}")
+            raise ValueError(f"{where}.{name} is missing; {style} must have {fields[0]!r} and {fields[1]!r}")
     if fields[0] == "args":
         if not isinstance(test["args"], list):
             raise ValueError(f"{where}.args is {_shown(test['args'])}; it must be a list")

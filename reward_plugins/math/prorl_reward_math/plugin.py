@@ -11,7 +11,10 @@ _LISTS = (list, tuple)
 
 
 def expected_answers(truth: dict[str, Any]) -> tuple[list[str], bool]:
-    """Return the accepted answers, and whether all of them must be given.  Raises ValueError that names the field."""
+    """Return the accepted answers, and whether all of them must be given.
+
+    Raises ValueError, with the name of the field, if a field of `truth` is missing or has a wrong value.
+    """
     if ("answer" in truth) == ("all_of" in truth):
         raise ValueError("truth must have either 'answer' (a string, or a list of which any is accepted) or 'all_of'")
     key = "answer" if "answer" in truth else "all_of"

@@ -108,6 +108,7 @@ def test_a_killed_supervisor_starts_the_run_again_and_is_the_cause(stage: Stage)
     assert stage.launches()[0]["host"] == "node1"
 
 
+@pytest.mark.slow
 def test_scancel_is_the_end_and_the_same_command_goes_on(stage: Stage) -> None:
     stage.order("hold-1")
     job = stage.submit()
@@ -122,6 +123,7 @@ def test_scancel_is_the_end_and_the_same_command_goes_on(stage: Stage) -> None:
     assert stage.slurm.state(job) == "CANCELLED"
 
 
+@pytest.mark.slow
 def test_near_the_time_limit_it_stops_and_requeues_itself(stage: Stage) -> None:
     stage.order("hold-1")
     job = stage.submit()

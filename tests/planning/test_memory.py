@@ -282,6 +282,7 @@ def test_the_device_is_what_the_key_says() -> None:
 
 
 @pytest.mark.nemo
+@pytest.mark.slow
 def test_weights_optimizer_fp8_copies_and_activations_are_those_of_megatrons_model(tmp_path: Path, root: Path) -> None:
     """Megatron's GPTModel on the meta device, 1.5B, 7B and 8B; activations within 2 %, everything else exactly."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("measure_meta.py")), str(tmp_path)]

@@ -271,6 +271,7 @@ MORE_THAN_THE_LETTER = {"4c36b177-894a-5500-bf75-e4ebdc2b3664"}
 
 
 @pytest.mark.starts
+@pytest.mark.slow
 def test_gym_rewards_of_math_and_choices_are_ours(stem: StemReward, math: MathReward) -> None:
     checked = 0
     for _, rollout, text in gym("math_with_judge"):

@@ -143,6 +143,7 @@ def test_greedy_output_after_an_update_is_that_of_a_fresh_engine(
     assert_update_equals(engine, fresh, models, "tied")
 
 
+@pytest.mark.slow
 def test_responses_that_lose_their_place_in_the_cache_go_on_as_they_were(
     engine: EngineProcess, fresh: EngineProcess, models: dict[str, Path]
 ) -> None:

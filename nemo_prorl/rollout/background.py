@@ -1,4 +1,4 @@
-"""Event loop on a background thread, for the requests of a collector."""
+"""An event loop on a background thread, for the requests of a collector."""
 
 import asyncio
 import concurrent.futures
@@ -29,13 +29,13 @@ class BackgroundLoop:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Start `work` and wait for its result.  The work itself must have deadlines."""
+        """Start `work` and return its result once it has ended.  `work` itself must have deadlines."""
         return self.result(self.start(work))
 
     def start(self, work: Coroutine[Any, Any, _T]) -> "concurrent.futures.Future[_T]":
-        """Start `work` and return at once.  Only one work runs at a time.
+        """Start `work` and return at once.  Call this only when no earlier work runs.
 
-        Raises StoppedCleanly or RolloutAbandoned, as `result` does.
+        Raises the errors of `check`.
         """
         try:
             self.check()
@@ -45,17 +45,17 @@ class BackgroundLoop:
         return asyncio.run_coroutine_threadsafe(self._as_current_task(work), self._loop)
 
     def check(self) -> None:
-        """Raise StoppedCleanly or RolloutAbandoned if no more work may be started."""
+        """Raise StoppedCleanly after `close`, RolloutAbandoned after `abandon`: no more work may be started."""
         if self._loop.is_closed():
             raise StoppedCleanly("the rollouts are closed")
         if self._abandoned:
             raise RolloutAbandoned(_GIVEN_UP)
 
     def result(self, future: "concurrent.futures.Future[_T]") -> _T:
-        """Wait for the work of `start` and return its result.  A signal that interrupts the caller cancels the work.
+        """Wait for the work that `start` began and return its result.  A signal in the waiting thread cancels the work.
 
-        Raises the first error of the work without exception groups, StoppedCleanly if `close` cancelled it, or
-        RolloutAbandoned if `abandon` did.
+        Raises the first error of the work, never an exception group; StoppedCleanly if `close` cancelled the work;
+        RolloutAbandoned if `abandon` cancelled it.
         """
         try:
             return future.result()
@@ -75,7 +75,7 @@ class BackgroundLoop:
         return await _first_error_of(work)
 
     def abandon(self) -> None:
-        """Cancel the running work for good.  Any thread may call this.
+        """Cancel the running work and start no other.  Any thread may call this.
 
         Afterwards `result` and every new start raise RolloutAbandoned.  `result` returns only when the cancelled work
         has ended, so that no request stays in flight.
@@ -91,7 +91,7 @@ class BackgroundLoop:
             self._loop.call_soon_threadsafe(cancel)
 
     def close(self, last: Coroutine[Any, Any, None], seconds: float = 10.0) -> None:
-        """Cancel the running work, run `last`, and end the thread.  A second call does nothing."""
+        """Cancel the running work, run `last`, and end the thread, in at most 2 * `seconds`; do nothing if closed."""
         if self._loop.is_closed():
             last.close()
             return
@@ -111,7 +111,7 @@ class BackgroundLoop:
 
 
 async def _first_error_of(work: Awaitable[_T]) -> _T:
-    """Return the result of the work; instead of an exception group raise its first error, which cancelled the rest."""
+    """Return the result of `work`.  If it raises an exception group, raise the first error in the group instead."""
     try:
         return await work
     except BaseExceptionGroup as group:

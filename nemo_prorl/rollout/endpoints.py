@@ -54,13 +54,16 @@ class Response:
 
 
 def response_seed(run_seed: int, prompt_id: str, visit: int, sample: int) -> int:
-    """Return the seed of a response, in 0..2**63-1, so that its tokens do not depend on concurrent responses."""
+    """Return the seed of a response, in 0..2**63-1.  Its own seed makes a response independent of concurrent ones.
+
+    `visit`: number of earlier draws of the prompt.  `sample`: number of the response in its group, from 0.
+    """
     key = json.dumps([run_seed, prompt_id, visit, sample]).encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
 def read_token(path: str | Path) -> str:
-    """Return the run's token.  Raises ConfigError for a file that other users can read, or that is empty."""
+    """Return the run's access token from a file.  Raises ConfigError if the file is empty or others can read it."""
     file = Path(path)
     if file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError(f"{file}: other users can read this token file.  Fix: chmod 600 {file}")
@@ -87,11 +90,12 @@ class EngineClient:
     ) -> AsyncGenerator[Response, None]:
         """Yield each response as soon as it ends.
 
-        `on_tokens` is called at least every 10 s without a response, with the number of tokens that the engine has
-        generated since its start, for all requests.
+        `version`: required version of the weights; None: any.  `on_tokens` is called after each 10 s without a response
+        with the number of tokens that the engine has generated since its start, for all requests.
 
         Raises:
-            EngineFailure: the reply was cut off, or nothing was received for 60 s.
+            EngineFailure: the reply was cut off, nothing was received for 60 s, or the engine sleeps or has other
+                weights; a later request may succeed.
             EngineRefused: the engine rejects the request, or a log-probability is not finite.
         """
         body = {"prompt": list(prompt_ids), "seeds": list(seeds), **asdict(sampling), "weight_version": version}
@@ -131,16 +135,16 @@ class EngineClient:
         return response
 
     async def load_weights(self, path: str, version: int, deadline: Deadline) -> None:
-        """Make the engine load a published file as soon as it is idle."""
+        """Make the engine load a weights file once it has no open response; return when the file is loaded."""
         body = {"path": path, "version": version, "wait_s": deadline.remaining}
         await self._call("/weights", deadline, body)
 
     async def sleep(self, level: int, deadline: Deadline) -> dict[str, Any]:
-        """Make the engine release its device memory as soon as it is idle; return its reply, with `freed_bytes`."""
+        """Make the engine release its device memory once it has no open response; return its reply (`freed_bytes`)."""
         return await self._call("/sleep", deadline, {"level": level, "wait_s": deadline.remaining})
 
     async def wake(self, part: str, deadline: Deadline) -> dict[str, Any]:
-        """Make the engine take back the memory of `weights` or `kv_cache`.  An awake engine does not change."""
+        """Make the engine take back the memory of `part`: "weights" or "kv_cache".  An awake engine does not change."""
         return await self._call("/wake", deadline, {"parts": [part]})
 
     async def _call(self, path: str, deadline: Deadline, body: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Load of the engines during a rollout: open responses over time, and the tail in which few are open."""
+"""Load of the engines during a rollout: open responses over time, and the tail: the end, when few are open."""
 
 import time
 
@@ -6,7 +6,7 @@ TAIL_SHARE = 0.05  # the tail begins when open responses stay at or below this s
 
 
 class EngineLoad:
-    """Open responses of all engines, recorded at each change of their number.
+    """Record of the number of open responses of all engines over time.
 
     `begin` starts a measurement; `end` returns it as values of metrics.jsonl under `time/rollout/`.
     """
@@ -52,10 +52,10 @@ class EngineLoad:
         """End the measurement and return its values.
 
         Returns:
-            `responses`: number of requested responses.  `tail_s`: seconds of the tail.  `tail_responses`: responses
-            open when the tail began.  `idle_s`: seconds without work, mean over the engines; in the tail the engines
-            count as busy by the share of open responses in their maximum.  `lost_s`: seconds from an engine's failure
-            to its next answer, mean over the engines.
+            `responses`: number of requested responses.  `tail_s`: length of the tail in seconds.  `tail_responses`:
+            open responses when the tail began.  `idle_s`: seconds without work, mean over the engines; in the tail, the
+            busy share of all engines is the number of open responses divided by its maximum.  `lost_s`: seconds between
+            an engine's failure and its next answer, mean over the engines.
         """
         assert self._began is not None, "begin was not called"
         began, over, self._began = self._began, time.monotonic(), None

@@ -1,7 +1,7 @@
 """Pool of rollout engines for the trainer: requests with deadlines, retries and back-pressure, and current weights.
 
-A response depends only on weights, prompt, seed and sampling.  If an engine fails, its unfinished responses are
-therefore requested from any engine with the same seeds, and are the same.
+A response depends only on weights, prompt, seed and sampling parameters.  If an engine fails, its unfinished responses
+are therefore requested again from any engine with the same seeds, and the result is the same.
 """
 
 import asyncio
@@ -44,26 +44,26 @@ class _Slot:
     weights_dir: Path | None = None  # on the node of the engine; None: the folder of the trainer
     loaded: int | None = None  # version that this pool has loaded; None if unknown
     asleep: bool = False  # put to sleep and not yet woken
-    in_flight: int = 0  # responses
-    tokens: int = 0  # generated since its start, as it reported last
+    in_flight: int = 0  # open responses
+    tokens: int = 0  # tokens generated since the start of the engine, as it reported last
     progress_at: float = 0.0  # monotonic time of its last response or newly generated token
     failures: int = 0  # consecutive
     retry_at: float = 0.0  # monotonic time from which requests may be sent again
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def progressed(self, tokens: int | None = None) -> None:
-        """Note a response (None), or the number of generated tokens, which is progress if it is a new one."""
+        """Record progress: a response arrived (None), or the reported number of generated `tokens` has changed."""
         if tokens != self.tokens:
             self.tokens, self.progress_at = self.tokens if tokens is None else tokens, time.monotonic()
 
     def path_of(self, published: str) -> str:
-        """Return the path of a published file on the engine's node, which has its own copy under the same name."""
+        """Return the path of a published weights file on the engine's node; the file name is the same there."""
         return published if self.weights_dir is None else str(self.weights_dir / Path(published).name)
 
 
 @dataclass
 class _Share:
-    """A part of the responses to a prompt, assigned to one engine; `open` of them have not ended."""
+    """Responses that one engine generates for a request: positions in the request, and the number still open."""
 
     slot: _Slot
     indexes: list[int]
@@ -110,7 +110,10 @@ class EnginePool:
             self._http = None
 
     def _scan(self, max_age_s: float = 0.0) -> list[_Slot]:
-        """Read the endpoint files.  An engine with another address or process is a new one with unknown weights."""
+        """Read the endpoint files if the last scan is older than `max_age_s` seconds; return the engines.
+
+        An engine whose address or process id has changed gets a new slot, because its weights are unknown.
+        """
         if time.monotonic() - self._scanned_at < max_age_s:
             return list(self._slots.values())
         session, found = self._session(), {}
@@ -139,12 +142,13 @@ class EnginePool:
         on_response: Callable[[Response], object] = lambda response: None,
         version: int | None = None,
     ) -> list[Response]:
-        """Return one response for each seed, in the order of seeds; call `on_response` for each as soon as it ends.
+        """Return one response for each seed, in the order of seeds; call `on_response` with each as soon as it ends.
 
         Args:
-            deadline: limit of the time without progress.  A response of an engine in use, or a newly generated token
-                of any of its responses, restarts it.
-            version: required weights (None: any); responses of other weights are discarded and requested again.
+            deadline: limit of the time without progress.  It restarts with each response or token that an engine with
+                open responses of this request generates, also for other requests.
+            on_response: called once for each seed.
+            version: required version of the weights (None: any).  Responses of other weights are requested again.
 
         Raises:
             EngineRefused: at once, if an engine rejects the request.
@@ -195,7 +199,7 @@ class EnginePool:
         take: Callable[[_Share, Response], None],
         share: _Share,
     ) -> None:
-        """Request the responses of a share from one engine; call `take` with each as it arrives."""
+        """Request a share's responses from its engine; call `take` with each.  An EngineFailure is only recorded."""
         slot = share.slot
         try:
             if await self._bring_up_to_date(slot, deadline):
@@ -216,10 +220,13 @@ class EnginePool:
             slot.loaded = None  # load again, in case the engine has other weights
 
     async def _room_for(self, responses: list[int], deadline: Deadline) -> list[_Share]:
-        """Reserve room on the least loaded healthy engines, for as many of these responses as possible.
+        """Assign as many of these responses as possible to the least loaded healthy engines.
 
-        Waits until there is room for at least one response.  Callers are served in order of arrival.  Raises
-        TimeoutError at the deadline; progress of any engine restarts it.
+        Waits until an engine has fewer than `max_in_flight` open responses.  Callers are served in order of arrival.
+        Raises TimeoutError at the deadline, which the progress of any engine restarts.
+
+        Args:
+            responses: positions of the responses in the request.
         """
         async with self._turn:
             while True:
@@ -238,7 +245,7 @@ class EnginePool:
                         await self._freed.wait()
 
     def _shares(self, slots: list[_Slot], responses: list[int]) -> list[_Share]:
-        """Distribute the responses over the healthy engines, as far as there is room."""
+        """Distribute the responses over the healthy engines, with at most `max_in_flight` open responses per engine."""
         now, remaining = time.monotonic(), iter(responses)
         usable = [slot for slot in slots if slot.retry_at <= now]
         counts = spread([slot.in_flight for slot in usable], len(responses), self.max_in_flight)
@@ -251,13 +258,14 @@ class EnginePool:
         self._freed.set()
 
     def _free_rest(self, share: _Share, task: "asyncio.Task[Any]") -> None:
-        """Release the rest of a share when its attempt has ended, even if it was cancelled before it began."""
+        """Count a share's open responses as ended once its task has ended, even if the task was never begun."""
         self._free(share, share.open)
 
     async def _bring_up_to_date(self, slot: _Slot, deadline: Deadline) -> bool:
-        """Wake an engine and load the current weights, unless it has them.  A restarted engine does not.
+        """Wake an engine and load the published weights, unless the engine has them or none are published.
 
-        Returns True if the engine did not have them at the call.
+        Returns:
+            whether anything had to be done.
         """
         if self.current is None or slot.loaded == self.current[1]:
             return False
@@ -282,8 +290,9 @@ class EnginePool:
     async def sleep(self, level: int, deadline: Deadline) -> int:
         """Put all engines to sleep until the next publication; return the bytes released on their devices (0 on CPUs).
 
-        An engine that starts meanwhile takes no memory: it creates its `.held` file and waits until the hold file is
-        removed.  It counts as asleep.  Raises DeadlineExceeded naming an engine that is still awake at the deadline.
+        `level`: 1 keeps the weights in host memory, 2 drops them.  An engine that starts meanwhile takes no memory: it
+        creates its `.held` file and waits until the hold file is removed.  It counts as asleep.  Raises
+        DeadlineExceeded, which names the engines that are still awake at the deadline.
         """
         freed: dict[str, int] = {}
         for old in self._held():
@@ -311,11 +320,11 @@ class EnginePool:
         freed[slot.name] = int((await slot.client.sleep(level, deadline)).get("freed_bytes", 0))
 
     def _held(self) -> set[str]:
-        """Return the engines whose start waits until the others wake."""
+        """Return the names of restarted engines that take no memory until the sleeping engines wake."""
         return {file.stem for file in self.endpoints.glob(f"engine-*{HELD_SUFFIX}")}
 
     async def announce(self, path: str | Path, version: int) -> None:
-        """Make awake engines load these weights before their next response; return at once."""
+        """Make the awake engines load the weights file `path` before their next response; return at once."""
         self.current = (str(path), version)
         for slot in self._slots.values():
             slot.loaded = None  # even for the same version: after a roll-back the engine has weights of the lost steps
@@ -323,7 +332,7 @@ class EnginePool:
     async def publish(self, path: str | Path, version: int, deadline: Deadline) -> None:
         """Load a weights file into all engines and wake sleeping ones; return when every engine has the weights.
 
-        A failed engine gets the weights once it answers again or was restarted, until the deadline.
+        A failed engine gets the weights once it answers again or has been restarted, if that is before the deadline.
 
         Raises:
             DeadlineExceeded: the text names the engines without the weights.
@@ -358,7 +367,7 @@ class EnginePool:
             raise DeadlineExceeded(f"{deadline.error()}: weights {version} are not in all engines: {which}") from None
 
     async def _try(self, slot: _Slot, change: Callable[[], Awaitable[object]]) -> None:
-        """Run a change of an engine, unless the pause after its last failure lasts."""
+        """Call `change`, which changes an engine; record success or failure.  Skip it in the pause after a failure."""
         if slot.retry_at > time.monotonic():
             return
         try:
@@ -390,7 +399,7 @@ class EnginePool:
 
 
 def _ended(attempts: dict[asyncio.Task[None], _Share]) -> list[_Share]:
-    """Remove the attempts that have ended and return their shares; raise the error of one that failed for good."""
+    """Remove the tasks that have ended from `attempts` and return their shares; raise the first error of a task."""
     ended = [task for task in attempts if task.done()]
     for task in ended:
         task.result()
@@ -398,7 +407,7 @@ def _ended(attempts: dict[asyncio.Task[None], _Share]) -> list[_Share]:
 
 
 def _check_progress(deadline: Deadline, open_shares: Iterable[_Share]) -> None:
-    """Raise TimeoutError if the engines of open requests made no progress for too long."""
+    """Restart the deadline at the last progress of these engines; then raise TimeoutError if it has passed."""
     for share in open_shares:
         deadline.progressed(share.slot.progress_at)
     if deadline.passed:

@@ -1,4 +1,4 @@
-"""Judged groups, counts over the groups of a task, and the batch of a step.
+"""Types for judged groups, for counts over the groups of a task, and for the batch of a step.
 
 `rollout.collector` decides which groups are kept.
 
@@ -17,7 +17,7 @@ from nemo_prorl.rollout.endpoints import Response
 
 @dataclass(frozen=True)
 class PromptDraw:
-    """A draw of a prompt record; `visit` counts the earlier draws of the same record."""
+    """A prompt record that was drawn, with its tokens; `visit`: number of earlier draws of the same record."""
 
     record: dict[str, Any]
     prompt_ids: list[int]
@@ -28,8 +28,8 @@ class PromptDraw:
 class Group:
     """The N responses to one prompt, with their verdicts.
 
-    `step`: step in which the prompt was drawn.  `version`: weights that generated the responses.  `draw_index`: number
-    of the draw in the run, from 0.
+    `visit`: number of earlier draws of the same record.  `step`: step in which the prompt was drawn.  `version`:
+    version of the weights that generated the responses.  `draw_index`: number of the prompt's draw in the run, from 0.
     """
 
     prompt_id: str
@@ -45,25 +45,25 @@ class Group:
 
     @property
     def valid(self) -> list[bool]:
-        """Return whether each response has a reward.  A response that infrastructure failed has none and is masked."""
+        """Return, for each response, whether it has a reward: False if the infrastructure for rewards failed."""
         return [verdict["score"] is not None for verdict in self.verdicts]
 
     @property
     def scores(self) -> list[float]:
-        """Return the raw rewards in 0..1.  The value of a response that is not valid is 0 and has no meaning."""
+        """Return the raw reward of each response, in 0..1; 0, without a meaning, if the response has no reward."""
         return [0.0 if verdict["score"] is None else float(verdict["score"]) for verdict in self.verdicts]
 
     @property
     def finished(self) -> list[bool]:
-        """Return whether each response ended with a stop token."""
+        """Return, for each response, whether it ended with a stop token."""
         return [response.finished for response in self.responses]
 
     def outcome(self, tolerance: float) -> str:
-        """Classify the valid raw rewards.
+        """Classify the group by the raw rewards of its valid responses.
 
         Returns:
             `mixed` if they differ by more than `tolerance`; otherwise `solved` (all 1), `unsolved` (all 0) or `tied`
-            (all another value); `unjudged` if there are none.
+            (all another value); `unjudged` if no response is valid.
         """
         rewards = [score for score, valid in zip(self.scores, self.valid, strict=True) if valid]
         if not rewards:
@@ -77,17 +77,17 @@ class Group:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Group":
-        """Return the group that `asdict` converted to `value`."""
+        """Return the group of a JSON value that `dataclasses.asdict` made from a group."""
         return cls(**{**value, "responses": [Response(**response) for response in value["responses"]]})
 
 
 @dataclass
 class TaskTally:
-    """Counts over the decided groups of a task in a step, kept or dropped, with raw rewards."""
+    """Counts over the groups of one task that were decided (kept or dropped) in a step.  Rewards are raw."""
 
     decided: int = 0
     kept: int = 0
-    solved: int = 0  # groups with this Group.outcome; also the next two
+    solved: int = 0  # groups with this `Group.outcome`; likewise `unsolved` and `tied`
     unsolved: int = 0
     tied: int = 0
     judged: int = 0  # responses with a reward
@@ -99,7 +99,7 @@ class TaskTally:
 
     @classmethod
     def total(cls, tallies: "Iterable[TaskTally]") -> "TaskTally":
-        """Return the sum of several tallies."""
+        """Return the field-wise sum of several tallies."""
         parts = list(tallies)
         return cls(**{f.name: sum(getattr(part, f.name) for part in parts) for f in fields(cls)})
 
@@ -133,11 +133,11 @@ class TaskTally:
 
 @dataclass
 class CollectedBatch:
-    """The groups to train on in a step, in draw order, and the counts of their collection.
+    """The groups to train on in a step, in draw order, with counts and durations of their collection.
 
-    There are fewer than `needed` groups if the limit of draws was reached first.  `engine_s`, `reward_open_s`: seconds
-    with a request of that kind open.  `reward_wait_s`: seconds in which the step waited for rewards while no engine
-    request was open.
+    `version`: version of the weights.  `needed`: number of groups wanted; there are fewer if the limit of draws was
+    reached first.  `engine_s`, `reward_open_s`: seconds with at least one open request to an engine, or to the reward
+    server.  `reward_wait_s`: seconds in which the step waited for rewards while no engine request was open.
     """
 
     step: int
@@ -156,7 +156,7 @@ class CollectedBatch:
     engine_s: float = 0.0
     reward_open_s: float = 0.0
     reward_wait_s: float = 0.0
-    examples: list[Group] = field(default_factory=list)  # the first `needed` dropped groups if no group is kept
+    examples: list[Group] = field(default_factory=list)  # dropped groups, at most `needed`; empty if a group is kept
 
     @property
     def full(self) -> bool:
@@ -169,7 +169,7 @@ class CollectedBatch:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "CollectedBatch":
-        """Return the batch that `asdict` converted to `value`."""
+        """Return the batch of a JSON value that `dataclasses.asdict` made from a batch."""
         parts = {
             "groups": [Group.from_json(group) for group in value["groups"]],
             "examples": [Group.from_json(group) for group in value["examples"]],

@@ -21,7 +21,7 @@ class OneStepOff(Collector):
     """A collector that may collect the next batch while the current one is trained on.
 
     After `begin_next`, call `finish_next` before any other method, so that nothing runs while a checkpoint is written.
-    A finished batch waits for its step and is part of the state.
+    A batch that is finished before its step begins is kept for that step and is part of `state_dict`.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -31,7 +31,7 @@ class OneStepOff(Collector):
         self._ended_at: float | None = None  # monotonic time when the collection of `_next` ended
 
     def take(self, step: int, version: int) -> CollectedBatch:
-        """Return the batch that waits for this step.  If none waits, collect one now with these weights."""
+        """Return the batch collected ahead for this step; if there is none, collect it now with weights `version`."""
         if self._waiting is None:
             return super().take(step, version)
         self._background.check()
@@ -39,11 +39,14 @@ class OneStepOff(Collector):
         return batch
 
     def announce(self, path: str, version: int) -> None:
-        """Make the engines load these weights before their next response; return at once."""
+        """Make the engines load the weights file `path` before their next response; return at once."""
         self._background.run(self._engines.announce(path, version))
 
     def begin_next(self, step: int, version: int) -> None:
-        """Start collecting the batch of the next step, unless one waits.  `finish_next` raises the errors."""
+        """Start collecting a batch for `step` with weights `version`, unless one is ready.
+
+        `finish_next` raises the errors of the collection.
+        """
         if self._waiting is None:
             with contextlib.suppress(RolloutAbandoned):
                 self._ended_at = None
@@ -55,13 +58,13 @@ class OneStepOff(Collector):
         self._ended_at = time.monotonic()
 
     def finish_next(self) -> float:
-        """Wait for the collection that `begin_next` started, and keep its batch for its step.
+        """Wait for the collection that `begin_next` started, and keep its batch for its step; raise its errors.
 
-        If the collection was abandoned, the state is the one from before `begin_next`.
+        If the collection was abandoned, the collector is in the state from before `begin_next`.
 
         Returns:
-            seconds from the end of the collection to this call, in which the engines had no work; 0 if none was
-            started.
+            seconds from the end of the collection to this call, in which the engines had no work; 0 if no collection
+            was started.
         """
         started, self._next = self._next, None
         if started is None:
@@ -73,7 +76,7 @@ class OneStepOff(Collector):
         return max(0.0, called_at - (self._ended_at or called_at))
 
     def drop(self) -> None:
-        """Discard the waiting batch and the surplus."""
+        """Discard the batch that was collected ahead and the groups that were left for a later step."""
         self._waiting = None
         super().drop()
 

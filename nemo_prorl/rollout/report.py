@@ -1,11 +1,11 @@
-"""Metrics of a collected batch, as written to metrics.jsonl."""
+"""Functions that compute the metrics of a collected batch for metrics.jsonl."""
 
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.rollout.groups import CollectedBatch, TaskTally
 
 
 def report_rollout(metrics: Metrics, batch: CollectedBatch) -> None:
-    """Record a batch's metrics by task and in total (docs/reference/metrics.md), with equal values on every rank."""
+    """Record a batch's metrics by task and in total (docs/reference/metrics.md); every rank records equal values."""
     for task, tally in sorted(batch.tasks.items()):
         for name, value in (group_metrics(tally) | response_metrics(tally)).items():
             metrics.put(f"{name}/{task}", value)
@@ -26,7 +26,7 @@ def report_rollout(metrics: Metrics, batch: CollectedBatch) -> None:
 
 
 def group_metrics(tally: TaskTally) -> dict[str, float]:
-    """Return the mean raw reward (nan if no response was judged) and the shares of decided groups by outcome."""
+    """Return the mean raw reward (nan if there is none) and the shares of kept, solved, unsolved and tied groups."""
     decided = max(1, tally.decided)
     return {
         "reward": tally.mean_score,
@@ -38,7 +38,7 @@ def group_metrics(tally: TaskTally) -> dict[str, float]:
 
 
 def response_metrics(tally: TaskTally) -> dict[str, float]:
-    """Return means over the responses of decided groups, dropped groups included."""
+    """Return mean length in tokens, truncated share and mean repetition of all responses, dropped groups included."""
     responses = max(1, tally.responses)
     return {
         "response_tokens": tally.tokens / responses,

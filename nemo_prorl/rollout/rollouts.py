@@ -42,7 +42,7 @@ class _Records(Protocol):
 
 
 class Rollouts:
-    """The rollouts of a run, one object per rank, and part of a checkpoint.
+    """The training loop's interface to engines and rewards: one object per trainer rank, saved in checkpoints.
 
     All trainer ranks must call each method together.
     """
@@ -71,7 +71,8 @@ class Rollouts:
     def publish(self, version: int) -> None:
         """Publish the policy's weights to all engines under this version, and wake sleeping engines.
 
-        Does nothing if the engines are awake and have these weights already.
+        Does nothing if the engines are awake and have these weights already.  Returns when all engines have the
+        weights; engines on their own devices load them later, before their next response.
         """
         if self._published == (version, self._policy.version) and not self._asleep:
             return
@@ -108,9 +109,9 @@ class Rollouts:
     # --- groups ----------------------------------------------------------------------------------------------------
 
     def collect(self, metrics: Metrics) -> JudgedGroups:
-        """Return the groups of this step, with the tokens of the rows that this data rank trains on.
+        """Return the groups of this step, with tokens only of the responses that this data-parallel rank trains on.
 
-        Engines with their own devices then start on the groups of the next step.
+        Records the rollout's metrics.  Engines on their own devices then begin to generate the next step's groups.
         """
         step = metrics.step
         batch, mine = self.collector.share(partial(self._take, step))
@@ -124,7 +125,7 @@ class Rollouts:
         return mine
 
     def _take(self, step: int, collector: Collector) -> list[_Dealt]:
-        """Collect the batch of a step on rank 0; return one part for each data rank."""
+        """Collect the batch of a step on rank 0; return what each data-parallel rank gets, in order of ranks."""
         batch = collector.take(step, step - 1)
         self._records.rollouts(step, batch.groups or batch.examples, collector.renderer.judged_text)
         judged, summary = JudgedGroups.of(batch.groups), batch.without_tokens()
@@ -132,7 +133,7 @@ class Rollouts:
         return [(summary, mine) for mine in judged.dealt([torch.cat(rows).tolist() for rows in updates])]
 
     def await_next(self, metrics: Metrics) -> None:
-        """Wait for the batch that is collected while this step trains, if there is one."""
+        """Wait for the batch collected while this step trains, if there is one; record the engines' idle seconds."""
         if self._collects_ahead(metrics.step):
             with metrics.phase("ahead"):
                 idle_s = self.collector.call(lambda collector: _one_step_off(collector).finish_next())
@@ -143,7 +144,7 @@ class Rollouts:
         return self._cfg.rollout.own_devices and step < self._cfg.trainer.grpo.max_steps
 
     def _retire(self, metrics: Metrics, batch: CollectedBatch) -> None:
-        """Count solved prompts on rank 0, which draws the prompts; record the number of retired ones on every rank."""
+        """Retire the prompts that were solved often enough (data.retire_after); record how many are retired."""
         before, retired = self._blend.call(lambda blend: (blend.retired, blend.observe(batch.outcomes)))
         metrics.put("data/retired", retired)
         if retired < before:
@@ -164,7 +165,7 @@ class Rollouts:
         self.collector.call(lambda collector: collector.load_state_dict(state))
 
     def carry(self, state: dict[str, Any]) -> None:
-        """Begin a stage with the keep rates of the previous stage, from its state."""
+        """Begin a stage with the keep rates of the previous stage; `state`: the last `state_dict` of that stage."""
         self.collector.call(lambda collector: collector.keep_rates.load_state_dict(state["keep_rates"]))
 
 

@@ -30,7 +30,7 @@ def weights_folder(run_dir: str | Path, node: int | None = None) -> Path:
     """Return the folder of a run's published weights, which differs for every user and run directory.
 
     Args:
-        node: number of the node in a run on several nodes; several nodes on one machine then have separate folders.
+        node: number of the node, so that nodes on one machine have separate folders; None: a run on one node.
     """
     real = os.path.realpath(run_dir)
     digest = hashlib.blake2b(real.encode(), digest_size=8).hexdigest()
@@ -63,7 +63,7 @@ class WeightStore:
         return self.folder / f"weights-{version:08d}.safetensors"
 
     def versions(self) -> list[int]:
-        """Return the complete versions in the folder, oldest first."""
+        """Return the version numbers of the complete files in the folder, oldest first."""
         ours = (p for p in self.folder.iterdir() if _is_ours(p) and p.suffix == ".safetensors")
         return sorted(int(path.name.split("-")[1].split(".")[0]) for path in ours)
 
@@ -93,7 +93,7 @@ class WeightStore:
         return final
 
     def _stream(self, file: BinaryIO, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write the data after the space reserved for the header, then the header, padded with blanks."""
+        """Write a safetensors file: the data after the space for the header, then the header, padded with blanks."""
         header: dict[str, object] = {}
         offset = 0
         file.seek(8 + _HEADER_BYTES)
@@ -119,7 +119,7 @@ class WeightStore:
         file.write(_HEADER_BYTES.to_bytes(8, "little") + text.ljust(_HEADER_BYTES))
 
     def remove_stale(self) -> list[Path]:
-        """Delete weights and unfinished files of an earlier process of this run; return the deleted paths.
+        """Delete weights and unfinished files that an earlier process of this run left; return the deleted paths.
 
         Call it before any process of the run writes weights.
         """
@@ -131,7 +131,7 @@ class WeightStore:
         return removed
 
     def remove(self) -> None:
-        """Delete this run's weights at its end, and the folder if it contains no other files."""
+        """Delete all weights at the end of the run, and the folder if it contains no other files."""
         self.remove_stale()
         if [p.name for p in self.folder.iterdir()] == [MARKER]:
             (self.folder / MARKER).unlink()

@@ -1,8 +1,8 @@
-"""Guard process that ends all other processes of an engine when its server or its launcher is gone.
+"""Guard process that ends all other processes of an engine when the engine's server or launcher is gone.
 
-vLLM starts an engine core and workers and leaves them, with gigabytes of memory, when its server is killed.  A death
-signal (prctl) in them is not enough: they exist before any of our code runs in them.  The guard is forked first, shares
-their process group, and needs no cooperation from them.
+vLLM starts an engine core and workers.  When the server is killed, they would stay, with gigabytes of memory.  A death
+signal (prctl) in these processes is not enough, because they exist before any of our code runs in them.  The guard is
+forked first, shares their process group, and needs no cooperation from them.
 
 The resource tracker of Python's multiprocessing is left to end on its own, because it removes the shared memory and
 semaphores of killed processes, which would otherwise stay in /dev/shm.
@@ -23,7 +23,7 @@ TRACKER_S = 5.0  # seconds for the resource trackers to clean up
 
 
 class Guard:
-    """The guard of this process.  This process becomes the leader of a new process group."""
+    """The guard of the calling process, which becomes the leader of a new process group."""
 
     def __init__(self, parent: int | None) -> None:
         """Fork the guard.  Call this before any thread is started.
@@ -47,7 +47,7 @@ class Guard:
 
     @property
     def lost(self) -> bool:
-        """Return whether the guard was killed.  The engine should then stop: nothing else would end its processes."""
+        """Return whether the guard has ended.  Then the engine should stop: nothing else would end its processes."""
         if self.pid < 0:
             return True
         try:
@@ -60,7 +60,7 @@ class Guard:
 
 
 def _keep_watch(watched: list[int]) -> None:
-    """Wait for the end of any watched process, then kill the group and the guard itself.  Does not return."""
+    """Wait until one of the watched processes (pidfds) ends, then kill the process group, with this process."""
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)  # the server handles signals to the group
@@ -72,7 +72,7 @@ def _keep_watch(watched: list[int]) -> None:
 
 
 def _end_all_but_trackers() -> None:
-    """Kill the group's processes, then give the resource trackers, whose pipes are now closed, time to clean up."""
+    """Kill the group's other processes except resource trackers; give the trackers at most 5 s to end."""
     end = time.monotonic() + TRACKER_S
     while (others := _others()) and time.monotonic() < end:
         for process in others:

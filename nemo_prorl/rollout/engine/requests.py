@@ -1,4 +1,4 @@
-"""Request bodies of an engine, checked before vLLM sees them.
+"""Types of the request bodies of an engine, with checks that run before vLLM gets a request.
 
 Without a tokenizer vLLM does not check token ids, and an id beyond the embedding table kills the engine.  Every field
 is therefore checked here.
@@ -13,7 +13,7 @@ MAX_RESPONSES = 4096  # per request
 PARTS: tuple[Literal["weights"], Literal["kv_cache"]] = ("weights", "kv_cache")  # names in vLLM, in the order of waking
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-WaitS = Annotated[float, Field(ge=0, le=1e6)]
+WaitS = Annotated[float, Field(ge=0, le=1e6)]  # seconds to wait until no response is in flight
 
 
 class BadRequest(ValueError):
@@ -55,7 +55,7 @@ class SleepRequest(Body):
 
 
 class WakeRequest(Body):
-    """POST /wake: take back the memory of these parts."""
+    """POST /wake: take back the device memory of these parts of the engine."""
 
     parts: Annotated[list[Literal["weights", "kv_cache"]], Field(min_length=1)] = list(PARTS)
 
@@ -70,7 +70,7 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
-    """Return the request in a JSON body.  Raises BadRequest with the first fault."""
+    """Return the request of type `kind` in a JSON body.  Raises BadRequest, which describes the first fault."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -91,7 +91,7 @@ class ModelLimits:
     stop_token_ids: tuple[int, ...]
 
     def check(self, request: GenerateRequest) -> None:
-        """Raise BadRequest for a request that would crash vLLM or that vLLM would change silently."""
+        """Raise BadRequest for values that would crash vLLM, or that vLLM would replace without an error."""
         for token in request.prompt + (request.stop_token_ids or []):
             if not 0 <= token < self.vocab_size:
                 raise BadRequest(f"{token} is not a token id in 0..{self.vocab_size - 1}")

@@ -9,8 +9,8 @@ POST /generate {"prompt": [ids], "seeds": [7, 8], "temperature": 1.2, "top_p": 1
     The reply is NDJSON: one line for each response as soon as it ends, {"index", "token_ids", "logprobs",
     "finish_reason", "weight_version"}, then {"done": n}.  token_ids includes the stop token.  Log-probabilities are
     those of the sampled distribution: log_softmax(logits / temperature), cut by top_p if that is below 1.  A line
-    {"tokens"} every 10 s is the number of tokens that the engine has generated since its start, for all requests.  A
-    reply without {"done"} was cut off; a last line {"error"} gives the reason.
+    {"tokens"} after each 10 s without a response is the number of tokens that the engine has generated since its start,
+    for all requests.  A reply without {"done"} was cut off; a last line {"error"} gives the reason.
     `logprobs` false omits log-probabilities.  `weight_version` is optional: 409 if the engine has other weights.
 POST /weights {"path": FILE, "version": 3, "wait_s": 60}
     Waits until no response is in flight, loads safetensors with Hugging Face names, and empties the prefix cache.
@@ -162,7 +162,7 @@ class EngineServer:
         return tasks
 
     async def _line(self, index: int, prompt: Any, params: Any) -> str:
-        """Generate one response; return its line of the reply."""
+        """Generate response number `index` of a request; return its line of the reply."""
         self.requests += 1
         last, began = None, time.monotonic()
         tokens: list[int] = []
@@ -234,10 +234,10 @@ class EngineServer:
         self.open.clear()
 
     async def _change(self, what: str, work: Awaitable[dict[str, Any]]) -> Any:
-        """Change the whole engine, then admit responses again unless the engine is asleep.
+        """Run `work`, a change of the whole engine; then admit responses again unless the engine is asleep.
 
         After a failed change the weights may be partly old and the free memory is unknown.  The process therefore
-        serves no further request and exits with status 70.
+        exits with status 70.
         """
         from starlette.responses import JSONResponse
 
@@ -263,9 +263,9 @@ class EngineServer:
         return JSONResponse(answer(parse(TraceRequest, body).model_dump(), self.name))
 
     async def health(self) -> Any:
-        """Query the engine core, so that a hung core is found.
+        """Reply with the state of the engine, or with status 503 if its core does not answer in `health_s` seconds.
 
-        During an update the core cannot answer; then the core counts as hung if the update takes too long.
+        During an update the core cannot answer; the status is then 503 if the update exceeds `UPDATE_LIMIT_S`.
         """
         from starlette.responses import JSONResponse
 
@@ -293,7 +293,7 @@ class EngineServer:
 
 
 def _record(last: Any, tokens: int, began: float) -> None:
-    """Add a response to the trace while one is recorded; `last` is vLLM's last output, None if there was none."""
+    """Add a response to the trace, if a trace is recorded; `last`: vLLM's last output for it, None if it had none."""
     reason = None if last is None else last.outputs[0].finish_reason
     fields: dict[str, Any] = {
         "tokens": tokens,
@@ -315,7 +315,7 @@ async def exit_with(engine: Any, guard: Guard) -> None:
 
 
 def make_app(lifespan: Any, token: str) -> Any:
-    """Return the web application.  Every request needs the run's token.  `lifespan` must set `app.state.server`."""
+    """Return the Starlette application; requests need `token`.  Its `lifespan` must set `app.state.server`."""
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import JSONResponse

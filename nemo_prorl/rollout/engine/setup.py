@@ -1,4 +1,4 @@
-"""Environment and options of the vLLM engine of a rollout server, and the limits of its model."""
+"""Environment variables and options of the vLLM engine of a rollout server, and the limits of its model."""
 
 import argparse
 import importlib.metadata
@@ -21,7 +21,7 @@ def is_cpu_build() -> bool:
 
 
 def set_environment(threads: int, eager: bool) -> None:
-    """Set the variables that vLLM and OpenMP read at import.  Values set by the user stay; PYTHONPATH is extended."""
+    """Set the environment variables that vLLM and OpenMP read at import; keep the user's values; extend PYTHONPATH."""
     values = {
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -47,7 +47,7 @@ def set_environment(threads: int, eager: bool) -> None:
 
 
 def cpu_options(eager: bool) -> dict[str, Any]:
-    """Return the options of vLLM's CPU build that differ from the defaults."""
+    """Return the additional engine options for vLLM's CPU build."""
     return {
         # For a prompt in two chunks vLLM rewinds the random generator of the response.  A CPU generator cannot be
         # rewound, so the core would die.
@@ -60,7 +60,7 @@ def cpu_options(eager: bool) -> dict[str, Any]:
 
 
 def gpu_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the additional options of vLLM's CUDA build.
+    """Return the additional engine options for vLLM's CUDA build.
 
     vLLM refuses to start unless the share `gpu_memory_utilization` of the device is free.  With an explicit size of the
     KV cache it does not use that share, so a small share lets an engine restart beside a trainer on the same device.
@@ -100,7 +100,7 @@ def make_engine(args: argparse.Namespace) -> Any:
 
 
 def limits_of(config: Any, context_tokens: int) -> ModelLimits:
-    """Return the limits from the model's config.json."""
+    """Return the limits of a model from `config`, its config.json as read by vLLM."""
     eos = config.eos_token_id
     stop = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
     return ModelLimits(context_tokens, config.vocab_size, stop)

@@ -26,22 +26,22 @@ _POLL_S = 0.2
 
 
 class Refused(RuntimeError):
-    """The state of the engine does not allow the request.  The reply has HTTP status 409."""
+    """A valid request that the state of the engine does not allow now.  The reply has HTTP status 409."""
 
 
 class EngineSleep:
-    """Sleep and wake of an engine, and which of its parts are asleep.
+    """Puts an engine to sleep and wakes it, and records which of its parts are asleep.
 
     Args:
-        enabled: the engine was started with --sleep.
-        frees_memory: its build can release memory (a CPU build cannot).
+        enabled: whether the engine was started with --sleep.
+        frees_memory: whether this build of vLLM can release memory (a CPU build cannot).
     """
 
     def __init__(self, engine: Any, enabled: bool, frees_memory: bool) -> None:
         self.engine, self.enabled, self.frees_memory = engine, enabled, frees_memory
         self.level = 0  # level of the current or last sleep
         self.asleep: tuple[str, ...] = ()
-        self.weights_lost = False  # after level 2, until weights are loaded
+        self.weights_lost = False  # True after a sleep at level 2, until weights are loaded
 
     @property
     def refusal(self) -> str | None:
@@ -53,9 +53,9 @@ class EngineSleep:
         return None
 
     async def fall_asleep(self, level: int) -> dict[str, Any]:
-        """Put the engine to sleep.  Call it only while no response is in flight.
+        """Put the engine to sleep and return its state, with the freed bytes.  No response may be in flight.
 
-        Raises Refused while the engine sleeps at another level, BadRequest if it was started without --sleep.
+        Raises Refused if the engine sleeps at another level or is partly awake, BadRequest if it cannot sleep.
         """
         if not self.enabled:
             raise BadRequest("this engine was started without --sleep.  Fix: set rollout.sleep, or add --sleep")
@@ -70,7 +70,7 @@ class EngineSleep:
         return {**self.state(), "freed_bytes": freed, "seconds": round(time.monotonic() - began, 4)}
 
     async def wake(self, parts: Sequence[str]) -> dict[str, Any]:
-        """Take back the device memory of these parts.  Parts that are awake do not change."""
+        """Take back the device memory of these parts and return the state.  Parts that are awake do not change."""
         began = time.monotonic()
         if due := [part for part in self.asleep if part in parts]:
             await self.engine.wake_up(due)
@@ -86,7 +86,7 @@ class EngineSleep:
         }
 
     async def _free_bytes(self) -> int:
-        """Return the free bytes on the devices of all workers; 0 if the build does not release memory."""
+        """Return the sum of the free bytes on the devices of all workers; 0 if the build cannot release memory."""
         return sum(await self.engine.collective_rpc("prorl_free_bytes")) if self.frees_memory else 0
 
 

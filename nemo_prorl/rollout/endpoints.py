@@ -94,8 +94,7 @@ class EngineClient:
         with the number of tokens that the engine has generated since its start, for all requests.
 
         Raises:
-            EngineFailure: the reply was cut off, nothing was received for 60 s, or the engine sleeps or has other
-                weights; a later request may succeed.
+            EngineFailure: the reply was cut off, nothing came for 60 s, or the engine sleeps or has other weights.
             EngineRefused: the engine rejects the request, or a log-probability is not finite.
         """
         body = {"prompt": list(prompt_ids), "seeds": list(seeds), **asdict(sampling), "weight_version": version}

@@ -147,7 +147,6 @@ class EnginePool:
         Args:
             deadline: limit of the time without progress.  It restarts with each response or token that an engine with
                 open responses of this request generates, also for other requests.
-            on_response: called once for each seed.
             version: required version of the weights (None: any).  Responses of other weights are requested again.
 
         Raises:
@@ -220,13 +219,10 @@ class EnginePool:
             slot.loaded = None  # load again, in case the engine has other weights
 
     async def _room_for(self, responses: list[int], deadline: Deadline) -> list[_Share]:
-        """Assign as many of these responses as possible to the least loaded healthy engines.
+        """Assign as many of the responses (positions in the request) as possible to the least loaded healthy engines.
 
         Waits until an engine has fewer than `max_in_flight` open responses.  Callers are served in order of arrival.
         Raises TimeoutError at the deadline, which the progress of any engine restarts.
-
-        Args:
-            responses: positions of the responses in the request.
         """
         async with self._turn:
             while True:

@@ -86,11 +86,7 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
         return remaining
 
     def _hold(self, output: Any, release: bool) -> bool:
-        """Store the new tokens of a response; if it ends, or to `release`, put all stored tokens into `output`.
-
-        Returns:
-            whether `output` is returned to the server.
-        """
+        """Store the new tokens of a response; if it ends, or to `release`, put all into `output` and return True."""
         held = self._held.get(output.request_id)
         if held is None:
             held = self._held[output.request_id] = self._new(output.request_id)

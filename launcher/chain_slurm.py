@@ -294,7 +294,7 @@ def queued(jobs: Sequence[str]) -> dict[str, JobState]:
 
 
 def _accounted(jobs: Sequence[str]) -> dict[str, JobState]:
-    """Return the state of the jobs' last start in the accounting, if the cluster keeps one."""
+    """Return the jobs' states from Slurm's accounting (sacct); {} if the cluster has no accounting."""
     if shutil.which("sacct") is None:
         return {}
     done = _call(["sacct", "-X", "-n", "-P", "-j", ",".join(jobs), "-o", "JobID,State,Reason"], _QUERY_S)

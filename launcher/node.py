@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
         "--node",
         type=int,
         default=int(os.environ.get("SLURM_NODEID", 0)),
-        help="number of this node, from 0, which leads the run; default: SLURM_NODEID, otherwise 0",
+        help="index of this node; node 0 leads the run; default: SLURM_NODEID, otherwise 0",
     )
     parser.add_argument(
         "--host",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
-    """Check data, rewards and the rollout environment; make the run directory and the first model.
+    """Check data, rewards and the rollout environment; make the run directory and the model that training starts from.
 
     Returns:
         The tasks of the data, sorted.

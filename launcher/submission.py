@@ -155,7 +155,7 @@ class Submission:
         return env
 
     def warn_of_paths(self) -> None:
-        """Warn of paths that no mount of the container covers; they can only come from the image or from the site."""
+        """Warn about paths that no --container-mounts covers: only the image or the cluster's mounts can have them."""
         mounts = [word.split(":") for word in (self.args.container_mounts or "").split(",") if word]
         inside = [Path(mount[1] if len(mount) > 1 else mount[0]) for mount in mounts] + [Path(IN_CONTAINER)]
         for key, _, value in (text.partition("=") for text in self.overrides if self.args.container_image):

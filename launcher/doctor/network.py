@@ -60,7 +60,7 @@ def loopback_fault(peers: Collection[str], environment: Mapping[str, str], name:
 
 
 def _address(name: str) -> str:
-    """Return the IPv4 address of a name; without one the loopback address, as gloo does."""
+    """Return the IPv4 address of a name; 127.0.0.1, as gloo does, if the name does not resolve."""
     try:
         return socket.gethostbyname(name)
     except OSError:

@@ -1,4 +1,4 @@
-"""Statistics of a training step.  Suffixes: B responses, T token positions.  Reduction rules: see the package."""
+"""Statistics of a training step (B responses, T token positions), reduced as `nemo_prorl.algorithms` documents."""
 
 import functools
 import math
@@ -80,14 +80,15 @@ def policy_diagnostics(
     The arguments are those of `losses.grpo_loss`.
 
     Returns:
-        Sums over tokens, except the last two.
-        `tokens`, `positive_tokens`, `negative_tokens`: all that count; with positive and with negative advantage.
-        `clipped_high`: positive advantage and ratio above 1 + clip_high; `clipped_low`: negative advantage and ratio
-        below 1 - clip_low.  These get no gradient from the surrogate.
-        `unclipped_high`, `unclipped_low`: beyond the same bounds with the other sign of the advantage: full gradient.
-        `dual_clipped`: negative advantage and ratio above dual_clip; no gradient either (0 without dual_clip).
-        `ratio`: sum of ratios.  `approx_kl`: sum of k3 of KL(pi_old || pi_theta).
-        `min_ratio`, `max_ratio`: inf and -inf if no token counts, so that a part without tokens moves no extreme.
+        Counts of tokens where the mask is True:
+        `tokens`: all; `positive_tokens`, `negative_tokens`: those with positive and with negative advantage.
+        `clipped_high`: positive advantage, ratio above 1 + clip_high: no gradient from the surrogate.
+        `clipped_low`: negative advantage, ratio below 1 - clip_low: no gradient from the surrogate.
+        `unclipped_high`: negative advantage, ratio above 1 + clip_high, not in `dual_clipped`: full gradient.
+        `unclipped_low`: positive advantage, ratio below 1 - clip_low: full gradient.
+        `dual_clipped`: negative advantage, ratio above dual_clip: no gradient (0 if dual_clip is not set).
+        Other values: `ratio`: sum of ratios; `approx_kl`: sum of k3 of KL(pi_old || pi_theta); `min_ratio`,
+        `max_ratio`: inf and -inf if there are no tokens, which changes no minimum or maximum when merged.
     """
     logp = torch.where(mask_BT, logp_BT.detach().float(), 0.0)
     old_logp = torch.where(mask_BT, old_logp_BT.detach().float(), 0.0)

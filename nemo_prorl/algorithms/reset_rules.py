@@ -167,7 +167,8 @@ def replay(
 ) -> list[Finding]:
     """Return all findings that the rules make over recorded lines of metrics.jsonl.
 
-    `resets`: steps after which the run made a hard reset.  `act`: assume a reset wherever a rule asks for one, too.
+    `resets`: steps after which the run made a hard reset.  `act`: also assume a reset at each step where a rule asks
+    for a reset.
     """
     history, findings, recorded = History(), list[Finding](), set(resets)
     for line in lines:
@@ -329,10 +330,11 @@ def _bound(
     sigmas: float,
     judged: Sequence[tuple[int, float]] = (),
 ) -> float | None:
-    """Return `sigmas` standard deviations of one measurement, from scatter or standard errors; None if unknown.
+    """Return `sigmas` standard deviations of one measurement; None if unknown.
 
-    The standard errors are those of `points` or of those `judged` against them, whichever are larger: a score at 0 or 1
-    has none, until it leaves it.
+    This is the smaller of two bounds: one from the scatter of `points`, one from standard errors.  The second uses the
+    standard errors of `points` or of `judged`, whichever are larger, because a score of 0 or 1 has a standard error
+    of 0.
     """
     points = points[-SCATTER_POINTS:]
     bounds = []

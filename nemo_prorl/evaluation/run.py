@@ -135,7 +135,7 @@ def _fitting(benchmark: Benchmark, model: Model) -> Benchmark:
 
 
 def _fitted(cfg: DictConfig, model: Model, benchmarks: Sequence[Benchmark]) -> DictConfig:
-    """Set the configuration's context to the longest benchmark's.  Raises ConfigError if its KV cache does not fit."""
+    """Set the context to the benchmarks' longest; raise ConfigError if the KV cache for that length does not fit."""
     from nemo_prorl.launcher.prepare import check_node
 
     if model.folder is None:

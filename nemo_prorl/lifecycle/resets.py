@@ -34,7 +34,7 @@ FindingJson = Annotated[dict[str, Any], JsonOf(Finding)]
 
 
 class ResetsState(TypedDict):
-    """Fields of a stage's hard resets in a checkpoint."""
+    """The state of a stage's hard resets that a checkpoint stores."""
 
     done: list[Reset]
     fresh: bool
@@ -160,7 +160,7 @@ class Resets:
         return None
 
     def settle(self, step: int) -> None:
-        """At a resume, write `reset_commit` if the checkpoint has a reset without this event."""
+        """Write `reset_commit` on a resume if the checkpoint contains the reset but the journal lacks this event."""
         interrupted = interrupted_reset(self._records.events())
         if self.done and interrupted == self.done[-1]["step"] == step:
             self._records.event("reset_commit", **self.done[-1])

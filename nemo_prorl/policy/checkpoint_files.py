@@ -52,9 +52,10 @@ _EXTRA = "_extra_state"  # key suffix of a module's state beside parameters: FP8
 
 
 def _to_be_read(value: Any) -> Any:
-    """Return `value` with uninitialised CPU memory in place of its parameter, to be filled from a checkpoint.
+    """Let a sharded tensor refer to new CPU memory, which a load fills, instead of the model's parameter; return it.
 
     Loading then neither overwrites the model's parameters nor takes GPU memory, which awake engines may occupy.
+    Other values are returned unchanged.
     """
     if isinstance(value, ShardedTensor | ShardedTensorFactory) and isinstance(value.data, torch.Tensor):
         value.data = torch.empty_like(value.data, device="cpu", requires_grad=False)
@@ -205,8 +206,8 @@ class PolicyStore:
         """Make the process group of the background thread, if there is one.  A collective.
 
         Args:
-            seconds: limit for one rank's wait for another rank, and for the wait of `wait` and the next `save` for an
-                unfinished write; used with `background` only.
+            seconds: used with `background` only; limit for two waits: of a rank for the other ranks, and of `wait` or
+                the next `save` for an unfinished write.
         """
         self.actor, self.background, self.seconds = actor, background, seconds
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds)) if background else None
@@ -259,7 +260,7 @@ class PolicyStore:
     def drain(self, seconds: float) -> None:
         """Wait at most `seconds` for an unfinished write, after a failure elsewhere in the run.
 
-        The checkpoint may so still be completed.  No collective; never raises.
+        This may still complete the checkpoint.  Not a collective; never raises.
         """
         if self._thread is not None:
             self._thread.join(seconds)

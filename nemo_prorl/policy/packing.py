@@ -23,7 +23,7 @@ _SIMILAR = 1.25  # largest ratio of longest to shortest sequence in an attention
 
 
 class Packed(PackedSeqParams):
-    """Where each packed sequence begins, in the form that Megatron and Transformer Engine expect."""
+    """Start offsets of packed sequences, in the form that Megatron and Transformer Engine expect."""
 
     def __init__(self, lengths: list[int], device: torch.device) -> None:
         ends = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)

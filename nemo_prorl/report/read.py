@@ -151,7 +151,7 @@ def _mapping(path: Path, problems: list[str], missing_is_fine: bool = False) -> 
         text = path.read_bytes().decode(errors="replace")
         read = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
         if not isinstance(read, dict):
-            raise ValueError("holds no object")
+            raise ValueError("expected an object (keys and values)")
     except FileNotFoundError:
         problems += [] if missing_is_fine else [f"{path.name}: missing"]
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

@@ -66,7 +66,7 @@ def _of_step(run: Run, step: int, limit: int | None) -> tuple[list[Group], int]:
 
 @functools.lru_cache(maxsize=256)  # a live report reads the same files repeatedly
 def _read(path: Path, _changed: int, _size: int, limit: int | None) -> tuple[list[Group], int]:
-    """Return the groups of a step's file with the responses to show, and the number of responses in the file."""
+    """Return groups of at most `limit` responses of a step's file, and the file's total; a changed file is reread."""
     stored = [_group(list(lines)) for _, lines in groupby(_requests(path), key=lambda line: str(line.get("id")))]
     count = sum(len(items) for _, items in stored)
     if limit is None:

@@ -244,11 +244,11 @@ def _probe(trial: _Trial, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Skip(Exception):
-    """A check that could not be made, with the reason."""
+    """Raised if a check cannot be made; the message is the reason."""
 
 
 class _CheckFailed(Exception):
-    """A check that failed, with the finding."""
+    """Raised if a check fails; the message is the finding."""
 
 
 def _outcome(trial: _Trial, check: str) -> CheckOutcome:
@@ -297,9 +297,9 @@ def _examples(trial: _Trial, check: str) -> str:
             raise _CheckFailed(_shown(trial, case))
         full = (verdict["score"] or 0.0) >= 1.0 - EXACT
         if case.kind == "good" and (not full or verdict["correct"] is False):
-            raise _CheckFailed(f"{_shown(trial, case)}; it must be 1")
+            raise _CheckFailed(f"{_shown(trial, case)}; expected score 1 and correct not false")
         if case.kind == "bad" and (full or verdict["correct"]):
-            raise _CheckFailed(f"{_shown(trial, case)}; it must be below 1, correct not true")
+            raise _CheckFailed(f"{_shown(trial, case)}; expected a score below 1 and correct not true")
     return f"{len(trial.examples)} good responses score 1, and {len(trial.examples)} bad ones less"
 
 
@@ -342,7 +342,7 @@ def _thinking(trial: _Trial, check: str) -> str:
             continue
         wanted = trial.first[case.equals]["score"] if case.equals else 0.0
         if wanted is not None and verdict["score"] != wanted:
-            raise _CheckFailed(f"{_shown(trial, case)}; it must be {wanted}")
+            raise _CheckFailed(f"{_shown(trial, case)}; expected score {wanted}")
     return "what follows the last </think> is judged; an open <think> is no answer"
 
 

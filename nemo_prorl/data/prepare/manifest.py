@@ -42,7 +42,7 @@ class GoldCheck(TypedDict):
 
 
 class ExpectedCheck(TypedDict):
-    """Expected results, computed with the source's own solution."""
+    """Counts of the tests whose expected results were computed by running the source's own solution."""
 
     tests: Number
     left_out: Count

@@ -75,7 +75,8 @@ def rotary_of_packed(t: Tensor, position_N: Tensor, freqs: Tensor) -> Tensor:
     """
     if freqs.shape[-1] != t.shape[-1]:
         raise NotImplementedError(
-            "model.packed_sequences=true: got a partial rotation of heads. Fix: model.packed_sequences=false"
+            "model.packed_sequences=true: expected rotary embeddings over whole heads; this model rotates only a part"
+            " of each head. Fix: model.packed_sequences=false"
         )
     cos, sin = (angles.flatten(1, 2).to(t.dtype) for angles in (freqs.cos(), freqs.sin()))  # [T, 1, D]
     out: Tensor = _Rotary.apply(t, cos, sin, position_N)

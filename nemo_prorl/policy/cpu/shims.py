@@ -35,7 +35,7 @@ def enable(transformer_engine: bool = False) -> None:
 
 
 def without_apex_and_te() -> None:
-    """Let NeMo and Megatron run without apex and Transformer Engine; on a GPU, benchmarks only call this."""
+    """Let NeMo and Megatron run without apex and Transformer Engine; on a GPU, only the benchmarks call this."""
     distributed_optimizer_with_torch_adamw()
     _nemo_without_apex_and_te()
 
@@ -152,7 +152,7 @@ def distributed_optimizer_with_torch_adamw() -> None:
         set_states(self, model_param, {**counted, **tensors})
 
     def load_with_own_steps(self: Any, state: dict) -> None:
-        """Give each parameter a step count of its own; one tensor shared by all would be raised once per parameter."""
+        """Give each parameter its own step count; a shared tensor would be incremented once for every parameter."""
         load(self, state)
         for p_state in self.optimizer.state.values():
             if "step" in p_state:

@@ -25,7 +25,7 @@ _DUNDERS = frozenset(
 
 
 def independent(source: str) -> bool:
-    """Return whether no test can influence another.  Raises the compiler's errors on the source."""
+    """Return True if the source proves that tests cannot influence each other.  Raises the errors of `ast.parse`."""
     nodes = list(ast.walk(ast.parse(source)))
     imported: set[str] = set()
     system: set[str] = set()

@@ -85,7 +85,7 @@ _os_open = os.open
 def _ignoring_refusal(real: Callable[..., None], folder: str) -> Callable[..., None]:
     """Return a version of `os.chmod` or `os.utime` that ignores PermissionError for paths in `folder`.
 
-    A level may forbid these calls, although functions that copy or unpack files make them at the end.
+    Some sandbox levels forbid these calls.  Functions that copy or unpack files call them last and would fail.
     """
 
     def change(path: Any, *arguments: Any, **options: Any) -> None:

@@ -40,9 +40,10 @@ _PRELOADED = (
 
 @dataclass(frozen=True)
 class SandboxPlan:
-    """The caller's settings.
+    """Settings of the sandbox, which the parent process sends.
 
-    `folder`: for temporary files, unused at level "full"; `tmp_mb`: its size limit; `uid`: user id for the programs.
+    `folder`: for temporary files, unused at level "full"; `tmp_mb`: size limit of the temporary files; `uid`: user id
+    for the programs.
     """
 
     level: str

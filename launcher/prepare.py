@@ -54,7 +54,7 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     start = None if own else origin(cast(Config, cfg), run_dir)
     folder = make_initial_model(cfg, run_dir, every_task, start)
     check_shape(cfg.model, json.loads((folder / "config.json").read_text()), str(folder))
-    renderer = PromptRenderer(folder, cfg.trainer.grpo.context_tokens)
+    renderer = PromptRenderer(folder, cfg.trainer.grpo.context_tokens, cfg.data)
     for _, records in [*without_long(train, renderer.length, cfg.data.max_prompt_tokens), *validation]:
         for record in records:
             renderer.prompt_ids(record)

@@ -340,6 +340,9 @@ def _data(cfg: DictConfig) -> None:
     if most is not None and most >= context:
         why = f"expected less than trainer.grpo.context_tokens={context}, to leave room for a response"
         raise _wrong("data.max_prompt_tokens", most, why)
+    for task, template in cfg.data.templates.items():
+        if template.count("{problem}") != 1:
+            raise _wrong(f"data.templates.{task}", template, "expected a text with {problem} once")
     for part in ("train", "validation"):
         names: set[str] = set()
         for index, source in enumerate(cfg.data[part]):

@@ -286,9 +286,17 @@ class DataSource:
     seed: int = key(0, "random seed of the generator")
 
 
+def _templates() -> dict[str, str]:
+    boxed = "Think step by step, and end with the final answer in \\boxed{}, such as \\boxed{42}."
+    tagged = "Think step by step, and end with the final answer in <answer></answer>, such as <answer>42</answer>."
+    fenced = "Write it in Python. End with the whole program in one block, such as\n```python\nprint(42)\n```"
+    forms = {"math": boxed, "stem": boxed, "code": fenced, "puzzles": tagged}
+    return {task: f"{{problem}}\n\n{form}" for task, form in forms.items()}
+
+
 @dataclass
 class DataConfig:
-    """Training data and held-out data."""
+    """Training data, held-out data, and the form of the prompts."""
 
     train: list[DataSource] = key(list, "sources of training prompts")
     validation: list[DataSource] = key(list, "sources of held-out prompts")
@@ -298,6 +306,16 @@ class DataConfig:
         None,
         "maximum tokens of a training prompt; longer ones are left out; null: too long for the context is an error",
         least=1,
+    )
+    prompt: str = key(
+        "as_written",
+        "form of the prompts: text stays text and messages go through the chat template (as_written); all through the"
+        " chat template (chat); all as text (text); all as DeepSeek-R1-Zero's dialogue that ends in <think> (r1)",
+        choices=("as_written", "chat", "text", "r1"),
+    )
+    system: str | None = key(None, "system prompt of every prompt; null: none")
+    templates: dict[str, str] = key(
+        _templates, "prompt of a generated problem by task; {problem} is its text; a file's prompts are complete"
     )
     folder: str = key("prepared", "data=prorl: folder with one folder per source, as `prorl data prepare` writes them")
 

@@ -66,7 +66,7 @@ class Policy:
         self.actor, self.loggers = built.actor, built.trainer.loggers
         self.leader = Leader(cfg.trainer.deadlines, self.actor.data_ranks.rank)
         self.data = self.leader.only(lambda: load_sources(cfg.data))
-        self.renderer = PromptRenderer(folder, cfg.trainer.grpo.context_tokens)
+        self.renderer = PromptRenderer(folder, cfg.trainer.grpo.context_tokens, cfg.data)
         if not base.exists() and not retention.complete(run_dir / "checkpoints"):
             make_base(cfg, run_dir, self, base)
 

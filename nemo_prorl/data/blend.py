@@ -13,7 +13,7 @@ import json
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal, NamedTuple, NotRequired, TypedDict
 
 from nemo_prorl.config import DataConfig, DataSource
@@ -282,9 +282,10 @@ def load_sources(data: DataConfig) -> LoadedData:
     ids of generated validation records begin with `heldout-`.
     Raises ConfigError for a bad source, DataError for bad or missing data.
     """
-    validation = [(source, _load(source, frozenset(), "heldout-")) for source in data.validation]
+    templates = data.templates
+    validation = [(source, _load(source, frozenset(), "heldout-", templates)) for source in data.validation]
     held_out = frozenset(prompt_key(record) for _, records in validation for record in records)
-    train = [(source, _load(source, held_out, "")) for source in data.train]
+    train = [(source, _load(source, held_out, "", templates)) for source in data.train]
     for loaded in (train, validation):
         if loaded:
             _check(loaded)
@@ -344,9 +345,9 @@ def prompt_key(record: Record) -> str:
     return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
 
 
-def _load(source: DataSource, held_out: frozenset[str], prefix: str) -> list[Record]:
+def _load(source: DataSource, held_out: frozenset[str], prefix: str, templates: Mapping[str, str]) -> list[Record]:
     if source.path is None and source.generator is not None:
-        return generate(source, held_out, prefix)
+        return generate(source, held_out, prefix, templates)
     if source.path is None or source.generator is not None:
         raise ConfigError(f"data source '{source.name}': expected either a path or a generator, not both or neither")
     from nemo_prorl.data.records import read_records

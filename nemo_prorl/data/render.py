@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_prorl.config import DataConfig
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.rewards.interface import opened_thought
 
@@ -14,13 +15,37 @@ _log = logging.getLogger(__name__)
 _TAIL = 16  # last tokens of a prompt that can contain `<think>` and white space; the tag is at most 7 tokens
 
 
+# The dialogue of DeepSeek-R1-Zero for models without a chat template (arXiv 2501.12948, table 1), in our words.
+_R1 = """A user asks a question and an assistant answers it. The assistant first reasons between <think> and </think>, \
+and then gives the answer.
+User: {prompt}
+Assistant: <think>
+"""
+
+
+def written(prompt: str | list[dict[str, str]], form: str, system: str | None) -> str | list[dict[str, str]]:
+    """Return a record's prompt in the form `data.prompt`, with the system prompt: text, or messages for the template.
+
+    In text, messages are separated by an empty line, and the system prompt comes first.
+    """
+    if form == "chat" and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if form in ("text", "r1") and not isinstance(prompt, str):
+        prompt = "\n\n".join(message["content"] for message in prompt)
+    if isinstance(prompt, str):
+        text = prompt if system is None else f"{system}\n\n{prompt}"
+        return _R1.replace("{prompt}", text) if form == "r1" else text
+    return prompt if system is None else [{"role": "system", "content": system}, *prompt]
+
+
 class PromptRenderer:
     """A converter between text and token ids, for a context of `context_tokens` (prompt and response together).
 
-    Raises ConfigError if the folder does not contain a tokenizer with an eos token.
+    `data` gives the form of the prompts (`prompt`) and the system prompt (`system`).  Raises ConfigError if the folder
+    does not contain a tokenizer with an eos token.
     """
 
-    def __init__(self, tokenizer_folder: Path | str, context_tokens: int) -> None:
+    def __init__(self, tokenizer_folder: Path | str, context_tokens: int, data: DataConfig | None = None) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks and workers fork after this
         from transformers import AutoTokenizer
 
@@ -29,7 +54,8 @@ class PromptRenderer:
             raise ConfigError(
                 f"{folder}: no tokenizer_config.json, so no tokenizer. Fix: name a Hugging Face model folder"
             )
-        self.context_tokens = context_tokens
+        data = data or DataConfig()
+        self.context_tokens, self._form, self._system = context_tokens, data.prompt, data.system
         self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         if self._tokenizer.eos_token_id is None:
             raise ConfigError(
@@ -62,13 +88,13 @@ class PromptRenderer:
         return len(self._rendered(record))
 
     def _rendered(self, record: Mapping[str, Any]) -> list[int]:
-        prompt = record["prompt"]
+        prompt = written(record["prompt"], self._form, self._system)
         if isinstance(prompt, str):
             ids = self.encode(prompt)
         elif self._tokenizer.chat_template is None:
             raise DataError(
                 f"record '{record['id']}': its prompt is a message list, but the tokenizer does not have a chat "
-                "template. Fix: write the prompt as one string"
+                "template. Fix: data.prompt=text or data.prompt=r1, or write the prompt as one string"
             )
         else:
             ids = list(self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True))

@@ -165,10 +165,11 @@ def file_of(benchmark: Benchmark, data: Path | None) -> Path | None:
 def load_records(benchmark: Benchmark, data: Path | None, limit: int | None = None) -> list[dict[str, Any]]:
     """Return the first `limit` prompt records, in order.  Raises DataError naming file, line and field."""
     if benchmark.generate is not None:
-        from nemo_prorl.config import DataSource
-        from nemo_prorl.data.laptop.generators import generate
+        from nemo_prorl.config import DataConfig, DataSource
+        from nemo_prorl.data.laptop.generators import LAPTOP_TEMPLATES, generate
 
-        return generate(DataSource(name=benchmark.name, **benchmark.generate))[:limit]
+        templates = LAPTOP_TEMPLATES if "laptop" in benchmark.sets else DataConfig().templates
+        return generate(DataSource(name=benchmark.name, **benchmark.generate), templates=templates)[:limit]
     from nemo_prorl.data.records import read_records
 
     file = file_of(benchmark, data)

@@ -43,6 +43,7 @@ def manifest_of(
     engine = None
     if model.folder is not None:
         engine = {key: plain(cfg.rollout)[key] for key in ("dtype", "tensor_parallel_size", "eager")}
+        engine |= {key: plain(cfg.data)[key] for key in ("prompt", "system")}
     return {
         "format": 1,
         "model": model.to_json(),

@@ -212,7 +212,7 @@ def local_engines(cfg: DictConfig, model: Model) -> "LocalEngines":
     from nemo_prorl.evaluation.sources import LocalEngines
 
     assert model.folder is not None
-    renderer = PromptRenderer(model.folder, 1 << 30)  # no limit here: LocalEngines checks each benchmark's context
+    renderer = PromptRenderer(model.folder, 1 << 30, cfg.data)  # LocalEngines checks each benchmark's context
     stop = models.stop_tokens(model.folder) | {renderer.eos_id}
     per_engine = 2 * cfg.rollout.max_num_seqs  # a full batch is running and another is waiting
     return LocalEngines(renderer, sorted(stop), per_engine, cfg.rollout.engines, cfg.trainer.deadlines.rollout_s)

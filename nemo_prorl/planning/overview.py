@@ -8,6 +8,7 @@ from nemo_prorl.data.prepared import missing_files
 from nemo_prorl.lifecycle.tolerances import engine_gap_alarm, kl_after_reset
 from nemo_prorl.planning.columns import columns
 from nemo_prorl.planning.plan import NAMES, PAPER_GPU_HOURS, Chain, PlannedStage
+from nemo_prorl.planning.prompts import prompt_form
 from nemo_prorl.sizing.memory import (
     GB,
     PUBLISHED_VERSIONS,
@@ -72,6 +73,7 @@ def run_rows(cfg: DictConfig) -> dict[str, str]:
         "checkpoints": f"every {grpo.checkpoint_every} steps, {grpo.keep_checkpoints} kept",
         "validation": f"every {grpo.validate_every} steps, {grpo.validation_samples} responses per prompt, temperature"
         f" {grpo.validation_temperature:g}",
+        "prompts": prompt_form(cfg.data, cfg.pretrained_checkpoint.restore_from_path),
         "data": ", ".join(f"{s.name} ({s.weight:g})" for s in cfg.data.train),
         "held out": ", ".join(s.name for s in cfg.data.validation) or "nothing",
         "data files": _files(cfg),

@@ -9,13 +9,12 @@ import difflib
 import itertools
 import json
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from fractions import Fraction
 
 from nemo_prorl.config import DataSource
 from nemo_prorl.data.laptop.problems import Draw, Record, plain_options
-from nemo_prorl.data.laptop.problems.arithmetic import INSTRUCTION as MATH_INSTRUCTION
 from nemo_prorl.data.laptop.problems.arithmetic import arithmetic
 from nemo_prorl.data.laptop.problems.code import code
 from nemo_prorl.data.laptop.problems.instructions import instructions
@@ -24,9 +23,15 @@ from nemo_prorl.errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
 
-__all__ = ["MATH_INSTRUCTION", "PUZZLE_INSTRUCTION", "Record", "generate", "warmup_target"]
+__all__ = ["LAPTOP_TEMPLATES", "Record", "generate", "warmup_target"]
 
-PUZZLE_INSTRUCTION = "Answer in <answer></answer>."
+# Prompts for the laptop's small model, as in conf/data/laptop.yaml; `config.DataConfig` has those for real models.
+LAPTOP_TEMPLATES = {
+    "math": "{problem}\nAnswer in \\boxed{}.",
+    "stem": "{problem}\nAnswer in \\boxed{}.",
+    "code": "{problem}\nAnswer in ```python.",
+    "puzzles": "{problem}\nAnswer in <answer></answer>.",
+}
 
 _DRAWS_PER_RECORD = 20  # a generator fails after this many repeated problems in a row, per record made so far
 _REASONING_GYM = "reasoning_gym:"
@@ -38,12 +43,18 @@ _PROBLEMS: dict[str, Callable[[DataSource], Draw]] = {
 }
 
 
-def generate(source: DataSource, held_out: Collection[str] = (), prefix: str = "") -> list[Record]:
+def generate(
+    source: DataSource,
+    held_out: Collection[str] = (),
+    prefix: str = "",
+    templates: Mapping[str, str] = LAPTOP_TEMPLATES,
+) -> list[Record]:
     """Return `source.size` records with different prompts.
 
     Args:
-        held_out: prompts that no record may have, in the records' form (question with instruction).
+        held_out: prompts that no record may have, in the records' form (problem in its template).
         prefix: goes before each id.
+        templates: prompt of a problem by task, with the problem's text as {problem}.
 
     Raises:
         ConfigError: the generator, dataset or an option is unknown, or the options allow fewer than `source.size`
@@ -57,6 +68,8 @@ def generate(source: DataSource, held_out: Collection[str] = (), prefix: str = "
     repeats = 0
     for number in itertools.count():
         record = {"id": f"{prefix}{source.name}-{number}", "source": source.name, "meta": {}, **draw(number)}
+        template = templates.get(record["task"], "{problem}")
+        record["prompt"] = template.replace("{problem}", record["prompt"], 1)
         if record["prompt"] not in seen:
             seen.add(record["prompt"])
             records.append(record)
@@ -122,7 +135,7 @@ def _drawer(source: DataSource) -> Draw:
 
 
 def _reasoning_gym(source: DataSource, dataset: str) -> Draw:
-    """Return the draw function of a reasoning-gym dataset; prompts end in `PUZZLE_INSTRUCTION`."""
+    """Return the draw function of a reasoning-gym dataset."""
     from reasoning_gym.factory import DATASETS, create_dataset  # 1 s to import
 
     if dataset not in DATASETS:
@@ -148,7 +161,7 @@ def _reasoning_gym(source: DataSource, dataset: str) -> Draw:
             entry = json.loads(json.dumps(items[number], default=_fraction_text))
         except TypeError as error:
             raise ConfigError(f"data source '{source.name}': an entry of {dataset} is not JSON: {error}") from error
-        prompt = f"{entry['question'].strip()}\n{PUZZLE_INSTRUCTION}"
-        return {"task": "puzzles", "prompt": prompt, "truth": {"dataset": dataset, "entry": entry}}
+        truth = {"dataset": dataset, "entry": entry}
+        return {"task": "puzzles", "prompt": entry["question"].strip(), "truth": truth}
 
     return draw

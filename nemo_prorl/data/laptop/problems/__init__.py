@@ -1,7 +1,8 @@
 """Small generated problems, one module per domain, each a pure function of the draw's number.
 
-A draw is `{"task", "prompt", "truth"}`, with `"meta": {"target"}` if the correct response does not follow from the
-truth.  Problems fit the laptop's model: a prompt has fewer than 48 of its tokens, a target at most 16.
+A draw is `{"task", "prompt", "truth"}`, whose prompt is the problem alone, with `"meta": {"target"}` if the correct
+response does not follow from the truth.  Problems fit the laptop's model: in the laptop's templates a prompt has fewer
+than 48 of its tokens, and a target at most 16.
 """
 
 import random

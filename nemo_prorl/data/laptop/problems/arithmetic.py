@@ -7,8 +7,6 @@ from nemo_prorl.config import DataSource
 from nemo_prorl.data.laptop.problems import Draw, Record, options_of, rng_of
 from nemo_prorl.errors import ConfigError
 
-INSTRUCTION = "Answer in \\boxed{}."
-
 
 def arithmetic(source: DataSource) -> Draw:
     """Return the draw function for sums and products with the usual precedence.
@@ -31,8 +29,7 @@ def arithmetic(source: DataSource) -> Draw:
         expression = str(rng.randint(low, highs[0]))
         for high in highs[1:]:
             expression += f" {rng.choice(operators)} {rng.randint(low, high)}"
-        prompt = f"Compute {expression}.\n{INSTRUCTION}"
-        return {"task": "math", "prompt": prompt, "truth": {"answer": str(_value(expression))}}
+        return {"task": "math", "prompt": f"Compute {expression}.", "truth": {"answer": str(_value(expression))}}
 
     return draw
 

@@ -11,8 +11,6 @@ from typing import Any
 from nemo_prorl.config import DataSource
 from nemo_prorl.data.laptop.problems import NOUNS, Draw, Record, kinds_of, number_of, options_of, rng_of
 
-INSTRUCTION = "Answer in ```python."
-
 _Problem = tuple[str, str, dict[str, Any]]  # (problem text, correct program, truth)
 
 
@@ -31,7 +29,7 @@ def code(source: DataSource) -> Draw:
         task, program, truth = _MAKERS[rng.choice(kinds)](rng, high)
         return {
             "task": "code",
-            "prompt": f"Write {task}\n{INSTRUCTION}",
+            "prompt": f"Write {task}",
             "truth": truth,
             "meta": {"target": f"```python\n{program}\n```"},
         }

@@ -6,7 +6,6 @@ from typing import Any
 
 from nemo_prorl.config import DataSource
 from nemo_prorl.data.laptop.problems import Draw, Record, kinds_of, number_of, options_of, rng_of
-from nemo_prorl.data.laptop.problems.arithmetic import INSTRUCTION
 
 _FACTORS = (("km", "m", 1000), ("m", "cm", 100), ("kg", "g", 1000), ("cm", "mm", 10), ("kV", "V", 1000))
 _LAWS = (
@@ -44,7 +43,7 @@ def stem(source: DataSource) -> Draw:
         question, answer, truth = _MAKERS[rng.choice(kinds)](rng, highs)
         return {
             "task": "stem",
-            "prompt": f"{question}\n{INSTRUCTION}",
+            "prompt": question,
             "truth": truth,
             "meta": {"target": f"\\boxed{{{answer}}}"},
         }

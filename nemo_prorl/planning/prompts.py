@@ -1,0 +1,61 @@
+"""The form of a run's prompts for `prorl plan`: what system prompt and chat template add.  Without transformers."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from nemo_prorl.config import DataConfig
+from nemo_prorl.data.render import written
+
+PROMPT = "PROMPT"  # stands for a record's prompt in the shown form
+
+
+def prompt_form(data: DataConfig, model: str | None) -> str:
+    """Return the rendered form of a prompt, quoted, with PROMPT for the record's text.
+
+    Args:
+        model: Hugging Face folder with the chat template; None: the laptop's model, which is made at the start.
+    """
+    text, messages = PROMPT, [{"role": "user", "content": PROMPT}]
+    shown = written(text, data.prompt, data.system)
+    if isinstance(shown, str) and data.prompt != "as_written":
+        return repr(shown)
+    listed = _through_template(written(messages, data.prompt, data.system), model)
+    return listed if not isinstance(shown, str) else f"text {shown!r}; messages {listed}"
+
+
+def _through_template(messages: Any, model: str | None) -> str:
+    template = None if model is None else _template(Path(model))
+    if template is None:
+        return "by the tokenizer's chat template" if model is None else "refused: the tokenizer has no chat template"
+    try:
+        return repr(_render(template, messages))
+    except Exception as error:  # a template may raise anything; the run's own check has the last word
+        return f"by the tokenizer's chat template (not shown: {type(error).__name__}: {error})"
+
+
+def _template(folder: Path) -> str | None:
+    """Return the chat template of a Hugging Face folder: its own file, or the key of tokenizer_config.json."""
+    try:
+        if (file := folder / "chat_template.jinja").is_file():
+            return file.read_text(encoding="utf-8")
+        found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+    except (OSError, ValueError):
+        return None
+    if isinstance(found, list):  # several named templates
+        found = {one["name"]: one["template"] for one in found}.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _render(template: str, messages: Any) -> str:
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(text: str) -> None:
+        raise ValueError(text)
+
+    jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    jinja.globals.update(raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form))
+    special = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    return jinja.from_string(template).render(messages=messages, add_generation_prompt=True, **special)

@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 # Floats may differ in their last digits, which depend on the order of additions and on the number of printed digits.
-# The tolerance is the smaller of the absolute and the relative one: an error of 0.5 in a large number is too much, and
-# a tiny number must be right, too.
+# The smaller of the absolute and the relative tolerance holds: an error of 0.5 in a large number is too much, and a
+# tiny number must be right, too.
 ABS_TOL = 1e-6
 REL_TOL_TEXT = 1e-3
 REL_TOL_VALUE = 1e-9
@@ -19,7 +19,7 @@ _MAX_DIGITS = 60
 
 
 def same_text(expected: str, output: bytes) -> bool:
-    """Return whether both texts have equal tokens, separated by ASCII white space.
+    """Return whether both texts consist of equal tokens, which ASCII white space separates.
 
     A number with a decimal point may differ in its last digits.
     """

@@ -68,7 +68,7 @@ def program_of(text: str, names: Collection[str] = ()) -> str | None:
 
 
 def _definitions(names: Collection[str]) -> tuple[re.Pattern[str], ...]:
-    """Return patterns of code that defines one of `names` (or LeetCode's class Solution), and that assigns one."""
+    """Return two patterns: a definition of one of `names` (or LeetCode's class Solution), and an assignment to one."""
     name = f"(?:{'|'.join(map(re.escape, sorted(names)))})"
     function, kind = rf"(?:async[ \t]+)?def[ \t]+{name}\b", rf"class[ \t]+(?:Solution|{name})\b"
     return re.compile(rf"^(?:{function}|{kind})", re.MULTILINE), re.compile(rf"^{name}[ \t]*=(?!=)", re.MULTILINE)
@@ -107,7 +107,7 @@ def blocks(text: str, slack: int) -> list[Block]:
 
 
 def _opening(line: str, start: int) -> _Opened | None:
-    """Return the block that a line opens, if any.  A fence after prose counts only if at most a language follows."""
+    """Return the block that a line opens, if any.  After a fence that follows prose, only a language may stand."""
     fence = _FENCE.match(line)
     if fence is None or not _PREFIX.fullmatch(fence[1]):
         fence = _AFTER_PROSE.match(line)

@@ -19,7 +19,7 @@ _OUTPUT_MB = (1, 16, 128)  # few steps, so that the limit reveals little about t
 
 
 class CodeReward(RewardPlugin):
-    """Continuous reward of Python programs: the share of all tests passed, 0 over the time limit."""
+    """Continuous reward: the share of its tests that a Python program passes; 0 if it exceeds the time limit."""
 
     name = "code"
     tasks = ("code",)
@@ -29,8 +29,8 @@ class CodeReward(RewardPlugin):
     class Config:
         """Settings.
 
-        `time_limit_s`: default seconds for all tests of a program together, without `time_limit_s` in the truth.
-        `memory_mb`: memory limit of a program.  `time_budget_s`: CPU seconds per answer.
+        `time_limit_s`: seconds for all tests of a program together, unless the truth has its own `time_limit_s`.
+        `memory_mb`: memory limit of a program in MB.  `time_budget_s`: CPU seconds to judge an answer.
         `packages`: import names of third-party packages that programs may import if they are installed.
         """
 

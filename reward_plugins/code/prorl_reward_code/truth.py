@@ -11,7 +11,7 @@ MAX_TIME_LIMIT_S = 60.0
 
 
 def without_nulls(truth: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that are not null.  Data sets in columns fill absent fields with null."""
+    """Return the fields that are not null.  Column formats such as Parquet fill absent fields with null."""
     return {name: value for name, value in truth.items() if value is not None}
 
 
@@ -23,7 +23,7 @@ def text_of(value: Any) -> str | None:
 
 
 def names_called(truth: dict[str, Any]) -> set[str]:
-    """Return the names that the tests call, which distinguish the program from usage examples."""
+    """Return the names that the tests call.  Code that defines one of them is the program, not a usage example."""
     if "fn_name" in truth:
         return {truth["fn_name"]}
     names: set[str] = set()
@@ -97,7 +97,7 @@ def _check_code(code: str, field: str) -> None:
 
 @lru_cache(maxsize=4096)
 def _called(code: str) -> frozenset[str]:
-    """Return the names that code of the truth uses but does not define.  Raises ValueError if it is not Python."""
+    """Return the names that a piece of code uses but does not define.  Raises ValueError if it is not valid Python."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

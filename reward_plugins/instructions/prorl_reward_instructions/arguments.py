@@ -1,4 +1,4 @@
-"""Arguments of instructions: the check of each kind, and the reader of a truth's `kwargs`."""
+"""Arguments of instructions: one function for each kind that checks a value, and the reader of a truth's `kwargs`."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ LANGUAGES = frozenset(_CODES.split())
 RELATIONS = ("less than", "at least")
 
 Kind = Callable[[Any], Any]  # converts a value for the check; its ValueError names the expected form
-Check = Callable[..., bool]  # arguments: a text that is not blank, and the instruction's arguments by name
+Check = Callable[..., bool]  # (text that is not blank, arguments by name) -> whether the text follows the instruction
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def stripped(value: Any) -> str:
 
 
 def word(value: Any) -> str:
-    """Return a word, or the first word of a list, as in some of the training data."""
+    """Return a word without outer spaces.  Some training data has a list instead: its first item is the word."""
     return stripped(value[0] if isinstance(value, list) and value else value)
 
 
@@ -83,7 +83,7 @@ def satisfies(number: int, relation: str, limit: int) -> bool:
 
 
 def pattern(expression: str, frame: str = "{}", flags: int = re.IGNORECASE) -> re.Pattern[str]:
-    """Return the pattern of a keyword: a regular expression as in IFEval; literal if it is not valid ("a)", "*")."""
+    """Compile a keyword put into `frame`: a regular expression, as in IFEval, or literal if it is invalid ("a)")."""
     try:
         return re.compile(frame.format(expression), flags)
     except re.error:

@@ -18,7 +18,7 @@ def _listed(truth: dict[str, Any], name: str) -> list[Any]:
 
 
 def checks_of(truth: dict[str, Any]) -> list[tuple[str, partial[bool]]]:
-    """Return the name and the check of each instruction.  Raises ValueError that names the field."""
+    """Return name and check (a function of the text) of each instruction.  Raises ValueError that names the field."""
     names = _listed(truth, "instruction_id_list")
     for index, name in enumerate(names):
         if not isinstance(name, str) or name not in KNOWN:
@@ -48,7 +48,7 @@ def loose_variants(text: str) -> list[str]:
 
 
 class InstructionsReward(RewardPlugin):
-    """The fraction of instructions followed, in IFEval's strict mode (paper sec. 2)."""
+    """Continuous reward: the fraction of instructions followed, in IFEval's strict mode (paper sec. 2)."""
 
     name = "instructions"
     tasks = ("instructions",)

@@ -27,7 +27,7 @@ _SPACED_ELLIPSIS = ". . ."  # an abbreviation to the model
 
 @dataclass(frozen=True)
 class _Model:
-    """The trained parameters.  Words are in lower case; the last three sets tell how the training text wrote a word."""
+    """Punkt's parameters.  Words are in lower case; the last three sets tell how the training text wrote a word."""
 
     abbreviations: frozenset[str]
     collocations: frozenset[tuple[str, str]]
@@ -51,7 +51,7 @@ class _Token:
 
 @functools.cache
 def _model() -> _Model:
-    """Load the parameters from the text file in this package."""
+    """Return the parameters in `punkt_english.txt`, which is part of this package."""
     blocks: dict[str, list[str]] = {}
     words: list[str] = []
     for line in importlib.resources.files(__package__).joinpath("punkt_english.txt").read_text("utf-8").splitlines():
@@ -86,7 +86,7 @@ def _without_period(kind: str) -> str:
 
 
 def _classified(word: str) -> _Token:
-    """Return a word as a token, marked from the word alone as an abbreviation or the end of a sentence."""
+    """Return the token of a word.  The word alone decides whether it is an abbreviation or ends a sentence."""
     token = _Token(word, _kind(word))
     if word in (".", "?", "!"):
         token.ends_sentence = True
@@ -114,7 +114,7 @@ def _starts_sentence(following: _Token) -> bool | None:
 
 
 def _ends_sentence(token: _Token, following: _Token) -> bool:
-    """Return whether a sentence ends between two words."""
+    """Return whether a sentence ends after `token`, given the token that follows."""
     if not token.text.endswith("."):
         return token.ends_sentence
     model, kind, next_kind = _model(), _without_period(token.kind), _next_kind(following)
@@ -140,7 +140,7 @@ def _contains_end(context: str) -> bool:
 
 
 def _contexts(text: str) -> Iterator[tuple[re.Match[str], str]]:
-    """Yield each possible end of a sentence, with its word and the following text.
+    """Yield each possible end of a sentence, with its context: its word and the punctuation or word that follows.
 
     If one word contains several possible ends, only the last is yielded.
     """
@@ -159,7 +159,7 @@ def _contexts(text: str) -> Iterator[tuple[re.Match[str], str]]:
 
 
 def _pieces(text: str) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each sentence, before `sentences` moves closing punctuation to the end of its sentence."""
+    """Yield (start, end) of each sentence in `text`.  Closing punctuation may still be at the start of the next one."""
     start = 0
     for match, context in _contexts(text):
         if _contains_end(context):

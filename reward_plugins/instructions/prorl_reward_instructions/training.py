@@ -1,4 +1,4 @@
-"""The 29 instruction types of training data that IFEval lacks, judged as in NeMo Gym (from open-instruct)."""
+"""The 29 instruction types in the training data that IFEval lacks, judged as in NeMo Gym (from open-instruct)."""
 
 import itertools
 

@@ -76,14 +76,14 @@ def _apply(rules: Rules, text: str) -> str:
 
 
 def treebank_words(text: str) -> list[str]:
-    """Return the tokens of a text: sentences by Punkt, each split as in the Penn Treebank."""
+    """Return the tokens of a text, which Punkt splits into sentences and the rules of the Penn Treebank into tokens."""
     sentences = punkt.sentences(text)
     words = {sentence: _apply(_TREEBANK, sentence).split() for sentence in set(sentences)}
     return [word for sentence in sentences for word in words[sentence]]
 
 
 def plain_sentences(text: str) -> list[str]:
-    """Return the sentences of a text by its periods and a few known abbreviations, as IFEval does for key sentences."""
+    """Split a text at `.`, `?` and `!`, but not after a few known abbreviations, as IFEval does for key sentences."""
     marked = _apply(_PLAIN, " " + text.replace("\n", " ") + "  ")
     found = [sentence.strip() for sentence in marked.replace(_KEPT, ".").split(_END)]
     return found if found[-1] else found[:-1]

@@ -1,4 +1,4 @@
-"""Filters for answers that must not reach math-verify: slow ones, and wrong ones that it would accept."""
+"""Filters for answers that must not reach math-verify: it would need seconds, or accept a wrong answer."""
 
 import re
 
@@ -26,7 +26,7 @@ _SUM_RAISED = re.compile(
 
 
 def is_huge(text: str) -> bool:
-    """Return whether `text` could take long to compute: towers of powers, large exponents, large factorials."""
+    """Return whether an answer may take long to evaluate: nested powers, a large exponent or a large factorial."""
     text = text.replace(" ", "")
     if _HUGE.search(text):
         return True
@@ -34,13 +34,13 @@ def is_huge(text: str) -> bool:
 
 
 def _other_case(truth: str, answer: str) -> bool:
-    """Return whether the answer has a letter in the other case than the truth: `a` and `A` are different quantities."""
+    """Return whether the answer writes a variable of the truth in the other case: `A` for `a`, a different quantity."""
     expected, given = (set(re.findall(r"[A-Za-z]", _COMMANDS.sub(" ", text))) for text in (truth, answer))
     return any(name not in expected and name.swapcase() in expected and name.swapcase() not in given for name in given)
 
 
 def _unsolved(text: str) -> bool:
-    """Return whether an inequality must be solved for its variable, which may take math-verify seconds."""
+    """Return whether an inequality is unsolved (`2x+1 < 3`, not `x < 1`): math-verify may take seconds to solve it."""
     names = [side for side in _RELATION.split(text) if re.search("[A-Za-z]", _COMMANDS.sub("", side))]
     return len(names) > 1 or not all(map(_NAME.fullmatch, names))
 

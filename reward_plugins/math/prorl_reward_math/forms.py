@@ -1,4 +1,4 @@
-r"""Shapes of an answer: lists (`1 \text{ or } 2`), tuples, intervals, sets, and letters of a multiple choice."""
+r"""Comparison of answers that are lists (`1 \text{ or } 2`), tuples, intervals, sets or letters of multiple choice."""
 
 import re
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from prorl_reward_math.units import split_unit
 
 MAX_ELEMENTS = 32
 LIST, SET = ",", "\\{"  # kinds whose elements have no order
-Same = Callable[[str, str], bool]  # (truth, answer)
+Same = Callable[[str, str], bool]  # (truth, answer) -> whether they are equal
 
 _MANY_VALUED = re.compile(r"[<>]|\\(?:le|ge|cup|pm|mathbb)")  # one text with many values
 _CONNECTIVE = re.compile(rf"{STYLE}\{{\s*,?\s*(?:and|or|,)\s*\}}|\b(?:and|or)\b|\\(?:lor|vee|quad)(?![A-Za-z])")
@@ -39,7 +39,7 @@ def listed(text: str) -> tuple[str, list[str]]:
 
 
 def matched(truths: list[str], answers: list[str], same: Same) -> bool:
-    """Return whether `truths` and `answers` can be paired one to one, so that the members of each pair are equal."""
+    """Return whether `truths` and `answers` have the same elements in any order; False above MAX_ELEMENTS."""
     if len(truths) != len(answers) or len(truths) > MAX_ELEMENTS:
         return False
     left = list(answers)
@@ -52,7 +52,7 @@ def matched(truths: list[str], answers: list[str], same: Same) -> bool:
 
 
 def same_elements(truth: str, answer: str, same: Same) -> bool | None:
-    """Return the verdict on lists and tuples; None if truth or answer is single, so that math-verify decides."""
+    """Return whether two lists, sets, tuples or intervals are equal; None if they cannot be compared by elements."""
     (expected, truths), (given, answers) = listed(truth), listed(answer)
     if not expected or not given:
         unequal = {expected, given} & {LIST, SET} and not _MANY_VALUED.search(truth + answer)
@@ -82,14 +82,14 @@ def unstyled(text: str) -> str:
 
 
 def choice(text: str) -> tuple[str, str] | None:
-    """Return the letter of `C`, `(C)`, `C.`, `C) text` or `Option C` and the text after it; None without a letter."""
+    """Return letter and text of a choice: `C`, `(C)`, `Option C`, `C) text`; None if `text` has another form."""
     text = _CHOICE_LEAD.sub("", unstyled(text))
     found = _LABEL.match(text)
     return (found[1], (found[2] or "").strip()) if found else None
 
 
 def choice_verdict(truth: str, answer: str) -> bool | None:
-    r"""Return the verdict if the truth is one letter, such as `\text{(C)}` or `C`; None for anything else."""
+    r"""Return whether the answer names the truth's letter (`\text{(C)}`, `C`); None unless each names one letter."""
     expected = unstyled(truth)
     marked = re.fullmatch(r"[(\[]([A-Za-z])[)\]]", expected)
     found, letter = choice(answer), expected.strip("()[]")

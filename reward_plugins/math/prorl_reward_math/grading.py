@@ -1,6 +1,7 @@
 """Comparison of an answer with the expected one: by form and exact value in microseconds, otherwise by math-verify.
 
-The rule is DeepScaleR's grader OR math-verify (paper sec. 2).  The first half is a new implementation of that idea.
+An answer is right if DeepScaleR's grader or math-verify accepts it (paper sec. 2).  This package has its own
+implementation of the former.
 """
 
 import functools
@@ -20,7 +21,12 @@ _NAMED = re.compile(
 
 
 def same_answer(truth: str, answer: str, tolerance: float | None = None, unit: str = "") -> bool:
-    """Return whether `answer` equals `truth`.  `tolerance` is relative; `unit` is the unit of the truth."""
+    """Return whether `answer` equals `truth`.
+
+    Args:
+        tolerance: accepted relative error of a number; None for 0.
+        unit: unit of the truth; empty: the unit in the text of `truth`, if any.
+    """
     truth, answer = clean(truth), clean(answer)
     if truth == answer:
         return True
@@ -48,7 +54,7 @@ def _without_name(truth: str, answer: str) -> tuple[str, str]:
 
 
 def _same_value(truth: str, answer: str, tolerance: float | None, unit: str) -> bool:
-    """Return whether two answers are equal by unit, exact value or math-verify; at least one is not a list."""
+    """Return whether two answers, not both lists, are equal: by unit and exact value, otherwise by math-verify."""
     truth, own = split_unit(truth)
     exponent, wanted = power_of_ten(unit)
     wanted = wanted.strip(" $") or own
@@ -73,7 +79,7 @@ def _same_value(truth: str, answer: str, tolerance: float | None, unit: str) -> 
 
 
 def _value(text: str) -> float | None:
-    """Return the number that an answer stands for; None if it is not a number."""
+    """Return the number that an answer stands for; None if it is not a number or takes long to evaluate."""
     if (exact := number(canonical(text))) is not None or is_huge(text):
         return None if exact is None else float(exact)
     for parsed in parse_with_math_verify(text):
@@ -97,7 +103,7 @@ def prepare() -> None:
 
 
 def parse_with_math_verify(text: str) -> list[Any]:
-    """Return the expressions that math-verify parses from an answer, or [].  The worker pool limits the time."""
+    """Return the expressions that math-verify finds in an answer.  Has no time limit: the worker pool has one."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
 
@@ -110,7 +116,7 @@ _parse_truth = functools.lru_cache(maxsize=512)(parse_with_math_verify)  # the a
 
 
 def verify_with_math_verify(truth: str, answer: str) -> bool:
-    """Return math-verify's verdict; False for an answer that it cannot read."""
+    """Return whether math-verify accepts the answer; False if it must not or cannot judge it."""
     from math_verify import verify
 
     if skips_math_verify(truth, answer):

@@ -11,9 +11,9 @@ _BARE_BOX = re.compile(r"\s*([^\s{}$\\]+)")
 
 
 def boxes(text: str) -> list[tuple[int, int]]:
-    r"""Return start and end of the content of each complete \boxed{...} or \fbox{...}, and of `\boxed 7`, in one pass.
+    r"""Return (start, end) in `text` of the content of each complete `\boxed{...}`, `\fbox{...}` or `\boxed 7`.
 
-    Braces must balance; escaped braces (`\{`) are not counted.  Nested boxes are all returned.
+    Braces must balance; escaped braces (`\{`) are not counted.  Nested boxes are all returned.  Takes one pass.
     """
     found: list[tuple[int, int]] = []
     opened: list[int | None] = []  # for each open brace: where its box command starts, None for other braces
@@ -43,7 +43,7 @@ _BETWEEN_BOXES = re.compile(  # `} and \boxed{`, `}, y = \boxed{`, `}\boxed{`
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the content of the last complete box and of the boxes listed with it; None without a box.
+    r"""Return the content of the last complete box and of the boxes joined to it; None without a box.
 
     `\boxed{2} and \boxed{3}` gives `2, 3`.  Commas, semicolons, `and` and `or` join boxes; other words do not.
     """

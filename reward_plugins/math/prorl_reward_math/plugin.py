@@ -29,7 +29,7 @@ def expected_answers(truth: dict[str, Any]) -> tuple[list[str], bool]:
 
 
 class MathReward(RewardPlugin):
-    """Binary reward of the last boxed answer, by the plugin's grader OR math-verify (paper sec. 2)."""
+    """Binary reward: 1 if the plugin's grader or math-verify accepts the last boxed answer (paper sec. 2)."""
 
     name = "math"
     tasks = ("math",)

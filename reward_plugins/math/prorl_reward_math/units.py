@@ -63,7 +63,7 @@ def split_unit(text: str, loose: bool = False) -> tuple[str, str]:
 
 
 def _same_word(one: tuple[str, str], other: tuple[str, str]) -> bool:
-    """Return whether two words name the same unit: equal, or one abbreviates the other (`km`, `kilometers`)."""
+    """Return whether two (word, power) pairs are equal; a word may abbreviate the other (`km`, `kilometers`)."""
     short, long = sorted((one[0].casefold(), other[0].casefold()), key=len)
     letters = iter(long)
     spelled = long in ("am", "pm") or len(long) > 2

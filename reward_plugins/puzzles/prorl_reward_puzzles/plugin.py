@@ -39,7 +39,7 @@ def _tupled(value: Any) -> Any:
 
 
 def restored(dataset: str, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return an entry read from JSON with the tuples that its scorer expects.  Does not change `entry`."""
+    """Return an entry with the tuples that its scorer expects, which JSON made lists.  Does not change `entry`."""
     metadata = entry.get("metadata")
     keys = _TUPLES.get(dataset, ())
     if not keys or not isinstance(metadata, dict):
@@ -59,7 +59,7 @@ def own_answer(dataset: str, entry: dict[str, Any]) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def _scorer(dataset: str, options: str) -> Scorer:
-    """Return the scorer of a data set, cached because some data sets load word lists when created."""
+    """Return the scorer of a data set with `options` (JSON).  Cached, because some data sets load word lists."""
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if dataset not in DATASETS:
@@ -72,7 +72,7 @@ def _scorer(dataset: str, options: str) -> Scorer:
 
 
 class PuzzlesReward(RewardPlugin):
-    """Continuous reward of reasoning-gym puzzles by their own scorers (paper sec. 2)."""
+    """Continuous reward: the score that a reasoning-gym data set gives to an answer (paper sec. 2)."""
 
     name = "puzzles"
     tasks = ("puzzles",)

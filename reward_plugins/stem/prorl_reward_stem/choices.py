@@ -38,7 +38,7 @@ def right_letter(answer: str, options: Sequence[str]) -> str:
 
 
 def _form(text: str) -> str:
-    """Return a text in the form that is compared: no typesetting, letter case, spaces or final punctuation."""
+    """Return a text as it is compared: in lower case, without typesetting, spaces and final punctuation."""
     return re.sub(r"\s+", "", unstyled(text)).rstrip(".,;:").casefold()
 
 
@@ -52,10 +52,10 @@ def _texts(text: str, options: Sequence[str]) -> list[int]:
 
 
 def chosen(answer: str, options: Sequence[str], same: Callable[[str, str], bool]) -> set[int]:
-    """Return the indexes of the options that an answer names: by letter, by text, or by an equal value.
+    """Return the indexes of the options that an answer names: by letter, by text, or by a value equal under `same`.
 
-    A single capital letter is always a label.  A single small letter is an option's text if one reads so, otherwise a
-    label.  If several options have the same text, an answer with this text names all of them.
+    A single capital letter is always a label.  A single small letter is a label unless it is the text of an option.
+    If several options have the same text, an answer with this text names all of them.
     """
     texts = without_labels(options)
     if len(answer) > MAX_LETTERED_CHARS + 2 * max(map(len, options)):
@@ -84,7 +84,7 @@ def _exactly(text: str, options: Sequence[str]) -> list[int]:
 
 
 def _labelled(index: int, rest: str, texts: Sequence[str], known: str) -> set[int]:
-    """Return the options that `C) rest` names: C, and any other option that `rest` names by text, letter or value."""
+    """Return the indexes of the options that `C) rest` names: C, and those in `rest` by text, letter or value."""
     named = set(_texts(rest, texts))
     if named:
         return {index} if index in named else {index, *named}

@@ -29,9 +29,10 @@ def check_options(truth: dict[str, Any]) -> None:
 
 
 def same_list(truth: str, answer: str, same: Any) -> bool | None:
-    """Return the verdict if the truth is an ordered list in square brackets (`[4, 2]`); None for anything else.
+    """Return whether the answer equals a truth that is an ordered list in square brackets (`[4, 2]`).
 
-    The answer may omit the brackets, or use `()` or `<>` unless the truth has two elements: then it may be an interval.
+    The answer may omit the brackets or use `()` or `<>`.  None if the truth is not such a list, or if it has two
+    elements and the answer is in `()` or `<>`, which may be an interval.
     """
     if not re.fullmatch(r"\[[^\[\]]*\]", truth.strip()):
         return None
@@ -75,7 +76,7 @@ def stated_choice(text: str) -> str | None:
 
 
 class StemReward(MathReward):
-    """Binary reward of the last boxed answer to a science question (paper sec. 2), with the settings of `math`."""
+    """Binary reward: 1 if the last boxed answer to a science question is right (paper sec. 2).  Settings of `math`."""
 
     name = "stem"
     tasks = ("stem",)
@@ -145,7 +146,7 @@ class StemReward(MathReward):
         return grading.same_answer(truth, answer, tolerance, unit)
 
     def _by_form(self, truth: str, answer: str) -> bool | None:
-        """Return the verdict on a chemical formula or a single letter; None for anything else."""
+        """Return whether two chemical formulas or two single letters are equal; None for anything else."""
         expected, given = formula(truth), formula(answer)
         if expected and given and not (is_plain_symbol(expected) and "\\ce" not in truth):
             return expected == given

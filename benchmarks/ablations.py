@@ -1,11 +1,11 @@
-"""The paper's ablations (section 5) on the laptop's model: every arm with three seeds, one after the other.
+"""The paper's ablations (section 5) on the laptop's model: every arm, a variant of the algorithm, with three seeds.
 
     .venv/train/bin/python benchmarks/ablations.py              runs what benchmarks/results/ablations.jsonl lacks
-    .venv/train/bin/python benchmarks/ablations.py --commit     and commits each result as it lands
-    .venv/train/bin/python benchmarks/ablations.py --report     tables and pictures of what is there, into docs/
+    .venv/train/bin/python benchmarks/ablations.py --commit     and commits each result when its run ends
+    .venv/train/bin/python benchmarks/ablations.py --report     writes tables and pictures of the results into docs/
 
-All arms of a seed begin with the same warmed-up policy and see the same problems; they differ in a named configuration
-(conf/algorithm/) only.  A result is one line: the curves of the run by step, with tokens and seconds beside them.
+All arms of a seed begin with the same warmed-up policy and see the same problems.  They differ only in a named
+configuration (conf/algorithm/).  A result is one line of JSON: the curves of a run by step, its tokens and seconds.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def prorl(*words: str, jobs: int = 1) -> None:
 
 
 def base_of(seed: int, out: Path) -> Path:
-    """The warmed-up policy of a seed."""
+    """Return the folder of a seed's warmed-up policy, made if it is missing."""
     run = out / f"base-seed{seed}"
     if not (run / "base").is_dir():
         prorl("warmup", f"run_dir={run}", f"seed={seed}", "data=ablations", "trainer.warmup.steps=140")
@@ -97,7 +97,7 @@ def base_of(seed: int, out: Path) -> Path:
 
 
 def run_arm(arm: str, seed: int, out: Path, jobs: int) -> dict[str, Any]:
-    """Trains one arm with one seed, beside `jobs` - 1 others; its curves."""
+    """Train one arm with one seed, while `jobs` - 1 other runs share the cores; return the result."""
     base, run = base_of(seed, out).absolute(), out / f"{arm}-seed{seed}"
     shutil.rmtree(run, ignore_errors=True)  # an incomplete run would count its start twice
     overrides = [f"algorithm={arm}", *COMMON, f"seed={seed}", *ARMS[arm]]
@@ -145,7 +145,7 @@ def results() -> list[dict[str, Any]]:
 
 
 def gain(result: dict[str, Any]) -> float:
-    """Mean of the last two validations minus the first."""
+    """Return the mean of the last two validation scores minus the first score."""
     scores = [score for _, score in sorted((int(step), score) for step, score in result["validation"].items())]
     return (scores[-1] + scores[-2]) / 2 - scores[0]
 
@@ -155,13 +155,13 @@ def tail_mean(values: Sequence[float | None], count: int = 10) -> float:
 
 
 def with_error(values: Sequence[float], form: str) -> str:
-    """Mean and standard error over seeds."""
+    """Return mean ± standard error over seeds as text; `form` is the format of the mean, such as ".2f"."""
     mean = format(statistics.mean(values), form)
     return f"{mean} ± {statistics.stdev(values) / math.sqrt(len(values)):.3f}" if len(values) > 1 else mean
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """Return a table with one line for each arm and its difference to the first arm of its group, seed by seed."""
+    """Return a Markdown table of the arms, each compared seed by seed with the first arm of its group."""
     lines = []
     for group, arms in GROUPS.items():
         lines += [f"\n**{group}**\n"]
@@ -192,7 +192,7 @@ def table(found: list[dict[str, Any]]) -> str:
 
 
 def draw(found: list[dict[str, Any]], group: str, arms: Sequence[str], path: Path) -> None:
-    """Validation by step, tokens and seconds, and entropy by step; thin lines are seeds, thick ones their means."""
+    """Draw validation by step, tokens and seconds, and entropy by step.  Thin lines: seeds; thick lines: means."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -229,7 +229,7 @@ def _lines(axis: Any, lines: list[tuple[list[float], list[float]]], label: str, 
 
 
 def report(found: list[dict[str, Any]]) -> None:
-    """The tables into docs/explanation/ablations.md, between its marks, and a picture a group beside it."""
+    """Print the tables, write them into PAGE between its marks, and write a picture of each group into PICTURES."""
     found = [json.loads(json.dumps(r)) for r in found]
     text = table(found)
     sys.stdout.write(text)
@@ -242,14 +242,12 @@ def report(found: list[dict[str, Any]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commit", action="store_true", help="commit each result as it lands")
-    parser.add_argument("--report", action="store_true", help="run nothing; tables and pictures of what is there")
+    parser.add_argument("--commit", action="store_true", help="commit each result when its run ends")
+    parser.add_argument("--report", action="store_true", help="run nothing; write tables and pictures of the results")
     parser.add_argument("--arms", nargs="+", choices=sorted(ARMS), default=list(ARMS), metavar="ARM")
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="runs side by side; seconds are comparable within one choice"
-    )
+    parser.add_argument("--jobs", type=int, default=1, help="concurrent runs; compare seconds only at the same number")
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "ablations", help="where the runs go")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "ablations", help="folder of the runs")
     args = parser.parse_args()
     if args.report:
         report(results())

@@ -1,11 +1,11 @@
 """Measures the seconds and bytes to distribute a step's tokens from rank 0: pickled lists, or arrays for each rank.
 
     .venv/train/bin/python benchmarks/batches.py                      1 million tokens
-    .venv/train/bin/python benchmarks/batches.py --tokens 33554432    4096 responses of 8192 tokens; takes 8 GB
+    .venv/train/bin/python benchmarks/batches.py --tokens 33554432    4096 responses of 8192 tokens; needs 8 GB
 
 Before: every rank receives all groups as pickled lists of Python numbers, and pads all of them.  After: rank 0 makes
-arrays of them once, and each data rank receives and pads its own rows.  Both end with the same micro-batches, which the
-script checks.  The time on the network is not measured.
+arrays of them once, and each data rank receives and pads its own rows.  The script checks
+that both give the same micro-batches.  The time on the network is not measured.
 """
 
 import argparse
@@ -28,7 +28,7 @@ SAMPLES, UPDATES = 16, 4
 
 
 def groups_of(tokens: int, context: int) -> list[Group]:
-    """Groups of responses of a quarter to the whole of the context, about so many tokens in all."""
+    """Return groups of about `tokens` response tokens in all; each response fills at least a quarter of the context."""
     draw = torch.Generator().manual_seed(0)
     groups: list[Group] = []
     while tokens > 0:
@@ -45,7 +45,7 @@ def groups_of(tokens: int, context: int) -> list[Group]:
 
 
 def padded_lists(groups: list[Group]) -> Batch:
-    """Return all rows as tensors, made row by row from lists."""
+    """Return all responses of the groups as one batch of padded rows, made row by row from lists."""
     rows = [(g.prompt_ids, r) for g in groups for r in g.responses]
     lengths = [len(prompt) + len(r.token_ids) for prompt, r in rows]
     shape = (len(rows), max(lengths))
@@ -60,13 +60,13 @@ def padded_lists(groups: list[Group]) -> Batch:
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    """Return the result of a call and its CPU seconds, in which other processes do not count."""
+    """Return the result of a call and the CPU seconds that this process spent on it."""
     began = time.process_time()
     return work(), time.process_time() - began
 
 
 def as_lists(groups: list[Group]) -> tuple[Batch, tuple[float, float, float], int]:
-    """Return what each rank gets as lists, the seconds to serialise, unpickle and pad it, and its bytes."""
+    """Send groups as pickled lists; return the padded batch, CPU seconds (pickle, unpickle, pad) and bytes."""
     text, dumps_s = timed(partial(pickle.dumps, groups))
     received, loads_s = timed(partial(pickle.loads, text))
     whole, pad_s = timed(partial(padded_lists, received))

@@ -1,10 +1,10 @@
-"""Kills a chain of stages with SIGKILL right after each hard reset, and compares it with an undisturbed one.
+"""Kills a chain of stages with SIGKILL right after each hard reset, and compares it with an undisturbed chain.
 
     .venv/train/bin/python benchmarks/chain_kills.py [--out runs/chain_kills] [KEY=VALUE ...]
 
-Stages run1 to run3, shortened to 4, 3 and 3 steps: the second and third begin with a hard reset.  The trainer dies at
-the point `reset:committed`; the same command goes on.  Each stage's weights, reference, metrics (all but time/), resets
-and rollouts must be equal to the bit.
+Stages run1 to run3, shortened to 4, 3 and 3 steps: the second and third begin with a hard reset.  The trainer is
+killed at the point `reset:committed`, and the same command continues the chain.  Each stage's weights, reference,
+metrics (all but time/), resets and rollouts must be equal to the bit.
 """
 
 import argparse
@@ -37,7 +37,7 @@ MOST_STARTS = 12
 
 
 def launch(folder: Path, settings: list[str], kill_at: str | None) -> int:
-    """The exit code of `prorl launch`, once it has ended."""
+    """Run `prorl launch` to its end and return its exit code.  `kill_at`: a kill point; None: run undisturbed."""
     prorl = str(Path(sys.executable).with_name("prorl"))
     words = [prorl, "launch", "--stages", f"{STAGES[0]}..{STAGES[-1]}", "--here", f"run_dir={folder}"]
     environment = {**os.environ, **({VARIABLE: kill_at} if kill_at else {})}

@@ -3,9 +3,9 @@
     .venv/train/bin/python benchmarks/checkpoint.py                     the laptop's model, and one of 100M parameters
     .venv/train/bin/python benchmarks/checkpoint.py --models laptop --rounds 9
 
-Rounds of K updates alternate: without a checkpoint, with a synchronous one, with one in the background.  The cost of a
-checkpoint is the extra time of such a round: the seconds in `save`, and the time that the writing thread takes from the
-updates that run at the same time.
+Rounds of the same number of updates alternate: without a checkpoint, with a synchronous checkpoint, and with a
+checkpoint in the background.  The cost of a checkpoint is the extra time of its round: the seconds in `save`, and the
+time that the writing thread takes from the updates that run at the same time.
 """
 
 import argparse
@@ -39,7 +39,7 @@ SHAPES: dict[str, dict[str, int]] = {
 
 @dataclass
 class Job:
-    """An actor with something to update on."""
+    """An actor, with the batch and the loss of its updates."""
 
     actor: Any
     batch: Any
@@ -85,7 +85,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def measure(shape: dict[str, int], rounds: int) -> dict[str, Any]:
-    """Medians over rounds, in seconds, and sizes."""
+    """Return medians over rounds in seconds for each kind of round, and the sizes of model and checkpoint."""
     from nemo_prorl.lifecycle.retention import size_of
 
     with tempfile.TemporaryDirectory() as name:  # under TMPDIR

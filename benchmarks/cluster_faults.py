@@ -5,8 +5,8 @@
 Needs root and Slurm's daemons (docs/tutorial/cluster.md).  One run is undisturbed; each other run has one fault at step
 3 of 6.  Slurm and the job continue without help.  Where a fault ends the job for good (scancel, a full run
 directory), the same command is submitted again.  Weights, metrics (all but time/), held-out scores and rollouts must be
-equal to the bit: no prompt is lost or counted twice.  No process may be left on any node, no wait may be longer than
---deadline.
+equal to the bit: no prompt is lost or counted twice.  No process may be left on any node, and no wait may be longer
+than --deadline.
 """
 
 import argparse
@@ -69,7 +69,7 @@ class Case:
     failed: str = ""
 
     def happened(self) -> str:
-        """Return the exit codes and next actions of all attempts, from launches.jsonl."""
+        """Return exit code and next action of each attempt (from launches.jsonl), and how the Slurm jobs ended."""
         ends = [m for m in lines(self.run / "launches.jsonl") if m["event"] == "end"]
         says = [f"{m['code']} {m['next']}" for m in ends]
         ended = ", ".join(
@@ -86,7 +86,7 @@ class Bench:
         self.drained = ""
 
     def submit(self, run: Path, *flags: str, nodes: int = 0) -> int:
-        """The stage on so many nodes; 0: as many as all the runs have."""
+        """Submit a Slurm job of the run and return its id.  `nodes`: number of nodes; 0: that of --nodes."""
         nodes = nodes or self.nodes
         overrides = [
             f"run_dir={run}",
@@ -109,7 +109,7 @@ class Bench:
         return self.slurm.run("scontrol", "show", "hostnames", self.slurm.job(job)["NodeList"]).split()
 
     def kill(self, case: Case, program: str, index: int) -> None:
-        """SIGKILL to the job's processes of a kind on its node `index`."""
+        """Send SIGKILL to the processes of `program` (a key of PROGRAMS) on node number `index` of the job."""
         node = self.nodes_of(case.job)[index]
         victims = []
         for process in self.slurm.processes():
@@ -163,7 +163,7 @@ class Bench:
         self.slurm.slurmd_kill(self.nodes_of(case.job)[0])
 
     def time_limit(self, case: Case) -> None:
-        """The signal that Slurm sends by --signal=B:USR1@600, ten minutes before the end."""
+        """Send the signal that Slurm sends ten minutes before the time limit (--signal=B:USR1@600)."""
         self.slurm.scancel(case.job, "--batch", "--signal=USR1")
         self.until("a requeue", lambda: self.slurm.job(case.job)["Restarts"] == "1")
 
@@ -191,7 +191,7 @@ class Bench:
         case.job = self.submit(case.run)
 
     def second_job(self, case: Case) -> None:
-        """On the node that is left."""
+        """Submit a second job of the same run, on the node that the first job does not use."""
         second = self.submit(case.run, nodes=1)
         case.ends.append(self.slurm.wait(second, self.deadline))
 
@@ -240,7 +240,7 @@ class Bench:
         case.ends.append(self.slurm.wait(case.job, self.deadline))
         if fault in (self.node_crash, self.node_kill, self.first_node_kill):
             for node in self.slurm.nodes:
-                self.slurm.node_start(node)  # frozen processes are no orphans: the machine was off
+                self.slurm.node_start(node)  # processes of a machine that was off are not orphans
         try:
             self.slurm.no_orphans(30)
         except AssertionError as error:
@@ -275,10 +275,10 @@ def say(*rows: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=4, help="of the run; the cluster has one more")
-    parser.add_argument("--only", help="names of faults, comma separated")
-    parser.add_argument("--base", type=Path, help="a policy to begin with; default: makes one (prorl warmup)")
-    parser.add_argument("--deadline", type=float, default=900.0, help="seconds for any one wait")
+    parser.add_argument("--nodes", type=int, default=4, help="nodes of the run; the cluster has one more")
+    parser.add_argument("--only", help="comma-separated names of faults; default: all")
+    parser.add_argument("--base", type=Path, help="folder of the first policy; default: made by prorl warmup")
+    parser.add_argument("--deadline", type=float, default=900.0, help="limit of each wait, in seconds")
     parser.add_argument("--out", type=Path, default=Path("runs/cluster_faults"))
     args = parser.parse_args()
     if args.out.exists():

@@ -1,13 +1,13 @@
-"""Tokens/s of an evaluation, judging and storing included, beside vLLM's own offline throughput on the same prompts.
+"""Tokens/s of an evaluation, with judging and storing, compared with vLLM's own offline throughput on the same prompts.
 
     .venv/train/bin/python benchmarks/evaluate.py runs/laptop/base [--prompts 500] [--samples 16] [--repeats 7]
 
-MODEL is a Hugging Face folder.  Three ways, alternating, each with an engine of its own that stays up and idles while
-the others work: (a) `prorl evaluate`: drawn with a seed for each response, judged, stored; (b) vLLM offline with its
-own settings, n samples a prompt without seeds; (c) vLLM offline with our engine's settings and a seed for each
-response, without which an evaluation cannot be repeated.
-The prompts are the laptop job's held-out problems.  Start-up is in none.  A trained model ends after some six tokens,
-so that what a response costs outside the model weighs most; RUN/init with --max-response 100 shows longer ones.
+MODEL is a Hugging Face folder.  Three ways alternate, each with its own engine, which idles while the others work:
+(a) `prorl evaluate`, which draws each response with its own seed, judges it and stores it; (b) vLLM offline with its
+own settings, all samples of a prompt in one request without seeds; (c) vLLM offline with this project's engine settings
+and a seed for each response, without which an evaluation cannot be repeated.
+The prompts are the laptop job's held-out problems.  Start-up is not measured.  The responses of a trained model have
+about six tokens, so that costs outside the model weigh most; RUN/init with --max-response 100 shows longer responses.
 """
 
 import argparse
@@ -40,7 +40,7 @@ _BAR = 0.9
 
 
 class Ours:
-    """The engines and the reward server of an evaluation, which stay up."""
+    """An evaluation by `prorl evaluate` that can be repeated: model, configuration, engines and records."""
 
     def __init__(self, options: EvaluationOptions, prompts: int) -> None:
         self.folder, self.benchmarks = options.out, options.benchmarks
@@ -52,7 +52,7 @@ class Ours:
         self.records = _first({one.name: load_records(one, None) for one in self.benchmarks}, prompts)
 
     async def once(self, services: Services, number: int) -> tuple[float, int]:
-        """(seconds, tokens) of everything, with other seeds each time."""
+        """Draw, judge and store all responses, with seeds from `number`; return seconds and generated tokens."""
         stores = {one.name: Store(self.folder / f"run-{number}", one.name) for one in self.benchmarks}
         async with services.reward_client() as rewards:
 
@@ -69,7 +69,7 @@ class Ours:
         return work.seconds, work.tokens
 
     def offline(self) -> dict[str, Any]:
-        """The same work, as benchmarks/evaluate_offline.py takes it."""
+        """Return the same work as the JSON that benchmarks/evaluate_offline.py reads."""
         rollout, prompts = self.cfg.rollout, []
         for one in self.benchmarks:
             prompts += [self.source.request(record, one.sampling) for record in self.records[one.name]]
@@ -82,7 +82,7 @@ class Ours:
 
 
 def _first(records: dict[str, list[dict[str, Any]]], number: int) -> dict[str, list[dict[str, Any]]]:
-    """`number` of them, from all benchmarks alike."""
+    """Return the first `number` records, shared evenly over the benchmarks, by benchmark."""
     left, found = number, {}
     for at, (name, some) in enumerate(sorted(records.items(), key=lambda item: len(item[1]))):
         found[name] = some[: -(-left // (len(records) - at))]
@@ -130,7 +130,7 @@ def offline(python: str, folder: Path, what: dict[str, Any], settings: str) -> I
 
 
 async def measure(ours: Ours, python: str, repeats: int) -> dict[str, list[float]]:
-    """Tokens/s of each way, after one round that warms caches."""
+    """Return the tokens/s of each way in each round, without a first round that warms caches."""
     rates: dict[str, list[float]] = {name: [] for name in WAYS}
     tasks = sorted({one.task for one in ours.benchmarks})
     async with Services(ours.cfg, ours.folder, tasks, 1) as services:
@@ -169,9 +169,9 @@ def main() -> None:
     parser.add_argument("model", metavar="MODEL", help="Hugging Face folder of the laptop's model")
     parser.add_argument("--prompts", type=int, default=500)
     parser.add_argument("--samples", type=int, default=16)
-    parser.add_argument("--max-response", type=int, default=16, help="tokens; the laptop job's are 16")
+    parser.add_argument("--max-response", type=int, default=16, help="cap of a response, in tokens; default: 16")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="of the configuration: rollout.threads=2")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="KEY=VALUE of the configuration")
     args = parser.parse_args()
     changed: list[Benchmark] = []
     for one in choose("laptop"):

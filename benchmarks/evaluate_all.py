@@ -1,12 +1,12 @@
-"""A full evaluation of every benchmark whose problems are on this machine: how long, killed half-way, and done again.
+"""Evaluates every benchmark whose problems are on this machine three times: undisturbed, killed half-way, repeated.
 
     .venv/train/bin/python benchmarks/evaluate_all.py runs/laptop/base --sources FOLDER [--samples 4] [--out DIR]
 
-FOLDER holds the published files (PUBLISHED below says which; absent ones are named).  The problems are prepared by the
-commands that the benchmarks themselves name; those that are made on the spot need no file.  Then three evaluations by
-`prorl evaluate`: (whole) undisturbed; (broken) ended by SIGKILL when half of the responses are stored, and run again;
-(again) from whole's manifest into a new folder.  All numbers must be equal, and what a kill left is never drawn again.
-A laptop's model answers nobody's competition problems: this is about the machinery.  Few, short responses.
+FOLDER holds the published files that PUBLISHED below lists; the output names absent files.  The commands that the
+benchmarks themselves name prepare the problems; generated problems need no file.  Then `prorl evaluate` runs three
+times: (whole) undisturbed; (broken) ended by SIGKILL when half of the responses are stored, and run again; (again) from
+whole's manifest into a new folder.  All numbers must be equal, and no response stored before the kill is drawn again.
+A laptop's model cannot solve competition problems: few, short responses test the machinery, not the model.
 """
 
 import argparse
@@ -51,7 +51,7 @@ DEADLINE_S = 3600.0
 
 
 def prepare(sources: Path, data: Path) -> tuple[list[Benchmark], list[str]]:
-    """(benchmarks that can be evaluated, names of those whose problems are not here)."""
+    """Prepare problems in `data`; return the benchmarks that have problems, and the names of those that do not."""
     found, absent = [], []
     for one in catalogue().values():
         file = sources / PUBLISHED.get(one.name, "")
@@ -71,13 +71,13 @@ def prepare(sources: Path, data: Path) -> tuple[list[Benchmark], list[str]]:
 
 @dataclass
 class Evaluation:
-    """A folder that `prorl evaluate` writes, and the command."""
+    """An evaluation: the folder that `prorl evaluate` writes, and the arguments of the command."""
 
     folder: Path
     words: list[str]
 
     def files(self) -> dict[str, bytes]:
-        """The stored responses, whole lines."""
+        """Return the stored responses as JSON Lines by file name, without an incomplete last line."""
         found = {path.name: path.read_bytes() for path in (self.folder / "samples").glob("*.jsonl")}
         return {name: data[: data.rfind(b"\n") + 1] for name, data in found.items()}
 
@@ -111,7 +111,7 @@ class Evaluation:
         return time.monotonic() - began, out
 
     def killed_at(self, responses: int) -> int:
-        """SIGKILL when so many are stored; how many are."""
+        """Run the evaluation, send SIGKILL once `responses` are stored, and return how many are stored then."""
         end = time.monotonic() + DEADLINE_S
         with self.started() as process:
             while self.stored() < responses:
@@ -176,10 +176,10 @@ def compare(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL", help="Hugging Face folder, checkpoint or run directory")
-    parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", help="KEY=VALUE, as prorl evaluate takes them")
-    parser.add_argument("--sources", metavar="FOLDER", type=Path, required=True, help="the published files")
-    parser.add_argument("--samples", type=int, default=4, help="of each prompt; the paper's are 16")
-    parser.add_argument("--max-response", type=int, default=16, help="tokens; the laptop job's are 16")
+    parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", help="KEY=VALUE for prorl evaluate")
+    parser.add_argument("--sources", metavar="FOLDER", type=Path, required=True, help="folder of the published files")
+    parser.add_argument("--samples", type=int, default=4, help="responses per prompt; the paper has 16")
+    parser.add_argument("--max-response", type=int, default=16, help="cap of a response, in tokens; default: 16")
     parser.add_argument("--limit", type=int, help="only the first N prompts of each benchmark")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/evaluate_all"))
     args = parser.parse_args()

@@ -1,9 +1,9 @@
-"""vLLM's own offline throughput, for benchmarks/evaluate.py, in the rollout environment: a line in, a measurement out.
+"""Measures vLLM's own offline throughput for benchmarks/evaluate.py, in the rollout environment.
 
 The first argument is a JSON file: `model`, `prompts` (token ids), `samples`, `temperature`, `top_p`, `max_tokens` (one
-a prompt), `stop`, `threads`, `eager`, and what the engine's server would be given; the second is `ours` for the other
-settings of the server, or `default` for vLLM's.  A line on standard input is a seed, or `none`: then the sampler draws
-for all responses together, as vLLM does where nobody asks for a seed.
+per prompt), `stop`, `threads`, `eager`, and options of the engine's server.  The second is `ours` for the server's
+other settings on a CPU, or `default` for vLLM's.  Each line on standard input is a seed, or `none` to draw without
+seeds, as vLLM does by default.  Each is answered by a line of JSON: `seconds`, and `tokens` generated.
 """
 
 import json

@@ -1,12 +1,12 @@
-"""Evidence on real hardware, as JSON and page: each section that this machine allows, and why others were skipped.
+"""Measures the project on real hardware: writes each section's results, or why it was skipped, as JSON and Markdown.
 
 python benchmarks/gpu_evidence.py                          on a GPU, under 20 minutes (`make gpu-evidence`)
-python benchmarks/gpu_evidence.py --device cpu --small     every section that can, tiny: shows that it works
+python benchmarks/gpu_evidence.py --device cpu --small     a test of the sections with tiny sizes
 ... --wheels DIR            first installs the wheels in DIR into a temporary folder, without network
 ... --sections kernels,actor
 
 Needs a Python with torch, and numpy or its wheel.  The project need not be installed.  Each section is a separate
-process with a time limit, so that a failed or hung section does not affect the others.  Files are written after each.
+process with a time limit, so that a failed or hung section does not affect the others.  Writes after each section.
 """
 
 import argparse
@@ -44,7 +44,7 @@ SECTIONS = {  # ordered by the risk to a first run
 
 
 def packages() -> dict[str, str | None]:
-    """Versions of what decides which sections run, as the section processes will find them."""
+    """Return the versions of the packages that decide which sections can run; None for an absent package."""
     from importlib import metadata
 
     names = ("torch", "triton", "megatron-core", "nemo-toolkit", "nemo-aligner", "transformer-engine", "apex", "vllm")
@@ -58,7 +58,7 @@ def packages() -> dict[str, str | None]:
 
 
 def facts(device: str) -> dict[str, Any]:
-    """The machine, in words and numbers."""
+    """Return a description of the machine: host, packages, device and GPU."""
     import torch
 
     found: dict[str, Any] = {"host": describe(), "packages": packages(), "device": device, "gpu": None}
@@ -69,7 +69,7 @@ def facts(device: str) -> dict[str, Any]:
 
 
 def install(wheels: Path, target: Path) -> str | None:
-    """Unpacks wheels into a folder; what went wrong, if something did.  A numpy that is there stays: torch knows it."""
+    """Unpack the wheels into `target`; return an error message, or None.  An installed numpy stays: torch fits it."""
     there = {"numpy"} if find_spec("numpy") else set()
     files = sorted(str(file) for file in wheels.glob("*.whl") if file.name.split("-")[0] not in there)
     if not files:
@@ -110,7 +110,7 @@ def run_section(name: str, settings: dict[str, Any], folder: Path, seconds: floa
 
 
 def write(result: dict[str, Any], base: Path) -> None:
-    """BASE.json and BASE.md, each complete or not at all."""
+    """Write BASE.json and BASE.md, each atomically."""
     for suffix, text in ((".json", json.dumps(result, indent=1) + "\n"), (".md", page(result))):
         temporary = base.with_name(f"{base.name}{suffix}.tmp")
         temporary.write_text(text)
@@ -120,13 +120,13 @@ def write(result: dict[str, Any], base: Path) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--small", action="store_true", help="tiny sizes in float32: no numbers, only that it works")
-    parser.add_argument("--sections", default=",".join(SECTIONS), help="comma-separated; all: %(default)s")
-    parser.add_argument("--wheels", type=Path, help="a folder of wheels that this Python lacks")
-    parser.add_argument("--engine-python", help="a Python that has vLLM; default: .venv/rollout's, else this one")
+    parser.add_argument("--small", action="store_true", help="tiny sizes in float32: a test, no measurement")
+    parser.add_argument("--sections", default=",".join(SECTIONS), help="comma-separated names; default: %(default)s")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels that this Python lacks")
+    parser.add_argument("--engine-python", help="Python with vLLM; default: .venv/rollout's, otherwise this one")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--commit", help="what is measured, where git cannot say: a copy of the files alone")
-    parser.add_argument("--name", help="of the machine, in the file's name; default: the GPU's, or cpu")
+    parser.add_argument("--commit", help="measured commit, for a copy of the files without git")
+    parser.add_argument("--name", help="machine in the file names; default: name of the GPU, or cpu")
     args = parser.parse_args()
     args.sections = args.sections.split(",")
     if unknown := [name for name in args.sections if name not in SECTIONS]:
@@ -148,7 +148,7 @@ def main() -> int:
 
 
 def prove(args: argparse.Namespace, folder: Path, fault: str | None) -> int:
-    """Run all sections; return exit code 0, or 1 if one of them failed or timed out."""
+    """Run all sections; return the exit code: 0, 1 if a section failed or timed out, 3 if --device cuda has no GPU."""
     import torch
 
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

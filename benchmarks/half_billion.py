@@ -1,13 +1,13 @@
-"""A Qwen2.5-0.5B shape with random weights through the whole machinery on a CPU: times, and memory against the plan.
+"""Trains and converts a random model of Qwen2.5-0.5B's shape on a CPU: seconds, and memory compared with the plan.
 
     .venv/train/bin/python benchmarks/half_billion.py                    494M parameters, 151,936 words: 24 GB, 2 cores
     .venv/train/bin/python benchmarks/half_billion.py --layers 2         166M parameters, for trying it out
 
-import-hf; one step of a run (rollout, rewards, log-probabilities, update, publication) with its checkpoint; the same
-command again with one step more, which resumes; export-hf.  Each is the `prorl` command in a process of its own.
+Four `prorl` commands run one after the other: import-hf; train with one step (rollout, rewards, log-probabilities,
+update, publication) and its checkpoint; train with one step more, which resumes; export-hf.
 
-Memory: every 0.2 s the memory of all its processes that is theirs alone, by the kernel's count (Pss without shared
-memory), and the files in /dev/shm.  The page cache of what is read from and written to disk does not count.
+Memory is sampled every 0.2 s: the proportional set sizes (Pss) of all processes of a command without shared memory,
+and the weights in /dev/shm.  The page cache of files on disk does not count.
 """
 
 import argparse
@@ -30,7 +30,7 @@ GB = 1e9
 
 
 def config_of(layers: int) -> dict[str, Any]:
-    """config.json of Qwen2.5-0.5B, or of one with fewer layers."""
+    """Return config.json of Qwen2.5-0.5B with `layers` layers; the original has 24."""
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -53,7 +53,7 @@ def config_of(layers: int) -> dict[str, Any]:
 
 
 def write_model(folder: Path, config: dict[str, Any]) -> None:
-    """A Hugging Face folder in bf16; its tokenizer has fewer words than the embedding has rows, as Qwen's own."""
+    """Write a Hugging Face folder in bf16.  As Qwen's own, its embedding has more rows than the tokenizer has words."""
     import torch
     from safetensors.torch import save_file
 
@@ -101,7 +101,7 @@ def overrides_of(folder: Path, run: Path, steps: int, args: argparse.Namespace) 
 
 
 class Sampler:
-    """The most memory of a process and all below it, by 0.2 s."""
+    """Samples the bytes of a process and its descendants every 0.2 s.  `shared` and `parts` belong to the peak."""
 
     def __init__(self, pid: int) -> None:
         self._pid, self._end = pid, threading.Event()
@@ -218,10 +218,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--context", type=int, default=256)
-    parser.add_argument(
-        "--dir", type=Path, help="a folder where the model and the run are written (15 GB); default: TMPDIR"
-    )
-    parser.add_argument("--wait-s", type=float, default=3600.0, help="for each command")
+    parser.add_argument("--dir", type=Path, help="folder for the model and the run (15 GB); default: TMPDIR")
+    parser.add_argument("--wait-s", type=float, default=3600.0, help="limit of each command, in seconds")
     args = parser.parse_args()
     sys.stdout.write(describe() + "\n\n")
     for line in run(args):

@@ -1,8 +1,8 @@
-"""A laptop run, killed with SIGKILL again and again and resumed, compared with the undisturbed run.
+"""Kills a laptop run with SIGKILL again and again, resumes it each time, and compares it with an undisturbed run.
 
     .venv/train/bin/python benchmarks/kill_resume.py [--kills 20] [--seed 1] [--out runs/kill_resume] [KEY=VALUE ...]
 
-The run is a stage that begins from an earlier stage with a hard reset, has more resets, and rolls back once.  One of
+The run is a stage that begins from an earlier stage with a hard reset, makes more resets, and rolls back once.  One of
 two equal runs is killed at each point of a checkpoint's write and of the reset transaction
 (nemo_prorl/lifecycle/killpoints.py), and at random moments: its trainer, its supervisor, or all of its processes at
 once.  After each kill the same command continues the run.  Weights, reference, metrics (all but time/), resets and
@@ -97,7 +97,7 @@ def wait(process: subprocess.Popen[bytes], until: Callable[[], bool] | None = No
 
 
 def kill(process: subprocess.Popen[bytes], target: str) -> None:
-    """SIGKILL to a process of the run; returns when all of them are gone."""
+    """Send SIGKILL to `target`, one of TARGETS, and wait until all processes of the run have ended."""
     family = psutil.Process(process.pid).children(recursive=True)
     trainers = [p for p in family if "nemo_prorl.rank" in " ".join(p.cmdline())]
     victims = {"trainer": trainers, "supervisor": [], "everything": family}[target]
@@ -115,7 +115,7 @@ def kill(process: subprocess.Popen[bytes], target: str) -> None:
 
 
 def one_kill(run: Path, where: str, rng: random.Random) -> Kill | None:
-    """Starts the run and kills it; None if it came to its end before."""
+    """Start the run and kill it at `where`, a kill point or "random TARGET"; None if the run finished before."""
     began, before = time.monotonic(), last_step(run)
     if where in POINTS:
         process = start(run, {VARIABLE: where})
@@ -139,7 +139,7 @@ def one_kill(run: Path, where: str, rng: random.Random) -> Kill | None:
 
 
 def compare(undisturbed: Path, disturbed: Path) -> list[tuple[str, bool]]:
-    """Return what must be equal, and for each whether it is."""
+    """Return what must be equal in the two runs, as pairs (description, whether it is equal)."""
 
     def metrics(run: Path) -> list[dict[str, Any]]:
         return [{k: v for k, v in m.items() if not k.startswith("time/")} for m in lines(run / "metrics.jsonl")]

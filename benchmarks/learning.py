@@ -1,9 +1,10 @@
-"""Does the laptop job learn?  Held-out reward before and after, for three seeds and for learning rate 0.
+"""Held-out reward of the laptop job before and after training, for three seeds and for learning rate 0.
 
     .venv/train/bin/python benchmarks/learning.py                       runs all four, one after the other
     .venv/train/bin/python benchmarks/learning.py --report RUN...       tells of runs that are finished
 
-A run passes with a gain of at least 0.15, 1.5 times the start and 4 standard errors; learning rate 0 must not.
+A run has learnt if it gains at least 0.15 and 4 standard errors, and ends at 1.5 times its start or more.  With
+learning rate 0 it must not.
 """
 
 import argparse
@@ -21,7 +22,7 @@ SEEDS = (1, 2, 3)
 
 
 def train(run: Path, *overrides: str) -> Path:
-    """Runs or continues `prorl train` in `run`; the wall time goes to run/wall_s.json."""
+    """Run or continue `prorl train` in `run`, write its wall seconds to run/wall_s.json, and return `run`."""
     began = time.monotonic()
     command = [str(Path(sys.executable).with_name("prorl")), "train", f"run_dir={run}", *overrides]
     subprocess.run(command, check=True, stdout=sys.stderr)
@@ -53,7 +54,7 @@ def line_of(run: Path) -> tuple[str, bool]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", type=Path, nargs="+", metavar="RUN", help="report these finished runs; train none")
-    parser.add_argument("--out", type=Path, default=Path("runs/learning"), help="where the runs go")
+    parser.add_argument("--out", type=Path, default=Path("runs/learning"), help="folder of the runs")
     args = parser.parse_args()
     runs = args.report or [
         *(train(args.out / f"seed{seed}", f"seed={seed}") for seed in SEEDS),

@@ -3,14 +3,14 @@
     .venv/train/bin/python benchmarks/logprobs.py                       151,936 words, hidden 1,536, 3,072 tokens, CPU
     .venv/train/bin/python benchmarks/logprobs.py --device cuda --tokens 8192 --dtype bfloat16
 
-Each form runs in a process of its own: hidden states and output weight -> log-probabilities at temperature 1.2 -> the
+Each form runs in a separate process: hidden states and output weight -> log-probabilities at temperature 1.2 -> the
 GRPO loss -> gradients of both.  Naive: float32 logits, their log-softmax, gather, and autograd.  NeMo-Aligner's:
 `from_parallel_logits_to_logprobs` on float32 logits (it sums over a tensor-parallel group, here of one).
 
-What is counted: peak memory between the moment when inputs are there and the moment when both gradients are, less the
-inputs; and less the bytes of the two gradients, too, which every form must return.  CUDA: torch's allocator.  CPU: the
-process's peak resident set (VmHWM), which the kernel is asked to begin anew once inputs are there; memory that libc
-keeps for itself counts.  The bar: ours is at most 1/8 of the naive form's; gradients agree to 1e-5, relative, in norm.
+Two numbers are measured: the peak memory beyond the inputs until both gradients are computed; and the same without the
+two gradients, which every form must return.  On CUDA, torch's allocator counts.  On a CPU, the process's peak resident
+set (VmHWM) counts, which is reset once the inputs exist; memory that libc keeps is included.  The goal: ours is at most
+1/8 of the naive form's, and the gradients differ by at most 1e-5, relative, in norm.
 """
 
 import argparse
@@ -30,7 +30,7 @@ FORMS = {"naive": "naive form", "ours": "algorithms.logprobs", "aligner": "NeMo-
 
 
 def resident(key: str) -> int:
-    """Bytes of a line of /proc/self/status: VmRSS now, VmHWM at most since the last `begin_anew`."""
+    """Return the bytes in a line of /proc/self/status: VmRSS is the present memory, VmHWM the peak since its reset."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
 
@@ -119,7 +119,7 @@ def measure(form: str, args: argparse.Namespace, out: Path) -> dict[str, float]:
 
 
 def _one_rank(device: str, out: Path) -> None:
-    """NeMo-Aligner's function asks Megatron for its tensor-parallel group: one of this process."""
+    """Set up Megatron's tensor-parallel group, which NeMo-Aligner's function needs, with this process alone."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -129,7 +129,7 @@ def _one_rank(device: str, out: Path) -> None:
 
 
 def differences(out: Path, form: str) -> float:
-    """The larger of the two gradients' distances to the naive form's, relative to its norm."""
+    """Return the larger relative distance, in norm, of the two gradients from those of the naive form."""
     import torch
 
     wanted, found = (torch.load(out / f"{name}.pt", mmap=True) for name in ("naive", form))

@@ -6,7 +6,7 @@
 DATA: folder of JSON Lines with `answer`, such as ../shared/data/math: each answer, boxed unchanged, must score 1.
 MATH_VERIFY: a checkout of github.com/huggingface/Math-Verify: each pair of its tests whose answer can be boxed.
 TORA: a checkout of github.com/microsoft/ToRA: responses to GSM8K with the answers that its authors extracted.
-`--before` judges the same with the math plugin of another checkout, and prints both side by side.
+`--before` also judges the cases with the math plugin of another checkout, and prints both side by side.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Case:
 
 
 def _boxed(text: str) -> str | None:
-    """Return a pair's answer as a response: unchanged if it has a box; None if nothing in it can be boxed."""
+    """Return an answer as a response: unchanged if it has a box, otherwise its formulas boxed; None if it has none."""
     if "\\boxed" in text or "\\fbox" in text:
         return text.replace("\\\\boxed", "\\boxed")
     found = [next(filter(None, groups)) for groups in _MATH.findall(text)]
@@ -54,7 +54,7 @@ def _boxed(text: str) -> str | None:
 
 
 def _truth(text: str) -> str | None:
-    """Return the contents of the truth's boxes, or of its formulas."""
+    """Return a truth for the plugin: unchanged if it has a box, otherwise its formulas; None if it has none."""
     response = _boxed(text)
     if response is None or "\\boxed" in text:  # the plugin uses a boxed truth unchanged
         return response
@@ -62,7 +62,7 @@ def _truth(text: str) -> str | None:
 
 
 def pairs(tests: Path) -> Iterator[Case]:
-    """The parametrized cases of math-verify's tests, as they are compared at the default precision."""
+    """Yield the parametrized cases of math-verify's tests that use the default precision and strictness."""
     for file in sorted(tests.glob("test_*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if not isinstance(node, ast.Call) or getattr(node.func, "attr", "") != "parametrize":
@@ -71,7 +71,7 @@ def pairs(tests: Path) -> Iterator[Case]:
                 names = [name.strip() for name in ast.literal_eval(node.args[0]).split(",")]
                 rows = ast.literal_eval(node.args[1])
             except ValueError:
-                continue  # rows with objects
+                continue  # rows that are not literals
             for row in rows:
                 case: dict[str, Any] = dict(zip(names, row, strict=False))
                 wanted = case.get("expected", case.get("result"))
@@ -109,7 +109,7 @@ def _equal(row: dict[str, Any]) -> bool:
 
 
 def judge(cases: list[Case]) -> tuple[list[bool], float]:
-    """The math plugin's verdicts, and its CPU seconds."""
+    """Return whether the math plugin accepts each response, and its CPU seconds."""
     from prorl_reward_math.plugin import MathReward
 
     from nemo_prorl.rewards.interface import RewardRequest
@@ -125,7 +125,7 @@ def judge(cases: list[Case]) -> tuple[list[bool], float]:
 
 
 def math_verify_alone(cases: list[Case]) -> tuple[list[bool], float]:
-    """Return math-verify's own verdicts on the cases, and CPU seconds; cases of the gold group would take minutes."""
+    """Return whether math-verify alone accepts each response, and its CPU seconds.  Skips gold answers (minutes)."""
     from math_verify import parse, verify
 
     began, verdicts = time.process_time(), []
@@ -138,7 +138,7 @@ def math_verify_alone(cases: list[Case]) -> tuple[list[bool], float]:
 
 
 def _of_other(checkout: Path, cases: list[Case]) -> tuple[list[bool], float]:
-    """Run `judge` in another process, with another checkout's plugin."""
+    """Return what `judge` returns in another process, with the plugin of another checkout."""
     paths = [str(checkout), *(str(path.parent) for path in sorted(checkout.glob("reward_plugins/*/pyproject.toml")))]
     code = (
         "import json,sys; sys.path.insert(0, sys.argv[1]); import math_agreement as m;"
@@ -163,8 +163,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("data", "pairs", "responses", "before"):
         parser.add_argument(f"--{name}", type=Path)
-    parser.add_argument("--show", action="store_true", help="each case that the plugin judges otherwise")
-    parser.add_argument("--no-alone", action="store_true", help="leave math-verify alone out, which is slow")
+    parser.add_argument("--show", action="store_true", help="print each case that the plugin judges otherwise")
+    parser.add_argument("--no-alone", action="store_true", help="skip the column of math-verify alone, which is slow")
     args = parser.parse_args()
     cases: list[Case] = []
     for read, folder in ((pairs, args.pairs), (responses, args.responses), (gold, args.data)):  # gold answers come last

@@ -1,10 +1,12 @@
-"""Gain and cost of one step off: the laptop job with shared cores, and with a core for its engine alone.
+"""Gain and cost of training one step off: the laptop job with shared cores, and with one core for its engine alone.
 
     .venv/train/bin/python benchmarks/one_step_off.py          2 rounds of 12 steps each way (about 10 min on 2 cores)
     ... --rounds 1 --steps 4                                   less
-    ... KEY=VALUE                                              overrides of all
+    ... KEY=VALUE                                              overrides for all runs
 
-All runs begin with the same warmed-up policy and have the same cores.  Whole runs alternate; each round has another
+One step off, the engine generates the next batch while the trainer works on the last.
+
+All runs begin with the same warmed-up policy and use the same cores.  Whole runs alternate; each round has another
 seed, and every second round has the opposite order.  The seconds of a step are the sum of its phases without
 validation; the first `--skip` steps warm caches and do not count.  Held-out rewards are means over all rounds: before
 training, after the same number of steps, and at the last validation that all sides reached within the same time.
@@ -80,7 +82,7 @@ class Course:
         return cls(metrics, heldout)
 
     def within(self, seconds: float) -> float:
-        """Held-out reward at the last validation before so much training."""
+        """Return the held-out reward at the last validation within `seconds` of training."""
         return next(score for at, _, score in reversed(self.heldout) if at <= seconds)
 
 
@@ -95,7 +97,7 @@ def prorl(command: str, *words: str) -> None:
 
 
 def rounds(folder: Path, args: argparse.Namespace) -> dict[str, list[Course]]:
-    """Run all sides in turn, all from the policy of one warm-up; return the runs of each side."""
+    """Run all SIDES in turn from the same warmed-up policy; return the runs of each side."""
     prorl("warmup", "cluster=laptop", f"run_dir={folder / 'first'}", *args.overrides)
     base = [f"pretrained_checkpoint.restore_from_path={folder / 'first' / 'base'}", "trainer.warmup.steps=0"]
     courses: dict[str, list[Course]] = {side: [] for side in SIDES}
@@ -149,7 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--skip", type=int, default=2, help="first steps of a run left out")
+    parser.add_argument("--skip", type=int, default=2, help="first steps of each run, which do not count")
     parser.add_argument("--validate-every", type=int, default=2)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()

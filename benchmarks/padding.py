@@ -1,12 +1,13 @@
 """Share of padding in the positions of a forward pass, by model.micro_batch_size and by model.micro_batch_tokens.
 
-    .venv/train/bin/python benchmarks/padding.py                    recorded lengths, and a made long tail
+    .venv/train/bin/python benchmarks/padding.py                    recorded lengths, and a synthetic long tail
     .venv/train/bin/python benchmarks/padding.py --run RUN          the lengths of a run's stored rollouts
-    .venv/train/bin/python benchmarks/padding.py --time             the laptop's update with each, too
+    .venv/train/bin/python benchmarks/padding.py --time             also times the updates of the laptop's model
 
 The long tail: 1,024 sequences of one update of cluster=h100_4x8 (32 data ranks), 200 tokens of prompt and a log-normal
-response, median 1,300 tokens, cut at a context of 8,192.  An earlier version dealt rows to data ranks in turn; now all
-ranks get about the same number of tokens.  "slowest rank" compares the two: positions of that rank against the mean.
+response, median 1,300 tokens, cut at a context of 8,192.  "slowest rank": largest number of positions of a data rank,
+divided by the mean of all.  Without micro_batch_tokens the ranks get sequences in turn, as in an earlier version; with
+it, all ranks get about the same number of tokens.
 """
 
 import argparse
@@ -31,7 +32,7 @@ def long_tail(rows: int, seed: int) -> list[int]:
 
 
 def lengths_of_run(run: Path, rows: int) -> list[int]:
-    """Tokens of prompt and response of the last stored responses of a run, in the order in which they were stored."""
+    """Return the tokens of prompt and response of each of a run's last `rows` stored responses, in stored order."""
     from nemo_prorl.data.render import PromptRenderer
     from nemo_prorl.settings import read_config
 
@@ -44,14 +45,14 @@ def lengths_of_run(run: Path, rows: int) -> list[int]:
 
 
 def padded_positions(lengths: Sequence[int], parts: Sequence[Sequence[int]], limits: Any) -> int:
-    """Return the positions of all micro-batches: rows times padded length, or, packed, the sum of the rows' lengths."""
+    """Return the positions of all micro-batches: rows times padded length, or, if packed, the padded sum of lengths."""
     if limits.packed:
         return sum(limits.padded(sum(lengths[row] for row in part)) for part in parts)
     return sum(len(part) * limits.padded(max(lengths[row] for row in part)) for part in parts)
 
 
 def table(lengths: list[int], ranks: int, schemes: dict[str, Any]) -> Iterator[str]:
-    """A line for each scheme: padding, micro-batches of a rank, and the slowest rank's positions."""
+    """Yield a line for each scheme: share of padding, micro-batches per rank, and the slowest rank's positions."""
     from nemo_prorl.micro_batches import deal, split_rows
 
     yield f"{'':44s} {'padding':>8s} {'micro-batches':>14s} {'positions':>10s} {'slowest rank':>13s} {'made in':>13s}"
@@ -72,7 +73,7 @@ def table(lengths: list[int], ranks: int, schemes: dict[str, Any]) -> Iterator[s
 
 
 def timed(lengths: list[int], schemes: dict[str, Any], rounds: int) -> Iterator[str]:
-    """Seconds of one update's forward and backward passes of the laptop's actor, alternating between the schemes."""
+    """Yield a line for each scheme: median seconds of an update's passes by the laptop's actor.  Schemes alternate."""
     import torch
 
     from nemo_prorl.batch import Batch
@@ -114,8 +115,8 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, help="a run directory with stored rollouts")
-    parser.add_argument("--write", type=Path, help="keeps the run's lengths in this file")
-    parser.add_argument("--rows", type=int, default=192, help="of a run: sequences of an update")
+    parser.add_argument("--write", type=Path, help="file to which the run's lengths are written")
+    parser.add_argument("--rows", type=int, default=192, help="number of the run's sequences, as in an update")
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()

@@ -1,10 +1,11 @@
-"""Is the prompt of a group computed once in an engine?  Real vLLM, one token for each response.
+"""Measures whether an engine computes the prompt of a group only once: real vLLM, one token for each response.
 
 .venv/train/bin/python benchmarks/prefix.py
 
-Time to one first token, to 16 of the same prompt asked for at the same instant, and to 16 of as many prompts of the
-same length, on an engine of two million parameters: where prompts are shared, the second costs little more than the
-first.  vLLM shares whole blocks of its cache only: of 32 tokens on a CPU, where its own default is 128, of 16 on a GPU.
+Three times to the first tokens are compared: of 1 response, of 16 responses to one prompt, and of 1 response to each of
+16 prompts of the same length, requested at the same time.  If the prompt is shared, the second is little more than the
+first.  The model has two million parameters.  vLLM shares only whole blocks of its cache: 32 tokens in our engines on a
+CPU (vLLM's default is 128), 16 tokens on a GPU.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def fresh_prompt(rng: random.Random, tokens: int) -> list[int]:
 
 
 async def seconds(client: EngineClient, prompts: list[list[int]], responses: int) -> float:
-    """Return the seconds until each prompt has that many first tokens, all requested at the same time."""
+    """Request `responses` responses to each prompt at the same time; return the seconds until all have one token."""
 
     async def one(prompt: list[int]) -> None:
         async for _ in client.generate(prompt, range(responses), ONE_TOKEN, None):
@@ -47,7 +48,7 @@ async def seconds(client: EngineClient, prompts: list[list[int]], responses: int
 
 
 async def measure(url: str, tokens: int) -> tuple[float, float, float]:
-    """Medians: one response, a group of one prompt, as many prompts."""
+    """Return median seconds for 1 response, RESPONSES to one prompt, and RESPONSES prompts of `tokens` tokens."""
     rng, times = random.Random(tokens), []
     async with aiohttp.ClientSession() as http:
         client = EngineClient(http, url, TOKEN)

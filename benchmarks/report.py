@@ -30,7 +30,7 @@ LOADS = 7
 
 
 def long_run(run: Path, folder: Path, steps: int) -> int:
-    """Writes a run directory of so many steps; returns how many metrics a step has at most."""
+    """Write a run directory of `steps` steps, made from those of `run`; return the most metrics of a step."""
     [curve] = read.read_curves([run])
     lines = [line for stage in curve.runs for line in stage.metrics]
     draw = random.Random(1)
@@ -56,7 +56,7 @@ def changed(value: Any, draw: random.Random) -> Any:
 
 
 def loads(chromium: Browser, address: str, width: int) -> list[tuple[float, float, float]]:
-    """Return seconds (visible part drawn, all drawn, CPU) of each load.
+    """Return seconds (visible part drawn, all drawn, CPU) of each load in a window of `width` pixels.
 
     Raises:
         AssertionError: the page logs an error or sends a request.

@@ -2,15 +2,15 @@
 
 .venv/train/bin/python benchmarks/reward_latency.py                     about 10 minutes on two quiet cores
 .venv/train/bin/python benchmarks/reward_latency.py --cases 1:32:4 --steps 1
-... cluster=laptop_split                                                KEY=VALUE: overrides of all
+... cluster=laptop_split                                                KEY=VALUE: overrides for all runs
 
-The laptop job with real vLLM, reward server and updates, and a reward plugin that sleeps for the latency and then
+Each run is the laptop job with real vLLM, reward server and updates.  Its reward plugin sleeps for the latency and then
 judges by a hash of the response, so that half of all responses are right.  With random weights responses end at random
 positions, so they end one after the other.  A case is latency:prompts:sequences: seconds, prompts per step (8 responses
 each), and sequences that an engine generates at a time (`rollout.max_num_seqs`; few make generation long).
 
-Hidden is 1 - (seconds a step waited for rewards and nothing else) / (seconds with a reward open), as in summary.json.
-The last verdict comes a latency after the last response: `generation alone` is what can be hidden behind generation.
+"hidden" is 1 - (seconds in which a step waited for rewards only) / (seconds with a reward pending), as in summary.json.
+The last verdict comes one latency after the last response: generation alone can hide at most "generation alone".
 """
 
 import argparse
@@ -54,7 +54,7 @@ class Delayed(RewardPlugin):
 
 
 def install(folder: Path) -> Path:
-    """A distribution with the plugin's entry point, found by whoever has `folder` on PYTHONPATH."""
+    """Write a package with the plugin into `folder`, which must be on PYTHONPATH; return a file of prompt records."""
     information = folder / "prorl_delayed-1.dist-info"
     information.mkdir(parents=True)
     (folder / "prorl_delayed.py").write_text(PLUGIN)
@@ -71,7 +71,7 @@ def install(folder: Path) -> Path:
 def run(
     folder: Path, records: Path, latency: float, prompts: int, sequences: int, steps: int, *overrides: str
 ) -> list[dict[str, Any]]:
-    """Metrics of a fresh run."""
+    """Run the job in the new run directory `folder` and return the metrics of each step."""
     command = [
         str(Path(sys.executable).with_name("prorl")),
         "train",
@@ -97,7 +97,7 @@ def run(
 
 
 def line_of(latency: float, metrics: dict[str, Any]) -> str:
-    """Return the line of a step."""
+    """Return the line of the table for one step."""
     generating, opened, waited = (metrics[f"time/rollout/{k}_s"] for k in ("engine", "reward_open", "reward_wait"))
     hidden = 1 - waited / opened
     alone = 1 - latency / (generating + latency)

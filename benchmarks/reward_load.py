@@ -1,4 +1,4 @@
-"""Requests of the five domains with the verdicts that are due: what `rewards.py` and `reward_soak.py` send."""
+"""Requests of the five domains with their right scores, which `rewards.py` and `reward_soak.py` send."""
 
 import json
 import random
@@ -14,7 +14,7 @@ CODE_TESTS = 10
 
 @dataclass(frozen=True)
 class Load:
-    """A request and the score that is right."""
+    """A request and its right score."""
 
     request: dict[str, Any]
     score: float
@@ -32,14 +32,14 @@ def _request(task: str, number: int, truth: dict[str, Any], response: str) -> di
 
 
 def plain_numbers(number: int, rng: random.Random) -> Load:
-    """A whole number, right or off by one."""
+    """Return a math request with a whole number; half of the answers are off by one."""
     value, wrong = rng.randrange(10**6), rng.random() < 0.5
     response = f"<think>let me see</think>The answer is \\boxed{{{value + wrong}}}."
     return Load(_request("math", number, {"answer": str(value)}, response), float(not wrong))
 
 
 def formulas(number: int, rng: random.Random) -> Load:
-    """Fractions, roots and intervals, written otherwise than the truth; half of them wrong."""
+    """Return a math request whose answer has another notation than the truth; half of the answers are wrong."""
     a, b, wrong = rng.randrange(2, 50), rng.randrange(2, 50), rng.random() < 0.5
     shift = a + wrong
     forms = (
@@ -53,7 +53,7 @@ def formulas(number: int, rng: random.Random) -> Load:
 
 
 def stem(number: int, rng: random.Random) -> Load:
-    """A choice among four, or a value with a unit."""
+    """Return a stem request: a choice among four, or a value with a unit; half of the answers are wrong."""
     wrong = rng.random() < 0.5
     if number % 2:
         truth: dict[str, Any] = {"answer": "C", "options": ["iron", "gold", "tin", "lead"]}
@@ -64,7 +64,7 @@ def stem(number: int, rng: random.Random) -> Load:
 
 
 def puzzles(number: int, rng: random.Random) -> Load:
-    """Return a request of reasoning-gym's chain_sum, half of them with a wrong answer."""
+    """Return a request of reasoning-gym's chain_sum; half of the answers are wrong."""
     a, b, wrong = rng.randrange(1000), rng.randrange(1000), rng.random() < 0.5
     entry = {"question": f"{a} + {b} =", "answer": str(a + b), "metadata": {}}
     truth = {"dataset": "chain_sum", "entry": entry}
@@ -122,14 +122,14 @@ CODE_TRUTH = {
 
 
 def code_of(number: int, kind: str) -> Load:
-    """A program on ten small tests: "passes" all, prints something "wrong" in all, or "raises" in all."""
+    """Return a code request of a kind: it "passes" all ten tests, prints "wrong" output in all, or "raises" in all."""
     sources = {"passes": PROGRAM.format(top=3), "wrong": PROGRAM.format(top=2), "raises": PROGRAM.format(top="'3'")}
     response = f"<think>counting</think>\n```python\n# {number}\n{sources[kind]}```\n"
     return Load(_request("code", number, CODE_TRUTH, response), float(kind == "passes"))
 
 
 def code(number: int, rng: random.Random) -> Load:
-    """A mixture of the three kinds."""
+    """Return a code request of a random kind."""
     return code_of(number, rng.choice(("passes", "wrong", "raises")))
 
 
@@ -137,7 +137,7 @@ MAKERS = {"math": formulas, "stem": stem, "puzzles": puzzles, "instructions": in
 
 
 def mixture(seed: int) -> Iterator[Load]:
-    """Requests of all domains in turn, without end."""
+    """Yield requests of all domains in turn, without end."""
     rng, number = random.Random(seed), 0
     while True:
         for task in DOMAINS:

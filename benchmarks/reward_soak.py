@@ -2,8 +2,8 @@
 
     .venv/train/bin/python benchmarks/reward_soak.py [--minutes 10] [--kill-every 2]
 
-Every request must be answered exactly once with the right verdict; memory must stay flat, descriptors and processes
-must not grow, and nothing may be left at the end.  Exit status 1 where something of that does not hold.
+Every request must be answered exactly once with the right verdict.  Memory and open descriptors must not grow, and no
+process or temporary file may be left at the end.  The exit status is 1 if any of this fails.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def family(root: int) -> list[int]:
 
 
 def memory_mb(pids: list[int]) -> float:
-    """Proportional memory of processes, shared pages counted once."""
+    """Return the memory of processes in MB, with shared pages counted once."""
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError, IndexError):
@@ -158,8 +158,8 @@ def faults(soak: Soak, server: int, left: list[int], folder: Path) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--kill-every", type=float, default=2.0, metavar="S", help="on average")
-    parser.add_argument("--workers", type=int, default=5, help="shared out over the five domains")
+    parser.add_argument("--kill-every", type=float, default=2.0, metavar="S", help="average seconds between kills")
+    parser.add_argument("--workers", type=int, default=5, help="workers of all five domains together")
     args = parser.parse_args()
     say: Callable[[str], object] = partial(print, flush=True)
     say(f"{describe()}; {args.workers} workers, {IN_FLIGHT} requests in flight, a kill every {args.kill_every:g} s")

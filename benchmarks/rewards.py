@@ -1,11 +1,11 @@
-"""Submissions/s and latency of the reward server for each domain, with 1 and 2 workers; code beside two plain ways.
+"""Answers/s and latency of the reward server for each domain with 1 and 2 workers; for code, also of two plain ways.
 
     .venv/train/bin/python benchmarks/rewards.py [--seconds 8]
 
-Through the real server and client over HTTP, with as many requests in flight as the rate needs, then 2 a worker for the
-latency.  Beside code, in the same run, on the same ten tests: (a) a fresh `python3` for each test, (b) `bwrap` and one
-fresh `python3` for each submission, both with -I -S, which start fastest.  The server's CPU is in the figures; this
-client takes its share of the same cores.
+Requests go through the real server and client over HTTP: 64 in flight per worker to measure the rate, then 2 per worker
+to measure the latency.  The plain ways judge code by the same ten tests: (a) a fresh `python3` for each test, (b)
+`bwrap` and one fresh `python3` for each answer, both with -I -S, which start fastest.  Server and client share the
+cores, so that the client lowers the server's rates.
 """
 
 import argparse
@@ -46,7 +46,7 @@ ROWS: dict[str, tuple[str, Callable[[int, random.Random], Load]]] = {
 
 @contextlib.contextmanager
 def server(folder: Path, task: str, workers: int) -> Iterator[None]:
-    """A reward server that announces itself in `folder`."""
+    """Run a reward server, which writes its endpoint file into `folder`."""
     token, endpoint = folder / "token", folder / "rewards-0.json"
     token.write_text("benchmark\n")
     token.chmod(0o600)
@@ -66,7 +66,7 @@ def server(folder: Path, task: str, workers: int) -> Iterator[None]:
 
 
 async def _drive(folder: Path, loads: Iterator[Load], in_flight: int, seconds: float) -> tuple[int, int, list[float]]:
-    """Answers, wrong ones among them, and latencies, of `seconds` with `in_flight` requests always open."""
+    """Keep `in_flight` requests open for `seconds`; return counts of answers and wrong answers, and latencies in s."""
     done = wrong = 0
     latencies: list[float] = []
     async with RewardClient(folder, folder / "token", ClientOptions(batch_wait_s=0.001)) as client:
@@ -165,8 +165,8 @@ def measure_plain(name: str, judge: Callable[[str, Path], bool], workers: int, s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
-    parser.add_argument("--only", default="", help="rows whose names begin so")
+    parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each measurement")
+    parser.add_argument("--only", default="", help="first letters of the rows to measure; default: all")
     args = parser.parse_args()
     say: Callable[[str], object] = partial(print, flush=True)
     say(describe())

@@ -1,7 +1,7 @@
 """Time of a training step by phase, tokens per second, and the time that rewards add to the rollout.
 
 .venv/train/bin/python benchmarks/step.py                 a fresh run of 12 steps of the laptop job
-.venv/train/bin/python benchmarks/step.py --run RUN       a run that exists
+.venv/train/bin/python benchmarks/step.py --run RUN       an existing run
 ... KEY=VALUE                                             overrides of the fresh run
 """
 
@@ -20,7 +20,7 @@ PHASES = ("publish", "rollout", "logprobs", "advantages", "updates")
 
 
 def fresh_run(folder: Path, steps: int, overrides: list[str]) -> Path:
-    """Runs the laptop job for some steps, without validation in between."""
+    """Run the laptop job in `folder` for `steps` steps without validation; return `folder`."""
     command = [
         str(Path(sys.executable).with_name("prorl")),
         "train",
@@ -35,7 +35,7 @@ def fresh_run(folder: Path, steps: int, overrides: list[str]) -> Path:
 
 
 def report(metrics: list[dict[str, Any]], skip: int) -> list[str]:
-    """Return the lines of a table of seconds by phase, without the first `skip` steps, in which caches are cold."""
+    """Return a table of mean seconds by phase, without the first `skip` steps, in which caches are cold."""
     rows = metrics[skip:]
 
     def mean(key: str) -> float:
@@ -66,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, help="a run directory")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--skip", type=int, default=2, help="first steps left out")
+    parser.add_argument("--skip", type=int, default=2, help="first steps, which do not count")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

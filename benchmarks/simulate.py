@@ -3,24 +3,24 @@
 .venv/train/bin/python benchmarks/simulate.py                  the table, under a minute
 .venv/train/bin/python benchmarks/simulate.py --steps 40 --seed 2 --engines 8
 
-What is drawn, kept, carried and dropped is decided by the code that a run uses (`algorithms.dynamic_sampling`), and so
-is which engine generates what (`rollout.scheduling`).  Simulated are lengths, verdicts, engines and reward workers.
-All schedulers see the same prompts with the same lengths and verdicts.
+The code of a run decides which groups are drawn, kept, carried over and dropped (`algorithms.dynamic_sampling`), and
+which engine generates which responses (`rollout.scheduling`).  Lengths, verdicts, engines and reward workers are
+simulated.  All schedulers see the same prompts with the same lengths and verdicts.
 These are assumptions, not measurements of a model:
 
-Lengths: log-normal, exp(m + 0.45 u + 0.5 v) tokens, u of the prompt and v of the response standard normal, cut off at
-the cap; exp(m) by task as in TASKS.  A reasoning model of 1.5B parameters writes some thousands of tokens and is cut
-off in 0 to 20 % of its responses at 8k, by task, 8 % in all; the paper gives no numbers.
-Verdicts: a prompt's group is kept with the probability of its task in TASKS, which falls by 0.5 % a step.
+Lengths: log-normal, exp(m + 0.45 u + 0.5 v) tokens, with standard normal u per prompt and v per response, cut off at
+the cap; exp(m) by task as in TASKS.  Like a reasoning model of 1.5B parameters, this gives thousands of tokens.  At 8k,
+0 to 20 % of a task's responses are cut off, 8 % in all; the paper gives no numbers.
+Verdicts: a prompt's group is kept with the probability of its task in TASKS, which falls by 0.5 % per step.
 Rewards: exponential latency with the mean of TASKS, 192 workers (48 on each of four nodes, as cluster=h100_4x8).
 Engine: vLLM on one H100, Qwen2 1.5B in bfloat16.  One token for each of b sequences with K tokens of cache takes
 4 ms (weights of 3.1 GB read at 3.35 TB/s: 0.9; launches and scheduling: 3.1) + 0.012 ms b (sampling with its
 log-probability, output) + K * 28.7 kB / 2.7 TB/s (cache read at four fifths of the bandwidth; 28 layers, 2 key-value
 heads of 128, bfloat16).  That is 250 tokens/s alone and 20,500 tokens/s at 256 sequences of 2,000 tokens.
-Prefill: 300 tokens a prompt at 100,000 tokens/s, once an engine that takes part.
+Prefill: 300 tokens per prompt at 100,000 tokens/s, once in each engine that generates responses to the prompt.
 Dispatch: 0.8 ms of rank 0 for each request, one after the other.
-Trainer: two log-probabilities and an update, 10 operations for a parameter and token at 40 % of 32 H100s' bfloat16
-peak, and 3 s for publication and the rest.
+Trainer: two passes for log-probabilities and an update, in all 10 operations per parameter and token, at 40 % of the
+bfloat16 peak of 32 H100s, and 3 s for publication and the rest.
 """
 
 import argparse
@@ -77,7 +77,7 @@ class Size:
 
 
 def prompts(seed: int, size: Size) -> Iterator[Prompt]:
-    """Prompts without end; the n-th is the same for all schedulers."""
+    """Yield prompts without end; the n-th prompt is the same for all schedulers."""
     names = list(TASKS)
     for number in itertools.count():
         rng = np.random.default_rng([seed, number])
@@ -90,16 +90,16 @@ def prompts(seed: int, size: Size) -> Iterator[Prompt]:
 
 
 class Engine:
-    """Continuous batching: all sequences of an engine get their next token together."""
+    """An engine with continuous batching: all its sequences get their next token together."""
 
     def __init__(self) -> None:
-        self.now = self.tokens_done = 0.0  # seconds; tokens of a sequence that runs since the start
+        self.now = self.tokens_done = 0.0  # seconds; tokens of a sequence that has run since the start
         self.cached = 0.0  # tokens in the cache
         self.stall = self.idle_s = 0.0  # seconds of prefill still to do; seconds without any sequence
         self.running: list[tuple[float, int]] = []  # (tokens_done at its end, response)
 
     def _seconds(self, tokens: float) -> float:
-        """Seconds for so many more tokens of each sequence."""
+        """Return the seconds in which each running sequence gets `tokens` more tokens."""
         b = len(self.running)
         growth = PER_CACHED_TOKEN_S * b * tokens * tokens / 2
         return tokens * (FIXED_S + PER_SEQUENCE_S * b + PER_CACHED_TOKEN_S * self.cached) + growth
@@ -109,7 +109,7 @@ class Engine:
         return self.now + self.stall + self._seconds(self.running[0][0] - self.tokens_done)
 
     def advance(self, now: float) -> None:
-        """To the present."""
+        """Generate until the time `now`, in seconds."""
         passed, self.now = now - self.now, now
         if not self.running:
             self.idle_s += passed
@@ -124,14 +124,14 @@ class Engine:
         self.cached += b * tokens
 
     def add(self, responses: list[tuple[int, int]]) -> None:
-        """Responses of one prompt, as (length, response)."""
+        """Start responses of one prompt, given as (length in tokens, number of the response)."""
         self.stall += PROMPT_TOKENS / PREFILL_TOKENS_PER_S
         for length, response in responses:
             heapq.heappush(self.running, (self.tokens_done + length, response))
             self.cached += PROMPT_TOKENS
 
     def pop(self, lengths: dict[int, int]) -> int:
-        """The sequence that ends now."""
+        """Remove the sequence that ends now; return the number of its response.  `lengths`: tokens by response."""
         self.tokens_done, response = heapq.heappop(self.running)
         self.cached = self.cached - PROMPT_TOKENS - lengths[response] if self.running else 0.0
         return response
@@ -145,7 +145,7 @@ class Unmeasured(KeepRates):
 
 
 def fixed_split(in_flight: list[int], number: int, responses: int) -> list[int]:
-    """Prompt by prompt in turn, whatever the engines have to do."""
+    """Send each prompt to the next engine in turn, whatever its load."""
     return [responses if engine == number % len(in_flight) else 0 for engine in range(len(in_flight))]
 
 
@@ -162,7 +162,7 @@ def spread_groups(in_flight: list[int], number: int, responses: int) -> list[int
 
 
 def spread_one_by_one(in_flight: list[int], number: int, responses: int) -> list[int]:
-    """The same, with a request for each response."""
+    """Spread the responses over the engines one by one, with a request for each response."""
     return spread(in_flight, responses, MOST, part=1)
 
 
@@ -171,16 +171,17 @@ class Scheduler:
     """A scheduler, one line of the table."""
 
     name: str
+    # (responses in flight by engine, number of a prompt, its responses) -> responses to send to each engine
     route: Callable[[list[int], int, int], list[int]]
     # margin of cluster=h100_4x8
     dynamic: DynamicSamplingConfig = field(default_factory=lambda: DynamicSamplingConfig(margin=3.0))
-    measured: bool = True  # keep rates
+    measured: bool = True  # keep rates are measured, otherwise 1
     keep_surplus: bool = True
 
 
 @dataclass
 class Group:
-    """A prompt under way.  `step`: in which it was drawn."""
+    """A drawn prompt.  `step`: the step in which it was drawn; `open`: number of responses without a verdict."""
 
     prompt: Prompt
     step: int
@@ -189,12 +190,12 @@ class Group:
 
 @dataclass
 class Outcome:
-    """A step: seconds of its rollout, share of engine time without any sequence, and counts."""
+    """The result of a step: seconds of its rollout, share of engine time without any sequence, and counts."""
 
     rollout_s: float = 0.0
     idle_share: float = 0.0
     drawn: int = 0
-    late: int = 0  # drawn after the first decision
+    late: int = 0  # prompts drawn after the first decision
     tokens: int = 0
     trained_tokens: int = 0
     carried: int = 0
@@ -317,7 +318,7 @@ class Rollout:
 
 
 def simulate(scheduler: Scheduler, size: Size, steps: int, seed: int, skip: int = 2) -> list[Outcome]:
-    """Steps of a run, without the first, in which little is known of keep rates."""
+    """Return the outcomes of `steps` steps, after `skip` steps in which keep rates are hardly known."""
     source = prompts(seed, size)
     rates = KeepRates() if scheduler.measured else Unmeasured()
     surplus: list[Group] = []
@@ -346,7 +347,7 @@ COLUMNS = ("rollout s", "step s", "idle", "drawn", "late", "carried", "Mtokens")
 
 
 def line(name: str, outcomes: list[Outcome]) -> str:
-    """Means over the steps of one scheduler."""
+    """Return the line of one scheduler in the table: means over its steps."""
 
     def mean(key: str) -> float:
         return statistics.mean(getattr(outcome, key) for outcome in outcomes)
@@ -386,8 +387,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--engines", type=int, default=32)
     parser.add_argument("--samples", type=int, default=16)
-    parser.add_argument("--margins", type=float, nargs="+", help="ours with these margins, in place of the table")
-    parser.add_argument("--split", action="store_true", help="what layouts could gain that split the GPUs")
+    parser.add_argument("--margins", type=float, nargs="+", help="OURS with these margins, instead of the table")
+    parser.add_argument("--split", action="store_true", help="gain of layouts that split the GPUs")
     args = parser.parse_args()
     if args.split:
         rows = split_table(args.steps, args.seed, args.samples)

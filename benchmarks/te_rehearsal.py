@@ -3,8 +3,8 @@
     .venv/train/bin/python benchmarks/te_rehearsal.py [--out runs/te_rehearsal] [--clusters h100_4x8,h100_4x8_fp8]
 
 tests/te_stand_in computes what Transformer Engine would.  For each cluster file: a model is imported; run1 begins from
-it, with a vLLM engine, and is killed within its hard reset; the same command goes on; run2 begins from run1 with a hard
-reset; its policy is exported and hashed.  Shows wiring, and no speed.
+it, with a vLLM engine, and is killed within its hard reset; the same command continues run1; run2 begins from run1 with
+a hard reset; the policy of run2 is exported and hashed.  This tests how the parts fit together, not their speed.
 """
 
 import argparse
@@ -42,7 +42,7 @@ SHRUNK = [
     "trainer.accelerator=cpu",
     "trainer.num_nodes=1",
     "trainer.devices=2",
-    "model.gradient_accumulation_fusion=false",  # the output layer would need apex's kernel, too
+    "model.gradient_accumulation_fusion=false",  # with fusion, the output layer would need apex's kernel
     "rollout.engines=1",
     "rollout.threads=1",
     "rollout.eager=true",
@@ -56,7 +56,7 @@ SHRUNK = [
 
 
 def prorl(log: Path, *words: object, kill_at: str | None = None, expect: int = 0) -> float:
-    """Run a command with its output in a file; returns its seconds."""
+    """Run `prorl` with its output in `log`; return its seconds.  Raises SystemExit if its status is not `expect`."""
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'te_stand_in'}", "OMP_NUM_THREADS": "1"}
     env |= {VARIABLE: kill_at} if kill_at else {}
     command, began = [sys.executable, "-m", "nemo_prorl.cli", *map(str, words)], time.monotonic()
@@ -68,7 +68,7 @@ def prorl(log: Path, *words: object, kill_at: str | None = None, expect: int = 0
 
 
 def make_model(out: Path) -> Path:
-    """A small model in bf16 that has learnt a little, so that rewards differ."""
+    """Make a small model in bf16 that has learnt a little, so that rewards differ; return its folder."""
     import torch
 
     from nemo_prorl.policy.weights import HFFolder, write_hf_folder
@@ -122,7 +122,9 @@ def rehearse(cluster: str, model: Path, out: Path) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "te_rehearsal", help="folder for what is written")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "runs" / "te_rehearsal", help="folder of the output; deleted first"
+    )
     parser.add_argument("--clusters", default="h100_4x8,h100_4x8_fp8", help="cluster files, separated by commas")
     args = parser.parse_args()
     out = args.out.resolve()

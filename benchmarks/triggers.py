@@ -2,24 +2,24 @@
 
     .venv/train/bin/python benchmarks/triggers.py [--traces 100] [--seed 1]
 
-A trace is 2,000 lines as of metrics.jsonl.  Five validation scores, every 10 steps: each starts between 0.2 and 0.4,
-rises by 0.1 to 0.4 as 1 - exp(-step / tau), tau between 200 and 1,500 steps, wanders (a stationary first-order
-process of sd 0.005, or 0.01 in the harder case, with 200 steps of memory), and carries independent noise of sd 0.02.
-KL grows from 0 as 0.02 (1 - exp(-step / 400)) and carries log-normal noise of sd 0.15 each step.
+A trace is 2,000 lines like those of metrics.jsonl, with five validation scores every 10 steps.  Each score starts
+between 0.2 and 0.4, rises by 0.1 to 0.4 as 1 - exp(-step / tau), tau between 200 and 1,500 steps, and wanders (a
+stationary first-order process of sd 0.005, or 0.01 in the harder case, with 200 steps of memory); each measurement has
+independent noise of sd 0.02.  KL grows from 0 as 0.02 (1 - exp(-step / 400)) and has log-normal noise of sd 0.15.
 
-quiet      nothing else.  A false alarm is any drop or spike; a false plateau is reported although the blend, without
-           noise and wander, gained at least `plateau_gain` over the `plateau_steps` before.
+quiet      nothing else.  A false alarm is any drop or spike.  A reported plateau is false if the mean of the scores,
+           without noise and wander, gained at least `plateau_gain` over the `plateau_steps` before.
 drop       one score falls by 0.10 for good at a random evaluation from the 15th to the 195th.  Found: a drop of that
            score is reported by the third evaluation that shows it.
 plateau    all scores stop rising at a random step from 300 to 1,000, after a rise of 0.00015 to 0.0003 a step.  Found:
            a plateau is reported after it.  Delay in steps; the window of `plateau_steps` must first fill.
-kl spike   KL is 5 times what it was, from a random step from 200 to 1,900 on.  Found: reported within 10 steps.
+kl spike   KL is 5 times as high, beginning at a random step from 200 to 1,900.  Found: reported within 10 steps.
 
-Multiple testing.  100 quiet traces hold 200 evaluations x 5 scores x 100 = 100,000 tests, of two windows each.  At 4.6
-standard deviations (2.1e-6; an estimated deviation counts by Student's distribution) that makes 0.2 to 0.4 false alarms
-in all of them, less what `b` in `algorithms.reset_rules` allows for the best of many levels and for what each
-evaluation must show alone.  Against 0.10 = 5 sd of one evaluation that leaves the mean of two or three:
-5 / sqrt(1/3 + 1/10) = 7.6 standard deviations of their difference to ten before.
+Multiple testing.  100 quiet traces contain 200 evaluations x 5 scores x 100 = 100,000 tests, each with two windows.  At
+4.6 standard deviations (probability 2.1e-6; Student's distribution if the deviation is estimated) 0.2 to 0.4 false
+alarms are expected in all.  `algorithms.reset_rules` lowers this number: it adds b for the best of many means, and each
+evaluation must show half of the fall.  A drop of 0.10, 5 sd of one evaluation, is then visible in the mean of two or
+three: 5 / sqrt(1/3 + 1/10) = 7.6 standard deviations of the difference to the mean of ten before.
 """
 
 import argparse
@@ -46,11 +46,11 @@ class Case:
     """The parameters in which traces differ."""
 
     error: float | None  # recorded standard error of a score; None: not recorded
-    wander: float
+    wander: float  # its standard deviation
 
 
 def rising(rng: random.Random) -> Curve:
-    """A score that saturates, without noise."""
+    """Return a score by step that rises and saturates, without noise."""
     start, gain, tau = rng.uniform(0.2, 0.4), rng.uniform(0.1, 0.4), rng.uniform(200, 1500)
     return lambda step: start + gain * (1.0 - math.exp(-step / tau))
 
@@ -67,7 +67,7 @@ def lines_of(
     drop: tuple[str, int] = ("", 0),
     spike: int = STEPS + 1,
 ) -> list[dict[str, Any]]:
-    """The lines of a trace; `drop` names a score and the first step that shows it, `spike` the first of higher KL."""
+    """Return the lines of a trace.  `drop`: a score and the first step of its fall; `spike`: first step of high KL."""
     wander, memory = dict.fromkeys(curves, 0.0), math.exp(-EVERY / 200)
     lines: list[dict[str, Any]] = []
     for step in range(1, STEPS + 1):

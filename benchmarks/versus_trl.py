@@ -1,15 +1,15 @@
-"""A training step of this project beside one of TRL's GRPOTrainer: seconds, tokens/s, memory, and reward by the clock.
+"""A training step of this project compared with TRL's GRPOTrainer: seconds, tokens/s, memory, and reward over time.
 
     python3.11 setup/environments.py --only trl                   makes .venv/trl (1.6 GB, about a minute); first
     .venv/train/bin/python benchmarks/versus_trl.py               both workloads and the learning curves (30 min)
     ... --workloads short --steps 1 --rounds 1 --learn-s 0        less
-    ... --trl processes --learn-s 0 --beside ../before            and another checkout, e.g. of the commit before
+    ... --trl processes --learn-s 0 --beside ../before            also another checkout, e.g. of the commit before
 
 The same random Qwen2 of 0.9 million parameters, the same prompts (two-term chain_sum), the same rewards (our puzzles
 plugin), 48 prompts x 16 responses, 4 updates a step, the same learning rate, clipping, temperature and KL, the same
-cores.  Each side runs in several ways (--trl, --prorl), one process with a thread a core and a process a core; the
-fastest of each are compared.  Blocks of steps alternate; the first step of a block warms caches and does not count.
-A step's time is that between the ends of two steps by the clock, with all that lies between.
+cores.  Each side runs in several ways (--trl, --prorl), such as one process with a thread per core or one process per
+core; the fastest way of each side is compared.  Blocks of steps alternate; the first step of a block warms caches and
+does not count.  The time of a step is the wall time between the ends of two steps.
 """
 
 import argparse
@@ -35,11 +35,11 @@ PRORL = Path(sys.executable).with_name("prorl")
 TRL_PYTHON = ROOT / ".venv" / "trl" / "bin" / "python"
 PROMPTS, SAMPLES, UPDATES, TEMPERATURE, KL = 48, 16, 4, 1.2, 1e-4
 TIMING_LR, LEARNING_LR = 1e-6, 2e-4  # the first is so small that lengths do not change
-CONTEXT_ROOM = 32  # tokens of the longest prompt
+CONTEXT_ROOM = 32  # most tokens of a prompt
 WORKLOADS = {"short": 64, "long": 512}  # cap of a response in tokens
 STEPS = {"short": 4, "long": 1}  # counted steps per block: TRL takes minutes for a long one
 # TRL's modes on a CPU.  Its vLLM server mode sends weights over NCCL and refuses any device but CUDA
-# (trl/generation/vllm_client.py), and vLLM in its process wants a vLLM up to 0.31 for GPUs.
+# (trl/generation/vllm_client.py), and vLLM in its process needs a vLLM up to 0.31 for GPUs.
 TRL_OPTIONS: dict[str, dict[str, Any]] = {
     "generate": {},
     "processes": {},  # generate in torchrun's data parallelism, one process with one thread a core
@@ -49,9 +49,9 @@ TRL_OPTIONS: dict[str, dict[str, Any]] = {
 # Layouts of this project: as in the laptop job (one rank with a thread per core, one engine), or a rank and an engine
 # per core.
 PRORL_WAYS = {"laptop": "trainer.devices=1 rollout.engines=1", "cores": "trainer.devices={n} rollout.engines={n}"}
-# The stop token is drawn about once in 82 tokens after any text; a random model would draw each of its 320
-# words alike.  Every embedding has EMBED in its first place, no layer writes there, and of the output weight only the
-# stop token's row reads it, with STOP.
+# A random model would draw each of its 320 words equally often.  To draw the stop token about once in 82 tokens after
+# any text, the first component of every embedding is EMBED, no layer writes to it, and only the stop token's row of the
+# output weight reads it, with factor STOP.
 EMBED, STOP = 0.5, 3.7
 PHASES = ("publish", "rollout", "logprobs", "advantages", "updates")
 
@@ -66,9 +66,9 @@ class Block:
 
 
 class Memory(threading.Thread):
-    """The highest proportional set size of a process and all that it started, in MB.
+    """A thread that samples the peak memory (Pss, in MB) of a process and all its descendants.
 
-    Looked at twice a second until `rest`: reading it takes time of the cores that are measured.
+    Samples twice a second until `rest`, because sampling takes time from the measured cores.
     """
 
     def __init__(self, pid: int) -> None:
@@ -90,7 +90,7 @@ class Memory(threading.Thread):
             self.peak_mb = max(self.peak_mb, total / 1e6)
 
     def rest(self) -> None:
-        """After the step that does not count: the others are like it."""
+        """Stop sampling after the first step, which does not count: later steps need the same memory."""
         self._over.set()
 
     def close(self) -> float:
@@ -100,7 +100,7 @@ class Memory(threading.Thread):
 
 
 def make_problems(folder: Path, count: int = 4000) -> Path:
-    """A file of prompt records, and beside it the held-out ones of the laptop job's source."""
+    """Write `count` prompt records of chain_sum into `folder` and return the file."""
     from nemo_prorl.config import DataSource
     from nemo_prorl.data.laptop.generators import generate
 
@@ -112,7 +112,7 @@ def make_problems(folder: Path, count: int = 4000) -> Path:
 
 
 def make_model(folder: Path, records: Path) -> Path:
-    """A random model whose responses end as often as the workloads ask for."""
+    """Write a random model whose responses end as often as STOP makes them, and return its folder."""
     import torch
     from omegaconf import OmegaConf
     from safetensors.torch import load_file, save_file
@@ -134,7 +134,7 @@ def make_model(folder: Path, records: Path) -> Path:
 
 
 def overrides(folder: Path, model: Path, records: Path, cap: int) -> list[str]:
-    """This project's side: the laptop job on that model and these prompts, without validation and checkpoints."""
+    """Return this project's overrides: the laptop job with the model and prompts, without validation or checkpoints."""
     return [
         f"run_dir={folder}",
         f"pretrained_checkpoint.restore_from_path={model}",
@@ -159,7 +159,7 @@ def overrides(folder: Path, model: Path, records: Path, cap: int) -> list[str]:
 
 
 def run_prorl(words: Sequence[str], steps: int | None, limit_s: float = 0.0, prorl: Path = PRORL) -> Block:
-    """Run `prorl train` for so many steps, or so many seconds after its first rollout began, and time each step."""
+    """Run `prorl train` for `steps` steps, or until its steps take `limit_s` seconds together, and time each step."""
     folder = Path(words[0].split("=", 1)[1])
     command = [str(prorl), "train", *words]
     began = time.time()
@@ -218,7 +218,7 @@ def trl_job(model: Path, records: Path, cap: int, cores: int, steps: int, way: s
 
 
 def run_trl(folder: Path, job: dict[str, Any]) -> Block:
-    """Runs GRPOTrainer for the job's steps."""
+    """Run TRL's GRPOTrainer with the settings `job` and time each step."""
     folder.mkdir(parents=True)
     (folder / "job.json").write_text(json.dumps(job))
     command = [str(TRL_PYTHON)]
@@ -281,17 +281,17 @@ def table(name: str, sides: dict[str, list[Block]]) -> list[str]:
 
 
 def fastest(medians: dict[str, float], of: str) -> str:
-    """The way of one side that takes least."""
+    """Return the way of side `of` ("TRL" or "prorl") with the smallest median of seconds."""
     return min((side for side in medians if side.split()[0] == of), key=lambda side: medians[side])
 
 
 def sides_of(beside: Path | None) -> dict[str, Path]:
-    """Return the command of this checkout, and that of the one beside it."""
+    """Return the `prorl` command of this checkout and, if given, of the checkout `beside`."""
     return {"prorl": PRORL} | ({"beside": beside.resolve() / ".venv" / "train" / "bin" / "prorl"} if beside else {})
 
 
 def timed_workload(name: str, args: argparse.Namespace, folder: Path, model: Path, records: Path) -> list[str]:
-    """Blocks of all ways in turn."""
+    """Run blocks of all ways in turn; return the lines of the workload's table."""
     cap, sides = WORKLOADS[name], defaultdict[str, list[Block]](list)
     steps = 1 + (args.steps or STEPS[name])
     for k in range(args.rounds):
@@ -308,7 +308,7 @@ def timed_workload(name: str, args: argparse.Namespace, folder: Path, model: Pat
 
 
 def learning(args: argparse.Namespace, folder: Path, records: Path) -> list[str]:
-    """Mean reward of the responses of a step against seconds, from the same warmed-up model."""
+    """Train both sides from the same warmed-up model; return a table of mean reward by seconds of training."""
     base = folder / "warmup"
     words = [w for w in overrides(base, folder, records, 16) if "restore_from" not in w]
     words = [w for w in words if not w.startswith("trainer.warmup")]
@@ -338,23 +338,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="*", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--steps", type=int, help=f"measured steps per block; default: {STEPS}")
-    parser.add_argument("--rounds", type=int, default=2, help="blocks of each side")
+    parser.add_argument("--rounds", type=int, default=2, help="blocks of each way")
     parser.add_argument("--learn-s", type=float, default=240.0, help="seconds of learning on each side; 0: none")
-    parser.add_argument("--warmup-steps", type=int, default=400, help="supervised steps of the model that learns")
+    parser.add_argument("--warmup-steps", type=int, default=400, help="supervised steps before learning")
     parser.add_argument(
         "--threads",
         type=int,
         default=len(os.sched_getaffinity(0)),
-        help="cores for each side, and threads of all its trainers together",
+        help="cores of each side, equal to the threads of all its trainers together",
     )
-    parser.add_argument(
-        "--beside", type=Path, help="another checkout of this project, set up by `make setup`, to be timed as well"
-    )
+    parser.add_argument("--beside", type=Path, help="another checkout to time, set up by `make setup`")
     parser.add_argument("--trl", nargs="+", choices=list(TRL_OPTIONS), default=["generate", "processes"])
     parser.add_argument(
-        "--prorl", nargs="+", choices=list(PRORL_WAYS), default=list(PRORL_WAYS), help="the last learns"
+        "--prorl", nargs="+", choices=list(PRORL_WAYS), default=list(PRORL_WAYS), help="ways; the last is used to learn"
     )
-    parser.add_argument("overrides", nargs="*", help="of prorl")
+    parser.add_argument("overrides", nargs="*", help="KEY=VALUE for prorl")
     args = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])  # inherited by all child processes
     if not TRL_PYTHON.exists():

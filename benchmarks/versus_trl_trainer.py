@@ -1,9 +1,9 @@
-"""TRL's side of benchmarks/versus_trl.py, in TRL's environment: GRPOTrainer over a file of prompt records.
+"""TRL's side of benchmarks/versus_trl.py, in TRL's environment: trains GRPOTrainer on a file of prompt records.
 
 The first argument is a JSON file (see `versus_trl.trl_job`).  Standard output: a JSON object for each rollout step,
-that is `updates` optimizer steps: `seconds` by the clock since the step before, `tokens` generated, `reward`, and the
-seconds of its parts.  Rewards come from this project's own plugin, called in this process.  Under torchrun each process
-has its share of the prompts, as accelerate deals them, and rank 0 prints: its own parts, tokens and rewards of all.
+that is `updates` optimizer steps: wall `seconds` since the previous step, `tokens` generated, `reward`, and the seconds
+of its parts.  Rewards come from this project's own plugin, called in this process.  Under torchrun, accelerate gives
+each process a share of the prompts.  Rank 0 prints tokens and rewards of all ranks, but only its own parts.
 """
 
 import json
@@ -30,7 +30,7 @@ PARTS = {
 
 
 def timed(trainer: Any, spent: dict[str, float]) -> None:
-    """Counts the seconds of the trainer's parts.  What runs inside another part counts there only."""
+    """Add the seconds of the trainer's PARTS to `spent`.  Time in a nested part counts only for the nested part."""
     inside: list[float] = []
 
     def wrap(method: str, part: str) -> None:
@@ -58,7 +58,7 @@ def timed(trainer: Any, spent: dict[str, float]) -> None:
 
 
 def arguments(cfg: dict[str, Any], folder: str) -> Any:
-    """GRPOConfig with this project's settings as far as TRL has them, and nothing that costs time beside."""
+    """Return a GRPOConfig with this project's settings, as far as TRL has them, and nothing else that takes time."""
     from trl import GRPOConfig  # type: ignore[import-not-found]
 
     rows = cfg["prompts"] * cfg["samples"] // cfg["updates"] // cfg["processes"]

@@ -1,6 +1,6 @@
 """Overhead of the framework in a training step on 1, 2 and 4 data-parallel CPU ranks with equal work for each rank.
 
-    .venv/train/bin/python benchmarks/weak_scaling.py                 one thread a rank, 192 responses a rank and step
+    .venv/train/bin/python benchmarks/weak_scaling.py                 one thread and 192 responses per rank
 
 Each rank runs the real `trainer.train_step` on the laptop's model with recorded lengths.  Rollouts and rewards are
 generated beforehand, so that engines take no time.  Seconds of a step are split into:
@@ -37,7 +37,7 @@ GROUP = 16
 
 
 class Clock:
-    """Wall seconds by name; what runs inside another part counts there only."""
+    """Wall seconds by name.  A call inside another watched call counts as part of the outer call only."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -61,7 +61,7 @@ class Clock:
 
 
 class MadeUpRollouts:
-    """Rollouts for `train_step` without an engine: publish weights, and deal out prepared groups."""
+    """Rollouts for `train_step` without an engine, which publish weights and deal out prepared groups."""
 
     def __init__(self, cfg: Any, policy: Any, store: Any, groups: Any) -> None:
         self._updates, self._policy, self._store, self._groups = (
@@ -94,7 +94,7 @@ class MadeUpRollouts:
 
 
 def trainer_of(cfg: Any, policy: Any, store: Any, groups: list[Any]) -> Any:
-    """The trainer around made-up rollouts; nothing is saved, validated or reset."""
+    """Return a trainer with made-up rollouts, which saves, validates and resets nothing."""
     from nemo_prorl.leader import Leader
     from nemo_prorl.trainer import Trainer, TrainerState
 
@@ -107,7 +107,7 @@ def trainer_of(cfg: Any, policy: Any, store: Any, groups: list[Any]) -> Any:
 
 
 def groups_of(ranks: int, rows: int, vocab: int) -> list[Any]:
-    """`rows` responses a rank of the recorded lengths, in groups of 16; random tokens and rewards."""
+    """Return groups of 16 responses, `rows` responses per rank: recorded lengths, random tokens and rewards."""
     import torch
 
     recorded = json.loads(LENGTHS.read_text())
@@ -162,7 +162,7 @@ def one_rank(folder: Path, rows: int, steps: int, out: Path) -> None:
     for method in ("prepare_grads", "get_grad_norm", "step_with_ready_grads", "zero_grad"):
         clock.watch("optimizer", policy.mcore_optimizer, method)
     train = trainer.train_step
-    train(1)  # the first warms caches
+    train(1)  # the first step warms caches
     found = []
     for step in range(2, steps + 2):
         dist.barrier()
@@ -179,7 +179,7 @@ def one_rank(folder: Path, rows: int, steps: int, out: Path) -> None:
 
 
 def start(world: int, folder: Path, args: argparse.Namespace, out: Path) -> dict[str, float]:
-    """Medians over steps of the means over ranks."""
+    """Run `world` ranks; return the seconds of a step by part: medians over steps of means over ranks."""
     from nemo_prorl.launcher.processes import free_port
 
     port = free_port("127.0.0.1")
@@ -218,7 +218,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rows", type=int, default=192, help="responses of a rank in a step; a multiple of 64")
     parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--wait-s", type=float, default=1200.0, help="for the ranks of one layout")
+    parser.add_argument("--wait-s", type=float, default=1200.0, help="limit of one layout, in seconds")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # MODEL OUT: run one rank in this process
     args = parser.parse_args()
     if args.one:

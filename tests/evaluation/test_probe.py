@@ -1,0 +1,89 @@
+"""`prorl probe`: its numbers, what it advises, its estimate, and a whole probe with a real engine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_prorl import settings
+from nemo_prorl.config import DataSource
+from nemo_prorl.evaluation.probe import Judged, SourceProbe, advice, estimate, table
+from tests.policy.models import MODELS, write_model
+
+
+def source(*groups: list[float | None], task: str = "puzzles", text: str = "<answer>1</answer>") -> SourceProbe:
+    made = [[Judged(text, score is not None and score > 0, 10, score) for score in group] for group in groups]
+    return SourceProbe("s", task, [{}] * len(made), made)
+
+
+def test_the_numbers_of_a_source() -> None:
+    found = source([1.0, 0.0], [1.0, 1.0], [0.5, 0.5], [0.0, None]).facts()
+    assert (found["prompts"], found["responses"], found["reward"]) == (4, 8, 4 / 7)
+    assert (found["keep_rate"], found["solved"], found["pass_at_n"]) == (0.25, 0.25, 0.5)
+    assert (found["cut_off"], found["without_form"], found["unjudged"], found["tokens"]) == (3 / 8, 0.0, 1 / 8, 10)
+    assert source([1.0, 0.0], task="instructions").facts()["without_form"] is None
+
+
+@pytest.mark.parametrize(
+    ("probed", "words"),
+    [
+        (source([1.0, None]), "could not be judged"),
+        (source([0.0, 0.0, 1.0]), "trainer.grpo.max_response_tokens"),
+        (
+            source([1.0, 0.5], text="42"),
+            "have no <answer>: state the form in the prompt (data.templates.puzzles)",
+        ),
+        (source([1.0, 1.0]), "harder problems"),
+        (source(*[[0.5, 0.5]] * 9, [0.5, 1.0]), "only 10% of the groups carry a signal"),
+        (source([0.5, 1.0]), "fits"),
+    ],
+)
+def test_what_it_advises(probed: SourceProbe, words: str) -> None:
+    assert words in advice(probed.facts())
+
+
+def test_the_estimate_draws_as_dynamic_sampling_does() -> None:
+    cfg = settings.load(["trainer.grpo.prompts_per_step=8", "trainer.grpo.samples_per_prompt=4"])
+    cfg.data.train = [DataSource(name="s")]
+    half = source([0.0, 1.0], [1.0, 1.0])
+    assert estimate(cfg, [half], 2.0) == {"tokens_per_step": 640.0, "generation_s_per_step": 32.0, "tokens_per_s": 20.0}
+    none = estimate(cfg, [source([0.0, 0.0])], 2.0)
+    assert none["tokens_per_step"] is None
+    cfg.trainer.grpo.dynamic_sampling.enabled = False
+    assert estimate(cfg, [half], 2.0)["tokens_per_step"] == 320.0
+    found = {"samples": 2, "sources": [{**half.facts(), "advice": "a"}], "estimate": none, "responses": []}
+    assert "no group carries a signal, so no step would train" in table(found)
+
+
+def run(tmp_path: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-m", "nemo_prorl.cli", "probe", f"run_dir={tmp_path / 'run'}", *words]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280, check=False)
+
+
+@pytest.mark.starts
+def test_a_run_without_a_model_says_how_to_get_one(tmp_path: Path) -> None:
+    found = run(tmp_path)
+    assert (found.returncode, found.stdout) == (2, "")
+    assert "Fix: prorl warmup" in found.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_whole_probe(tmp_path: Path) -> None:
+    """The model has random weights, so every response is wrong and has no answer."""
+    name = next(iter(MODELS))
+    write_model(tmp_path / "model", MODELS[name] | {"hidden_size": 128, "max_position_embeddings": 512})
+    model = f"pretrained_checkpoint.restore_from_path={tmp_path / 'model'}"
+    small = ("trainer.warmup.steps=0", "trainer.grpo.context_tokens=256", "trainer.grpo.samples_per_prompt=4")
+    found = run(tmp_path, model, *small, "data.prompt=text", "--prompts=2")
+    assert found.returncode == 0, found.stderr
+    assert "no step would train" in found.stdout
+    written = json.loads((tmp_path / "run" / "probe" / "probe.json").read_text())
+    assert [(one["prompts"], one["responses"], one["reward"]) for one in written["sources"]] == [(2, 8, 0.0)] * 5
+    groups = written["responses"][0]["groups"]
+    assert all(one["score"] == 0.0 and one["tokens"] for group in groups for one in group["responses"])

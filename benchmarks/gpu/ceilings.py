@@ -1,4 +1,4 @@
-"""Upper bounds of the device: matrix products without anything else, and copies without anything else."""
+"""Upper bounds of the device: speeds of plain matrix products and of plain copies."""
 
 import torch
 

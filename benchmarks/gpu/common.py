@@ -1,4 +1,4 @@
-"""Settings, rows, clocks and memory peaks for the sections of the hardware proof."""
+"""Settings, rows of results, clocks and memory peaks for the sections of `gpu_evidence.py`."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ Emit = Callable[..., None]
 
 
 class Skipped(Exception):
-    """The machine lacks something that a section needs, which the text names."""
+    """Raised if the machine lacks something that a section needs; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Settings:
     """The choices of the user, the same for all sections."""
 
     device: str  # cuda | cpu
-    small: bool  # laptop sizes: show that a section works, nothing about speed
+    small: bool  # laptop sizes, which test a section but measure nothing
     engine_python: str | None = None  # a Python that has vLLM; None: this one
 
     @property
@@ -44,7 +44,7 @@ class Settings:
 
 
 def require(*modules: str) -> None:
-    """Raises Skipped naming the first module that is not importable here."""
+    """Raise Skipped, which names the first module that is not installed, if any."""
     for name in modules:
         try:
             found = importlib.util.find_spec(name) is not None
@@ -55,7 +55,7 @@ def require(*modules: str) -> None:
 
 
 def emitter(file: Path) -> Emit:
-    """Return a function that appends a row to the file at once, so that finished rows survive a crash."""
+    """Return a function that appends a row of results to `file` at once, so that finished rows survive a crash."""
 
     def emit(what: str, **values: Any) -> None:
         with file.open("a") as out:
@@ -70,7 +70,7 @@ def synchronize(device: str) -> None:
 
 
 def seconds_of(work: Callable[[], Any], device: str, repeats: int, warm: int = 1) -> tuple[float, float, float]:
-    """(median, least, most) wall seconds of a call that is waited for on the device."""
+    """Return (median, least, most) wall seconds of `repeats` calls, each until the device has finished."""
     for _ in range(warm):
         work()
     found = []
@@ -85,7 +85,7 @@ def seconds_of(work: Callable[[], Any], device: str, repeats: int, warm: int = 1
 
 @contextmanager
 def peak_bytes(device: str) -> Iterator[list[int]]:
-    """The list gets one number at the end: the most bytes held at once above what was held at the start."""
+    """Yield a list that gets one number at the end: the peak of allocated bytes beyond those at the start."""
     found: list[int] = []
     if device == "cuda":
         torch.cuda.synchronize()
@@ -102,7 +102,7 @@ def peak_bytes(device: str) -> Iterator[list[int]]:
 
 
 class _LiveTensors(TorchDispatchMode):
-    """On a CPU: bytes of all storages that operations made and that still live; their most is `peak`."""
+    """Counts the bytes of all living storages that operations made, on a CPU; `peak` is the largest count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class _LiveTensors(TorchDispatchMode):
 
 
 def peak_flops() -> tuple[float, str] | None:
-    """(FLOP/s, of what) of this GPU by its datasheet; None for one that is not in the table."""
+    """Return (FLOP/s, description) of this GPU by its datasheet; None if PEAK_BF16_FLOPS lacks it."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     for chip, flops in PEAK_BF16_FLOPS.items():
         if chip in name:

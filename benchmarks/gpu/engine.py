@@ -1,9 +1,10 @@
-"""A vLLM engine beside a resident trainer, in the memory that the plan gives it.
+"""A vLLM engine beside a resident trainer, in the memory that the plan gives the engine.
 
-Measures whether it starts, sleeps, wakes, takes new weights and starts again, how long each takes, and what is free.
+Measures whether the engine starts, sleeps, wakes, loads new weights and starts again, how long each takes, and how many
+bytes are free.
 
-Talks to `rollout/engine/server.py` over HTTP, as a run does.  The model is random; greedy answers before and after
-must be the same.  The trainer is its plan's bytes in plain tensors: the sizes are its, its kernels are not there.
+Uses `rollout/engine/server.py` over HTTP, as a run does.  The model is random; greedy answers before and after must be
+the same.  A plain tensor of the planned size stands in for the trainer.
 """
 
 import json
@@ -35,7 +36,7 @@ SMALL_KV_MB = 64
 
 @contextmanager
 def server(python: str, folder: Path, settings: Settings, *options: str) -> Iterator[str]:
-    """The address of a running engine for FOLDER/model that loads weights from FOLDER/weights."""
+    """Run an engine for FOLDER/model that loads weights from FOLDER/weights; yield its address."""
     token, endpoint = folder / "token", folder / "engine-0.json"
     token.touch(mode=0o600)
     token.write_text(TOKEN)
@@ -65,7 +66,7 @@ def server(python: str, folder: Path, settings: Settings, *options: str) -> Iter
 
 
 def call(url: str, path: str, body: Any) -> tuple[Any, float]:
-    """The reply's lines as JSON, and seconds."""
+    """Send `body` as JSON; return the decoded JSON lines of the reply, and seconds."""
     request = urllib.request.Request(
         url + path, json.dumps(body).encode(), {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
     )
@@ -81,7 +82,7 @@ def answers(url: str) -> list[int]:
 
 
 def require_vllm(python: str) -> None:
-    """Raises Skipped where that Python has no vLLM."""
+    """Raise Skipped if the Python at `python` cannot import vLLM."""
     probe = subprocess.run([python, "-c", "import vllm"], capture_output=True, text=True, check=False)
     if probe.returncode:
         last = (probe.stderr.strip().splitlines() or ["no message"])[-1]
@@ -89,7 +90,7 @@ def require_vllm(python: str) -> None:
 
 
 def plan(settings: Settings, folder: Path) -> tuple[int, list[str]]:
-    """Return the trainer's GPU bytes while engines run, and the engine's options, as planned for a run of 32 GPUs."""
+    """Return the trainer's GPU bytes while engines run, and the engine's options, as planned for a run on 32 GPUs."""
     if not settings.cuda:
         return 0, [f"--kv-mb={SMALL_KV_MB}"]
     from nemo_prorl.sizing.memory import memory_of
@@ -142,7 +143,7 @@ def work(emit: Emit, url: str, weights: Path, settings: Settings) -> None:
 
 
 def naps(emit: Emit, url: str, level: int, version: int, weights: Path, before: list[int], settings: Settings) -> int:
-    """Measure one sleep and wake of the engine; return the version of its weights afterwards."""
+    """Measure one sleep and wake of the engine; return the version of its weights afterwards.  `level`: as in vLLM."""
     (reply,), seconds = call(url, "/sleep", {"level": level, "wait_s": 10})
     if not reply["frees_memory"]:
         emit(f"sleep, level {level}", note="a CPU's engine keeps its memory; times are those of the protocol alone")

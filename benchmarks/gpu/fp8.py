@@ -1,6 +1,6 @@
-"""FP8 by Transformer Engine in the real actor: log-probabilities beside those of bf16, an update, and the speed.
+"""FP8 by Transformer Engine in the real actor, compared with bf16: log-probabilities, updates and speed.
 
-Each way to compute is an actor in a process of its own.
+Each of WAYS runs in a separate process with its own actor.
 """
 
 import multiprocessing
@@ -13,7 +13,7 @@ import torch
 from gpu import real
 from gpu.common import Emit, Settings, require, seconds_of
 
-WAYS = {  # overrides
+WAYS = {  # overrides of the configuration by name
     "bf16": [],
     "FP8 hybrid, tensorwise scales": ["model.fp8=hybrid", "model.fp8_recipe=tensorwise"],
     "FP8 hybrid, delayed scales": ["model.fp8=hybrid", "model.fp8_recipe=delayed"],
@@ -61,7 +61,7 @@ def in_a_process(settings: Settings, folder: Path, overrides: list[str]) -> dict
 
 
 def measure(settings: Settings, folder: Path, overrides: list[str], file: Path) -> None:
-    """Writes log-probabilities before and after two updates, whose advantages are 0, and seconds of both."""
+    """Write to `file` log-probabilities before and after updates with advantages of 0, and the seconds of both."""
     found: dict[str, Any] = {}
     part = "building the actor"
     try:

@@ -22,15 +22,15 @@ LogProbs = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def naive(hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor) -> Tensor:
-    """Float32 logits of all tokens, their log-softmax, and autograd."""
+    """Return the log-probabilities by log-softmax of the float32 logits of all tokens; autograd keeps them."""
     logit_NV = torch.mm(hidden_NH, weight_VH.t()).float() / TEMPERATURE
     return torch.log_softmax(logit_NV, dim=-1).gather(1, target_N[:, None]).squeeze(1)
 
 
 class _VocabParallel(torch.autograd.Function):
-    """The formula of NeMo-Aligner's function, restated: a float32 softmax over the whole tensor, which is kept.
+    """The formula of NeMo-Aligner's function: a float32 softmax over all logits, which is kept for the backward pass.
 
-    The original makes a one-hot tensor of 8 bytes a word in its backward pass beside that; here there is none.
+    In its backward pass the original also makes a one-hot tensor of 8 bytes per logit; this function does not.
     """
 
     @staticmethod
@@ -49,7 +49,7 @@ class _VocabParallel(torch.autograd.Function):
 
 
 def aligners(emit: Emit, settings: Settings) -> tuple[str, LogProbs]:
-    """NeMo-Aligner's own function where it can be imported, else its formula; and which it is."""
+    """Return a name, and NeMo-Aligner's own function or, if it cannot be imported, its formula."""
     try:
         if settings.small:
             raise ImportError("a small run does not wait for NeMo's imports")
@@ -81,7 +81,7 @@ def chunked(chunk: int, vocab: int) -> LogProbs:
 
 
 def step(compute: LogProbs, hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor, old_N: Tensor) -> Tensor:
-    """Log-probabilities, the loss of one response that they make, and its gradients; returns the log-probabilities."""
+    """Compute the loss and gradients of one response of all tokens; return its log-probabilities by `compute`."""
     logp_N = compute(hidden_NH, weight_VH, target_N)
     mask_BT = torch.ones(1, len(target_N), dtype=torch.bool, device=target_N.device)
     advantage_B = torch.ones(1, device=target_N.device)
@@ -126,9 +126,9 @@ def run(emit: Emit, settings: Settings) -> None:
 
 
 def exact_step(hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor, old_N: Tensor) -> tuple[Tensor, ...]:
-    """(log-probabilities, gradient to the hidden states, to the weight): what all ways are held to.
+    """Return exact log-probabilities and gradients (of hidden states and weight), with which all ways are compared.
 
-    The naive form of the same inputs in float32 throughout, which is torch's default for matrix products (no TF32).
+    They are computed by the naive form in float32 throughout; matrix products do not use TF32, as by torch's default.
     """
     wide = [t.detach().float().requires_grad_() for t in (hidden_NH, weight_VH)]
     logp_N = step(naive, wide[0], wide[1], target_N, old_N)
@@ -143,7 +143,7 @@ def measure(
     """Emit one row: peak memory and time of the forward pass alone and with the loss and its gradients, and the error.
 
     Returns:
-        the peak in bytes with the loss and its gradients, which stay allocated and are included.
+        The peak in bytes with the loss and its gradients; the gradients are included.
     """
     hidden_NH, weight_VH, target_N, _ = given
     repeats = 2 if settings.small else REPEATS

@@ -1,4 +1,4 @@
-"""Megatron-Core's GPTModel alone: log-probabilities and updates of sequences that fill the context; speed; memory."""
+"""Speed and memory of Megatron-Core's GPTModel alone: log-probabilities and updates of full-context sequences."""
 
 import gc
 from typing import Any
@@ -59,7 +59,7 @@ def built(shape: m.Shape, settings: Settings, emit: Emit) -> torch.nn.Module:
 
 
 def work(emit: Emit, net: Any, optimizer: Any, shape: m.Shape, settings: Settings) -> None:
-    """Rows: tokens a second, and the share of the device's peak arithmetic."""
+    """Emit rows with tokens per second and the share of the device's peak arithmetic."""
     count, repeats = (2, 2) if settings.small else (8, 3)
     generator = torch.Generator(settings.device).manual_seed(1)
     batches = [

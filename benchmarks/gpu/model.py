@@ -1,7 +1,7 @@
 """Megatron-Core's GPTModel in Qwen2's shape with random weights, its distributed optimizer, and a step of training.
 
-Where all of NeMo is not installed this is the policy: the layers, the last hidden states and the chunked
-log-probabilities are the actor's (`nemo_prorl.policy`), the wrapping around them is Megatron-Core's own.
+This is the policy where NeMo is not installed.  Layers, last hidden states and chunked log-probabilities are those of
+the actor (`nemo_prorl.policy`); the wrappers around them are Megatron-Core's own.
 """
 
 import os
@@ -120,7 +120,7 @@ def build(
     fused: bool = False,
     scales: str = "tensorwise",
 ) -> torch.nn.Module:
-    """GPTModel whose output is its last hidden states [B, T, H], as the actor's."""
+    """Return a GPTModel whose output is its last hidden states [B, T, H], like that of the actor."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -145,7 +145,7 @@ def build(
 
 
 def with_optimizer(model: torch.nn.Module) -> tuple[torch.nn.Module, Any]:
-    """Megatron's data-parallel wrapper (float32 gradients) and its distributed optimizer (float32 masters, moments)."""
+    """Return the model in Megatron's data-parallel wrapper, and its distributed optimizer; their states are float32."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -165,7 +165,7 @@ def with_optimizer(model: torch.nn.Module) -> tuple[torch.nn.Module, Any]:
 
 
 def logprobs(model: Any, tokens_BT: Tensor, shape: Shape, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """(log-probabilities, entropies) of all tokens but the first of each row, [B, T - 1]."""
+    """Return log-probabilities and entropies (None if not wanted) of all tokens but each row's first, [B, T - 1]."""
     net = getattr(model, "module", model)
     position_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)
     hidden_BTH = model(tokens_BT, position_BT, None, labels=None)

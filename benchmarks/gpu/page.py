@@ -1,9 +1,9 @@
-"""The page of `gpu_evidence.py`: its JSON as markdown, for people.  Standard library only."""
+"""The Markdown page that `gpu_evidence.py` makes from its JSON.  Standard library only."""
 
 from typing import Any
 
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
-# Unit of a number by the last part of its key.
+# Heading of a column by its key; `_value` derives the unit from the end of the key.
 _NAMES = {
     "peak_bytes": "peak memory",
     "forward_peak_bytes": "peak memory, forward only",
@@ -16,7 +16,7 @@ _NAMES = {
 
 
 def page(result: dict[str, Any]) -> str:
-    """Markdown: machine, what ran and what did not, then each section's rows."""
+    """Return the page: the machine, which sections ran or did not, then the rows of each section."""
     machine = result["machine"]
     gpu = machine["gpu"]
     device = f"{gpu['name']}, {gpu['memory_bytes'] / 1e9:.1f} GB, CUDA {gpu['cuda']}" if gpu else "no GPU: the CPU"
@@ -40,7 +40,7 @@ def page(result: dict[str, Any]) -> str:
 
 
 def _section(section: dict[str, Any]) -> list[str]:
-    """Rows that have the same numbers stand in one table; notes below it."""
+    """Return the lines of a section: one table for all rows with the same keys, and notes below it."""
     lines: list[str] = []
     if section["state"] == "skipped":
         lines += [f"Left out: {section['reason']}.", ""]

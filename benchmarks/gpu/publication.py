@@ -1,4 +1,4 @@
-"""Publication of a model's weights through /dev/shm, against a plain copy of as many bytes in the same run."""
+"""Time to publish a model's weights through /dev/shm, compared with a plain copy of as many bytes in the same run."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ ROOM = 3  # times the model's size: two versions and the copy
 
 
 def shapes(small: bool) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of DeepSeek-R1-Distill-Qwen-1.5B (1.78 billion parameters, untied), or of a tiny Qwen2."""
+    """Return names and shapes of the tensors of DeepSeek-R1-Distill-Qwen-1.5B (untied), or of a tiny Qwen2."""
     layers, hidden, ffn, kv, words = (2, 64, 128, 32, 512) if small else (28, 1536, 8960, 256, 151_936)
     found: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (words, hidden))]
     for layer in range(layers):

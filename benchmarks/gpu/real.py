@@ -1,7 +1,7 @@
 """The real actor on one device: NeMo-Aligner's model, built by `nemo_prorl.policy.build` from `cluster=h100_4x8`.
 
 The model is random, in the shape of DeepSeek-R1-Distill-Qwen-1.5B.  Without Transformer Engine the layers are
-nemo_prorl's own; rows say so.
+nemo_prorl's own; a row says so.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ FINAL_NORM = 8.0  # scales logits to the size of trained models
 
 
 def hf_config(settings: Settings) -> dict[str, Any]:
-    """config.json of the model."""
+    """Return config.json of the model."""
     sizes = dict(shapes(settings.small))
     words, hidden = sizes["model.embed_tokens.weight"]
     return {
@@ -47,7 +47,7 @@ def hf_config(settings: Settings) -> dict[str, Any]:
 
 
 def write_model(folder: Path, settings: Settings) -> Path:
-    """Writes a Hugging Face folder with random bfloat16 weights of seed 1 and a tokenizer; returns it."""
+    """Write a Hugging Face folder with random bfloat16 weights (seed 1) and a tokenizer; return the folder."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)
@@ -66,7 +66,7 @@ def write_model(folder: Path, settings: Settings) -> Path:
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """A tokenizer of few words: NeMo wants one, and nothing here is read or written as text."""
+    """Write a tokenizer of four words, which NeMo requires; no text is encoded or decoded here."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -82,7 +82,7 @@ def has_transformer_engine() -> bool:
 
 
 def layers() -> str:
-    """The layers that the actor uses here, in words."""
+    """Return a description of the layers that the actor uses here."""
     if not has_transformer_engine():
         return "nemo_prorl's own layers, since Transformer Engine is not installed"
     import transformer_engine
@@ -93,7 +93,7 @@ def layers() -> str:
 
 
 def config(settings: Settings, folder: Path, *overrides: str) -> Any:
-    """`cluster=h100_4x8` on one rank, with the sizes of this model."""
+    """Return the configuration of `cluster=h100_4x8` on one rank, for the model in `folder`."""
     from nemo_prorl.settings import load
 
     here = [
@@ -116,7 +116,7 @@ def config(settings: Settings, folder: Path, *overrides: str) -> Any:
 
 
 def build(settings: Settings, folder: Path, *overrides: str) -> tuple[Any, Any]:
-    """(actor, its configuration); Skipped is raised where NeMo-Aligner or Megatron-Core is missing."""
+    """Return the actor and its configuration.  Raises Skipped if NeMo-Aligner or Megatron-Core is not installed."""
     require("megatron.core", "nemo", "nemo_aligner")
     from nemo_prorl.launcher.processes import free_port
     from nemo_prorl.policy.build import build_actor
@@ -141,7 +141,7 @@ def build(settings: Settings, folder: Path, *overrides: str) -> tuple[Any, Any]:
 
 
 def batch(settings: Settings, responses: int) -> Any:
-    """Responses of random tokens that fill the context, with targets of a first update."""
+    """Return a batch of random responses that fill the context, with advantages and weights for a first update."""
     from nemo_prorl.batch import Batch
 
     words = hf_config(settings)["vocab_size"]

@@ -106,7 +106,8 @@ def advice(facts: Mapping[str, Any]) -> str:
     if (facts["without_form"] or 0.0) > 0.5:
         return (
             f"{facts['without_form']:.0%} of the responses have no {_FORMS[task]}: state the form in the prompt"
-            f" (data.templates.{task}), send it as a message (data.prompt=chat), or add a warm-up (trainer.warmup.steps)"
+            f" (data.templates.{task}), send it as a message (data.prompt=chat), or add a warm-up"
+            " (trainer.warmup.steps)"
         )
     if facts["solved"] > 0.5:
         return f"{facts['solved']:.0%} of the prompts are solved by every response: take harder problems"

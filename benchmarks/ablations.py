@@ -97,7 +97,7 @@ def base_of(seed: int, out: Path) -> Path:
 
 
 def run_arm(arm: str, seed: int, out: Path, jobs: int) -> dict[str, Any]:
-    """Train one arm with one seed, while `jobs` - 1 other runs share the cores; return the result."""
+    """Train one arm with one seed, while `jobs` - 1 other runs share the cores; return its result."""
     base, run = base_of(seed, out).absolute(), out / f"{arm}-seed{seed}"
     shutil.rmtree(run, ignore_errors=True)  # an incomplete run would count its start twice
     overrides = [f"algorithm={arm}", *COMMON, f"seed={seed}", *ARMS[arm]]

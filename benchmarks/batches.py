@@ -4,8 +4,8 @@
     .venv/train/bin/python benchmarks/batches.py --tokens 33554432    4096 responses of 8192 tokens; needs 8 GB
 
 Before: every rank receives all groups as pickled lists of Python numbers, and pads all of them.  After: rank 0 makes
-arrays of them once, and each data rank receives and pads its own rows.  The script checks
-that both give the same micro-batches.  The time on the network is not measured.
+arrays of them once, and each data rank receives and pads its own rows.  The script checks that both give the same
+micro-batches.  The time on the network is not measured.
 """
 
 import argparse

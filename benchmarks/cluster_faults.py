@@ -56,7 +56,7 @@ PROGRAMS = {
 
 @dataclass
 class Case:
-    """A fault, and the state of the run after it."""
+    """A run with one injected fault, and what happened to the run."""
 
     name: str
     run: Path

@@ -51,7 +51,7 @@ DEADLINE_S = 3600.0
 
 
 def prepare(sources: Path, data: Path) -> tuple[list[Benchmark], list[str]]:
-    """Prepare problems in `data`; return the benchmarks that have problems, and the names of those that do not."""
+    """Prepare problems in `data`; return the benchmarks with problems, and the names of benchmarks without."""
     found, absent = [], []
     for one in catalogue().values():
         file = sources / PUBLISHED.get(one.name, "")

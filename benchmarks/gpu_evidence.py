@@ -69,7 +69,7 @@ def facts(device: str) -> dict[str, Any]:
 
 
 def install(wheels: Path, target: Path) -> str | None:
-    """Unpack the wheels into `target`; return an error message, or None.  An installed numpy stays: torch fits it."""
+    """Unpack the wheels into `target`; return an error message, or None.  Keeps an installed numpy: it fits torch."""
     there = {"numpy"} if find_spec("numpy") else set()
     files = sorted(str(file) for file in wheels.glob("*.whl") if file.name.split("-")[0] not in there)
     if not files:

@@ -84,7 +84,10 @@ def start(run: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
 
 
 def wait(process: subprocess.Popen[bytes], until: Callable[[], bool] | None = None) -> bool:
-    """Wait until `until` is true or the process ends; return whether `until` became true.  Raises TimeoutError."""
+    """Wait until `until` is true or the process ends; return whether `until` became true.
+
+    Raises TimeoutError after TIMEOUT_S seconds.
+    """
     end = time.monotonic() + TIMEOUT_S
     while process.poll() is None:
         if until is not None and until():

@@ -1,7 +1,7 @@
 """Held-out reward of the laptop job before and after training, for three seeds and for learning rate 0.
 
     .venv/train/bin/python benchmarks/learning.py                       runs all four, one after the other
-    .venv/train/bin/python benchmarks/learning.py --report RUN...       tells of runs that are finished
+    .venv/train/bin/python benchmarks/learning.py --report RUN...       reports finished runs
 
 A run has learnt if it gains at least 0.15 and 4 standard errors, and ends at 1.5 times its start or more.  With
 learning rate 0 it must not.

@@ -4,7 +4,7 @@
     ... --rounds 1 --steps 4                                   less
     ... KEY=VALUE                                              overrides for all runs
 
-One step off, the engine generates the next batch while the trainer works on the last.
+One step off means that the engine generates the next batch while the trainer works on the current one.
 
 All runs begin with the same warmed-up policy and use the same cores.  Whole runs alternate; each round has another
 seed, and every second round has the opposite order.  The seconds of a step are the sum of its phases without

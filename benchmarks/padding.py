@@ -73,7 +73,7 @@ def table(lengths: list[int], ranks: int, schemes: dict[str, Any]) -> Iterator[s
 
 
 def timed(lengths: list[int], schemes: dict[str, Any], rounds: int) -> Iterator[str]:
-    """Yield a line for each scheme: median seconds of an update's passes by the laptop's actor.  Schemes alternate."""
+    """Yield a line for each scheme: median seconds of an update and of log-probabilities of the laptop's actor."""
     import torch
 
     from nemo_prorl.batch import Batch

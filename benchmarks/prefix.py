@@ -48,7 +48,7 @@ async def seconds(client: EngineClient, prompts: list[list[int]], responses: int
 
 
 async def measure(url: str, tokens: int) -> tuple[float, float, float]:
-    """Return median seconds for 1 response, RESPONSES to one prompt, and RESPONSES prompts of `tokens` tokens."""
+    """Return median seconds to the first tokens of 1 response, a group of RESPONSES, and RESPONSES prompts."""
     rng, times = random.Random(tokens), []
     async with aiohttp.ClientSession() as http:
         client = EngineClient(http, url, TOKEN)

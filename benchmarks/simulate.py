@@ -215,7 +215,7 @@ class Rollout:
         self.in_flight, self.epoch = [0] * size.engines, [0] * size.engines
         self.events: list[
             tuple[float, int, int, int]
-        ] = []  # time, order, engine or -1, then epoch, response or request
+        ] = []  # time, order, engine (-1: a verdict), and epoch, response or request
         self.order = itertools.count()
         self.workers = [0.0] * REWARD_WORKERS
         self.group_of: dict[int, Group] = {}  # group of each response
@@ -250,7 +250,7 @@ class Rollout:
         return list(self.undecided)
 
     def _decide(self) -> None:
-        """Decide every group that can be decided now, strictly in draw order."""
+        """Draw the prompts that are wanted, and decide the judged groups, strictly in draw order."""
         while not self.sampler.done:
             while self.sampler.wants_more():
                 self._draw()

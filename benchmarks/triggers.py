@@ -11,8 +11,8 @@ quiet      nothing else.  A false alarm is any drop or spike.  A reported platea
            without noise and wander, gained at least `plateau_gain` over the `plateau_steps` before.
 drop       one score falls by 0.10 for good at a random evaluation from the 15th to the 195th.  Found: a drop of that
            score is reported by the third evaluation that shows it.
-plateau    all scores stop rising at a random step from 300 to 1,000, after a rise of 0.00015 to 0.0003 a step.  Found:
-           a plateau is reported after it.  Delay in steps; the window of `plateau_steps` must first fill.
+plateau    all scores stop rising at a random step from 300 to 1,000, after a rise of 0.00015 to 0.0003 per step.
+           Found: a plateau is reported after it.  Delay in steps; the window of `plateau_steps` must first fill.
 kl spike   KL is 5 times as high, beginning at a random step from 200 to 1,900.  Found: reported within 10 steps.
 
 Multiple testing.  100 quiet traces contain 200 evaluations x 5 scores x 100 = 100,000 tests, each with two windows.  At
@@ -46,7 +46,7 @@ class Case:
     """The parameters in which traces differ."""
 
     error: float | None  # recorded standard error of a score; None: not recorded
-    wander: float  # its standard deviation
+    wander: float  # standard deviation of the wander of a score
 
 
 def rising(rng: random.Random) -> Curve:

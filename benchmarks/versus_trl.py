@@ -6,7 +6,7 @@
     ... --trl processes --learn-s 0 --beside ../before            also another checkout, e.g. of the commit before
 
 The same random Qwen2 of 0.9 million parameters, the same prompts (two-term chain_sum), the same rewards (our puzzles
-plugin), 48 prompts x 16 responses, 4 updates a step, the same learning rate, clipping, temperature and KL, the same
+plugin), 48 prompts x 16 responses, 4 updates per step, the same learning rate, clipping, temperature and KL, the same
 cores.  Each side runs in several ways (--trl, --prorl), such as one process with a thread per core or one process per
 core; the fastest way of each side is compared.  Blocks of steps alternate; the first step of a block warms caches and
 does not count.  The time of a step is the wall time between the ends of two steps.
@@ -42,7 +42,7 @@ STEPS = {"short": 4, "long": 1}  # counted steps per block: TRL takes minutes fo
 # (trl/generation/vllm_client.py), and vLLM in its process needs a vLLM up to 0.31 for GPUs.
 TRL_OPTIONS: dict[str, dict[str, Any]] = {
     "generate": {},
-    "processes": {},  # generate in torchrun's data parallelism, one process with one thread a core
+    "processes": {},  # generate in torchrun's data parallelism, one process with one thread per core
     "static": {"cache_implementation": "static"},
     "continuous": {"use_transformers_continuous_batching": True},
 }
@@ -62,7 +62,7 @@ class Block:
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     peak_mb: float = 0.0
-    start_s: float = 0.0  # seconds from the command to the end of the first step
+    start_s: float = 0.0  # seconds from the command to the start of the first step
 
 
 class Memory(threading.Thread):

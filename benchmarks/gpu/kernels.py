@@ -81,7 +81,7 @@ def chunked(chunk: int, vocab: int) -> LogProbs:
 
 
 def step(compute: LogProbs, hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor, old_N: Tensor) -> Tensor:
-    """Compute the loss and gradients of one response of all tokens; return its log-probabilities by `compute`."""
+    """Run `compute`, the loss of all tokens as one response, and the backward pass; return the log-probabilities."""
     logp_N = compute(hidden_NH, weight_VH, target_N)
     mask_BT = torch.ones(1, len(target_N), dtype=torch.bool, device=target_N.device)
     advantage_B = torch.ones(1, device=target_N.device)

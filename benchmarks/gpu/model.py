@@ -145,7 +145,7 @@ def build(
 
 
 def with_optimizer(model: torch.nn.Module) -> tuple[torch.nn.Module, Any]:
-    """Return the model in Megatron's data-parallel wrapper, and its distributed optimizer; their states are float32."""
+    """Return the model in Megatron's data-parallel wrapper, and its distributed optimizer; gradients are float32."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 

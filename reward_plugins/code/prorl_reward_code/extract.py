@@ -107,7 +107,7 @@ def blocks(text: str, slack: int) -> list[Block]:
 
 
 def _opening(line: str, start: int) -> _Opened | None:
-    """Return the block that a line opens, if any.  After a fence that follows prose, only a language may stand."""
+    """Return the block that a line opens, if any.  A fence after prose counts if nothing but a language follows."""
     fence = _FENCE.match(line)
     if fence is None or not _PREFIX.fullmatch(fence[1]):
         fence = _AFTER_PROSE.match(line)

@@ -84,7 +84,7 @@ def _exactly(text: str, options: Sequence[str]) -> list[int]:
 
 
 def _labelled(index: int, rest: str, texts: Sequence[str], known: str) -> set[int]:
-    """Return the indexes of the options that `C) rest` names: C, and those in `rest` by text, letter or value."""
+    """Return the indexes that `C) rest` names: `index` (of C), and options in `rest` by text, letter or value."""
     named = set(_texts(rest, texts))
     if named:
         return {index} if index in named else {index, *named}

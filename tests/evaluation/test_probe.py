@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from nemo_prorl.evaluation.probe import Judged, SourceProbe, advice, estimate, t
 from tests.policy.models import MODELS, write_model
 
 
-def source(*groups: list[float | None], task: str = "puzzles", text: str = "<answer>1</answer>") -> SourceProbe:
+def source(*groups: Sequence[float | None], task: str = "puzzles", text: str = "<answer>1</answer>") -> SourceProbe:
     made = [[Judged(text, score is not None and score > 0, 10, score) for score in group] for group in groups]
     return SourceProbe("s", task, [{}] * len(made), made)
 

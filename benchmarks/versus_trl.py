@@ -112,7 +112,10 @@ def make_problems(folder: Path, count: int = 4000) -> Path:
 
 
 def make_model(folder: Path, records: Path) -> Path:
-    """Write a random model whose responses end as often as STOP makes them, and return its folder."""
+    """Write a random model and return its folder; STOP, a weight, sets how often a response ends.
+
+    The tokenizer is made from the prompts in the file `records`.
+    """
     import torch
     from omegaconf import OmegaConf
     from safetensors.torch import load_file, save_file

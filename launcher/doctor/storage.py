@@ -27,7 +27,10 @@ _IN_MEMORY = ("tmpfs", "ramfs", "overlay")
 
 @dataclass(frozen=True)
 class FolderFacts:
-    """Measured facts about a folder.  A `_fault` describes an error; an empty one means that the trial succeeded."""
+    """Measured facts about a folder.
+
+    Each field `..._fault` is the error of an operation that was tried there; empty if the operation succeeded.
+    """
 
     path: Path
     filesystem: str

@@ -107,7 +107,7 @@ class PromptRenderer:
         return opened_thought(self._tokenizer.decode(list(prompt_ids[-_TAIL:]), clean_up_tokenization_spaces=False))
 
     def judged_text(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> str:
-        """Return the response as verifiers get it: after the prompt's final `<think>`, if any."""
+        """Return the response as verifiers get it: with `<think>` before it if the prompt ends in `<think>`."""
         return self.opened_thought(prompt_ids) + self.decode(response_ids)
 
     def target_ids(self, prompt_ids: Sequence[int], answer: str) -> list[int]:

@@ -120,7 +120,10 @@ def advice(facts: Mapping[str, Any]) -> str:
 
 
 def estimate(cfg: DictConfig, sources: Sequence[SourceProbe], seconds: float) -> dict[str, float | None]:
-    """Return the expected tokens of a step's rollout, and its seconds at the measured rate; None without a signal."""
+    """Return the expected tokens of a step's rollout, and its seconds at the measured rate.
+
+    `seconds` is the time in which the probe's responses were sampled.  If no group carries a signal, both are None.
+    """
     weights = {source.name: float(source.weight) for source in cfg.data.train}
     total = sum(weights[one.name] for one in sources)
     facts = [(weights[one.name] / total, one.facts()) for one in sources]

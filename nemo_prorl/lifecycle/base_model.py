@@ -32,7 +32,10 @@ def initial_model(cfg: Config, run_dir: Path) -> Path:
 
 
 def base_folder(cfg: Config, run_dir: Path) -> Path:
-    """Return the folder of the weights at the start of reinforcement learning; the trainer makes it after a warm-up."""
+    """Return the folder of the weights at the start of reinforcement learning.
+
+    If the run has supervised warm-up steps, the trainer makes RUN/base after them.  Otherwise it is the initial model.
+    """
     return run_dir / "base" if warms_up(cfg) else initial_model(cfg, run_dir)
 
 

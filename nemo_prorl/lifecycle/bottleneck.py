@@ -50,8 +50,8 @@ def _without_engines(m: Mapping[str, Any]) -> float:
 def _held_up(m: Mapping[str, Any], phase: str) -> float:
     """Return the seconds for which engines waited for a phase of the trainer.
 
-    In a run one step off policy, engines generate during all phases except the publication of
-    weights.  The time they waited is then divided among these phases in proportion to their length.
+    In a run one step off policy, engines generate beside all phases of the trainer except the publication of weights.
+    The total time that they waited beside these phases is divided among them in proportion to their length.
     """
     seconds = number(m, phase)
     if "time/ahead" not in m or phase == "time/publish":

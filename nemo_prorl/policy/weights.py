@@ -98,7 +98,7 @@ class Rule:
     split: Callable[[Tensor, Shape], list[Tensor]] = _split_whole
 
     def to_local(self, parts: Sequence[Tensor], shape: Shape, tp_rank: int, tp_size: int) -> Tensor:
-        """Return a tensor rank's parameter, from whole Hugging Face tensors."""
+        """Return the parameter of one tensor-parallel rank, from whole Hugging Face tensors."""
         full = self.join(parts, shape)
         if self.cut is not None:
             full = full.chunk(tp_size, dim=self.cut)[tp_rank]

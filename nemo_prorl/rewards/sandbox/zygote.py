@@ -217,7 +217,7 @@ class _Clock:
         self._cpu = (~pid << 3) | 2  # clock_getcpuclockid(3), which Python does not have
 
     def left_s(self) -> float:
-        """Return the seconds until the child's time may be over; 0 or less if it is over."""
+        """Return the seconds that the child still has; waiting for a CPU may extend them.  0 or less: it has none."""
         if self._left_s() <= 0:
             self._update_queued()
         return self._left_s()

@@ -27,7 +27,7 @@ from machine import describe
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "ablations.jsonl"
-PAGE, PICTURES = ROOT / "docs" / "ablations.md", ROOT / "docs" / "images"
+PAGE, PICTURES = ROOT / "docs" / "explanation" / "ablations.md", ROOT / "docs" / "images"
 SEEDS = (1, 2, 3)
 STEPS = 50
 COMMON = [

@@ -64,7 +64,7 @@ def report(metrics: list[dict[str, Any]], skip: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, help="a run directory")
+    parser.add_argument("--run", type=Path, help="run directory to report; default: make a run first")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--skip", type=int, default=2, help="first steps, which do not count")
     parser.add_argument("overrides", nargs="*")

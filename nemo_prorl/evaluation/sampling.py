@@ -91,7 +91,7 @@ class Work:
 
     def __init__(self, source: ResponseSource, judge: Judge, run_seed: int) -> None:
         self._source, self._judge, self._run_seed = source, judge, run_seed
-        self.begun = self.drawn = self.tokens = self.judged = 0
+        self.drawn = self.tokens = self.judged = 0
         self.seconds = 0.0
 
     async def run(self, todo: EvaluationPlan) -> None:
@@ -115,7 +115,6 @@ class Work:
         seeds = [seed_of(self._run_seed, draw.record, place.sample) for place in draw.places]
 
         async with room.entered(len(seeds)) as leave:
-            self.begun += len(seeds)
 
             def arrived(index: int, reply: Reply) -> None:
                 leave()
@@ -147,8 +146,8 @@ class Work:
             await asyncio.sleep(_PROGRESS_EVERY_S)
             seconds = time.monotonic() - began
             tokens = max(self.tokens, self._source.generated_tokens)
-            # Short responses end first, so the unfinished ones count with the tokens that they have.
-            length = max(tokens / max(1, self.begun), self.tokens / max(1, self.drawn))
+            # Short responses end first, so all tokens, over the finished responses, estimate the mean length.
+            length = tokens / max(1, self.drawn)
             left = max(0.0, todo.to_draw * length - tokens) * seconds / max(1, tokens)
             _log.info(
                 "sampled %d of %d responses, judged %d; %d tokens, %.0f tokens/s, about %.0f s left",

@@ -171,8 +171,8 @@ class Endpoint:
         room = sampling.max_response or sampling.context - len(prompt.encode())
         if room < 1:
             raise DataError(
-                f"record {record['id']!r}: its prompt of {len(prompt.encode())} bytes may fill the context of"
-                f" {sampling.context} tokens. Fix: --context N or --max-response N"
+                f"record {record['id']!r}: its prompt of {len(prompt.encode())} bytes, so at most as many tokens, may"
+                f" fill the context of {sampling.context} tokens. Fix: a larger --context, or state --max-response N"
             )
         return {**body, "prompt": prompt, "max_tokens": room}
 

@@ -301,7 +301,7 @@ class Preparation:
         )
         if wrong and len(chosen) < len(have):
             _log.warning(
-                "%d of %d judged gold answers scored less than 1; their records are dropped.  Fix: --check all judges the others",
+                "%d of %d judged gold answers scored less than 1 and are dropped.  Fix: --check all judges the others",
                 len(wrong),
                 len(chosen),
             )

@@ -30,7 +30,7 @@ from tests.data.preparing import SUMS, TEST, touch_prepared, write
 from tests.data.test_prepare_judge import MODEL, Judge, pairs
 from tests.evaluation.test_evaluate import Address
 from tests.launcher.test_chain import Slurm
-from tests.policy.models import QWEN2, write_model
+from tests.policy.models import MODELS, QWEN2, write_model
 from tests.report.made import evaluation, make_run
 from tests.rewards.test_scaffold import COMMANDS as OF_THE_PLUGIN_PAGE
 from tests.test_docs import COMMANDS as IN_SH_BLOCKS
@@ -55,7 +55,8 @@ HERE = {  # in this process, on files made for it
     "rewards score",
     "df",
 }
-WHOLE = {"prorl doctor", "prorl evaluate", "prorl control", "report --serve"}  # slow: with engines, ranks or a server
+# slow: with engines, ranks or a server
+WHOLE = {"prorl doctor", "prorl probe", "prorl evaluate", "prorl control", "report --serve"}
 ELSEWHERE = {  # why not here
     "plugins.md": "tests/rewards/test_scaffold.py runs the page's commands in their order",
     "make": "tests/test_docs.py asks make what it would run, which is run in small here and in tests/test_main_job.py",
@@ -479,6 +480,15 @@ def test_the_pages_about_evaluation(story: Story) -> None:
     finally:
         server.process.kill()
         server.process.communicate()
+
+
+@heavy
+def test_the_starting_model_is_probed(story: Story) -> None:
+    """A small model with random weights in place of the page's model."""
+    shape = next(iter(MODELS.values())) | {"hidden_size": 128, "max_position_embeddings": 512}
+    write_model(story.folder / "models" / "Qwen2.5-0.5B-Instruct", shape)
+    [words] = of_way("prorl probe")
+    assert "no step would train" in story.run(words, "--prompts", "2", "--samples", "2")
 
 
 @heavy

@@ -142,12 +142,13 @@ class Work:
         self.judged += 1
 
     async def _log_progress(self, todo: EvaluationPlan, began: float) -> None:
+        longest = max((draw.sampling.max_response or draw.sampling.context for draw in todo.draws), default=0)
         while True:
             await asyncio.sleep(_PROGRESS_EVERY_S)
             seconds = time.monotonic() - began
             tokens = max(self.tokens, self._source.generated_tokens)
             # Short responses end first, so all tokens, over the finished responses, estimate the mean length.
-            length = tokens / max(1, self.drawn)
+            length = min(longest, tokens / max(1, self.drawn))
             left = max(0.0, todo.to_draw * length - tokens) * seconds / max(1, tokens)
             _log.info(
                 "sampled %d of %d responses, judged %d; %d tokens, %.0f tokens/s, about %.0f s left",

@@ -32,7 +32,7 @@ BLOCK_STEPS = 10  # steps per block: length, truncation and entropy are compared
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule found: at `step`, the number `seen` passed `threshold`.
+    """A finding of a rule: at `step`, the number `seen` passed `threshold`.
 
     `asks`: the rule asks for a hard reset; otherwise it only advises a person.
     """
@@ -51,7 +51,7 @@ class Finding:
 
 @dataclass
 class History:
-    """What the rules remember of a run.
+    """The memory of the rules about a run.
 
     Values of KL and validation since the last reset; means of other metrics over blocks of 10 steps since the run's
     start.

@@ -10,8 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.config import Config, DataSource
 from nemo_prorl.errors import DataError, UnfitMachine
-from nemo_prorl.launcher.cores import Cores
 from nemo_prorl.launcher.environment import cache_folder
+from nemo_prorl.sizing.cores import Cores
 
 if TYPE_CHECKING:
     from nemo_prorl.rewards.interface import RewardPlugin

@@ -19,7 +19,6 @@ from omegaconf import DictConfig
 
 import nemo_prorl
 from nemo_prorl.config import Config
-from nemo_prorl.launcher.cores import Cores
 from nemo_prorl.launcher.determinism import variables_of_engines, variables_of_ranks
 from nemo_prorl.launcher.doctor.check import NoAnswer
 from nemo_prorl.launcher.environment import for_engine, with_caches
@@ -30,6 +29,7 @@ from nemo_prorl.launcher.prepare import plain
 from nemo_prorl.launcher.processes import Child, Lines, ProcessFailed, stop_all
 from nemo_prorl.launcher.progress import Progress
 from nemo_prorl.lifecycle.stopping import JOB_START
+from nemo_prorl.sizing.cores import Cores, engine_threads
 from nemo_prorl.sizing.devices import node_devices
 
 _log = logging.getLogger(__name__)
@@ -260,7 +260,7 @@ class Node:
             "public-host": self.place.host,
             "dtype": rollout.dtype,
             "tp": rollout.tensor_parallel_size,
-            "threads": rollout.threads,
+            "threads": engine_threads(cfg, len(os.sched_getaffinity(0))),
             "max-model-len": cfg.trainer.grpo.context_tokens,
             "max-num-seqs": rollout.max_num_seqs,
             "max-batched-tokens": rollout.max_batched_tokens,

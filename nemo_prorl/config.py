@@ -247,8 +247,18 @@ class RolloutConfig:
     engines: int = key(1, "number of engines on all nodes together", least=1, may_change=True)
     tensor_parallel_size: int = key(1, "tensor-parallel ranks per engine", least=1, may_change=True)
     own_devices: bool = key(False, "separate GPUs (CPU: cores) for the engines, which then generate one step ahead")
-    dtype: str = key("float32", "data type of the engine's weights", choices=("float32", "bfloat16", "float16"))
-    threads: int = key(1, "CPU threads per rank of a CPU engine", least=1, may_change=True)
+    dtype: str | None = key(
+        None,
+        "data type of the engine's weights; null: bfloat16 if the trainer's is, or for a model folder on a CPU with"
+        " bf16 instructions, otherwise float32",
+        choices=("float32", "bfloat16", "float16"),
+    )
+    threads: int | None = key(
+        None,
+        "CPU threads per rank of a CPU engine; null: by cores and model size",
+        least=1,
+        may_change=True,
+    )
     max_num_seqs: int = key(256, "maximum sequences that an engine generates at once", least=1, may_change=True)
     max_batched_tokens: int = key(4096, "tokens per engine step, at least context_tokens", least=1, may_change=True)
     kv_cache_mb: int | None = key(None, "MiB of KV cache per engine rank; null: vLLM's own", least=1, may_change=True)

@@ -36,6 +36,8 @@ from nemo_prorl.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
+CPUINFO = Path("/proc/cpuinfo")  # Linux: properties of the CPU
+
 # Sections whose keys the schema does not list: NeMo's keys are in the yaml files of conf/; the free sections accept any
 # key, which the plugin, the program or the generator that reads them checks.
 NEMO_SECTIONS = ("model", "exp_manager")
@@ -77,6 +79,7 @@ def load(overrides: list[str], config_file: Path | None = None) -> DictConfig:
         raise ConfigError(f"{missing[0]} must be given: prorl train {missing[0]}=...")
     if cfg.chain.start_from is not None:
         cfg.chain.start_from = str(Path(cfg.chain.start_from).absolute())
+    cfg.rollout.dtype = cfg.rollout.dtype or _engine_dtype(cfg)
     check(cfg)
     return cfg
 
@@ -192,6 +195,23 @@ def _take_shape(cfg: DictConfig, stated: set[str]) -> None:
         if f"model.{key}" not in stated:
             OmegaConf.update(cfg, f"model.{key}", value, force_add=True)
     check_shape(cfg.model, hf, pretrained_name(cfg))
+
+
+def _engine_dtype(cfg: DictConfig) -> str:
+    """Return the engine's data type: bfloat16 if the trainer's is, or if a CPU computes a model folder faster so."""
+    if str(cfg.trainer.precision).startswith("bf16"):
+        return "bfloat16"
+    trained = cfg.trainer.accelerator == "cpu" and cfg.pretrained_checkpoint.restore_from_path is not None
+    return "bfloat16" if trained and _has_bf16() else "float32"
+
+
+def _has_bf16() -> bool:
+    """Return whether Linux lists instructions for bf16 products among the CPU's flags."""
+    try:
+        flags = CPUINFO.read_text().split()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def _parse(overrides: list[str]) -> list[Override]:

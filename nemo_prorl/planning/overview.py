@@ -1,5 +1,6 @@
 """Text tables that `prorl plan` prints: the settings of a run, the stages of its chain, and the memory it needs."""
 
+import os
 from typing import Any
 
 from omegaconf import DictConfig
@@ -9,6 +10,7 @@ from nemo_prorl.lifecycle.tolerances import engine_gap_alarm, kl_after_reset
 from nemo_prorl.planning.columns import columns
 from nemo_prorl.planning.plan import NAMES, PAPER_GPU_HOURS, Chain, PlannedStage
 from nemo_prorl.planning.prompts import prompt_form
+from nemo_prorl.sizing.cores import Cores, engine_threads
 from nemo_prorl.sizing.memory import (
     GB,
     PUBLISHED_VERSIONS,
@@ -50,6 +52,7 @@ def run_rows(cfg: DictConfig) -> dict[str, str]:
         f" {model.num_query_groups} query groups, {millions:.1f} million parameters without the vocabulary",
         "first weights": cfg.pretrained_checkpoint.restore_from_path or "random, with a tokenizer made for the data",
         "machines": f"{trainer.num_nodes} x {trainer.devices} {trainer.accelerator}, precision {trainer.precision}",
+        **_cores(cfg),
         "parallel layout": f"TP {tp} x PP {pp} x DP {ranks // (tp * pp)}",
         "rollout engines": f"{rollout.engines} x TP {rollout.tensor_parallel_size}, {rollout.dtype}"
         + (
@@ -78,6 +81,18 @@ def run_rows(cfg: DictConfig) -> dict[str, str]:
         "held out": ", ".join(s.name for s in cfg.data.validation) or "nothing",
         "data files": _files(cfg),
     }
+
+
+def _cores(cfg: DictConfig) -> dict[str, str]:
+    """Return how a run without GPUs would use the cores of this machine, in words; nothing with GPUs."""
+    if cfg.trainer.accelerator != "cpu":
+        return {}
+    available = os.sched_getaffinity(0)
+    threads = engine_threads(cfg, len(available))
+    apart = Cores.of(cfg, available)
+    ranks = len(apart.ranks[0]) if apart is not None else max(1, len(available) // cfg.trainer.devices)
+    turns = "" if cfg.rollout.own_devices else "; they take turns"
+    return {"cores": f"{len(available)} here: {ranks} for each trainer rank, {threads} for each engine rank{turns}"}
 
 
 def _files(cfg: DictConfig) -> str:

@@ -15,10 +15,10 @@ import pytest
 from nemo_prorl import cli, settings
 from nemo_prorl.errors import UnfitMachine
 from nemo_prorl.launcher import node as node_module
-from nemo_prorl.launcher.cores import Cores
 from nemo_prorl.launcher.doctor import devices, network
 from nemo_prorl.launcher.prepare import check_node
 from nemo_prorl.launcher.processes import MergedLog
+from nemo_prorl.sizing.cores import Cores
 from tests.launcher.test_doctor import states
 from tests.launcher.test_doctor_devices import H100
 
@@ -183,8 +183,8 @@ def test_ranks_and_engines_run_near_their_gpus(tmp_path: Path) -> None:
 
 
 def test_a_supervisor_takes_them_from_the_machine(smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_prorl.launcher import cores as cores_module
     from nemo_prorl.launcher.supervisor import Node
+    from nemo_prorl.sizing import cores as cores_module
 
     smi(8)
     mine, sysfs = sorted(os.sched_getaffinity(0)), machine(tmp_path / "sys")

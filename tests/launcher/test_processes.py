@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.errors import UnfitMachine
-from nemo_prorl.launcher.cores import Cores
 from nemo_prorl.launcher.processes import Child, MergedLog, ProcessFailed, free_port, stop_all
 
 pytestmark = pytest.mark.starts
@@ -181,22 +179,6 @@ def test_engines_on_devices_of_their_own_come_after_the_trainers(
     assert gpus(alone=True) == ["0,1", "2,3", "4,5"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2,1,0")
     assert gpus() == ["5,4", "3,2", "1,0"]
-
-
-def test_on_a_cpu_ranks_and_engines_have_cores_of_their_own() -> None:
-    from nemo_prorl import settings
-
-    def cores(there: set[int], *overrides: str) -> Cores | None:
-        return Cores.of(settings.load(["cluster=laptop_split", *overrides]), there)
-
-    assert cores({0, 1}, "rollout.own_devices=false") is None
-    assert cores({0, 1}) == Cores([[0]], [[1]])
-    assert cores({2, 3, 5, 8, 9}) == Cores([[2, 3, 5, 8]], [[9]])
-    two = ["trainer.devices=2", "rollout.engines=2", "rollout.threads=2"]
-    assert cores(set(range(8)), *two) == Cores([[0, 1], [2, 3]], [[4, 5], [6, 7]])
-    assert cores(set(range(5)), *two) == Cores([[0], [0]], [[1, 2], [3, 4]])
-    with pytest.raises(UnfitMachine, match="2 engines take 2 cores each .* of 4 cores none is left"):
-        cores(set(range(4)), *two)
 
 
 def test_a_process_and_its_children_stay_on_their_cores(start: Start) -> None:

@@ -7,6 +7,25 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from nemo_prorl.errors import UnfitMachine
+from nemo_prorl.sizing.memory import memory_of
+
+SMALL = 20_000_000  # parameters; a second thread slows an engine of 1 million down and speeds up one of 135 million
+
+
+def engine_threads(cfg: DictConfig, available: int) -> int:
+    """Return the threads of each rank of a CPU engine: rollout.threads, or a number derived from cores and model size.
+
+    Engine and trainer take turns, so the engines share all cores; with cores of their own they share half of them.
+
+    Args:
+        available: number of cores of the node.
+    """
+    if cfg.rollout.threads is not None:
+        return int(cfg.rollout.threads)
+    if cfg.trainer.accelerator != "cpu" or memory_of(cfg).parameters < SMALL:
+        return 1
+    ranks = cfg.rollout.engines // cfg.trainer.num_nodes * cfg.rollout.tensor_parallel_size
+    return max(1, available // (2 if cfg.rollout.own_devices else 1) // ranks)
 
 
 @dataclass(frozen=True)
@@ -20,7 +39,7 @@ class Cores:
     def of(cls, cfg: DictConfig, available: Collection[int]) -> "Cores | None":
         """Return separate cores for engines and trainer ranks on a CPU (rollout.own_devices).
 
-        Engines get the last cores, rollout.threads for each rank of an engine.  Trainer ranks get the other cores,
+        Engines get the last cores, `engine_threads` for each rank of an engine.  Trainer ranks get the other cores,
         separate ones if there are enough.
 
         Args:
@@ -34,7 +53,8 @@ class Cores:
         """
         if not cfg.rollout.own_devices or cfg.trainer.accelerator != "cpu":
             return None
-        threads, devices = cfg.rollout.threads * cfg.rollout.tensor_parallel_size, cfg.trainer.devices
+        threads = engine_threads(cfg, len(available)) * cfg.rollout.tensor_parallel_size
+        devices = cfg.trainer.devices
         engines = cfg.rollout.engines // cfg.trainer.num_nodes
         cores, left = sorted(available), len(available) - engines * threads
         if left < 1:

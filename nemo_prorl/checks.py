@@ -40,7 +40,6 @@ def check(cfg: DictConfig) -> None:
     _engines(cfg)
     _one_step_off(cfg)
     _resets(cfg)
-    _pretrained(cfg)
     _data(cfg)
     check_memory(cfg, device_bytes(cfg))
 
@@ -280,31 +279,25 @@ def _resets(cfg: DictConfig) -> None:
         raise _wrong("trainer.resets.rules.asks", asks, why)
 
 
-def _pretrained(cfg: DictConfig) -> None:
-    if (hf := pretrained_config(cfg)) is not None:
-        check_shape(cfg.model, hf, pretrained_name(cfg))
-
-
 def pretrained_name(cfg: DictConfig) -> str:
     """Return the key and folder of the first weights, as error messages name them."""
     return f"pretrained_checkpoint.restore_from_path={cfg.pretrained_checkpoint.restore_from_path}"
 
 
-def pretrained_config(cfg: DictConfig) -> dict[str, Any] | None:
-    """Return the config.json of the folder with the first weights; None if the first weights are random.
+def pretrained_config(cfg: DictConfig, need_weights: bool) -> dict[str, Any]:
+    """Return the config.json of the folder with the first weights.
 
     Raises:
         ConfigError: the folder does not exist, or is not complete.
     """
     key, path = "pretrained_checkpoint.restore_from_path", cfg.pretrained_checkpoint.restore_from_path
-    if path is None:
-        return None
     folder = Path(path)
     if not folder.is_dir():
-        raise _wrong(key, path, "expected a Hugging Face model folder, or null for random weights; got no folder")
+        why = "expected a Hugging Face model folder, the name of a model on the hub, or null for random weights"
+        raise _wrong(key, path, f"{why}; got no folder")
     if not (folder / "config.json").is_file():
         raise _wrong(key, path, "expected a Hugging Face model folder; got a folder without config.json")
-    if not any(folder.glob("*.safetensors")):
+    if need_weights and not any(folder.glob("*.safetensors")):
         raise _wrong(key, path, "expected *.safetensors files; got a model folder without weights")
     try:
         hf = json.loads((folder / "config.json").read_text())

@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     import_hf = _add(
         commands, "import-hf", _import_hf, "convert a Hugging Face model folder to a checkpoint of this project"
     )
-    import_hf.add_argument("hf_dir", metavar="HF_DIR", type=Path, help="Hugging Face model folder")
+    import_hf.add_argument("hf_dir", metavar="HF_DIR", help="Hugging Face model folder, or a model's name on the hub")
     import_hf.add_argument("out", metavar="OUT", type=Path, help="new folder for the checkpoint")
 
     export_hf = _add(commands, "export-hf", _export_hf, "convert a checkpoint to a Hugging Face model folder")
@@ -215,7 +215,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     from nemo_prorl.planning import overview
     from nemo_prorl.planning.plan import plan_chain, read_rates
 
-    cfg = settings.load_run(arguments.overrides, arguments.config, need_data=False)
+    cfg = settings.load_run(arguments.overrides, arguments.config, need_files=False)
     for fault in faults(cfg):
         _log.warning("%s", fault)
     rates = read_rates(cfg, arguments.mean_tokens, arguments.tokens_per_s, arguments.measured)
@@ -233,9 +233,10 @@ def _status(arguments: argparse.Namespace) -> None:
 
 
 def _import_hf(arguments: argparse.Namespace) -> None:
+    from nemo_prorl.data.hub import model_folder
     from nemo_prorl.policy.tools import import_hf
 
-    import_hf(arguments.hf_dir, arguments.out)
+    import_hf(model_folder(arguments.hf_dir, "HF_DIR", weights=True), arguments.out)
 
 
 def _export_hf(arguments: argparse.Namespace) -> None:

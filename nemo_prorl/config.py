@@ -236,7 +236,9 @@ class TrainerConfig:
 class PretrainedConfig:
     """Source of the policy's first weights."""
 
-    restore_from_path: str | None = key(MISSING, "Hugging Face model folder; null (model=laptop): random weights")
+    restore_from_path: str | None = key(
+        MISSING, "Hugging Face folder, or NAMESPACE/NAME[@REVISION] on the hub; null (model=laptop): random weights"
+    )
 
 
 @dataclass

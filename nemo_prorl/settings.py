@@ -31,6 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_prorl.checks import check, check_shape, pretrained_config, pretrained_name
 from nemo_prorl.config import Config, all_keys
 from nemo_prorl.data.hf_config import model_keys
+from nemo_prorl.data.hub import model_folder
 from nemo_prorl.data.prepared import check_data
 from nemo_prorl.errors import ConfigError
 
@@ -44,12 +45,15 @@ NEMO_SECTIONS = ("model", "exp_manager")
 FREE_SECTIONS = ("rewards.plugins", "launch.env", "data.train.*.options", "data.validation.*.options")
 
 
-def load(overrides: list[str], config_file: Path | None = None) -> DictConfig:
+def load(overrides: list[str], config_file: Path | None = None, need_weights: bool = False) -> DictConfig:
     """Return the resolved, checked configuration, typed by `config.Config`; raises ConfigError.
+
+    A hub name of the first weights becomes the model's folder in the hub's cache.
 
     Args:
         overrides: in Hydra's syntax: groups (`cluster=laptop`) and values (`trainer.grpo.max_steps=6`).
         config_file: a complete configuration to use instead of conf/; then only values can be overridden.
+        need_weights: the first weights must be there; False: their config.json is enough.
     """
     parsed = _parse(overrides)
     groups = [o for o in parsed if o.key_or_group in group_options()]
@@ -70,7 +74,7 @@ def load(overrides: list[str], config_file: Path | None = None) -> DictConfig:
             _apply(cfg, key, value, override.is_add())
             stated.add(key)
     try:
-        _take_shape(cfg, stated)
+        _take_model(cfg, stated, need_weights)
         missing = sorted(OmegaConf.missing_keys(cfg))
         OmegaConf.resolve(cfg)
     except OmegaConfBaseException as error:
@@ -84,7 +88,7 @@ def load(overrides: list[str], config_file: Path | None = None) -> DictConfig:
     return cfg
 
 
-def load_run(overrides: list[str], config_file: Path | None = None, need_data: bool = True) -> DictConfig:
+def load_run(overrides: list[str], config_file: Path | None = None, need_files: bool = True) -> DictConfig:
     """Return the configuration like `load`, but continue the run in `run_dir`, if there is one.
 
     Without `config_file` and chosen groups, the run's saved configuration replaces conf/ as the base.  If `overrides`
@@ -92,16 +96,17 @@ def load_run(overrides: list[str], config_file: Path | None = None, need_data: b
     refuses changes that would make another run.
 
     Args:
-        need_data: raise an error if a data file is missing (`data.prepared`); False if the caller only reports it.
+        need_files: raise an error if a data file (`data.prepared`) or the first weights are missing; False if the
+            caller only reports it.
     """
-    cfg = load(overrides, config_file)
+    cfg = load(overrides, config_file, need_files)
     saved = Path(cfg.run_dir) / "config.yaml"
     if saved.is_file() and not (config_file is not None and saved.samefile(config_file)):
         old = read_config(saved)
         if config_file is None and not any(o.key_or_group in group_options() for o in _parse(overrides)):
-            cfg = load(overrides, saved)
+            cfg = load(overrides, saved, need_files)
         check_same_run(old, cfg)
-    if need_data:
+    if need_files:
         check_data(cfg)
     return cfg
 
@@ -180,17 +185,18 @@ def group_options() -> dict[str, list[str]]:
     return {folder.name: sorted(p.stem for p in folder.glob("*.yaml")) for folder in folders}
 
 
-def _take_shape(cfg: DictConfig, stated: set[str]) -> None:
-    """Set the `model` keys that follow from the config.json of the first weights.
+def _take_model(cfg: DictConfig, stated: set[str], need_weights: bool) -> None:
+    """Find the first weights, and set the `model` keys that follow from their config.json.
 
     Args:
         stated: keys that the user has set; ConfigError if one of them contradicts the config.json.
     """
-    if OmegaConf.is_missing(cfg.pretrained_checkpoint, "restore_from_path"):
+    source = cfg.pretrained_checkpoint
+    if OmegaConf.is_missing(source, "restore_from_path") or source.restore_from_path is None:
         return
-    hf = pretrained_config(cfg)
-    if hf is None:
-        return
+    option = "pretrained_checkpoint.restore_from_path"
+    source.restore_from_path = str(model_folder(source.restore_from_path, option, need_weights))
+    hf = pretrained_config(cfg, need_weights)
     for key, value in model_keys(hf, pretrained_name(cfg)).items():
         if f"model.{key}" not in stated:
             OmegaConf.update(cfg, f"model.{key}", value, force_add=True)

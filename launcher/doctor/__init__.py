@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, try_step: "TryStep") -> int:
     if args.overrides or args.config or args.nodes or args.preflight:
         from nemo_prorl import settings
 
-        cfg = settings.load_run(args.overrides, args.config, need_data=False)
+        cfg = settings.load_run(args.overrides, args.config, need_files=False)
     failed = False
     found = checks(cfg, args.rollout_python, args.srun if args.nodes else None)
     if cfg is not None and args.preflight:

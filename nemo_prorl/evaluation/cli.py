@@ -40,7 +40,12 @@ def add_parser(commands: Any) -> None:
     text = "evaluate a model on benchmarks (pass@1, pass@k, rewards), or compare evaluated models"
     parser = commands.add_parser("evaluate", help=text, description=text)
     add = parser.add_argument
-    add("model", metavar="MODEL", nargs="?", help="Hugging Face folder, checkpoint, run directory, or http://HOST/v1")
+    add(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="Hugging Face folder or name, checkpoint, run directory, or http://HOST/v1",
+    )
     add("overrides", metavar="OVERRIDE", nargs="*", default=[], help="KEY=VALUE as for prorl train: rollout.*, ...")
     add("--benchmarks", metavar="A,B", help="names of benchmarks or of sets; --list shows them")
     add("--out", metavar="DIR", type=Path, help="folder of the evaluation; the same command again completes it")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from nemo_prorl import settings
+from nemo_prorl.data.hub import model_folder
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DataError, StoppedCleanly
 from nemo_prorl.evaluation import models
@@ -63,13 +64,14 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
 
     is_url = models.is_url(options.model)
     served = models.on_server(options.model, options.model_name, options.opens_thought) if is_url else None
-    kind, folder = ("endpoint", None) if is_url else models.find(Path(options.model), options.checkpoint)
+    path = Path(options.model) if is_url else model_folder(options.model, "MODEL", weights=True)
+    kind, folder = ("endpoint", None) if is_url else models.find(path, options.checkpoint)
     check_files(options.benchmarks, options.data)
     cfg = configuration(options, folder if kind == "hf" else None)
     records = {one.name: load_records(one, options.data, options.limit) for one in options.benchmarks}
     _check_rewards(cfg, [record for some in records.values() for record in some])
     with locked(options.out):
-        model = served or models.open_model(Path(options.model), options.out, options.checkpoint)
+        model = served or models.open_model(path, options.out, options.checkpoint)
         benchmarks = [_fitting(one, model) for one in options.benchmarks]
         cfg = _fitted(configuration(options, model.folder), model, benchmarks)
         manifest = manifest_of(cfg, model, benchmarks, records, options.seed, options.data, options.limit)

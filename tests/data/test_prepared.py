@@ -77,7 +77,7 @@ def test_a_plan_is_made_and_says_what_is_missing(
 def test_the_doctor_names_them_as_a_failed_check() -> None:
     from nemo_prorl.launcher.doctor import data, model
 
-    cfg = settings.load_run(GPU, need_data=False)
+    cfg = settings.load_run(GPU, need_files=False)
     [check] = data(cfg)
     assert (check.name, check.state) == ("data", "fail")
     refused(check.text)

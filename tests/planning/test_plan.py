@@ -25,7 +25,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chain_of(overrides: list[str], **rates: Any) -> p.Chain:
-    cfg = settings.load_run(overrides, need_data=False)
+    cfg = settings.load_run(overrides, need_files=False)
     given: dict[str, Any] = {"mean_tokens": None, "tokens_per_s": None, "measured": None}
     return p.plan_chain(cfg, overrides, p.read_rates(cfg, **{**given, **rates}))
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl import __version__
-from nemo_prorl.data.prepare import answers, filters, gold, hub, output, puzzles
+from nemo_prorl.data import hub
+from nemo_prorl.data.prepare import answers, filters, gold, output, puzzles
 from nemo_prorl.data.prepare.drafts import Draft, Drop
 from nemo_prorl.data.prepare.judge import JudgeOptions, JudgeVerdict, verdicts
 from nemo_prorl.data.prepare.manifest import Checks, HubSource, InputFile, PreparedManifest, RecordCounts

@@ -1,0 +1,107 @@
+"""Data sets and models of the Hugging Face hub, for machines with network access."""
+
+import json
+import logging
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_prorl.errors import ConfigError, UnfitMachine
+
+_log = logging.getLogger(__name__)
+
+_TIMEOUT_S = 30.0  # seconds for one reply of the hub
+_NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
+_WEIGHTS = "*.safetensors"
+_OF_MODEL = ("*.json", "*.jinja", "*.txt", "*.model")  # configuration and tokenizer
+
+
+def download(repo: str, patterns: Sequence[str], revision: str | None) -> tuple[Path, str]:
+    """Download the matching files of a data set into the hub's cache, unless cached; return (folder, commit).
+
+    Raises ConfigError for a missing or gated data set or revision, UnfitMachine if the hub or its client is missing.
+    Each error names the files to download by hand instead.
+    """
+    by_hand = (
+        f"download {' and '.join(patterns)} of https://huggingface.co/datasets/{repo} on a machine with "
+        "network access, and use --from FOLDER"
+    )
+    return _fetched("dataset", repo, patterns, revision, "--from hub", by_hand)
+
+
+def model_folder(text: str, option: str, weights: bool) -> Path:
+    """Return the folder of a model: an existing folder, or that of a hub name in the hub's cache, which is filled.
+
+    A name without a revision means the cached files if there are any, otherwise the newest ones.
+
+    Args:
+        text: path of a folder, or NAMESPACE/NAME or NAMESPACE/NAME@REVISION.
+        option: the key or argument that has this value, for error messages.
+        weights: the weights are needed; False: config.json and tokenizer are enough.
+
+    Raises:
+        ConfigError: `text` is neither a folder nor the name of a model.
+        UnfitMachine: the model is not cached, and the hub cannot be reached or its client is missing.
+    """
+    if Path(text).exists() or not (found := _NAME.fullmatch(text)):
+        return Path(text)
+    repo, revision = found["repo"], found["revision"]
+    patterns = (*_OF_MODEL, *([_WEIGHTS] if weights else []))
+    by_hand = (
+        f"if {text} is a folder, correct its path; otherwise download {', '.join(patterns)} of"
+        f" https://huggingface.co/{repo} on a machine with network access, and name the folder"
+    )
+    if (cached := _cached(repo, revision)) is not None and (not weights or _has_weights(cached)):
+        return cached
+    return _fetched("model", repo, patterns, revision, f"{option}={text}", by_hand)[0]
+
+
+def _cached(repo: str, revision: str | None) -> Path | None:
+    """Return the cached folder of a model that has a config.json, if there is one."""
+    try:
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(repo, revision=revision, local_files_only=True))
+    except Exception:  # no client, or no such files: `_fetched` reports both
+        return None
+    return folder if (folder / "config.json").is_file() else None
+
+
+def _has_weights(folder: Path) -> bool:
+    """Return whether all safetensors files are there that the index names; without an index, whether there is one."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return any(folder.glob(_WEIGHTS))
+    return all((folder / name).is_file() for name in set(json.loads(index.read_text())["weight_map"].values()))
+
+
+def _fetched(
+    kind: str, repo: str, patterns: Sequence[str], revision: str | None, option: str, by_hand: str
+) -> tuple[Path, str]:
+    """Download the matching files of a `dataset` or `model` into the hub's cache; return (folder, commit)."""
+    named = "data set" if kind == "dataset" else kind
+    try:
+        from huggingface_hub import HfApi, constants, snapshot_download
+        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    except ImportError as error:
+        raise UnfitMachine(f"{option} needs the package huggingface_hub ({error}): install it, or {by_hand}") from error
+    constants.HF_HUB_DOWNLOAD_TIMEOUT = int(_TIMEOUT_S)
+    info: Callable[..., Any] = getattr(HfApi(), f"{kind}_info")
+    try:
+        commit = info(repo, revision=revision, timeout=_TIMEOUT_S).sha or ""
+        _log.info("downloading %s %s at commit %s from the Hugging Face hub", named, repo, commit)
+        folder = snapshot_download(
+            repo, repo_type=kind, revision=commit, allow_patterns=list(patterns), etag_timeout=_TIMEOUT_S
+        )
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"{option}: {repo} is gated: accept its terms on the hub and set HF_TOKEN, or {by_hand}"
+        ) from error
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        wanted = f"{repo} at revision {revision}" if revision else repo
+        raise ConfigError(f"{option}: the hub has no {named} {wanted}; {by_hand}") from error
+    except Exception as error:  # errors of the network, the hub or the disk: in all cases the files are missing
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UnfitMachine(f"{option}: {repo} cannot be fetched ({reason[:200]}): {by_hand}") from error
+    return Path(folder), commit

@@ -14,7 +14,7 @@ import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +51,7 @@ def read(out: Path) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]
     return [(record, lines["samples"][at], lines["verdicts"][at]) for at, record in lines["prompts"].items()]
 
 
-def accuracies(found: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]) -> Iterator[str]:
+def accuracies(found: Sequence[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]) -> Iterator[str]:
     """Yield a line for each accuracy in percent, with its standard error over prompts."""
     counts = [len(record["truth"]["instruction_id_list"]) for record, _, _ in found]
     strict = {}
@@ -68,7 +68,7 @@ def accuracies(found: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
     yield f"mean of both levels, strict: {strict['strict']:.1f}; published: {PUBLISHED}"
 
 
-def by_lm_eval(package: Path, found: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]) -> Iterator[str]:
+def by_lm_eval(package: Path, found: Sequence[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]) -> Iterator[str]:
     """Judge the same responses by lm-eval's checks of IFEval, and yield each difference and a summary.
 
     lm-eval splits sentences by data that nltk downloads; here this project's reader of the same data takes its place.

@@ -151,9 +151,9 @@ class Peers:
         return states
 
     def look(self) -> End | None:
-        """Return how another node ended; None if none has.
+        """Return how another node ended, from the file that it wrote; None if none has ended.
 
-        Only node 0 reads the files, because `srun` ends the other nodes.
+        On nodes other than 0 it is always None: `srun` ends them after node 0.
         """
         if self.place.node > 0 or self.place.nodes == 1 or time.monotonic() < self._next_look:
             return None

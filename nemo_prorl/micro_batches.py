@@ -77,7 +77,7 @@ def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def _fullest(lengths: list[int], rows: int, tokens: int) -> list[int]:
-    """Return the rows per micro-batch if rows are taken in order, and a new one begins when the next does not fit."""
+    """Return the number of rows of each micro-batch: rows are taken in order until the next would exceed a limit."""
     sizes: list[int] = []
     used = 0
     for length in lengths:

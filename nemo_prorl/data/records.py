@@ -120,7 +120,7 @@ class CallTruth(_CodeLimits):
 
 
 class AssertTruth(_CodeLimits):
-    """Assert statements that run in the same process as the answer: weaker than tests."""
+    """Assert statements.  Weaker than tests: they run in the process of the answer, which can tamper with them."""
 
     asserts: Annotated[Texts, Expected("a list of assert statements")]
     tests: NotRequired[None]

@@ -1,4 +1,4 @@
-"""The reward server and engines of an evaluation, started by the supervisor's code of a run, without a trainer."""
+"""The reward server and engines of an evaluation: those of a run, started by the same code, without a trainer."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence

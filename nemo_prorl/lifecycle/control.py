@@ -157,7 +157,8 @@ class Requests:
         }
         self._journal.append("control", step, **answer)
         self._answered.add(request.id)
-        _log.info("control %s (%s by %s@%s): %s", request.id, request.what, request.user, request.host, detail)
+        sender = f"{request.user}@{request.host}"
+        _log.info("control request %s (%s, sent by %s): %s", request.id, request.what, sender, detail)
         self._remove(self._file(request))
 
     def close(self, step: int) -> None:

@@ -58,7 +58,7 @@ class ReasonFields(TypedDict):
 
 
 class Reasoned(_Line, ReasonFields):
-    """A hard reset begins, or the run stops cleanly after `step`."""
+    """One of two events that have a reason: a hard reset begins after `step`, or the run stops cleanly after it."""
 
     event: Literal["reset_intent", "stop"]
 

@@ -160,7 +160,7 @@ def _sources(chain: Chain) -> dict[str, str]:
 
 
 def _memory(cfg: DictConfig, chain: Chain) -> dict[str, str]:
-    """Return {part: its memory in words} for the chosen run, such as the part `gradients`."""
+    """Return {part: its size in words} of a run: memory of a device, such as `gradients`, of a host, and disk."""
     m, size = chain.memory, chain.device_bytes
     of = "a GPU" if chain.accelerator == "gpu" else "a rank"
     room = m.kv_room(size)

@@ -76,5 +76,5 @@ def write(runs: list[Path], evaluations: list[Path], samples: int, out: Path | N
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-    _log.info("%s: %.1f MB", out, out.stat().st_size / 1e6)
+    _log.info("wrote the report %s (%.1f MB)", out, out.stat().st_size / 1e6)
     return out

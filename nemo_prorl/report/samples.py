@@ -110,7 +110,7 @@ def _group(lines: list[dict[str, Any]]) -> Group:
 
 
 def _prompt(prompt: Any) -> str:
-    """Return a prompt as text; messages of a list follow their roles."""
+    """Return a prompt as text, each message of a list with its role in brackets above it."""
     if isinstance(prompt, list):
         messages = [m for m in prompt if isinstance(m, dict)]
         return "\n\n".join(f"[{m.get('role', '?')}]\n{m.get('content', '')}" for m in messages)

@@ -258,7 +258,8 @@ def read_token(path: Path) -> str:
     try:
         token = path.read_text().strip()
     except OSError as error:
-        raise ConfigError(f"token file {path}: {error.strerror}; the launcher writes one for each run") from error
+        fix = "Fix: give the token file of a run, RUN/endpoints/token"
+        raise ConfigError(f"token file {path}: {error.strerror}. {fix}") from error
     if not token:
         raise ConfigError(f"token file {path} is empty; it must contain the run's token")
     if stat.S_IMODE(path.stat().st_mode) & 0o077:

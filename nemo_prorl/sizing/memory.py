@@ -143,7 +143,7 @@ class Memory:
 
     @property
     def while_training(self) -> int:
-        """Return the trainer's bytes and the reserve, which includes a sleeping engine's context and graphs."""
+        """Return the sum of the trainer's bytes and the reserve; a sleeping engine's context is in the reserve."""
         return self.trainer_peak + self.reserve
 
     @property

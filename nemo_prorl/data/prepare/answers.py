@@ -58,7 +58,7 @@ def _final(row: Row, task: str, truth: dict[str, Any], answer: str, question: st
 
 
 def _tolerance(row: Row, answer: str) -> float | None:
-    """Return OlympiadBench's absolute `error` as a relative tolerance; None without two numbers."""
+    """Return OlympiadBench's `error`, relative to the answer; None if `error` or the answer is not a number."""
     try:
         error, value = float(row.first("error")), float(answer.strip("$ "))
     except (TypeError, ValueError):

@@ -105,7 +105,7 @@ _From = TypedDict(
 
 
 class PreparedManifest(_From, HubSource):
-    """The rows that prorl data prepare read, kept, dropped and wrote."""
+    """Counts of the rows that `prorl data prepare` read, kept, dropped and wrote."""
 
     format: Literal[1]
     source: str

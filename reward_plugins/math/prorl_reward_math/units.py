@@ -38,7 +38,7 @@ _REPLACED = {
 
 
 def read_unit(text: str) -> list[tuple[str, str]]:
-    r"""Return (word, power) pairs of a unit: ("m", ""), ("s", "2") for `m/s^{2}`; [] if `text` is not a unit."""
+    r"""Return (word, power) pairs of a unit: ("m", ""), ("s", "2") for `m/s^{2}`, without signs; [] if it is none."""
     text = TEXT.sub(r" \1", text)
     for pattern, replacement in _REPLACED.items():
         text = re.sub(pattern, replacement, text)

@@ -19,11 +19,9 @@ from nemo_prorl.errors import CheckpointError, ConfigError
 from nemo_prorl.lifecycle.checkpoints import ImportedState
 from nemo_prorl.lifecycle.retention import FORMAT, OLD, TEMPORARY, TRASH, check_format, complete
 from nemo_prorl.policy.import_export import read_policy, write_policy
-from nemo_prorl.policy.weights import Digests, HFFolder, dtype_of, write_hf_folder
+from nemo_prorl.policy.weights import Digests, HFFolder, copy_without_weights, dtype_of, write_hf_folder
 
 _log = logging.getLogger(__name__)
-
-WEIGHT_SUFFIXES = ".safetensors", ".bin", ".pt", ".gguf"  # files that are not copied into hf/
 
 
 def import_hf(hf_dir: Path, out: Path) -> None:
@@ -35,11 +33,9 @@ def import_hf(hf_dir: Path, out: Path) -> None:
     folder = HFFolder(hf_dir)
     temporary = out.with_name(out.name + TEMPORARY)
     shutil.rmtree(temporary, ignore_errors=True)
-    (temporary / "hf").mkdir(parents=True)
+    temporary.mkdir(parents=True)
     write_policy(temporary, folder, dtype_of(folder.config))
-    for file in folder.path.iterdir():
-        if file.is_file() and file.suffix not in WEIGHT_SUFFIXES and not file.name.endswith(".index.json"):
-            shutil.copyfile(file, temporary / "hf" / file.name)
+    copy_without_weights(folder.path, temporary / "hf")
     digests = Digests()
     for name, tensor in read_policy(temporary, folder.config):
         digests.add(name, tensor)

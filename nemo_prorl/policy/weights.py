@@ -234,13 +234,21 @@ def write_hf_folder(folder: Path, tensors: Iterator[tuple[str, Tensor]], like: P
     """
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    for file in like.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and file.name != "model.safetensors.index.json":
-            shutil.copyfile(file, temporary / file.name)
+    copy_without_weights(like, temporary)
     layers = json.loads((like / "config.json").read_text())["num_hidden_layers"]
     _write_safetensors(temporary / "model.safetensors", tensors, dtype, room=_HEADER_BYTES * (layers + 1))
     os.replace(temporary, folder)
+
+
+_WEIGHTS = ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx"
+
+
+def copy_without_weights(folder: Path, out: Path) -> None:
+    """Copy configuration, tokenizer, chat template and other small files of a Hugging Face folder to a new folder."""
+    out.mkdir(parents=True)
+    for file in folder.iterdir():
+        if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, out / file.name)
 
 
 _NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}

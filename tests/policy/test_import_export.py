@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from nemo_prorl.errors import CheckpointError, ConfigError
 from nemo_prorl.policy.tools import export_hf, import_hf
@@ -16,7 +17,7 @@ from tests.policy.models import LLAMA_TIED, MODELS, QWEN2, write_model
 pytestmark = pytest.mark.starts
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", MODELS)
 def test_import_and_export_are_each_other_s_inverse(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     write_model(tmp_path / "model", MODELS[name], dtype)
@@ -28,6 +29,32 @@ def test_import_and_export_are_each_other_s_inverse(name: str, dtype: torch.dtyp
     for file in ("config.json", "tokenizer.json"):
         assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "model" / file).read_bytes()
     assert not list((tmp_path / "imported").rglob("*.safetensors"))
+
+
+def test_shards_are_read_and_all_small_files_are_kept(tmp_path: Path) -> None:
+    """Transformers writes shards; the exported folder has the same greedy text and the same settings."""
+    folder, text = write_model(tmp_path / "whole", MODELS["qwen3"]), "abcdefgh"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}!"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.generation_config = GenerationConfig(do_sample=True, top_k=7, eos_token_id=[2, 5])
+    model.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
+    tokenizer.save_pretrained(tmp_path / "shards")
+    (tmp_path / "shards" / "pytorch_model.bin").write_bytes(b"the same weights as a pickle")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 3
+
+    import_hf(tmp_path / "shards", tmp_path / "imported")
+    export_hf(tmp_path / "imported", tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    tokens = tokenizer(text, return_tensors="pt").input_ids
+    made = [one.generate(tokens, do_sample=False, max_new_tokens=12) for one in (model, again)]
+    assert torch.equal(*made)
+    assert (again.generation_config.top_k, again.generation_config.eos_token_id) == (7, [2, 5])
+    assert AutoTokenizer.from_pretrained(tmp_path / "again").chat_template == tokenizer.chat_template
+    small = {file.name for file in (tmp_path / "shards").iterdir() if file.suffix in (".json", ".jinja")}
+    assert {file.name for file in (tmp_path / "again").iterdir()} == small - {"model.safetensors.index.json"} | {
+        "model.safetensors"
+    }
 
 
 def without(name: str, folder: Path) -> None:

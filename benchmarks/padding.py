@@ -115,7 +115,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, help="a run directory with stored rollouts")
-    parser.add_argument("--write", type=Path, help="file to which the run's lengths are written")
+    parser.add_argument("--write", type=Path, help="write the token lengths of the run's sequences to this file")
     parser.add_argument("--rows", type=int, default=192, help="number of the run's sequences, as in an update")
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--rounds", type=int, default=7)

@@ -254,7 +254,8 @@ def read_record(folder: Path) -> ChainRecord | None:
         return None
     except ValueError as error:
         raise ConfigError(
-            f"{folder / RECORD}: expected JSON of prorl launch; got {error}. Fix: move the file away"
+            f"{folder / RECORD}: expected JSON of prorl launch ({error}). Fix: cancel the chain's jobs, then move the"
+            " file away"
         ) from error
     return record
 

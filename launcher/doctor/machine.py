@@ -41,7 +41,7 @@ def packages() -> Check:
 
 
 def rollout(python: Path, on_gpu: bool) -> Check:
-    """Check vLLM in the rollout environment."""
+    """Check that `python` imports the locked version of vLLM, built for GPUs or for CPUs as `on_gpu` says."""
     try:
         found = ask(str(python), _VLLM, seconds=60)
     except NoAnswer as error:

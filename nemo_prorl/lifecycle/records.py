@@ -147,7 +147,11 @@ class Records:
             with lost.open("ab") as file:
                 file.write(data[length:])
             os.truncate(self._metrics, length)
-            _log.info("%d bytes of metrics behind the checkpoint were moved to %s", len(data) - length, lost)
+            _log.info(
+                "metrics.jsonl: %d bytes of steps after the checkpoint, which are made again, were moved to %s",
+                len(data) - length,
+                lost,
+            )
 
 
 class Journal:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.report import evaluation, samples, series, tables
+from nemo_prorl.report.probe import probe
 from nemo_prorl.report.read import Curve, read_curves
 
 POINTS = 256  # points of a curve; fewer with many runs, so that the file stays small
@@ -49,4 +50,5 @@ def _curve(curve: Curve, points: int, limit: int) -> dict[str, Any]:
         "phases": tables.phases(curve),
         "events": tables.events(curve),
         "samples": shown,
+        "probe": probe(curve),
     }

@@ -32,6 +32,7 @@ class Run:
     launches: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     rollouts: dict[int, Path] = field(default_factory=dict)
+    probe: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -141,6 +142,7 @@ def read_run(folder: Path) -> Run:
     run.events = [e for e in _lines(folder / "journal.jsonl", run.problems) if isinstance(e.get("event"), str)]
     run.launches = list(_lines(folder / "launches.jsonl", [], missing_is_fine=True))
     run.summary = _mapping(folder / "summary.json", run.problems, missing_is_fine=True)  # written at the end of a run
+    run.probe = _mapping(folder / "probe" / "probe.json", run.problems, missing_is_fine=True)
     run.rollouts = _rollouts(folder / "rollouts")
     return run
 

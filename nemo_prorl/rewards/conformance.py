@@ -374,7 +374,7 @@ def _determinism(trial: _Trial, check: str) -> str:
         if first is not None and second is not None and first != second:
             raise _CheckFailed(f"{case.label}: {_difference(first, second)}")
     if not trial.second:
-        raise _Skip("no request has a verdict")
+        raise _Skip("the plugin gave no verdict to compare: see the failed checks above")
     return f"{len(trial.second)} requests have equal verdicts in another worker, order and hash seed"
 
 
@@ -385,7 +385,7 @@ def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 def _concurrency(trial: _Trial, check: str) -> str:
     if not trial.mixed:
-        raise _Skip("verdicts already differ without concurrency")
+        raise _Skip("the same request already gets different verdicts when judged alone: see the failed checks above")
     for name, verdict in trial.mixed:
         if verdict != trial.first[name]:
             label = next(case.label for case in trial.cases if case.id == name)

@@ -37,6 +37,7 @@ STARTUP_S = 120.0  # seconds for a worker to start and run `prepare`
 WALL_FACTOR = 4.0  # limit of wall time per request, as a multiple of the CPU budget
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_DIED = "worker died (out of memory, or a crash in the plugin)"
 _MAX_LINE = 2**30  # maximum bytes of a worker's message; the memory is not reserved in advance
 
 
@@ -145,9 +146,9 @@ class _Worker:
         try:
             line = await self._reader.readline()
         except OSError as error:
-            raise WorkerGone("worker died") from error
+            raise WorkerGone(_DIED) from error
         if not line.endswith(b"\n"):
-            raise WorkerGone("worker died")
+            raise WorkerGone(_DIED)
         try:
             return json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -175,9 +176,9 @@ class _Worker:
                 wait = max(0.02, min(budget_s - used, WALL_FACTOR * budget_s - elapsed))
             return read_verdict(receiving.result(), job.request.id)
         except ValueError as error:
-            raise WorkerGone(f"worker sent a wrong verdict: {error}") from error
+            raise WorkerGone(f"the plugin returned a verdict of a wrong form: {error}") from error
         except psutil.NoSuchProcess as error:
-            raise WorkerGone("worker died") from error
+            raise WorkerGone(_DIED) from error
         finally:
             receiving.cancel()
 

@@ -53,9 +53,26 @@ def make_run(folder: Path, steps: int = 12, config: dict[str, Any] | None = None
     write_lines(folder / "journal.jsonl", journal(steps))
     (folder / "summary.json").write_text(json.dumps({"finished": True, "step": steps, "time": {"tokens_per_s": 10.0}}))
     (folder / "rollouts").mkdir()
+    (folder / "probe").mkdir()
+    (folder / "probe" / "probe.json").write_text(json.dumps(probe()))
     for step in range(1, min(steps, 12) + 1):
         write_lines(folder / "rollouts" / f"step-{step}.jsonl", rollouts(step))
     return folder
+
+
+def probe(text: str = "one and one is 2") -> dict[str, Any]:
+    """What `prorl probe` writes, with one source; `text` is its every word."""
+    facts = {"source": text, "task": "math", "prompts": 2, "responses": 8, "reward": 0.25, "keep_rate": 0.5}
+    facts |= {"solved": 0.0, "pass_at_n": 0.5, "cut_off": 0.125, "tokens": 31.5, "without_form": 0.75, "unjudged": 0.0}
+    response = {"text": text, "finished": False, "tokens": 40, "score": 1.0, "detail": text}
+    return {
+        "format": 1,
+        "model": text,
+        "samples": 4,
+        "sources": [facts | {"advice": f"change {text}"}],
+        "estimate": {"tokens_per_step": 1000.0, "generation_s_per_step": 50.0, "tokens_per_s": 20.0},
+        "responses": [{"source": text, "groups": [], "examples": [response] * 3}],
+    }
 
 
 def journal(steps: int) -> list[dict[str, Any]]:
@@ -102,6 +119,7 @@ def make_hostile(folder: Path) -> Path:
         file.write(json.dumps({"event": "alarm", "step": 7, "time": 1.75e9, "what": text}) + "\n")
         file.write(json.dumps({"event": HOSTILE[0], "step": 7, "time": 1.75e9, text: text}) + "\n")
         file.write(f"not JSON {HOSTILE[0]}\n{{}}\n")
+    (folder / "probe" / "probe.json").write_text(json.dumps(probe(text)))
     lines = rollouts(7)
     for line in lines:
         verdict = line["verdict"] | {"detail": text, "failure": None, "parts": {text: 1.0}}
@@ -170,7 +188,7 @@ def make_spoilt(chain: Path, seed: int) -> Path:
     for path in (*folder.glob("*.jsonl"), *folder.glob("rollouts/*.jsonl")):
         lines = [json.loads(text) for text in path.read_text().splitlines()]
         write_lines(path, [spoilt(line, draw, 0.1) for line in lines])
-    for path in (folder / "summary.json", folder / "config.yaml"):
+    for path in (folder / "summary.json", folder / "config.yaml", folder / "probe" / "probe.json"):
         value = yaml.safe_load(path.read_text())
         path.write_text(json.dumps(spoilt(value, draw, 0.15)))
     return chain

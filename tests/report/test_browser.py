@@ -238,7 +238,7 @@ def test_samples_are_found(chromium: Browser, tmp_path: Path) -> None:
         assert await choose("Words", "STEP 12") == "1 of 96 responses"
         await page.evaluate("document.querySelector('.sample').open = true")
         await page.until("document.querySelectorAll('.sample pre').length === 3")
-        assert "response 0 of step 12" in await text(page, ".sample")
+        assert "response 0 of step 12" in await text(page, "#samples .sample")
         assert await choose("End", "no") == "0 of 96 responses"
         await page.evaluate(
             "[...document.querySelectorAll('#samples button')].find((b) => b.textContent === 'Clear').click()"
@@ -347,3 +347,22 @@ def test_evaluations_are_tables_and_curves(chromium: Browser, tmp_path: Path) ->
         await quiet(page)
 
     chromium.visit(write(make_run(tmp_path / "run"), evaluations=(*given, compared)), look)
+
+
+def test_the_probe_is_a_table_with_samples(chromium: Browser, tmp_path: Path) -> None:
+    async def look(page: Page) -> None:
+        shown = await text(page, "#probe")
+        assert "change one and one is 2" in shown
+        assert "75 %" in shown
+        assert "A step: about 1,000 tokens, 50 s of generation at 20 tokens/s." in shown
+        assert await count(page, "#probe details") == 3
+        await quiet(page)
+
+    async def without(page: Page) -> None:
+        assert await page.evaluate("document.getElementById('probe').hidden") is True
+        await quiet(page)
+
+    folder = make_run(tmp_path / "run")
+    chromium.visit(write(folder), look)
+    (folder / "probe" / "probe.json").unlink()
+    chromium.visit(write(folder), without)

@@ -285,3 +285,16 @@ def test_a_page_holds_only_so_much_text(tmp_path: Path) -> None:
     found = samples.samples(curve_of(folder), -1)
     assert sum(len(item["response"]) for item in found["items"]) < 3_000_000
     assert found["left_out"] == 700 - len(found["items"]) > 0
+
+
+def test_the_probe_of_a_run(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    found = data.page_data([folder], [], 10)["curves"][0]["probe"]
+    assert found["rows"][0]["without_form"] == 0.75
+    assert [(one["kind"], one["score"], one["finished"]) for one in found["examples"]] == [
+        ("best", 1.0, False),
+        ("worst", 1.0, False),
+        ("longest", 1.0, False),
+    ]
+    (folder / "probe" / "probe.json").write_text("{}")
+    assert data.page_data([folder], [], 10)["curves"][0]["probe"] is None

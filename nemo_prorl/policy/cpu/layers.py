@@ -33,7 +33,8 @@ class CausalAttention(MegatronModule):
     """Causal attention by torch's fused kernel, with grouped queries.
 
     The attention mask is not used: sequences are padded on the right, so no real token attends to padding.  Packed
-    sequences are padded for the attention only, in groups of similar length, each response behind its prompt.
+    sequences are unpacked for the attention only: in groups of similar length, each group padded to its longest, with a
+    copy of the prompt before each response.
     """
 
     def __init__(

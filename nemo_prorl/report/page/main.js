@@ -50,6 +50,7 @@ class Report {
     document.getElementById("time").append(this.phases);
     this.charts("stability", "Stability", "Engine gap, clipping and gradient norms are the first to move when something is wrong.", STABILITY);
     this.buildEvents();
+    this.probed = this.section("probe", "Probe of the starting model", "", this.probe = el("div"));
     this.section("samples", "Samples", "", ...this.samples.nodes);
     this.evaluations = this.section("evaluation", "Evaluation", "", this.evaluated = el("div"));
     this.buildAnyMetric();
@@ -84,6 +85,7 @@ class Report {
     document.getElementById("choose-run").hidden = data.curves.length < 2;
     this.compared.hidden = data.curves.length < 2;
     this.evaluations.hidden = !data.evaluations.length;
+    this.probed.hidden = data.curves.every((curve) => !curve.probe);
     const shown = this.sections.filter((section) => !section.node.hidden);
     const links = shown.map((section) => el("li", {}, el("a", { href: `#${section.id}` }, section.title)));
     const list = document.getElementById("sections");
@@ -118,6 +120,7 @@ class Report {
     for (const { chart, spec } of this.panels) updatePanel(chart, spec, this.curve);
     this.showPhases();
     this.showEvents();
+    this.showProbe();
     this.samples.update(this.curve);
     const keys = [...new Set(this.data.curves.flatMap((curve) => Object.keys(curve.metrics)))].sort();
     options(this.metric, keys.map((key) => [key, key]));
@@ -198,6 +201,14 @@ class Report {
     const rows = Object.entries(this.curve.metrics).map(([key, { stats }]) => [{ text: key, head: true },
       ...[stats.first, stats.last, stats.mean, stats.min, stats.max].map((value) => numeric(pretty(value))), numeric(stats.max_step ?? "–"), numeric(stats.count), numeric(stats.lost)]);
     this.metricTable.append(table(`Metrics of ${this.curve.name}`, ["metric", ...["first", "last", "mean", "least", "greatest", "at step", "steps with it", "not finite"].map(numeric)], rows, true));
+  }
+
+  showProbe() {
+    const { probe, name } = this.curve;
+    const key = JSON.stringify([name, probe]);
+    if (key === this.probeKey) return;
+    this.probeKey = key;
+    this.probe.replaceChildren(...(probe ? probeNodes(probe) : [el("p", { class: "note" }, "prorl probe was not used before this run.")]));
   }
 
   showEvaluations() {

@@ -83,7 +83,7 @@ class _Places:
     words: dict[str, Any]
 
     def touched(self) -> list[str]:
-        """Return the escapes that changed or reached a canary."""
+        """Return what the attempts achieved outside of the sandbox, such as `change files of the host`."""
         found = []
         if sorted(p.name for p in self.folder.iterdir()) != ["secret"] or self.secret.read_text() != self.text:
             found.append("change files of the host")

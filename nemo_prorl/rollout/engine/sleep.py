@@ -112,7 +112,8 @@ def wait_while_held(hold: str, waiting: str, seconds: float) -> None:
         while os.path.exists(hold):
             if time.monotonic() > end:
                 raise TimeoutError(
-                    f"{hold} still exists after {seconds:g} s (--hold-s): the other engines did not wake"
+                    f"{hold} still exists after {seconds:g} s (--hold-s): the other engines did not wake in time; see"
+                    " their logs"
                 )
             time.sleep(_POLL_S)
     finally:

@@ -1,0 +1,47 @@
+"""The table and samples of `prorl probe` for the report."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from nemo_prorl.report.read import Curve, number, part_of
+
+_NUMBERS = ("prompts", "responses", "reward", "keep_rate", "solved", "pass_at_n", "without_form", "cut_off", "tokens")
+_ESTIMATE = ("tokens_per_step", "generation_s_per_step", "tokens_per_s")
+_SOURCES = 200
+_TEXT = 2000  # characters of a response
+
+
+def probe(curve: Curve) -> dict[str, Any] | None:
+    """Return numbers, advice and three responses of each source from the first run's probe.json; None without one."""
+    found = curve.runs[0].probe
+    rows = [_row(one) for one in _objects(found.get("sources"))]
+    if not rows:
+        return None
+    estimate = part_of(found, "estimate")
+    return {
+        "samples": number(found.get("samples")),
+        "rows": rows[:_SOURCES],
+        "estimate": {key: number(estimate.get(key)) for key in _ESTIMATE},
+        "examples": [example for one in _objects(found.get("responses")) for example in _examples(one)][: 3 * _SOURCES],
+    }
+
+
+def _row(source: dict[str, Any]) -> dict[str, Any]:
+    numbers = {key: number(source.get(key)) for key in _NUMBERS}
+    return {"source": str(source.get("source")), "advice": str(source.get("advice")), **numbers}
+
+
+def _examples(source: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for kind, one in zip(("best", "worst", "longest"), _objects(source.get("examples")), strict=False):
+        yield {
+            "source": str(source.get("source")),
+            "kind": kind,
+            "score": number(one.get("score")),
+            "tokens": number(one.get("tokens")),
+            "finished": one.get("finished") is True,
+            "text": str(one.get("text"))[:_TEXT],
+        }
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []

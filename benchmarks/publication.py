@@ -13,19 +13,18 @@ Memory needed: four times the model's size (weights, two versions and a copy), o
 import argparse
 import json
 import os
-import secrets
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from engine import Engine
 from machine import describe, libraries_on_stderr
 
 SHM = Path("/dev/shm")
@@ -124,47 +123,13 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.monotonic() - began
 
 
-class Engine:
-    """A real engine for the model.  Its first weights are a copy of `first`, a file of the weight store."""
-
-    def __init__(self, hf: dict[str, Any], folder: Path, store: Path, first: Path, threads: int, wait_s: float) -> None:
-        (folder / "model").mkdir()
-        (folder / "model" / "config.json").write_text(json.dumps(hf))
-        shutil.copyfile(first, folder / "model" / "model.safetensors")
-        token = folder / "token"
-        token.touch(0o600)
-        token.write_text(secrets.token_hex(16))
-        self._token, endpoint = token.read_text(), folder / "endpoint.json"
-        command = [
-            ".venv/rollout/bin/python",
-            "-m",
-            "nemo_prorl.rollout.engine.server",
-            "--model",
-            str(folder / "model"),
-        ]
-        command += ["--token-file", str(token), "--weights-dir", str(store), "--endpoint-file", str(endpoint)]
-        command += ["--dtype", "bfloat16", "--threads", str(threads), "--kv-mb", "64", "--max-model-len", "128"]
-        command += ["--max-num-seqs", "8", "--max-batched-tokens", "256", "--eager", "--health-s", "600"]
-        command += ["--parent-pid", str(os.getpid())]
-        self._log = (folder / "engine.log").open("w+")
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
-        end = time.monotonic() + wait_s
-        while not endpoint.exists() or "url" not in json.loads(endpoint.read_text()):
-            if self._process.poll() is not None or time.monotonic() > end:
-                self._log.seek(0)
-                raise RuntimeError(f"the engine was not ready within {wait_s:.0f} s:\n{self._log.read()[-3000:]}")
-            time.sleep(0.2)
-        self._url = json.loads(endpoint.read_text())["url"]
-
-    def load(self, path: Path, version: int) -> None:
-        body = json.dumps({"path": str(path), "version": version, "wait_s": 60}).encode()
-        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self._url}/weights", body, headers)
-        urllib.request.urlopen(request, timeout=600).read()
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait(60)
+def start_engine(hf: dict[str, Any], folder: Path, store: Path, first: Path, threads: int, wait_s: float) -> Engine:
+    """Start an engine for the model.  Its first weights are a copy of `first`, a file of the weight store."""
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(hf))
+    shutil.copyfile(first, folder / "model" / "model.safetensors")
+    sizes = {"kv_mb": 64, "max_model_len": 128, "max_num_seqs": 8, "max_batched_tokens": 256, "health_s": 600}
+    return Engine(folder / "model", folder, store, wait_s, dtype="bfloat16", threads=threads, eager=True, **sizes)
 
 
 def run(args: argparse.Namespace) -> Iterator[str]:
@@ -190,7 +155,7 @@ def run(args: argparse.Namespace) -> Iterator[str]:
             f" version; /dev/shm has {free / 1e9:.1f} GB left; {args.threads} thread(s)"
         )
         if args.engine:
-            engine = Engine(hf, folder, store.folder, first, args.threads, args.wait_s)
+            engine = start_engine(hf, folder, store.folder, first, args.threads, args.wait_s)
         for version in range(2, args.rounds + 2):
             times["publish"].append(seconds(lambda v=version: store.write(policy.export_weights(), v)))  # type: ignore[misc]
             times["write"].append(seconds(lambda: written(policy, copy)))

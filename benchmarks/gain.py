@@ -39,6 +39,7 @@ RECIPE = (  # the paper's, scaled down to two cores: short responses, small grou
     "trainer.grpo.dynamic_sampling.max_draw_factor=3",
     "trainer.grpo.validate_every=10",
     "trainer.grpo.validation_temperature=0.7",
+    "trainer.grpo.validation_top_p=1.0",
     "trainer.grpo.checkpoint_every=5",
     "trainer.grpo.keep_checkpoints=1",
     "trainer.grpo.keep_best=0",

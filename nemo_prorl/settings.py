@@ -34,6 +34,7 @@ from nemo_prorl.data.hf_config import model_keys
 from nemo_prorl.data.hub import model_folder
 from nemo_prorl.data.prepared import check_data
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.sizing.memory import is_small
 
 _log = logging.getLogger(__name__)
 
@@ -255,6 +256,7 @@ def _composed(choices: tuple[str, ...]) -> DictConfig:
     GlobalHydra.instance().clear()
     try:
         OmegaConf.register_new_resolver("scaled", _scaled, replace=True)
+        OmegaConf.register_new_resolver("by_size", _by_size, replace=True)
         OmegaConf.register_new_resolver("folder_of_stage", _folder_of_stage, replace=True)
         with initialize_config_dir(config_dir=str(conf_folder().resolve()), version_base="1.3"):
             return compose("config", overrides=list(choices))
@@ -265,6 +267,11 @@ def _composed(choices: tuple[str, ...]) -> DictConfig:
 def _scaled(steps: int, _root_: DictConfig) -> int:
     """Return the value of `${scaled:STEPS}`: STEPS times `chain.step_scale`, rounded, at least 1."""
     return max(1, round(steps * _root_.chain.step_scale))
+
+
+def _by_size(small: Any, large: Any, _root_: DictConfig) -> Any:
+    """Return the value of `${by_size:SMALL,LARGE}`: SMALL for a model like the laptop's, LARGE for a language model."""
+    return small if is_small(_root_) else large
 
 
 def _folder_of_stage(stage: str) -> str:

@@ -488,6 +488,7 @@ def test_the_starting_model_is_probed(story: Story) -> None:
     shape = next(iter(MODELS.values())) | {"hidden_size": 128, "max_position_embeddings": 512}
     write_model(story.folder / "models" / "Qwen2.5-0.5B-Instruct", shape)
     [words] = of_way("prorl probe")
+    words = [*words[:2], "trainer.grpo.context_tokens=256", "trainer.grpo.max_response_tokens=16", *words[2:]]
     assert "no step would train" in story.run(words, "--prompts", "2", "--samples", "2")
 
 

@@ -7,9 +7,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from nemo_prorl.errors import UnfitMachine
-from nemo_prorl.sizing.memory import memory_of
-
-SMALL = 20_000_000  # parameters; a second thread slows an engine of 1 million down and speeds up one of 135 million
+from nemo_prorl.sizing.memory import is_small
 
 
 def engine_threads(cfg: DictConfig, available: int) -> int:
@@ -22,7 +20,7 @@ def engine_threads(cfg: DictConfig, available: int) -> int:
     """
     if cfg.rollout.threads is not None:
         return int(cfg.rollout.threads)
-    if cfg.trainer.accelerator != "cpu" or memory_of(cfg).parameters < SMALL:
+    if cfg.trainer.accelerator != "cpu" or is_small(cfg):  # one thread is faster for 1 million parameters
         return 1
     ranks = cfg.rollout.engines // cfg.trainer.num_nodes * cfg.rollout.tensor_parallel_size
     return max(1, available // (2 if cfg.rollout.own_devices else 1) // ranks)

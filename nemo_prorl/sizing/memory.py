@@ -208,6 +208,14 @@ def parameters(shape: ModelShape, padded: bool = False) -> int:
     return shape.layers * layer_parameters(shape) + shape.hidden + embeddings
 
 
+SMALL = 20_000_000  # parameters
+
+
+def is_small(cfg: DictConfig) -> bool:
+    """Return whether the model is of the laptop's kind, too small to have been pretrained on language."""
+    return parameters(ModelShape.of(cfg.model, vocabulary(cfg)[0])) < SMALL
+
+
 def rank_parameters(shape: ModelShape, layout: Layout) -> int:
     """Count the parameters of the rank that has the most.
 

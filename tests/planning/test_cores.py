@@ -1,4 +1,4 @@
-"""Cores and number formats that a run without GPUs gets by default."""
+"""Cores, number formats and settings that a run without GPUs gets by default."""
 
 from pathlib import Path
 
@@ -77,3 +77,11 @@ def test_a_saved_choice_holds_on_another_cpu(large: str, tmp_path: Path, monkeyp
     monkeypatch.setattr(settings, "CPUINFO", tmp_path / "cpuinfo")
     (tmp_path / "cpuinfo").write_text("flags : amx_bf16\n")
     assert settings.load([], saved).rollout.dtype == "float32"
+
+
+def test_a_language_model_gets_the_settings_of_one(large: str) -> None:
+    toy, real = settings.load([]), settings.load([large])
+    assert (toy.trainer.warmup.steps, real.trainer.warmup.steps) == (110, 0)
+    assert (toy.model.optim.lr, real.model.optim.lr) == (2e-4, 2e-6)
+    assert (toy.trainer.grpo.context_tokens, real.trainer.grpo.context_tokens) == (64, 1024)
+    assert settings.load([large, "model.optim.lr=1e-6"]).model.optim.lr == 1e-6

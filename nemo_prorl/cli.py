@@ -122,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     from nemo_prorl.evaluation import probe
     from nemo_prorl.launcher import chain, doctor
     from nemo_prorl.lifecycle import control
+    from nemo_prorl.migration import cli as migration_cli
     from nemo_prorl.planning import replay
     from nemo_prorl.report import cli as report_cli
     from nemo_prorl.rewards import reverify
@@ -130,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     chain.add_parser(commands)
     control.add_parser(commands)
     replay.add_parser(commands)
+    migration_cli.add_parser(commands)
     reverify.add_parser(commands)
     doctor.add_parser(commands, _try_step)
     evaluation_cli.add_parser(commands)

@@ -34,6 +34,7 @@ from nemo_prorl.data.hf_config import model_keys
 from nemo_prorl.data.hub import model_folder
 from nemo_prorl.data.prepared import check_data
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.migration.names import meant
 from nemo_prorl.sizing.memory import is_small
 
 _log = logging.getLogger(__name__)
@@ -321,10 +322,11 @@ def _unknown(cfg: DictConfig, key: str, here: str, part: str, node: Any, value: 
     known = sorted({str(k) for k in node} | (set(group_options()) if not here else set()))
     everywhere = [k for k, _ in leaves(OmegaConf.to_container(cfg, resolve=False))]
     same_name = [k for k in everywhere if k.split(".")[-1] == key.split(".")[-1]]
+    theirs = [ours] if (ours := meant(key)) in everywhere else []  # before letters: `lr` is not trainer.warmup.lr
     prefix = f"{here}." if here else ""
     near = [prefix + name for name in difflib.get_close_matches(part, known, n=1)]
     message = f"unknown key {key} (={value}): {where} has no '{part}'."
-    if suggestion := (same_name or near or difflib.get_close_matches(key, everywhere, n=1, cutoff=0.8)):
+    if suggestion := (theirs or same_name or near or difflib.get_close_matches(key, everywhere, n=1, cutoff=0.8)):
         message += f" Did you mean {suggestion[0]}?"
     if here.split(".")[0] in NEMO_SECTIONS:
         message += f" To set a NeMo key that no shipped file sets, write +{key}={value}."

@@ -49,6 +49,7 @@ HERE = {  # in this process, on files made for it
     "prorl data",
     "prorl report",
     "prorl replay",
+    "prorl convert",
     "prorl import-hf",
     "prorl export-hf",
     "stage.sbatch",
@@ -204,6 +205,13 @@ def test_what_would_be_run_is_told(words: Words, place: Path, capsys: pytest.Cap
     there = [f"data.folder={place / 'prepared'}"] if words[1] == "launch" else []  # jobs start in the project's folder
     done([*with_model(words, place)[1:], *there, *dry])
     assert len(capsys.readouterr().out) > 100
+
+
+@commands_of("prorl convert")
+def test_another_configuration_is_converted(words: Words, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / words[-1]).write_text("python3 -m verl.trainer.main_ppo data.train_batch_size=8 trainer.total_epochs=15\n")
+    done(words[1:])
+    assert "trainer.grpo.prompts_per_step=8" in capsys.readouterr().out
 
 
 @commands_of("prorl replay", "prorl report")

@@ -1,0 +1,101 @@
+"""Reads another trainer's configuration: YAML, JSON, a shell script with its command, or Python with a GRPOConfig."""
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_prorl.errors import ConfigError
+
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return {dotted key: value} of a file; raises ConfigError if it cannot be read or says nothing."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix in (".yaml", ".yml", ".json"):
+            found = dict(_leaves(yaml.safe_load(text)))
+        else:
+            found = dict(_of_python(text) if path.suffix == ".py" else _of_shell(text))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, SyntaxError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    if not found:
+        raise ConfigError(
+            f"{path}: expected a configuration: YAML, JSON, a shell script with the command of the trainer, or Python"
+            " with a GRPOConfig(...); got a file without any setting"
+        )
+    return found
+
+
+def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value); a reference such as ${a.b} becomes the value of that key of the file."""
+    flat = dict(_plain_leaves(tree, prefix))
+    for key, value in flat.items():
+        for _ in range(5):  # a reference to a reference
+            match = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
+            value = flat.get(match[1], value) if match else value
+        if not (isinstance(value, str) and "${" in value):
+            yield key, value
+
+
+def _plain_leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _plain_leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    elif prefix:
+        yield prefix, tree
+
+
+def _of_python(text: str) -> Iterator[tuple[str, Any]]:
+    """Yield the constant arguments of each call whose name ends in GRPOConfig."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("GRPOConfig"):
+            for keyword in node.keywords:
+                try:
+                    if keyword.arg:
+                        yield keyword.arg, ast.literal_eval(keyword.value)
+                except ValueError:
+                    continue  # not a constant
+
+
+def _of_shell(text: str) -> Iterator[tuple[str, Any]]:
+    """Yield `key=value` and `--key value` of all commands, with the script's own variables replaced."""
+    variables: dict[str, str] = {}
+    for line in text.replace("\\\n", " ").splitlines():
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:
+            continue  # a quotation over several lines
+        words = [_VARIABLE.sub(lambda m: variables.get(m[1] or m[3], m[2] or m[0]), word) for word in words]
+        words = words[1:] if words[:1] in (["export"], ["declare"]) else words
+        if words and all(_ASSIGNMENT.match(word) for word in words):
+            variables.update(word.split("=", 1) for word in words)  # type: ignore[misc]
+        else:
+            yield from _of_words(words)
+
+
+def _of_words(words: list[str]) -> Iterator[tuple[str, Any]]:
+    flag: str | None = None
+    values: list[str] = []
+    for word in [*words, "--"]:
+        if not word.startswith("--"):
+            if flag is not None:
+                values.append(word)
+            elif "=" in word and "." in word.split("=")[0]:
+                key, _, value = word.partition("=")
+                yield key.lstrip("+~"), yaml.safe_load(value)
+            continue
+        if flag is not None:
+            yield flag, [yaml.safe_load(value) for value in values] if len(values) > 1 else _only(values)
+        name, equals, value = word[2:].partition("=")
+        flag, values = name.replace("-", "_") or None, [value] if equals else []
+
+
+def _only(values: list[str]) -> Any:
+    return yaml.safe_load(values[0]) if values else True

@@ -1,0 +1,51 @@
+"""The names that other trainers give to this project's keys."""
+
+import functools
+from importlib.resources import files
+
+import yaml
+
+TITLES = {"trl": "TRL", "verl": "verl", "nemo_rl": "NeMo-RL", "openrlhf": "OpenRLHF"}
+_MORE = {  # short and common forms
+    "lr": "model.optim.lr",
+    "batch_size": "trainer.grpo.prompts_per_step",
+    "train_batch_size": "trainer.grpo.prompts_per_step",
+    "kl_coef": "trainer.grpo.kl_coef",
+    "clip_ratio": "trainer.grpo.clip_low",
+    "eps_clip": "trainer.grpo.clip_low",
+    "loss_type": "trainer.grpo.aggregation",
+    "loss_agg_mode": "trainer.grpo.aggregation",
+    "adv_estimator": "trainer.grpo.advantage",
+    "advantage_estimator": "trainer.grpo.advantage",
+    "max_new_tokens": "trainer.grpo.max_response_tokens",
+    "max_tokens": "trainer.grpo.max_response_tokens",
+    "num_train_epochs": "trainer.grpo.max_steps",
+    "total_epochs": "trainer.grpo.max_steps",
+    "gpu_memory_utilization": "rollout.kv_cache_mb",
+    "vllm_gpu_memory_utilization": "rollout.kv_cache_mb",
+    "bf16": "trainer.precision",
+    "model_name": "pretrained_checkpoint.restore_from_path",
+    "model_path": "pretrained_checkpoint.restore_from_path",
+    "model.path": "pretrained_checkpoint.restore_from_path",
+}
+
+
+@functools.cache
+def names() -> dict[str, dict[str, str]]:
+    """Return {trainer: {its key: the key here}}."""
+    text = (files(__package__) / "names.yaml").read_text(encoding="utf-8")
+    found: dict[str, dict[str, str]] = yaml.safe_load(text)
+    return found
+
+
+def meant(key: str) -> str | None:
+    """Return the key here that has the meaning of another trainer's key, such as `beta` or `trainer.lr`; else None."""
+    last = key.rsplit(".", 1)[-1]
+    for name in (key, last):
+        if name in _MORE:
+            return _MORE[name]
+        for keys in names().values():
+            for theirs, ours in keys.items():
+                if name in (theirs, theirs.rsplit(".", 1)[-1]):
+                    return ours
+    return None

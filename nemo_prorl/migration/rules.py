@@ -1,0 +1,213 @@
+"""Conversion of another trainer's settings into overrides of this project."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_prorl.migration.names import names
+
+_CLIP = "trainer.grpo.clip_low", "trainer.grpo.clip_high"
+_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_ADVANTAGES = {
+    "grpo": "group_norm",
+    "group_norm": "group_norm",
+    "rloo": "leave_one_out",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+    "reinforce_baseline": "reinforce_pp_baseline",
+}
+_AGGREGATIONS = {
+    "grpo": "sequence",
+    "bnpo": "token",
+    "dapo": "token",
+    "dr_grpo": "constant",
+    "token-mean": "token",
+    "seq-mean-token-mean": "sequence",
+    "seq-mean-token-sum-norm": "constant",
+}
+# Keys that need no counterpart: what they switch on is always on here, or has no effect on the result.
+_ALWAYS = {
+    "use_vllm",
+    "vllm_mode",
+    "name",
+    "critic_warmup",
+    "use_remove_padding",
+    "enable_gradient_checkpointing",
+    "gradient_checkpointing",
+    "packing_samples",
+    "use_kl_loss",
+    "logger",
+    "project_name",
+    "experiment_name",
+    "report_to",
+    "logging_steps",
+    "colocate_all_models",
+    "vllm_sync_backend",
+    "flash_attn",
+    "save_path",
+    "save_hf_ckpt",
+    "filter_overlong_prompts",
+    "truncation",
+    "zero_stage",
+    "use_dynamic_batch",
+    "use_dynamic_bsz",
+    "gamma",
+    "logger.log_dir",
+}
+
+
+@dataclass
+class Converted:
+    """Overrides, and what has no counterpart.
+
+    Attributes:
+        overrides: {key here: value}.
+        notes: sentences about conversions that the user must look at.
+        left: {their key: value} without a counterpart.
+    """
+
+    overrides: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    left: dict[str, Any] = field(default_factory=dict)
+
+
+def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
+    """Convert the settings of `trainer`, a key of names.yaml, given as {dotted key: value}."""
+    made, rest = Converted(), {key: value for key, value in given.items() if value is not None}
+    for theirs, ours in names()[trainer].items():
+        if theirs in rest:
+            made.overrides.setdefault(ours, rest.pop(theirs))
+    _RULES[trainer](rest, made)
+    made.overrides = {key: value for key, value in made.overrides.items() if value is not None}
+    _context(made.overrides)
+    if (value := made.overrides.get("trainer.grpo.kl_estimator")) is not None:
+        made.overrides["trainer.grpo.kl_estimator"] = _ESTIMATORS.get(str(value), value)
+    made.notes.append("cluster=h100_4x8 is for GPUs; without a GPU take cluster=laptop")
+    made.left = {key: value for key, value in rest.items() if not _needs_nothing(key)}
+    return made
+
+
+def _needs_nothing(key: str) -> bool:
+    return key in _ALWAYS or key.rsplit(".", 1)[-1] in _ALWAYS
+
+
+def _context(overrides: dict[str, Any]) -> None:
+    """Set the context to the longest prompt and response together, if both are known."""
+    prompt, response = (overrides.get(key) for key in ("data.max_prompt_tokens", "trainer.grpo.max_response_tokens"))
+    if isinstance(prompt, int) and isinstance(response, int):
+        overrides.setdefault("trainer.grpo.context_tokens", prompt + response)
+
+
+def _updates(made: Converted, samples_per_update: Any, what: str) -> None:
+    """Set updates_per_step from the samples of one update."""
+    grpo = "trainer.grpo"
+    prompts, group = (made.overrides.get(f"{grpo}.{key}") for key in ("prompts_per_step", "samples_per_prompt"))
+    if not (isinstance(prompts, int) and isinstance(group, int) and isinstance(samples_per_update, int)):
+        return
+    updates, rest = divmod(prompts * group, max(1, samples_per_update))
+    if rest or not updates:
+        made.notes.append(
+            f"{what}: the {prompts * group} responses of a step are no multiple of {samples_per_update}; set"
+            f" {grpo}.updates_per_step"
+        )
+    else:
+        made.overrides[f"{grpo}.updates_per_step"] = updates
+
+
+def _chosen(rest: dict[str, Any], made: Converted, theirs: str, ours: str, known: Mapping[str, str]) -> None:
+    """Convert the name of a method; a method that is unknown here stays in `rest`."""
+    if str(rest.get(theirs)) in known:
+        made.overrides[ours] = known[str(rest.pop(theirs))]
+
+
+def _trl(rest: dict[str, Any], made: Converted) -> None:
+    made.overrides.setdefault("trainer.grpo.kl_coef", 0.0)  # TRL's default
+    clip = made.overrides.setdefault(_CLIP[0], 0.2)
+    made.overrides.setdefault(_CLIP[1], clip)
+    batch = rest.pop("per_device_train_batch_size", 8) * rest.pop("gradient_accumulation_steps", 1)
+    group = made.overrides.setdefault("trainer.grpo.samples_per_prompt", 8)
+    generated = rest.pop("generation_batch_size", None) or batch
+    made.overrides["trainer.grpo.prompts_per_step"] = max(1, generated // group)
+    made.overrides["trainer.grpo.updates_per_step"] = max(1, generated // batch)
+    made.notes.append("TRL's batch is that of one process: multiply trainer.grpo.prompts_per_step by the processes")
+    _chosen(rest, made, "loss_type", "trainer.grpo.aggregation", _AGGREGATIONS)
+    if rest.pop("mask_truncated_completions", False):
+        made.notes.append("mask_truncated_completions: trainer.grpo.unfinished_factor=0 scores them 0 instead")
+    if not rest.pop("sync_ref_model", False):
+        made.overrides.pop("trainer.resets.every", None)
+    if rest.pop("bf16", False):
+        made.overrides |= {"trainer.precision": "bf16", "model.megatron_amp_O2": True}
+
+
+def _verl(rest: dict[str, Any], made: Converted) -> None:
+    actor = "actor_rollout_ref.actor"
+    if (clip := rest.pop(f"{actor}.clip_ratio", None)) is not None:
+        for key in _CLIP:
+            made.overrides.setdefault(key, clip)
+    if not rest.pop(f"{actor}.use_kl_loss", False):
+        made.overrides["trainer.grpo.kl_coef"] = 0.0
+    if rest.pop("algorithm.use_kl_in_reward", False):
+        made.notes.append("algorithm.use_kl_in_reward: here the KL is a term of the loss (trainer.grpo.kl_coef)")
+    _chosen(rest, made, f"{actor}.kl_loss_type", "trainer.grpo.kl_estimator", _ESTIMATORS)
+    _chosen(rest, made, f"{actor}.loss_agg_mode", "trainer.grpo.aggregation", _AGGREGATIONS)
+    _chosen(rest, made, "algorithm.adv_estimator", "trainer.grpo.advantage", _ADVANTAGES)
+    prompts = rest.pop(f"{actor}.ppo_mini_batch_size", None)
+    group = made.overrides.get("trainer.grpo.samples_per_prompt", 1)
+    _updates(made, prompts * group if isinstance(prompts, int) else None, "ppo_mini_batch_size")
+    if not rest.pop("reward_model.overlong_buffer.enable", True):
+        made.overrides.pop("trainer.grpo.shaping.overlong_tokens", None)
+    _data(rest, made, "data.train_files", "data.val_files")
+
+
+def _nemo_rl(rest: dict[str, Any], made: Converted) -> None:
+    _updates(made, rest.pop("policy.train_global_batch_size", None), "train_global_batch_size")
+    made.overrides["trainer.grpo.aggregation"] = "token" if rest.pop("loss_fn.token_level_loss", True) else "sequence"
+    leave_one_out = rest.pop("grpo.use_leave_one_out_baseline", True)
+    normalize = rest.pop("grpo.normalize_rewards", True)
+    made.overrides["trainer.grpo.advantage"] = "leave_one_out" if leave_one_out and not normalize else "group_norm"
+    if leave_one_out and normalize:
+        made.notes.append("use_leave_one_out_baseline with normalize_rewards: the nearest is group_norm")
+    if not rest.pop("loss_fn.use_importance_sampling_correction", False):
+        made.overrides["trainer.grpo.correction.kind"] = "none"
+    if str(rest.pop("policy.precision", "")) == "bfloat16":
+        made.overrides |= {"trainer.precision": "bf16", "model.megatron_amp_O2": True}
+    _data(rest, made, "data.dataset_name", "data.train_data_path")
+
+
+def _openrlhf(rest: dict[str, Any], made: Converted) -> None:
+    low, high = _two(rest.pop("eps_clip_low_high", None) or rest.pop("eps_clip", 0.2))
+    made.overrides |= {_CLIP[0]: low, _CLIP[1]: high}
+    _updates(made, rest.pop("train_batch_size", None), "train_batch_size")
+    _chosen(rest, made, "advantage_estimator", "trainer.grpo.advantage", _ADVANTAGES)
+    correction = "trainer.grpo.correction"
+    if rest.pop("enable_vllm_is_correction", False):
+        made.overrides[f"{correction}.kind"] = "icepop" if rest.pop("use_icepop", False) else "tis"
+        floor, cap = _two(rest.pop("vllm_is_truncated_threshold", [0.5, 5.0]))
+        made.overrides |= {f"{correction}.floor": floor, f"{correction}.cap": cap}
+    else:
+        made.overrides[f"{correction}.kind"] = "none"
+    if rest.pop("apply_chat_template", False):
+        made.overrides["data.prompt"] = "chat"
+    if rest.pop("vllm_enable_sleep", False):
+        made.overrides["rollout.sleep"] = 1
+    _data(rest, made, "prompt_data", "eval_dataset", "input_key", "label_key")
+
+
+def _two(value: Any) -> tuple[Any, Any]:
+    return (value[0], value[1]) if isinstance(value, list) and len(value) > 1 else (value, value)
+
+
+def _data(rest: dict[str, Any], made: Converted, *keys: str) -> None:
+    """Say how the data of these keys become records of this project."""
+    if found := [f"{key}={rest.pop(key)}" for key in keys if key in rest]:
+        made.notes.append(
+            f"data ({', '.join(found)}): make prompt records with `prorl data prepare math --from FILE --out DIR`, then"
+            " set data.train and data.validation"
+        )
+
+
+_RULES: dict[str, Callable[[dict[str, Any], Converted], None]] = {
+    "trl": _trl,
+    "verl": _verl,
+    "nemo_rl": _nemo_rl,
+    "openrlhf": _openrlhf,
+}

@@ -97,7 +97,7 @@ def locked(run_dir: Path, wait_s: float = 0.0) -> Iterator[None]:
         StillInUse: another process holds the lock after `wait_s` seconds.
         UnfitMachine: the file system does not support locks.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(run_dir)
     end = time.monotonic() + wait_s
     with (run_dir / ".lock").open("a+") as file:
         while True:
@@ -122,6 +122,18 @@ def locked(run_dir: Path, wait_s: float = 0.0) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}{f', Slurm job {job}' if job else ''}\n")
         file.flush()
         yield
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder with its parents; raises ConfigError if it cannot be made or written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "no permission to write")
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: expected a folder that exists or can be made; got: {error.strerror}. Fix: another folder"
+        ) from error
 
 
 def is_finished(run_dir: Path, max_steps: int) -> bool:

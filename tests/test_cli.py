@@ -163,3 +163,9 @@ def test_status_reads_the_files_of_a_run(tmp_path: Path) -> None:
     assert re.search(r"^last alarm +step 22: no group carries a signal$", status.status(run), re.M)
     (run / "summary.json").write_text(json.dumps({"finished": True}))
     assert "23 of 40, finished" in status.status(run)
+
+
+@pytest.mark.parametrize("run_dir", ["/dev/null/x", str(Path(__file__))])
+def test_a_run_directory_that_cannot_be_made_is_refused(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert cli.main(["train", f"run_dir={run_dir}"]) == 2
+    assert f"{run_dir}: expected a folder that exists or can be made" in caplog.text

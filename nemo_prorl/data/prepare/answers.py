@@ -16,6 +16,8 @@ CHOICE = "Think step by step, and put the letter of the right option in \\boxed{
 
 _PROBLEM = ("problem", "question", "prompt", "Question")
 _ID = ("id", "task_id", "key", "uuid", "hash_id", "Record ID")
+_PLACEHOLDERS = {"n/a", "na", "nan", "null", "tbd", "todo", "?", "unknown", "no answer", "not available"}
+_WORDED = re.compile(r"[^\W\d_]{2,}([\s-]+[^\W\d_]{2,})+[.!]?")  # "two apples", without any number or formula
 _OPTIONS = string.ascii_uppercase
 
 
@@ -47,11 +49,19 @@ def _braces_balance(text: str) -> bool:
     return depth == 0
 
 
+def is_worded(truth: dict[str, Any]) -> bool:
+    """Return whether an answer consists of words only, which a comparison of mathematical expressions cannot judge."""
+    answer = truth.get("answer")
+    return isinstance(answer, str) and _WORDED.fullmatch(answer) is not None
+
+
 def _final(row: Row, task: str, truth: dict[str, Any], answer: str, question: str) -> Draft | Drop:
     if not question.strip():
         return Drop("no problem", "the text is empty")
     if not answer:
         return Drop("no answer", "the source gives none")
+    if answer.lower() in _PLACEHOLDERS:
+        return Drop("no answer", f"{answer!r} stands in its place")
     if not _braces_balance(answer):
         return Drop("broken answer", f"its braces do not balance: {answer[:80]}")
     return Draft(task, question.strip(), truth, BOXED, f"\\boxed{{{answer}}}", row_id(row))

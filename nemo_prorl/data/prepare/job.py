@@ -2,6 +2,7 @@
 
 import logging
 import random
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -55,6 +56,7 @@ class PrepareOptions:
     ngram: int = 13
     overlap: float = 0.6
     check: int | None = 200
+    drop_worded: bool = False
     workers: int = 1
     unsafe_no_sandbox: bool = False
     agreement: str = "judge"
@@ -283,6 +285,25 @@ class Preparation:
         chosen = set(random.Random(f"{self.options.seed}/size").sample(range(len(self.items)), size))
         self._drop_where(None if at in chosen else Drop("beyond --size") for at in range(len(self.items)))
 
+    def drop_worded(self) -> None:
+        """Count the mathematical answers that are words only; drop them with --drop-worded."""
+        if self.options.source.task != "math":
+            return
+        worded = [item for item in self.items if answers.is_worded(item.draft.truth)]
+        if self.options.drop_worded:
+            gone = {id(item) for item in worded}
+            self._drop_where(Drop("answer in words") if id(item) in gone else None for item in self.items)
+        elif worded:
+            first = worded[0]
+            _log.warning(
+                "%d of the answers are words only, such as %r (%s:%d): a response must have the same words.  Fix:"
+                " correct them, or leave these problems out with --drop-worded",
+                len(worded),
+                first.draft.truth["answer"],
+                first.file,
+                first.line,
+            )
+
     def drop_wrong_golds(self) -> None:
         """Drop records whose gold answer the plugin does not accept; judge at most --check of them."""
         opts = self.options
@@ -358,6 +379,7 @@ def prepare(options: PrepareOptions, command: Sequence[str]) -> PreparedManifest
     job.read_source()
     _log.info("read %d rows; %d of them are problems", job.read, len(job.items))
     job.drop_invalid_truths()
+    job.drop_worded()
     job.drop_duplicates()
     job.drop_contaminated()
     job.drop_long()
@@ -377,5 +399,6 @@ def summary(options: PrepareOptions, manifest: PreparedManifest) -> str:
     for written in manifest["outputs"]:
         path = options.out / written["file"]
         part = "train" if path.stem == "train" else "validation"
-        lines.append(f"{path}: {written['records']} records; data.{part}=[{{name: {options.name}, path: {path}}}]")
+        override = shlex.quote(f"data.{part}=[{{name: {options.name}, path: {path}}}]")
+        lines.append(f"{path}: {written['records']} records; {override}")
     return "\n".join(lines) + "\n"

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from nemo_prorl.data import parquet as tables
 from nemo_prorl.errors import ConfigError, DataError
@@ -20,7 +20,7 @@ _SHOWN = 12  # most columns that an error message lists
 
 @dataclass(frozen=True)
 class Row:
-    """A row with its place.  `line`: the line in JSON Lines, the number of the row in other formats, from 1."""
+    """A row with its place.  `line`, from 1: where it begins in JSON Lines and CSV, its number in other formats."""
 
     file: str
     line: int
@@ -48,6 +48,13 @@ class Row:
             f"{self.where}: field {names[0]!r}{others} is missing; the row has: {shown}.  "
             f"Fix: --field {names[0]}=COLUMN if the column has another name"
         )
+
+    def column(self, field: str, name: str) -> Any:
+        """Return the value of a column that --field names; raises DataError if the row does not have it."""
+        if name not in self.values:
+            shown = ", ".join(list(self.values)[:_SHOWN])
+            raise DataError(f"{self.where}: --field {field}={name}: there is no column {name!r}; the row has: {shown}")
+        return self.values[name]
 
     def text(self, *names: str) -> str:
         """Return the string in the first of these columns that exists; "" for null.
@@ -98,7 +105,7 @@ def read_rows(file: Path, columns: Mapping[str, str]) -> Iterator[Row]:
             raise DataError(f"{file}:{line}: a row must be an object, not {type(values).__name__}")
         row = Row(str(file), line, values)
         if columns:
-            row = Row(str(file), line, {**values, **{name: row.needed(column) for name, column in columns.items()}})
+            row = Row(str(file), line, {**values, **{name: row.column(name, columns[name]) for name in columns}})
         yield row
 
 
@@ -110,9 +117,8 @@ def _values(file: Path) -> Iterator[tuple[int, Any]]:
             with gzip.open(file, "rb") as packed:
                 yield from _lines(file, packed)
         elif file.suffix == ".csv":
-            csv.field_size_limit(sys.maxsize)
-            with file.open(encoding="utf-8", newline="") as text:
-                yield from enumerate(csv.DictReader(text), 1)
+            with file.open(encoding="utf-8-sig", newline="") as text:
+                yield from _table(file, text)
         elif file.suffix == ".json":
             yield from _whole(file)
         else:
@@ -120,6 +126,25 @@ def _values(file: Path) -> Iterator[tuple[int, Any]]:
                 yield from _lines(file, raw)
     except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{file}: cannot be read: {error}") from error
+
+
+def _table(file: Path, text: TextIO) -> Iterator[tuple[int, Any]]:
+    """Yield the rows of a CSV file, whose columns are separated by commas, semicolons or tabs as in its first line."""
+    csv.field_size_limit(sys.maxsize)
+    head = text.readline()
+    text.seek(0)
+    separator = max(",;\t", key=head.count)
+    rows = csv.DictReader(text, delimiter=separator)
+    names = rows.fieldnames or []
+    line = rows.line_num + 1
+    for values in rows:
+        if None in values:
+            raise DataError(
+                f"{file}:{line}: the row has {len(names) + len(values[None])} values for {len(names)} columns.  Fix:"
+                f" put a value that contains {separator!r} in quotation marks"
+            )
+        yield line, values
+        line = rows.line_num + 1
 
 
 def _whole(file: Path) -> Iterator[tuple[int, Any]]:

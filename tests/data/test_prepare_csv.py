@@ -1,0 +1,60 @@
+"""CSV files of users: separators, rows of a wrong form, answers that no response can have."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from nemo_prorl import cli, settings
+from tests.data.preparing import records
+
+pytestmark = pytest.mark.starts
+
+
+def prepare(folder: Path, text: str, *words: str) -> int:
+    (folder / "mine.csv").write_text(text, encoding="utf-8")
+    command = ["data", "prepare", "math", "--from", str(folder / "mine.csv"), "--out", str(folder / "out")]
+    return cli.main([*command, "--check", "0", *words])
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_the_separator_is_that_of_the_first_line(separator: str, tmp_path: Path) -> None:
+    rows = [["Aufgabe", "answer"], ["2+2, or not?" if separator != "," else "2+2?", "4"]]
+    text = "".join(separator.join(row) + "\n" for row in rows)
+    assert prepare(tmp_path, "\ufeff" + text, "--field", "problem=Aufgabe") == 0
+    assert [record["truth"] for record in records(tmp_path / "out")] == [{"answer": "4"}]
+
+
+def test_a_row_with_more_values_than_columns_is_named_by_its_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert prepare(tmp_path, 'problem,answer\n"two\nlines?",4\n4+4?,8,9\n') == 4
+    assert "mine.csv:4: the row has 3 values for 2 columns" in caplog.text
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_wrong_column_name_is_the_user_s(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert prepare(tmp_path, "q,answer\n2+2?,4\n", "--field", "problem=Aufgabe") == 4
+    assert "--field problem=Aufgabe: there is no column 'Aufgabe'; the row has: q, answer" in caplog.text
+
+
+WORDS = "problem,answer\n2+2?,4\n3+3?,n/a\n1+1?,two apples\nWhere?,\\text{east}\n"
+
+
+def test_answers_that_no_response_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prepare(tmp_path, WORDS) == 0
+    assert "1 of the answers are words only, such as 'two apples'" in caplog.text
+    assert "mine.csv:4" in caplog.text
+    dropped = [json.loads(line) for line in (tmp_path / "out" / "dropped.jsonl").read_text().splitlines()]
+    assert [(row["line"], row["reason"]) for row in dropped] == [(3, "no answer")]
+    [printed] = [line for line in capsys.readouterr().out.splitlines() if "data.train" in line]
+    [override] = shlex.split(printed.split("records; ")[1])
+    assert settings.load([override]).data.train[0].name == "math"
+
+
+def test_answers_in_words_are_left_out_if_so_asked(tmp_path: Path) -> None:
+    assert prepare(tmp_path, WORDS, "--drop-worded") == 0
+    assert [record["truth"]["answer"] for record in records(tmp_path / "out")] == ["4", "\\text{east}"]

@@ -11,11 +11,17 @@ The `failure` of a verdict is one of:
 """
 
 import dataclasses
+import logging
 import math
+import sys
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypedDict, cast
+
+_log = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "nemo_prorl.rewards"
 FAILURES = ("timeout", "invalid", "infrastructure")
@@ -328,6 +334,17 @@ def read_verdict(obj: Any, request_id: str) -> Verdict:
     return cast(Verdict, found)
 
 
+_shown: set[str] = set()  # places whose traceback is in the log
+
+
+def _place_of(error: Exception, plugin: RewardPlugin) -> str:
+    """Return file and line where an exception left the plugin's own code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = Path(getattr(sys.modules[type(plugin).__module__], "__file__", None) or "").parent
+    inner = [frame for frame in frames if Path(frame.filename).is_relative_to(own)] or frames[-1:]
+    return f"{inner[-1].filename}:{inner[-1].lineno}"
+
+
 def judge(plugin: RewardPlugin, request: RewardRequest) -> Verdict:
     """Return the plugin's verdict on a request.  Never raises.
 
@@ -344,7 +361,11 @@ def judge(plugin: RewardPlugin, request: RewardRequest) -> Verdict:
     except InvalidAnswer as error:
         return failed_verdict(request.id, "invalid", str(error) or "malformed answer")
     except Exception as error:
-        detail = f"plugin {plugin.name!r} raised {type(error).__name__}: {error}"
+        place = _place_of(error, plugin)
+        if place not in _shown:
+            _shown.add(place)
+            _log.error("plugin %r raised an exception at %s; shown once", plugin.name, place, exc_info=error)
+        detail = f"plugin {plugin.name!r} raised {type(error).__name__} ({place}): {error}"
         return failed_verdict(request.id, "infrastructure", detail)
     if fault is not None:
         return failed_verdict(request.id, "infrastructure", f"plugin {plugin.name!r}: {fault}")

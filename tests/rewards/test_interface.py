@@ -1,8 +1,10 @@
 """The typed request and result, and how what a plugin does becomes a verdict."""
 
 import dataclasses
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,8 +95,6 @@ def test_an_invalid_answer_scores_zero() -> None:
 @pytest.mark.parametrize(
     ("says", "detail"),
     [
-        (KeyError("k"), "plugin 'says' raised KeyError: 'k'"),
-        (ValueError("v"), "plugin 'says' raised ValueError: v"),
         (None, "plugin 'says': it returned NoneType; it must return a RewardResult"),
         (RewardResult(score=1.5), "plugin 'says': score is 1.5; it must lie in [0, 1]"),
         (RewardResult(score=-0.1), "plugin 'says': score is -0.1; it must lie in [0, 1]"),
@@ -110,6 +110,18 @@ def test_what_else_a_plugin_does_is_infrastructure_and_names_it(says: Any, detai
     verdict = _verdict(says)
     assert (verdict["score"], verdict["correct"], verdict["failure"]) == (None, None, "infrastructure")
     assert verdict["detail"].startswith(detail)
+
+
+def test_an_exception_has_its_file_and_line_and_is_in_the_log_once(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = (_verdict(KeyError("k")) for _ in range(2))
+    assert first == second
+    assert (first["score"], first["failure"]) == (None, "infrastructure")
+    place = re.fullmatch(r"plugin 'says' raised KeyError \((.*):(\d+)\): 'k'", first["detail"])
+    assert place is not None
+    assert place[1] == __file__
+    assert "raise" in Path(__file__).read_text().splitlines()[int(place[2]) - 1]
+    assert len(caplog.records) <= 1  # another test may have raised it first
+    assert all(record.exc_info is not None for record in caplog.records)
 
 
 def test_settings_replace_the_time_budget() -> None:

@@ -98,8 +98,8 @@ def load_run(overrides: list[str], config_file: Path | None = None, need_files: 
     refuses changes that would make another run.
 
     Args:
-        need_files: raise an error if a data file (`data.prepared`) or the first weights are missing; False if the
-            caller only reports it.
+        need_files: False if the caller starts nothing: missing data files (`data.prepared`) and weights are no error,
+            and changes of a run that exists are only a warning.
     """
     cfg = load(overrides, config_file, need_files)
     saved = Path(cfg.run_dir) / "config.yaml"
@@ -107,7 +107,12 @@ def load_run(overrides: list[str], config_file: Path | None = None, need_files: 
         old = read_config(saved)
         if config_file is None and not any(o.key_or_group in group_options() for o in _parse(overrides)):
             cfg = load(overrides, saved, need_files)
-        check_same_run(old, cfg)
+        try:
+            check_same_run(old, cfg)
+        except ConfigError as error:
+            if need_files:
+                raise
+            _log.warning("what if: %s", str(error).splitlines()[0])
     if need_files:
         check_data(cfg)
     return cfg

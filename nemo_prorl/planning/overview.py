@@ -26,10 +26,9 @@ from nemo_prorl.sizing.memory import (
 
 def plan(cfg: DictConfig, chain: Chain) -> str:
     """Return four tables as text: the run, the stages of the recipe's chain, the sources of numbers, and memory."""
-    refused = "".join(f"\n{stage.name}: {stage.refused}\n" for stage in chain.stages if stage.refused)
     parts = (
         columns(run_rows(cfg).items()),
-        _stage_table(chain) + refused,
+        _stage_table(chain),
         columns(_sources(chain).items()),
         columns(_memory(cfg, chain).items()),
     )
@@ -104,20 +103,18 @@ def _files(cfg: DictConfig) -> str:
 
 
 def _stage_table(chain: Chain) -> str:
-    """Return a table with one line per stage, `>` before the chosen stage, and a last line with the totals."""
+    """Return a table with one line per stage, `>` before the chosen stage, and of a chain a last line with totals."""
     hours = f"{chain.accelerator.upper()} hours"
     head = ("", "stage", "reset", "steps", "responses", "tokens <=", "generated ~", hours, "memory", "changes")
     rows: list[tuple[str, ...]] = [head]
     for stage in chain.stages:
         mark = ">" if stage.chosen else ""
-        if stage.refused is not None:
-            rows.append((mark, stage.name, *[""] * 7, "refused, see below"))
-            continue
         numbers = (stage.steps, stage.responses, stage.tokens_at_most, stage.tokens_estimated, stage.device_hours)
         memory = _bytes(stage.memory_needed)
         reset = "yes" if stage.hard_reset else "no"
         rows.append((mark, stage.name, reset, *map(_count, numbers), memory, _changes(stage)))
-    rows.append(("", "in all", "", *map(_count, chain.totals.values()), "", ""))
+    if len(chain.stages) > 1:
+        rows.append(("", "in all", "", *map(_count, chain.totals.values()), "", ""))
     return columns(rows, right=range(3, 9))
 
 

@@ -63,11 +63,10 @@ class Rates:
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A stage of the chain, one line of the table.  If its configuration is refused, only name and reason are set."""
+    """A stage of the chain, or a run outside of stages: one line of the table."""
 
     name: str
     chosen: bool
-    refused: str | None = None  # the error of its configuration
     changes: dict[str, Any] = field(default_factory=dict)  # key: new value, compared with the previous stage
     hard_reset: bool = False  # at the start of the stage
     steps: int = 0
@@ -189,20 +188,19 @@ def _measured(cfg: DictConfig, run: Path, with_speed: bool) -> Rates:
 def plan_chain(cfg: DictConfig, overrides: list[str], rates: Rates, config_file: Path | None = None) -> Chain:
     """Return the plan of the chain, with the same overrides at each stage, and the memory of the chosen run `cfg`.
 
-    If `cfg` is not made from `overrides` and conf/ but from `config_file` or a run directory, the plan has one stage:
-    this run.
+    The plan has one line, this run, if no stage is chosen (stage=none), or if `cfg` is not made from `overrides` and
+    conf/ but from `config_file` or a run directory.
 
-    Raises:
-        ConfigError: the chosen run does not fit the memory; or, if a stage is chosen, a stage of its chain is refused.
-            If no stage is chosen (stage=none), the plan has the reason of each refused stage instead.
+    Raises ConfigError: the chosen run, or a stage of its chain, is refused or does not fit the memory.
     """
     memory = check_memory(cfg, device_bytes(cfg))
-    stages, note = [], None
-    if config_file is None and settings.load(overrides) == cfg:
-        stages = _stages(cfg, overrides, rates)
-    else:
+    stages, note = [_stage(cfg, None, cfg.stage, True, rates, memory)], None
+    if cfg.stage == "none":
+        note = "none: this is one run; stage=run1 plans the recipe's chain of eight"
+    elif config_file is not None or settings.load(overrides) != cfg:
         note = "only this saved run; to plan the whole chain, use conf/ and another run_dir"
-        stages = [_stage(cfg, None, cfg.stage, True, rates, memory)]
+    else:
+        stages = _stages(cfg, overrides, rates)
     return Chain(
         stages=stages,
         totals=_totals(stages),
@@ -225,10 +223,7 @@ def _stages(cfg: DictConfig, overrides: list[str], rates: Rates) -> list[Planned
             now = cfg if name == cfg.stage else settings.load([*others, f"{GROUP}={name}"])
             memory = check_memory(now, device_bytes(now))
         except ConfigError as error:
-            if cfg.stage != "none":
-                raise ConfigError(f"{name} of the same chain: {error}") from error
-            stages.append(PlannedStage(name, False, refused=str(error)))
-            continue
+            raise ConfigError(f"{name} of the same chain: {error}") from error
         stages.append(_stage(now, before, name, name == cfg.stage, rates, memory))
         before = now
     return stages
@@ -270,11 +265,10 @@ def _changes(before: DictConfig | None, now: DictConfig) -> dict[str, Any]:
 
 
 def _totals(stages: list[PlannedStage]) -> dict[str, float | None]:
-    """Return sums over the stages that are not refused; a sum is None if the number of a stage is unknown."""
-    kept = [stage for stage in stages if stage.refused is None]
+    """Return sums over the stages; a sum is None if the number of a stage is unknown."""
     totals: dict[str, float | None] = {}
     for name in ("steps", "responses", "tokens_at_most", "tokens_estimated", "device_hours"):
-        values = [getattr(stage, name) for stage in kept]
+        values = [getattr(stage, name) for stage in stages]
         totals[name] = None if None in values else sum(values)
     return totals
 

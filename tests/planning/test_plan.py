@@ -155,20 +155,22 @@ def test_what_is_wrong_is_said(rates: dict[str, Any], kind: type[Exception], sai
         chain_of([], **rates)
 
 
-def test_a_refused_stage_is_an_error_of_its_chain_and_a_line_of_a_single_run() -> None:
+def test_a_refused_stage_is_an_error_of_its_chain_only() -> None:
     """Step 250 is inside runs 1 to 3, 6 and 7 only."""
     overrides = ["trainer.resets.at_steps=[250]", "chain.step_scale=1"]
     with pytest.raises(ConfigError, match=r"run4 of the same chain: trainer.resets.at_steps=\[250\]"):
         chain_of([*overrides, "stage=run1"])
-    single = [*overrides, "trainer.grpo.max_steps=300"]
-    assert all(s.refused is None for s in chain_of(single).stages)
-    alone = [*H100, "trainer.resets.at_steps=[250]"]
-    chain = chain_of(alone)
-    assert [s.name for s in chain.stages if s.refused] == ["run4", "run5", "run8"]
-    assert chain.totals["steps"] == 400 + 4 * 300
-    text = overview.plan(settings.load(alone), chain)
-    assert text.count("refused, see below") == 3
-    assert "run8: trainer.resets.at_steps=[250]" in text
+    chain = chain_of([*overrides, "trainer.grpo.max_steps=300"])
+    assert [(stage.name, stage.steps) for stage in chain.stages] == [("none", 300)]
+
+
+def test_a_plan_is_a_what_if_beside_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_run(tmp_path / "run", ["run_dir=run", "seed=3"], [])
+    words = ["run_dir=run", "model.optim.lr=1e-5"]
+    with pytest.raises(ConfigError, match=r"model.optim.lr=1e-05 \(the run has 0.0002\)"):
+        settings.load_run(words)
+    assert cli.main(["plan", *words]) == 0
+    assert "what if: run holds a run with another configuration: model.optim.lr=1e-05" in caplog.text
 
 
 def test_a_stage_that_does_not_fit_the_device_is_refused() -> None:

@@ -34,6 +34,12 @@ def outcome(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> list[str]
         for name, score in heldout["tasks"].items():
             gain = score["after"] - score["before"]
             lines.append(f"  {name:{width}s}  {score['before']:.3f} -> {score['after']:.3f}  ({gain:+.3f})")
+    if metrics and not any("policy/grad_norm" in line for line in metrics):
+        lines.append(
+            "no update was made: in no step did responses to one prompt get different rewards. Fix: prorl probe says"
+            " what to change"
+        )
+    elif heldout:
         lines.append(verdict(heldout))
     return lines
 

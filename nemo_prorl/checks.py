@@ -44,6 +44,9 @@ def check(cfg: DictConfig) -> None:
     check_memory(cfg, device_bytes(cfg))
 
 
+_HINTS = {"trainer.grpo.validate_every": ". Fix: data.validation=[] switches validations off"}  # of a wrong number
+
+
 def _wrong(key: str, value: Any, why: str) -> ConfigError:
     return ConfigError(f"{key}={value}: {why}")
 
@@ -80,7 +83,7 @@ def _check_value(name: str, value: Any, key: ConfigKey) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise _wrong(name, value, f"expected a finite number, {word} {bound:g}")
         if not is_within(value, bound):
-            raise _wrong(name, value, f"expected a number {word} {bound:g}")
+            raise _wrong(name, value, f"expected a number {word} {bound:g}{_HINTS.get(name, '')}")
 
 
 def _pairs(cfg: DictConfig) -> None:

@@ -41,16 +41,17 @@ class Stopping:
         if self._is_overdue:
             abandon()
 
-    def request_stop(self, reason: str) -> None:
+    def request_stop(self, reason: str, level: int = logging.WARNING) -> None:
         """Request a stop after the current step, or earlier if its rollout takes too long.
 
-        Only the first request of a run has an effect.
+        Only the first request of a run has an effect.  `level` is the level of its log message.
         """
         if self._reason is not None:
             return
         self._reason = reason
         seconds = self._deadlines.finish_step_s
-        _log.warning("%s: the run stops after this step; a rollout longer than %g s more is abandoned", reason, seconds)
+        text = "%s: the run stops after this step; a rollout longer than %g s more is abandoned"
+        _log.log(level, text, reason, seconds)
         _later(seconds, self._abandon_rollout)
 
     def _abandon_rollout(self) -> None:
@@ -59,7 +60,7 @@ class Stopping:
             self._abandon()
 
     def on_signal(self, number: int, _: object) -> None:
-        self.request_stop(signal.Signals(number).name)
+        self.request_stop(signal.Signals(number).name, logging.INFO)  # the supervisor, which passes it on, says so
 
     def reason(self) -> str | None:
         """Return the reason to stop now, or None.

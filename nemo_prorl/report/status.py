@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,18 @@ def _run_table(run: dict[str, Any]) -> str:
     if run["bottleneck"]:
         rows["bottleneck"] = run["bottleneck"]
     if run["journal"]:
-        rows["journal"] = json.dumps(run["journal"])
+        rows["last event"] = _event(run["journal"])
     return columns((name, str(value)) for name, value in rows.items())
+
+
+def _event(event: dict[str, Any]) -> str:
+    """Return an event of the journal in words, such as `finish, step 120, 2026-11-25 03:24 UTC`."""
+    rest = [
+        f"{key} {value}" for key, value in event.items() if key not in ("event", "step", "time", "version", "stage")
+    ]
+    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(event["time"])) if "time" in event else ""
+    step = f"step {event['step']}" if "step" in event else ""
+    return ", ".join(filter(None, (event["event"], step, when, *rest)))
 
 
 def _step(run: dict[str, Any]) -> str:

@@ -102,9 +102,9 @@ def _run_table(run: dict[str, Any]) -> str:
 
 def _event(event: dict[str, Any]) -> str:
     """Return an event of the journal in words, such as `finish, step 120, 2026-11-25 03:24 UTC`."""
-    rest = [
-        f"{key} {value}" for key, value in event.items() if key not in ("event", "step", "time", "version", "stage")
-    ]
+    shown = {key: value for key, value in event.items() if isinstance(value, str | int | float)}
+    known = ("event", "step", "time", "version", "stage")
+    rest = [f"{key} {value}" for key, value in shown.items() if key not in known]
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(event["time"])) if "time" in event else ""
     step = f"step {event['step']}" if "step" in event else ""
     return ", ".join(filter(None, (event["event"], step, when, *rest)))

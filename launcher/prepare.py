@@ -87,7 +87,10 @@ def check_node(cfg: DictConfig, trains: bool = True) -> None:
 
     python = Path(cfg.rollout.python)
     if not os.access(python, os.X_OK):
-        raise UnfitMachine(f"rollout.python={python}: expected a Python that runs on this node. Fix: make setup")
+        raise UnfitMachine(
+            f"rollout.python={python}: expected a Python that runs on this node. Fix: make setup in the"
+            " checkout of the project, or rollout.python=PATH"
+        )
     failed = [check for check in check_node_gpus(cfg, os.environ, python, trains) if check.state == "fail"]
     if failed:
         raise UnfitMachine("\n".join(f"{check.name}: {check.text}. Fix: {check.cure}" for check in failed))

@@ -13,6 +13,7 @@ import difflib
 import functools
 import importlib.resources
 import logging
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -85,6 +86,7 @@ def load(overrides: list[str], config_file: Path | None = None, need_weights: bo
         raise ConfigError(f"{missing[0]} must be given: prorl train {missing[0]}=...")
     if cfg.chain.start_from is not None:
         cfg.chain.start_from = str(Path(cfg.chain.start_from).absolute())
+    cfg.rollout.python = rollout_python(cfg.rollout.python)
     cfg.rollout.dtype = cfg.rollout.dtype or _engine_dtype(cfg)
     check(cfg)
     return cfg
@@ -208,6 +210,12 @@ def _take_model(cfg: DictConfig, stated: set[str], need_weights: bool) -> None:
         if f"model.{key}" not in stated:
             OmegaConf.update(cfg, f"model.{key}", value, force_add=True)
     check_shape(cfg.model, hf, pretrained_name(cfg))
+
+
+def rollout_python(path: str) -> str:
+    """Return the Python of the engines: a relative path counts from the current folder, or from this checkout."""
+    there = Path(sys.prefix).parent.parent / path  # this Python is CHECKOUT/.venv/train/bin/python
+    return str(there) if not Path(path).exists() and there.exists() else path
 
 
 def _engine_dtype(cfg: DictConfig) -> str:

@@ -169,3 +169,16 @@ def test_status_reads_the_files_of_a_run(tmp_path: Path) -> None:
 def test_a_run_directory_that_cannot_be_made_is_refused(run_dir: str, caplog: pytest.LogCaptureFixture) -> None:
     assert cli.main(["train", f"run_dir={run_dir}"]) == 2
     assert f"{run_dir}: expected a folder that exists or can be made" in caplog.text
+
+
+def test_the_engines_python_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout, elsewhere = tmp_path / "checkout", tmp_path / "elsewhere"
+    for folder in (checkout / ".venv" / "rollout" / "bin", elsewhere):
+        folder.mkdir(parents=True)
+    (checkout / ".venv" / "rollout" / "bin" / "python").touch()
+    monkeypatch.setattr("sys.prefix", str(checkout / ".venv" / "train"))
+    monkeypatch.chdir(elsewhere)
+    assert settings.load([]).rollout.python == str(checkout / ".venv/rollout/bin/python")
+    monkeypatch.chdir(checkout)
+    assert settings.load([]).rollout.python == ".venv/rollout/bin/python"
+    assert settings.load(["rollout.python=/opt/python"]).rollout.python == "/opt/python"

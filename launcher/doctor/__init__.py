@@ -90,8 +90,10 @@ def checks(cfg: "DictConfig | None" = None, python: Path | None = None, srun: st
         srun: command that starts the probes of all nodes; None: do not compare the nodes.
     """
     from nemo_prorl.launcher.doctor import devices, machine, model, network, nodes, storage
+    from nemo_prorl.settings import rollout_python
 
-    python = python or Path(cfg.rollout.python if cfg is not None else ".venv/rollout/bin/python")
+    given = cfg.rollout.python if cfg is not None else rollout_python(".venv/rollout/bin/python")
+    python = python or Path(given)
     on_gpu = cfg is not None and cfg.trainer.accelerator == "gpu"
     yield machine.python()
     yield machine.packages()

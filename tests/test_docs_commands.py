@@ -476,6 +476,7 @@ def heavy(test: Any) -> Any:
 @heavy
 def test_the_pages_about_evaluation(story: Story) -> None:
     """In their order; two prompts of each benchmark, one sample."""
+    write(story.folder / "my-test.jsonl", [REQUEST])
     server = Address(0.0)
     try:
         for words in of_way("prorl evaluate"):

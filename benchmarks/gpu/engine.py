@@ -88,7 +88,11 @@ def require_vllm(python: str) -> None:
 
 
 def plan(settings: Settings, folder: Path) -> tuple[int, list[str]]:
-    """Return the trainer's GPU bytes while engines run, and the engine's options, as planned for a run on 32 GPUs."""
+    """Plan a run on 32 GPUs with the model in `folder`, and return what an engine beside its trainer gets.
+
+    Returns:
+        (bytes that the trainer keeps on a GPU while the engines run, options of the engine's command)
+    """
     if not settings.cuda:
         return 0, [f"--kv-mb={SMALL_KV_MB}"]
     from nemo_prorl.sizing.memory import memory_of

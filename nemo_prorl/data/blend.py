@@ -309,7 +309,8 @@ def of_tasks(train: list[LoadedSource], data: DataConfig) -> list[LoadedSource]:
         raise ConfigError(f"{problem}. Fix: name some of these tasks, or null for all")
     if missing := [task for task in tasks if task not in available]:
         raise ConfigError(
-            f"{problem}, but not of {', '.join(missing)}. Fix: add a source of each (data=NAME), or leave the task out"
+            f"{problem}, but not of {', '.join(missing)}. Fix: add a source of each (data=NAME), or remove it from"
+            " data.tasks"
         )
     return kept
 

@@ -1,7 +1,12 @@
-"""The catalogue of benchmarks: one yaml file each in benchmarks/, with prompt records from a file or a generator."""
+"""The catalogue of benchmarks: one yaml file each, with prompt records from a file or a generator.
+
+The files are in benchmarks/, in packages with an entry point of the group `nemo_prorl.benchmarks`, or the user's own.
+"""
 
 import difflib
 import hashlib
+import importlib.metadata
+import importlib.resources
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -15,7 +20,8 @@ from pydantic.dataclasses import dataclass
 from nemo_prorl.errors import ConfigError, DataError
 
 FOLDER = Path(__file__).parent / "benchmarks"
-Domain = Literal["math", "code", "stem", "puzzles", "instructions"]
+ENTRY_POINTS = "nemo_prorl.benchmarks"  # each names a package that contains yaml files
+Domain = Literal["math", "code", "stem", "puzzles", "instructions", "other"]
 Metric = Literal["pass@1", "reward"]
 _CONFIG = ConfigDict(extra="forbid")
 
@@ -53,15 +59,16 @@ class Benchmark:
     """One benchmark.  Exactly one of `prompts` (a file that the user provides) and `generate` is set."""
 
     name: str
-    sha256: str  # name in the yaml file
-    title: str
-    domain: Domain
+    sha256: str  # of the yaml file
     task: str  # task of its records, which selects the reward plugin
-    metric: Metric  # number that the paper reports: binary correctness, or mean continuous reward
-    sets: tuple[str, ...]
-    source: str
-    licence: str
-    prompts: str | None = None  # name of its file or folder in --data, see `file_of`
+    title: str = ""
+    domain: Domain = "other"
+    metric: Metric = "reward"  # the number to report: binary correctness, or mean continuous reward
+    sets: tuple[str, ...] = ()
+    source: str = ""
+    licence: str = ""
+    prompts: str | None = None  # its file beside the yaml file, or name of its file or folder in --data, see `file_of`
+    file: str | None = None  # path of the user's own file; None if the benchmark is known by its name
     prepare: str = ""  # instruction to get that file
     generate: dict[str, Any] | None = None  # generator, size, seed and options, as in a run's data source
     out_of_distribution: bool = False
@@ -83,7 +90,7 @@ class Benchmark:
     def about(self) -> BenchmarkAbout:
         """Return the facts that manifest.json and results.json repeat."""
         return {
-            "title": self.title,
+            "title": self.title or self.name,
             "domain": self.domain,
             "metric": self.metric,
             "out_of_distribution": self.out_of_distribution,
@@ -97,32 +104,60 @@ def _wrong(where: object, error: ValidationError) -> ConfigError:
     return ConfigError(f"{where}: {value}{first['msg'].removeprefix('Value error, ')}")
 
 
-def catalogue() -> dict[str, Benchmark]:
-    """Return all benchmarks by name."""
-    return {path.stem: read(path) for path in sorted(FOLDER.glob("*.yaml"))}
+def catalogue(own: Iterable[str] = ()) -> dict[str, Benchmark]:
+    """Return all benchmarks by name: shipped ones, those of installed packages, and the user's files `own`."""
+    found = {path.stem: read(path) for path in sorted(FOLDER.glob("*.yaml"))}
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        with importlib.resources.as_file(importlib.resources.files(point.value)) as folder:
+            found |= {path.stem: read(path, str(path)) for path in sorted(folder.glob("*.yaml"))}
+    return found | {Path(path).stem: read_own(Path(path)) for path in own}
 
 
-def read(path: Path) -> Benchmark:
-    """Read one yaml file of the catalogue.  Raises ConfigError naming file and key."""
-    text = path.read_bytes()
+def read(path: Path, own: str | None = None) -> Benchmark:
+    """Read a benchmark's yaml file; `own`: its path if it is not shipped.  Raises ConfigError with file and key."""
     try:
-        return Benchmark(name=path.stem, sha256=hashlib.sha256(text).hexdigest(), **yaml.safe_load(text))
+        text = path.read_bytes()
+        return Benchmark(name=path.stem, sha256=hashlib.sha256(text).hexdigest(), file=own, **yaml.safe_load(text))
+    except OSError as error:
+        raise ConfigError(f"--benchmarks {path}: expected the yaml file of a benchmark: {error.strerror}") from error
     except (yaml.YAMLError, TypeError) as error:
         raise ConfigError(f"{path}: expected a yaml mapping: {error}") from error
     except ValidationError as error:
         raise _wrong(path, error) from None
 
 
+def read_own(path: Path) -> Benchmark:
+    """Return the user's benchmark: a yaml file of the catalogue's form, or a .jsonl file of prompt records of one task.
+
+    Raises ConfigError: the file cannot be read, is of neither form, or has the name of another benchmark.
+    """
+    if path.stem in catalogue():
+        raise ConfigError(f"--benchmarks {path}: a shipped benchmark has this name. Fix: rename the file")
+    if path.suffix != ".jsonl":
+        return read(path, str(path.resolve()))
+    try:
+        text = path.read_bytes()
+        task = json.loads(text.split(b"\n", 1)[0])["task"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--benchmarks {path}: expected prompt records, one JSON object a line: {error!r}") from error
+    digest, whole = hashlib.sha256(text).hexdigest(), str(path.resolve())
+    return Benchmark(name=path.stem, sha256=digest, task=task, source=path.name, prompts=path.name, file=whole)
+
+
 def choose(text: str) -> list[Benchmark]:
-    """Return the benchmarks for a list such as `A,B` of benchmark names and names of sets, each benchmark once.
+    """Return the benchmarks for a list such as `A,./mine.yaml` of names, sets and the user's files, each once.
 
     Raises:
-        ConfigError: A name is unknown; the message lists the known names and sets.
+        ConfigError: A name is unknown; the message lists the known names and sets.  A file is wrong.
     """
     known = catalogue()
     sets = sorted({name for one in known.values() for name in one.sets})
     chosen: dict[str, Benchmark] = {}
     for word in filter(None, (part.strip() for part in text.split(","))):
+        if word.endswith((".yaml", ".jsonl")):
+            own = read_own(Path(word))
+            chosen[own.name] = own
+            continue
         found = [one for one in known.values() if word == one.name or word in one.sets]
         if not found:
             near = difflib.get_close_matches(word, [*known, *sets], n=1)
@@ -154,10 +189,13 @@ def file_of(benchmark: Benchmark, data: Path | None) -> Path | None:
     """Return the benchmark's file in the folder `data` (option --data), or None if it does not exist.
 
     The file is NAME.jsonl, or the held-out part that `prorl data prepare` wrote as NAME/validation.jsonl; or .parquet.
+    A benchmark of the user's may have its file beside the yaml file.
     """
+    name = benchmark.prompts
+    if benchmark.file is not None and (beside := Path(benchmark.file).parent / str(name)).is_file():
+        return beside
     if data is None:
         return None
-    name = benchmark.prompts
     forms = [f"{stem}.{form}" for stem in (name, f"{name}/validation") for form in ("jsonl", "parquet")]
     return next((data / form for form in forms if (data / form).is_file()), None)
 

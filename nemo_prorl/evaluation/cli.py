@@ -47,7 +47,7 @@ def add_parser(commands: Any) -> None:
         help="Hugging Face folder or name, checkpoint, run directory, or http://HOST/v1",
     )
     add("overrides", metavar="OVERRIDE", nargs="*", default=[], help="KEY=VALUE as for prorl train: rollout.*, ...")
-    add("--benchmarks", metavar="A,B", help="names of benchmarks or of sets; --list shows them")
+    add("--benchmarks", metavar="A,B", help="names of benchmarks or sets (--list), or own .yaml or .jsonl files")
     add("--out", metavar="DIR", type=Path, help="folder of the evaluation; the same command again completes it")
     add("--list", action="store_true", help="list the benchmarks and the file that each needs")
     add("--data", metavar="DIR", type=Path, help="folder with the prompt records of benchmarks that are not shipped")
@@ -141,7 +141,8 @@ def _again(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')}: cannot be combined with --manifest, which sets it")
     if args.out.resolve() == args.manifest.resolve().parent:
         raise ConfigError(f"--out {args.out}: is the folder of the manifest itself; give another folder")
-    known, keys = catalogue(), {one.name for one in fields(Sampling)}
+    own = [entry["file"] for entry in expected["benchmarks"].values() if "file" in entry]
+    known, keys = catalogue(own), {one.name for one in fields(Sampling)}
     chosen = []
     for name, entry in expected["benchmarks"].items():
         if name not in known or set(entry["sampling"]) != keys:

@@ -181,7 +181,10 @@ def _pair(base: Scored, other: Scored, key: str) -> Paired | None:
 
 
 def _solved(base: Scored, other: Scored) -> SolvedCounts:
-    """Count the prompts by which model solved them at least once, with equal numbers of samples per prompt."""
+    """Count the prompts that both models, only the base, only the other or neither solved at least once.
+
+    Of each prompt, equally many samples of both models count; surplus samples of one model are ignored.
+    """
     counts: SolvedCounts = {"both": 0, "gained": 0, "lost": 0, "neither": 0}
     for mine, theirs in zip(base.samples, other.samples, strict=True):
         n = min(len(mine), len(theirs))

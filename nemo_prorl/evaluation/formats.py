@@ -27,6 +27,7 @@ class ModelJson(TypedDict):
 class BenchmarkManifest(BenchmarkAbout):
     """The prompts of a benchmark that were evaluated, and the sampling settings."""
 
+    file: NotRequired[Annotated[str, Constraint(description="path of the user's own file of the benchmark")]]
     file_sha256: Sha256
     prompts_sha256: Sha256
     prompts: Number
@@ -151,7 +152,7 @@ class Difference(GroupDifference):
 
 
 class ComparedPart(TypedDict):
-    """Each model's numbers and its differences from the base."""
+    """A benchmark, or one of its parts: the numbers of each model, and its differences from the base model."""
 
     models: dict[str, Numbers]
     differences: list[Difference]

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from nemo_prorl import __version__
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.evaluation.catalogue import Benchmark, catalogue, records_sha256
-from nemo_prorl.evaluation.formats import EvaluationManifest
+from nemo_prorl.evaluation.formats import BenchmarkManifest, EvaluationManifest
 from nemo_prorl.evaluation.models import Model
 from nemo_prorl.evaluation.store import read_json
 
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 _SETTINGS: tuple[Literal["seed", "engine", "rewards"], ...] = ("seed", "engine", "rewards")
 _HASHES: dict[Literal["file_sha256", "prompts_sha256"], str] = {
-    "file_sha256": "its yaml file in the package",
+    "file_sha256": "its yaml file",
     "prompts_sha256": "its prompts",
 }
 _VERSIONS = ("transformers", "torch", "numpy", "reasoning-gym", "math-verify")
@@ -50,20 +50,24 @@ def manifest_of(
         "seed": seed,
         "data": None if data is None else str(data.resolve()),
         "limit": limit,
-        "benchmarks": {
-            one.name: {
-                **one.about(),
-                "file_sha256": one.sha256,
-                "prompts_sha256": records_sha256(records[one.name]),
-                "prompts": len(records[one.name]),
-                "sampling": asdict(one.sampling),
-            }
-            for one in benchmarks
-        },
+        "benchmarks": {one.name: _entry(one, records[one.name]) for one in benchmarks},
         "engine": engine,
         "rewards": plain(cfg.rewards.plugins),
         "versions": _versions(cfg, engine is not None),
     }
+
+
+def _entry(one: Benchmark, records: Sequence[Mapping[str, Any]]) -> BenchmarkManifest:
+    entry: BenchmarkManifest = {
+        **one.about(),
+        "file_sha256": one.sha256,
+        "prompts_sha256": records_sha256(records),
+        "prompts": len(records),
+        "sampling": asdict(one.sampling),
+    }
+    if one.file is not None:
+        entry["file"] = one.file
+    return entry
 
 
 def _versions(cfg: DictConfig, engine: bool) -> dict[str, str]:
@@ -115,7 +119,7 @@ def merged(
         raise ConfigError(
             f"--out {out} has another evaluation, which differs in: {'; '.join(differ)}. Give another folder"
         )
-    known = catalogue()
+    known = catalogue(one["file"] for one in old["benchmarks"].values() if "file" in one)
     kept = [name for name in old["benchmarks"] if name not in manifest["benchmarks"] and name in known]
     more = [known[name].changed(old["benchmarks"][name]["sampling"]) for name in kept]
     entries = {name: old["benchmarks"][name] for name in kept} | manifest["benchmarks"]

@@ -41,7 +41,9 @@ def origin(cfg: Config, run_dir: Path) -> Origin | None:
         return None
     folder = Path(given) if given is not None else run_dir.parent / str(chain.after)
     if (folder / "state.json").is_file() and folder.suffix in (TEMPORARY, OLD, TRASH):
-        raise ConfigError(f"chain.start_from={given}: is no complete checkpoint; those have no ending in their name")
+        raise ConfigError(
+            f"chain.start_from={given}: a {folder.suffix} folder is no complete checkpoint. Fix: {folder.stem}"
+        )
     if (folder / "state.json").is_file():
         run = folder.parent.parent
         return Origin(folder, run if (run / "config.yaml").is_file() else None, folder)

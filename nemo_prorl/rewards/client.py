@@ -79,7 +79,7 @@ class _Refused(Exception):
 
 @dataclass
 class ClientStats:
-    """Counts since the start of a client."""
+    """Counts of requests and failures since the start of a client."""
 
     posts: int = 0
     retries: int = 0  # of requests, not of POSTs

@@ -1,5 +1,6 @@
 """The benchmark files, and what is said of wrong ones."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def test_a_record_of_another_task_is_refused(tmp_path: Path) -> None:
         ({"sampling": {"temperature": -1}}, "sampling.temperature is -1: Input should be greater than or equal to 0"),
         ({"sampling": {"tokens": 5}}, "sampling.tokens is 5: Unexpected"),
         ({"sampling": {"max_response": 9, "context": 9}}, "max_response is 9; expected 1 to 8"),
-        ({"licence": ...}, "licence"),
+        ({"task": ...}, "task"),
     ],
     ids=str,
 )
@@ -118,3 +119,56 @@ def test_a_wrong_file_is_told_by_key(tmp_path: Path, change: dict[str, Any], tol
     with pytest.raises(ConfigError, match=re.escape(told)) as caught:
         read(file)
     assert str(file) in str(caught.value)
+
+
+# --- the user's own benchmarks ---------------------------------------------------------------------------------------
+
+RECORD = {"id": "a", "task": "math", "prompt": "1 + 1?", "truth": {"answer": "2"}}
+
+
+def test_a_yaml_file_of_the_user_s_is_a_benchmark(tmp_path: Path) -> None:
+    (tmp_path / "sums.jsonl").write_text(json.dumps(RECORD) + "\n")
+    (tmp_path / "mine.yaml").write_text("{task: math, prompts: sums.jsonl, metric: pass@1, sampling: {samples: 2}}")
+    [acre, mine] = choose(f"acre,{tmp_path / 'mine.yaml'}")
+    assert (acre.name, mine.name, mine.metric, mine.sampling.samples) == ("acre", "mine", "pass@1", 2)
+    assert mine.about()["title"] == "mine"
+    check_files([mine], None)
+    assert load_records(mine, None)[0]["truth"] == {"answer": "2"}
+
+
+def test_a_file_of_records_is_a_benchmark(tmp_path: Path) -> None:
+    file = tmp_path / "units-val.jsonl"
+    file.write_text(json.dumps(RECORD) + "\n")
+    [mine] = choose(str(file))
+    assert (mine.name, mine.task, mine.domain) == ("units-val", "math", "other")
+    assert len(load_records(mine, None)) == 1
+    assert catalogue([str(file)])["units-val"] == mine
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("nowhere.yaml", None, "expected the yaml file of a benchmark"),
+        ("mine.yaml", "{task: math}", "expected exactly one of 'prompts'"),
+        ("mine.yaml", "{task: math, prompts: x, colour: red}", "colour is 'red'"),
+        ("mine.jsonl", "{}", "expected prompt records"),
+        ("acre.yaml", "{task: math, prompts: x}", "a shipped benchmark has this name"),
+    ],
+)
+def test_a_wrong_file_is_refused(name: str, text: str | None, says: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        choose(str(tmp_path / name))
+
+
+def test_an_installed_package_brings_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "their_benchmarks"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "theirs.yaml").write_text("{task: math, prompts: theirs.jsonl}")
+    (tmp_path / "theirs-1.dist-info").mkdir()
+    (tmp_path / "theirs-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
+    (tmp_path / "theirs-1.dist-info" / "entry_points.txt").write_text("[nemo_prorl.benchmarks]\na = their_benchmarks\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert catalogue()["theirs"].file == str(package / "theirs.yaml")

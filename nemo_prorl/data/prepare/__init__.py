@@ -1,1 +1,1 @@
-"""`prorl data prepare`: conversion of public data sets, and files in their forms, into prompt records."""
+"""`prorl data prepare`: converts public data sets, and local files of the same formats, into prompt records."""

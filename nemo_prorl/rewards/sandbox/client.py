@@ -231,9 +231,11 @@ class ProcessSandbox:
         return THREADS if not self._watches else 8 * THREADS + folders.tasks_of_user()
 
     def _await_child(self, seconds: float) -> _Child:
-        """Wait until a child ends, and return its results; kill a child that starts too many threads.
+        """Wait until a child of the sandbox process ends, and return its results; kill one with too many threads.
 
-        Meanwhile, answer the sandbox process when it asks how long the child waited for a CPU.  Raises _Broken.
+        Meanwhile the sandbox process may ask how long the child waited for a CPU, and gets the answer.
+
+        Raises _Broken: the sandbox process ended, or sent nothing within `seconds`.
         """
         assert self._socket is not None
         deadline = time.monotonic() + seconds

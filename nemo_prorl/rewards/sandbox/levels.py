@@ -209,7 +209,7 @@ def refusal(proofs: list[Proof]) -> str:
 
 
 def survey() -> list[Proof]:
-    """Try all levels and return their proofs, for `prorl doctor`."""
+    """Try the escapes on each level of isolation, and return which level holds, for `prorl doctor`."""
     proofs = []
     for level in LEVELS:
         sandbox, proof = _tried(level)

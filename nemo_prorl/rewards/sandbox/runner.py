@@ -329,7 +329,7 @@ class _Tests:
                     stream.flush()
 
     def _loaded(self) -> dict[str, Any]:
-        """Return the program's names; load the program on the first call."""
+        """Return the program's global names with their values; run the program on the first call."""
         if self._namespace is None:
             namespace = self._module("solution")
             sys.modules["__main__"] = sys.modules["solution"]

@@ -106,7 +106,7 @@ class EngineServer:
         await self.open.wait()
         if request.weight_version not in (None, self.version):
             expected = request.weight_version
-            raise Refused(f"expected weights {expected}; the engine has weights {self.version}; publish them first")
+            raise Refused(f"expected weights of version {expected}; got a request to an engine with {self.version}")
         return StreamingResponse(self._stream(request), media_type="application/x-ndjson")
 
     async def _stream(self, request: GenerateRequest) -> AsyncIterator[str]:

@@ -45,6 +45,8 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     known = discover()
     plugins = {task: known.plugin_of_task(task) for task in tasks}
     settings = plain(cfg.rewards.plugins)
+    for name, given in settings.items():  # those of unused plugins, too
+        make_plugin(known.plugin(name), given)
     _check_truths(sources, {task: make_plugin(plugin, settings.get(plugin.name)) for task, plugin in plugins.items()})
     if any(plugin.needs_sandbox for plugin in plugins.values()):
         check_sandbox(cfg.rewards.unsafe_no_sandbox)

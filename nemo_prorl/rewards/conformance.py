@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,6 +93,10 @@ class Report:
             found.append(f"{outcome.state:<7}  {outcome.check:<11}  {outcome.text}")
             if outcome.state == "failed":
                 found.append(f"{'':<7}  {'':<11}  fix: {outcome.mend}")
+        counts = Counter(outcome.state for outcome in self.outcomes)
+        found.append(", ".join(f"{counts[state]} {state}" for state in ("passed", "failed", "skipped")))
+        if counts["skipped"]:
+            found[-1] += ": a skipped check proves nothing; most need `examples()` of the plugin, or --examples"
         return found
 
     def to_json(self) -> dict[str, Any]:

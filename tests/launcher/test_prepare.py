@@ -67,6 +67,12 @@ def test_bad_data_is_named(tmp_path: Path, lines: list[str], error: type[ProrlEr
     assert not (tmp_path / "run" / "endpoints").exists()  # nothing was started
 
 
+@pytest.mark.parametrize("name", ["code.budget", "mth.time_budget_s"])
+def test_settings_of_plugins_that_the_run_does_not_use_are_checked(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="unknown"):
+        prepared(tmp_path, [record()], f"rewards.plugins.{name}=1")
+
+
 def test_a_missing_rollout_environment_is_an_unfit_machine(tmp_path: Path) -> None:
     with pytest.raises(UnfitMachine, match=r"rollout\.python.*make setup"):
         prepared(tmp_path, [record()], "rollout.python=/nowhere/python")

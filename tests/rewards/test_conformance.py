@@ -12,7 +12,7 @@ import pytest
 from nemo_prorl import cli
 from nemo_prorl.errors import ConfigError, DataError, UnfitMachine
 from nemo_prorl.rewards import conformance
-from nemo_prorl.rewards.conformance import CHECKS, CheckOutcome, check_plugin
+from nemo_prorl.rewards.conformance import CHECKS, CheckOutcome, Report, check_plugin
 from nemo_prorl.rewards.conformance_cases import make_cases, read_examples, shell
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import ENTRY_POINT_GROUP, Example
@@ -291,3 +291,10 @@ def test_pytest_is_told_what_failed() -> None:
         CheckOutcome("form", "failed", "score is 2", "do this").require()
     with pytest.raises(pytest.skip.Exception, match="no example"):
         CheckOutcome("form", "skipped", "no example").require()
+
+
+def test_a_report_counts_what_was_not_checked() -> None:
+    outcomes = [CheckOutcome("start", "passed", ""), CheckOutcome("good", "skipped", "no examples")]
+    last = Report("own", outcomes).lines()[-1]
+    assert last.startswith("1 passed, 0 failed, 1 skipped: a skipped check proves nothing")
+    assert Report("own", outcomes[:1]).lines()[-1] == "1 passed, 0 failed, 0 skipped"

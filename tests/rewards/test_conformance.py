@@ -216,7 +216,8 @@ def test_the_command_line(prorl: Prorl, tested: Callable[..., str], tmp_path: Pa
 def test_results_leave_as_lines_or_as_json(tested: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
     name = tested(score="text.encode()")
     assert cli.main(["rewards", "test", name]) == 1
-    lines = capsys.readouterr().out.splitlines()
+    *lines, counts = capsys.readouterr().out.splitlines()
+    assert "1 failed" in counts
     [at] = [at for at, line in enumerate(lines) if line.startswith("failed")]
     assert "a lone surrogate" in lines[at]
     assert "UnicodeEncodeError" in lines[at]

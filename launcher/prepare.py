@@ -42,7 +42,7 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     train = of_tasks(every_task, cfg.data)
     sources = [*train, *validation]
     tasks = sorted({record["task"] for _, records in sources for record in records})
-    known = discover()
+    known = discover(functions=plain(cfg.rewards.functions))
     plugins = {task: known.plugin_of_task(task) for task in tasks}
     settings = plain(cfg.rewards.plugins)
     for name, given in settings.items():  # those of unused plugins, too

@@ -24,7 +24,7 @@ CLUSTER = "h100_4x8"  # default of cluster=...; matches the #SBATCH lines of slu
 # Overrides that are paths.  Relative paths are made absolute, because a container starts in another folder.
 _PATHS = re.compile(
     r"pretrained_checkpoint\.restore_from_path|data\.folder|data\.(train|validation)\.\d+\.path|rollout\.python"
-    r"|chain\.start_from"
+    r"|chain\.start_from|rewards\.functions\.[\w-]+"
 )
 _OUTPUT = ("SLURM_LABELIO", "SLURM_UNBUFFEREDIO", "SLURM_STDOUTMODE")  # would change the output that `srun_step` parses
 _ON_EVENT_S = 120.0  # limit for the command in on_event, including srun's start of a container

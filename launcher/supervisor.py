@@ -29,6 +29,7 @@ from nemo_prorl.launcher.prepare import plain
 from nemo_prorl.launcher.processes import Child, Lines, ProcessFailed, stop_all
 from nemo_prorl.launcher.progress import Progress
 from nemo_prorl.lifecycle.stopping import JOB_START
+from nemo_prorl.rewards.functions import name_of
 from nemo_prorl.sizing.cores import Cores, engine_threads
 from nemo_prorl.sizing.devices import node_devices
 
@@ -231,7 +232,9 @@ class Node:
     def _rewards(self) -> Child:
         cfg, name = self.cfg, f"rewards-{self.place.node}"
         command = [sys.executable, "-m", "nemo_prorl.rewards.server", "--workers", str(cfg.rewards.workers)]
-        command += ["--tasks", ",".join(self.tasks), "--token-file", str(self.endpoints / "token")]
+        functions = cfg.rewards.functions
+        tasks = [name_of(task, functions[task]) if task in functions else task for task in self.tasks]
+        command += ["--tasks", ",".join(tasks), "--token-file", str(self.endpoints / "token")]
         command += ["--endpoint-file", str(self.endpoints / f"{name}.json"), "--parent-pid", str(os.getpid())]
         command += ["--settings", json.dumps(plain(cfg.rewards.plugins))]
         command += ["--host", self._bind, "--public-host", self.place.host]

@@ -283,6 +283,7 @@ class RewardsConfig:
     max_infrastructure_failures: int = key(8, "failures in a row after which the run stops", least=1)
     unsafe_no_sandbox: bool = key(False, "run code with all your rights where no sandbox works", may_change=True)
     plugins: dict[str, Any] = key(dict, "settings by plugin name")
+    functions: dict[str, str] = key(dict, "reward functions of your own, FILE.py:FUNCTION by task")
 
 
 @dataclass

@@ -13,6 +13,7 @@ import difflib
 import functools
 import importlib.resources
 import logging
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
@@ -45,7 +46,13 @@ CPUINFO = Path("/proc/cpuinfo")  # Linux: properties of the CPU
 # Sections whose keys the schema does not list: NeMo's keys are in the yaml files of conf/; the free sections accept any
 # key, which the plugin, the program or the generator that reads them checks.
 NEMO_SECTIONS = ("model", "exp_manager")
-FREE_SECTIONS = ("rewards.plugins", "launch.env", "data.train.*.options", "data.validation.*.options")
+FREE_SECTIONS = (
+    "rewards.plugins",
+    "rewards.functions",
+    "launch.env",
+    "data.train.*.options",
+    "data.validation.*.options",
+)
 
 
 def load(overrides: list[str], config_file: Path | None = None, need_weights: bool = False) -> DictConfig:
@@ -86,6 +93,8 @@ def load(overrides: list[str], config_file: Path | None = None, need_weights: bo
         raise ConfigError(f"{missing[0]} must be given: prorl train {missing[0]}=...")
     if cfg.chain.start_from is not None:
         cfg.chain.start_from = str(Path(cfg.chain.start_from).absolute())
+    for task, place in cfg.rewards.functions.items():
+        cfg.rewards.functions[task] = os.path.abspath(place)  # workers run elsewhere
     cfg.rollout.python = rollout_python(cfg.rollout.python)
     cfg.rollout.dtype = cfg.rollout.dtype or _engine_dtype(cfg)
     check(cfg)

@@ -176,6 +176,7 @@ def prepared(place: Path) -> None:
     (place / "prepared" / "mine").mkdir()
     for part in ("train", "validation"):
         write(place / "prepared" / "mine" / f"{part}.jsonl", [REQUEST | {"id": part, "prompt": part}])
+    write(place / "units.jsonl", [{"id": "1", "task": "units", "prompt": "3 m in cm?", "truth": {"answer": "300"}}])
     half_billion = place / "models" / "Qwen2.5-0.5B-Instruct"
     half_billion.mkdir(parents=True)
     (half_billion / "config.json").write_text(json.dumps(QWEN_0P5B))

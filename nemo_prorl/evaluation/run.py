@@ -111,7 +111,7 @@ def _check_rewards(cfg: DictConfig, records: Sequence[Mapping[str, Any]]) -> Non
     from nemo_prorl.rewards.discovery import discover, make_plugin
     from nemo_prorl.rewards.service import check_sandbox
 
-    known, configured = discover(), plain(cfg.rewards.plugins)
+    known, configured = discover(functions=plain(cfg.rewards.functions)), plain(cfg.rewards.plugins)
     classes = {task: known.plugin_of_task(task) for task in sorted({record["task"] for record in records})}
     plugins = {task: make_plugin(one, configured.get(one.name)) for task, one in classes.items()}
     for record in records:

@@ -7,11 +7,12 @@ import dataclasses
 import importlib.metadata
 import logging
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.rewards.functions import function_plugin, name_of
 from nemo_prorl.rewards.interface import ENTRY_POINT_GROUP, RewardPlugin
 
 _log = logging.getLogger(__name__)
@@ -78,13 +79,19 @@ def _fault(name: str, plugin: Any) -> str | None:
     return None if budget > 0 else f"time_budget_s is {budget!r}; it must be above 0"
 
 
-def discover(entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> Registry:
-    """Load every entry point of the group `nemo_prorl.rewards`.
+def discover(
+    entry_points: Iterable[importlib.metadata.EntryPoint] | None = None, functions: Mapping[str, str] | None = None
+) -> Registry:
+    """Load every entry point of the group `nemo_prorl.rewards`, and the user's reward functions.
 
     A broken plugin is logged and recorded in `Registry.broken`; the other plugins stay usable.
 
     Args:
         entry_points: Entry points to load; None: the group's entry points of all installed packages.
+        functions: FILE.py:FUNCTION by task (rewards.functions).
+
+    Raises:
+        ConfigError: A function cannot be loaded, or its task has a plugin already.
     """
     found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if entry_points is None else entry_points
     plugins: dict[str, type[RewardPlugin]] = {}
@@ -108,6 +115,14 @@ def discover(entry_points: Iterable[importlib.metadata.EntryPoint] | None = None
             continue
         plugins[point.name] = plugin
         owner.update(dict.fromkeys(plugin.tasks, point.name))
+    for task, place in (functions or {}).items():
+        if task in owner:
+            raise ConfigError(
+                f"rewards.functions.{task}={place}: task {task!r} is judged by plugin {owner[task]!r}. Fix: give the"
+                " task another name, in the records too"
+            )
+        own = function_plugin(name_of(task, place))
+        plugins[own.name] = own
     return Registry(plugins, broken)
 
 

@@ -66,8 +66,9 @@ def run(args: argparse.Namespace) -> int:
     tasks = sorted({stored.request.task for stored in read_all(files)})
     if not tasks:
         raise DataError(f"{args.source}: contains no response; see trainer.grpo.save_rollout_groups")
-    settings = _settings_of(files[0]) if args.settings is None else args.settings
-    registry = discover()
+    configured = _rewards_of(files[0], args.settings is None)
+    settings = configured.get("plugins", {}) if args.settings is None else args.settings
+    registry = discover(functions=configured.get("functions"))
     specs = plan_pools(registry, tasks, args.workers, settings, unsafe_no_sandbox=args.unsafe_no_sandbox)
     service = RewardService(specs, registry)
     with opened(args.out) if args.out else contextlib.nullcontext() as out:
@@ -99,20 +100,27 @@ def _step_of(path: Path) -> int | None:
     return int(found[1]) if found else None
 
 
-def _settings_of(file: Path) -> dict[str, dict[str, Any]]:
-    """Return `rewards.plugins` from the config.yaml of the run that wrote a rollout file; {} without config.yaml."""
+def _rewards_of(file: Path, needed: bool) -> dict[str, Any]:
+    """Return `rewards` from the config.yaml of the run that wrote a rollout file; {} without config.yaml.
+
+    Args:
+        needed: ConfigError if the file cannot be read; False: {} then.
+    """
     path = file.absolute().parent.parent / "config.yaml"
     if not path.is_file():
         return {}
     import yaml
 
     try:
-        settings: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text())["rewards"]["plugins"]
+        rewards: dict[str, Any] = yaml.safe_load(path.read_text())["rewards"]
+        settings = rewards["plugins"]
     except (yaml.YAMLError, OSError, KeyError, TypeError) as error:
+        if not needed:
+            return {}
         raise ConfigError(f"{path}: rewards.plugins cannot be read ({error}).  Fix: give --settings") from error
-    if settings:
+    if settings and needed:
         _log.info("using the plugin settings of %s: %s", path, json.dumps(settings))
-    return settings
+    return rewards
 
 
 def read_all(files: list[Path]) -> Iterator[Stored]:

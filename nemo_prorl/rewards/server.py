@@ -278,8 +278,8 @@ async def serve(args: argparse.Namespace) -> int:
     """Run the server until SIGTERM, SIGINT or the parent's end; then finish open requests for up to `--drain-s`."""
     allow_connections()
     token = read_token(args.token_file)
-    registry = discover()
-    tasks = [task for task in args.tasks.split(",") if task]
+    wanted = [task.partition("=")[::2] for task in args.tasks.split(",") if task]
+    registry, tasks = discover(functions={task: place for task, place in wanted if place}), [task for task, _ in wanted]
     limits = (args.max_queue, args.worker_memory_mb, args.unsafe_no_sandbox)
     specs = plan_pools(registry, tasks, args.workers, args.settings, *limits)
     service = RewardService(specs, registry)

@@ -15,6 +15,7 @@ import sys
 import traceback
 
 from nemo_prorl.rewards.discovery import discover, make_plugin
+from nemo_prorl.rewards.functions import function_plugin, is_function
 from nemo_prorl.rewards.interface import ENTRY_POINT_GROUP, RewardPlugin, RewardRequest, judge, one_line
 from nemo_prorl.rewards.sandbox.kernel import die_with_parent
 
@@ -30,8 +31,11 @@ def limit_memory(megabytes: int) -> None:
 
 def load(name: str, settings: dict[str, object], unsafe_no_sandbox: bool) -> RewardPlugin:
     """Return the plugin, ready to judge.  Raises whatever its import, settings, sandbox or `prepare` raise."""
-    points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name)
-    plugin = make_plugin(discover(points).plugin(name), settings)
+    if is_function(name):
+        plugin = make_plugin(function_plugin(name), settings)
+    else:
+        points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name)
+        plugin = make_plugin(discover(points).plugin(name), settings)
     if plugin.needs_sandbox:
         from nemo_prorl.rewards.sandbox.levels import open_sandbox
 

@@ -1,0 +1,123 @@
+"""Reward functions in a file of the user's."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_prorl import settings
+from nemo_prorl.errors import ConfigError
+from nemo_prorl.rewards.discovery import discover, make_plugin
+from nemo_prorl.rewards.functions import is_function
+from nemo_prorl.rewards.interface import RewardRequest, Verdict, judge
+from nemo_prorl.rewards.service import RewardService, plan_pools
+from tests.whole_runs import Job, metrics_of
+
+pytestmark = pytest.mark.starts
+
+SCORE = """
+from neighbour import ANSWER
+
+def score(prompt, response, truth):
+    if response == "break":
+        return 1 / 0
+    return 1.0 if response.strip() == truth[ANSWER] else 0.25
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> str:
+    (tmp_path / "units.py").write_text(SCORE)
+    (tmp_path / "neighbour.py").write_text("ANSWER = 'answer'\n")
+    return f"{tmp_path / 'units.py'}:score"
+
+
+def request(response: str) -> RewardRequest:
+    return RewardRequest("a", "units", "1 m in cm?", {"answer": "100"}, response)
+
+
+@pytest.mark.parametrize(
+    ("response", "score", "correct"),
+    [("<think>hm</think> 100 ", 1.0, True), ("10", 0.25, False), ("<think>100", 0.0, False)],
+)
+def test_a_function_is_a_plugin(place: str, response: str, score: float, correct: bool) -> None:
+    registry = discover((), {"units": place})
+    assert registry.tasks() == {"units": f"units={place}"}
+    verdict = judge(make_plugin(registry.plugin_of_task("units")), request(response))
+    assert (verdict["score"], verdict["correct"], verdict["failure"]) == (score, correct, None)
+
+
+def test_an_exception_is_located_in_the_users_file(place: str) -> None:
+    verdict = judge(make_plugin(discover((), {"units": place}).plugin_of_task("units")), request("break"))
+    assert verdict["failure"] == "infrastructure"
+    assert f"raised ZeroDivisionError ({place.split(':')[0]}:6): division by zero" in verdict["detail"]
+
+
+def test_a_worker_judges_by_it(place: str) -> None:
+    async def judged() -> Verdict:
+        registry = discover((), {"units": place})
+        service = RewardService(plan_pools(registry, ["units"], 1), registry)
+        await service.start()
+        try:
+            return await service.judge(request("100"))
+        finally:
+            await service.close()
+
+    verdict = asyncio.run(judged())
+    assert (verdict["score"], verdict["failure"]) == (1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "says"),
+    [
+        ("def score(prompt, response): ...", "f.py:score", "expected a function of .prompt, response, truth."),
+        ("score = 3", "f.py:score", "has no function score"),
+        ("import nothing_of_that_name", "f.py:score", "cannot be imported: ModuleNotFoundError"),
+        ("", "g.py:score", "there is no file"),
+        ("", "f.py", "expected FILE.py:FUNCTION"),
+    ],
+)
+def test_what_is_no_function_is_refused(text: str, place: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text(text)
+    with pytest.raises(ConfigError, match=f"rewards.functions.*{says}"):
+        discover((), {"units": str(tmp_path / place)})
+
+
+def test_a_task_has_one_judge(place: str) -> None:
+    with pytest.raises(ConfigError, match=r"rewards.functions.math=.*task 'math' is judged by plugin 'math'"):
+        discover(functions={"math": place})
+
+
+def test_the_path_of_an_override_counts_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cfg = settings.load(["rewards.functions.units=units.py:score"])
+    assert cfg.rewards.functions.units == f"{tmp_path}/units.py:score"
+    assert is_function(f"units={cfg.rewards.functions.units}")
+
+
+@pytest.mark.slow
+@pytest.mark.nemo
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_a_run_trains_on_it(root: Path, tmp_path: Path) -> None:
+    """The share of even letters: the laptop's random model gets different rewards in nearly every group."""
+    text = "def score(prompt, response, truth):\n    return sum(ord(c) % 2 for c in response) / max(1, len(response))\n"
+    (tmp_path / "letters.py").write_text(text)
+    records = [{"id": str(n), "task": "letters", "prompt": f"Say {n}.", "truth": {}} for n in range(64)]
+    (tmp_path / "letters.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    job = Job(
+        root,
+        tmp_path / "run",
+        f"rewards.functions.letters={tmp_path / 'letters.py'}:score",
+        f"data.train=[{{name: letters, path: {tmp_path / 'letters.jsonl'}}}]",
+        "data.validation=[]",
+        "trainer.warmup.steps=0",
+        "trainer.grpo.max_steps=2",
+        "trainer.trace_steps=[]",
+        "trainer.resets.at_steps=[]",
+    )
+    assert job.wait() == 0, job.text()
+    for metrics in metrics_of(job.run_dir):
+        assert 0 < metrics["reward/letters"] < 1
+        assert metrics["policy/grad_norm"] > 0

@@ -1,6 +1,7 @@
 """Text tables that `prorl plan` prints: the settings of a run, the stages of its chain, and the memory it needs."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -76,7 +77,7 @@ def run_rows(cfg: DictConfig) -> dict[str, str]:
         "validation": f"every {grpo.validate_every} steps, {grpo.validation_samples} responses per prompt, temperature"
         f" {grpo.validation_temperature:g}",
         "prompts": prompt_form(cfg.data, cfg.pretrained_checkpoint.restore_from_path),
-        "data": ", ".join(f"{s.name} ({s.weight:g})" for s in cfg.data.train),
+        "data": _data(cfg),
         "held out": ", ".join(s.name for s in cfg.data.validation) or "nothing",
         "data files": _files(cfg),
     }
@@ -92,6 +93,32 @@ def _cores(cfg: DictConfig) -> dict[str, str]:
     ranks = len(apart.ranks[0]) if apart is not None else max(1, len(available) // cfg.trainer.devices)
     turns = "" if cfg.rollout.own_devices else "; they take turns"
     return {"cores": f"{len(available)} here: {ranks} for each trainer rank, {threads} for each engine rank{turns}"}
+
+
+def _data(cfg: DictConfig) -> str:
+    """Return the training sources with records and weight, and how often a step repeats them if they are few."""
+    counts = [_records(source) for source in cfg.data.train]
+    texts = []
+    for source, count in zip(cfg.data.train, counts, strict=True):
+        weight = [] if len(counts) == 1 else [f"weight {source.weight:g}"]
+        facts = [*([f"{count:,} records"] if count is not None else []), *weight]
+        texts.append(f"{source.name} ({', '.join(facts)})" if facts else source.name)
+    total = sum(count or 0 for count in counts)
+    text, prompts = ", ".join(texts), cfg.trainer.grpo.prompts_per_step
+    if None not in counts and 0 < total < prompts:
+        text += f"; each record comes about {prompts / total:.0f} times in a step, which takes {prompts} prompts"
+    return text
+
+
+def _records(source: DictConfig) -> int | None:
+    """Return the number of records of a source; None if its file is missing, or no JSON Lines."""
+    if source.path is None or source.size is not None:
+        return source.size
+    path = Path(source.path)
+    if path.suffix != ".jsonl" or not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return sum(not line.isspace() for line in file)
 
 
 def _files(cfg: DictConfig) -> str:

@@ -260,3 +260,13 @@ def test_changes_that_are_not_a_value_of_their_own_are_left_out() -> None:
     first, second = (settings.load([f"trainer.grpo.context_tokens={context}"]) for context in (64, 96))
     assert p._changes(first, second) == {"trainer.grpo.context_tokens": 96}
     assert OmegaConf.select(second, "model.encoder_seq_length") == 96
+
+
+def test_the_plan_counts_records_and_says_how_often_a_step_repeats_them(tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text("{}\n" * 12)
+    own = f"data.train=[{{name: mine, path: {tmp_path / 'mine.jsonl'}}}]"
+    assert overview.run_rows(settings.load([own]))["data"] == (
+        "mine (12 records); each record comes about 4 times in a step, which takes 48 prompts"
+    )
+    assert overview.run_rows(settings.load([own, "trainer.grpo.prompts_per_step=8"]))["data"] == "mine (12 records)"
+    assert "chain_sum (4,000 records, weight 1), " in overview.run_rows(settings.load([]))["data"]

@@ -294,7 +294,10 @@ def _scaled(steps: int, _root_: DictConfig) -> int:
 
 def _by_size(small: Any, large: Any, _root_: DictConfig) -> Any:
     """Return the value of `${by_size:SMALL,LARGE}`: SMALL for a model like the laptop's, LARGE for a language model."""
-    return small if is_small(_root_) else large
+    try:
+        return small if is_small(_root_) else large
+    except TypeError:  # a size is no number, which `check` reports
+        return small
 
 
 def _folder_of_stage(stage: str) -> str:

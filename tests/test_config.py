@@ -147,7 +147,7 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["seed=null"], ["seed", "a whole number"]),
     (["trainer.resets.at_steps=3"], ["trainer.resets.at_steps=3", "a list"]),
     (["trainer.grpo=5"], ["trainer.grpo=5", "a mapping"]),
-    (["model.optim.lr=abc"], ["model.optim.lr=abc", "a number"]),
+    (["model.optim.lr=abc"], ["model.optim.lr=abc", "a finite number"]),
     (["model.num_layers=2.5"], ["model.num_layers=2.5", "a whole number"]),
     (["model.num_layers=null"], ["model.num_layers", "a whole number"]),
     (["model.sequence_parallel=1"], ["model.sequence_parallel=1", "true or false"]),

@@ -97,7 +97,14 @@ def test_the_start_page_leads_to_pages_in_an_order() -> None:
 def test_every_benchmark_has_its_question() -> None:
     """docs/reference/benchmarks.md lists each script that is run by itself; helpers and other sides are left out."""
     rows = re.findall(r"^\| \[(\w+\.py)\]\(.*\?", (DOCS / "reference" / "benchmarks.md").read_text(), re.M)
-    helpers = {"machine.py", "reward_load.py", "evaluate_offline.py", "versus_trl_trainer.py"}
+    helpers = {
+        "machine.py",
+        "engine.py",
+        "instruction_prompts.py",
+        "reward_load.py",
+        "evaluate_offline.py",
+        "versus_trl_trainer.py",
+    }
     assert sorted(rows) == sorted({path.name for path in (ROOT / "benchmarks").glob("*.py")} - helpers)
 
 

@@ -104,7 +104,7 @@ def check_step(cfg: DictConfig, try_step: TryStep, rows: int | None = None) -> I
 
 def trial_config(cfg: DictConfig, folder: Path) -> DictConfig:
     """Return the run's configuration for this node alone.  Raises ConfigError if it cannot run on one node."""
-    from nemo_prorl.checks import check
+    from nemo_prorl.checks import check, check_shape, pretrained_config, pretrained_name
 
     trial, nodes = copy.deepcopy(cfg), cfg.trainer.num_nodes
     init = Path(cfg.run_dir).absolute() / "init"
@@ -115,6 +115,7 @@ def trial_config(cfg: DictConfig, folder: Path) -> DictConfig:
     trial.run_dir = str(folder)
     if trial.pretrained_checkpoint.restore_from_path is None and init.is_dir():
         trial.pretrained_checkpoint.restore_from_path = str(init)
+        check_shape(trial.model, pretrained_config(trial, need_weights=True), pretrained_name(trial))
     OmegaConf.update(trial, "exp_manager.explicit_log_dir", str(folder / "logs"))
     for logger in ("create_wandb_logger", "create_tensorboard_logger"):
         OmegaConf.update(trial, f"exp_manager.{logger}", False)

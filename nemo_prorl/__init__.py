@@ -7,13 +7,23 @@ from typing import TYPE_CHECKING
 __version__: str
 """The version that pyproject.toml names."""
 
+if TYPE_CHECKING:
+    from nemo_prorl.api import Run, evaluate, load_run, train
+
+__all__ = ["Run", "__version__", "evaluate", "load_run", "train"]
+
 if not TYPE_CHECKING:
 
-    def __getattr__(name: str) -> str:
-        """Find `__version__` on first use: worker and sandbox processes start faster without it."""
-        if name != "__version__":
+    def __getattr__(name: str) -> object:
+        """Find the API and `__version__` on first use: worker and sandbox processes start faster without them."""
+        if name == "__version__":
+            globals()[name] = _version()
+        elif name in __all__:
+            import importlib
+
+            globals()[name] = getattr(importlib.import_module("nemo_prorl.api"), name)
+        else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        globals()[name] = _version()
         return globals()[name]
 
 

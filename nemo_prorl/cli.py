@@ -184,17 +184,12 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int | None:
-    from nemo_prorl import settings
+    from nemo_prorl import api, settings
 
-    cfg = settings.load_run(arguments.overrides, arguments.config)
-    text = settings.resolved_yaml(cfg)
     if arguments.dry_run:
-        sys.stdout.write(text)
+        sys.stdout.write(settings.resolved_yaml(settings.load_run(arguments.overrides, arguments.config)))
         return 0
-    from nemo_prorl.launcher import job
-
-    result: int | None = job.run(cfg, text)
-    return result
+    return api.start(arguments.overrides, arguments.config)[1]
 
 
 def _warmup(arguments: argparse.Namespace) -> int | None:

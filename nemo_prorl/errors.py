@@ -72,6 +72,10 @@ class NonFiniteUpdate(ProrlError, ArithmeticError):
     """A loss or gradient norm that is inf or nan.  Weights and optimizer are as before the step."""
 
 
+class RunFailed(ProrlError, RuntimeError):
+    """A run that the Python API started and that ended with an error.  The message names its log."""
+
+
 class CheckpointError(ProrlError, RuntimeError):
     """A checkpoint that cannot be written, found, or continued with this code and configuration."""
 

@@ -21,7 +21,7 @@ _MAX_PROBLEMS = 12  # problems of a file that are listed one by one
 
 
 @dataclass
-class Run:
+class RunRecord:
     """Content of a run directory.  `metrics` are in order of `step`, each step once; the report lists `problems`."""
 
     folder: Path
@@ -65,7 +65,7 @@ class Curve:
 
     name: str
     folder: Path
-    runs: tuple[Run, ...]
+    runs: tuple[RunRecord, ...]
     is_chain: bool
 
     @property
@@ -132,9 +132,9 @@ def _short_names(folders: list[Path]) -> list[str]:
     return [f"{'/'.join(part[-1:])} ({number})" for number, part in enumerate(parts, 1)]
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunRecord:
     """Read all readable files of a run directory."""
-    run = Run(folder, folder.name)
+    run = RunRecord(folder, folder.name)
     run.config = _mapping(folder / "config.yaml", run.problems)
     if isinstance(stage := run.config.get("stage"), str) and stage != "none":
         run.name = stage
@@ -143,7 +143,7 @@ def read_run(folder: Path) -> Run:
     run.launches = list(_lines(folder / "launches.jsonl", [], missing_is_fine=True))
     run.summary = _mapping(folder / "summary.json", run.problems, missing_is_fine=True)  # written at the end of a run
     run.probe = _mapping(folder / "probe" / "probe.json", run.problems, missing_is_fine=True)
-    run.rollouts = _rollouts(folder / "rollouts")
+    run.rollouts = rollout_files(folder / "rollouts")
     return run
 
 
@@ -213,7 +213,8 @@ def _steps(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     return lines
 
 
-def _rollouts(folder: Path) -> dict[int, Path]:
+def rollout_files(folder: Path) -> dict[int, Path]:
+    """Return the files of stored responses in a run's folder rollouts/, by step."""
     found = [(re.fullmatch(r"step-(\d{1,15})\.jsonl", path.name), path) for path in folder.glob("*.jsonl")]
     return dict(sorted((int(match[1]), path) for match, path in found if match))
 

@@ -7,7 +7,7 @@ from itertools import chain, groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
-from nemo_prorl.report.read import Curve, Run, number, part_of
+from nemo_prorl.report.read import Curve, RunRecord, number, part_of
 
 PER_GROUP = 4
 _FILE_BYTES = 64 * 2**20  # bytes of a step's file, at most
@@ -54,7 +54,7 @@ def _spread(steps: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
 Group = tuple[dict[str, Any], list[dict[str, Any]]]  # the common part of a prompt's responses, and the responses
 
 
-def _of_step(run: Run, step: int, limit: int | None) -> tuple[list[Group], int]:
+def _of_step(run: RunRecord, step: int, limit: int | None) -> tuple[list[Group], int]:
     path = run.rollouts[step]
     try:
         state = path.stat()
@@ -147,7 +147,7 @@ def _telling(items: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
     return [items[k] for k in sorted(list(dict.fromkeys([*wanted, *everything]))[:count])]
 
 
-def shaping(run: Run, item: dict[str, Any]) -> dict[str, Any]:
+def shaping(run: RunRecord, item: dict[str, Any]) -> dict[str, Any]:
     """Return the response with `shaped`, the reward in training, and `shaping`, why it differs from the score.
 
     Shapings by length are missing, because they need token counts, which are not stored.

@@ -13,7 +13,7 @@ from nemo_prorl.launcher.formats import ChainRecord
 from nemo_prorl.lifecycle.bottleneck import bottleneck
 from nemo_prorl.lifecycle.retention import complete
 from nemo_prorl.planning.columns import columns
-from nemo_prorl.report.read import Run, read_run
+from nemo_prorl.report.read import RunRecord, read_run
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def run_state(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def _launches(run: Run) -> dict[str, Any]:
+def _launches(run: RunRecord) -> dict[str, Any]:
     """Return the number of starts by Slurm jobs, the last start, and the last end.
 
     A job that was refused because another one uses the run directory does not count.

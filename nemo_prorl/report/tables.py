@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from nemo_prorl.lifecycle.bottleneck import bottleneck
-from nemo_prorl.report.read import Curve, Run, number, part_of, step_of
+from nemo_prorl.report.read import Curve, RunRecord, number, part_of, step_of
 from nemo_prorl.report.series import keys_of, rounded
 
 _EVENTS = 1000  # events on the page: first the alarms and resets that fit, then the newest
@@ -20,7 +20,7 @@ def stage_rows(curve: Curve) -> list[dict[str, Any]]:
     return [_row(run, _changes(curve.runs[k - 1], run) if k else {}) for k, run in enumerate(curve.runs)]
 
 
-def _row(run: Run, changes: dict[str, str]) -> dict[str, Any]:
+def _row(run: RunRecord, changes: dict[str, str]) -> dict[str, Any]:
     heldout = part_of(run.summary, "heldout")
     starts = [event for event in run.events if event["event"] in ("start", "resume")]
     origin = next((str(e["start_from"]) for e in starts if e.get("start_from")), None)
@@ -42,7 +42,7 @@ def _row(run: Run, changes: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _sum(run: Run, key: str) -> float:
+def _sum(run: RunRecord, key: str) -> float:
     """Return the sum over all steps; values that are not finite count as 0."""
     return number(sum(number(line.get(key)) or 0.0 for line in run.metrics)) or 0.0
 
@@ -71,7 +71,7 @@ def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return found
 
 
-def _changes(before: Run, after: Run) -> dict[str, str]:
+def _changes(before: RunRecord, after: RunRecord) -> dict[str, str]:
     """Return the settings of `after` that differ from `before`."""
     if not before.config or not after.config:
         return {}
@@ -132,7 +132,7 @@ def events(curve: Curve) -> dict[str, Any]:
     return {"rows": kept, "left_out": len(rows) - len(kept), "alarms": sum(r["event"] == "alarm" for r in rows)}
 
 
-def _event(run: Run, offset: int, event: dict[str, Any]) -> dict[str, Any]:
+def _event(run: RunRecord, offset: int, event: dict[str, Any]) -> dict[str, Any]:
     own = step_of(event)
     if event["event"] == "validation":
         mean, error = (number(part_of(event, "all").get(key)) for key in ("mean", "se"))
@@ -152,7 +152,7 @@ def _event(run: Run, offset: int, event: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _launch(run: Run, launch: dict[str, Any]) -> dict[str, Any]:
+def _launch(run: RunRecord, launch: dict[str, Any]) -> dict[str, Any]:
     """Return the row of the event table for the start, or the end, of a run in a Slurm job."""
     kind = f"launch {launch['event']}"
     if launch["event"] == "begin":

@@ -265,7 +265,7 @@ def test_shaping_is_told_as_far_as_it_is_known(tmp_path: Path) -> None:
         (-0.25, "unfinished: -0.5"),
     ]
     grpo = {"unfinished_penalty": 0.5, "unfinished_factor": 1.0, "shaping": {"overlong_tokens": 64, "cosine": False}}
-    run = read.Run(folder, "run", {"trainer": {"grpo": grpo}})
+    run = read.RunRecord(folder, "run", {"trainer": {"grpo": grpo}})
     told = samples.shaping(run, found[0])
     assert told["shaped"] is None
     assert "overlong: by token length" in told["shaping"]

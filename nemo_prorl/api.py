@@ -1,0 +1,149 @@
+"""The Python API: start a run, read it, and evaluate a model.
+
+import nemo_prorl
+
+run = nemo_prorl.train(["run_dir=runs/mine", "trainer.grpo.max_steps=40"])
+run.metrics[-1]["reward/all"]
+run.frame()["kl"].plot()  # with pandas
+results = nemo_prorl.evaluate("runs/mine", "laptop", "runs/evaluation/mine", samples=4)
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_prorl.errors import ConfigError, RunFailed
+
+if TYPE_CHECKING:
+    import pandas
+
+    from nemo_prorl.evaluation.formats import EvaluationResults
+
+STOPPED = 75  # exit code of a run that stopped cleanly before its last step; `train` again continues it
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory as it was when it was read.
+
+    Attributes:
+        path: the run directory.
+        config: its configuration, as nested dictionaries.
+        metrics: a dictionary for each step, in order (docs/reference/metrics.md).
+        journal: events such as validations, resets and stops (docs/reference/journal.md).
+        summary: the results, once the run has validated; empty before.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    journal: list[dict[str, Any]]
+    summary: dict[str, Any]
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has made all its steps."""
+        return self.summary.get("finished") is True
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps whose responses are stored, in order."""
+        return sorted(self._rollouts())
+
+    def samples(self, step: int) -> list[dict[str, Any]]:
+        """Return the stored responses of a step: prompt, truth, response, verdict; KeyError for a step without any."""
+        lines = self._rollouts()[step].read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+    def frame(self) -> "pandas.DataFrame":
+        """Return the metrics as a table with the step as its index; needs pandas."""
+        import pandas
+
+        return pandas.DataFrame(self.metrics).set_index("step") if self.metrics else pandas.DataFrame()
+
+    def _rollouts(self) -> dict[int, Path]:
+        from nemo_prorl.report.read import rollout_files
+
+        return rollout_files(self.path / "rollouts")
+
+
+def load_run(path: str | Path) -> Run:
+    """Read a run directory, finished or not.  Raises ConfigError if it is none."""
+    from nemo_prorl.report.read import is_run, read_run
+
+    if not is_run(Path(path)):
+        raise ConfigError(f"{path}: expected a run directory; it has none of a run's files")
+    found = read_run(Path(path))
+    return Run(Path(path), found.config, found.metrics, found.events, found.summary)
+
+
+def train(overrides: Sequence[str] = (), config: str | Path | None = None) -> Run:
+    """Start or continue a run on this machine, and return it when it has ended.
+
+    Args:
+        overrides: KEY=VALUE and GROUP=NAME, as for `prorl train`.
+        config: config.yaml of a run, used in place of the shipped configuration.
+
+    Returns:
+        The run; `finished` is False if it stopped cleanly before its last step.
+
+    Raises:
+        ConfigError, DataError, UnfitMachine: a check failed, and nothing was started.
+        RunFailed: the run ended with an error, which its logs contain.
+    """
+    run_dir, code = start(list(overrides), None if config is None else Path(config))
+    if code not in (0, STOPPED):
+        raise RunFailed(f"the run in {run_dir} ended with exit code {code}; see {run_dir / 'logs' / 'all.log'}")
+    return load_run(run_dir)
+
+
+def start(overrides: list[str], config: Path | None) -> tuple[Path, int]:
+    """Start or continue a run; return its directory and the exit code of `prorl train`."""
+    from nemo_prorl import settings
+    from nemo_prorl.launcher import job
+
+    cfg = settings.load_run(overrides, config)
+    return Path(cfg.run_dir), job.run(cfg, settings.resolved_yaml(cfg))
+
+
+def evaluate(
+    model: str | Path,
+    benchmarks: str | Iterable[str],
+    out: str | Path,
+    overrides: Sequence[str] = (),
+    data: str | Path | None = None,
+    limit: int | None = None,
+    seed: int = 1,
+    **sampling: float | None,
+) -> "EvaluationResults":
+    """Evaluate a model as `prorl evaluate` does, and return the content of results.json.
+
+    Args:
+        model: Hugging Face folder or name, checkpoint, run directory, or address of a server.
+        benchmarks: names, sets, and paths of own files; one text separated by commas, or several.
+        out: folder of the results, which a second call continues.
+        overrides: KEY=VALUE, as for a run.
+        data: folder with the prompt records of benchmarks that are not shipped.
+        limit: prompts of each benchmark; None: all.
+        sampling: samples, temperature, top_p, context and max_response; default: those of each benchmark.
+
+    Raises:
+        ConfigError, DataError, UnfitMachine: a check failed, and nothing was started.
+    """
+    from nemo_prorl.evaluation.catalogue import choose
+    from nemo_prorl.evaluation.run import EvaluationOptions
+    from nemo_prorl.evaluation.run import evaluate as run_evaluation
+
+    chosen = choose(benchmarks if isinstance(benchmarks, str) else ",".join(benchmarks))
+    options = EvaluationOptions(
+        model=str(model),
+        benchmarks=[one.changed(sampling) for one in chosen],
+        out=Path(out),
+        seed=seed,
+        data=None if data is None else Path(data),
+        limit=limit,
+        overrides=tuple(overrides),
+    )
+    return run_evaluation(options)

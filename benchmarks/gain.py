@@ -27,7 +27,7 @@ from real_model import make_model
 ROOT = Path(__file__).resolve().parents[1]
 PRORL = (sys.executable, "-m", "nemo_prorl.cli")
 COUNT, HELD_OUT = 6000, 64  # prompts in all, and those of the validation
-RECIPE = (  # the paper's, scaled down to two cores: short responses, small groups, a higher learning rate
+RECIPE = (  # the paper's, scaled down to two cores: short responses, small groups; a higher rate and KL coefficient
     "trainer.warmup.steps=0",
     "data.prompt=chat",
     "trainer.grpo.context_tokens=256",
@@ -36,6 +36,7 @@ RECIPE = (  # the paper's, scaled down to two cores: short responses, small grou
     "trainer.grpo.samples_per_prompt=8",
     "trainer.grpo.updates_per_step=2",
     "trainer.grpo.temperature=0.7",
+    "trainer.grpo.kl_coef=0.02",
     "trainer.grpo.dynamic_sampling.max_draw_factor=3",
     "trainer.grpo.validate_every=10",
     "trainer.grpo.validation_temperature=0.7",
@@ -47,7 +48,7 @@ RECIPE = (  # the paper's, scaled down to two cores: short responses, small grou
     "rollout.kv_cache_mb=2500",
     "rollout.max_num_seqs=128",
 )
-LR = "3e-5"
+LR = "1e-5"
 
 
 def prorl(*words: object) -> None:

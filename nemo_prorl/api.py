@@ -1,11 +1,6 @@
 """The Python API: start a run, read it, and evaluate a model.
 
-import nemo_prorl
-
-run = nemo_prorl.train(["run_dir=runs/mine", "trainer.grpo.max_steps=40"])
-run.metrics[-1]["reward/all"]
-run.frame()["kl"].plot()  # with pandas
-results = nemo_prorl.evaluate("runs/mine", "laptop", "runs/evaluation/mine", samples=4)
+The package `nemo_prorl` exports it: `nemo_prorl.train`, `nemo_prorl.evaluate`, `nemo_prorl.load_run`.
 """
 
 import json

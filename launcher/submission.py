@@ -210,8 +210,8 @@ def absolute(override: str) -> str:
     key, equals, value = override.partition("=")
     if not _PATHS.fullmatch(key) or value in ("", "null") or value[0] in "/$\"'":
         return override
-    if key.endswith("restore_from_path") and value.count("/") == 1 and not os.path.exists(value):
-        return override  # a name on the Hugging Face hub
+    if key.endswith("restore_from_path") and value.count("/") == 1 and not os.path.exists(os.path.dirname(value)):
+        return override  # a name on the Hugging Face hub, as `data.hub.model_folder` decides it
     return f"{key}{equals}{os.path.abspath(value)}"
 
 

@@ -36,7 +36,8 @@ def model_folder(text: str, option: str, weights: bool) -> Path:
     A name without a revision means the cached files if there are any, otherwise the newest ones.
 
     Args:
-        text: path of a folder, or NAMESPACE/NAME or NAMESPACE/NAME@REVISION.
+        text: path of a folder, or NAMESPACE/NAME or NAMESPACE/NAME@REVISION.  It is a path if it, or the folder that
+            would contain it, exists.
         option: the key or argument that has this value, for error messages.
         weights: the weights are needed; False: config.json and tokenizer are enough.
 
@@ -44,7 +45,7 @@ def model_folder(text: str, option: str, weights: bool) -> Path:
         ConfigError: `text` is neither a folder nor the name of a model.
         UnfitMachine: the model is not cached, and the hub cannot be reached or its client is missing.
     """
-    if Path(text).exists() or not (found := _NAME.fullmatch(text)):
+    if Path(text).parent.exists() or not (found := _NAME.fullmatch(text)):
         return Path(text)
     repo, revision = found["repo"], found["revision"]
     patterns = (*_OF_MODEL, *([_WEIGHTS] if weights else []))

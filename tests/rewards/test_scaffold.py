@@ -91,7 +91,8 @@ def test_the_commands_of_the_page_make_install_and_test_a_plugin(environment: En
 
 
 def test_the_page_shows_what_the_kit_says(environment: Environment) -> None:
-    lines = environment.told["prorl rewards test word_count"].stdout.splitlines()
+    *lines, counts = environment.told["prorl rewards test word_count"].stdout.splitlines()
+    assert counts == f"{len(lines)} passed, 0 failed, 0 skipped"
     assert {line.split()[0] for line in lines} == {"passed"}
     [shown] = [block for block in re.findall(r"^```text\n(.*?)^```", DOCS, re.M | re.S) if block.startswith("passed")]
     assert shown.splitlines() == lines[: len(shown.splitlines())]

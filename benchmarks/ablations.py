@@ -192,7 +192,10 @@ def table(found: list[dict[str, Any]]) -> str:
 
 
 def draw(found: list[dict[str, Any]], group: str, arms: Sequence[str], path: Path) -> None:
-    """Draw validation by step, tokens and seconds, and entropy by step.  Thin lines: seeds; thick lines: means."""
+    """Write a picture of the arms to `path`: validation scores over steps, tokens and seconds; entropy over steps.
+
+    Each thin line is a seed; each thick line is the mean over seeds.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -229,7 +232,7 @@ def _lines(axis: Any, lines: list[tuple[list[float], list[float]]], label: str, 
 
 
 def report(found: list[dict[str, Any]]) -> None:
-    """Print the tables, write them into PAGE between its marks, and write a picture of each group into PICTURES."""
+    """Print the tables, insert them into the file PAGE, and write a picture of each group into the folder PICTURES."""
     found = [json.loads(json.dumps(r)) for r in found]
     text = table(found)
     sys.stdout.write(text)
@@ -245,7 +248,9 @@ def main() -> int:
     parser.add_argument("--commit", action="store_true", help="commit each result when its run ends")
     parser.add_argument("--report", action="store_true", help="run nothing; write tables and pictures of the results")
     parser.add_argument("--arms", nargs="+", choices=sorted(ARMS), default=list(ARMS), metavar="ARM")
-    parser.add_argument("--jobs", type=int, default=1, help="concurrent runs; compare seconds only at the same number")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="concurrent runs; compare seconds only at an equal number; default: 1"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "ablations", help="folder of the runs")
     args = parser.parse_args()

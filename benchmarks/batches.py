@@ -75,9 +75,9 @@ def as_lists(groups: list[Group]) -> tuple[Batch, tuple[float, float, float], in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens of all responses together")
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="total tokens of all responses; default: 1000000")
     parser.add_argument("--context", type=int, default=8192)
-    parser.add_argument("--ranks", type=int, default=32, help="data ranks")
+    parser.add_argument("--ranks", type=int, default=32, help="number of data-parallel ranks; default: 32")
     args = parser.parse_args()
     torch.set_num_threads(1)
     groups = groups_of(args.tokens, args.context)

@@ -2,9 +2,9 @@
 
     .venv/train/bin/python benchmarks/chain_kills.py [--out runs/chain_kills] [KEY=VALUE ...]
 
-Stages run1 to run3, shortened to 4, 3 and 3 steps: the second and third begin with a hard reset.  The trainer is
-killed at the point `reset:committed`, and the same command continues the chain.  Each stage's weights, reference,
-metrics (all but time/), resets and rollouts must be equal to the bit.
+The chain has the stages run1 to run3, shortened to 4, 3 and 3 steps; run2 and run3 begin with a hard reset.  The
+trainer is killed at the point `reset:committed`, and the same command continues the chain.  Each stage's weights,
+reference, metrics (all but time/), resets and rollouts must be equal to the bit.
 """
 
 import argparse
@@ -49,22 +49,22 @@ def launch(folder: Path, settings: list[str], kill_at: str | None) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/chain_kills"))
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of all stages")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="overrides for every stage; default: none")
     args = parser.parse_args()
     if args.out.exists():
-        parser.error(f"--out {args.out} exists")
+        parser.error(f"--out {args.out}: expected a folder that does not exist; it exists")
     args.out.mkdir(parents=True)
     one, other = args.out / "undisturbed", args.out / "disturbed"
     report = [describe(), f"stages {', '.join(STAGES)}; settings: {' '.join(args.settings) or 'none'}"]
     began = time.monotonic()
     if launch(one, args.settings, None):
-        raise RuntimeError(f"the undisturbed chain failed: {one}.log")
+        raise RuntimeError(f"the undisturbed chain failed; see {one}.log")
     report.append(f"undisturbed: {time.monotonic() - began:.0f} s")
     starts = 1
     while launch(other, args.settings, "reset:committed"):
         starts += 1
         if starts > MOST_STARTS:
-            raise RuntimeError(f"no end after {MOST_STARTS} starts: {other}.log")
+            raise RuntimeError(f"the chain with kills did not finish after {MOST_STARTS} starts; see {other}.log")
     failed = False
     resets = 0
     for stage in STAGES:

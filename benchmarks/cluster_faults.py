@@ -86,7 +86,7 @@ class Bench:
         self.drained = ""
 
     def submit(self, run: Path, *flags: str, nodes: int = 0) -> int:
-        """Submit a Slurm job of the run and return its id.  `nodes`: number of nodes; 0: that of --nodes."""
+        """Submit a Slurm job of the run and return the job's id.  `nodes`: number of nodes; 0: the value of --nodes."""
         nodes = nodes or self.nodes
         overrides = [
             f"run_dir={run}",
@@ -123,7 +123,7 @@ class Bench:
                 continue
         victims = [p for p in victims if p.parent() is None or p.parent() not in victims]
         if not victims:
-            raise RuntimeError(f"no {program} of job {case.job} on {node}")
+            raise RuntimeError(f"node {node}: expected a running {program} process of job {case.job}; found none")
         for victim in victims:
             victim.kill()
 
@@ -202,7 +202,7 @@ class Bench:
         case.job = self.submit(case.run)
         case.ends.append(self.slurm.wait(case.job, self.deadline))
         if case.ends[-1].state != "COMPLETED":
-            raise RuntimeError(f"the undisturbed run failed: {self.out / 'logs' / case.run.name}.log")
+            raise RuntimeError(f"the undisturbed run failed; see {self.out / 'logs' / case.run.name}.log")
         return case
 
     def case(self, name: str, fault: Callable[[Case], None], undisturbed: Path) -> Case:
@@ -275,14 +275,14 @@ def say(*rows: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=4, help="nodes of the run; the cluster has one more")
+    parser.add_argument("--nodes", type=int, default=4, help="nodes of the run; the cluster has one more; default: 4")
     parser.add_argument("--only", help="comma-separated names of faults; default: all")
     parser.add_argument("--base", type=Path, help="folder of the first policy; default: made by prorl warmup")
-    parser.add_argument("--deadline", type=float, default=900.0, help="limit of each wait, in seconds")
+    parser.add_argument("--deadline", type=float, default=900.0, help="maximum seconds of each wait; default: 900")
     parser.add_argument("--out", type=Path, default=Path("runs/cluster_faults"))
     args = parser.parse_args()
     if args.out.exists():
-        parser.error(f"--out {args.out} exists")
+        parser.error(f"--out {args.out}: expected a folder that does not exist; it exists")
     out = args.out.absolute()
     (out / "logs").mkdir(parents=True)
     if args.base is None:
@@ -296,7 +296,7 @@ def main() -> int:
         if args.only:
             names = args.only.split(",")
             if unknown := [name for name in names if name not in chosen]:
-                parser.error(f"--only {unknown[0]}: one of {', '.join(chosen)}")
+                parser.error(f"--only {unknown[0]}: expected names among {', '.join(chosen)}")
             chosen = {name: chosen[name] for name in names}
         began = time.monotonic()
         one = bench.undisturbed()

@@ -21,9 +21,12 @@ class Engine:
 
         Args:
             store: folder from which weights may be loaded.
-            options: those of nemo_prorl.rollout.engine.server, such as dtype="bfloat16", kv_mb=64 or eager=True.
+            wait_s: seconds within which the engine must be ready.
+            options: command-line options of nemo_prorl.rollout.engine.server, such as dtype="bfloat16", kv_mb=64 or
+                eager=True.
 
-        Raises RuntimeError with the end of the log: the engine was not ready in time.
+        Raises:
+            RuntimeError: the engine ended or was not ready in time; the message has the end of the log.
         """
         token, endpoint = folder / "token", folder / "endpoint.json"
         token.touch(0o600)
@@ -53,7 +56,7 @@ class Engine:
         self._post("/weights", {"path": str(path), "version": version, "wait_s": 60}).read()
 
     def generate(self, prompt: list[int], seeds: list[int], **sampling: object) -> Iterator[dict[str, Any]]:
-        """Yield the responses to a prompt, in the order in which they end: `token_ids`, `logprobs`, `index`."""
+        """Yield each response to a prompt when it ends, as a dict with `token_ids`, `logprobs` and `index`."""
         with self._post("/generate", {"prompt": prompt, "seeds": seeds, **sampling}) as reply:
             for line in filter(None, map(bytes.strip, reply)):
                 found = json.loads(line)

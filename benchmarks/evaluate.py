@@ -52,7 +52,7 @@ class Ours:
         self.records = _first({one.name: load_records(one, None) for one in self.benchmarks}, prompts)
 
     async def once(self, services: Services, number: int) -> tuple[float, int]:
-        """Draw, judge and store all responses, with seeds from `number`; return seconds and generated tokens."""
+        """Draw, judge and store all responses, with `number` as the run's seed; return seconds and generated tokens."""
         stores = {one.name: Store(self.folder / f"run-{number}", one.name) for one in self.benchmarks}
         async with services.reward_client() as rewards:
 
@@ -69,7 +69,7 @@ class Ours:
         return work.seconds, work.tokens
 
     def offline(self) -> dict[str, Any]:
-        """Return the same work as the JSON that benchmarks/evaluate_offline.py reads."""
+        """Return the evaluation's model, prompts and settings in the form that benchmarks/evaluate_offline.py reads."""
         rollout, prompts = self.cfg.rollout, []
         for one in self.benchmarks:
             prompts += [self.source.request(record, one.sampling) for record in self.records[one.name]]
@@ -82,7 +82,7 @@ class Ours:
 
 
 def _first(records: dict[str, list[dict[str, Any]]], number: int) -> dict[str, list[dict[str, Any]]]:
-    """Return the first `number` records, shared evenly over the benchmarks, by benchmark."""
+    """Return the first records of each benchmark, `number` in all, as evenly as the benchmarks' sizes allow."""
     left, found = number, {}
     for at, (name, some) in enumerate(sorted(records.items(), key=lambda item: len(item[1]))):
         found[name] = some[: -(-left // (len(records) - at))]
@@ -101,7 +101,7 @@ class Offline:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"vLLM's process ended with {self._process.wait()}")
+            raise RuntimeError(f"vLLM's process ended with exit code {self._process.wait()}")
         return line
 
     def once(self, word: str) -> tuple[float, int]:
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("model", metavar="MODEL", help="Hugging Face folder of the laptop's model")
     parser.add_argument("--prompts", type=int, default=500)
     parser.add_argument("--samples", type=int, default=16)
-    parser.add_argument("--max-response", type=int, default=16, help="cap of a response, in tokens; default: 16")
+    parser.add_argument("--max-response", type=int, default=16, help="maximum tokens per response; default: 16")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="KEY=VALUE of the configuration")
     args = parser.parse_args()

@@ -4,8 +4,9 @@
 
 FOLDER holds the published files that PUBLISHED below lists; the output names absent files.  The commands that the
 benchmarks themselves name prepare the problems; generated problems need no file.  Then `prorl evaluate` runs three
-times: (whole) undisturbed; (broken) ended by SIGKILL when half of the responses are stored, and run again; (again) from
-whole's manifest into a new folder.  All numbers must be equal, and no response stored before the kill is drawn again.
+times: (whole) undisturbed; (broken) ended by SIGKILL when half of the responses are stored, and run again; (again)
+repeated in a new folder from the manifest of (whole).  All numbers must be equal, and no response stored before the
+kill is drawn again.
 A laptop's model cannot solve competition problems: few, short responses test the machinery, not the model.
 """
 
@@ -51,7 +52,7 @@ DEADLINE_S = 3600.0
 
 
 def prepare(sources: Path, data: Path) -> tuple[list[Benchmark], list[str]]:
-    """Prepare problems in `data`; return the benchmarks with problems, and the names of benchmarks without."""
+    """Prepare problems in `data`; return the benchmarks that have problems, and the names of all others."""
     found, absent = [], []
     for one in catalogue().values():
         file = sources / PUBLISHED.get(one.name, "")
@@ -107,16 +108,21 @@ class Evaluation:
         with self.started() as process:
             out, _ = process.communicate(timeout=DEADLINE_S)
         if process.returncode:
-            raise SystemExit(f"{self.folder}: ended with {process.returncode}; see {self.folder.with_suffix('.log')}")
+            raise SystemExit(
+                f"{self.folder}: failed with exit code {process.returncode}; see {self.folder.with_suffix('.log')}"
+            )
         return time.monotonic() - began, out
 
     def killed_at(self, responses: int) -> int:
-        """Run the evaluation, send SIGKILL once `responses` are stored, and return how many are stored then."""
+        """Run the evaluation, kill it once `responses` responses are stored; return the number stored at its end."""
         end = time.monotonic() + DEADLINE_S
         with self.started() as process:
             while self.stored() < responses:
                 if process.poll() is not None or time.monotonic() > end:
-                    raise SystemExit(f"{self.folder}: ended before {responses} responses were stored")
+                    log = self.folder.with_suffix(".log")
+                    raise SystemExit(
+                        f"{self.folder}: ended before {responses} responses, or took {DEADLINE_S:g} s; see {log}"
+                    )
                 time.sleep(0.05)
             process.send_signal(signal.SIGKILL)
             process.wait()
@@ -134,7 +140,7 @@ def by_domain(results: dict[str, Any], benchmarks: list[Benchmark]) -> list[str]
 
 
 def kept(before: dict[str, bytes], after: dict[str, bytes]) -> bool:
-    """Return whether each file has only grown and contains each response once."""
+    """Return whether each file of `before` has only grown in `after`, and `after` has no response twice."""
     if not all(after.get(name, b"").startswith(data) for name, data in before.items()):
         return False
     for data in after.values():
@@ -178,9 +184,9 @@ def main() -> None:
     parser.add_argument("model", metavar="MODEL", help="Hugging Face folder, checkpoint or run directory")
     parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", help="KEY=VALUE for prorl evaluate")
     parser.add_argument("--sources", metavar="FOLDER", type=Path, required=True, help="folder of the published files")
-    parser.add_argument("--samples", type=int, default=4, help="responses per prompt; the paper has 16")
-    parser.add_argument("--max-response", type=int, default=16, help="cap of a response, in tokens; default: 16")
-    parser.add_argument("--limit", type=int, help="only the first N prompts of each benchmark")
+    parser.add_argument("--samples", type=int, default=4, help="responses per prompt (16 in the paper); default: 4")
+    parser.add_argument("--max-response", type=int, default=16, help="maximum tokens per response; default: 16")
+    parser.add_argument("--limit", type=int, help="first N prompts of each benchmark; default: all")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/evaluate_all"))
     args = parser.parse_args()
     began = time.monotonic()

@@ -120,12 +120,14 @@ def write(result: dict[str, Any], base: Path) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--small", action="store_true", help="tiny sizes in float32: a test, no measurement")
-    parser.add_argument("--sections", default=",".join(SECTIONS), help="comma-separated names; default: %(default)s")
-    parser.add_argument("--wheels", type=Path, help="folder of wheels that this Python lacks")
+    parser.add_argument("--small", action="store_true", help="tiny sizes in float32, only to test this program")
+    parser.add_argument(
+        "--sections", default=",".join(SECTIONS), help="sections to run, comma-separated; default: %(default)s"
+    )
+    parser.add_argument("--wheels", type=Path, help="folder of wheels to install first, without network; default: none")
     parser.add_argument("--engine-python", help="Python with vLLM; default: .venv/rollout's, otherwise this one")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--commit", help="measured commit, for a copy of the files without git")
+    parser.add_argument("--commit", help="commit to write into the results, for a copy without git; default: none")
     parser.add_argument("--name", help="machine in the file names; default: name of the GPU, or cpu")
     args = parser.parse_args()
     args.sections = args.sections.split(",")

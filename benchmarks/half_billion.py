@@ -53,7 +53,7 @@ def config_of(layers: int) -> dict[str, Any]:
 
 
 def write_model(folder: Path, config: dict[str, Any]) -> None:
-    """Write a Hugging Face folder in bf16.  As Qwen's own, its embedding has more rows than the tokenizer has words."""
+    """Write a Hugging Face folder in bf16.  As in Qwen's models, the embedding has more rows than there are words."""
     import torch
     from safetensors.torch import save_file
 
@@ -101,7 +101,11 @@ def overrides_of(folder: Path, run: Path, steps: int, args: argparse.Namespace) 
 
 
 class Sampler:
-    """Samples the bytes of a process and its descendants every 0.2 s.  `shared` and `parts` belong to the peak."""
+    """Samples the bytes of a process and its descendants every 0.2 s.
+
+    `peak` is the largest total.  At that moment `shared` bytes were weights in /dev/shm; `parts` has the bytes of each
+    process.
+    """
 
     def __init__(self, pid: int) -> None:
         self._pid, self._end = pid, threading.Event()
@@ -141,7 +145,10 @@ def _memory_below(pid: int) -> Iterator[tuple[str, int]]:
 
 
 def timed(words: list[str], seconds: float) -> tuple[float, Sampler]:
-    """Run `prorl`; return its seconds and memory samples.  Raises RuntimeError with its output if it fails."""
+    """Run `prorl` with the arguments `words`, at most `seconds` long; return its seconds and memory samples.
+
+    Raises RuntimeError, with the command's output, if the command fails.
+    """
     prorl = [sys.executable, "-m", "nemo_prorl.cli", *words]
     with tempfile.TemporaryFile("w+") as output:
         began = time.monotonic()
@@ -211,7 +218,7 @@ def run(args: argparse.Namespace) -> Iterator[str]:
         exported = (folder / "exported" / "model.safetensors").stat().st_size
         imported = (folder / "hf" / "model.safetensors").stat().st_size
         if abs(exported - imported) > 1e6 or len(steps) != 2:
-            raise RuntimeError(f"exported {exported} bytes of {imported}, {len(steps)} steps of 2")
+            raise RuntimeError(f"expected {imported} exported bytes and 2 steps; got {exported} and {len(steps)}")
 
 
 def main() -> None:

@@ -58,7 +58,7 @@ LANGUAGES = {"de": "German", "fr": "French", "es": "Spanish", "it": "Italian", "
 ANSWERS = "'My answer is yes.', 'My answer is no.', 'My answer is maybe.'"
 _WHOLE = {"json", "constrained", "two", "repeat", "language"}  # these decide the form of the whole response
 _CASES = {"capital", "lowercase", "capital_words"}
-_APART = (  # types of which a prompt has at most one
+_APART = (  # a prompt has at most one type of each of these sets
     _WHOLE | {"bullets", "paragraphs", "nth", "sections"},
     _CASES | {"language", "constrained", "postscript"},
     {"title", "constrained", "json", "nth", "quotation"},
@@ -114,7 +114,10 @@ _LIMITED = {  # types with a limit: IFEval's id, its names of limit and relation
 
 
 def instruction(kind: str, rng: random.Random, request: str) -> Told:
-    """Return one instruction of a type; `request` is the prompt without instructions."""
+    """Return an instruction of the type `kind`, one of KINDS: IFEval's id, the sentence, and the arguments by name.
+
+    `request` is the prompt without instructions.
+    """
     if kind in _PLAIN:
         name, sentences = _PLAIN[kind]
         return name, rng.choice(sentences.split("|")), {}
@@ -141,7 +144,7 @@ def _limited(kind: str, rng: random.Random) -> Told:
 
 
 def _own(kind: str, rng: random.Random, request: str) -> Told:
-    """Return one instruction of a type with arguments of its own."""
+    """Return the same as `instruction`, for the types whose arguments differ from those of all other types."""
     number, pick, word = rng.randint, rng.choice, rng.choice(WORDS.split())
     if kind == "keywords":
         found = rng.sample(WORDS.split(), number(1, 3))
@@ -188,7 +191,10 @@ KINDS = (
 
 
 def kinds(rng: random.Random) -> list[str]:
-    """Return one to three types that a response can follow together, more often one, as in IFEval."""
+    """Draw the types of a prompt's instructions (items of KINDS), so that one response can follow all of them.
+
+    A prompt has one type with probability 0.6, two with 0.3 and three with 0.1, about as in IFEval.
+    """
     count = rng.choices([1, 2, 3], [0.6, 0.3, 0.1])[0]
     chosen: list[str] = []
     for kind in rng.sample(KINDS, len(KINDS)):
@@ -242,7 +248,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     parser.add_argument("--count", type=int, default=4000, help="number of prompts; default: 4000")
     parser.add_argument("--seed", type=int, default=1, help="seed of the draw; default: 1")
-    parser.add_argument("--leave-out", type=Path, help="IFEval's input_data.jsonl; default: no comparison")
+    parser.add_argument(
+        "--leave-out", type=Path, help="IFEval's input_data.jsonl, whose prompts are left out; default: none"
+    )
     args = parser.parse_args()
     write(args.out, args.count, args.seed, args.leave_out)
     sys.stdout.write(f"{args.count} prompts: {args.out}\n")

@@ -94,7 +94,7 @@ def wait(process: subprocess.Popen[bytes], until: Callable[[], bool] | None = No
             return True
         if time.monotonic() > end:
             process.kill()
-            raise TimeoutError(f"a run of {STEPS} steps hangs for {TIMEOUT_S:.0f} s")
+            raise TimeoutError(f"a run of {STEPS} steps did not end within {TIMEOUT_S:.0f} s")
         time.sleep(0.02)
     return False
 
@@ -114,11 +114,14 @@ def kill(process: subprocess.Popen[bytes], target: str) -> None:
     process.wait(60)
     _, alive = psutil.wait_procs(family, timeout=60)
     if alive:
-        raise RuntimeError(f"60 s after the kill of {target} still there: {alive}")
+        raise RuntimeError(f"60 s after the kill of {target}, these processes are still alive: {alive}")
 
 
 def one_kill(run: Path, where: str, rng: random.Random) -> Kill | None:
-    """Start the run and kill it at `where`, a kill point or "random TARGET"; None if the run finished before."""
+    """Start the run and kill it at `where`, a kill point or "random TARGET".
+
+    Returns None if the run finished before the kill.
+    """
     began, before = time.monotonic(), last_step(run)
     if where in POINTS:
         process = start(run, {VARIABLE: where})
@@ -142,7 +145,7 @@ def one_kill(run: Path, where: str, rng: random.Random) -> Kill | None:
 
 
 def compare(undisturbed: Path, disturbed: Path) -> list[tuple[str, bool]]:
-    """Return what must be equal in the two runs, as pairs (description, whether it is equal)."""
+    """Compare all that must be equal in the two runs; return pairs (description, whether it is equal)."""
 
     def metrics(run: Path) -> list[dict[str, Any]]:
         return [{k: v for k, v in m.items() if not k.startswith("time/")} for m in lines(run / "metrics.jsonl")]
@@ -173,7 +176,7 @@ def main() -> int:
     SETTINGS.extend(args.settings)
     rng = random.Random(args.seed)
     if args.out.exists():
-        parser.error(f"--out {args.out} exists")
+        parser.error(f"--out {args.out}: expected a folder that does not exist; it exists")
     one, other = args.out / "undisturbed" / "run2", args.out / "disturbed" / "run2"
     for run in (one, other):
         run.parent.mkdir(parents=True)
@@ -185,7 +188,7 @@ def main() -> int:
     (other.parent / "run1").symlink_to(first.absolute())
     began = time.monotonic()
     if wait(start(one, {})) or not (one / "summary.json").is_file():
-        raise RuntimeError(f"the undisturbed run failed: {one.parent}")
+        raise RuntimeError(f"the undisturbed run failed; see the logs in {one.parent}")
     report.append(f"undisturbed: {time.monotonic() - began:.0f} s")
 
     points = [name for name in POINTS if name != "checkpoint:exchange"]

@@ -3,8 +3,8 @@
     .venv/train/bin/python benchmarks/learning.py                       runs all four, one after the other
     .venv/train/bin/python benchmarks/learning.py --report RUN...       reports finished runs
 
-A run has learnt if it gains at least 0.15 and 4 standard errors, and ends at 1.5 times its start or more.  With
-learning rate 0 it must not.
+A run has learnt if it gains at least 0.15 and 4 standard errors, and ends at 1.5 times its start or more.  The
+run with learning rate 0 must not learn.
 """
 
 import argparse

@@ -151,8 +151,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=3072)
     parser.add_argument("--hidden", type=int, default=1536)
     parser.add_argument("--words", type=int, default=151_936)
-    parser.add_argument("--chunk", type=int, default=4096, help="trainer.grpo.logprob_chunk_tokens")
-    parser.add_argument("--block", type=int, default=8192, help="trainer.grpo.logprob_chunk_words")
+    parser.add_argument("--chunk", type=int, default=4096, help="tokens per chunk; default: 4096")
+    parser.add_argument("--block", type=int, default=8192, help="words per block; default: 8192")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # FORM FOLDER: measures in this process

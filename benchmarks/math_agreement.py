@@ -42,7 +42,10 @@ class Case:
 
 
 def _boxed(text: str) -> str | None:
-    """Return an answer as a response: unchanged if it has a box, otherwise its formulas boxed; None if it has none."""
+    """Return an answer as a response: unchanged if it has a box, otherwise its formulas, or its whole text, in a box.
+
+    None if there is other text beside the formulas, or if a text without formulas is too long.
+    """
     if "\\boxed" in text or "\\fbox" in text:
         return text.replace("\\\\boxed", "\\boxed")
     found = [next(filter(None, groups)) for groups in _MATH.findall(text)]
@@ -54,7 +57,7 @@ def _boxed(text: str) -> str | None:
 
 
 def _truth(text: str) -> str | None:
-    """Return a truth for the plugin: unchanged if it has a box, otherwise its formulas; None if it has none."""
+    """Return a truth for the plugin: the same as `_boxed`, but without the box that `_boxed` adds."""
     response = _boxed(text)
     if response is None or "\\boxed" in text:  # the plugin uses a boxed truth unchanged
         return response
@@ -109,7 +112,7 @@ def _equal(row: dict[str, Any]) -> bool:
 
 
 def judge(cases: list[Case]) -> tuple[list[bool], float]:
-    """Return whether the math plugin accepts each response, and its CPU seconds."""
+    """Return whether the math plugin accepts each response, and the CPU seconds for all of them."""
     from prorl_reward_math.plugin import MathReward
 
     from nemo_prorl.rewards.interface import RewardRequest
@@ -125,7 +128,10 @@ def judge(cases: list[Case]) -> tuple[list[bool], float]:
 
 
 def math_verify_alone(cases: list[Case]) -> tuple[list[bool], float]:
-    """Return whether math-verify alone accepts each response, and its CPU seconds.  Skips gold answers (minutes)."""
+    """Return whether math-verify alone accepts each response, and the CPU seconds for all of them.
+
+    Gold answers are skipped, because they take minutes.
+    """
     from math_verify import parse, verify
 
     began, verdicts = time.process_time(), []

@@ -151,7 +151,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--skip", type=int, default=2, help="first steps of each run, which do not count")
+    parser.add_argument(
+        "--skip", type=int, default=2, help="number of first steps of each run to leave out; default: 2"
+    )
     parser.add_argument("--validate-every", type=int, default=2)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()

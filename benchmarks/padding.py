@@ -32,7 +32,7 @@ def long_tail(rows: int, seed: int) -> list[int]:
 
 
 def lengths_of_run(run: Path, rows: int) -> list[int]:
-    """Return the tokens of prompt and response of each of a run's last `rows` stored responses, in stored order."""
+    """Return the lengths in tokens, prompt included, of a run's last `rows` stored responses, in stored order."""
     from nemo_prorl.data.render import PromptRenderer
     from nemo_prorl.settings import read_config
 
@@ -114,9 +114,11 @@ def main() -> None:
     from nemo_prorl.micro_batches import Limits
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, help="a run directory with stored rollouts")
+    parser.add_argument("--run", type=Path, help="run directory with stored rollouts; default: recorded lengths")
     parser.add_argument("--write", type=Path, help="write the token lengths of the run's sequences to this file")
-    parser.add_argument("--rows", type=int, default=192, help="number of the run's sequences, as in an update")
+    parser.add_argument(
+        "--rows", type=int, metavar="N", default=192, help="last N stored responses of the run; default: 192"
+    )
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()

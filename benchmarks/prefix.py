@@ -2,10 +2,10 @@
 
 .venv/train/bin/python benchmarks/prefix.py
 
-Three times to the first tokens are compared: of 1 response, of 16 responses to one prompt, and of 1 response to each of
-16 prompts of the same length, requested at the same time.  If the prompt is shared, the second is little more than the
-first.  The model has two million parameters.  vLLM shares only whole blocks of its cache: 32 tokens in our engines on a
-CPU (vLLM's default is 128), 16 tokens on a GPU.
+Three requests are compared by the time until all their responses have a first token: 1 response; 16 responses to one
+prompt; and 1 response to each of 16 prompts of the same length, sent at the same time.  If an engine computes a shared
+prompt only once, the second time is little more than the first.  The model has two million parameters.  vLLM shares
+only whole blocks of its cache: 32 tokens in our engines on a CPU (vLLM's default is 128), 16 tokens on a GPU.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def fresh_prompt(rng: random.Random, tokens: int) -> list[int]:
 
 
 async def seconds(client: EngineClient, prompts: list[list[int]], responses: int) -> float:
-    """Request `responses` responses to each prompt at the same time; return the seconds until all have one token."""
+    """Request `responses` responses to each prompt at the same time; return the seconds until each has one token."""
 
     async def one(prompt: list[int]) -> None:
         async for _ in client.generate(prompt, range(responses), ONE_TOKEN, None):
@@ -48,7 +48,7 @@ async def seconds(client: EngineClient, prompts: list[list[int]], responses: int
 
 
 async def measure(url: str, tokens: int) -> tuple[float, float, float]:
-    """Return median seconds to the first tokens of 1 response, a group of RESPONSES, and RESPONSES prompts."""
+    """Return median seconds to the first tokens: 1 response, RESPONSES responses to one prompt, RESPONSES prompts."""
     rng, times = random.Random(tokens), []
     async with aiohttp.ClientSession() as http:
         client = EngineClient(http, url, TOKEN)

@@ -191,7 +191,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--engine", action="store_true")
-    parser.add_argument("--wait-s", type=float, default=900.0, help="limit of the engine's start, in seconds")
+    parser.add_argument(
+        "--wait-s", type=float, default=900.0, help="maximum seconds until the engine is ready; default: 900"
+    )
     args = parser.parse_args()
     sys.stdout.write(describe() + "\n")
     for line in run(args):

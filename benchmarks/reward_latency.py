@@ -10,7 +10,8 @@ positions, so they end one after the other.  A case is latency:prompts:sequences
 each), and sequences that an engine generates at a time (`rollout.max_num_seqs`; few make generation long).
 
 "hidden" is 1 - (seconds in which a step waited for rewards only) / (seconds with a reward pending), as in summary.json.
-The last verdict comes one latency after the last response: generation alone can hide at most "generation alone".
+The last verdict comes one latency after the last response, so generation cannot hide all of the reward time; the column
+"generation alone" has the share that it can hide.
 """
 
 import argparse
@@ -111,7 +112,11 @@ def line_of(latency: float, metrics: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=CASES, help="latency:prompts:sequences")
+    cases = (
+        "cases SECONDS:PROMPTS:SEQUENCES: latency, prompts per step, concurrent sequences of an engine;"
+        " default: %(default)s"
+    )
+    parser.add_argument("--cases", nargs="+", default=CASES, help=cases)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()

@@ -158,8 +158,10 @@ def faults(soak: Soak, server: int, left: list[int], folder: Path) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--kill-every", type=float, default=2.0, metavar="S", help="average seconds between kills")
-    parser.add_argument("--workers", type=int, default=5, help="workers of all five domains together")
+    parser.add_argument(
+        "--kill-every", type=float, default=2.0, metavar="S", help="mean seconds between kills; default: 2"
+    )
+    parser.add_argument("--workers", type=int, default=5, help="total workers of all five domains; default: 5")
     args = parser.parse_args()
     say: Callable[[str], object] = partial(print, flush=True)
     say(f"{describe()}; {args.workers} workers, {IN_FLIGHT} requests in flight, a kill every {args.kill_every:g} s")

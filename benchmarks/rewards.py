@@ -1,4 +1,4 @@
-"""Answers/s and latency of the reward server for each domain with 1 and 2 workers; for code, also of two plain ways.
+"""Answers/s and latency of the reward server by domain, with 1 and 2 workers; code is also judged in two plain ways.
 
     .venv/train/bin/python benchmarks/rewards.py [--seconds 8]
 
@@ -165,8 +165,8 @@ def measure_plain(name: str, judge: Callable[[str, Path], bool], workers: int, s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each measurement")
-    parser.add_argument("--only", default="", help="first letters of the rows to measure; default: all")
+    parser.add_argument("--seconds", type=float, default=8.0, help="seconds per measurement; default: 8")
+    parser.add_argument("--only", default="", help="measure the rows whose names begin with this text; default: all")
     args = parser.parse_args()
     say: Callable[[str], object] = partial(print, flush=True)
     say(describe())

@@ -58,7 +58,10 @@ MOST = 512  # limit of responses per engine, as in EnginePool
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt: task, lengths of its responses in tokens, their reward latencies in seconds, and its verdict."""
+    """A prompt: task, lengths of its responses in tokens, their reward latencies in seconds.
+
+    `kept`: whether dynamic sampling keeps the group of its responses.
+    """
 
     task: str
     lengths: list[int]
@@ -105,7 +108,7 @@ class Engine:
         return tokens * (FIXED_S + PER_SEQUENCE_S * b + PER_CACHED_TOKEN_S * self.cached) + growth
 
     def next_end(self) -> float:
-        """Return the time in seconds when the next sequence ends, if no sequence is added."""
+        """Return the time, in seconds, at which the next sequence ends unless another sequence is added before."""
         return self.now + self.stall + self._seconds(self.running[0][0] - self.tokens_done)
 
     def advance(self, now: float) -> None:
@@ -138,31 +141,46 @@ class Engine:
 
 
 class Unmeasured(KeepRates):
-    """Keep rates that stay at 1, as if every group were kept."""
+    """A substitute for measured keep rates: each rate stays at 1, as if every group were kept."""
 
     def __getitem__(self, task: str) -> float:
         return 1.0
 
 
 def fixed_split(in_flight: list[int], number: int, responses: int) -> list[int]:
-    """Send each prompt to the next engine in turn, whatever its load."""
+    """Return the number of responses for each engine: all go to the next engine in turn, whatever its load.
+
+    Args (the same for all routes):
+        in_flight: open responses of each engine.
+        number: place of the prompt among the prompts drawn in this step, from 1.
+        responses: number of the prompt's responses that are not yet sent.
+    """
     return [responses if engine == number % len(in_flight) else 0 for engine in range(len(in_flight))]
 
 
 def whole_groups(in_flight: list[int], number: int, responses: int) -> list[int]:
-    """Send all responses to a prompt to the engine with the fewest sequences."""
+    """Return the number of responses for each engine: all go to the least loaded engine, or none if it has no room.
+
+    The arguments are those of `fixed_split`.
+    """
     least = min(range(len(in_flight)), key=in_flight.__getitem__)
     fits = responses if in_flight[least] + responses <= MOST else 0
     return [fits if engine == least else 0 for engine in range(len(in_flight))]
 
 
 def spread_groups(in_flight: list[int], number: int, responses: int) -> list[int]:
-    """Spread the responses over the engines as a run does."""
+    """Return the number of responses for each engine as in a run: `spread` assigns parts of 4 to the least loaded.
+
+    The arguments are those of `fixed_split`.
+    """
     return spread(in_flight, responses, MOST)
 
 
 def spread_one_by_one(in_flight: list[int], number: int, responses: int) -> list[int]:
-    """Spread the responses over the engines one by one, with a request for each response."""
+    """Return the number of responses for each engine if `spread` assigns them to the least loaded one by one.
+
+    The arguments are those of `fixed_split`.
+    """
     return spread(in_flight, responses, MOST, part=1)
 
 
@@ -171,7 +189,7 @@ class Scheduler:
     """A scheduler, one line of the table."""
 
     name: str
-    # (responses in flight by engine, number of a prompt, its responses) -> responses to send to each engine
+    # (open responses of each engine, number of a prompt, its unsent responses) -> responses to send to each engine
     route: Callable[[list[int], int, int], list[int]]
     # margin of cluster=h100_4x8
     dynamic: DynamicSamplingConfig = field(default_factory=lambda: DynamicSamplingConfig(margin=3.0))
@@ -250,7 +268,7 @@ class Rollout:
         return list(self.undecided)
 
     def _decide(self) -> None:
-        """Draw the prompts that are wanted, and decide the judged groups, strictly in draw order."""
+        """Draw the prompts that the sampler wants, and decide the judged groups, strictly in draw order."""
         while not self.sampler.done:
             while self.sampler.wants_more():
                 self._draw()
@@ -318,7 +336,10 @@ class Rollout:
 
 
 def simulate(scheduler: Scheduler, size: Size, steps: int, seed: int, skip: int = 2) -> list[Outcome]:
-    """Return the outcomes of `steps` steps, after `skip` steps in which keep rates are hardly known."""
+    """Simulate `skip` + `steps` steps; return the outcomes of the last `steps`.
+
+    The first steps are left out because keep rates are hardly known in them.
+    """
     source = prompts(seed, size)
     rates = KeepRates() if scheduler.measured else Unmeasured()
     surplus: list[Group] = []
@@ -361,8 +382,9 @@ def line(name: str, outcomes: list[Outcome]) -> str:
 def split_table(steps: int, seed: int, samples: int) -> Iterator[str]:
     """Yield the table of layouts in which some GPUs only generate and the others only train.
 
-    Columns: rollout and training in turn; log-probabilities of complete groups (4 of the 10 operations) computed during
-    the rollout; and one step off, which trains on the previous batch during the rollout.
+    The columns are seconds: of the rollout; of training; and of a step in three ways.  "in turn": rollout, then
+    training.  "meanwhile": log-probabilities of complete groups (4 of the 10 operations) are computed during the
+    rollout.  "one step off": training on the previous batch takes place during the rollout.
     """
     columns = ("rollout", "training", "in turn", "meanwhile", "one step off")
     for cap in (8192, 16384):
@@ -387,8 +409,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--engines", type=int, default=32)
     parser.add_argument("--samples", type=int, default=16)
-    parser.add_argument("--margins", type=float, nargs="+", help="OURS with these margins, instead of the table")
-    parser.add_argument("--split", action="store_true", help="gain of layouts that split the GPUs")
+    parser.add_argument(
+        "--margins", type=float, nargs="+", help="margins to compare in our scheduler, in deviations; default: none"
+    )
+    parser.add_argument("--split", action="store_true", help="compare layouts in which some GPUs only generate")
     args = parser.parse_args()
     if args.split:
         rows = split_table(args.steps, args.seed, args.samples)

@@ -66,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, help="run directory to report; default: make a run first")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--skip", type=int, default=2, help="first steps, which do not count")
+    parser.add_argument("--skip", type=int, default=2, help="number of first steps to leave out; default: 2")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

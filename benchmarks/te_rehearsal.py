@@ -123,7 +123,8 @@ def rehearse(cluster: str, model: Path, out: Path) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "te_rehearsal", help="output folder; deleted first")
-    parser.add_argument("--clusters", default="h100_4x8,h100_4x8_fp8", help="cluster files, separated by commas")
+    text = "names of files in conf/cluster, comma-separated; default: %(default)s"
+    parser.add_argument("--clusters", default="h100_4x8,h100_4x8_fp8", help=text)
     args = parser.parse_args()
     out = args.out.resolve()
     shutil.rmtree(out, ignore_errors=True)

@@ -58,7 +58,7 @@ PHASES = ("publish", "rollout", "logprobs", "advantages", "updates")
 
 @dataclass
 class Block:
-    """Some steps of one side: seconds, tokens, reward and parts of each; the highest memory of all its processes."""
+    """Some steps of one side: each with seconds, tokens, reward and seconds by part; peak memory of all processes."""
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     peak_mb: float = 0.0
@@ -68,7 +68,7 @@ class Block:
 class Memory(threading.Thread):
     """A thread that samples the peak memory (Pss, in MB) of a process and all its descendants.
 
-    Samples twice a second until `rest`, because sampling takes time from the measured cores.
+    Samples twice a second until `rest` is called, because sampling takes time from the measured cores.
     """
 
     def __init__(self, pid: int) -> None:
@@ -341,25 +341,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="*", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--steps", type=int, help=f"measured steps per block; default: {STEPS}")
-    parser.add_argument("--rounds", type=int, default=2, help="blocks of each way")
-    parser.add_argument("--learn-s", type=float, default=240.0, help="seconds of learning on each side; 0: none")
-    parser.add_argument("--warmup-steps", type=int, default=400, help="supervised steps before learning")
+    parser.add_argument("--rounds", type=int, default=2, help="measured blocks per side and way; default: 2")
+    parser.add_argument(
+        "--learn-s", type=float, default=240.0, help="seconds of learning per side; 0: none; default: 240"
+    )
+    parser.add_argument("--warmup-steps", type=int, default=400, help="supervised steps before learning; default: 400")
     parser.add_argument(
         "--threads",
         type=int,
         default=len(os.sched_getaffinity(0)),
-        help="cores of each side, equal to the threads of all its trainers together",
+        help="cores per side, and total threads of its trainers; default: all cores",
     )
-    parser.add_argument("--beside", type=Path, help="another checkout to time, set up by `make setup`")
+    parser.add_argument("--beside", type=Path, help="another checkout to time, after `make setup`; default: none")
     parser.add_argument("--trl", nargs="+", choices=list(TRL_OPTIONS), default=["generate", "processes"])
     parser.add_argument(
-        "--prorl", nargs="+", choices=list(PRORL_WAYS), default=list(PRORL_WAYS), help="ways; the last is used to learn"
+        "--prorl",
+        nargs="+",
+        choices=list(PRORL_WAYS),
+        default=list(PRORL_WAYS),
+        help="ways to run prorl; the last one also learns; default: both",
     )
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE for prorl")
     args = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])  # inherited by all child processes
     if not TRL_PYTHON.exists():
-        raise SystemExit(f"{TRL_PYTHON} is not there; python3.11 setup/environments.py --only trl makes it")
+        raise SystemExit(f"{TRL_PYTHON} does not exist. Fix: python3.11 setup/environments.py --only trl")
     versions = "import trl, transformers, torch; print(trl.__version__, transformers.__version__, torch.__version__)"
     found = subprocess.run([str(TRL_PYTHON), "-c", versions], capture_output=True, text=True, check=True).stdout.split()
     lines = [

@@ -61,7 +61,7 @@ class Clock:
 
 
 class MadeUpRollouts:
-    """Rollouts for `train_step` without an engine, which publish weights and deal out prepared groups."""
+    """A stand-in for the trainer's rollouts, without an engine: publishes weights and distributes prepared groups."""
 
     def __init__(self, cfg: Any, policy: Any, store: Any, groups: Any) -> None:
         self._updates, self._policy, self._store, self._groups = (
@@ -80,7 +80,7 @@ class MadeUpRollouts:
                 pass
 
     def collect(self, metrics: Any) -> Any:
-        """Return the rows of this rank, as `Rollouts.collect` does."""
+        """Return this rank's rows of the prepared groups."""
         return self._groups.share(self._deal)
 
     def _deal(self, groups: list[Any]) -> Any:
@@ -202,7 +202,7 @@ def start(world: int, folder: Path, args: argparse.Namespace, out: Path) -> dict
         ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL))
     try:
         if any(process.wait(args.wait_s) for process in ranks):
-            raise RuntimeError(f"a rank of {world} failed")
+            raise RuntimeError(f"one of {world} ranks failed; its error is printed above")
     finally:
         for process in ranks:
             process.kill()
@@ -216,9 +216,11 @@ def start(world: int, folder: Path, args: argparse.Namespace, out: Path) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--rows", type=int, default=192, help="responses of a rank in a step; a multiple of 64")
+    parser.add_argument(
+        "--rows", type=int, default=192, help="responses per rank and step, a multiple of 64; default: 192"
+    )
     parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--wait-s", type=float, default=1200.0, help="limit of one layout, in seconds")
+    parser.add_argument("--wait-s", type=float, default=1200.0, help="maximum seconds per layout; default: 1200")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # MODEL OUT: run one rank in this process
     args = parser.parse_args()
     if args.one:

@@ -4,7 +4,7 @@ The folder lies at the top of the repository and is imported as `nemo_prorl.laun
 
 How the end of each part is noticed and reported:
     process       noticed by its node's `supervisor`: exit code 2, 3 or 4 of a rank is kept, other failures become 1
-    supervisor    writes its end to a file (`peers`); node 0 decides which end explains the others
+    supervisor    writes to a file how its processes ended (`peers`); node 0 decides which of these ends is the cause
     node          noticed by `srun`, which ends all supervisors; `srun_step` reads the messages of srun and node 0
     attempt       `slurm_driver` then ends the job, starts again, or requeues the job, possibly without one node
 

@@ -1,4 +1,4 @@
-"""A program that prints the requirements of a configuration on a Slurm job, as one line of JSON, for `slurm_driver`.
+"""A program that prints what a configuration needs from a Slurm job, as one line of JSON, for `slurm_driver`.
 
 python -m nemo_prorl.launcher.allocation OVERRIDE ...     exit code 2: the configuration is wrong
 """

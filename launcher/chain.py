@@ -30,9 +30,11 @@ def add_parser(commands: Any) -> None:
         "--stages", required=True, metavar="run1..run8", help="first and last stage, or a list: run1,run2"
     )
     parser.add_argument("--here", action="store_true", help="run on this machine, without Slurm")
-    parser.add_argument("--sbatch", metavar="FLAGS", help="flags of sbatch for every job, in quotes")
+    parser.add_argument("--sbatch", metavar="FLAGS", help="flags of sbatch for every job, in quotes; default: none")
     parser.add_argument("--container-image", metavar="IMG", help="container image of each job; default: none")
-    parser.add_argument("--container-mounts", metavar="A:B", help="mounts of the container, HOST:CONTAINER")
+    parser.add_argument(
+        "--container-mounts", metavar="A:B", help="mounts of the container, HOST:CONTAINER; default: none"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the commands and start nothing")
     parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", default=[], help="KEY=VALUE, for every stage")
     parser.set_defaults(run_command=run)
@@ -42,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     """Run or submit the stages; return the exit code of the first stage that fails, otherwise 0.
 
     Raises:
-        ConfigError: before anything starts.
+        ConfigError: the arguments or a configuration are wrong; all stages are checked before the first starts.
     """
     if not args.here:
         root = chain_slurm.project_root()
@@ -69,8 +71,8 @@ def read_chain(text: str, overrides: Sequence[str], root: Path | None = None) ->
     Args:
         text: value of `--stages`.
         root: folder in which the Slurm jobs run; None: the stages run here.  With `root`, run_dir and
-            chain.start_from become absolute, other relative paths start at `root`, and the default of `cluster` is
-            the one of the batch script.
+            chain.start_from become absolute, other relative paths start at `root`, and `cluster` has the same default
+            as in the batch script.
     """
     from nemo_prorl import settings
 
@@ -113,7 +115,10 @@ def _run_here(folder: Path, stages: Sequence[ChainStage], dry_run: bool) -> int:
 
 
 def stage_names(text: str, known: Sequence[str]) -> list[str]:
-    """Return `run1..run8`, `run2` or `run1,run2` as a list.  Raises ConfigError for stages that do not exist."""
+    """Return the names of the stages that `text` lists, such as `run1..run8`, `run2` or `run1,run2`.
+
+    Raises ConfigError for stages that are not in `known`.
+    """
     stages = [name for name in known if name != "none"]
     match = re.fullmatch(r"(\w+)\.\.(\w+)", text)
     wanted = [match[1], match[2]] if match else text.split(",")

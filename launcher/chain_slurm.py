@@ -174,7 +174,7 @@ def _sbatch(words: list[str], root: Path, stage: str) -> str:
 
 
 def _take_back(jobs: Sequence[str]) -> str:
-    """Cancel the jobs that this call submitted; return a sentence about it for the error message."""
+    """Cancel the submitted `jobs`; return a sentence for the error message that says whether this succeeded."""
     if not jobs:
         return "nothing was submitted"
     try:
@@ -188,11 +188,11 @@ def _take_back(jobs: Sequence[str]) -> str:
 
 
 def _sbatch_flags(text: str | None) -> list[str]:
-    """Return the flags in `--sbatch`.  Raises ConfigError for flags that `prorl launch` sets."""
+    """Return the flags in `--sbatch`.  Raises ConfigError for flags that `prorl launch` sets itself."""
     try:
         flags = shlex.split(text or "")
     except ValueError as error:
-        raise ConfigError(f"--sbatch {text}: {error}") from error
+        raise ConfigError(f"--sbatch {text}: expected flags quoted as in a shell; got {error}") from error
     if flags and not flags[0].startswith("-"):
         raise ConfigError(f"--sbatch {text}: expected flags of sbatch, which begin with a dash; got {flags[0]!r}")
     for flag in flags:

@@ -45,6 +45,7 @@ def draw(runs: Mapping[str, RunResults], panels: list[Panel], path: Path) -> Non
 
     Args:
         runs: runs by name, drawn one after the other on the axis of steps.
+        panels: six pairs (title, {key of a metric: label of its curve}).
     """
     import matplotlib
 

@@ -1,4 +1,6 @@
-"""The environment variables of a run's processes: writable caches for all, none of the trainer's variables for engines.
+"""The environment variables of a run's processes.
+
+All processes get writable folders for caches.  Engines do not get the variables of the trainer's ranks.
 
 In a container the home folder is often read-only, missing or `/`, and the user may have no name.
 """

@@ -81,7 +81,10 @@ class _Service:
         self.begin()
 
     def begin(self) -> None:
-        """Measure the time without an answer from now.  Called when a process has just started, and while none runs."""
+        """Set the time of the last answer to now.
+
+        Called when the service's process has just started, and repeatedly while no process runs.
+        """
         process = self.child.process
         self.pid = None if process is None else process.pid
         self.since = time.monotonic()

@@ -47,7 +47,10 @@ def run(cfg: DictConfig, config_text: str) -> int:
 
 
 def warmup(cfg: DictConfig, config_text: str) -> int:
-    """Run only the supervised steps: make RUN/base, the Hugging Face folder with which `prorl train` begins."""
+    """Run only the supervised steps; return the exit code of the `prorl` command.
+
+    The steps make RUN/base, the Hugging Face folder with which `prorl train` begins.
+    """
     run_dir = one_node(cfg)
     with locked(run_dir):
         if (run_dir / "base").exists():

@@ -1,4 +1,6 @@
-"""RUN/launches.jsonl: the record of each attempt of a Slurm job and its end, from which failures in a row are counted.
+"""The file RUN/launches.jsonl: records of the beginning and the end of each attempt of a Slurm job.
+
+`Launches` counts from these records how many attempts in a row made no new checkpoint.
 
 Standard library only, Python 3.9 at least (see `slurm_driver.py`).
 """
@@ -21,7 +23,10 @@ PREEMPTED = "preempted"  # first word of `what` for an attempt that preemption e
 
 
 class Launches:
-    """The record of one job's attempts.  Attempts that a full disk keeps out of the file are counted as well."""
+    """The attempts of one Slurm job, recorded in RUN/launches.jsonl.
+
+    If the disk is full, an attempt of this process is counted even though it is missing in the file.
+    """
 
     def __init__(self, run_dir: Path, job: Job) -> None:
         self.file = run_dir / "launches.jsonl"
@@ -54,9 +59,11 @@ class Launches:
         return max(steps, default=-1)
 
     def fruitless(self) -> tuple[int, int]:
-        """Return how many of the newest attempts in a row made no new checkpoint: failures only, and all.
+        """Count the attempts since the newest checkpoint, none of which made a new checkpoint.
 
-        A preempted attempt is not a failure, and neither is one without an end record, whose nodes Slurm took away.
+        Returns:
+            (number of failures, number of all these attempts).  An attempt is not a failure if it was preempted, or if
+            it has no end record because Slurm took its nodes away.
         """
         now, failures, every = self.step(), 0, 0
         ends = {record["attempt"]: record for record in self._records() if record["event"] == "end"}

@@ -39,7 +39,7 @@ class _Stopped(BaseException):
 
 
 def lead(args: argparse.Namespace, place: Place, peers: Peers, output: StandardOutput) -> End:
-    """Run node 0, from reading the configuration to the end of the run."""
+    """Run node 0, from reading the configuration to the end of the run; return how the run ended."""
     from nemo_prorl import settings
     from nemo_prorl.launcher import job
     from nemo_prorl.launcher.events import Events
@@ -72,7 +72,7 @@ def lead(args: argparse.Namespace, place: Place, peers: Peers, output: StandardO
 
 
 def follow(args: argparse.Namespace, place: Place, peers: Peers, output: StandardOutput) -> End:
-    """Run another node: wait until node 0 has prepared the run, then work until the run ends."""
+    """Run a node other than node 0: wait until node 0 has prepared the run, then work; return how the run ended."""
     from nemo_prorl.launcher.prepare import check_node
     from nemo_prorl.settings import read_config
 

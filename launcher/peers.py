@@ -44,7 +44,7 @@ class Place:
         nodes: number of nodes of the run.
         host: name of this node.
         master: host of the rendezvous of the ranks (MASTER_ADDR).
-        port: its port (MASTER_PORT).
+        port: port of the rendezvous (MASTER_PORT).
     """
 
     node: int = 0
@@ -127,7 +127,7 @@ class Peers:
         self.decision: End | None = None  # the end of the run as node 0 decided it, once this node knows it
 
     def meet(self, deadline: Deadline) -> list[str]:
-        """Report that this node is fit to begin, wait until all nodes are, and return the names of the other nodes.
+        """Report that this node is fit to begin, wait for the reports of all nodes, and return the other nodes' names.
 
         Raises:
             NodeEnded: another node ended, for instance because it is not fit.
@@ -151,9 +151,9 @@ class Peers:
         return states
 
     def look(self) -> End | None:
-        """Return how another node ended, from the file that it wrote; None if none has ended.
+        """Return how another node ended, from the file of that node; None if no other node has ended.
 
-        On nodes other than 0 it is always None: `srun` ends them after node 0.
+        Only node 0 looks: on other nodes the result is always None, because `srun` ends them after node 0.
         """
         if self.place.node > 0 or self.place.nodes == 1 or time.monotonic() < self._next_look:
             return None
@@ -228,9 +228,10 @@ class Peers:
 
 
 def blame(ends: list[End]) -> End | None:
-    """Return the end that explains the others: the first of a killed process, otherwise the first error.
+    """Return the end that caused the other ends; None if `ends` is empty.
 
-    SIGABRT does not count as killed: a rank whose peer is gone may abort itself.
+    It is the earliest end with a killed process; without a killed process the earliest error; without an error the
+    earliest clean end.  SIGABRT does not count as killed: a rank whose peer is gone may abort itself.
     """
 
     def weight(end: End) -> tuple[int, float]:

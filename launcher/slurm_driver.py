@@ -138,7 +138,7 @@ class Driver:
         self.stop_run("SIGTERM: Slurm is ending the job")
 
     def remove_container(self) -> None:
-        """Remove the container of this start from its nodes, once.  By pyxis's default it would remain there."""
+        """Remove the container of this start from its nodes, once.  pyxis does not remove it unless so configured."""
         made = self.submission.args.container_image and self.job.id and not self.submission.args.dry_run
         if made and not self.ended and not self.removed:
             self.removed = True
@@ -171,7 +171,7 @@ class Driver:
         return [host for host in self.job.nodes if host not in step.begun]
 
     def _watch(self, step: Step) -> str:
-        """Wait until srun has ended.  Return why it was killed before the run ended; an empty string if it was not."""
+        """Wait until srun has ended.  Return why srun was killed before the run ended; empty if srun ended itself."""
         began = looked = time.monotonic()
         reach_s = _REACH_IMAGE_S if self.submission.args.container_image else _REACH_S
         kill_at: float | None = None
@@ -205,7 +205,8 @@ class Driver:
         """Return the next action and the exit code of the job.  May set `outcome["host"]`, the node that failed.
 
         Returns:
-            (done | again | requeue | leave_out | give_up, exit code); leave_out: requeue without `outcome["host"]`.
+            (action, exit code).  The action is "done", "again", "requeue", "leave_out" (requeue without the node
+            `outcome["host"]`) or "give_up".
         """
         code = outcome["code"]
         if code == 0:
@@ -253,7 +254,11 @@ class Driver:
         return next((host for host in self.job.nodes if not self.ended and not self.job.starts(host)), "")
 
     def blamed(self, host: str) -> bool:
-        """Return whether this node also ended the previous attempt, or cannot start a program now."""
+        """Return whether `host`, the node that made this attempt fail, seems to be broken.
+
+        It seems so if the same node also made the previous attempt of this start of the job fail, or if it cannot start
+        a program now.
+        """
         last = self.launches.last_end()
         failed_before = last is not None and last["restart"] == self.job.restart and last["host"] == host
         return failed_before or not self.job.starts(host)

@@ -1,7 +1,7 @@
 """Queries about the Slurm job of this process, and requests to Slurm such as requeue.
 
-SIGTERM to the job reaches every process of the job.  Slurm commands that this module starts ignore SIGTERM: a command
-killed halfway would look like an answer.  Standard library only, Python 3.9 at least (see `slurm_driver.py`).
+SIGTERM to the job reaches every process of the job.  Slurm commands that this module starts ignore SIGTERM, because
+the output of a killed command would look valid.  Standard library only, Python 3.9 at least (see `slurm_driver.py`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Job:
         return None
 
     def end(self) -> float | None:
-        """Return the job's time limit, in seconds since 1970; None if it is not known."""
+        """Return the time when the job reaches its time limit, in seconds since 1970; None if it is not known."""
         if (end_time := os.environ.get("SLURM_JOB_END_TIME", "")).isdigit():
             return float(end_time)
         try:
@@ -128,9 +128,9 @@ class Job:
         return True
 
     def remove_container(self) -> bool:
-        """Remove this start's container from all nodes; return whether all succeeded.
+        """Remove this start's container from all nodes; return whether this succeeded on all nodes.
 
-        pyxis removes the container only if it is configured with `container_scope=job`.
+        pyxis itself removes the container only if it is configured with `container_scope=job`.
         """
         nodes = str(len(self.nodes))
         srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--overlap", "--mpi=none"]

@@ -40,7 +40,7 @@ class Unfit(ProrlError):
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="stage.sbatch", description="Run a stage as a Slurm job.")
-    parser.add_argument("stage", metavar="STAGE", help="run1 ... run8, or none")
+    parser.add_argument("stage", metavar="STAGE", help="stage to run: run1 to run8; none: a run outside the stages")
     parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", help="KEY=VALUE, as for prorl train")
     image, mounts = os.environ.get("PRORL_CONTAINER_IMAGE"), os.environ.get("PRORL_CONTAINER_MOUNTS")
     text = "image of the container for pyxis; default: $PRORL_CONTAINER_IMAGE, or no container"
@@ -120,7 +120,7 @@ class Submission:
         return f"{self.job.id or '-'}.{self.job.restart}.{attempt}"
 
     def run_allocation(self) -> subprocess.CompletedProcess[str]:
-        """Compose and check the configuration; the last line of standard output is the plan, as JSON."""
+        """Run the program `allocation`; the last line of standard output in its result is the plan, as JSON."""
         command, env = self._module_command("nemo_prorl.launcher.allocation", *self.overrides)
         return subprocess.run(command, check=False, stdout=subprocess.PIPE, env=env, text=True)
 
@@ -155,7 +155,10 @@ class Submission:
         return env
 
     def warn_of_paths(self) -> None:
-        """Warn about paths that no --container-mounts covers: only the image or the cluster's mounts can have them."""
+        """Warn about paths in overrides that are outside the --container-mounts.
+
+        In the container such a path exists only if the image contains it or the cluster's configuration mounts it.
+        """
         mounts = [word.split(":") for word in (self.args.container_mounts or "").split(",") if word]
         inside = [Path(mount[1] if len(mount) > 1 else mount[0]) for mount in mounts] + [Path(IN_CONTAINER)]
         for key, _, value in (text.partition("=") for text in self.overrides if self.args.container_image):

@@ -196,7 +196,9 @@ class Node:
             self._signals.append(number)
             name = signal.Signals(number).name
             by_slurm = " from srun or Slurm" if name == "SIGTERM" and self.place.nodes > 1 else ""
-            _log.warning("received %s%s; the run stops after this step, at once on a second one", name, by_slurm)
+            _log.warning(
+                "received %s%s; the run stops after this step; a second signal stops it at once", name, by_slurm
+            )
             for rank in ranks:
                 rank.signal(signal.SIGTERM)
 
@@ -285,7 +287,7 @@ class Node:
     def _gpus(self, local: int, alone: bool) -> dict[str, str]:
         """Return CUDA_VISIBLE_DEVICES for an engine, one GPU per tensor parallel rank; empty without GPUs.
 
-        The engine shares the GPUs of trainer ranks, or uses GPUs after those of all ranks (rollout.own_devices).
+        The engine shares GPUs with trainer ranks.  With rollout.own_devices it uses the GPUs that follow the trainer's.
         """
         if self.cfg.trainer.accelerator != "gpu":
             return {}
@@ -354,5 +356,5 @@ _STARTED = time.time()
 
 
 def _job_start() -> str:
-    """Return when the Slurm job began, otherwise when this command began, in seconds since 1970."""
+    """Return when the Slurm job began, or outside Slurm when this command began, in seconds since 1970."""
     return os.environ.get(JOB_START) or os.environ.get("SLURM_JOB_START_TIME") or str(_STARTED)

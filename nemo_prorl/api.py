@@ -1,6 +1,6 @@
 """The Python API: start a run, read it, and evaluate a model.
 
-The package `nemo_prorl` exports it: `nemo_prorl.train`, `nemo_prorl.evaluate`, `nemo_prorl.load_run`.
+The package `nemo_prorl` exports its functions: `nemo_prorl.train`, `nemo_prorl.evaluate`, `nemo_prorl.load_run`.
 """
 
 import json
@@ -21,11 +21,11 @@ STOPPED = 75  # exit code of a run that stopped cleanly before its last step; `t
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory as it was when it was read.
+    """The content of a run directory at the time of reading.
 
     Attributes:
         path: the run directory.
-        config: its configuration, as nested dictionaries.
+        config: the run's configuration, as nested dictionaries.
         metrics: a dictionary for each step, in order (docs/reference/metrics.md).
         journal: events such as validations, resets and stops (docs/reference/journal.md).
         summary: the results, once the run has validated; empty before.
@@ -48,7 +48,7 @@ class Run:
         return sorted(self._rollouts())
 
     def samples(self, step: int) -> list[dict[str, Any]]:
-        """Return the stored responses of a step: prompt, truth, response, verdict; KeyError for a step without any."""
+        """Return a step's stored responses, each with prompt, truth and verdict; raises KeyError if none are stored."""
         lines = self._rollouts()[step].read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines]
 
@@ -65,7 +65,7 @@ class Run:
 
 
 def load_run(path: str | Path) -> Run:
-    """Read a run directory, finished or not.  Raises ConfigError if it is none."""
+    """Read a run directory, finished or not.  Raises ConfigError if `path` is not a run directory."""
     from nemo_prorl.report.read import is_run, read_run
 
     if not is_run(Path(path)):
@@ -117,10 +117,10 @@ def evaluate(
 
     Args:
         model: Hugging Face folder or name, checkpoint, run directory, or address of a server.
-        benchmarks: names, sets, and paths of own files; one text separated by commas, or several.
+        benchmarks: names, sets, and paths of your own files, in one text separated by commas or in several texts.
         out: folder of the results, which a second call continues.
         overrides: KEY=VALUE, as for a run.
-        data: folder with the prompt records of benchmarks that are not shipped.
+        data: folder with the prompt records that a benchmark needs and this package does not ship.
         limit: prompts of each benchmark; None: all.
         sampling: samples, temperature, top_p, context and max_response; default: those of each benchmark.
 

@@ -217,7 +217,7 @@ class JudgedGroups:
         return {task: self.valid_GN & (task_GN == index) for index, task in enumerate(self.tasks)}
 
     def longest_GN(self, context_tokens: int, max_response_tokens: int | None) -> Tensor:
-        """Return the number of tokens that each response may have at most: int64 [G, N], at least 1."""
+        """Return the maximum number of tokens of each response: int64 [G, N], at least 1."""
         prompt_GN = self.length_B.reshape(self.length_GN.shape) - self.length_GN
         return (context_tokens - prompt_GN).clamp(1, max_response_tokens)
 

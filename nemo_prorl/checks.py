@@ -16,7 +16,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_prorl.config import ConfigKey, all_keys
+from nemo_prorl.config import RESET_RULES, ConfigKey, all_keys
 from nemo_prorl.data.hf_config import model_keys
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.sizing.memory import device_bytes
@@ -26,7 +26,7 @@ from nemo_prorl.sizing.memory_check import check_memory
 def check(cfg: DictConfig) -> None:
     """Raise ConfigError for the first value or combination in a resolved configuration that cannot work.
 
-    `data.prepared` checks that the files of the data exist, because a plan and an evaluation do not need them.
+    Data files may be missing: a plan and an evaluation do not need them, and `data.prepared` checks them for a run.
     """
     for key in all_keys():
         for name, value in _values(cfg, key.name):
@@ -44,7 +44,8 @@ def check(cfg: DictConfig) -> None:
     check_memory(cfg, device_bytes(cfg))
 
 
-_HINTS = {"trainer.grpo.validate_every": ". Fix: data.validation=[] switches validations off"}  # of a wrong number
+# key -> end of the error about a number outside the key's range
+_HINTS = {"trainer.grpo.validate_every": ". Fix: data.validation=[] switches validations off"}
 
 
 def _wrong(key: str, value: Any, why: str) -> ConfigError:
@@ -101,9 +102,11 @@ def _pairs(cfg: DictConfig) -> None:
     shaping = cfg.trainer.grpo.shaping
     if not 0 <= shaping.cosine_for <= shaping.cosine_every:
         key = "trainer.grpo.shaping.cosine_for"
-        raise _wrong(key, shaping.cosine_for, f"expected 0 to cosine_every={shaping.cosine_every}")
+        raise _wrong(
+            key, shaping.cosine_for, f"expected 0 to trainer.grpo.shaping.cosine_every={shaping.cosine_every} steps"
+        )
     if shaping.cosine_every and not shaping.cosine_for:
-        why = f"expected at least 1 step if cosine_every={shaping.cosine_every}"
+        why = f"expected at least 1 step if trainer.grpo.shaping.cosine_every={shaping.cosine_every}"
         raise _wrong("trainer.grpo.shaping.cosine_for", 0, why)
     betas = OmegaConf.select(cfg, "model.optim.betas")
     if betas is not None and not (len(betas) == 2 and all(isinstance(b, int | float) and 0 <= b < 1 for b in betas)):
@@ -142,10 +145,18 @@ def _layout(cfg: DictConfig) -> None:
     _divides(tp_key, tp, "model.make_vocab_size_divisible_by", model.make_vocab_size_divisible_by)
     _divides(pp_key, pp, "model.num_layers", model.num_layers)
     if virtual := OmegaConf.select(model, "virtual_pipeline_model_parallel_size"):
-        raise _wrong("model.virtual_pipeline_model_parallel_size", virtual, "expected null; it is not supported")
+        raise _wrong(
+            "model.virtual_pipeline_model_parallel_size",
+            virtual,
+            "expected null, because virtual stages are not supported",
+        )
     if OmegaConf.select(model, "sequence_parallel"):
         if tp == 1:
-            raise _wrong("model.sequence_parallel", True, f"needs {tp_key} of 2 or more")
+            raise _wrong(
+                "model.sequence_parallel",
+                True,
+                f"needs {tp_key} of 2 or more; got 1. Fix: model.sequence_parallel=false, or {tp_key}=2",
+            )
         _divides(tp_key, tp, "trainer.grpo.context_tokens", cfg.trainer.grpo.context_tokens)
     nodes, devices = cfg.trainer.num_nodes, cfg.trainer.devices
     if nodes * devices % (tp * pp):
@@ -168,7 +179,10 @@ def _kernels(cfg: DictConfig) -> None:
         raise _wrong("model.megatron_amp_O2", o2, f"expected {half} if trainer.precision={precision}; {why}")
     fused_rotary = te or OmegaConf.select(model, "apply_rope_fusion")
     if OmegaConf.select(model, "packed_sequences") and not fused_rotary:
-        why = "needs model.transformer_engine=true or model.apply_rope_fusion=true. Fix: set one, or set it to false"
+        why = (
+            "needs model.transformer_engine=true or model.apply_rope_fusion=true. Fix: set one of them, or"
+            " model.packed_sequences=false"
+        )
         raise _wrong("model.packed_sequences", True, why)
     if OmegaConf.select(model, "fp8") and not te:
         why = "needs Transformer Engine. Fix: model.transformer_engine=true, or model.fp8=null"
@@ -249,9 +263,10 @@ def _engines(cfg: DictConfig) -> None:
 
 
 def _one_step_off(cfg: DictConfig) -> None:
-    """Check the keys that engines with their own devices need.
+    """Check the keys that `rollout.own_devices` (engines with their own devices) needs.
 
-    Such engines work one step ahead, so each batch is one weight version old: it must be accepted and corrected.
+    These engines work one step ahead, so each batch is one weight version old.  `dynamic_sampling.max_staleness` must
+    allow this age, and `correction.kind` must not be none.
     """
     grpo, key = cfg.trainer.grpo, "rollout.own_devices"
     if not cfg.rollout.own_devices:
@@ -278,7 +293,10 @@ def _resets(cfg: DictConfig) -> None:
         why = "expected at least 1, because trainer.resets.roll_back=true needs the checkpoint of the best validation"
         raise _wrong("trainer.grpo.keep_best", 0, why)
     if cfg.trainer.resets.mode == "auto" and not asks:
-        why = "expected at least one rule if trainer.resets.mode=auto. Fix: name a rule, or use mode=advise"
+        rules = ", ".join(RESET_RULES)
+        why = (
+            f"expected one or more of {rules} if trainer.resets.mode=auto. Fix: name one, or trainer.resets.mode=advise"
+        )
         raise _wrong("trainer.resets.rules.asks", asks, why)
 
 
@@ -351,8 +369,8 @@ def _data(cfg: DictConfig) -> None:
 
 def _source(key: str, source: DictConfig) -> None:
     if (source.path is None) == (source.generator is None):
-        both = "both given" if source.path else "both null"
-        raise ConfigError(f"{key} ({source.name}): expected path or generator; got {both}")
+        both = "both" if source.path else "neither"
+        raise ConfigError(f"{key} ({source.name}): expected either path or generator; got {both}")
     if source.generator is not None and source.size is None:
         raise _wrong(f"{key}.size", None, "expected the number of records that the generator makes")
 

@@ -144,13 +144,16 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     plan = _add(commands, "plan", _plan, "print the run, its chain of stages and its memory as tables; needs no GPU")
     _add_overrides(plan)
     plan.add_argument(
-        "--mean-tokens", metavar="N", type=float, help="mean response length in tokens, to estimate totals"
+        "--mean-tokens",
+        metavar="N",
+        type=float,
+        help="mean response length in tokens, to estimate totals; default: that of --measured",
     )
     plan.add_argument(
         "--tokens-per-s",
         metavar="X",
         type=float,
-        help="tokens generated per second by all devices together, averaged over whole steps",
+        help="tokens generated per second by all devices, averaged over whole steps; default: that of --measured",
     )
     plan.add_argument(
         "--measured", metavar="RUN", type=Path, help="run directory to take --mean-tokens and --tokens-per-s from"

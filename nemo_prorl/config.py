@@ -2,8 +2,8 @@
 
 `nemo_prorl.checks` checks each value against its field here, and docs/reference/configuration.md is generated from the
 fields.  Each key has one owner: the trainer's keys are under `trainer.grpo`, those of NeMo's model under `model`.
-`model` and `exp_manager` contain NeMo's own keys, which the yaml files in `conf/` list; `ModelKeys` describes those
-that this project computes with.  Imports the standard library only.
+`model` and `exp_manager` contain NeMo's own keys, which the yaml files in `conf/` list; `ModelKeys` describes the
+keys of `model` that this project computes with.  Imports the standard library only.
 """
 
 import dataclasses
@@ -143,7 +143,9 @@ class GRPOConfig:
     validation_samples: int = key(4, "responses per held-out prompt", least=1)
     validation_temperature: float = key(0.6, "sampling temperature of validations", least=0)
     validation_top_p: float = key(0.95, "top-p (nucleus) sampling of validations", above=0, most=1)
-    save_rollout_groups: int = key(4, "groups per step written to rollouts/; -1: all", least=-1, may_change=True)
+    save_rollout_groups: int = key(
+        4, "first groups of a step to write to rollouts/, kept or dropped; -1: all", least=-1, may_change=True
+    )
 
 
 @dataclass
@@ -251,8 +253,7 @@ class RolloutConfig:
     own_devices: bool = key(False, "separate GPUs (CPU: cores) for the engines, which then generate one step ahead")
     dtype: str | None = key(
         None,
-        "data type of the engine's weights; null: bfloat16 if the trainer's is, or for a model folder on a CPU with"
-        " bf16 instructions, otherwise float32",
+        "data type of the engine's weights; null: bfloat16 if trainer.precision is bf16, otherwise float32",
         choices=("float32", "bfloat16", "float16"),
     )
     threads: int | None = key(
@@ -354,7 +355,7 @@ class LaunchConfig:
 
 @dataclass
 class OptimKeys:
-    """The keys of the `model.optim` section, which is NeMo's, that are checked."""
+    """The keys of NeMo's section `model.optim` that are checked."""
 
     name: str = key(MISSING, "optimizer", choices=("mcore_distributed_optim",))
     lr: float | None = key(MISSING, "learning rate", least=0)
@@ -363,7 +364,7 @@ class OptimKeys:
 
 @dataclass
 class ModelKeys:
-    """The checked keys of the section `model`, which is NeMo's; conf/model and conf/config.yaml list all keys."""
+    """The keys of NeMo's section `model` that are checked; conf/model and conf/config.yaml list all keys."""
 
     num_layers: int = key(MISSING, "number of transformer layers", least=1)
     hidden_size: int = key(MISSING, "width of the hidden state", least=2)

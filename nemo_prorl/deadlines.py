@@ -1,4 +1,4 @@
-"""Deadlines: a time limit for every wait, whose error names the awaited thing."""
+"""Deadlines: a time limit for every wait.  The error of a missed deadline names the awaited thing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ class Deadline:
         return self.remaining == 0.0
 
     def progressed(self, at: float) -> None:
-        """Count the limit from `at` (monotonic seconds), if that is later: the awaited work made progress then."""
+        """Count the limit from `at`, when the awaited work made progress (monotonic seconds).
+
+        The limit is unchanged if it counts from a later time already.
+        """
         self._start = max(self._start, at)
 
     def error(self) -> DeadlineExceeded:

@@ -26,7 +26,8 @@ _Outcome = tuple[T | None, ProrlError | None]  # result or failure of a function
 class Leader:
     """A gloo process group of all trainer ranks.  All ranks must call each method together.
 
-    NCCL is not used, because a rank that waits in NCCL keeps a CPU core busy, and the GPU on which engines generate.
+    A ProrlError of the work on rank 0 is raised on every rank; any other error is raised on rank 0 only.  NCCL is not
+    used, because a rank that waits in NCCL keeps a CPU core busy, and also the GPU on which engines generate.
     """
 
     def __init__(self, deadlines: DeadlinesConfig, data_rank: int) -> None:
@@ -45,7 +46,7 @@ class Leader:
             dist.all_gather_object(self._data_ranks, data_rank, group=self._group)
 
     def only(self, make: Callable[[], P]) -> "LeaderOnly[P]":
-        """Make an object on rank 0, and return its handle.  An error of `make` is raised on every rank."""
+        """Make an object on rank 0, and return its handle.  A ProrlError of `make` is raised on every rank."""
         made: list[P] = []
         self.call(lambda: made.append(make()))
         return LeaderOnly(self, made[0] if made else None)
@@ -56,11 +57,11 @@ class Leader:
             dist.barrier(group=self._group)
 
     def call(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0, and return its result on every rank.  An error is raised on every rank."""
+        """Run `work` on rank 0, and return its result on every rank.  A ProrlError is raised on every rank."""
         return self._broadcast(_attempt(work) if self.rank == 0 else (None, None))
 
     def _broadcast(self, outcome: "_Outcome[T]") -> T:
-        """Return rank 0's result on every rank, or raise rank 0's failure there."""
+        """On every rank, return rank 0's result or raise rank 0's failure."""
         box = [outcome]
         if not self._alone:
             dist.broadcast_object_list(box, 0, group=self._group)
@@ -89,19 +90,19 @@ class LeaderOnly(Generic[P]):
         self._leader, self._part = leader, part
 
     def only(self, make: Callable[[P], T]) -> "LeaderOnly[T]":
-        """Make another object from this object on rank 0, and return its handle.  An error is raised on every rank."""
+        """Make another object from this object on rank 0; return its handle.  A ProrlError is raised on every rank."""
         made: list[T] = []
         self.call(lambda part: made.append(make(part)))
         return LeaderOnly(self._leader, made[0] if made else None)
 
     def call(self, work: Callable[[P], T]) -> T:
-        """Run `work` on rank 0, and return its result on every rank.  An error is raised on every rank."""
+        """Run `work` on rank 0, and return its result on every rank.  A ProrlError is raised on every rank."""
         return self._leader._broadcast(self._outcome(work))
 
     def share(self, work: Callable[[P], Sequence[T]]) -> T:
-        """Run `work` on rank 0, and return this data rank's entry of the result: one entry per data rank.
+        """Run `work` on rank 0, and return only this data rank's entry of its result.
 
-        A rank receives its own entry only.  An error of `work` is raised on every rank.
+        The result of `work` has one entry per data rank.  A ProrlError of `work` is raised on every rank.
         """
         return self._leader._scatter(self._outcome(work))
 
@@ -118,7 +119,10 @@ class LeaderOnly(Generic[P]):
 
 
 def longest_wait(deadlines: DeadlinesConfig) -> timedelta:
-    """Return a time limit longer than every wait on rank 0, whose own deadline gives a better error message."""
+    """Return the time limit of ranks that wait for rank 0: longer than any wait of rank 0 itself.
+
+    A wait of rank 0 that takes too long therefore ends first, with an error that names the awaited thing.
+    """
     d = deadlines
     return timedelta(seconds=d.startup_s + d.rollout_s + d.reward_s + d.publish_s + d.collective_s)
 

@@ -46,7 +46,7 @@ class Metrics:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Context manager: record its body as a phase of the timeline, and its seconds as the metric `time/NAME`."""
+        """Context manager that records the body as a phase of the timeline, and its time as the metric `time/NAME`."""
         began = time.monotonic()
         with RECORDER.span(name, "phase"):
             yield

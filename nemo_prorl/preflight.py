@@ -163,7 +163,7 @@ def _memory() -> dict[str, int]:
 
 
 def measure(cfg: Config, run_dir: Path) -> None:
-    """Run all parts of the preflight in a run directory with a Plan.  Errors of a part are raised unchanged."""
+    """Run all parts of the preflight; `run_dir` has the plan (`Plan.write`).  Errors of a part are raised unchanged."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the preflight has no state to save
     plan, recorder = Plan.read(run_dir), TrialRecorder(run_dir, int(os.environ.get("RANK", 0)))
     allowed, alarm = kl_after_reset(cfg), engine_gap_alarm(cfg)  # type: ignore[arg-type]
@@ -232,7 +232,7 @@ def _train(trainer: Trainer, plan: Plan, recorder: TrialRecorder) -> None:
 
 
 def tried_rows(plan: Plan, groups: list[Group]) -> list[JudgedGroups]:
-    """Return the rows of the first update that each data rank tries."""
+    """Return for each data rank the rows that it tries: the first `plan.tried_rows` rows of its first update."""
     judged = JudgedGroups.of(groups)
     updates = judged.rows_of_updates(plan.updates, plan.data_ranks)
     return judged.dealt([rows[0][: plan.tried_rows].tolist() for rows in updates])

@@ -1,6 +1,6 @@
 """The program of one trainer rank: builds all parts of a run, connects them, and runs the training.
 
-The supervisor of a node starts it once for each rank.  No other file knows all parts of a run.
+The supervisor of a node starts this program once for each rank.  No other file knows all parts of a run.
 
     python -m nemo_prorl.rank RUN_DIR [warmup]
 """
@@ -76,7 +76,7 @@ def make_base(cfg: Config, run_dir: Path, policy: Policy, base: Path) -> None:
     from nemo_prorl.policy.weights import write_hf_folder
 
     warmup, renderer, actor = cfg.trainer.warmup, policy.renderer, policy.actor
-    _log.info("warm-up: %d supervised steps of %d", warmup.steps, warmup.batch_size)
+    _log.info("warm-up: %d supervised steps with %d answers each", warmup.steps, warmup.batch_size)
     examples = policy.data.call(lambda data: warmup_examples(cfg, data.train, renderer))
     warm_up(actor, examples, warmup, float(cfg.model["optim"]["lr"]))
     actor.set_reference()
@@ -185,7 +185,7 @@ def _exist(folder: Path, pattern: str, count: int) -> bool:
 
 
 def begin(trainer: Trainer, run_dir: Path) -> None:
-    """Resume from the newest checkpoint; without one, start the run or stage, from the previous stage if any."""
+    """Resume from the newest checkpoint; without a checkpoint, start the run, from the previous stage if any."""
     cfg, checkpoints, progress = trainer.cfg, trainer.checkpoints, trainer.progress
     newest = checkpoints.newest()
     if newest is not None:

@@ -2,7 +2,7 @@
 
 The timeline is in Chrome's trace-event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.  Each
 process records its spans on its own monotonic clock, and `timeline` moves them to one time axis.  Processes of the same
-boot of a machine share the monotonic clock; others are shifted by the measured offset of their wall clock.
+boot of a machine share the monotonic clock; spans of other machines are shifted by their wall clock's measured offset.
 
 This file uses the standard library only, because the rollout engine imports it in another environment.  While no trace
 is recorded, a span costs one check of a flag.
@@ -103,8 +103,8 @@ class Recorder:
         """Record a span that has ended.
 
         Args:
-            pid: process that did the work, such as a worker of this one; None: this process.
-            other: name of that process.
+            pid: id of the process that did the work, such as a worker process; None: this process.
+            other: name of the process `pid`.
         """
         if not self.on:
             return

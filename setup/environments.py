@@ -211,7 +211,13 @@ def locked_lines(lock: Path) -> dict[str, str]:
 
 
 def install_lines(env: Environment, lines: Collection[str], step: str, *options: str) -> None:
-    """Install the packages that `lines` of a lock file name, in exactly the pinned versions; pip checks the hashes."""
+    """Install locked packages without their dependencies; pip checks the hashes.
+
+    Args:
+        lines: lines of a lock file, one per package.
+        step: name of the step in the log and in the error.
+        options: further options of `pip install`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         requirements = Path(folder, "requirements.txt")
         requirements.write_text("\n".join(lines) + "\n")
@@ -220,7 +226,7 @@ def install_lines(env: Environment, lines: Collection[str], step: str, *options:
 
 
 def install_locked(env: Environment, torch_index: str) -> None:
-    """Install all packages of the lock file, then torch, which must accept the locked versions of its dependencies."""
+    """Install all packages of the lock file, then torch; fail if torch does not accept the locked versions."""
     lines = locked_lines(env.lock)
     install_lines(env, [lines[name] for name in BUILDERS if name in lines], "build tools")
     install_lines(env, lines.values(), f"{len(lines)} packages from {env.lock.name} (usually {env.minutes:g} min)")
@@ -263,7 +269,7 @@ def make(env: Environment, torch_index: str) -> None:
 
 
 class InPlace(Environment):
-    """The Python that runs this file, with the packages of its container, in place of a virtual environment."""
+    """The environment of --in-place and --check: the Python that runs this file, with the packages of its container."""
 
     @property
     def python(self) -> Path:
@@ -318,7 +324,10 @@ def faults_in_place(env: Environment, imports: list[str]) -> list[str]:
     pins = read_pins(env.lock.read_text())[1]
     kept = VENVS / KEPT
     if not kept.exists() and Path(sys.prefix) != env.folder:
-        raise Unfit(f"{kept} does not exist, so the container's original packages are unknown. Run --in-place first.")
+        raise Unfit(
+            f"{kept} does not exist, so the container's original packages are unknown."
+            " Fix: run setup/environments.py --in-place first."
+        )
     before = json.loads(kept.read_text()) if kept.exists() else {}
     series = {n: ".".join(pins[n].split(".")[:2]) for n in ("nemo-toolkit", "megatron-core", "nemo-aligner")}
     conflicts = replacements(names_of(env.projects), env.lock, NEEDED)[1]
@@ -327,7 +336,7 @@ def faults_in_place(env: Environment, imports: list[str]) -> list[str]:
 
 
 def check(arguments: argparse.Namespace, selected: list[Environment]) -> None:
-    """Raise Unfit with all faults of the selected environments; `train` is this Python."""
+    """Raise Unfit with all faults of the selected environments.  `train` is the Python that runs this file."""
     wrong = []
     for env in selected:
         if env.name == "train":
@@ -361,15 +370,23 @@ def main() -> int:
     parser.add_argument(
         "--rollout-lock", type=Path, default=ROOT / "setup" / "rollout.lock", help=lock_help.format("rollout")
     )
-    parser.add_argument("--only", choices=["train", "rollout", "trl"], help="one environment; trl: for a benchmark")
-    parser.add_argument("--torch-index", default="", help="package index of the torch build; default: that of pip")
-    parser.add_argument("--in-place", action="store_true", help="install train into the running Python (a container)")
-    parser.add_argument("--check", action="store_true", help="only check that the running Python and rollout are fit")
-    parser.add_argument("--imports", default=IMPORTS, metavar="A,B", help="modules that --check imports")
-    parser.add_argument("--dry-run", action="store_true", help="print the steps and check that they can be done")
+    only_help = "create only this environment; trl: for benchmarks/versus_trl.py; default: train and rollout"
+    parser.add_argument("--only", choices=["train", "rollout", "trl"], help=only_help)
+    parser.add_argument("--torch-index", default="", help="URL of the package index with torch; default: pip's index")
+    in_place_help = (
+        "install the environment 'train' into this Python, that of NVIDIA's NeMo container, and not into .venv/train"
+    )
+    parser.add_argument("--in-place", action="store_true", help=in_place_help)
+    check_help = "install nothing; check that this Python (train) and .venv/rollout can run the project"
+    parser.add_argument("--check", action="store_true", help=check_help)
+    imports_help = "modules that --check imports, comma-separated; default: those that a policy needs"
+    parser.add_argument("--imports", default=IMPORTS, metavar="A,B", help=imports_help)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the steps and check that they are possible; change nothing"
+    )
     arguments = parser.parse_args()
     if arguments.in_place and arguments.only not in (None, "train"):
-        parser.error(f"--in-place is only for train; got --only {arguments.only}")
+        parser.error(f"--in-place installs only 'train'; got --only {arguments.only}")
     try:
         selected = [e for e in environments(arguments) if arguments.only in (None, e.name)]
         for env in selected:

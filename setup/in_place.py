@@ -73,7 +73,7 @@ def requirements(distribution: importlib.metadata.Distribution, extras: Sequence
 
 
 def unmet(projects: Iterable[str]) -> Iterator[Need]:
-    """Yield each direct or indirect dependency of the distributions `projects` that is missing or too old or new."""
+    """Yield each direct or indirect dependency of the distributions `projects` that is missing, too old or too new."""
     found = distributions()
     seen: set[tuple[str, tuple[str, ...]]] = set()
     queue = [(name, (), Need("this project", name, name, None)) for name in projects]
@@ -95,7 +95,7 @@ def unmet(projects: Iterable[str]) -> Iterator[Need]:
 
 
 def replacements(projects: Iterable[str], lock: Path, needed: Path) -> tuple[dict[str, Need], list[str]]:
-    """Return which installed packages are too old for the projects, and so must be replaced by the locked version.
+    """Find installed packages that are too old for the projects and must be replaced by the locked version.
 
     numpy is never replaced, because the container's packages are compiled against its version.
 
@@ -153,7 +153,7 @@ def faults(
 
     Args:
         kept: {name: version} of packages that must be unchanged.
-        series: {name: prefix of the version, such as 2.0} of packages whose version must begin so.
+        series: {name: prefix of the version, such as 2.0} of packages whose version must begin with the prefix.
         projects: folders of installed projects whose dependencies must be met.
         imports: modules that must be importable.
     """

@@ -54,7 +54,7 @@ def read_pins(text: str) -> tuple[list[str], dict[str, str]]:
 
 
 def pip_report(pins: dict[str, str], *options: str, python: str = sys.executable) -> list[dict[str, Any]]:
-    """Return the `install` list of the report in which the pip of `python` names what it would install for the pins."""
+    """Return what the pip of `python` would install for the pins: the list `install` of pip's report."""
     with tempfile.TemporaryDirectory() as folder:
         requirements, report = Path(folder, "pins.txt"), Path(folder, "report.json")
         requirements.write_text("".join(f"{name}=={version}\n" for name, version in pins.items()))
@@ -75,7 +75,12 @@ def archives_of(installs: list[dict[str, Any]]) -> dict[str, tuple[str, str, str
 
 
 def kind_of(url: str) -> str:
-    """Return the kind of an archive: cp312 (for Python 3.12 only), abi3 or py37 (and newer), py3 (any), or sdist."""
+    """Return the kind of the archive at `url`, which tells for which Pythons the archive is.
+
+    Returns:
+        "cp312" (or another version): wheel for Python 3.12 only; "py37": wheel for Python 3.7 and newer; "abi3": wheel
+        for the Python in the archive's name and newer; "py3": wheel for each Python 3; "sdist": sources, not a wheel.
+    """
     name = url.split("#")[0].rsplit("/", 1)[-1]
     if not name.endswith(".whl"):
         return "sdist"
@@ -135,10 +140,14 @@ def main() -> None:
     )
     parser.add_argument("locks", nargs="*", type=Path, help="lock files to update")
     parser.add_argument(
-        "--also", action="append", default=[], metavar="PYTHON", help="another Python to write hashes for, too"
+        "--also",
+        action="append",
+        default=[],
+        metavar="PYTHON",
+        help="additional Python to write hashes for; repeatable",
     )
     parser.add_argument(
-        "--resolve", nargs=2, type=Path, metavar=("PINS", "LOCK"), help="file with pins, and lock file to create"
+        "--resolve", nargs=2, type=Path, metavar=("PINS", "LOCK"), help="lock file LOCK to create from the pins in PINS"
     )
     arguments = parser.parse_args()
     if arguments.resolve:

@@ -251,7 +251,7 @@ def test_the_steps_would_run(container: tuple[Path, Path]) -> None:
 def test_the_check_wants_to_know_what_was_there(container: tuple[Path, Path]) -> None:
     told = step(container, *steps_with_scripts()[-1][1:])
     assert told.returncode == 3
-    assert "Run --in-place first" in told.stderr
+    assert "Fix: run setup/environments.py --in-place first" in told.stderr
 
 
 def test_a_missing_lock_names_the_page(container: tuple[Path, Path]) -> None:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -432,9 +433,10 @@ def test_journal_and_rollouts_fit(tmp_path: Path) -> None:
 
     response = Response(0, [3, 4], [-1.0, -1.0], "stop", 2)
     group = Group("a-1", "math", RECORD, [1, 2], 0, [response], [verdict_of("a-1", RewardResult(1.0))], 3, 2, 7)
-    write_rollouts(tmp_path, 3, [group], lambda prompt_ids, response_ids: "2")
-    [line] = (tmp_path / "rollouts" / "step-3.jsonl").read_text().splitlines()
-    rollout = json.loads(line)
+    write_rollouts(tmp_path, 3, [group, replace(group, draw_index=8)], {7}, lambda prompt_ids, response_ids: "2")
+    lines = (tmp_path / "rollouts" / "step-3.jsonl").read_text().splitlines()
+    rollout, other = map(json.loads, lines)
+    assert (rollout["trained"], other["trained"]) == (True, False)
     assert against("reward-request", rollout) == []
     assert against("verdict", rollout["verdict"]) == []
     assert rollout["version"] == 2

@@ -1,7 +1,7 @@
 """A test of the real actor in bf16: log-probabilities, updates, and a hard reset that is saved and loaded.
 
-The actor is built as in a run, with megatron_amp_O2.  Each row is written once its part has worked: if the page ends
-early, the part after the last row has failed.
+The actor is built as in a run, with megatron_amp_O2.  Each row is written once its part has succeeded.  If rows
+are missing at the end, the part after the last row has failed.
 """
 
 import tempfile
@@ -110,4 +110,4 @@ def reset_save_load(emit: Emit, actor: Any, cfg: Any, batch: Any, folder: Path) 
         gradient_norm_again=again[0],
     )
     if abs(onward[0] - again[0]) > 1e-3 * abs(onward[0]):
-        raise RuntimeError(f"the update after loading has gradient norm {again[0]:g}, without loading {onward[0]:g}")
+        raise RuntimeError(f"gradient norm of the update after loading: expected {onward[0]:g}; got {again[0]:g}")

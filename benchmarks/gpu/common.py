@@ -85,7 +85,7 @@ def seconds_of(work: Callable[[], Any], device: str, repeats: int, warm: int = 1
 
 @contextmanager
 def peak_bytes(device: str) -> Iterator[list[int]]:
-    """Yield a list that gets one number at the end: the peak of allocated bytes beyond those at the start."""
+    """Yield a list that gets one number when the `with` block ends: the peak of bytes allocated in it."""
     found: list[int] = []
     if device == "cuda":
         torch.cuda.synchronize()
@@ -102,7 +102,7 @@ def peak_bytes(device: str) -> Iterator[list[int]]:
 
 
 class _LiveTensors(TorchDispatchMode):
-    """Counts the bytes of all living storages that operations made, on a CPU; `peak` is the largest count."""
+    """Counts the bytes of live tensor storages that operations have created on a CPU; `peak` is the largest count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class _LiveTensors(TorchDispatchMode):
 
 
 def peak_flops() -> tuple[float, str] | None:
-    """Return (FLOP/s, description) of this GPU by its datasheet; None if PEAK_BF16_FLOPS lacks it."""
+    """Return (FLOP/s, description) of this GPU by its datasheet; None if PEAK_BF16_FLOPS lacks this GPU."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     for chip, flops in PEAK_BF16_FLOPS.items():
         if chip in name:

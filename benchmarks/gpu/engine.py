@@ -1,8 +1,8 @@
 """A vLLM engine beside a resident trainer, in the memory that the plan gives the engine.
 
 Measures whether the engine starts, sleeps, wakes, loads new weights and starts again, how long each takes, and how many
-bytes are free.  Uses `rollout/engine/server.py` over HTTP, as a run does.  The model is random; greedy answers before
-and after must be the same.  A plain tensor of the planned size stands in for the trainer.
+bytes are free.  Uses `rollout/engine/server.py` over HTTP, as a run does.  The model is random; greedy answers
+before and after each sleep or load are compared.  A plain tensor of the planned size stands in for the trainer.
 """
 
 import json
@@ -64,7 +64,7 @@ def server(python: str, folder: Path, settings: Settings, *options: str) -> Iter
 
 
 def call(url: str, path: str, body: Any) -> tuple[Any, float]:
-    """Send `body` as JSON; return the decoded JSON lines of the reply, and seconds."""
+    """Send `body` as JSON; return the decoded JSON lines of the reply, and the seconds of the call."""
     request = urllib.request.Request(
         url + path, json.dumps(body).encode(), {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
     )
@@ -145,7 +145,7 @@ def work(emit: Emit, url: str, weights: Path, settings: Settings) -> None:
 
 
 def naps(emit: Emit, url: str, level: int, version: int, weights: Path, before: list[int], settings: Settings) -> int:
-    """Measure one sleep and wake of the engine; return the version of its weights afterwards.  `level`: vLLM's."""
+    """Measure one sleep (of vLLM's `level`) and wake of the engine; return the version of its weights afterwards."""
     (reply,), seconds = call(url, "/sleep", {"level": level, "wait_s": 10})
     if not reply["frees_memory"]:
         emit(f"sleep, level {level}", note="a CPU's engine keeps its memory; times are those of the protocol alone")

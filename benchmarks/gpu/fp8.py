@@ -44,7 +44,7 @@ def run(emit: Emit, settings: Settings) -> None:
                 **found,
             )
     if failed:
-        raise RuntimeError(f"failed: {', '.join(failed)}")
+        raise RuntimeError(f"these ways of computing failed: {', '.join(failed)}")
 
 
 def in_a_process(settings: Settings, folder: Path, overrides: list[str]) -> dict[str, Any]:
@@ -61,7 +61,10 @@ def in_a_process(settings: Settings, folder: Path, overrides: list[str]) -> dict
 
 
 def measure(settings: Settings, folder: Path, overrides: list[str], file: Path) -> None:
-    """Write to `file` log-probabilities before and after updates with advantages of 0, and the seconds of both."""
+    """Write to `file` log-probabilities before and after updates with advantages of 0, and seconds.
+
+    The seconds are those of an update and of log-probabilities alone.  If a part fails, its name and error are written.
+    """
     found: dict[str, Any] = {}
     part = "building the actor"
     try:

@@ -44,7 +44,7 @@ def run(emit: Emit, settings: Settings) -> None:
 
 
 def draw(url: str, number: int, settings: Settings) -> tuple[list[int], list[int], list[float]]:
-    """Return prompt and response (token ids), drawn by the engine, and the engine's log-probabilities."""
+    """Draw a response to prompt `number`; return prompt, response (token ids) and the engine's log-probabilities."""
     prompt = [3 + (11 * number + 7 * i) % 400 for i in range(real.PROMPT)]
     body = {"prompt": prompt, "temperature": TEMPERATURE, "max_tokens": TOKENS[settings.small], "seeds": [number]}
     (reply, *_), _ = call(url, "/generate", body | {"stop_token_ids": []})

@@ -30,7 +30,7 @@ def naive(hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor) -> Tensor:
 class _VocabParallel(torch.autograd.Function):
     """The formula of NeMo-Aligner's function: a float32 softmax over all logits, which is kept for the backward pass.
 
-    In its backward pass the original also makes a one-hot tensor of 8 bytes per logit; this function does not.
+    NeMo-Aligner's backward pass also makes a one-hot tensor of 8 bytes per logit; this backward pass does not.
     """
 
     @staticmethod
@@ -81,7 +81,7 @@ def chunked(chunk: int, vocab: int) -> LogProbs:
 
 
 def step(compute: LogProbs, hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor, old_N: Tensor) -> Tensor:
-    """Run `compute`, the loss of all tokens as one response, and the backward pass; return the log-probabilities."""
+    """Run `compute`, the GRPO loss (all tokens are one response) and backward; return the log-probabilities."""
     logp_N = compute(hidden_NH, weight_VH, target_N)
     mask_BT = torch.ones(1, len(target_N), dtype=torch.bool, device=target_N.device)
     advantage_B = torch.ones(1, device=target_N.device)
@@ -140,10 +140,10 @@ def exact_step(hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor, old_N: Te
 def measure(
     emit: Emit, way: str, compute: LogProbs, given: tuple[Tensor, ...], exact: tuple[Tensor, ...], settings: Settings
 ) -> int:
-    """Emit one row: peak memory and time of the forward pass alone and with the loss and its gradients, and the error.
+    """Emit one row: memory and time of the forward pass alone, and of a whole step; the step's distance from `exact`.
 
     Returns:
-        The peak in bytes with the loss and its gradients; the gradients are included.
+        The peak in bytes of a whole step: forward pass, loss and backward pass, with the gradients included.
     """
     hidden_NH, weight_VH, target_N, _ = given
     repeats = 2 if settings.small else REPEATS

@@ -1,7 +1,8 @@
 """Megatron-Core's GPTModel in Qwen2's shape with random weights, its distributed optimizer, and a step of training.
 
-This is the policy where NeMo is not installed.  Layers, last hidden states and chunked log-probabilities are those of
-the actor (`nemo_prorl.policy`); the wrappers around them are Megatron-Core's own.
+The section `mcore` measures this model; unlike the real actor, the model does not need NeMo.  Layers, last hidden
+states and chunked log-probabilities are those of the actor (`nemo_prorl.policy`); the wrappers around them are
+Megatron-Core's own.
 """
 
 import os
@@ -43,7 +44,7 @@ class Shape:
     def flops(self, tokens: int) -> tuple[float, float]:
         """Return the operations of a sequence: (forward, forward and backward).
 
-        Each matrix product counts 2 per weight and token (the output layer is one, the embedding is not); causal
+        Each matrix product counts 2 per weight and token (the output layer counts, the embedding does not); causal
         attention counts its two products over half of all pairs.  Backward counts twice; recomputation does not count.
         """
         head = self.hidden // self.heads

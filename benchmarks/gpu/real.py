@@ -165,7 +165,7 @@ def with_logprobs(batch: Any, old_BT: torch.Tensor, ref_BT: torch.Tensor) -> Any
 
 
 def updater(actor: Any, cfg: Any) -> Callable[[Any], dict[str, float]]:
-    """Return a function that makes one optimizer step by the paper's loss and returns its sums and gradient norm."""
+    """Return a function that makes one optimizer step by the paper's loss and returns its sums and the `grad_norm`."""
     from nemo_prorl.algorithms.losses import denominator_terms
     from nemo_prorl.config import GRPOConfig
     from nemo_prorl.trainer import policy_loss

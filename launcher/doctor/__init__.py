@@ -32,10 +32,12 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Any, try_step: "TryStep") -> None:
-    """Add `doctor` to the main command line.  `try_step`: see `preflight`."""
+    """Add `doctor` to the main command line.  `try_step`: function that runs one step for --preflight."""
     text = "check that this machine can run the project; with overrides or --config: that it can run this configuration"
     parser = commands.add_parser("doctor", help=text, description=text)
-    parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", default=[], help="KEY=VALUE, for keys of conf/")
+    parser.add_argument(
+        "overrides", metavar="OVERRIDE", nargs="*", default=[], help="KEY=VALUE; conf/ has the keys and their defaults"
+    )
     parser.add_argument("--config", metavar="FILE", type=Path, help="config.yaml of a run, used instead of conf/")
     parser.add_argument("--nodes", action="store_true", help="compare all nodes of the run, through srun")
     parser.add_argument(
@@ -46,7 +48,8 @@ def add_parser(commands: Any, try_step: "TryStep") -> None:
         action="store_true",
         help="run one step at full context and batch on this node; measures memory and time",
     )
-    parser.add_argument("--rows", type=int, metavar="N", help="with --preflight: try only N rows of each rank's update")
+    text = "with --preflight: try only N responses of each rank's update; default: all"
+    parser.add_argument("--rows", type=int, metavar="N", help=text)
     parser.add_argument("--json", action="store_true", help="print one JSON object per check")
     parser.add_argument(
         "--rollout-python",
@@ -86,7 +89,8 @@ def checks(cfg: "DictConfig | None" = None, python: Path | None = None, srun: st
 
     Args:
         cfg: the run to check; None: check only this machine.
-        python: Python of the rollout environment; None: that of the configuration, or of .venv/rollout.
+        python: Python of the rollout environment; None: rollout.python, or without `cfg` that of
+            .venv/rollout.
         srun: command that starts the probes of all nodes; None: do not compare the nodes.
     """
     from nemo_prorl.launcher.doctor import devices, machine, model, network, nodes, storage
@@ -113,7 +117,7 @@ def checks(cfg: "DictConfig | None" = None, python: Path | None = None, srun: st
 
 
 def data(cfg: "DictConfig") -> Iterator[Check]:
-    """Check the data of a run with the same function as a start of the run."""
+    """Check the data of a run, with the function that also checks the data when the run starts."""
     from nemo_prorl.data.prepared import faults
 
     found = [Check("data", "fail", fault) for fault in faults(cfg)]

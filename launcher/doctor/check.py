@@ -47,7 +47,7 @@ def ask(python: str, code: str, arguments: Sequence[str] = (), seconds: float = 
     lines = output_of([python, "-c", head + code, *arguments], seconds).splitlines()
     answers = [line.removeprefix(_MARK) for line in lines if line.startswith(_MARK)]
     if not answers:
-        raise NoAnswer(f"{python} printed no answer")
+        raise NoAnswer(f"{python} ended without error, but printed no answer to the check")
     return json.loads(answers[-1])
 
 

@@ -167,7 +167,7 @@ def _libraries(cfg: DictConfig) -> list[str]:
 
 
 def _packages(python: Path) -> list[Path]:
-    """Return the package folders of a virtual environment, by the path of its Python."""
+    """Return the package folders of the virtual environment that has `python` as its Python command."""
     return sorted(python.absolute().parent.parent.glob("lib/python3*/site-packages"))
 
 

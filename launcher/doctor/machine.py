@@ -51,7 +51,7 @@ def rollout(python: Path, on_gpu: bool) -> Check:
 
 
 def locked_version(lock: Path) -> str | None:
-    """Return the version of vLLM in the lock file; None if there is no lock file, as without a repository."""
+    """Return the version of vLLM in the lock file; None if there is no lock file, as outside a checkout."""
     found = re.search(r"^vllm(?:-cpu)?==([^\s\\]+)", lock.read_text(), re.M) if lock.is_file() else None
     return found[1] if found else None
 
@@ -77,9 +77,11 @@ def judge_vllm(found: dict[str, str], locked: str | None, on_gpu: bool, python: 
 
 
 def sandbox() -> Iterator[Check]:
-    """Try all escapes at each level of the sandbox, and report the levels down to the first that prevents them all.
+    """Try all escapes at each level of the sandbox, from the best level to the worst.
 
-    A run uses that level.  Better levels that fail, and protections that the level lacks, are warnings.
+    A run uses the best level that prevents all escapes.  Yields a check for this level, which is a warning if the level
+    lacks a protection, and before it a warning for each better level.  If no level prevents all escapes, yields a
+    failure for each level.
     """
     proofs = levels.survey()
     best = next((p for p in proofs if p.holds), None)

@@ -46,7 +46,7 @@ class TokenizerFacts:
 
 
 def check_model(cfg: DictConfig) -> Iterator[Check]:
-    """Check the configured model folder, or the one that the run made at its first start."""
+    """Check the configured model folder; without a configured folder, RUN/init, which the run's first start makes."""
     folder = initial_model(cast(Config, cfg), Path(cfg.run_dir))
     if not folder.is_dir():
         yield Check("model", "pass", f"{folder} does not exist yet; the first start makes it")

@@ -89,7 +89,14 @@ def judge_port(address: str, fault: str, nodes: int) -> Check:
 
 
 def judge_interfaces(environment: Mapping[str, str], there: Collection[str]) -> Iterator[Check]:
-    """Judge the interfaces for NCCL and Gloo: names are prefixes; `=` begins full names, `^` begins excluded ones."""
+    """Judge the variables that name network interfaces for NCCL and Gloo.
+
+    A value lists prefixes of names.  After `=` it lists whole names; after `^` it lists excluded names, which are not
+    checked.
+
+    Args:
+        there: names of this machine's interfaces.
+    """
     for key in _INTERFACES:
         value = environment.get(key, "")
         if not value or value.startswith("^"):

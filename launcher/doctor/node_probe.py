@@ -54,7 +54,11 @@ def shared(folder: Path) -> dict[str, Any]:
 
 
 def locks(folder: Path) -> dict[str, Any]:
-    """Return whether doctor's lock, which another machine may hold, prevents a lock by this process."""
+    """Try to lock a file that doctor has locked, perhaps on another machine.
+
+    Returns:
+        {"lock_holds": whether doctor's lock prevented this}.
+    """
     with (folder / "lock").open("r+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,7 +68,7 @@ def locks(folder: Path) -> dict[str, Any]:
 
 
 def stale(beat: Path) -> float | None:
-    """Return the seconds until this node sees new content in doctor's `beat` file; None if not within STALE_S."""
+    """Return the seconds until this node sees new content in doctor's `beat` file; None after STALE_S."""
     before, begin = _read(beat), time.monotonic()  # reading the file puts its old content into this machine's caches
     while _read(beat) == before:
         if time.monotonic() - begin > STALE_S:

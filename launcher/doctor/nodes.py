@@ -81,7 +81,7 @@ def task_options(count: int) -> list[str]:
 
 
 def run_probes(command: Sequence[str], seconds: float = DEADLINE_S) -> tuple[str, str]:
-    """Run srun; return (standard output, last line of the errors).
+    """Run srun; return (standard output, last line of standard error).
 
     After `seconds`, srun gets a SIGTERM, with which it ends its tasks.
     """
@@ -125,7 +125,7 @@ def judge(
 
     Args:
         nodes: facts of the nodes that answered.
-        errors: last line of srun's errors.
+        errors: last line of srun's standard error.
         published: bytes of two versions of the weights.
         hidden: nodes that wrote a file into the run directory which this machine does not see.
     """
@@ -187,7 +187,7 @@ def _judge_folder(facts: NodeFacts, hidden: bool) -> Iterator[Check]:
 
 
 def _differences(facts: NodeFacts, first: NodeFacts) -> Iterator[Check]:
-    """Yield the differences of a node from the first: other versions are failures, other GPUs are warnings."""
+    """Yield the differences between a node and the first node: a failure for versions, a warning for GPUs."""
     keys = sorted(first.versions.keys() | facts.versions.keys())
     if unlike := [k for k in keys if first.versions.get(k) != facts.versions.get(k)]:
         versions = ", ".join(f"{k} {facts.versions.get(k)} (there {first.versions.get(k)})" for k in unlike)

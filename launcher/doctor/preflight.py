@@ -130,7 +130,7 @@ def trial_config(cfg: DictConfig, folder: Path) -> DictConfig:
 
 @contextmanager
 def _trial_folder(beside: Path) -> Iterator[Path]:
-    """Make a temporary folder on the run's disk, and remove those of earlier trials that were killed."""
+    """Make a temporary folder on the run's disk; remove the temporary folders of earlier trials that were killed."""
     for old in beside.glob(f"{_PREFIX}*"):
         if (old / ".lock").is_file() and not is_locked(old):
             _remove_weights(old)
@@ -148,7 +148,7 @@ def _remove_weights(trial: Path) -> None:
 
 
 class _FailureList(Events):
-    """A stand-in for the hook's caller that collects the supervisor's failures in a list."""
+    """An `Events` object that calls no hook: it collects the supervisor's failures in a list."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(None, run_dir)
@@ -220,9 +220,9 @@ def judge(outcome: TrialOutcome, plan: "Plan", trial: DictConfig, memory: Memory
 
 
 def parts_of(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return the facts of each part of the trial that all ranks have finished, by the part's name.
+    """Return {name: facts} of the parts of the trial that all ranks have finished.
 
-    Each number is the largest over the ranks, except `gpu_free`, which is the smallest.
+    Each fact is the largest number of any rank; only `gpu_free` is the smallest.
     """
     found: dict[str, list[Mapping[str, Any]]] = {}
     for records in ranks:
@@ -251,7 +251,7 @@ def describe_part(part: str, facts: Mapping[str, Any]) -> str:
 
 
 def judge_failure(outcome: TrialOutcome, trial: DictConfig) -> Check:
-    """Quote the error and name its part; after an out-of-memory error, name the keys to change."""
+    """Return a failed check with the error and its part of the trial; if memory ran out, also with keys to change."""
     part, text = _what_failed(outcome)
     killed, memory = _KILLED.search(text) is not None, _OUT_OF_MEMORY.search(text) is not None
     text = f"in {part!r}: {text}" + (f"; the log of all processes is {outcome.log}" if outcome.log is not None else "")
@@ -314,10 +314,10 @@ def judge_host(outcome: TrialOutcome, parts: Mapping[str, Mapping[str, Any]], de
 
 
 def estimate(parts: Mapping[str, Mapping[str, Any]], plan: "Plan") -> str:
-    """Estimate the seconds of a step whose responses all fill the context.
+    """Return a sentence that estimates the seconds of a step whose responses all fill the context.
 
     The rollout's time is an upper bound, because the trial measures only the last tokens of the context, which take
-    longest.  Rows are counted per rank.
+    longest.
     """
     generated = parts["generate"]["tokens"] / max(parts["generate"]["seconds"], 1e-9)
     nodes = plan.all_engines / plan.engines

@@ -117,7 +117,7 @@ def nearest(run_dir: Path) -> Path:
 
 
 def _bytes_under(folder: Path) -> int:
-    """Return the total bytes of the files under a folder, without files that a running job removes meanwhile."""
+    """Return the total bytes of the files under a folder; skip files that a running job removes meanwhile."""
     total = 0
     for file in folder.rglob("*"):
         with suppress(FileNotFoundError):
@@ -133,7 +133,7 @@ def _fault(trial: Callable[[Path], str], folder: Path) -> str:
 
 
 def _sync(folder: Path) -> str:
-    """Test fsync of a new file and of its folder, as a checkpoint uses it."""
+    """Test fsync of a new file and of its folder, which checkpoints need.  Returns ""; raises OSError on failure."""
     with (folder / "synced").open("w") as file:
         file.write("x" * 4096)
         file.flush()
@@ -147,7 +147,7 @@ def _sync(folder: Path) -> str:
 
 
 def _replace(folder: Path) -> str:
-    """Test that a file can be replaced while it is open, and that opening it again reads the new content."""
+    """Replace an open file and read it again; return why the new content was not read, or "" on success."""
     target, new = folder / "target", folder / "target.tmp"
     target.write_text("old")
     with target.open():
@@ -158,7 +158,7 @@ def _replace(folder: Path) -> str:
 
 
 def _lock(folder: Path) -> str:
-    """Test that a file locked through one handle cannot be locked through a second one."""
+    """Lock a file through two handles; return a text if both get the lock, or "" if the second is refused."""
     path = folder / "lock"
     with path.open("w") as first, path.open("w") as second:
         fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)

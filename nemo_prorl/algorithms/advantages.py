@@ -29,7 +29,7 @@ def group_advantages(reward_GN: Tensor, valid_GN: Tensor, kind: str) -> Tensor:
 
     Args:
         reward_GN: shaped rewards, any real dtype; ignored where not valid, nan included.
-        valid_GN: bool; False where infrastructure failed: left out of mean and std.
+        valid_GN: bool; False where infrastructure failed; mean and std leave these responses out.
         kind: as `trainer.grpo.advantage`.
 
     Returns:
@@ -57,5 +57,5 @@ def group_advantages(reward_GN: Tensor, valid_GN: Tensor, kind: str) -> Tensor:
         std = (centred_GN.square().sum() / (with_baseline - 1).clamp(min=1)).sqrt()
         advantage_GN = centred_GN / (std + STD_EPSILON)
     else:
-        raise ValueError(f"unknown advantage {kind!r}")
+        raise ValueError(f"advantage {kind!r}: expected group_norm, leave_one_out or reinforce_pp_baseline")
     return advantage_GN.to(dtype)

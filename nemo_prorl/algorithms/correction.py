@@ -35,7 +35,8 @@ def rollout_correction(
     Returns:
         weight_BT: float32 without gradient, 0 where the mask is False.
         gap: `tokens`; `mean_abs`, `max_abs` of log r in nats; `mean_k3`: KL(engine || trainer) by k3 (paper eq. 5), as
-        the engine drew the tokens; `fraction_capped`: cut to the cap; `fraction_masked`: given weight 0.
+        the engine drew the tokens; `fraction_capped`: share of tokens whose ratio was cut to the cap;
+        `fraction_masked`: share of tokens with weight 0.
 
     Raises:
         ValueError: a log-probability is nan or infinite at a token that counts (its index is named).
@@ -61,7 +62,7 @@ def rollout_correction(
         masked_BT = mask_BT & ((geometric_B > cap) | (geometric_B < floor))[:, None]
         weight_BT = torch.ones_like(ratio_BT)
     else:
-        raise ValueError(f"unknown correction {kind!r}")
+        raise ValueError(f"correction {kind!r}: expected none, tis, icepop or sequence_mask")
     weight_BT = torch.where(mask_BT & ~masked_BT, weight_BT, 0.0)
 
     gap = gap_statistics(log_ratio_BT, kl_estimate(engine_logp, old_logp, "k3"), mask_BT)
@@ -72,10 +73,14 @@ def rollout_correction(
 
 
 def _counted(logp_BT: Tensor, mask_BT: Tensor, name: str) -> Tensor:
-    """Return float32 without gradient, 0 where the mask is False; raise ValueError for nan or inf where it is True."""
+    """Return `logp_BT` as float32 without gradient, and 0 where the mask is False.
+
+    Raises ValueError for nan or inf where the mask is True.
+    """
     logp_BT = logp_BT.detach().float()
     bad = (mask_BT & ~torch.isfinite(logp_BT)).nonzero()
     if len(bad):
         row, token = bad[0].tolist()
-        raise ValueError(f"{name}[{row}, {token}] is {logp_BT[row, token].item()} ({len(bad)} such): finite is right")
+        value = logp_BT[row, token].item()
+        raise ValueError(f"{name}[{row}, {token}]={value}: expected a finite number; {len(bad)} numbers are not finite")
     return torch.where(mask_BT, logp_BT, 0.0)

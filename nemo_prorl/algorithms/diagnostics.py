@@ -134,8 +134,8 @@ def sums_by_task(
         task_B: int64, index of each response's task in `tasks`.
 
     Returns:
-        `tokens/TASK`, `entropy/TASK` and `kl/TASK` (k3) of every task, also of those without a row here: ranks with
-        other rows have the same keys.
+        `tokens/TASK`, `entropy/TASK` and `kl/TASK` (k3) of every task in `tasks`, even if no response here belongs
+        to it: all ranks have the same keys.
     """
     old_logp = torch.where(mask_BT, old_logp_BT.detach().float(), 0.0)
     ref_logp = torch.where(mask_BT, ref_logp_BT.detach().float(), 0.0)
@@ -153,9 +153,9 @@ def sums_by_task(
 
 
 def means_by_task(sums: Mapping[str, float], tasks: Sequence[str]) -> dict[str, float]:
-    """`entropy` and `kl` per token, in all and as `entropy/TASK` and `kl/TASK`, from `sums_by_task` of all ranks.
+    """Return `entropy` and `kl` per token over all tasks, and `entropy/TASK` and `kl/TASK` per token of each task.
 
-    A task without a token that counts is left out.
+    `sums` are the results of `sums_by_task`, summed over all ranks.  A task without a token that counts is left out.
     """
     tokens = {task: sums[f"tokens/{task}"] for task in tasks}
     means: dict[str, float] = {}
@@ -185,7 +185,7 @@ def repetition(token_ids: Sequence[int]) -> float:
 
 @functools.cache
 def _powers(count: int) -> Tensor:
-    """Return the powers of an odd number modulo 2^64: a polynomial in it is a good hash."""
+    """Return the first `count` powers of an odd number, modulo 2^64, for a polynomial hash."""
     powers = torch.full((count,), 6364136223846793005, dtype=torch.int64)
     powers[0] = 1
     return powers.cumprod(0)

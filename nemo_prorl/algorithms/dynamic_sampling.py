@@ -2,8 +2,8 @@
 
 `rollout.collector` draws prompts as the decisions here say.
 
-Suffixes: G groups, N samples a group.  No clock, no thread, no randomness: whoever plays the same verdicts in the same
-order gets the same decisions to the bit.
+Suffixes: G groups, N samples per group.  The decisions use no clock, thread or randomness: the same verdicts in the
+same order give the same decisions, to the bit.
 """
 
 import math
@@ -22,7 +22,7 @@ def carries_signal(reward_GN: Tensor, valid_GN: Tensor, tolerance: float) -> Ten
     Args:
         reward_GN: raw (unshaped) rewards, ignored where not valid.
         valid_GN: bool; False where infrastructure failed.
-        tolerance: float rewards that are equal but for rounding must not count as different.
+        tolerance: largest difference that counts as rounding, not as a signal.
 
     Returns:
         bool [G]; False with fewer than 2 valid responses.
@@ -79,17 +79,17 @@ class DynamicSampler:
     `wants_more()` is true: otherwise a faster verdict would change which prompts are drawn.
 
     When the batch is full, groups drawn and not yet decided are the surplus.  They are judged in the next step, after
-    `carry`, and touch the keep rates only then.  When the draws are used up first, the groups kept so far are the
+    `carry`, and change the keep rates only then.  When the draws are used up first, the groups kept so far are the
     batch.
 
     Args:
         needed: groups of a full batch.
         keep_rate: shared by all steps of a run, updated by `decide`.
-        config: `max_draw_factor`: draws in this step, carried groups included, at most, per needed group.
-            `enabled`: False keeps every usable group (static sampling); keep rates are still
-            measured.  `margin`: drawing begins when fewer are expected than needed, and goes on until this many
-            standard deviations more are expected.  Each time it begins anew costs the time of a whole response, so a
-            little more at once is cheap, and what is too much is surplus.
+        config: `max_draw_factor`: limit of draws in this step per needed group; carried groups count as draws.
+            `enabled`: False keeps every usable group (static sampling); keep rates are still measured.
+            `margin`: drawing begins when fewer kept groups are expected than needed.  It goes on until the expected
+            number exceeds the needed number by this many of its standard deviations.  Each time that drawing begins
+            again costs the time of a whole response, but a few groups too many cost little: they become surplus.
 
     Raises:
         RuntimeError: a call out of order.
@@ -109,14 +109,16 @@ class DynamicSampler:
         Older groups are decided first, so that decisions follow the order of draws.
         """
         if self.started or self.decided:
-            raise RuntimeError("carry() after the first dispatched() or decide(): surplus groups come first")
+            raise RuntimeError(
+                "carry() was called after dispatched() or decide(); expected all calls of carry() before them"
+            )
         self.carried += 1
         self._append(task)
 
     def dispatched(self, task: str) -> None:
         """Count a prompt of this task as drawn.  Call it only while `wants_more()` is true."""
         if not self.wants_more():
-            raise RuntimeError(f"dispatched({task!r}) although wants_more() is false: {self}")
+            raise RuntimeError(f"dispatched({task!r}) was called although wants_more() is false: {self}")
         self.started += 1
         self._append(task)
 
@@ -127,11 +129,14 @@ class DynamicSampler:
         signal, if it is `usable`: its responses have rewards to compare.
         """
         if not self._undecided:
-            raise RuntimeError(f"decide() but no group is undecided: {self}")
+            raise RuntimeError(f"decide() was called, but no group is undecided: {self}")
         if self.full:
-            raise RuntimeError(f"decide() although the batch is full; the rest is surplus: {self}")
+            raise RuntimeError(f"decide() was called although the batch is full; undecided groups are surplus: {self}")
         if self.wants_more():
-            raise RuntimeError(f"decide() while wants_more() is true; draw first, or timing changes the draws: {self}")
+            raise RuntimeError(
+                "decide() was called while wants_more() is true; expected dispatched() first, so that draws do not"
+                f" depend on timing: {self}"
+            )
         task = self._undecided.popleft()
         self._undecided_of[task] -= 1
         self.keep_rate.update(task, kept)
@@ -158,7 +163,7 @@ class DynamicSampler:
 
     @property
     def deviation(self) -> float:
-        """Return the standard deviation of `expected`, with the keep rates taken as known."""
+        """Return the standard deviation of the number that `expected` estimates, as if the keep rates were exact."""
         if not self._config.enabled:
             return 0.0
         rates = ((self.keep_rate[task], count) for task, count in sorted(self._undecided_of.items()))

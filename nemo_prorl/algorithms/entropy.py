@@ -15,9 +15,9 @@ class AdaptiveEntropy:
     """Coefficient of the entropy bonus that moves by a fixed step towards a target entropy.
 
     After Skywork-OR1 (arXiv 2505.22312, adaptive entropy control): at each step the bonus has coefficient c if the
-    entropy is at or below the target, else 0; then c grows by `step` if the entropy is below the target and shrinks by
-    it if above.  c begins at 0 and is kept within [0, maximum], so that it does not run away while the entropy is far
-    off.
+    entropy is at or below the target, otherwise 0.  Then c grows by `step` if the entropy is below the target, and
+    shrinks by `step` if the entropy is above.  c begins at 0 and is kept within [0, maximum], so that it does not
+    run away while the entropy is far from the target.
     """
 
     def __init__(self, config: AdaptiveEntropyConfig) -> None:

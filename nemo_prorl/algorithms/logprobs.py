@@ -65,7 +65,7 @@ def chunked_logprobs(
         vocab_start: global id of this shard's first row.
         group: the tensor-parallel process group, or None for one whole vocabulary.
         chunk: tokens at a time; results do not depend on it beyond rounding.
-        block: words at a time; as above.
+        block: words at a time; results do not depend on it beyond rounding.
         with_entropy: also compute entropies, in nats, differentiable.
         float32_head: keep the logits of 16-bit inputs in float32; without effect on float32 and float64 inputs.
 
@@ -73,7 +73,7 @@ def chunked_logprobs(
         logp_N and entropy_N (or None), float32 (float64 for float64 inputs), the same on all ranks of the group.
 
     Raises:
-        ValueError: a target is not in [0, vocab_size); this is found on all ranks alike.
+        ValueError: a target is not in [0, vocab_size); all ranks of the group raise this error.
     """
     outside = ((target_N < 0) | (target_N >= vocab_size)).nonzero()
     if len(outside):
@@ -129,7 +129,11 @@ def _logit_product(hidden_CH: Tensor, weight_WH: Tensor, dtype: torch.dtype, flo
 
 
 def _add_product(total: Tensor, grad: Tensor, operand: Tensor, float32_head: bool) -> None:
-    """Add grad @ operand to total, for a gradient of logits and rows of the weight or of hidden states."""
+    """Add grad @ operand to `total`.
+
+    `grad` is a gradient of logits and `operand` rows of the weight, or `grad` is transposed and `operand` rows of
+    hidden states.
+    """
     if operand.dtype == total.dtype:
         total.addmm_(grad, operand)
     elif float32_head or not operand.is_cuda:
@@ -141,8 +145,8 @@ def _add_product(total: Tensor, grad: Tensor, operand: Tensor, float32_head: boo
         total.add_(torch.mm(grad.to(operand.dtype), operand))
 
 
-# highest logit m, sum of exp(x - m), logit of the target, sum of exp(x - m) (x - m) or None: of C tokens over the
-# words x that have been seen
+# For each of C tokens, over the logits x of the words so far: highest logit m; sum of exp(x - m); logit of the target;
+# sum of exp(x - m) (x - m), or None without entropy.
 _Statistics = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
@@ -165,10 +169,10 @@ def _raise_maximum(
 
 
 def _seen(product_CW: Tensor, temperature: float, local_C: Tensor, statistics: _Statistics, reuse: bool) -> _Statistics:
-    """Return the statistics with one more block of words.
+    """Return `statistics` extended by one block of words, whose logits are product_CW / temperature.
 
-    `local_C`: the targets' places in the block, outside of [0, W) where they are elsewhere.  `reuse`: the product's
-    memory holds the intermediate results; otherwise this is a pure function.
+    `local_C`: each target's index in the block; outside of [0, W) if the target is in another block.
+    `reuse`: overwrite `product_CW` with intermediate results; otherwise no argument is changed.
     """
     highest_C, exp_C, at_target_C, product_C = statistics
     logit_CW = product_CW.div_(temperature) if reuse else product_CW / temperature
@@ -194,9 +198,10 @@ def _logit_gradient(
     slope_C: Tensor | None,
     reuse: bool,
 ) -> Tensor:
-    """Return the gradient with respect to hidden weight^T of one block of words.  `slope_C`: that of entropies.
+    """Return the gradient with respect to hidden weight^T of one block of words.
 
-    `local_C` and `reuse` as in `_seen`.  The formulas are in `_ChunkedLogprobs.backward`.
+    `grad_C` and `slope_C` are the gradients of log-probabilities and of entropies.  `local_C` and `reuse` are as in
+    `_seen`.  The formulas are in `_ChunkedLogprobs.backward`.
     """
     grad_CW = (product_CW.div_(temperature) if reuse else product_CW / temperature).sub_(log_sum_C[:, None])
     here_C = (local_C >= 0) & (local_C < grad_CW.shape[1])
@@ -212,7 +217,7 @@ def _logit_gradient(
 
 
 def _is_compiled(tensor: Tensor) -> bool:
-    """Return whether blocks on this tensor's device are compiled; a CPU gains nothing from it."""
+    """Return whether blocks on this tensor's device are compiled: only on GPUs, as a CPU gains nothing."""
     return tensor.is_cuda
 
 
@@ -349,9 +354,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def _sum_for(grad_weight_VH: Tensor | None, part: slice, dtype: torch.dtype) -> Tensor | None:
-    """Return the tensor in which to sum the gradient of a block of the weight's rows.
+    """Return the tensor in which to sum the gradient of a block of the weight's rows, in `dtype`.
 
-    It is a view of the whole gradient if that has the dtype of the sum, otherwise new zeros.
+    If the whole gradient has this dtype, the tensor is a view of it, otherwise new zeros.  None without a gradient.
     """
     if grad_weight_VH is None or grad_weight_VH.dtype == dtype:
         return None if grad_weight_VH is None else grad_weight_VH[part]

@@ -57,7 +57,7 @@ def kl_estimate(logp: Tensor, other_logp: Tensor, estimator: str) -> Tensor:
     if estimator == "k3":
         difference = difference.clamp(max=MAX_LOG_RATIO)
         return torch.expm1(difference) - difference
-    raise ValueError(f"unknown KL estimator {estimator!r}")
+    raise ValueError(f"KL estimator {estimator!r}: expected k1, k2 or k3")
 
 
 def denominator_terms(mask_BT: Tensor, aggregation: str, constant: float = 1.0) -> Tensor:
@@ -67,8 +67,8 @@ def denominator_terms(mask_BT: Tensor, aggregation: str, constant: float = 1.0) 
 
     Args:
         mask_BT: bool, the response tokens that count.
-        aggregation: `token`: number of those tokens (DAPO, arXiv 2503.14476).  `sequence`: number of responses with at
-            least one such token (GRPO's mean of means).  `constant`: `constant` times that number of responses
+        aggregation: `token`: number of tokens that count (DAPO, arXiv 2503.14476).  `sequence`: number of responses
+            with a token that counts (GRPO's mean of means).  `constant`: `constant` times the number of these responses
             (Dr. GRPO, arXiv 2503.20783, with `constant` the generation budget in tokens).
         constant: tokens per response, for `constant` only.
 
@@ -82,7 +82,7 @@ def denominator_terms(mask_BT: Tensor, aggregation: str, constant: float = 1.0) 
         return responses
     if aggregation == "constant":
         return responses * constant
-    raise ValueError(f"unknown aggregation {aggregation!r}")
+    raise ValueError(f"aggregation {aggregation!r}: expected token, sequence or constant")
 
 
 def aggregate(value_BT: Tensor, mask_BT: Tensor, aggregation: str) -> Tensor:

@@ -24,7 +24,7 @@ from nemo_prorl.config import ResetRulesConfig
 
 ASKING = ("validation_drop", "plateau", "kl_spike")  # rules that may ask for a reset
 ADVISING = ("truncation", "length", "entropy")
-LEAST_DIFFERENCES = 12  # with fewer, the scatter is no estimate
+LEAST_DIFFERENCES = 12  # with fewer differences, their scatter is not used
 LEAST_BASELINE = 4  # evaluations
 SCATTER_POINTS = 100
 BLOCK_STEPS = 10  # steps per block: length, truncation and entropy are compared as means of blocks
@@ -65,7 +65,7 @@ class History:
     errors: dict[str, dict[int, float]] = field(default_factory=dict)  # standard errors of `series`, where recorded
     blocks: dict[str, list[float]] = field(default_factory=dict)  # means of whole blocks
     open_block: dict[str, list[float]] = field(default_factory=dict)
-    told: dict[str, int] = field(default_factory=dict)  # rule and subject -> the step at which it last spoke
+    told: dict[str, int] = field(default_factory=dict)  # rule and subject -> step of the last finding
 
     def add(self, line: Mapping[str, Any], standard_errors: Mapping[str, float] | None = None) -> None:
         """Add a line of metrics.jsonl, and the standard errors of its validation by name.  Null and nan are skipped."""
@@ -85,7 +85,7 @@ class History:
                 self._to_block(key, numbers[key])
 
     def note(self, findings: Iterable[Finding]) -> None:
-        """Record findings as reported: their rules stay silent on these subjects for a while."""
+        """Record findings as reported: for some steps, their rules make no finding on the same subjects."""
         for finding in findings:
             self.told[f"{finding.rule} {finding.subject}"] = finding.step
 
@@ -104,10 +104,11 @@ class History:
 
 
 def learning_rate(base: float, step: int, resets: Sequence[int], factor: float, warmup_steps: int) -> float:
-    """Return the learning rate of a step's updates, with hard resets after the steps `resets` (0: at a stage's start).
+    """Return the learning rate of a step's updates.  `resets`: steps after which hard resets were made, in order.
 
-    Each reset after a step of this stage multiplies it by `factor`.  Over the `warmup_steps` after the last one it
-    rises linearly to its full value, which it has in the last of them: Adam's moments know nothing yet.
+    A reset after step 0 was made at the stage's start; each later reset multiplies the learning rate by `factor`.
+    After the last reset the learning rate rises linearly for `warmup_steps` steps and has its full value in the last
+    of them, because Adam's moments begin at 0.
     """
     before = [reset for reset in resets if reset < step]
     full = base * factor ** sum(reset > 0 for reset in before)
@@ -115,9 +116,9 @@ def learning_rate(base: float, step: int, resets: Sequence[int], factor: float, 
 
 
 def policy_scores(scores: Mapping[Any, Mapping[str, Any]], resets: Iterable[Mapping[str, Any]]) -> dict[int, float]:
-    """Return mean validation scores by step, each of the weights that the checkpoint of that step holds.
+    """Return mean validation scores by step: each step has the score of the weights in its checkpoint.
 
-    Where a reset went back to an earlier step, those are that step's weights.
+    If the reset after a step went back to an earlier step, the later step has the earlier step's score.
     """
     found = {int(step): float(score["all"]["mean"]) for step, score in scores.items()}
     for reset in resets:
@@ -129,9 +130,9 @@ def policy_scores(scores: Mapping[Any, Mapping[str, Any]], resets: Iterable[Mapp
 def best_policy(
     scores: Mapping[Any, Mapping[str, Any]], resets: Sequence[Mapping[str, Any]], steps: Iterable[int] | None = None
 ) -> int | None:
-    """Return the step since the last hard reset whose weights scored best, the newest of equals; None without any.
+    """Return the step whose weights scored best since the last hard reset; of equal scores, the newest step.
 
-    `steps`: only these are looked at.
+    None if no such step has a score.  `steps`: consider these steps only; None: all.
     """
     found = policy_scores(scores, resets)
     if steps is not None:
@@ -189,8 +190,9 @@ def _drops(history: History, rules: ResetRulesConfig) -> list[Finding]:
 
     best = the highest mean of m = `drop_baseline` successive evaluations since the reset; seen = best - mean of
     the last w, for w = `drop_confirm` and w + 1.  It is a drop if seen > max(drop_min, s (k sqrt(1/w + 1/m) + b)), with
-    s the standard deviation, k = `drop_sigma`, and b = sqrt(2 ln(windows / m) / m), what the best of so many means lies
-    above their mean by chance.  Each of the w must lie half of that below, so that a single bad evaluation is none.
+    s the standard deviation, k = `drop_sigma`, and b = sqrt(2 ln(windows / m) / m), by which the best of so many means
+    exceeds their average by chance.  Each of the last w must also lie below best by half of this threshold, so that a
+    single bad evaluation is not a drop.
     """
     found = []
     for key in sorted(history.series):
@@ -235,8 +237,8 @@ def _plateau(history: History, rules: ResetRulesConfig, since: int) -> list[Find
     """Find a plateau: the blend surely gains less than `plateau_gain` over `plateau_steps` (paper sec. 4.2).
 
     The blend is the mean of all validation scores that were measured throughout; gain = the slope of its least-squares
-    line times `plateau_steps`, whose standard deviation is s plateau_steps / sqrt(sum (t - mean t)^2).  It is a plateau
-    if gain + k sd < plateau_gain, k = `plateau_sigma`: where noise hides the gain nothing is said.
+    line times `plateau_steps`; the gain's standard deviation is sd = s plateau_steps / sqrt(sum (t - mean t)^2).  It is
+    a plateau if gain + k sd < plateau_gain, with k = `plateau_sigma`: if noise hides the gain, there is no finding.
     """
     first = history.step - rules.plateau_steps
     if since > first:
@@ -273,9 +275,9 @@ def _plateau(history: History, rules: ResetRulesConfig, since: int) -> list[Find
 def _kl_spike(history: History, rules: ResetRulesConfig) -> list[Finding]:
     """Find a KL to the reference far above its earlier level (paper sec. 3.3.1, 5.3: a sudden increase of KL).
 
-    seen = median of the last 3 steps / median of the `kl_steps` before them, so that one odd batch is none.  A spike if
-    seen > max(kl_factor, exp(s k sqrt(pi/2 (1/3 + 1/n)))), s the scatter of log KL over these n, k = `kl_sigma`, and
-    the upper median is above `kl_min`.
+    seen = median of the last 3 steps / median of the n <= `kl_steps` steps before them: one odd batch is not a spike.
+    It is a spike if seen > max(kl_factor, exp(s k sqrt(pi/2 (1/3 + 1/n)))), with s the scatter of log KL over the n
+    steps and k = `kl_sigma`, and if the median of the last 3 steps is at least `kl_min`.
     """
     points = [p for p in history.series.get("kl", [])[-rules.kl_steps - 3 :] if p[1] > 0.0]
     before, last = points[:-3], [value for _, value in points[-3:]]
@@ -342,7 +344,7 @@ def _bound(
     if len(differences) >= LEAST_DIFFERENCES:
         mean = sum(differences) / len(differences)
         scatter = math.sqrt(sum((d - mean) ** 2 for d in differences) / (len(differences) - 1) / 2.0)
-        # Successive differences share a measurement: two thirds of their number is what they are worth.
+        # Successive differences share a measurement, so they have only two thirds as many degrees of freedom.
         bounds.append(t_quantile(sigmas, 2.0 * len(differences) / 3.0) * scatter)
     if points and all(step in errors for step, _ in [*points, *judged]):
         largest = max(sum(errors[step] ** 2 for step, _ in part) / len(part) for part in (points, judged) if part)
@@ -351,8 +353,9 @@ def _bound(
 
 
 def t_quantile(sigmas: float, dof: float) -> float:
-    """Return Student's quantile with the tail of `sigmas` normal standard deviations, by its expansion in 1 / dof.
+    """Return the quantile of Student's distribution with the tail probability of `sigmas` normal standard deviations.
 
+    It is computed by an expansion in 1 / dof, with z = `sigmas`:
     z + (z^3 + z) / (4 dof) + (5 z^5 + 16 z^3 + 3 z) / (96 dof^2) + (3 z^7 + 19 z^5 + 17 z^3 - 15 z) / (384 dof^3)
     (Abramowitz and Stegun 26.7.5).
     """

@@ -16,9 +16,9 @@ def shaped_rewards(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the rewards that advantages are computed from, and the change that each active shaping made, by name.
 
-    The cosine comes first, in place of the raw reward.  Then the reward of each response that did not end with eos is
-    scaled (as in ProRL v2 and DLER, arXiv 2510.15110) and lowered (paper sec. 4.2, runs 4 to 8).  Then the overlong
-    penalty is taken off.
+    The cosine reward, if active, first replaces the raw reward.  Then the reward of each response that did not end with
+    eos is scaled (as in ProRL v2 and DLER, arXiv 2510.15110) and lowered (paper sec. 4.2, runs 4 to 8).  Then the
+    overlong penalty is taken off.
 
     Args:
         reward_GN: raw rewards in [0, 1]; nan (of an invalid response) stays nan.
@@ -67,8 +67,8 @@ def cosine_length_reward(
 
     The reward goes from the `short` value at length 0 to the `long` value at `longest`, along half a cosine:
     long + (short - long) (1 + cos(pi length / longest)) / 2.  A response of `longest` tokens gets `cosine_exceeded`,
-    unless it ended: eos may be its very last token.  A score between 0 and 1 gets a value that lies as far between the
-    wrong and the right one; nan stays nan.
+    unless its last token is eos.  A score between 0 and 1 gets a value interpolated linearly between the values of a
+    wrong and a right response; nan stays nan.
     """
     correct_short, correct_long = shaping.cosine_correct
     wrong_short, wrong_long = shaping.cosine_wrong

@@ -104,11 +104,11 @@ class Blend:
             self._skipped[index] += 1
 
     def position(self) -> list[tuple[int, int]]:
-        """Return the numbers of records drawn and skipped, per source, as `return_to` takes them."""
+        """Return the current position for `return_to`: (records drawn, records skipped) of each source."""
         return list(zip(self._drawn, self._skipped, strict=True))
 
     def return_to(self, position: list[tuple[int, int]]) -> None:
-        """Undo all draws since `position`."""
+        """Undo all draws since `position`, a result of the method `position`."""
         self._drawn = [drawn for drawn, _ in position]
         self._skipped = [skipped for _, skipped in position]
 
@@ -118,7 +118,7 @@ class Blend:
         return sum(map(len, self._retired))
 
     def observe(self, outcomes: Sequence[tuple[str, str]]) -> int:
-        """Count the outcomes of judged groups, retire records, and return the number of retired records.
+        """Count the outcomes of judged groups, retire records, and return how many records are now retired.
 
         Args:
             outcomes: (record id, outcome) in order.  `solved` adds one to the record's consecutive solved draws,
@@ -143,15 +143,19 @@ class Blend:
         if len(self._retired[at]) < len(self._sources[at][1]):
             return
         if self.retired == len(self._source_of):
-            _log.warning("data blend: all %d training prompts are retired; all are drawn again", self.retired)
+            _log.warning(
+                "data.retire_after: all %d training prompts are retired; from now on all are drawn again", self.retired
+            )
             for retired in self._retired:
                 retired.clear()
         else:
-            _log.info("data source '%s': all its records are retired", self._sources[at][0].name)
+            _log.info(
+                "data source '%s': all its records are retired; none is drawn any more", self._sources[at][0].name
+            )
         self._rebase()
 
     def _rebase(self) -> None:
-        """Recompute the shares without fully retired sources; start to count draws anew."""
+        """Recompute the shares without fully retired sources; from now on, the shares count only later draws."""
         self._carried = list(self._drawn)
         self._shares = self._shares_now()
 
@@ -182,7 +186,7 @@ class Blend:
         return state
 
     def _set_retirement(self, at: int, saved: BlendSourceState) -> None:
-        """Restore the retirement counters of one source; states of runs without retirement lack them."""
+        """Restore the retirement counters of the source at index `at`; a counter that `saved` lacks starts empty."""
         self._skipped[at] = saved.get("skipped", 0)
         self._retired[at] = dict.fromkeys(saved.get("retired", ()))
         self._solved[at] = dict(saved.get("solved", {}))
@@ -193,12 +197,15 @@ class Blend:
         Raises CheckpointError if seed, sources, records or weights changed.
         """
         if state["seed"] != self._seed:
-            raise CheckpointError(f"data blend: the checkpoint's seed is {state['seed']}, this run's is {self._seed}")
+            raise CheckpointError(
+                f"seed={self._seed}: expected seed={state['seed']}, as in the checkpoint. Fix: use this seed, or start"
+                " another run with run_dir=FOLDER"
+            )
         now = self.state_dict()["sources"]
         if list(state["sources"]) != list(now):
             raise CheckpointError(
-                f"data blend: the checkpoint's sources are {', '.join(state['sources'])}, "
-                f"this run's are {', '.join(now)}"
+                f"data.train: expected the sources of the checkpoint, {', '.join(state['sources'])}; got"
+                f" {', '.join(now)}. Fix: use the same sources, or start another run with run_dir=FOLDER"
             )
         for name, saved in state["sources"].items():
             for key in _SAME:
@@ -246,10 +253,10 @@ class Blend:
         self._shares = self._shares_now()
 
     def _furthest_behind(self) -> int:
-        """Return the index of the source whose draws lag most behind its share of the next total; ties: the first.
+        """Return the index of the next source, whose draws are furthest below its share of all draws and the next draw.
 
-        After n draws, a source's draws differ from n times its share by at most 1 with two sources, and by at most
-        (number of sources - 1) in general.
+        If several sources are equally far below, the first is next.  After n draws, a source's draws differ from n
+        times its share by at most 1 with two sources, and by at most (number of sources - 1) in general.
         """
         counted = [drawn - carried for drawn, carried in zip(self._drawn, self._carried, strict=True)]
         total = sum(counted) + 1
@@ -333,7 +340,7 @@ def without_long(
         short = [record for record in records if length(record) <= most]
         counts = f"data source '{source.name}': {len(records) - len(short)} of {len(records)} prompts have more than"
         if not short:
-            raise DataError(f"{counts} data.max_prompt_tokens={most} tokens; no record is left")
+            raise DataError(f"{counts} data.max_prompt_tokens={most} tokens; no record is left. Fix: raise this key")
         if len(short) < len(records):
             _log.warning("%s %d tokens and are left out", counts, most)
         kept.append((source, short))
@@ -358,7 +365,8 @@ def _load(source: DataSource, held_out: frozenset[str], prefix: str, templates: 
         records = records[: source.size]
     if not records:
         raise DataError(
-            f"data source '{source.name}': no record of {source.path} is left without the prompts of data.validation"
+            f"data source '{source.name}': no record of {source.path} is left after the prompts of data.validation"
+            " are taken out. Fix: validate on other records"
         )
     return records
 
@@ -369,7 +377,7 @@ def _check(sources: Sequence[LoadedSource]) -> None:
     names = Counter(source.name for source, _ in sources)
     for source, records in sources:
         if names[source.name] > 1:
-            raise ConfigError(f"data source '{source.name}': {names[source.name]} sources have this name")
+            raise ConfigError(f"data source '{source.name}': {names[source.name]} sources have this name. Fix: rename")
         if not source.weight > 0:
             raise ConfigError(f"data source '{source.name}': weight is {source.weight}; it must be above 0")
         if not records:

@@ -89,7 +89,7 @@ def check_computed(hf: dict[str, Any], whose: str) -> None:
 
 
 def rope_settings(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the rotary embedding; empty if there are none.  Transformers 5 renamed their key."""
+    """Return the settings of the rotary embedding, from rope_scaling or (transformers 5) rope_parameters, or {}."""
     return hf.get("rope_scaling") or hf.get("rope_parameters") or {}
 
 

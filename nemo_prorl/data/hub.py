@@ -20,8 +20,11 @@ _OF_MODEL = ("*.json", "*.jinja", "*.txt", "*.model")  # configuration and token
 def download(repo: str, patterns: Sequence[str], revision: str | None) -> tuple[Path, str]:
     """Download the matching files of a data set into the hub's cache, unless cached; return (folder, commit).
 
-    Raises ConfigError for a missing or gated data set or revision, UnfitMachine if the hub or its client is missing.
     Each error names the files to download by hand instead.
+
+    Raises:
+        ConfigError: the data set is gated, or the hub does not have the data set or the revision.
+        UnfitMachine: the hub cannot be reached, or the package huggingface_hub is not installed.
     """
     by_hand = (
         f"download {' and '.join(patterns)} of https://huggingface.co/datasets/{repo} on a machine with "
@@ -31,19 +34,20 @@ def download(repo: str, patterns: Sequence[str], revision: str | None) -> tuple[
 
 
 def model_folder(text: str, option: str, weights: bool) -> Path:
-    """Return the folder of a model: an existing folder, or that of a hub name in the hub's cache, which is filled.
+    """Return the folder of a model, given as a path or as a name on the hub.
 
-    A name without a revision means the cached files if there are any, otherwise the newest ones.
+    A path is returned without a check.  A model on the hub is downloaded into the hub's cache, unless cached.  A name
+    without a revision means the cached files if there are any, otherwise the newest revision.
 
     Args:
-        text: path of a folder, or NAMESPACE/NAME or NAMESPACE/NAME@REVISION.  It is a path if it, or the folder that
-            would contain it, exists.
+        text: path of a folder, or NAMESPACE/NAME or NAMESPACE/NAME@REVISION on the hub.  If the parent folder of
+            `text` exists, `text` is a path.
         option: the key or argument that has this value, for error messages.
         weights: the weights are needed; False: config.json and tokenizer are enough.
 
     Raises:
-        ConfigError: `text` is neither a folder nor the name of a model.
-        UnfitMachine: the model is not cached, and the hub cannot be reached or its client is missing.
+        ConfigError: the model is gated, or the hub does not have the model or the revision.
+        UnfitMachine: the model is not cached, and the hub cannot be reached or huggingface_hub is not installed.
     """
     if Path(text).parent.exists() or not (found := _NAME.fullmatch(text)):
         return Path(text)
@@ -59,7 +63,7 @@ def model_folder(text: str, option: str, weights: bool) -> Path:
 
 
 def _cached(repo: str, revision: str | None) -> Path | None:
-    """Return the cached folder of a model that has a config.json, if there is one."""
+    """Return the folder of a model in the hub's cache; None if it does not exist or lacks config.json."""
     try:
         from huggingface_hub import snapshot_download
 
@@ -70,7 +74,7 @@ def _cached(repo: str, revision: str | None) -> Path | None:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Return whether all safetensors files are there that the index names; without an index, whether there is one."""
+    """Return whether the folder has all safetensors files of its index; without an index, any such file suffices."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return any(folder.glob(_WEIGHTS))

@@ -1,7 +1,7 @@
 """Checks that each data file of a run exists and that each of its tasks has a training source.
 
-Reads the configuration but no record, and imports only the standard library and OmegaConf, so that `prorl plan`,
-`doctor`, `train`, `launch` and a Slurm job refuse a run within a second, before a GPU is allocated.
+Reads the configuration but no record, and imports only the standard library and OmegaConf.  So `prorl plan` warns, and
+`doctor`, `train`, `launch` and a Slurm job refuse a run, within a second and before a GPU is allocated.
 """
 
 import shlex

@@ -171,7 +171,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _expected(kind: Any, field: int | str) -> str:
-    """Return the description of the value expected in a field of `kind` or of a type within `kind`."""
+    """Return in words the expected value of a field; the field belongs to `kind` or to a type nested in `kind`."""
     for inner in (kind, Message, StreamTest if kind is StreamTruth else CallTest, PuzzleEntry):
         for mark in getattr(get_type_hints(inner, include_extras=True).get(str(field)), "__metadata__", ()):
             if text := mark.text if isinstance(mark, Expected) else getattr(mark, "description", None):
@@ -180,7 +180,13 @@ def _expected(kind: Any, field: int | str) -> str:
 
 
 def _check(value: Any, kind: Any, where: str, field: str) -> None:
-    """Raise DataError for the first field of `value` that does not fit `kind`; its name begins with `field`."""
+    """Raise DataError for the first part of `value` that does not fit the type `kind`.
+
+    Args:
+        where: file and line of the record, for the error.
+        field: path of `value` in the record, such as `truth`; empty for the whole record.  The error names the wrong
+            part by its path in the record, such as `truth.tests[0].input`.
+    """
     try:
         _adapter(kind).validate_python([value])
     except ValidationError as error:

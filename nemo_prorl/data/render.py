@@ -24,9 +24,13 @@ Assistant: <think>
 
 
 def written(prompt: str | list[dict[str, str]], form: str, system: str | None) -> str | list[dict[str, str]]:
-    """Return a record's prompt in the form `data.prompt`, with the system prompt: text, or messages for the template.
+    """Return a record's prompt with the system prompt, as text or as messages for the chat template.
 
     In text, messages are separated by an empty line, and the system prompt comes first.
+
+    Args:
+        form: value of `data.prompt`, which decides between text and messages.
+        system: the system prompt, if any.
     """
     if form == "chat" and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]

@@ -114,7 +114,10 @@ def catalogue(own: Iterable[str] = ()) -> dict[str, Benchmark]:
 
 
 def read(path: Path, own: str | None = None) -> Benchmark:
-    """Read a benchmark's yaml file; `own`: its path if it is not shipped.  Raises ConfigError with file and key."""
+    """Read a benchmark's yaml file.  Raises ConfigError with file and key.
+
+    `own`: path that the manifest records for a benchmark which this package does not ship; None for a shipped one.
+    """
     try:
         text = path.read_bytes()
         return Benchmark(name=path.stem, sha256=hashlib.sha256(text).hexdigest(), file=own, **yaml.safe_load(text))
@@ -145,10 +148,10 @@ def read_own(path: Path) -> Benchmark:
 
 
 def choose(text: str) -> list[Benchmark]:
-    """Return the benchmarks for a list such as `A,./mine.yaml` of names, sets and the user's files, each once.
+    """Return the benchmarks of a list such as `A,./mine.yaml`: names, sets and the user's files; each benchmark once.
 
     Raises:
-        ConfigError: A name is unknown; the message lists the known names and sets.  A file is wrong.
+        ConfigError: A name is unknown (the message lists the known names and sets), or a file is not a benchmark.
     """
     known = catalogue()
     sets = sorted({name for one in known.values() for name in one.sets})
@@ -186,10 +189,11 @@ def check_files(chosen: Iterable[Benchmark], data: Path | None) -> None:
 
 
 def file_of(benchmark: Benchmark, data: Path | None) -> Path | None:
-    """Return the benchmark's file in the folder `data` (option --data), or None if it does not exist.
+    """Return the benchmark's file of prompt records, or None if there is none.
 
-    The file is NAME.jsonl, or the held-out part that `prorl data prepare` wrote as NAME/validation.jsonl; or .parquet.
-    A benchmark of the user's may have its file beside the yaml file.
+    The file is NAME.jsonl in the folder `data` (option --data), or NAME/validation.jsonl, the held-out part that
+    `prorl data prepare` writes; both may be .parquet instead.  For a user's benchmark, a file beside the yaml file is
+    found first.
     """
     name = benchmark.prompts
     if benchmark.file is not None and (beside := Path(benchmark.file).parent / str(name)).is_file():
@@ -225,7 +229,7 @@ def records_sha256(records: Iterable[Mapping[str, Any]]) -> str:
 
 
 def part_of(record: Mapping[str, Any]) -> str:
-    """Return the part of its benchmark that a record counts towards: a puzzle's data set, otherwise its source."""
+    """Return the part of the benchmark that a record belongs to: a puzzle's data set, otherwise the record's source."""
     dataset = record["truth"].get("dataset") if record["task"] == "puzzles" else None
     return str(dataset or record.get("source") or record["task"])
 

@@ -44,27 +44,35 @@ def add_parser(commands: Any) -> None:
         "model",
         metavar="MODEL",
         nargs="?",
-        help="Hugging Face folder or name, checkpoint, run directory, or http://HOST/v1",
+        help="Hugging Face folder or hub name, checkpoint, run directory, or URL of a server (http://HOST/v1)",
     )
-    add("overrides", metavar="OVERRIDE", nargs="*", default=[], help="KEY=VALUE as for prorl train: rollout.*, ...")
+    add("overrides", metavar="OVERRIDE", nargs="*", default=[], help="KEY=VALUE, such as rollout.dtype=bfloat16")
     add("--benchmarks", metavar="A,B", help="names of benchmarks or sets (--list), or own .yaml or .jsonl files")
     add("--out", metavar="DIR", type=Path, help="folder of the evaluation; the same command again completes it")
     add("--list", action="store_true", help="list the benchmarks and the file that each needs")
     add("--data", metavar="DIR", type=Path, help="folder with the prompt records of benchmarks that are not shipped")
     add("--samples", metavar="N", type=int, help="responses per prompt (default: the benchmark's)")
     add("--temperature", metavar="T", type=float, help="sampling temperature; 0: greedy (default: the benchmark's)")
-    add("--top-p", metavar="P", type=float, help="nucleus sampling, up to 1 (default: the benchmark's)")
+    add("--top-p", metavar="P", type=float, help="nucleus sampling, above 0 up to 1 (default: the benchmark's)")
     add("--context", metavar="N", type=int, help="tokens of prompt and response together (default: the benchmark's)")
     add("--max-response", metavar="N", type=int, help="maximum tokens per response (default: the benchmark's)")
-    add("--limit", metavar="N", type=_positive, help="only the first N prompts of each benchmark")
-    add("--seed", metavar="N", type=_seed, help="seed of the sampling (default 1)")
-    add("--engines", metavar="N", type=_positive, help="engines on this machine (default: one node's of the cluster)")
-    add("--checkpoint", metavar="WHICH", default="newest", help="of a run directory: newest (default), best or a step")
-    add("--model", metavar="NAME", dest="model_name", help="name of the model on the server at its URL")
-    add("--opens-thought", action="store_true", help="the server's chat template ends the prompt in <think>")
-    add("--token-env", metavar="VAR", default="OPENAI_API_KEY", help="environment variable with the server's token")
-    add("--requests", metavar="N", type=_positive, default=32, help="maximum concurrent requests to a URL (32)")
-    add("--manifest", metavar="FILE", type=Path, help="manifest.json to repeat; reports whether the numbers are equal")
+    add("--limit", metavar="N", type=_positive, help="first N prompts of each benchmark (default: all)")
+    add("--seed", metavar="N", type=_seed, help="seed of the sampling (default: 1)")
+    engines = "engines on this machine (default: rollout.engines / trainer.num_nodes)"
+    add("--engines", metavar="N", type=_positive, help=engines)
+    which = "checkpoint of a run directory: newest, best or a step number (default: newest)"
+    add("--checkpoint", metavar="WHICH", default="newest", help=which)
+    add("--model", metavar="NAME", dest="model_name", help="name of the model on its server, if MODEL is a URL")
+    thought = (
+        "if MODEL is a URL: its chat template ends the prompt in <think>; responses are judged as if they began with it"
+    )
+    add("--opens-thought", action="store_true", help=thought)
+    token = "environment variable with the server's token (default: OPENAI_API_KEY)"
+    add("--token-env", metavar="VAR", default="OPENAI_API_KEY", help=token)
+    add(
+        "--requests", metavar="N", type=_positive, default=32, help="maximum concurrent requests to a URL (default: 32)"
+    )
+    add("--manifest", metavar="FILE", type=Path, help="manifest.json of an evaluation to repeat and compare with")
     add("--compare", metavar="DIR", type=Path, nargs="+", help="folders of evaluations to compare, the base first")
     parser.set_defaults(run_command=run)
 
@@ -127,7 +135,7 @@ def _run(
     if found["complete"]:
         return found, 0
     lacking = sum(entry["unjudged"] for entry in found["benchmarks"].values())
-    _log.error("prorl: %d responses have no verdict and count nowhere. Fix: run the same command again", lacking)
+    _log.error("prorl: %d responses have no verdict and are left out. Fix: run the same command again", lacking)
     return found, 1
 
 
@@ -146,7 +154,10 @@ def _again(args: argparse.Namespace) -> int:
     chosen = []
     for name, entry in expected["benchmarks"].items():
         if name not in known or set(entry["sampling"]) != keys:
-            raise ConfigError(f"{args.manifest}: {name}: this version does not have this benchmark")
+            raise ConfigError(
+                f"{args.manifest}: this version does not have the benchmark {name} with its settings. Fix: use the"
+                " version that wrote the manifest"
+            )
         chosen.append(known[name].changed(entry["sampling"]))
     model = expected["model"]
     if model["kind"] == "run" and args.checkpoint == "newest" and args.model is None:

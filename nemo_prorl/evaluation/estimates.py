@@ -44,7 +44,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def ks_up_to(n: int) -> tuple[int, ...]:
-    """Return the values of k that n samples allow."""
+    """Return the reported values of k that n samples allow: the powers of 2 up to n, at most 256."""
     return tuple(k for k in KS if k <= n)
 
 
@@ -58,7 +58,7 @@ def mean_of(value_P: Sequence[float] | Floats) -> Mean:
 def mean_of_means(means: Sequence[Mean]) -> Mean:
     """Return the unweighted mean over benchmarks with its standard error, which assumes independent prompts.
 
-    The standard error is None if one of the benchmarks has none.
+    The standard error is None if a benchmark does not have a standard error.
     """
     errors = [one["se"] for one in means if one["se"] is not None]
     se = float(np.sqrt(np.sum(np.square(errors))) / len(means)) if len(errors) == len(means) else None

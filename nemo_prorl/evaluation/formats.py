@@ -129,7 +129,7 @@ class EvaluationResults(TypedDict):
 
 
 class SolvedCounts(TypedDict):
-    """Numbers of prompts by which of two models solved them at least once."""
+    """Numbers of prompts that both, only one or neither of two models solved at least once."""
 
     both: Count
     gained: Count

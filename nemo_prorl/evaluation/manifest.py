@@ -1,4 +1,4 @@
-"""The manifest of an evaluation: writes it, compares it with an earlier one of the folder, and checks a repetition."""
+"""The manifest of an evaluation: its content, its merge with an earlier manifest, and the check for --manifest."""
 
 import json
 import logging
@@ -94,12 +94,12 @@ def _version_of_vllm(python: Path) -> str:
 def merged(
     out: Path, manifest: EvaluationManifest, benchmarks: Sequence[Benchmark]
 ) -> tuple[list[Benchmark], EvaluationManifest]:
-    """Merge the benchmarks and the manifest with those that the folder already has.
+    """Return the benchmarks and the manifest, extended by the benchmarks of an earlier evaluation in the folder `out`.
 
-    A repeated command may add benchmarks and samples; nothing else may change.
+    A later command may add benchmarks and samples to an evaluation; nothing else may change.
 
     Raises:
-        ConfigError: The folder has another evaluation; the message names what differs.
+        ConfigError: The folder has another evaluation; the message names the differences.
     """
     path = out / "manifest.json"
     if not path.exists():
@@ -132,7 +132,7 @@ def _shortened(value: Any) -> str:
 
 
 def check_expected(manifest: EvaluationManifest, expected: EvaluationManifest) -> None:
-    """Check that an evaluation repeats the one of the manifest `expected`.
+    """Check that an evaluation repeats the evaluation whose manifest is `expected`.
 
     Raises:
         ConfigError: The model differs.
@@ -140,8 +140,9 @@ def check_expected(manifest: EvaluationManifest, expected: EvaluationManifest) -
     """
     if manifest["model"]["sha256"] != expected["model"]["sha256"]:
         raise ConfigError(
-            f"--manifest: the model is {manifest['model']['name']} with sha256 {manifest['model']['sha256'][:12]}, the"
-            f" manifest's is {expected['model']['name']} with {expected['model']['sha256'][:12]}"
+            f"--manifest: expected its model, {expected['model']['name']} with sha256"
+            f" {expected['model']['sha256'][:12]}; got {manifest['model']['name']} with sha256"
+            f" {manifest['model']['sha256'][:12]}"
         )
     for name, was in expected["benchmarks"].items():
         now = manifest["benchmarks"][name]
@@ -149,4 +150,8 @@ def check_expected(manifest: EvaluationManifest, expected: EvaluationManifest) -
             if now[key] != was[key]:
                 raise DataError(f"--manifest: {name}: {what} changed ({key} {was[key][:12]}, now {now[key][:12]})")
     if manifest["versions"] != expected["versions"]:
-        _log.warning("--manifest: versions were %s, now %s", expected["versions"], manifest["versions"])
+        _log.warning(
+            "--manifest: package versions differ, so numbers may differ: were %s, are now %s",
+            expected["versions"],
+            manifest["versions"],
+        )

@@ -66,7 +66,7 @@ def on_server(url: str, name: str | None, opens_thought: bool = False) -> Model:
 
 
 def find(path: Path, which: str) -> tuple["ModelKind", Path]:
-    """Return the kind of model and the folder that `path` names; of a run directory, one of its checkpoints.
+    """Return the kind of the model at `path` and its folder; for a run directory, the folder of its checkpoint.
 
     Args:
         path: Hugging Face folder, checkpoint or run directory.

@@ -1,7 +1,8 @@
-"""`prorl probe`: responses of a run's starting model to its own prompts, before the run: is there anything to learn?
+"""`prorl probe`: tests before a run whether the starting model can learn from the run's training prompts.
 
-For a few prompts of each training source it samples as the run would, judges the responses, and prints reward, share of
-groups with a signal, response length, pass@n, and what to change.  PROBE/probe.json has the numbers and all responses.
+For a few prompts of each training source, the probe samples as the run would, judges the responses, and prints reward,
+share of groups with a signal, response length, pass@n, and what to change.  DIR/probe.json (`--out DIR`) has the
+numbers and all responses.
 """
 
 import argparse
@@ -35,7 +36,7 @@ _TOLERANCE = 1e-6  # rewards that differ by less are equal
 
 @dataclass
 class Judged:
-    """A response with its reward.  `score` is None if it could not be judged."""
+    """A response with its reward.  `score` is None if the response could not be judged."""
 
     text: str
     finished: bool
@@ -120,9 +121,12 @@ def advice(facts: Mapping[str, Any]) -> str:
 
 
 def estimate(cfg: DictConfig, sources: Sequence[SourceProbe], seconds: float) -> dict[str, float | None]:
-    """Return the expected tokens of a step's rollout, and its seconds at the measured rate.
+    """Return the expected tokens of a step's rollout, the seconds to generate them, and the measured tokens per second.
 
-    `seconds` is the time in which the probe's responses were sampled.  If no group carries a signal, both are None.
+    Tokens and seconds are None if the run samples dynamically but no group of the probe carries a signal.
+
+    Args:
+        seconds: time in which the probe's responses were sampled.
     """
     weights = {source.name: float(source.weight) for source in cfg.data.train}
     total = sum(weights[one.name] for one in sources)
@@ -191,7 +195,7 @@ def probe(cfg: DictConfig, out: Path, prompts: int, samples: int) -> dict[str, A
 
 
 def _sampling(cfg: DictConfig, samples: int) -> "Sampling":
-    """Return the sampling of a training step."""
+    """Return the sampling settings of a training step."""
     from nemo_prorl.evaluation.catalogue import Sampling
 
     grpo = cfg.trainer.grpo
@@ -223,7 +227,10 @@ def _starting_model(cfg: DictConfig) -> Path:
             " pretrained_checkpoint.restore_from_path=FOLDER"
         )
     if folder != base:
-        _log.warning("the run begins with a warm-up, which has not been made; the model before it is probed")
+        _log.warning(
+            "the warm-up of this run has not been made, so the model before its warm-up is probed. Fix: prorl warmup"
+            " with the same overrides, then probe again"
+        )
     return folder
 
 

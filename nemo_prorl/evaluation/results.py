@@ -75,7 +75,7 @@ class Scored:
 
 
 def sample_of(line: EvaluationSample, verdict: StoredVerdict | None) -> Sample:
-    """Return the sample for a stored response and its verdict, if it has one."""
+    """Return the sample for a stored response.  `verdict` is None if the response has not been judged."""
     if verdict is None or verdict["score"] is None:
         return Sample(None, None, line["tokens"], line["finished"], "infrastructure")
     correct = verdict["correct"]
@@ -89,7 +89,7 @@ def scored(
     verdicts: Mapping[Key, StoredVerdict],
     n: int,
 ) -> Scored:
-    """Return the stored ones among the first `n` samples of each record, with their verdicts."""
+    """Return the stored samples of each record with their verdicts; only sample numbers 0 to n - 1 count."""
     rows = []
     for record in records:
         keys = [(record["id"], k) for k in range(n)]
@@ -138,7 +138,10 @@ def benchmark_numbers(benchmark: Benchmark, found: Scored) -> BenchmarkNumbers:
 
 
 def together(entries: Mapping[str, BenchmarkNumbers]) -> GroupNumbers:
-    """Return the unweighted means over benchmarks: None if one has no number, pass@k only for the k that all have."""
+    """Return the unweighted means over benchmarks.
+
+    A mean is None if a benchmark lacks the number.  pass@k has only the values of k that all benchmarks have.
+    """
     whole = all(entry["pass@1"] is not None for entry in entries.values())
     ks = sorted(set.intersection(*(set(entry["pass@k"]) for entry in entries.values())), key=int)
 
@@ -160,7 +163,7 @@ def together(entries: Mapping[str, BenchmarkNumbers]) -> GroupNumbers:
 
 
 def by_domain(entries: Mapping[str, BenchmarkAbout]) -> dict[str, list[str]]:
-    """Return the names of benchmarks by domain; those kept out of training are under `out_of_distribution`."""
+    """Return benchmark names by domain; out-of-distribution benchmarks are under `out_of_distribution` instead."""
     groups: dict[str, list[str]] = {}
     for name, entry in entries.items():
         groups.setdefault("out_of_distribution" if entry["out_of_distribution"] else entry["domain"], []).append(name)

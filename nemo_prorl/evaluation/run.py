@@ -92,7 +92,7 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
 
 
 def configuration(options: EvaluationOptions, folder: Path | None) -> DictConfig:
-    """Return the configuration of a run with engines, reward server and deadlines, for this machine alone.
+    """Return a configuration like a run's, for its engines, reward server and deadlines, reduced to this machine.
 
     `folder`: the model's Hugging Face folder, or None for an endpoint or a checkpoint that is not exported yet.
     """
@@ -130,14 +130,17 @@ def _fitting(benchmark: Benchmark, model: Model) -> Benchmark:
     if longest is None or sampling.context <= longest:
         return benchmark
     _log.warning(
-        "%s: context of %d tokens instead of %d, the maximum of the model", benchmark.name, longest, sampling.context
+        "%s: context reduced from %d to %d tokens, the maximum of the model", benchmark.name, sampling.context, longest
     )
     most = None if sampling.max_response is None else min(sampling.max_response, longest - 1)
     return replace(benchmark, sampling=replace(sampling, context=longest, max_response=most))
 
 
 def _fitted(cfg: DictConfig, model: Model, benchmarks: Sequence[Benchmark]) -> DictConfig:
-    """Set the context to the benchmarks' longest; raise ConfigError if the KV cache for that length does not fit."""
+    """Set the context to the longest context of the benchmarks, check that its KV cache fits, and return `cfg`.
+
+    For a model on a server, return `cfg` unchanged.  Raises ConfigError if the KV cache does not fit.
+    """
     from nemo_prorl.launcher.prepare import check_node
 
     if model.folder is None:
@@ -151,7 +154,7 @@ def _fitted(cfg: DictConfig, model: Model, benchmarks: Sequence[Benchmark]) -> D
 def _part(out: Path, benchmark: Benchmark, records: list[dict[str, Any]] | None) -> "BenchmarkWork":
     """Return a benchmark with its stored samples and verdicts, ready to be continued.
 
-    `records`: prompt records, which are stored; None: use those stored before.
+    `records`: prompt records to store; None: use the records that an earlier command stored.
     """
     from nemo_prorl.evaluation.sampling import BenchmarkWork
 
@@ -167,7 +170,7 @@ def _part(out: Path, benchmark: Benchmark, records: list[dict[str, Any]] | None)
 async def _work(
     options: EvaluationOptions, cfg: DictConfig, model: Model, parts: "Sequence[BenchmarkWork]"
 ) -> tuple[float, int]:
-    """Sample and judge the missing responses; return the seconds and generated tokens that this took."""
+    """Sample and judge the missing responses; return the duration in seconds and the number of generated tokens."""
     from nemo_prorl.evaluation.sampling import Work, plan
     from nemo_prorl.evaluation.services import Services
     from nemo_prorl.evaluation.sources import Endpoint, LocalEngines
@@ -209,7 +212,7 @@ async def _work(
 
 
 def local_engines(cfg: DictConfig, model: Model) -> "LocalEngines":
-    """Return a source of responses from this machine's engines; call its `connect` once they run."""
+    """Return a source of responses from this machine's engines; call `connect` once the engines run."""
     from nemo_prorl.data.render import PromptRenderer
     from nemo_prorl.evaluation.sources import LocalEngines
 

@@ -87,7 +87,7 @@ def plan(parts: Sequence[BenchmarkWork], source: ResponseSource) -> EvaluationPl
 
 
 class Work:
-    """Samples and judges the responses of a plan.  Each is stored at once: a kill loses only unfinished responses."""
+    """Samples and judges the responses of a plan, and stores each response at once: a kill loses only open ones."""
 
     def __init__(self, source: ResponseSource, judge: Judge, run_seed: int) -> None:
         self._source, self._judge, self._run_seed = source, judge, run_seed
@@ -95,7 +95,7 @@ class Work:
         self.seconds = 0.0
 
     async def run(self, todo: EvaluationPlan) -> None:
-        """Do the work.  Raises the first error of source or store; earlier responses are stored."""
+        """Sample and judge what `todo` lists.  Raises the first error; responses that ended before it are stored."""
         began = time.monotonic()
         progress = asyncio.ensure_future(self._log_progress(todo, began))
         room = _Room(self._source.max_concurrent)
@@ -157,7 +157,7 @@ class Work:
 
 
 class _Room:
-    """A limit on concurrent responses over all prompts.  Prompts enter in the order in which they came."""
+    """A limit on concurrent responses over all prompts.  Prompts are admitted in the order of their requests."""
 
     def __init__(self, most: int) -> None:
         self._most, self._inside = most, 0
@@ -165,9 +165,9 @@ class _Room:
 
     @contextlib.asynccontextmanager
     async def entered(self, responses: int) -> AsyncIterator[Callable[[], None]]:
-        """Context manager that waits until this many responses fit under the limit; an empty room accepts any number.
+        """Context manager that waits until this many more responses fit under the limit, or no response is running.
 
-        Yields a function to call whenever one response has ended, which makes room for the next.
+        Yields a function.  Call it whenever a response has ended, to make room for another response.
         """
         async with self._turn:
             while self._inside and self._inside + responses > self._most:

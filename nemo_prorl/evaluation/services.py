@@ -1,4 +1,4 @@
-"""The reward server and engines of an evaluation: those of a run, started by the same code, without a trainer."""
+"""The reward server and engines of an evaluation, started by the same code as in a run, but without a trainer."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence
@@ -21,7 +21,7 @@ _CHECK_EVERY_S = 0.2
 
 
 class Services:
-    """Context manager that runs the reward server and engines; `watching` restarts those that fail."""
+    """Context manager that runs the reward server and engines; `watching` restarts failed processes."""
 
     def __init__(self, cfg: DictConfig, out: Path, tasks: Sequence[str], engines: int) -> None:
         """Prepare the processes without starting them.
@@ -54,7 +54,7 @@ class Services:
         stop_all(self.children, 5.0, quiet=True)
 
     def reward_client(self) -> RewardClient:
-        """Return a client with larger batches than a run's, because no step waits for a single verdict here."""
+        """Return a client with larger batches than a run's, because in an evaluation no step waits for one verdict."""
         return RewardClient(self.endpoints, self.token_file, ClientOptions(batch_size=256, batch_wait_s=0.05))
 
     async def watching(self, work: Coroutine[Any, Any, T]) -> T:

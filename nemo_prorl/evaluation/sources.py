@@ -48,7 +48,7 @@ class ResponseSource(Protocol):
 
     @property
     def generated_tokens(self) -> int:
-        """Return the tokens that were generated so far, those of unfinished responses too; 0 if it is not known."""
+        """Return the number of tokens generated so far, unfinished responses included; 0 if the number is not known."""
 
     def check(self, record: Mapping[str, Any], sampling: Sampling) -> None:
         """Raise DataError if the prompt leaves no room for a response in the context."""
@@ -56,7 +56,7 @@ class ResponseSource(Protocol):
     async def generate(
         self, record: Mapping[str, Any], sampling: Sampling, seeds: Sequence[int], on_reply: OnReply
     ) -> None:
-        """Sample one response per seed; call `on_reply` with the index of the seed when its response has ended."""
+        """Sample one response per seed; when a response ends, call `on_reply` with its seed's index and the reply."""
 
     async def close(self) -> None: ...
 
@@ -74,7 +74,7 @@ class LocalEngines:
             stop: Ids of the model's end tokens.
             per_engine: Concurrent responses that keep one engine busy.
             engines: Number of engines.
-            seconds: Longest time without progress: no response has ended and no token was generated.
+            seconds: Deadline: longest time in which no response to a prompt ends and no token is generated.
         """
         self.max_concurrent = per_engine * engines
         self._renderer, self._stop = renderer, tuple(sorted(stop))
@@ -97,7 +97,10 @@ class LocalEngines:
         self.request(record, sampling)
 
     def request(self, record: Mapping[str, Any], sampling: Sampling) -> tuple[list[int], SamplingParams]:
-        """Return the prompt's token ids and the sampling parameters.  Raises DataError as `check` does."""
+        """Return the prompt's token ids and the sampling parameters.
+
+        Raises DataError if the prompt leaves no room for a response in the context.
+        """
         ids = self._renderer.prompt_ids(dict(record))
         room = sampling.context - len(ids)
         if room < 1:
@@ -171,8 +174,8 @@ class Endpoint:
         room = sampling.max_response or sampling.context - len(prompt.encode())
         if room < 1:
             raise DataError(
-                f"record {record['id']!r}: its prompt of {len(prompt.encode())} bytes, so at most as many tokens, may"
-                f" fill the context of {sampling.context} tokens. Fix: a larger --context, or state --max-response N"
+                f"record {record['id']!r}: its prompt of {len(prompt.encode())} bytes may have as many tokens and fill"
+                f" the context of {sampling.context} tokens. Fix: a larger --context N, or --max-response N"
             )
         return {**body, "prompt": prompt, "max_tokens": room}
 
@@ -192,7 +195,7 @@ class Endpoint:
             raise errors.exceptions[0] from None
 
     def _judged_text(self, prompt: Any, text: str) -> str:
-        """Return the response for the verifiers, with the `<think>` in front if the prompt opened one."""
+        """Return the response for the verifiers, with `<think>` put before it if the prompt ends in `<think>`."""
         if isinstance(prompt, str):
             return opened_thought(prompt) + text
         if self._opens_thought:
@@ -201,7 +204,7 @@ class Endpoint:
         if closing and "<think>" not in before and not self._warned:
             self._warned = True
             _log.warning(
-                "%s: a response closes a thought that it did not open. Fix: --opens-thought; without it, a response "
+                "%s: a response has </think> without <think>. Fix: --opens-thought; without it, a response "
                 "that was truncated inside its thought is judged as an answer",
                 self._url,
             )
@@ -221,7 +224,7 @@ class Endpoint:
                 return await self._once(body, deadline)
             except EngineFailure as error:
                 if deadline.remaining <= backoff:
-                    raise DeadlineExceeded(f"{deadline.error()}; last: {error}") from None
+                    raise DeadlineExceeded(f"{deadline.error()}; last error: {error}") from None
                 _log.debug("%s; retrying", error)
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, _LONGEST_BACKOFF_S)
@@ -273,7 +276,7 @@ def _reply_of(value: Any, chat: bool) -> Reply:
     else:
         text = choice["text"]
     if not isinstance(text, str):
-        raise TypeError(f"text is {type(text).__name__}")
+        raise TypeError(f"expected the text as a string; got {type(text).__name__}")
     reason = choice["finish_reason"]
     tokens = (value.get("usage") or {}).get("completion_tokens")
     return Reply(text, reason == "stop", int(tokens) if isinstance(tokens, int) else None)

@@ -109,7 +109,8 @@ class Store:
                 _key(line)
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(
-                    f"{path}:{number}: expected a line of an evaluation ({error}). Fix: remove the line to redo it"
+                    f"{path}:{number}: expected a line of an evaluation ({error})."
+                    " Fix: remove this line and run the command again"
                 ) from None
             lines.append(line)
         return lines

@@ -4,8 +4,8 @@
     RUN/init        otherwise: random weights of `model`'s shape, and a tokenizer made for the data
     RUN/base        weights after the warm-up, from which reinforcement learning starts
 
-A later stage begins with the checkpoint of the previous stage.  Without a given folder, it copies
-the model folder of that stage to its own RUN/init, for config.json and tokenizer.
+A later stage begins with the checkpoint of the previous stage.  Without a given folder, the later stage
+copies the previous stage's model folder to its own RUN/init, for config.json and tokenizer.
 """
 
 import logging
@@ -34,13 +34,13 @@ def initial_model(cfg: Config, run_dir: Path) -> Path:
 def base_folder(cfg: Config, run_dir: Path) -> Path:
     """Return the folder of the weights at the start of reinforcement learning.
 
-    If the run has supervised warm-up steps, the trainer makes RUN/base after them.  Otherwise it is the initial model.
+    It is RUN/base, which the trainer makes after the supervised warm-up; without warm-up, the initial model.
     """
     return run_dir / "base" if warms_up(cfg) else initial_model(cfg, run_dir)
 
 
 def warms_up(cfg: Config) -> bool:
-    """Return whether the run starts with supervised steps; a run that follows another does not."""
+    """Return whether the run starts with supervised steps, which a run that follows another run never does."""
     return cfg.trainer.warmup.steps > 0 and cfg.chain.after is None and cfg.chain.start_from is None
 
 
@@ -51,7 +51,7 @@ def make_initial_model(cfg: Any, run_dir: Path, train: "Sequence[LoadedSource]",
 
     Args:
         train: training data; the tokenizer is made from its prompts and answers.
-        start: checkpoint from which the stage begins; None if the stage begins with the model.
+        start: checkpoint from which the stage begins; None if it begins with the initial model.
 
     Raises:
         ConfigError: neither the checkpoint `start` nor its run contains a model folder.
@@ -81,8 +81,8 @@ def _model_of(start: Origin) -> Path:
     if start.run_dir is not None and (start.run_dir / "init").is_dir():
         return start.run_dir / "init"
     raise ConfigError(
-        f"{start.checkpoint} stands in no run directory with init/, the model's config.json and tokenizer; name the"
-        " model with pretrained_checkpoint.restore_from_path=FOLDER"
+        f"{start.checkpoint}: expected config.json and tokenizer of its model in init/ of its run directory; got none."
+        " Fix: name the model with pretrained_checkpoint.restore_from_path=FOLDER"
     )
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_ABSURD = 1e12  # seconds, or nan
-_WELL = 0.15  # engines that are idle for less than this share of a step set its pace
+_ABSURD = 1e12  # larger values and nan are not used as seconds
+_WELL = 0.15  # if engines are idle for a smaller share of a step, generation is the bottleneck
 _TRAINER = {
     "logprobs": "the trainer computes log-probabilities",
     "advantages": "the trainer computes advantages",
@@ -38,9 +38,9 @@ def bottleneck(steps: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _without_engines(m: Mapping[str, Any]) -> float:
-    """Return the seconds of a step in which engines have no prompts; validation is left out.
+    """Return for how many seconds of a step the engines have no prompts, validation not counted.
 
-    In a run one step off policy, engines also generate while the trainer works.
+    In a run one step off policy, the engines also have prompts while the trainer works.
     """
     if "time/ahead" in m:
         return number(m, "time/publish") + number(m, "time/ahead/engines_wait_s")

@@ -140,9 +140,10 @@ class Checkpoints:
     # --- saving ----------------------------------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
-        """Return whether a step ends with a checkpoint: by cadence, at the end, or for the best validation so far.
+        """Return whether a checkpoint follows this step.
 
-        Step 0 is the start of the run.  It is kept if a roll-back could return to it.
+        A run writes checkpoints every `checkpoint_every` steps, after the last step, and, with `keep_best`, after the
+        best validation so far.  Step 0, the start of the run, gets a checkpoint only if a roll-back could return to it.
         """
         grpo = self._cfg.trainer.grpo
         is_best = step in self._validation.scores and step == self._validation.best_step(self._resets.done)
@@ -170,11 +171,11 @@ class Checkpoints:
         self._records.checkpoint_took(time.monotonic() - began)
 
     def _key(self, step: int) -> object:
-        """Return the step, whether its metrics are unfinished, and the number of resets."""
+        """Return what identifies a state to save: step, whether its metrics are unfinished, and number of resets."""
         return step, self._parts["trainer"].state_dict()["unfinished"] is not None, len(self._resets.done)
 
     def _kept(self) -> tuple[dict[int, float], list[int]]:
-        """Return scores by step, to rank checkpoints, and the steps that a roll-back may need."""
+        """Return {step: score}, by which checkpoints are ranked, and the steps that a roll-back may need."""
         best = self._validation.best_step(self._resets.done)
         needed = [best] if best is not None and self._cfg.trainer.resets.roll_back else []
         return policy_scores(self._validation.scores, self._resets.done), needed

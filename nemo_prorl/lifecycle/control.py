@@ -137,7 +137,9 @@ class Requests:
             elif request.what == "stop":
                 self.answer(request, step, "dropped", "the run ended before it served this stop, and was started again")
             else:
-                _log.info("request %s by %s@%s is still to be served", request.what, request.user, request.host)
+                _log.info(
+                    "this run will serve the earlier request %s of %s@%s", request.what, request.user, request.host
+                )
 
     def pending(self, step: int) -> list[Request]:
         """Return the requests to serve after this step, oldest first, up to the first `stop`."""
@@ -218,10 +220,10 @@ def request_ids_in(reason: str) -> list[str]:
 def reset_reason(requests: Sequence[Request], reason: str | None) -> str | None:
     """Return `reason` joined with the ids of the requests for a hard reset; None if no reset is due or requested.
 
-    One reset serves all of them.
+    One reset serves all these requests.
 
     Args:
-        reason: why a reset is due without a request; None if it is not.
+        reason: why a reset is due without a request; None if no reset is due.
     """
     named = [f"control {request.id}" for request in requests if request.what == "reset"]
     return "; ".join([*([reason] if reason else []), *named]) or None
@@ -255,7 +257,7 @@ class Control:
     def serve(self, requests: Sequence[Request], step: int) -> None:
         """Serve and answer the requests, after the step, its hard reset and its checkpoint.
 
-        A requested reset was made by then and is only answered.
+        A requested hard reset has already been made, so its request only gets an answer.
         """
         for request in requests:
             status, detail = self._serve_one(request, step)
@@ -318,7 +320,7 @@ def add_parser(commands: Any) -> None:
     listed = "; ".join(f"{name}: {what}" for name, what in REQUESTS.items())
     parser = commands.add_parser("control", help=text, description=f"{text}. {listed}.")
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="run directory of the live run")
-    parser.add_argument("what", choices=tuple(REQUESTS), help="the request")
+    parser.add_argument("what", choices=tuple(REQUESTS), help="request to send")
     parser.add_argument(
         "--wait",
         metavar="SECONDS",
@@ -451,7 +453,7 @@ def _wait(
             if event.get("event") == "control" and event.get("request") == request.id:
                 return event
         if has_ended:
-            raise ProrlError(f"the run ended without an answer; {stays}")
+            raise ProrlError(f"the run in {run_dir} ended without an answer to {request.what}; {stays}")
         if deadline.passed:
             raise DeadlineExceeded(
                 f"waited {seconds:g} s for an answer to {request.what} in {run_dir / 'journal.jsonl'}; {stays}."

@@ -149,7 +149,7 @@ class Resets:
         """Return the earlier step to roll back to: the best validation since the last reset.
 
         Return None if there is no validation, if the best step is `step`, or if its checkpoint was
-        removed.  Only the scores decide which step is best, not the folder's other checkpoints.
+        removed: another checkpoint with a lower score is not used instead.
         """
         best = self._validation.best_step(self.done)
         if best is None or best == step:
@@ -177,7 +177,7 @@ class Resets:
         Call this before a step's updates.
 
         Args:
-            mean_abs_gap: mean absolute difference of their log-probabilities per token.
+            mean_abs_gap: mean absolute difference per token between the log-probabilities of policy and reference.
         """
         fresh, self._fresh = self._fresh, False
         if fresh and not mean_abs_gap <= self._kl_allowed:

@@ -51,7 +51,10 @@ def complete(checkpoints: Path) -> list[Path]:
 def check_format(folder: Path, state: Mapping[str, Any]) -> None:
     """Raise CheckpointError for a checkpoint whose state.json has another format than this code writes."""
     if state.get("format") != FORMAT:
-        raise CheckpointError(f"{folder}: format {state.get('format')!r}, this version continues format {FORMAT} only")
+        raise CheckpointError(
+            f"{folder}/state.json: format={state.get('format')!r}: expected {FORMAT}. Fix: use the version of"
+            " nemo_prorl that wrote the checkpoint"
+        )
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -59,7 +62,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads((folder / "state.json").read_text())
     except (OSError, ValueError) as e:
-        raise CheckpointError(f"{folder} is no checkpoint: {e}") from e
+        raise CheckpointError(f"{folder} is not a complete checkpoint: {e}") from e
     check_format(folder, state)
     return state
 
@@ -68,7 +71,10 @@ def check_continuable(folder: Path) -> None:
     """Raise CheckpointError if this version cannot continue from the checkpoint `folder`."""
     state = read_state(folder)
     if state.get("version") != __version__:
-        raise CheckpointError(f"{folder} was written by version {state.get('version')}; this is {__version__}")
+        raise CheckpointError(
+            f"{folder} was written by version {state.get('version')}; this is {__version__}. Fix: continue with that"
+            f" version, or start another run from it: run_dir=OTHER chain.start_from={folder}"
+        )
 
 
 def to_remove(
@@ -127,7 +133,11 @@ def retain(
     steps = to_remove(saved, newest, best, budget, needed)
     kept = sum(s.bytes for s in saved if s.step not in steps)
     if budget is not None and kept > budget:
-        _log.warning("the newest checkpoint alone has %d bytes, more than the budget of %d", kept, budget)
+        _log.warning(
+            "the newest checkpoint alone has %d bytes, more than trainer.grpo.checkpoint_budget_gb (%d bytes)",
+            kept,
+            budget,
+        )
     remove([folders[step] for step in steps])
     return steps
 

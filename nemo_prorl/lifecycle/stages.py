@@ -23,11 +23,11 @@ class Origin:
 
     checkpoint: Path
     run_dir: Path | None
-    newest: Path  # state of that run, with its data position
+    newest: Path  # newest checkpoint of that run; the stage continues its data position
 
 
 def origin(cfg: Config, run_dir: Path) -> Origin | None:
-    """Return the checkpoint from which this stage begins, or None if it begins with the model.
+    """Return the checkpoint from which this stage begins, or None if it begins with the initial model.
 
     `chain.start_from` names a checkpoint or a run directory.  If it is null, `chain.after` names a
     run directory next to `run_dir`.  From a run directory, the newest checkpoint is used; with
@@ -42,7 +42,8 @@ def origin(cfg: Config, run_dir: Path) -> Origin | None:
     folder = Path(given) if given is not None else run_dir.parent / str(chain.after)
     if (folder / "state.json").is_file() and folder.suffix in (TEMPORARY, OLD, TRASH):
         raise ConfigError(
-            f"chain.start_from={given}: a {folder.suffix} folder is no complete checkpoint. Fix: {folder.stem}"
+            f"chain.start_from={given}: a {folder.suffix} folder is not a complete checkpoint."
+            f" Fix: chain.start_from={folder.with_suffix('')}"
         )
     if (folder / "state.json").is_file():
         run = folder.parent.parent
@@ -65,7 +66,10 @@ def origin(cfg: Config, run_dir: Path) -> Origin | None:
         )
     newest = checkpoints[-1]
     if step_of(newest) != summary["step"]:
-        raise ConfigError(f"{key}: {folder} ended at step {summary['step']}, its newest checkpoint is {newest}")
+        raise ConfigError(
+            f"{key}: expected a checkpoint of step {summary['step']}, the last of {folder}; the newest is {newest}."
+            f" Fix: begin from it with chain.start_from={newest}"
+        )
     return Origin(best_checkpoint(folder) if cfg.trainer.resets.roll_back else newest, folder, newest)
 
 

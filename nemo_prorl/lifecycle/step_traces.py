@@ -112,7 +112,11 @@ class StepTraces:
         return parts, late
 
     def _ask(self, record: bool, seconds: float) -> tuple[list[dict[str, Any]], dict[str, str]]:
-        """Let all services begin (`record`) or end recording, within `seconds`; return replies, and errors by name."""
+        """Let all services begin (`record`) or end recording; wait at most `seconds` for each.
+
+        Returns:
+            The replies, and {name of the service: error} of the services that did not reply.
+        """
         names = [f"{kind}-{k}" for kind, count in self._services.items() for k in range(count)]
         token = (self._dir / "endpoints" / "token").read_text().strip()
         answers, missing = [], {}

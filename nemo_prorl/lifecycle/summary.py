@@ -60,9 +60,9 @@ class RunSummary(TypedDict):
 
 
 def heldout_scores(names: Sequence[str], groups: Sequence[Any]) -> HeldOutScores:
-    """Return the scores of judged groups; `names` has the source of each group.
+    """Return the mean scores of judged groups, over all groups and per source; `names` has the source of each group.
 
-    A prompt's score is the mean over its responses; the standard error is that of the mean over prompts.
+    The score of a prompt is the mean score of its responses.  `se` is the standard error of the mean over prompts.
 
     Raises:
         RewardFailure: a response could not be judged; a validation covers all its prompts or none.
@@ -85,7 +85,7 @@ def heldout_scores(names: Sequence[str], groups: Sequence[Any]) -> HeldOutScores
 
 
 def standard_errors(scores: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return the standard error of each source's mean reward, by its name; empty for None."""
+    """Return {source: standard error of its mean reward} of a validation; {} for None."""
     return {name: float(score["se"]) for name, score in scores["tasks"].items()} if scores else {}
 
 

@@ -19,24 +19,26 @@ REFERENCE = {
 ENGINE = {
     FLOAT32: 1e-3,  # a laptop run shows 1e-6 to 1e-5; one update too many or too few shows more than 1e-3
     # cluster=laptop_bf16 shows 0.003; deep models on GPUs show more.
-    HALF: 0.05,  # NeMo-RL's issue #1801 calls its exponential, 1.05, too large a mean factor
-    FP8: 0.1,  # FP8 in training with 16-bit engines: twice that, an assumption
+    HALF: 0.05,  # a mean factor of exp(0.05) = 1.05, which NeMo-RL's issue #1801 calls too large
+    FP8: 0.1,  # FP8 in training with 16-bit engines: twice the value of HALF, an assumption
 }
 
 
 def kl_after_reset(cfg: DictConfig) -> float:
     """Return the allowed mean absolute difference per token between policy and reference.
 
-    It applies to the step after a reset, and is trainer.resets.kl_after_reset, if set.
+    It applies to the first step of a run and to the step after a reset.  If
+    trainer.resets.kl_after_reset is set, its value is returned.
     """
     given = cfg.trainer.resets.kl_after_reset
     return REFERENCE[_trainers(cfg)] if given is None else float(given)
 
 
 def engine_gap_alarm(cfg: DictConfig) -> float:
-    """Return the mean absolute difference per token, engine to trainer, that is still allowed.
+    """Return the allowed mean absolute difference per token between engine and trainer.
 
-    A step with a larger difference is reported.  It is trainer.grpo.correction.alarm, if set.
+    A step with a larger difference causes an alarm.  If trainer.grpo.correction.alarm is set, its
+    value is returned.
     """
     given, trainers = cfg.trainer.grpo.correction.alarm, _trainers(cfg)
     coarsest = HALF if trainers == FLOAT32 and cfg.rollout.dtype != "float32" else trainers

@@ -35,7 +35,7 @@ class HeldOut:
     collector: Collector
 
     def judge(self, grpo: GRPOConfig, step: int) -> HeldOutScores:
-        """Return scores of sampled responses.  Raises RewardFailure if one cannot be judged."""
+        """Sample and score responses with the weights after `step`.  Raises RewardFailure if one cannot be judged."""
         sampling = (grpo.validation_samples, grpo.validation_temperature, grpo.validation_top_p)
         return heldout_scores(self.names, self.collector.sample(self.draws, *sampling, step))
 
@@ -56,7 +56,7 @@ class Validation:
         return self.has_prompts and (step % grpo.validate_every == 0 or step == grpo.max_steps)
 
     def run(self, metrics: Metrics) -> None:
-        """Score the policy, keep the scores under this step, and add their means to its metrics."""
+        """Score the policy; keep the scores by the step of `metrics`, and add the mean scores to `metrics`."""
         if not self.has_prompts:
             return
         scores = self.scores[metrics.step] = self.judge(metrics)

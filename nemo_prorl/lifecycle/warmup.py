@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 def supervised_loss(
     logp_BT: Tensor, entropy_BT: Tensor | None, micro: Batch, denominator: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the summed negative log-likelihood over `denominator`, and the number of tokens."""
+    """Return the summed negative log-likelihood divided by `denominator`, and {"tokens": number of tokens}."""
     return -logp_BT.sum() / denominator, {"tokens": micro.mask_BT.sum()}
 
 

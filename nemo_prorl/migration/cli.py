@@ -16,7 +16,7 @@ def add_parser(commands: Any) -> None:
     """Add `convert` to the main command line."""
     text = "print another trainer's configuration as overrides, and what has no counterpart"
     parser = commands.add_parser("convert", help=text, description=text)
-    parser.add_argument("trainer", choices=list(TITLES), help="the trainer that the file is for")
+    parser.add_argument("trainer", choices=list(TITLES), help="trainer whose configuration FILE is")
     parser.add_argument("file", metavar="FILE", type=Path, help="YAML, JSON, shell script, or Python with GRPOConfig")
     parser.set_defaults(run_command=run)
 
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     given = read(args.file)
     made = convert(args.trainer, given)
     if len(made.left) == len(given):
-        raise ConfigError(f"{args.file}: expected settings of {TITLES[args.trainer]}; got none that is known")
+        raise ConfigError(f"{args.file}: expected settings of {TITLES[args.trainer]}; got only unknown settings")
     sys.stdout.write(text(made, TITLES[args.trainer]))
     return 0
 

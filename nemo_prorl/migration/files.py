@@ -16,7 +16,7 @@ _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return {dotted key: value} of a file; raises ConfigError if it cannot be read or says nothing."""
+    """Return {dotted key: value} of a file; raises ConfigError if the file cannot be read or has no setting."""
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix in (".yaml", ".yml", ".json"):
@@ -34,7 +34,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value); a reference such as ${a.b} becomes the value of that key of the file."""
+    """Yield (dotted key, value); a reference such as ${a.b} becomes the value of the key a.b in the file."""
     flat = dict(_plain_leaves(tree, prefix))
     for key, value in flat.items():
         for _ in range(5):  # a reference to a reference
@@ -65,7 +65,7 @@ def _of_python(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _of_shell(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield `key=value` and `--key value` of all commands, with the script's own variables replaced."""
+    """Yield (key, value) of each `key=value` and `--key value` of all commands; the script's variables are replaced."""
     variables: dict[str, str] = {}
     for line in text.replace("\\\n", " ").splitlines():
         try:

@@ -32,14 +32,14 @@ _MORE = {  # short and common forms
 
 @functools.cache
 def names() -> dict[str, dict[str, str]]:
-    """Return {trainer: {its key: the key here}}."""
+    """Return {trainer: {key of that trainer: key of this project}}."""
     text = (files(__package__) / "names.yaml").read_text(encoding="utf-8")
     found: dict[str, dict[str, str]] = yaml.safe_load(text)
     return found
 
 
 def meant(key: str) -> str | None:
-    """Return the key here that has the meaning of another trainer's key, such as `beta` or `trainer.lr`; else None."""
+    """Return this project's key for another trainer's key, such as `beta` or `trainer.lr`; None if there is none."""
     last = key.rsplit(".", 1)[-1]
     for name in (key, last):
         if name in _MORE:

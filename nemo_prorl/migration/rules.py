@@ -57,12 +57,12 @@ _ALWAYS = {
 
 @dataclass
 class Converted:
-    """Overrides, and what has no counterpart.
+    """The result of a conversion: overrides, notes, and the settings that have no counterpart in this project.
 
     Attributes:
-        overrides: {key here: value}.
+        overrides: {key of this project: value}.
         notes: sentences about conversions that the user must look at.
-        left: {their key: value} without a counterpart.
+        left: {key of the other trainer: value} of the settings without a counterpart.
     """
 
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -91,14 +91,14 @@ def _needs_nothing(key: str) -> bool:
 
 
 def _context(overrides: dict[str, Any]) -> None:
-    """Set the context to the longest prompt and response together, if both are known."""
+    """Set the context, if not set yet, to the longest prompt plus the longest response, if both are known."""
     prompt, response = (overrides.get(key) for key in ("data.max_prompt_tokens", "trainer.grpo.max_response_tokens"))
     if isinstance(prompt, int) and isinstance(response, int):
         overrides.setdefault("trainer.grpo.context_tokens", prompt + response)
 
 
 def _updates(made: Converted, samples_per_update: Any, what: str) -> None:
-    """Set updates_per_step from the samples of one update."""
+    """Set updates_per_step from the samples of one update; add a note if they do not divide the samples of a step."""
     grpo = "trainer.grpo"
     prompts, group = (made.overrides.get(f"{grpo}.{key}") for key in ("prompts_per_step", "samples_per_prompt"))
     if not (isinstance(prompts, int) and isinstance(group, int) and isinstance(samples_per_update, int)):
@@ -114,7 +114,7 @@ def _updates(made: Converted, samples_per_update: Any, what: str) -> None:
 
 
 def _chosen(rest: dict[str, Any], made: Converted, theirs: str, ours: str, known: Mapping[str, str]) -> None:
-    """Convert the name of a method; a method that is unknown here stays in `rest`."""
+    """Move the method named by the key `theirs` from `rest` to the override `ours`; a method not in `known` stays."""
     if str(rest.get(theirs)) in known:
         made.overrides[ours] = known[str(rest.pop(theirs))]
 
@@ -197,7 +197,7 @@ def _two(value: Any) -> tuple[Any, Any]:
 
 
 def _data(rest: dict[str, Any], made: Converted, *keys: str) -> None:
-    """Say how the data of these keys become records of this project."""
+    """Remove these keys from `rest`, and add a note on how to make prompt records from their data."""
     if found := [f"{key}={rest.pop(key)}" for key in keys if key in rest]:
         made.notes.append(
             f"data ({', '.join(found)}): make prompt records with `prorl data prepare math --from FILE --out DIR`, then"

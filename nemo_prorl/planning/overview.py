@@ -84,7 +84,7 @@ def run_rows(cfg: DictConfig) -> dict[str, str]:
 
 
 def _cores(cfg: DictConfig) -> dict[str, str]:
-    """Return how a run without GPUs would use the cores of this machine, in words; nothing with GPUs."""
+    """Return {"cores": how a run on the CPU would use the cores of this machine, in words}; {} for a run on GPUs."""
     if cfg.trainer.accelerator != "cpu":
         return {}
     available = os.sched_getaffinity(0)
@@ -96,7 +96,7 @@ def _cores(cfg: DictConfig) -> dict[str, str]:
 
 
 def _data(cfg: DictConfig) -> str:
-    """Return the training sources with records and weight, and how often a step repeats them if they are few."""
+    """Return the training sources as text, with records, weights, and repetitions if a step needs more prompts."""
     counts = [_records(source) for source in cfg.data.train]
     texts = []
     for source, count in zip(cfg.data.train, counts, strict=True):
@@ -111,7 +111,7 @@ def _data(cfg: DictConfig) -> str:
 
 
 def _records(source: DictConfig) -> int | None:
-    """Return the number of records of a source; None if its file is missing, or no JSON Lines."""
+    """Return the number of records of a source; None if its file is missing or is not a .jsonl file."""
     if source.path is None or source.size is not None:
         return source.size
     path = Path(source.path)
@@ -130,7 +130,7 @@ def _files(cfg: DictConfig) -> str:
 
 
 def _stage_table(chain: Chain) -> str:
-    """Return a table with one line per stage, `>` before the chosen stage, and of a chain a last line with totals."""
+    """Return a table with one line per stage, `>` before the chosen stage, and totals if there are several stages."""
     hours = f"{chain.accelerator.upper()} hours"
     head = ("", "stage", "reset", "steps", "responses", "tokens <=", "generated ~", hours, "memory", "changes")
     rows: list[tuple[str, ...]] = [head]
@@ -184,7 +184,7 @@ def _sources(chain: Chain) -> dict[str, str]:
 
 
 def _memory(cfg: DictConfig, chain: Chain) -> dict[str, str]:
-    """Return {part: its size in words} of a run: memory of a device, such as `gradients`, of a host, and disk."""
+    """Return {part: its size in words} for a run's memory on a device and on a host, and for its disk space."""
     m, size = chain.memory, chain.device_bytes
     of = "a GPU" if chain.accelerator == "gpu" else "a rank"
     room = m.kv_room(size)
@@ -230,7 +230,7 @@ def _memory(cfg: DictConfig, chain: Chain) -> dict[str, str]:
 
 
 def _sleep(cfg: DictConfig, m: Memory, size: float | None) -> str:
-    """Return in words how trainer and engine share a GPU of `size` bytes (None: unknown) over a step."""
+    """Return in words how trainer and engine share the memory of a GPU of `size` bytes (None: unknown)."""
     if m.engines_apart:
         return (
             f"none: at least {_bytes(m.while_generating)} on an engine's GPU, {_bytes(m.while_training)} on a trainer's"

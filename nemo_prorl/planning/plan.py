@@ -79,7 +79,7 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class Chain:
-    """The planned stages with their totals, and the memory of the chosen run; `devices`: number in all nodes."""
+    """The planned stages with their totals, and the memory of the chosen run; `devices`: their number on all nodes."""
 
     stages: list[PlannedStage]
     totals: dict[str, float | None]
@@ -116,7 +116,7 @@ class Chain:
 def read_rates(cfg: DictConfig, mean_tokens: float | None, tokens_per_s: float | None, measured: Path | None) -> Rates:
     """Return response length and throughput, as given by the user or measured by the run in the folder `measured`.
 
-    A given number has precedence.  Without both, the length or the throughput is unknown (None).
+    A given number has precedence over a measured number.  A number that is neither given nor measured is None.
 
     Args:
         mean_tokens: mean length of a response in tokens, without its prompt.
@@ -160,8 +160,8 @@ def _measured(cfg: DictConfig, run: Path, with_speed: bool) -> Rates:
     generated, seconds, groups = sums.values()
     if min(generated, seconds, groups, in_responses) <= 0:
         raise DataError(
-            f"{run / 'metrics.jsonl'}: expected generated tokens in more than 0 s; got {generated:g} tokens in"
-            f" {seconds:g} s, {groups:g} groups"
+            f"{run / 'metrics.jsonl'}: expected steps with more than 0 tokens, seconds and groups; got"
+            f" {generated:g} tokens, {seconds:g} s and {groups:g} groups"
         )
     per_trained = generated / (in_responses * old.trainer.grpo.samples_per_prompt)
     steps = f"{run}, steps {lines[0]['step']} to {lines[-1]['step']}"
@@ -188,8 +188,8 @@ def _measured(cfg: DictConfig, run: Path, with_speed: bool) -> Rates:
 def plan_chain(cfg: DictConfig, overrides: list[str], rates: Rates, config_file: Path | None = None) -> Chain:
     """Return the plan of the chain, with the same overrides at each stage, and the memory of the chosen run `cfg`.
 
-    The plan has one line, this run, if no stage is chosen (stage=none), or if `cfg` is not made from `overrides` and
-    conf/ but from `config_file` or a run directory.
+    The plan has only one line, for the run `cfg`, if no stage is chosen (stage=none), or if `cfg` was read from
+    `config_file` or a run directory instead of conf/.
 
     Raises ConfigError: the chosen run, or a stage of its chain, is refused or does not fit the memory.
     """
@@ -223,7 +223,7 @@ def _stages(cfg: DictConfig, overrides: list[str], rates: Rates) -> list[Planned
             now = cfg if name == cfg.stage else settings.load([*others, f"{GROUP}={name}"])
             memory = check_memory(now, device_bytes(now))
         except ConfigError as error:
-            raise ConfigError(f"{name} of the same chain: {error}") from error
+            raise ConfigError(f"stage {name} of the same chain: {error}") from error
         stages.append(_stage(now, before, name, name == cfg.stage, rates, memory))
         before = now
     return stages

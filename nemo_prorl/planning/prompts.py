@@ -1,4 +1,4 @@
-"""The form of a run's prompts for `prorl plan`: what system prompt and chat template add.  Without transformers."""
+"""Shows for `prorl plan` what system prompt and chat template add to a prompt.  Does not import transformers."""
 
 import json
 from datetime import datetime
@@ -12,10 +12,10 @@ PROMPT = "PROMPT"  # stands for a record's prompt in the shown form
 
 
 def prompt_form(data: DataConfig, model: str | None) -> str:
-    """Return the rendered form of a prompt, quoted, with PROMPT for the record's text.
+    """Return a rendered prompt, quoted, in which the word PROMPT stands for the text of the record.
 
     Args:
-        model: Hugging Face folder with the chat template; None: the laptop's model, which is made at the start.
+        model: Hugging Face folder with the chat template; None: the run makes its model when it starts.
     """
     text, messages = PROMPT, [{"role": "user", "content": PROMPT}]
     shown = written(text, data.prompt, data.system)

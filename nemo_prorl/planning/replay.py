@@ -25,10 +25,12 @@ def add_parser(commands: Any) -> None:
     text = "apply the rules for hard resets to a recorded run: when they would have acted, and why"
     parser = commands.add_parser("replay", help=text, description=text)
     parser.add_argument("metrics", metavar="METRICS", type=Path, help="run directory or metrics.jsonl file")
-    parser.add_argument("--rules", metavar="KEY=VALUE", nargs="+", default=[], help=f"new values of keys in {_RULES}")
+    parser.add_argument(
+        "--rules", metavar="KEY=VALUE", nargs="+", default=[], help=f"values for keys in {_RULES}; default: the run's"
+    )
     mode_help = "auto: count each request for a reset as a reset; advise: do not (default: auto)"
     parser.add_argument("--mode", choices=("auto", "advise"), default="auto", help=mode_help)
-    parser.add_argument("--json", action="store_true", help="one JSON object per finding instead of the table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per finding instead of the table")
     parser.set_defaults(run_command=run)
 
 

@@ -170,7 +170,7 @@ class Actor:
     def _forward_step(self, finish: _Finish, micro_batches: Iterator[_Micro], net: Any) -> tuple:
         """Return the next micro-batch's hidden states, and a function that applies `finish` to them.
 
-        Megatron's schedule calls this method once per micro-batch, and the function on the last pipeline stage only.
+        Megatron's schedule calls this method once per micro-batch; only the last pipeline stage calls the function.
         """
         micro = batch, packed = next(micro_batches)
         if packed is None:
@@ -187,7 +187,7 @@ class Actor:
     def _parts(self, batch: Batch) -> list[tuple[Tensor, _Micro]]:
         """Split a batch into (row numbers, micro-batch on the device).  A collective.
 
-        All data ranks get the same number of micro-batches, as their collectives need.
+        All data ranks get the same number of micro-batches, because they must make the same collective calls.
         """
         parts = batch.micro_batches(self.limits)
         most = self.data_ranks.most(len(parts))
@@ -275,11 +275,11 @@ class Actor:
         ranks.  This method undoes both divisions, so that only `denominator` divides.
 
         Args:
-            denominator: global, over all data ranks' rows.
+            denominator: what `loss` divides by, counted over the rows of all data ranks.
 
         Returns:
-            The sums that `loss` reports, over all data ranks, with `loss`, `positions` (token positions that went
-            through the model) and `padding` (those of them that belong to no sequence).
+            The sums that `loss` reports, over all data ranks, with `loss`, `positions` (number of token positions
+            that went through the model) and `padding` (number of these positions that belong to no sequence).
         """
         parts = self._parts(batch)
         scale = len(parts) * self.data_ranks.size
@@ -389,7 +389,7 @@ class Actor:
     def reference_weights(self) -> Iterator[None]:
         """Context manager in which the model computes with the reference policy's weights instead of its own.
 
-        Do not write to the weights there: on a CPU they are the stored reference, not a copy.
+        Do not write to the weights in this context: on a CPU they are the stored reference, not a copy.
         """
         assert self._reference, "the reference policy was never set"
         parameters = dict(self.module.named_parameters())
@@ -411,7 +411,7 @@ class Actor:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Return a copy in host memory; from a GPU it is page-locked, and complete only once the stream is synchronised."""
+    """Return a copy in host memory.  A copy from a GPU is page-locked, and complete once the stream is synchronised."""
     tensor = tensor.detach()
     if not tensor.is_cuda:
         return tensor.clone()
@@ -419,7 +419,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def _count_positions(parts: Sequence[tuple[Tensor, _Micro]]) -> dict[str, float]:
-    """Count the positions that go through the model, and those of them that belong to no sequence."""
+    """Return the number of `positions` that go through the model; `padding` is how many belong to no sequence."""
     positions = padding = 0
     for rows, (batch, packed) in parts:
         if packed is None:

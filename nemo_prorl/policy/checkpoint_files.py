@@ -52,10 +52,10 @@ _EXTRA = "_extra_state"  # key suffix of a module's state beside parameters: FP8
 
 
 def _to_be_read(value: Any) -> Any:
-    """Let a sharded tensor refer to new CPU memory, which a load fills, instead of the model's parameter; return it.
+    """Make a sharded tensor refer to new CPU memory, which a load fills, instead of the model's parameter.
 
     Loading then neither overwrites the model's parameters nor takes GPU memory, which awake engines may occupy.
-    Other values are returned unchanged.
+    Returns `value`; a value of another kind is not changed.
     """
     if isinstance(value, ShardedTensor | ShardedTensorFactory) and isinstance(value.data, torch.Tensor):
         value.data = torch.empty_like(value.data, device="cpu", requires_grad=False)
@@ -161,7 +161,7 @@ class _Snapshot:
 
         torch's writer is used, because Megatron's writer forks processes, which is unsafe in a process with threads
         (rollout client, loggers).
-        Raises CheckpointError: `load` would refuse the written metadata.  Found now, not at a resume days later.
+        Raises CheckpointError: `load` would refuse the written metadata.  The error comes now, not days later.
         """
         torch_distributed_save(
             self.tensors,
@@ -177,7 +177,7 @@ class _Snapshot:
     def write_rest(self, folder: Path) -> None:
         """Write this rank's random states and, on rank 0, the files shared by all ranks.
 
-        Raises CheckpointError: `load` would refuse a written file.  Found now, not at a resume days later.
+        Raises CheckpointError: `load` would refuse a written file.  The error comes now, not days later at a resume.
         """
         rank = dist.get_rank()
         files = [folder / f"rng-{rank}.pt"]
@@ -217,7 +217,7 @@ class PolicyStore:
 
     @property
     def busy(self) -> bool:
-        """True while this rank writes.  Ranks may differ: do not base a decision on it that all ranks must share."""
+        """True while this rank writes.  Ranks may have different values, so no common decision may depend on it."""
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, folder: Path, state: dict[str, Any], on_complete: Callable[[], object] | None = None) -> None:
@@ -260,7 +260,7 @@ class PolicyStore:
     def drain(self, seconds: float) -> None:
         """Wait at most `seconds` for an unfinished write, after a failure elsewhere in the run.
 
-        This may still complete the checkpoint.  Not a collective; never raises.
+        In this time the write may still complete the checkpoint.  Not a collective; never raises.
         """
         if self._thread is not None:
             self._thread.join(seconds)

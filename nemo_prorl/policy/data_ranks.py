@@ -47,7 +47,7 @@ class DataRanks:
         return merge_sums(self.gather(sums))
 
     def reduce(self, diagnostics: dict[str, Tensor]) -> dict[str, float]:
-        """Merge diagnostics of `algorithms` for this rank's rows into those for the rows of all data ranks."""
+        """Return the diagnostics for the rows of all data ranks; `diagnostics` are those for this rank's rows."""
         merged = functools.reduce(merge, self.gather(diagnostics))
         return {key: float(value) for key, value in merged.items()}
 

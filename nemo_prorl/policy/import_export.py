@@ -1,8 +1,8 @@
 """Reading and writing a checkpoint's policy without building a model, for `prorl export-hf` and `prorl import-hf`.
 
-Megatron's distributed format is torch's: tensors under Megatron's names, each stored in parts.  A kind of layer
-parameter is one tensor for all layers, whose first dimension is the layer.  One layer's parameter is in memory at a
-time.
+Megatron's distributed format is torch's: tensors under Megatron's names, each stored in parts.  The parameters of the
+same name in all layers are one tensor, and its first dimension is the layer.  Only one layer's parameter is in memory
+at a time.
 """
 
 import json

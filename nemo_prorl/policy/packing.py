@@ -33,13 +33,13 @@ class Packed(PackedSeqParams):
 class SharedPrompts(PackedSeqParams):
     """Layout of packed sequences with shared prompts, for `CausalAttention` and `kernels.rotary_of_packed`.
 
-    `cu_seqlens_q`, which Megatron passes to the rotary function, is each token's position in its sequence here.
+    Here `cu_seqlens_q`, which Megatron passes to the rotary function, has each token's position in its sequence.
 
     Attributes:
         groups: (rows, width) of neighbouring sequences of similar length; attention computes each group as one padded
             batch.
         spread_R: int64, index of the stored token for each position of all groups.
-        keep_N: int64, index into R of each stored token's result.
+        keep_N: int64, for each stored token, the index of its result among the R positions.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen subcommand and return its exit code.  An error is raised as a ProrlError with its `exit_code`."""
+    """Run the chosen subcommand and return its exit code.  A failure raises a ProrlError, which has the `exit_code`."""
     if args.rewards_command == "list":
         return _list(args.json)
     if args.rewards_command == "describe":
@@ -166,7 +166,7 @@ async def _from_stdin() -> AsyncIterator[RewardRequest]:
 async def _score(args: argparse.Namespace) -> int:
     """Judge all requests and return 0, whatever the verdicts are.
 
-    Requests from a file are all checked before a worker starts; requests from standard input one by one.
+    All requests of a file are checked before a worker starts; a request from standard input is checked once it is read.
     """
     streamed = args.source == "-"
     read = [] if streamed else read_lines(Path(args.source), RewardRequest.from_json)

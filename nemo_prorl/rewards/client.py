@@ -2,9 +2,9 @@
 
 Requests that are made within a short time are sent in one POST.  The reply is a stream of verdicts, one per line; the
 client matches each verdict to its request by a key and checks the `id`.  After a connection error, a full queue (429)
-or a stopping server (503), the request is retried until its deadline, on another server if one is ready.  Then
-the verdict is "infrastructure" (score None).  If a server rejects a POST as invalid (400, 413), each of its requests is
-sent again alone, so that only the invalid request fails.
+or a stopping server (503), a request is retried until its deadline, on another server if another server is ready.  A
+request whose deadline passes gets the verdict "infrastructure" (score None).  If a server rejects a POST as invalid
+(400, 413), each request of the POST is sent again alone, so that only the invalid request fails.
 """
 
 import asyncio
@@ -168,7 +168,11 @@ class RewardClient:
             self._last_error = verdict["detail"]
 
     async def _once(self, request: dict[str, Any], deadline: Deadline) -> Verdict | None:
-        """Add a request to the next POST and return its verdict; None if no verdict arrives.  Raises _Refused."""
+        """Add a request to the next POST and return its verdict; None if no verdict arrives.
+
+        Raises:
+            _Refused: A server rejected the request as invalid.
+        """
         loop = asyncio.get_running_loop()
         key = next(self._keys)
         body = json.dumps({**request, "key": key}).encode()
@@ -203,10 +207,10 @@ class RewardClient:
         task.add_done_callback(self._tasks.discard)
 
     async def _post(self, bundle: list[_Waiting]) -> None:
-        """Send a bundle in one POST to one server, and settle its attempts.
+        """Send a bundle of requests in one POST to one server, and set the result of each request's attempt.
 
-        An attempt without a verdict gets None, so that it is retried.  If the server rejects the POST as invalid, each
-        request is sent again alone; a request that is rejected alone ends with _Refused.
+        The result is the verdict; None if no verdict arrived, so that the request is retried.  If the server rejects
+        the POST as invalid, each request is sent again alone; a request that is rejected alone ends with _Refused.
         """
         now = asyncio.get_running_loop().time()
         server = self._endpoints.choose(now)
@@ -243,7 +247,7 @@ class RewardClient:
                 waiting.settle(None)
 
     async def _exchange(self, url: str, bundle: list[_Waiting]) -> None:
-        """Send one POST, and settle each request when its verdict arrives in the reply.
+        """Send one POST, and set the result of each attempt when its verdict arrives in the reply.
 
         Raises:
             _Refused: The server rejected the POST as invalid.
@@ -274,7 +278,7 @@ def take_verdict(verdict: Any, of_key: dict[int, _Waiting]) -> None:
     """Give a verdict from a server to the waiting attempt with the same key.
 
     Args:
-        of_key: Open attempts of the POST by key; the settled attempt is removed.
+        of_key: Open attempts of the POST by key; the attempt that gets the verdict is removed.
 
     Raises:
         ValueError: No open attempt has this key, or the verdict is malformed or has another request's id.

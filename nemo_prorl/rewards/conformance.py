@@ -31,7 +31,7 @@ from nemo_prorl.rewards.pool import WALL_FACTOR, PluginPool, PoolSpec, worker_en
 from nemo_prorl.rewards.service import plan_pools
 
 PROBE_S = 180.0  # seconds for the whole probe process
-MAX_TIMEOUTS = 3  # per kind of request; the others are skipped, because each costs a time budget and a new worker
+MAX_TIMEOUTS = 3  # per kind of request; then the kind is skipped: each timeout costs a time budget and a new worker
 EXACT = 1e-9
 
 # Check -> how to fix its failure.
@@ -110,7 +110,10 @@ class Report:
 def check_plugin(
     name: str, settings: dict[str, Any] | None = None, examples: Sequence[Example] | None = None
 ) -> Report:
-    """Run all checks on the installed plugin `name`.  Raises ConfigError for an unknown name or a wrong setting."""
+    """Run all checks on the installed plugin `name`.  Raises ConfigError for an unknown name or a wrong setting.
+
+    `settings`: settings of the plugin.  `examples`: examples to test with; None or empty: the plugin's `examples()`.
+    """
     registry = discover()
     plugin = registry.plugin(name)
     chosen = list(examples) if examples else list(plugin.examples())
@@ -188,7 +191,8 @@ async def _one_by_one(trial: _Trial, pool: PluginPool) -> None:
 async def _both_at_once(trial: _Trial, pools: list[PluginPool], cases: list[Case]) -> None:
     """Send many requests to both workers at once, in opposite orders, and record the verdicts in `trial.mixed`.
 
-    The requests are of the kinds good, bad, unicode and thinking.  Nothing is sent if earlier verdicts differ.
+    The requests are of the kinds good, bad, unicode and thinking.  Nothing is sent if the two workers gave different
+    verdicts on one of `cases` before.
     """
     some = [case for case in cases if case.kind in ("good", "bad", "unicode", "thinking")]
     if not some or any(trial.first[case.id] != trial.second[case.id] for case in cases):
@@ -302,9 +306,9 @@ def _examples(trial: _Trial, check: str) -> str:
             raise _CheckFailed(_shown(trial, case))
         full = (verdict["score"] or 0.0) >= 1.0 - EXACT
         if case.kind == "good" and (not full or verdict["correct"] is False):
-            raise _CheckFailed(f"{_shown(trial, case)}; expected score 1 and correct not false")
+            raise _CheckFailed(f"{_shown(trial, case)}; expected score 1, and correct true or null")
         if case.kind == "bad" and (full or verdict["correct"]):
-            raise _CheckFailed(f"{_shown(trial, case)}; expected a score below 1 and correct not true")
+            raise _CheckFailed(f"{_shown(trial, case)}; expected a score below 1, and correct false or null")
     return f"{len(trial.examples)} good responses score 1, and {len(trial.examples)} bad ones less"
 
 
@@ -352,11 +356,17 @@ def _thinking(trial: _Trial, check: str) -> str:
 
 
 def _hostile(trial: _Trial, check: str) -> str:
-    """Check that no response of a kind (unicode, empty, long, adversarial) causes an exception or a dead worker."""
+    """Check that no response causes an exception or kills a worker; return the finding as text.
+
+    `check`: the kind of responses, which is "unicode", "empty", "long" or "adversarial".
+    """
     cases = trial.kind(check)
     bad = [case for case in cases if _outcome_of(trial.first.get(case.id)) in ("raised", "died")]
     if bad:
-        raise _CheckFailed(f"{len(bad)} of {len(cases)} responses break it, such as {_shown(trial, bad[0])}")
+        raise _CheckFailed(
+            f"{len(bad)} of {len(cases)} responses raise an exception or end the worker, such as"
+            f" {_shown(trial, bad[0])}"
+        )
     invalid = sum(_outcome_of(trial.first.get(case.id)) == "invalid" for case in cases)
     return f"{len(cases)} responses: all have a verdict, {invalid} of them invalid"
 
@@ -366,7 +376,7 @@ def _time(trial: _Trial, check: str) -> str:
     killed = [case for case in trial.cases if _outcome_of(trial.first.get(case.id)) == "killed"]
     if killed:
         raise _CheckFailed(
-            f"{len(killed)} responses run over {trial.spec.budget_s:g} s, such as {_shown(trial, killed[0])}"
+            f"{len(killed)} responses exceed time_budget_s={trial.spec.budget_s:g}, such as {_shown(trial, killed[0])}"
         )
     slowest = max(trial.cases, key=lambda case: trial.seconds[case.id])
     limit = f"{trial.spec.budget_s:g} s of CPU, {WALL_FACTOR * trial.spec.budget_s:g} s in all"

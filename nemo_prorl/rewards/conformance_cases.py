@@ -61,7 +61,11 @@ LONG_TEXTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A test request.  `kind`: the check that uses it; `equals`: id of the case that must have the same score."""
+    """A test request.
+
+    `kind`: "good", "bad", or the name of the check for which the request was made.  `equals`: id of the case that must
+    have the same score; None: no such case.  A case of kind "thinking" must then have score 0.
+    """
 
     kind: str
     label: str
@@ -79,20 +83,23 @@ def _parts(example: Example) -> tuple[str, str]:
 
 
 def shell(good: str, bad: str) -> tuple[str, str]:
-    """Return the longest common prefix of two responses, and the longest common suffix of the rest."""
+    """Return the longest common prefix of two responses, and the longest common suffix of what follows the prefix."""
     before = _shared(good, bad)
     reversed_after = _shared(good[len(before) :][::-1], bad[len(before) :][::-1])
     return before, reversed_after[::-1]
 
 
 def _shared(one: str, other: str) -> str:
-    """Return the longest common prefix."""
+    """Return the longest common prefix of two texts."""
     pairs = zip(one, other, strict=False)
     return one[: next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))]
 
 
 def _thinking(example: Example, name: str) -> Iterator[tuple[str, str, str | None]]:
-    """Yield (label, response, id of the case that must have the same score, or None if the score must be 0)."""
+    """Yield (label, response, equals) for responses with thoughts, made from an example.
+
+    `equals`: id of the case that must have the same score; None: the score must be 0.  `name`: beginning of these ids.
+    """
     good, bad = _parts(example)
     yield "a thought before the good answer", f"<think>hm, {bad}</think>{good}", f"{name}/good"
     yield "the good answer only in the thought", f"<think>{good}</think>{bad}", f"{name}/bad"
@@ -116,7 +123,10 @@ def _hostile(example: Example) -> Iterator[tuple[str, str, str]]:
 
 
 def make_cases(examples: Sequence[Example], first_task: str) -> list[Case]:
-    """Return the cases of all examples, with unique request ids; each example begins with its good and bad case."""
+    """Return the cases of all examples, with unique request ids; each example begins with its good and bad case.
+
+    `first_task`: task of the examples that do not name a task.
+    """
     cases: list[Case] = []
     for number, example in enumerate(examples):
         name = f"example-{number + 1}"
@@ -138,7 +148,11 @@ def make_cases(examples: Sequence[Example], first_task: str) -> list[Case]:
 
 @dataclass(frozen=True)
 class TruthTrial:
-    """A truth with one wrong field `key`: `validate_truth` must accept it or raise ValueError that names `key`."""
+    """A truth to validate.
+
+    `key`: the field that was changed.  `validate_truth` must accept the truth or raise a ValueError that names `key`.
+    If `key` is empty, nothing was changed, and `validate_truth` must accept the truth.
+    """
 
     example: str
     key: str
@@ -147,7 +161,10 @@ class TruthTrial:
 
 
 def truth_trials(examples: Sequence[Example]) -> list[TruthTrial]:
-    """Return each truth unchanged, without each of its fields, and with wrong values in each field."""
+    """Return for each example its truth unchanged, and copies with one change each.
+
+    For each field of the truth there is a copy without the field, and a copy for each wrong value of the field.
+    """
     trials = []
     for number, example in enumerate(examples):
         name, truth = f"example-{number + 1}", example.truth
@@ -160,7 +177,11 @@ def truth_trials(examples: Sequence[Example]) -> list[TruthTrial]:
 
 
 def read_examples(path: Path, tasks: Sequence[str]) -> list[Example]:
-    """Read examples from JSON Lines: `truth`, `good`, `bad`, optional `task`.  Raises DataError: file, line, field."""
+    """Read examples from a JSON Lines file with the fields `truth`, `good`, `bad` and, if wanted, `task`.
+
+    Raises:
+        DataError: The file has no example, or a line is wrong; the message names file, line and field.
+    """
     examples = [example for _, example in read_lines(path, lambda obj: _example(obj, tasks))]
     if not examples:
         example = '{"truth": {...}, "good": "...", "bad": "..."}'

@@ -8,7 +8,7 @@ MAX_BODY = 256 * 2**20  # bytes of a POST that a reward server accepts
 def allow_connections() -> None:
     """Raise this process's limit of open files as far as this user may.
 
-    Each open request to an engine or to a reward server needs its own connection: thousands on a cluster.
+    Each open request to an engine or to a reward server needs its own connection, and a cluster has thousands of them.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2**16 if hard == resource.RLIM_INFINITY else hard

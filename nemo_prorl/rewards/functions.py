@@ -1,4 +1,4 @@
-"""Reward functions of the user's: plain Python functions in a file, which become plugins without a package.
+"""Reward functions: plain Python functions in a file of the user, which become plugins without a package.
 
     # units.py
     def score(prompt, response, truth):
@@ -6,7 +6,8 @@
 
     rewards.functions.units=units.py:score
 
-judges records of the task `units`.  The function runs in a worker process, with a time budget like that of a plugin.
+With this setting the function judges the records of the task `units`.  It runs in a worker process, with the default
+time budget of a plugin.
 """
 
 import importlib.util
@@ -25,12 +26,12 @@ _NAME = re.compile(r"(?P<task>[\w.-]+)=(?P<file>.+\.py):(?P<function>\w+)")
 
 
 def is_function(name: str) -> bool:
-    """Return whether a plugin's name is TASK=FILE.py:FUNCTION."""
+    """Return whether a plugin's name has the form TASK=FILE.py:FUNCTION."""
     return _NAME.fullmatch(name) is not None
 
 
 def name_of(task: str, place: str) -> str:
-    """Return the plugin name of a function; raises ConfigError if `place` is not FILE.py:FUNCTION."""
+    """Return the plugin name of a function.  Raises ConfigError if `place` does not have the form FILE.py:FUNCTION."""
     if "," in place or not is_function(name := f"{task}={place}"):
         raise ConfigError(f"rewards.functions.{task}={place}: expected FILE.py:FUNCTION, without a comma")
     return name
@@ -56,7 +57,7 @@ def function_plugin(name: str) -> type[RewardPlugin]:
         raise ConfigError(f"{key}: expected a function of (prompt, response, truth): {error}") from error
 
     class FunctionPlugin(RewardPlugin):
-        """Judges one task by a function, whose value is the score."""
+        """A plugin that judges one task; the score is the value that the user's function returns."""
 
         tasks = (task,)
 
@@ -72,7 +73,10 @@ def function_plugin(name: str) -> type[RewardPlugin]:
 
 
 def _module(file: Path, key: str) -> Any:
-    """Import a file as a module of its own; its folder is on the path, so that it may import its neighbours."""
+    """Import the user's file as a separate module.  Raises ConfigError, which names `key`, if the import fails.
+
+    The folder of the file is added to sys.path, so that the file may import other files of the folder.
+    """
     if not file.is_file():
         raise ConfigError(f"{key}: there is no file {file}")
     known = f"reward_function_{file.stem}"

@@ -159,7 +159,7 @@ class Program:
     The meaning of an input and of its output depends on `style`:
         "stdin": the input is the text of standard input; the output is the bytes that the program printed.
         "call": the input is a JSON array of arguments for `function`; the output is the result as JSON.  If the program
-            defines a class `Solution` with a method of that name, the method of a new `Solution()` is called.
+            defines a class `Solution` with a method named `function`, the method of a new `Solution()` is called.
         "assert": the input is a Python statement that is executed after the program; the output is empty.
     """
 
@@ -190,9 +190,9 @@ class Sandbox(Protocol):
         """Run the program on each of its inputs.
 
         Args:
-            passes: Called with the index of an input and its output; returns whether the output is right.  An input
-                whose output is wrong, and that shared its process with other inputs, is repeated alone: another input
-                may have caused the error.
+            passes: Called with the index of an input and its output; returns whether the output is right.  If an
+                output is wrong and the process ran other inputs before, the input is run again alone, because the
+                other inputs may have caused the error.
 
         Raises:
             RewardFailure: The sandbox itself failed.  Do not catch this error; it becomes an infrastructure failure.
@@ -215,10 +215,10 @@ class RewardPlugin(ABC):
 
     @dataclass(frozen=True)
     class Config:
-        """The settings of the plugin, given by `rewards.plugins.NAME` in the configuration; here none.
+        """The settings of the plugin, given by `rewards.plugins.NAME` in the configuration.
 
-        A subclass overrides it with a frozen dataclass in which every field has a default.  A field `time_budget_s`
-        replaces the class attribute of the same name.
+        The base class has no settings.  A plugin with settings overrides this class with a frozen dataclass in which
+        every field has a default.  A field `time_budget_s` replaces the plugin's attribute of the same name.
         """
 
     def __init__(self, config: Any = None) -> None:
@@ -307,7 +307,7 @@ def failed_verdict(request_id: str, failure: str, detail: str) -> Verdict:
 
 
 def read_verdict(obj: Any, request_id: str) -> Verdict:
-    """Return the verdict in an object that another process sent or a file contains, without unknown fields.
+    """Check a verdict that comes from another process or from a file, and return it without unknown fields.
 
     Raises:
         ValueError: The object is not a verdict on request `request_id`; the message names field, value and rule.
@@ -338,7 +338,7 @@ _shown: set[str] = set()  # places whose traceback is in the log
 
 
 def _place_of(error: Exception, plugin: RewardPlugin) -> str:
-    """Return file and line where an exception left the plugin's own code."""
+    """Return FILE:LINE of the innermost frame of an exception that is in the plugin's own folder."""
     frames = traceback.extract_tb(error.__traceback__)
     own = Path(getattr(sys.modules[type(plugin).__module__], "__file__", None) or "").parent
     inner = [frame for frame in frames if Path(frame.filename).is_relative_to(own)] or frames[-1:]
@@ -348,7 +348,7 @@ def _place_of(error: Exception, plugin: RewardPlugin) -> str:
 def judge(plugin: RewardPlugin, request: RewardRequest) -> Verdict:
     """Return the plugin's verdict on a request.  Never raises.
 
-    Any exception but InvalidAnswer, and any malformed result, becomes an "infrastructure" verdict that names the
+    Any exception except InvalidAnswer, and any malformed result, becomes an "infrastructure" verdict that names the
     plugin.
     """
     try:
@@ -364,7 +364,12 @@ def judge(plugin: RewardPlugin, request: RewardRequest) -> Verdict:
         place = _place_of(error, plugin)
         if place not in _shown:
             _shown.add(place)
-            _log.error("plugin %r raised an exception at %s; shown once", plugin.name, place, exc_info=error)
+            _log.error(
+                "plugin %r raised an exception at %s; it is shown only once for this place",
+                plugin.name,
+                place,
+                exc_info=error,
+            )
         detail = f"plugin {plugin.name!r} raised {type(error).__name__} ({place}): {error}"
         return failed_verdict(request.id, "infrastructure", detail)
     if fault is not None:

@@ -47,7 +47,9 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1")
     parser.add_argument("--public-host", help="host name written to the endpoint file; default: --host")
     parser.add_argument("--port", type=int, default=0, help="TCP port; default: 0, any free port")
-    parser.add_argument("--parent-pid", type=int, help="process id; the server stops when this process ends")
+    parser.add_argument(
+        "--parent-pid", type=int, help="process id; the server stops when this process ends; default: none"
+    )
     queue = "maximum waiting requests per plugin; more get HTTP 429; default: 8192"
     parser.add_argument("--max-queue", type=int, default=8192, help=queue)
     memory = "MiB of private memory per worker; default: 4096"
@@ -104,5 +106,5 @@ def opened(out: str) -> Iterator[TextIO]:
 
 
 def printable(text: str) -> str:
-    """Return `text` with each unprintable character but line feed as an escape sequence, safe for a terminal."""
+    """Return `text` with each unprintable character except line feed as an escape sequence, safe for a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

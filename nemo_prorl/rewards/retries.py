@@ -23,7 +23,8 @@ async def until_judged(
         on_retry: Called after each attempt that will be repeated, with the result of the attempt.
 
     Returns:
-        The last verdict.  None if the deadline passed first.
+        The first verdict that is not "infrastructure", or the "infrastructure" verdict after the last retry; None if
+        the deadline passed before.
     """
     failures, backoff = 0, _FIRST_BACKOFF_S
     while not deadline.passed:

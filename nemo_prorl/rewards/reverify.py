@@ -101,10 +101,10 @@ def _step_of(path: Path) -> int | None:
 
 
 def _rewards_of(file: Path, needed: bool) -> dict[str, Any]:
-    """Return `rewards` from the config.yaml of the run that wrote a rollout file; {} without config.yaml.
+    """Return the section `rewards` in the config.yaml of the run that wrote a rollout file; {} without config.yaml.
 
     Args:
-        needed: ConfigError if the file cannot be read; False: {} then.
+        needed: True: raise ConfigError if the section cannot be read.  False: return {} in this case.
     """
     path = file.absolute().parent.parent / "config.yaml"
     if not path.is_file():
@@ -141,7 +141,10 @@ def _request_and_verdict(obj: Any) -> tuple[RewardRequest, Verdict]:
 async def _judge_all(
     service: RewardService, files: list[Path], workers: int, out: TextIO | None, only_changed: bool
 ) -> "Summary":
-    """Judge all responses in order, and print each changed verdict once it is known."""
+    """Judge all responses in order, print each changed verdict once it is known, and return the counts.
+
+    `out`: file to which old and new verdicts are written; None: no file.  `only_changed`: write only changed verdicts.
+    """
 
     async def lines() -> AsyncIterator[Stored]:
         for stored in read_all(files):

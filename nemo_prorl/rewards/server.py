@@ -5,8 +5,8 @@
 * `POST /v1/score`: the body is one request or a list; the reply is the verdict or the list of verdicts.  With
   `Accept: application/x-ndjson` the reply is a stream: each verdict is sent once it is known, in any order, with the
   `key` of its request.
-* `GET /v1/health`, `GET /metrics` (Prometheus), and `POST /v1/trace`, which records the workers'
-  activity for a trace.
+* `GET /v1/health`, `GET /metrics` (Prometheus), and `POST /v1/trace`, which starts or stops a record of the workers'
+  activity.
 
 The server listens on the loopback address by default.  It stops when its parent ends (`--parent-pid`) or on SIGTERM,
 after it has finished the open requests.  Its workers end with it, even if it is killed.
@@ -163,7 +163,10 @@ class RewardApp:
         return Response(generate_latest(self._metrics), media_type="text/plain; version=0.0.4")
 
     async def trace(self, http: Request) -> Response:
-        """Start recording on {"record": true}; on {"record": false}, stop and reply with the spans and the workers."""
+        """Start recording on {"record": true}; on {"record": false}, stop and reply with the recorded spans.
+
+        Each reply also lists the process ids and names of the workers.
+        """
         self._check_token(http)
         with _reading():
             part = tracing.answer(await _body(http), self.name)
@@ -191,7 +194,7 @@ class RewardApp:
 
 
 async def _as_known(futures: list["asyncio.Future[Verdict]"], keys: list[Any]) -> AsyncIterator[bytes]:
-    """Yield verdicts as JSON lines once they are known; verdicts known at the same time are sent together."""
+    """Yield each verdict with its key as a JSON line once it is known; several known verdicts are sent together."""
     key_of = dict(zip(futures, keys, strict=True))
     known: asyncio.Queue[asyncio.Future[Verdict]] = asyncio.Queue()
     for future in futures:

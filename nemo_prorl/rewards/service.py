@@ -133,7 +133,7 @@ class RewardService:
         return future
 
     async def judge(self, request: RewardRequest) -> Verdict:
-        """Return the verdict on a request; "infrastructure" failures are retried.  Raises as `submit` does."""
+        """Return the verdict on a request; "infrastructure" failures are retried.  Raises the errors of `submit`."""
 
         async def attempt() -> Verdict:
             return await self.submit(request)
@@ -151,7 +151,7 @@ class RewardService:
 
         Args:
             request_of: Returns the request of an item.
-            workers: Scales how many items are read ahead.
+            workers: For each worker, at most 256 items are read before their verdicts are known.
         """
         waiting: asyncio.Queue[tuple[T, asyncio.Task[Verdict]] | None] = asyncio.Queue(
             min(workers * _READ_AHEAD, MAX_QUEUE // 2)

@@ -54,7 +54,9 @@ class Response:
 
 
 def response_seed(run_seed: int, prompt_id: str, visit: int, sample: int) -> int:
-    """Return the seed of a response, in 0..2**63-1.  Its own seed makes a response independent of concurrent ones.
+    """Return the seed of a response, in 0..2**63-1.
+
+    A response with its own seed does not depend on the responses that the engine generates at the same time.
 
     `visit`: number of earlier draws of the prompt.  `sample`: number of the response in its group, from 0.
     """
@@ -90,8 +92,8 @@ class EngineClient:
     ) -> AsyncGenerator[Response, None]:
         """Yield each response as soon as it ends.
 
-        `version`: required version of the weights; None: any.  `on_tokens` is called after each 10 s without a response
-        with the number of tokens that the engine has generated since its start, for all requests.
+        `version`: required version of the weights; None: any.  `on_tokens`: called after each 10 s in which no response
+        ended; its argument is the number of tokens that the engine has generated since its start, for all requests.
 
         Raises:
             EngineFailure: the reply was cut off, nothing came for 60 s, or the engine sleeps or has other weights.
@@ -126,7 +128,10 @@ class EngineClient:
         response = Response(**value)
         if not 0 <= response.index < count or len(response.logprobs) != logprobs * len(response.token_ids):
             got = f"{response.index}, {len(response.token_ids)} tokens, {len(response.logprobs)} log-probabilities"
-            raise EngineFailure(f"{self.url}: invalid response: expected an index below {count}; got index {got}")
+            wanted = (
+                f"an index below {count}, {'one log-probability per token' if logprobs else 'no log-probabilities'}"
+            )
+            raise EngineFailure(f"{self.url}: invalid response: expected {wanted}; got index {got}")
         if not all(map(math.isfinite, response.logprobs)):
             raise EngineRefused(
                 f"{self.url}: a log-probability is not finite: weights {response.weight_version} are damaged"

@@ -1,4 +1,9 @@
-"""Load of the engines during a rollout: open responses over time, and the tail: the end, when few are open."""
+"""Measurement of the engines' load during a rollout, from the number of open responses over time.
+
+A response is open from its request until it ends.  The tail is the last part of a rollout, in which few responses are
+open: it begins when their number falls for good to TAIL_SHARE (5 %) of its maximum, or to 1; it ends with the last
+response.
+"""
 
 import time
 
@@ -8,7 +13,7 @@ TAIL_SHARE = 0.05  # the tail begins when open responses stay at or below this s
 class EngineLoad:
     """Record of the number of open responses of all engines over time.
 
-    `begin` starts a measurement; `end` returns it as values of metrics.jsonl under `time/rollout/`.
+    `begin` starts a measurement.  `end` returns its values, which metrics.jsonl contains under `time/rollout/`.
     """
 
     def __init__(self, engines: int) -> None:
@@ -53,9 +58,10 @@ class EngineLoad:
 
         Returns:
             `responses`: number of requested responses.  `tail_s`: length of the tail in seconds.  `tail_responses`:
-            open responses when the tail began.  `idle_s`: seconds without work, mean over the engines; in the tail, the
-            busy share of all engines is the number of open responses divided by its maximum.  `lost_s`: seconds between
-            an engine's failure and its next answer, mean over the engines.
+            open responses when the tail began.  `idle_s`: seconds without work, mean over the engines.  Before the
+            tail, an engine without an open response is idle; in the tail, the share of idle engines is taken to be
+            1 - open responses / maximum of open responses.  `lost_s`: seconds between the failure of an engine and its
+            next answer, mean over the engines.
         """
         assert self._began is not None, "begin was not called"
         began, over, self._began = self._began, time.monotonic(), None

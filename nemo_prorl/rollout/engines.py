@@ -1,4 +1,4 @@
-"""Pool of rollout engines for the trainer: requests with deadlines, retries and back-pressure, and current weights.
+"""Pool of rollout engines for the trainer: sends requests, with deadlines and retries, and publishes weights.
 
 A response depends only on weights, prompt, seed and sampling parameters.  If an engine fails, its unfinished responses
 are therefore requested again from any engine with the same seeds, and the result is the same.
@@ -94,7 +94,7 @@ class EnginePool:
 
     @property
     def generated_tokens(self) -> int:
-        """Return the tokens that the engines have generated since their starts, at most some seconds old."""
+        """Return the number of tokens generated since the starts of the engines, as the engines reported it last."""
         return sum(slot.tokens for slot in self._slots.values())
 
     def _session(self) -> aiohttp.ClientSession:
@@ -145,8 +145,8 @@ class EnginePool:
         """Return one response for each seed, in the order of seeds; call `on_response` with each as soon as it ends.
 
         Args:
-            deadline: limit of the time without progress.  It restarts with each response or token that an engine with
-                open responses of this request generates, also for other requests.
+            deadline: limit of the time without progress.  It restarts whenever an engine with open responses of this
+                request makes progress: a response ends or tokens are generated, for this or for another request.
             version: required version of the weights (None: any).  Responses of other weights are requested again.
 
         Raises:
@@ -181,9 +181,10 @@ class EnginePool:
                     if again := [index for index in share.indexes if index not in got]:
                         missing, failed = missing + again, share.slot
         except TimeoutError:
-            descriptions = sorted({self._describe(s.slot) for s in attempts.values()}) or [self._describe(failed)]
-            where = f"{len(seeds) - len(got)} of {len(seeds)} responses missing, {'; '.join(descriptions)}"
-            raise DeadlineExceeded(f"{deadline.error()}: {where}") from None
+            late = sorted({self._describe(s.slot) for s in attempts.values()})
+            where = f" from {'; '.join(late)}" if late else f"; {self._describe(failed)}"
+            missed = f"{len(seeds) - len(got)} of {len(seeds)} responses are missing"
+            raise DeadlineExceeded(f"{deadline.error()}: {missed}{where}") from None
         finally:
             await _cancel(attempts)
         return [got[i] for i in range(len(seeds))]
@@ -241,7 +242,10 @@ class EnginePool:
                         await self._freed.wait()
 
     def _shares(self, slots: list[_Slot], responses: list[int]) -> list[_Share]:
-        """Distribute the responses over the healthy engines, with at most `max_in_flight` open responses per engine."""
+        """Distribute the responses over the healthy engines; return the share of each engine that gets responses.
+
+        Responses that would exceed `max_in_flight` open responses per engine are in no share.
+        """
         now, remaining = time.monotonic(), iter(responses)
         usable = [slot for slot in slots if slot.retry_at <= now]
         counts = spread([slot.in_flight for slot in usable], len(responses), self.max_in_flight)
@@ -258,10 +262,12 @@ class EnginePool:
         self._free(share, share.open)
 
     async def _bring_up_to_date(self, slot: _Slot, deadline: Deadline) -> bool:
-        """Wake an engine and load the published weights, unless the engine has them or none are published.
+        """Wake an engine and make it load the published weights.
+
+        Does nothing if the engine already has these weights, or if no weights are published.
 
         Returns:
-            whether anything had to be done.
+            whether the engine was changed.
         """
         if self.current is None or slot.loaded == self.current[1]:
             return False
@@ -287,8 +293,10 @@ class EnginePool:
         """Put all engines to sleep until the next publication; return the bytes released on their devices (0 on CPUs).
 
         `level`: 1 keeps the weights in host memory, 2 drops them.  An engine that starts meanwhile takes no memory: it
-        creates its `.held` file and waits until the hold file is removed.  It counts as asleep.  Raises
-        DeadlineExceeded, which names the engines that are still awake at the deadline.
+        creates its `.held` file and waits until the hold file is removed.  Such an engine counts as asleep.
+
+        Raises:
+            DeadlineExceeded: the text names the engines that are still awake at the deadline.
         """
         freed: dict[str, int] = {}
         for old in self._held():
@@ -306,7 +314,7 @@ class EnginePool:
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             awake = [self._describe(slot) for slot in self._slots.values() if slot.name not in freed]
-            which = "; ".join(awake) or self._describe(None)
+            which = f"still awake: {'; '.join(awake)}" if awake else self._describe(None)
             asleep = f"{len(freed)} of {self.engines} engines are asleep"
             raise DeadlineExceeded(f"{deadline.error()}: {asleep}; {which}") from None
 
@@ -328,7 +336,7 @@ class EnginePool:
     async def publish(self, path: str | Path, version: int, deadline: Deadline) -> None:
         """Load a weights file into all engines and wake sleeping ones; return when every engine has the weights.
 
-        A failed engine gets the weights once it answers again or has been restarted, if that is before the deadline.
+        If an engine fails, this method waits until it answers again or is restarted, and loads the weights then.
 
         Raises:
             DeadlineExceeded: the text names the engines without the weights.
@@ -357,13 +365,16 @@ class EnginePool:
                         return
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
-            behind = [s for s in self._slots.values() if s.loaded != version]
+            behind = [f"not loaded by {self._describe(s)}" for s in self._slots.values() if s.loaded != version]
             absent = [self._describe(None)] if len(self._slots) < self.engines else []
-            which = "; ".join([*map(self._describe, behind), *absent])
+            which = "; ".join([*behind, *absent])
             raise DeadlineExceeded(f"{deadline.error()}: weights {version} are not in all engines: {which}") from None
 
     async def _try(self, slot: _Slot, change: Callable[[], Awaitable[object]]) -> None:
-        """Call `change`, which changes an engine; record success or failure.  Skip it in the pause after a failure."""
+        """Call `change`, which changes an engine; record success or failure.
+
+        Does nothing during the pause that follows a failure of the engine.
+        """
         if slot.retry_at > time.monotonic():
             return
         try:

@@ -43,7 +43,7 @@ class OneStepOff(Collector):
         self._background.run(self._engines.announce(path, version))
 
     def begin_next(self, step: int, version: int) -> None:
-        """Start collecting a batch for `step` with weights `version`, unless one is ready.
+        """Start collecting the batch of `step` with weights `version`; do nothing if the batch is already collected.
 
         `finish_next` raises the errors of the collection.
         """

@@ -20,14 +20,15 @@ PART = 4  # responses per request; each request costs rank 0 about 1 ms, and the
 
 
 def spread(in_flight: Sequence[int], responses: int, limit: int, part: int = PART) -> list[int]:
-    """Distribute the responses to a prompt so that engines have about equal loads.
+    """Return how many responses to a prompt each engine generates, so that the engines have about equal loads.
 
-    The least loaded engine gets the next `part` responses, until none is left; of equally loaded engines the first.
-    The responses to a prompt tend to be all long or all short, so no engine gets all the long ones, and a group late in
-    a step runs on nearly empty engines.
+    The least loaded engine gets the next `part` responses, until no response is left; if several engines are equally
+    loaded, the first of them gets the part.  The responses to a prompt tend to be all long or all short: because a
+    group is split, no engine gets all responses of a long group, and a group late in a step runs on nearly empty
+    engines.
 
     Args:
-        in_flight: open responses of each usable engine.
+        in_flight: open responses of each healthy engine.
         responses: number of responses to the prompt.
         limit: maximum of open responses per engine.
         part: responses assigned at a time, at least 1.

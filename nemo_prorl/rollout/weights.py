@@ -1,4 +1,4 @@
-"""Weight publication: versioned safetensors files in shared memory, complete once renamed.
+"""Weight publication: versioned safetensors files in shared memory.  A file gets its final name once complete.
 
 There is one folder per run and user on a node, with a marker file.  Only files named like published weights, in a
 folder with that marker, are ever deleted.
@@ -52,10 +52,10 @@ class WeightStore:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = self.folder.lstat()
         if self.folder.is_symlink() or status.st_uid != os.getuid():
-            raise ConfigError(f"{self.folder}: expected a folder of this user, not a link.  Fix: move it away")
+            raise ConfigError(f"{self.folder}: expected a folder of this user that is not a link.  Fix: move it away")
         marker = self.folder / MARKER
         if not marker.exists() and any(self.folder.iterdir()):
-            raise ConfigError(f"{self.folder}: contains files but no {MARKER}: not of a run.  Fix: move it away")
+            raise ConfigError(f"{self.folder}: contains files but no {MARKER}, so no run made it.  Fix: move it away")
         self.folder.chmod(0o700)
         marker.touch(mode=0o600)
 
@@ -70,7 +70,8 @@ class WeightStore:
     def write(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Path:
         """Write one version without changing dtypes; return the path of the complete file.
 
-        One tensor at a time is copied to host memory.  All other versions except the newest are deleted first.
+        One tensor at a time is copied to host memory.  Before the write, all other versions except the newest of them
+        are deleted.
 
         `tensors`: Hugging Face names with float tensors of any shape on any device.
         Raises UnfitMachine if shared memory is full; the unfinished file is removed.

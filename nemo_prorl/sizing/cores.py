@@ -1,4 +1,8 @@
-"""Assignment of CPU cores to a node's ranks and engines: separate cores without GPUs, cores near the GPU with GPUs."""
+"""Assignment of CPU cores to the trainer ranks and engines of a node.
+
+On a CPU with rollout.own_devices, ranks and engines get separate cores.  With GPUs, each process gets the cores of the
+NUMA node that its GPU belongs to.
+"""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -13,7 +17,8 @@ from nemo_prorl.sizing.memory import is_small
 def engine_threads(cfg: DictConfig, available: int) -> int:
     """Return the threads of each rank of a CPU engine: rollout.threads, or a number derived from cores and model size.
 
-    Engine and trainer take turns, so the engines share all cores; with cores of their own they share half of them.
+    Engines and trainer take turns, so the engines share all cores.  With rollout.own_devices they work at the same
+    time, and the engines share half of the cores.
 
     Args:
         available: number of cores of the node.
@@ -37,14 +42,14 @@ class Cores:
     def of(cls, cfg: DictConfig, available: Collection[int]) -> "Cores | None":
         """Return separate cores for engines and trainer ranks on a CPU (rollout.own_devices).
 
-        Engines get the last cores, `engine_threads` for each rank of an engine.  Trainer ranks get the other cores,
-        separate ones if there are enough.
+        Engines get the last cores, `engine_threads` for each rank of an engine.  The other cores are divided among the
+        trainer ranks; if there are fewer cores than ranks, each rank may use all of them.
 
         Args:
             available: cores that this process may use.
 
         Returns:
-            None if engines and trainer share devices, or with GPUs.
+            The cores; None if the run uses GPUs, or if engines and trainer share devices.
 
         Raises:
             UnfitMachine: no core is left for the trainer.
@@ -69,7 +74,7 @@ class Cores:
     def near_gpus(
         cls, cfg: DictConfig, available: Collection[int], buses: Sequence[str], sysfs: Path = Path("/sys")
     ) -> "Cores":
-        """Return the cores of the GPU's NUMA node for each rank and engine, so that copies stay on one socket.
+        """Return for each rank and engine the cores of its GPUs' NUMA nodes, so that copies stay on one socket.
 
         Processes of one NUMA node share its cores.  A process may use all cores if its GPUs or their NUMA nodes are not
         all known, or if a NUMA node has no available core.

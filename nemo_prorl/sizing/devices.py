@@ -8,7 +8,10 @@ from omegaconf import DictConfig
 
 
 def node_devices(cfg: DictConfig) -> int:
-    """Return how many GPUs (on a CPU: computing processes) the run uses per node, including those of engines only."""
+    """Return how many GPUs the run uses per node, including the separate GPUs of engines (rollout.own_devices).
+
+    For a run on the CPU, count processes instead: trainer ranks, and engine ranks with separate cores.
+    """
     if not cfg.rollout.own_devices:
         return int(cfg.trainer.devices)
     return int(cfg.trainer.devices + cfg.rollout.engines // cfg.trainer.num_nodes * cfg.rollout.tensor_parallel_size)

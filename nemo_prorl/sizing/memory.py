@@ -133,7 +133,7 @@ class Memory:
 
     @property
     def needed(self) -> int:
-        """Return the bytes of the smallest GPU that fits trainer, engine, KV cache (one sequence at least), reserve."""
+        """Return the bytes that a GPU must have for trainer, engine, KV cache (one sequence at least) and reserve."""
         return max(self.while_training, self.while_generating)
 
     @property
@@ -212,12 +212,12 @@ SMALL = 20_000_000  # parameters
 
 
 def is_small(cfg: DictConfig) -> bool:
-    """Return whether the model is of the laptop's kind, too small to have been pretrained on language."""
+    """Return whether the model has fewer than 20 million parameters: too few to have been pretrained on language."""
     return parameters(ModelShape.of(cfg.model, vocabulary(cfg)[0])) < SMALL
 
 
 def rank_parameters(shape: ModelShape, layout: Layout) -> int:
-    """Count the parameters of the rank that has the most.
+    """Count the parameters of the rank that has the most parameters.
 
     The first pipeline stage has the embedding; the last stage has the output layer (tied: a copy of the embedding).
     """

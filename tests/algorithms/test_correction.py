@@ -86,7 +86,7 @@ def test_masked_rubbish_is_ignored_and_counted_rubbish_is_named(kind: str) -> No
     assert torch.equal(clean[0], spoilt[0])
     assert clean[1] == spoilt[1]
     engine[1, 2] = -math.inf
-    with pytest.raises(ValueError, match=r"engine_logp_BT\[1, 2\] is -inf"):
+    with pytest.raises(ValueError, match=r"engine_logp_BT\[1, 2\]=-inf: expected a finite number"):
         rollout_correction(old, engine, MASK, CorrectionConfig(kind))
 
 

@@ -236,13 +236,13 @@ def test_deciding_before_drawing_is_refused() -> None:
     """Else a verdict that comes early would be decided on before the draws that belong before it."""
     sampler = DynamicSampler(2, KeepRates(), DynamicSamplingConfig())
     sampler.dispatched("a")
-    with pytest.raises(RuntimeError, match="draw first"):
+    with pytest.raises(RuntimeError, match=r"expected dispatched\(\) first"):
         sampler.decide(True)
     sampler.dispatched("a")
     with pytest.raises(RuntimeError, match="wants_more"):
         sampler.dispatched("a")
     sampler.decide(True)
-    with pytest.raises(RuntimeError, match="surplus groups come first"):
+    with pytest.raises(RuntimeError, match=r"expected all calls of carry\(\) before"):
         sampler.carry("a")
     sampler.decide(True)
     empty = DynamicSampler(2, KeepRates(), DynamicSamplingConfig())

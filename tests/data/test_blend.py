@@ -60,8 +60,8 @@ def test_seed_changes_the_order() -> None:
     [
         ([loaded("a", 8, 3.0), *sources()[1:]], 1, "'a': its records was 7"),
         ([loaded("a", 7, 2.0), *sources()[1:]], 1, "'a': its weight was 3.0"),
-        (sources()[:2], 1, "sources are a, b, c"),
-        (sources(), 2, "seed is 1"),
+        (sources()[:2], 1, "sources of the checkpoint, a, b, c; got a, b"),
+        (sources(), 2, "seed=2: expected seed=1"),
     ],
 )
 def test_changed_data_is_refused(changed: list[LoadedSource], seed: int, message: str) -> None:

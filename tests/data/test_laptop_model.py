@@ -177,5 +177,5 @@ def test_impossible_shapes_are_named(change: dict[str, Any], message: str) -> No
 def test_missing_shape_and_texts_are_named() -> None:
     with pytest.raises(ConfigError, match=r"model\.ffn_hidden_size is missing"):
         qwen2_config({key: value for key, value in SHAPE.items() if key != "ffn_hidden_size"}, 320)
-    with pytest.raises(DataError, match="at least one text"):
+    with pytest.raises(DataError, match="at least one record"):
         build_tokenizer([])

@@ -190,7 +190,8 @@ def test_a_judge_that_refuses_or_is_gone_ends_it_with_what_is_known_kept(
     given = words(tmp_path, judge, 4)
     judge.faults = [0, 401, 401, 401, 401]
     told = refused(capsys, caplog, 2, *given, "--judge-workers", 1)
-    assert 'it refuses \'judge-1\' with status 401: {"error": "no"}.  Fix: check --judge-url and --judge-model' in told
+    assert 'the server refused --judge-model \'judge-1\' with status 401: {"error": "no"}' in told
+    assert "Fix: check --judge-url and --judge-model" in told
     assert "PRORL_JUDGE_KEY" in told
     judge.faults = []
     assert prepare(*given) == 0

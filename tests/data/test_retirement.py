@@ -92,7 +92,7 @@ def test_when_all_are_retired_all_come_back(caplog: pytest.LogCaptureFixture) ->
     assert blend.observe(everything[:3]) == 3
     assert {blend.next()[0]["id"] for _ in range(5)} == {"b-1"}
     assert blend.observe(everything[3:]) == 0
-    assert "all 4 training prompts are retired; all are drawn again" in caplog.text
+    assert "all 4 training prompts are retired; from now on all are drawn again" in caplog.text
     counts = Counter(blend.next()[0]["id"] for _ in range(80))
     assert counts == {"a-0": 30, "a-1": 30, "b-0": 10, "b-1": 10}
 

@@ -246,6 +246,6 @@ def test_a_wrong_token_or_name_is_wrong_use() -> None:
 
 def test_a_text_prompt_that_may_fill_the_context_is_refused() -> None:
     source = Endpoint("http://x/v1", "tiny", None, 1, 1.0)
-    with pytest.raises(DataError, match=rf"{RECORDS[0]['id']}.*a larger --context, or state --max-response"):
+    with pytest.raises(DataError, match=rf"{RECORDS[0]['id']}.*a larger --context N, or --max-response N"):
         source.check(RECORDS[0], Sampling(context=20))
     source.check(MESSAGES, Sampling(context=20))

@@ -427,7 +427,7 @@ def test_a_run_that_ends_meanwhile_is_told(tmp_path: Path, caplog: pytest.LogCap
         Deadline(10, "the request").wait_until(lambda: len(left(tmp_path)) == 2)
     command.join(10)
     assert codes == [1]
-    assert "the run ended without an answer; the request stays in" in caplog.text
+    assert f"the run in {tmp_path} ended without an answer to reset" in caplog.text
 
 
 def test_no_live_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -111,7 +111,7 @@ def test_what_is_still_being_written_is_no_beginning(make: Make, tmp_path: Path)
     folder = make("other") / "checkpoints" / "step-000006.tmp"
     folder.mkdir()
     (folder / "state.json").write_text("{}")
-    with pytest.raises(ConfigError, match="no complete checkpoint"):
+    with pytest.raises(ConfigError, match=r"not a complete checkpoint\. Fix: chain.start_from=.*/step-000006$"):
         origin(config(tmp_path / "run2", f"chain.start_from={folder}"), tmp_path / "run2")
 
 

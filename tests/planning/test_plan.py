@@ -140,7 +140,11 @@ def test_a_throughput_of_another_model_or_machine_is_refused(tmp_path: Path) -> 
         ({"mean_tokens": 0.0}, ConfigError, "--mean-tokens=0"),
         ({"tokens_per_s": float("nan")}, ConfigError, "--tokens-per-s=nan"),
         ({"measured": Path("gone")}, ConfigError, "--measured gone: expected a run directory"),
-        ({"measured": Path("idle")}, DataError, "expected generated tokens in more than 0 s; got 0 tokens"),
+        (
+            {"measured": Path("idle")},
+            DataError,
+            "expected steps with more than 0 tokens, seconds and groups; got 0 tokens",
+        ),
         ({"measured": Path("short")}, DataError, "step 1: time/step: expected a number; got None"),
         ({"measured": Path("empty")}, ConfigError, "empty/config.yaml: expected a configuration"),
         ({"measured": Path("text")}, ConfigError, "text/config.yaml: expected a configuration"),

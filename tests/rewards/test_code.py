@@ -388,7 +388,7 @@ def test_functions(code: CodeReward, program: str) -> None:
         ("f", "def g(x):\n    return x", "the program has no function 'f'"),
         ("gcd", "pass", "the program has no function 'gcd'"),
         ("sum", "pass", "the program has no function 'sum'"),
-        ("f", "def f(x):\n    return {x}", "which JSON cannot"),
+        ("f", "def f(x):\n    return {x}", "which JSON cannot represent"),
         ("f", "def f(x):\n    return float('nan')", "ValueError"),
         ("f", "def f(x):\n    print(x)", "another answer"),
         ("f", "def f():\n    return 4", "TypeError"),

@@ -143,7 +143,7 @@ def test_training_validation_and_stored_rollouts(
 
     texts = [[renderer.judged_text(group.prompt_ids, r.token_ids) for r in group.responses] for group in groups]
     assert texts[0] == ["<think>\nHm. So \\boxed{7}", "<think>\nHm.</think>So \\boxed{7}"]
-    write_rollouts(tmp_path, 1, groups, collector.renderer.judged_text)
+    write_rollouts(tmp_path, 1, groups, (), collector.renderer.judged_text)
     capsys.readouterr()
     assert cli.main(["reverify", str(tmp_path), "--settings", "{}"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]

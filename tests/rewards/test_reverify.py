@@ -120,13 +120,13 @@ def test_what_a_run_writes_can_be_read(tmp_path: Path, capsys: Capture) -> None:
             keys = ("id", "task", "prompt", "truth")
             self.record = {**{key: line[key] for key in keys}, "source": "s", "meta": {}}
             self.verdicts = [line["verdict"]]
-            self.prompt_ids = [0]
+            self.prompt_ids, self.draw_index = [0], 0
             self.responses = [
                 type("Response", (), {"finished": True, "weight_version": 2, "token_ids": line["response"]})
             ]
 
     lines = [stored("a", "\\boxed{7}"), stored("b", "\\boxed{\U0001f642}")]
-    write_rollouts(tmp_path, 4, [Group(line) for line in lines], lambda _, response: str(response))
+    write_rollouts(tmp_path, 4, [Group(line) for line in lines], {0}, lambda _, response: str(response))
     assert cli.main(["reverify", str(tmp_path)]) == 0
     assert table(capsys.readouterr().out) == {"math": ["2", "0", "0", "0", "0", "0", "0.5000", "0.5000"]}
 

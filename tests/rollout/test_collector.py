@@ -134,7 +134,7 @@ class AllRight(EvenIsRight):
         return 1.0
 
 
-def test_at_the_cap_the_batch_is_smaller_and_has_dropped_groups_as_examples() -> None:
+def test_at_the_cap_the_batch_is_smaller_and_the_first_dropped_groups_are_shown() -> None:
     cfg = config(dynamic_sampling=DynamicSamplingConfig(max_draw_factor=2.5))
     (batch,), _, drawn = collected(Simulated(), AllRight(), cfg)
     assert (len(batch.groups), batch.full, drawn, batch.drawn) == (0, False, 15, 15)
@@ -142,7 +142,7 @@ def test_at_the_cap_the_batch_is_smaller_and_has_dropped_groups_as_examples() ->
         "a": (8, 0, 1),
         "b": (7, 0, 1),
     }
-    assert [group.scores for group in batch.examples] == [[1.0] * 4] * 6
+    assert [(group.draw_index, group.scores) for group in batch.dropped] == [(k, [1.0] * 4) for k in range(4)]
     static = config(dynamic_sampling=DynamicSamplingConfig(enabled=False))
     (batch,), _, drawn = collected(Simulated(), AllRight(), static)
     assert (len(batch.groups), drawn) == (6, 6)

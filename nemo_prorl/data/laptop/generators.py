@@ -52,7 +52,7 @@ def generate(
     """Return `source.size` records with different prompts.
 
     Args:
-        held_out: prompts that no record may have, in the records' form (problem in its template).
+        held_out: prompts that no record may have, as they are with the template around the problem.
         prefix: goes before each id.
         templates: prompt of a problem by task, with the problem's text as {problem}.
 
@@ -107,7 +107,10 @@ def warmup_target(record: Record) -> str:
             " Fix: write a correct response to 'meta.target', or set trainer.warmup.steps=0"
         )
     if not isinstance(answer, str):
-        raise DataError(f"record '{record['id']}': its answer is {answer!r}; a warm-up needs one string")
+        raise DataError(
+            f"record '{record['id']}': its answer is {answer!r}; a warm-up needs one string."
+            " Fix: write a correct response to 'meta.target', or set trainer.warmup.steps=0"
+        )
     return form.format(answer)
 
 

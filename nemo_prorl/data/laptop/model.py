@@ -41,9 +41,9 @@ def build_base_model(folder: Path | str, model_cfg: Mapping[str, Any], seed: int
     Raises ConfigError for a shape that Qwen2 cannot have.
 
     Args:
-        model_cfg: by NeMo's names: `num_layers`, `hidden_size`, `ffn_hidden_size`, `num_attention_heads`,
-            `num_query_groups`, `max_position_embeddings`, `layernorm_epsilon`, `rotary_base` and
-            `share_embeddings_and_output_weights`.
+        model_cfg: the model's shape, under NeMo's names: `num_layers`, `hidden_size`, `ffn_hidden_size`,
+            `num_attention_heads`, `num_query_groups`, `max_position_embeddings`, `layernorm_epsilon`, `rotary_base`
+            and `share_embeddings_and_output_weights`.
         texts: prompts and answers, whose frequent words become tokens.
     """
     from safetensors.torch import save_file
@@ -65,7 +65,10 @@ def qwen2_config(model_cfg: Mapping[str, Any], vocab_size: int) -> dict[str, Any
     """Return the config.json of a Qwen2 of this shape.  Raises ConfigError naming the bad key."""
     missing = sorted({"num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"} - set(model_cfg))
     if missing:
-        raise ConfigError(f"model.{missing[0]} is missing: a random base model needs its shape")
+        raise ConfigError(
+            f"model.{missing[0]} is missing; a model with random weights needs it. Fix: set it, or name a model with"
+            " pretrained_checkpoint.restore_from_path=FOLDER"
+        )
     hidden, heads = model_cfg["hidden_size"], model_cfg["num_attention_heads"]
     groups = model_cfg.get("num_query_groups") or heads
     if hidden % heads or (hidden // heads) % 2:
@@ -203,7 +206,7 @@ def _frequent_phrases(texts: Iterable[str], split: Any, words: set[str]) -> list
 
 
 def _pieces(part: str, split: Any, words: set[str]) -> list[tuple[str, bool]]:
-    """Return (pre-token, flag) pairs of a text; the flag marks frequent words and single signs."""
+    """Split a text into pre-tokens; return (pre-token, whether it is a frequent word or a single sign) for each."""
     found = []
     for token, (start, end) in split.pre_tokenize_str(part):
         piece = part[start:end]
@@ -221,6 +224,6 @@ def _frequent_words(texts: Iterable[str], split: Any) -> list[str]:
         words = {word for part in markup.split(text) for word, _ in split.pre_tokenize_str(part)}
         counts.update(word for word in words if len(word) > 1)
     if number == 0:
-        raise DataError("the tokenizer of the base model needs at least one text")
+        raise DataError("data.train: expected at least one record to build the tokenizer of the random model; got none")
     often = [word for word, count in counts.items() if count >= max(2, min(_MIN_SHARE * number, _ENOUGH))]
     return sorted(often, key=lambda word: (-counts[word], word))[:_MAX_WORDS]

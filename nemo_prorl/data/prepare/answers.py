@@ -68,7 +68,7 @@ def _final(row: Row, task: str, truth: dict[str, Any], answer: str, question: st
 
 
 def _tolerance(row: Row, answer: str) -> float | None:
-    """Return OlympiadBench's `error`, relative to the answer; None if `error` or the answer is not a number."""
+    """Return OlympiadBench's `error` divided by the answer; None if either is not a number or the answer is 0."""
     try:
         error, value = float(row.first("error")), float(answer.strip("$ "))
     except (TypeError, ValueError):

@@ -14,7 +14,7 @@ _AGREEMENTS = ("judge", "grader", "none")
 
 def add_parser(commands: Any) -> None:
     """Add the command `data` and its subcommands to the main command line."""
-    parser = commands.add_parser("data", help="convert public data sets, and files in their forms, into prompt records")
+    parser = commands.add_parser("data", help="convert data sets, from the hub or from files, into prompt records")
     inner = parser.add_subparsers(required=True, metavar="COMMAND")
     listed = inner.add_parser("sources", help="list the known data sets: task, content, location, licence")
     listed.set_defaults(run_command=_sources)
@@ -36,12 +36,19 @@ def add_parser(commands: Any) -> None:
         "--format", dest="form", choices=("jsonl", "parquet"), default="jsonl", help="output format; default: jsonl"
     )
     one.add_argument(
-        "--field", action="append", default=[], metavar="NAME=COLUMN", help="read field NAME from COLUMN; repeatable"
+        "--field", action="append", default=[], metavar="NAME=COLUMN", help="column to read for field NAME; repeatable"
     )
     one.add_argument("--licence", default="", help="licence for the manifest; default: the source's")
     one.add_argument("--revision", help="commit, tag or branch for --from hub; default: the latest commit")
-    one.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="model folder, to count tokens of prompts")
-    one.add_argument("--max-prompt-tokens", type=_count, metavar="N", help="drop longer prompts; default: no limit")
+    one.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FOLDER",
+        help="model folder whose tokenizer counts prompt tokens; default: none",
+    )
+    one.add_argument(
+        "--max-prompt-tokens", type=_count, metavar="N", help="drop prompts with more than N tokens; default: no limit"
+    )
     text = "drop problems that overlap with FILE; repeatable"
     one.add_argument("--against", action="append", default=[], type=Path, metavar="FILE", help=text)
     text = "consecutive words that an overlap has in common; default: 13"
@@ -61,13 +68,16 @@ def add_parser(commands: Any) -> None:
 
 
 def _add_judge(group: Any) -> None:
-    group.add_argument("--agreement", choices=_AGREEMENTS, default="judge", help="comparison method; default: judge")
-    group.add_argument("--judge-url", metavar="URL", help="base of an OpenAI-compatible API, as http://host:8000/v1")
-    group.add_argument("--judge-model", metavar="NAME", help="model name; put an API key into PRORL_JUDGE_KEY")
-    group.add_argument("--judge-workers", type=_count, default=16, metavar="N", help="concurrent requests; default: 16")
-    group.add_argument(
-        "--judge-deadline-s", type=float, default=300.0, metavar="S", help="seconds for a verdict; default: 300"
-    )
+    text = "comparison of the solutions, by a judge model or by their boxed answers (grader); default: judge"
+    group.add_argument("--agreement", choices=_AGREEMENTS, default="judge", help=text)
+    text = "base URL of the judge's OpenAI-compatible API, such as http://host:8000/v1"
+    group.add_argument("--judge-url", metavar="URL", help=text)
+    text = "name of the judge's model; PRORL_JUDGE_KEY (environment variable): its API key, if needed"
+    group.add_argument("--judge-model", metavar="NAME", help=text)
+    text = "maximum concurrent requests to the judge; default: 16"
+    group.add_argument("--judge-workers", type=_count, default=16, metavar="N", help=text)
+    text = "maximum seconds for one verdict, retries included; default: 300"
+    group.add_argument("--judge-deadline-s", type=float, default=300.0, metavar="S", help=text)
 
 
 def _count(text: str) -> int:
@@ -87,7 +97,7 @@ def _holdout_count(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prepare a data set and return 0.  Raises ConfigError, DataError and others with their exit codes."""
+    """Prepare a data set and return 0.  Raises a ProrlError, such as DataError, which has the exit code."""
     options = _options(arguments)
     from nemo_prorl.data.prepare import job
 

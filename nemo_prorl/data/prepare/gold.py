@@ -45,7 +45,7 @@ def failures(
 ) -> dict[int, str]:
     """Judge gold answers with the reward service; return position -> reason for each score below 1.
 
-    Raises UnfitMachine if programs need a sandbox and no level works, RewardFailure if the service cannot judge.
+    Raises UnfitMachine if programs need a sandbox and no sandbox works, RewardFailure if the service cannot judge.
     """
     if not records:
         return {}

@@ -33,7 +33,7 @@ ALL = -1
 class PrepareOptions:
     """The options of the command.  `origin`: a path, `hub`, or None for a source that is generated.
 
-    `size`, `check`: None means all.  `holdout`: None means the source's default, `ALL` all records.
+    `size`, `check`: None means all.  `holdout`: None means the source's default, `ALL` means all records.
     `agreement`: judge | grader | none.
     """
 
@@ -256,7 +256,7 @@ class Preparation:
         _log.info("sent %d requests to the judge", request_count)
 
     def _agree_by_grader(self) -> None:
-        """Drop items unless the plugin finds R1's boxed answer equal to the source's boxed one."""
+        """Keep an item only if the plugin finds R1's boxed answer equal to the boxed answer of the source."""
         boxes = [answers.last_box(item.draft.reference) for item in self.items]
         boxed = [at for at, box in enumerate(boxes) if box]
         records: list[PromptRecord] = [{**self.items[at].record, "truth": {"answer": boxes[at]}} for at in boxed]
@@ -323,9 +323,11 @@ class Preparation:
         )
         if wrong and len(chosen) < len(have):
             _log.warning(
-                "%d of %d judged gold answers scored less than 1 and are dropped.  Fix: --check all judges the others",
+                "%d of %d judged gold answers scored less than 1 and are dropped; %d others were not judged.  Fix:"
+                " --check all",
                 len(wrong),
                 len(chosen),
+                len(have) - len(chosen),
             )
 
     # --- writing ---------------------------------------------------------------------------------------------------
@@ -377,7 +379,7 @@ def prepare(options: PrepareOptions, command: Sequence[str]) -> PreparedManifest
     output.check_folder(options.out, options.source.name)
     job = Preparation(options)
     job.read_source()
-    _log.info("read %d rows; %d of them are problems", job.read, len(job.items))
+    _log.info("read %d rows; made a record from %d of them", job.read, len(job.items))
     job.drop_invalid_truths()
     job.drop_worded()
     job.drop_duplicates()

@@ -1,7 +1,7 @@
 """A language model as judge of whether two solutions agree, through any OpenAI-compatible endpoint.
 
 Each verdict is appended to a cache file at once, under a hash of the whole request.  After a kill, only the missing
-verdicts are requested; a changed model or prompt changes the hash and is requested again.
+verdicts are requested.  A changed model or prompt changes all hashes, so all verdicts are requested again.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class JudgeOptions:
 
 
 def verdict_in(text: str) -> JudgeVerdict:
-    """Return the last verdict in a judge's answer, after its thinking; `unclear` without one."""
+    """Return the last verdict in the text that follows the judge's thinking; `unclear` if the text has no verdict."""
     found = _WORD.findall(text.rpartition("</think>")[2])
     return "unclear" if not found else "agree" if found[-1] == "AGREE" else "disagree"
 
@@ -183,7 +183,7 @@ async def _ask(session: Any, request: dict[str, Any], options: JudgeOptions) -> 
                 fault = f"status {response.status}: {' '.join(body.split())[:200]}"
                 if 400 <= response.status < 500 and response.status not in (408, 409, 425, 429):
                     raise ConfigError(
-                        f"--judge-url {options.url}: it refuses {options.model!r} with {fault}.  "
+                        f"--judge-url {options.url}: the server refused --judge-model {options.model!r} with {fault}.  "
                         f"Fix: check --judge-url and --judge-model; put an API key into {KEY_VARIABLE}"
                     )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:

@@ -14,7 +14,7 @@ _OUTPUT_MB = 128
 
 
 class Oracles:
-    """Runs the `oracle` of drafts in a sandbox, which the first draft starts and `close` ends."""
+    """Runs the `oracle` of drafts in a sandbox.  The first draft starts the sandbox, and `close` ends it."""
 
     def __init__(self, unsafe_no_sandbox: bool) -> None:
         self._unsafe = unsafe_no_sandbox

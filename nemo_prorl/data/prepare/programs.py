@@ -71,7 +71,7 @@ def _draft(row: Row, question: str, truth: dict[str, Any] | Drop, gold: str | No
 
 
 def eurus(row: Row) -> Draft | Drop:
-    """Convert a row of Eurus-2-RL: messages in `prompt`, tests in `reward_model.ground_truth`; drop its mathematics.
+    """Convert a row of Eurus-2-RL: messages in `prompt`, tests in `reward_model.ground_truth`; drop mathematics.
 
     The system message and the last lines of the user message are removed: they describe another answer format.
     """

@@ -20,7 +20,10 @@ _SHOWN = 12  # most columns that an error message lists
 
 @dataclass(frozen=True)
 class Row:
-    """A row with its place.  `line`, from 1: where it begins in JSON Lines and CSV, its number in other formats."""
+    """A row with its file and line.
+
+    `line` counts from 1: in JSON Lines and CSV, the line in which the row begins; in other formats, the row's number.
+    """
 
     file: str
     line: int

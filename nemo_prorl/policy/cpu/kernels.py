@@ -1,7 +1,7 @@
 """Rotary positions, SwiGLU and linear layers for CPUs, with fewer passes over memory than Megatron's own functions.
 
-They do on a CPU the work of Transformer Engine and compiled kernels on a GPU.  `model.apply_rope_fusion` turns on the
-rotary positions, `model.bias_activation_fusion` the SwiGLU.
+This file replaces on a CPU what Transformer Engine and compiled kernels do on a GPU.  `model.apply_rope_fusion`
+turns on the rotary positions, and `model.bias_activation_fusion` turns on SwiGLU.
 
 Shape suffixes: S positions, B responses, N tokens, T positions of a sequence, D size of a head, F width of the
 feed-forward layer, I and O input and output width of a linear layer.
@@ -21,7 +21,7 @@ class _Rotary(torch.autograd.Function):
     """t * cos + rotate_half(t) * sin, where rotate_half puts the negative second half of t before its first half.
 
     With `place`, row k of t uses row place[k] of cos and sin.  The rows are looked up again in the backward pass,
-    because cos and sin of all tokens would take too much memory.  With `place` None, cos and sin have t's rows.
+    because cos and sin of all tokens would take too much memory.  If `place` is None, row k of t uses row k too.
     """
 
     @staticmethod

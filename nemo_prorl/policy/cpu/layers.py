@@ -33,8 +33,8 @@ class CausalAttention(MegatronModule):
     """Causal attention by torch's fused kernel, with grouped queries.
 
     The attention mask is not used: sequences are padded on the right, so no real token attends to padding.  Packed
-    sequences are unpacked for the attention only: in groups of similar length, each group padded to its longest, with a
-    copy of the prompt before each response.
+    sequences are unpacked for the attention only: sequences of similar length form a group, each group is padded to its
+    longest sequence, and each response gets a copy of its prompt.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class CausalAttention(MegatronModule):
 
         Args:
             query: [S, B, heads, D].
-            key: [S, B, groups, D], as `value`.
+            key: [S, B, groups, D]; `value` has the same shape.
             packed_seq_params: the layout of packed sequences; None if sequences are padded.
         """
         if packed_seq_params is None:

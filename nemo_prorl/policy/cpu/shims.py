@@ -19,7 +19,7 @@ def enable(transformer_engine: bool = False) -> None:
 
     Args:
         transformer_engine: value of `model.transformer_engine`; if False, this project's rotary positions are used
-            instead of Transformer Engine's.  Later calls in the same process change only this.
+            instead of Transformer Engine's.  A later call in the same process changes only the rotary positions.
     """
     global _enabled
     if torch.cuda.is_available():
@@ -85,7 +85,7 @@ def _cuda_means_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
 def _cuda_tensors_on_the_cpu() -> None:
     """Make the torch functions to which Megatron gives device "cuda" use the CPU.
 
-    Each is wrapped by itself; a TorchFunctionMode would intercept every torch call, 8,000 per update.
+    Each function is wrapped, because a TorchFunctionMode would intercept every torch call, 8,000 per update.
     """
     for name in _FACTORIES:
         setattr(torch, name, _cuda_means_cpu(getattr(torch, name)))

@@ -4,7 +4,7 @@ A separate process (`zygote.py`) confines itself once and forks a child for each
 
 * Python's standard library and shared libraries, read-only; no other file of the host; a folder, emptied after the run;
 * no network; no other process to see, signal, trace or start; no program to execute; no environment, no arguments;
-* limits on time, memory, threads, files, descriptors and output; a kill leaves nothing of it running.
+* limits on time, memory, threads, files, descriptors and output; after a kill, no part of the program still runs.
 
 Expected outputs never enter the sandbox.  A program's outputs leave it in memory files and are compared outside.
 

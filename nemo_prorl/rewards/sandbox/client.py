@@ -54,7 +54,7 @@ class _Broken(Exception):
 
 @dataclass
 class _Child:
-    """The end, times, reports and outputs of one child.  Reports and outputs are not trusted."""
+    """How one child ended, with its times, reports and outputs.  The reports and outputs are not trusted."""
 
     status: int
     killed: str | None
@@ -157,7 +157,7 @@ class ProcessSandbox:
                 self.close()
                 self.start()
         if not self.is_sound():
-            raise SandboxFailure(f"sandbox level {self.level!r} does not run a known program")
+            raise SandboxFailure(f"sandbox level {self.level!r} fails to run a trivial test program")
         reason = "the sandbox's process ended twice on this program"
         return ProgramRun((None,) * len(program.inputs), (reason,) * len(program.inputs))
 
@@ -224,18 +224,22 @@ class ProcessSandbox:
 
     @property
     def _watches(self) -> bool:
-        """Return whether this process counts the child's threads; RLIMIT_NPROC cannot without a separate user."""
+        """Return whether this process must count the child's threads.
+
+        If the sandbox has a separate user, the kernel limits the threads (RLIMIT_NPROC) instead.
+        """
         return not self.layers.get("identity")
 
     def _thread_limit(self) -> int:
         return THREADS if not self._watches else 8 * THREADS + folders.tasks_of_user()
 
     def _await_child(self, seconds: float) -> _Child:
-        """Wait until a child of the sandbox process ends, and return its results; kill one with too many threads.
+        """Wait until the child of the sandbox process ends, and return its results; kill a child with too many threads.
 
         Meanwhile the sandbox process may ask how long the child waited for a CPU, and gets the answer.
 
-        Raises _Broken: the sandbox process ended, or sent nothing within `seconds`.
+        Raises:
+            _Broken: The sandbox process ended, or the child did not end within `seconds`.
         """
         assert self._socket is not None
         deadline = time.monotonic() + seconds
@@ -430,7 +434,11 @@ class _ProgramRun:
         return "compiling took too long" if child.killed == "time" else "the compiler broke on it"
 
     def _take(self, child: _Child, first: int, count: int) -> int:
-        """Record the usable results of a child's tests; return the index of the test to run next."""
+        """Record the results of a child's tests, up to a test that must run again in a new child.
+
+        Returns:
+            The index of the test to run next.
+        """
         for index in range(first, first + count):
             end = child.ends.get(index)
             if index == first:
@@ -446,7 +454,10 @@ class _ProgramRun:
         return first + count
 
     def _retry_from(self, child: _Child, index: int) -> int:
-        """Refund half of the time that the child used, from the extra time; return `index`, the test to run again."""
+        """Move up to half of the time that the child used from the extra time to the time left; return `index`.
+
+        The child's work on test `index` is lost, because the test runs again.
+        """
         back = min(self._extra_s, child.used_s / 2)
         self._extra_s -= back
         self._left_s += back

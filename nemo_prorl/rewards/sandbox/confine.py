@@ -53,7 +53,10 @@ def host_view(packages: tuple[str, ...] = ()) -> View:
 
 
 def enter_namespaces() -> None:
-    """Enter new namespaces, with a user namespace too if this user cannot create the others alone.  Raises OSError."""
+    """Enter new namespaces.  If this user may not create them, enter a new user namespace, too, which permits it.
+
+    Raises OSError if the kernel refuses.
+    """
     try:
         kernel.unshare(_NAMESPACES)
     except PermissionError:

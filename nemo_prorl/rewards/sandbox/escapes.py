@@ -22,7 +22,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(number: int, *arguments: int) -> None:
-    """Make a system call, and raise OSError if it is refused.  Any other error counts as success."""
+    """Make a system call, and raise OSError if it is refused.  Any other error means that the call was allowed."""
     done = libc.syscall(ctypes.c_long(number), *(ctypes.c_long(a) for a in arguments)) >= 0
     if not done and ctypes.get_errno() in (errno.EPERM, errno.EACCES, errno.ENOSYS):
         raise OSError(ctypes.get_errno(), "refused")

@@ -51,7 +51,7 @@ def remove(folder: str) -> None:
 
 
 def threads_behind(pidfd: int) -> int:
-    """Return the number of threads of a pidfd's process, in any namespace; 0 if it has ended."""
+    """Return the number of threads of the process behind a pidfd, in any namespace; 0 if the process has ended."""
     try:
         return int(psutil.Process(_pid(pidfd)).num_threads())
     except (psutil.Error, OSError, IndexError, ValueError):

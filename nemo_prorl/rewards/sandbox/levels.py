@@ -83,7 +83,7 @@ class _Places:
     words: dict[str, Any]
 
     def touched(self) -> list[str]:
-        """Return what the attempts achieved outside of the sandbox, such as `change files of the host`."""
+        """Return the effects of the attempts outside of the sandbox, as phrases like `change files of the host`."""
         found = []
         if sorted(p.name for p in self.folder.iterdir()) != ["secret"] or self.secret.read_text() != self.text:
             found.append("change files of the host")
@@ -165,7 +165,7 @@ def prove(sandbox: ProcessSandbox) -> Proof:
 
 
 def _tried(level: str, packages: Sequence[str] = ()) -> tuple[ProcessSandbox, Proof]:
-    """Start and test the sandbox of one level.  Return the sandbox, running only if it passed, and the proof."""
+    """Start and test the sandbox of one level.  Return the sandbox and the proof; a sandbox that failed is closed."""
     sandbox = ProcessSandbox(level, packages=packages)
     try:
         sandbox.start()
@@ -209,7 +209,7 @@ def refusal(proofs: list[Proof]) -> str:
 
 
 def survey() -> list[Proof]:
-    """Try the escapes on each level of isolation, and return which level holds, for `prorl doctor`."""
+    """Try the escapes on each level of isolation, and return the proof of each level, for `prorl doctor`."""
     proofs = []
     for level in LEVELS:
         sandbox, proof = _tried(level)

@@ -1,7 +1,7 @@
-"""Names that programs in function style expect without an import, as on the sites that their problems come from.
+"""Names that programs of style "call" or "assert" expect without an import.
 
-The names are added to the builtins, not to the program's own names: a test that calls `gcd` must call the program's
-`gcd`, never this one.
+The websites from which such problems come define these names, too.  The names are added to the builtins, not to the
+program's own names: a test that calls `gcd` must call the program's `gcd`, never the `gcd` of this module.
 """
 
 import bisect

@@ -1,9 +1,10 @@
 """The child of the sandbox process: runs a program's tests.  The caller trusts none of its reports.
 
-The tests run one after the other in one child while each ends cleanly; the caller repeats the others alone.  Results go
-to the caller's memory files: standard output as written, and a report of JSON lines: `{"compiled": true}`,
-`{"start": i}`, `{"end": i, "ok": bool, "more": bool, "detail": str, "result": str}`.  A child without tests reports
-only `{"independent": bool}`.
+A child runs its tests one after the other, until a test does not end cleanly.  The caller then starts a new child for
+the tests without a final result.  Results go to the caller's memory files: standard output as written, and a report of
+JSON lines: `{"compiled": true}`, `{"start": i}`, `{"end": i, "ok": bool, "more": bool, "detail": str, "result": str}`.
+`more`: whether the next test may run in this child.  A child without tests reports `{"independent": bool}` after the
+first line.
 """
 
 import atexit
@@ -88,7 +89,10 @@ class _Report:
 
 @dataclass(frozen=True)
 class InterpreterState:
-    """The interpreter's state before any program ran.  Made before the fork: a child's writes copy memory pages."""
+    """The interpreter's state before any program ran.
+
+    It is recorded before the fork, because recording it in each child would copy memory pages of the parent.
+    """
 
     builtins: dict[str, Any]
     modules: dict[str, Any]
@@ -165,7 +169,10 @@ def _read_job(fd: int) -> dict[str, Any]:
 
 
 def _compiled(job: dict[str, Any], fd: int, report: _Report, path: str) -> Any:
-    """Return the compiled setup and program; None if one does not compile.  Later children reuse the code."""
+    """Return the compiled setup and program; None if the setup or the program does not compile.
+
+    The first child writes the compiled code to the memory file `fd`, and later children read it from there.
+    """
     if size := os.fstat(fd).st_size:
         report(compiled=True)
         return marshal.loads(os.pread(fd, size, 0))
@@ -201,7 +208,11 @@ class _Tests:
         self._finalizes = any(word in job["source"] for word in ("__del__", "weakref", "finalize"))
 
     def run(self, index: int, position: int, last: bool, go_on: bool) -> bool:
-        """Run a test and report its result.  Return whether the next test may run in this process."""
+        """Run a test and report its result.  Return whether the next test may run in this process.
+
+        `index`: number of the test in the program.  `position`: number of the test in this child, from 0.  `go_on`: the
+        next test may also run after an ordinary exception.
+        """
         if position:
             self._renew()
         self.report(start=index)
@@ -390,7 +401,7 @@ def _plain(value: Any, depth: int) -> Any:
         if _AS_THEY_ARE.issuperset(map(type, items)):
             return items
         return [_plain(item, depth + 1) for item in items]
-    raise TypeError(f"the result holds a {kind.__name__}, which JSON cannot")
+    raise TypeError(f"the result holds a {kind.__name__}, which JSON cannot represent")
 
 
 def _key(key: Any) -> str:
@@ -398,4 +409,4 @@ def _key(key: Any) -> str:
         return str.__str__(key)
     if key is None or type(key) in (bool, int, float):
         return json.dumps(key)
-    raise TypeError(f"the result has a key of type {type(key).__name__}, which JSON cannot")
+    raise TypeError(f"the result has a key of type {type(key).__name__}, which JSON cannot represent")

@@ -1,6 +1,6 @@
 """Replacements for parts of Python that the sandbox removes: `exit`, /dev/stdin, the program's own file, locks.
 
-Conveniences only: they protect nothing, and a program may undo them.
+The replacements are only a convenience: they protect nothing, and a program may undo them.
 """
 
 import _sitebuiltins

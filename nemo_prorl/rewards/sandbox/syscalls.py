@@ -76,7 +76,10 @@ def _refused(number: int = errno.EPERM) -> Instruction:
 
 
 def _one_of(index: int, values: Iterable[int], otherwise: int = errno.EPERM) -> list[Instruction]:
-    """Return instructions that allow a call if the lower word of argument `index` is one of `values`."""
+    """Return instructions that allow a call if the lower word of argument `index` is one of `values`.
+
+    `otherwise`: errno of the refusal for other values.
+    """
     wanted = list(values)
     tests = [(_EQUAL, len(wanted) - at, 0, value) for at, value in enumerate(wanted)]
     return [_argument(index), *tests, _refused(otherwise), _answer(_ALLOW)]

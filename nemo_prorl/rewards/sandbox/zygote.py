@@ -78,7 +78,7 @@ def _fail(sock: socket.socket, error: OSError) -> int:
 
 
 def _serve_as_init(sock: socket.socket, plan: SandboxPlan) -> int:
-    """Fork the first process of the new process namespace, which serves; wait for it and return its exit code."""
+    """Fork a child, the first process of the new namespace, and let it serve; return the child's exit code."""
     alive, kept_open = os.pipe()
     init = os.fork()
     if init:

@@ -1,8 +1,8 @@
 """Guard process that ends all other processes of an engine when the engine's server or launcher is gone.
 
-vLLM starts an engine core and workers.  When the server is killed, they would stay, with gigabytes of memory.  A death
-signal (prctl) in these processes is not enough, because they exist before any of our code runs in them.  The guard is
-forked first, shares their process group, and needs no cooperation from them.
+vLLM starts an engine core and workers.  Without the guard, these processes would keep running after the server is
+killed, with gigabytes of memory.  A death signal (prctl) is not enough, because the processes exist before any of our
+code runs in them.  The guard is forked first, is in the same process group, and needs no code in the processes.
 
 The resource tracker of Python's multiprocessing is left to end on its own, because it removes the shared memory and
 semaphores of killed processes, which would otherwise stay in /dev/shm.
@@ -60,7 +60,7 @@ class Guard:
 
 
 def _keep_watch(watched: list[int]) -> None:
-    """Wait until one of the watched processes (pidfds) ends, then kill the process group, with this process."""
+    """Wait until one of the watched processes (pidfds) ends, then kill the process group, including this process."""
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)  # the server handles signals to the group

@@ -8,16 +8,17 @@ POST /generate {"prompt": [ids], "seeds": [7, 8], "temperature": 1.2, "top_p": 1
                 "stop_token_ids": [2], "weight_version": 3}
     The reply is NDJSON: one line for each response as soon as it ends, {"index", "token_ids", "logprobs",
     "finish_reason", "weight_version"}, then {"done": n}.  token_ids includes the stop token.  Log-probabilities are
-    those of the sampled distribution: log_softmax(logits / temperature), cut by top_p if that is below 1.  A line
-    {"tokens"} after each 10 s without a response is the number of tokens that the engine has generated since its start,
-    for all requests.  A reply without {"done"} was cut off; a last line {"error"} gives the reason.
+    those of the sampled distribution: log_softmax(logits / temperature), over the tokens that top_p keeps.  After each
+    10 s in which no response ended, a line {"tokens": n} gives the number of tokens that the engine has generated since
+    its start, for all requests.  A reply without {"done"} was cut off; a last line {"error"} gives the reason.
     `logprobs` false omits log-probabilities.  `weight_version` is optional: 409 if the engine has other weights.
 POST /weights {"path": FILE, "version": 3, "wait_s": 60}
     Waits until no response is in flight, loads safetensors with Hugging Face names, and empties the prefix cache.
     400: the file does not fit or is in another folder; the engine keeps its weights.  409: busy for more than wait_s.
 POST /sleep {"level": 2, "wait_s": 60}, POST /wake {"parts": ["weights"]}
-    /sleep waits until no response is in flight and releases the device memory.  /wake takes it back, in parts if
-    wanted (`sleep.py`).  While a part is asleep, and after level 2 until weights are loaded, /generate returns 409.
+    /sleep waits until no response is in flight and releases the device memory.  /wake takes back the memory of `parts`
+    (default: of all parts; see `sleep.py`).  /generate returns 409 while a part is asleep, and after a sleep at level 2
+    until weights are loaded.
 POST /trace {"record": true}, later {"record": false}
     Records each response and each load of weights.  The second reply contains the records.
 GET /health
@@ -106,7 +107,7 @@ class EngineServer:
         await self.open.wait()
         if request.weight_version not in (None, self.version):
             expected = request.weight_version
-            raise Refused(f"expected weights of version {expected}; got a request to an engine with {self.version}")
+            raise Refused(f"the request expects weights {expected}; this engine has weights {self.version}")
         return StreamingResponse(self._stream(request), media_type="application/x-ndjson")
 
     async def _stream(self, request: GenerateRequest) -> AsyncIterator[str]:
@@ -293,7 +294,10 @@ class EngineServer:
 
 
 def _record(last: Any, tokens: int, began: float) -> None:
-    """Add a response to the trace, if a trace is recorded; `last`: vLLM's last output for it, None if it had none."""
+    """Add a response to the trace, if a trace is recorded.
+
+    `last`: vLLM's last output for the response; None if vLLM returned no output.
+    """
     reason = None if last is None else last.outputs[0].finish_reason
     fields: dict[str, Any] = {
         "tokens": tokens,
@@ -304,7 +308,7 @@ def _record(last: Any, tokens: int, began: float) -> None:
 
 
 async def exit_with(engine: Any, guard: Guard) -> None:
-    """Exit with status 70 once the engine core or the guard has died, so that the supervisor starts a new engine."""
+    """Wait until the engine core or the guard dies; then exit with 70, so that the supervisor starts a new engine."""
     while not engine.errored and not guard.lost:
         await asyncio.sleep(0.2)
     _log.critical("the engine core died" if engine.errored else "the guard process died")
@@ -359,9 +363,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--float32-head", action="store_true", help="compute logits in float32 with every --dtype")
     p.add_argument("--tp", type=int, default=1, help="tensor parallel size, in GPUs; default: 1")
     p.add_argument("--threads", type=int, default=1, help="OpenMP threads, on CPU builds of vLLM; default: 1")
-    p.add_argument("--max-model-len", type=int, default=512, help="tokens of prompt plus response; default: 512")
-    p.add_argument("--max-num-seqs", type=int, default=256, help="responses generated at a time; default: 256")
-    p.add_argument("--max-batched-tokens", type=int, default=4096, help="tokens per engine step; default: 4096")
+    p.add_argument(
+        "--max-model-len", type=int, default=512, help="maximum tokens of prompt plus response; default: 512"
+    )
+    p.add_argument("--max-num-seqs", type=int, default=256, help="maximum concurrent responses; default: 256")
+    p.add_argument("--max-batched-tokens", type=int, default=4096, help="maximum tokens per engine step; default: 4096")
     p.add_argument("--kv-mb", type=int, help="size of the KV cache in MiB; default: vLLM's share of the device")
     p.add_argument("--eager", action="store_true", help="run the model without compiling it")
     p.add_argument("--sleep", action="store_true", help="allow the engine to sleep (POST /sleep)")
@@ -369,7 +375,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument(
         "--hold-s", type=float, default=3600.0, help="seconds to wait for the removal of --hold-file; default: 3600"
     )
-    p.add_argument("--health-s", type=float, default=30.0, help="seconds for the core to answer /health; default: 30")
+    p.add_argument(
+        "--health-s", type=float, default=30.0, help="seconds to wait for vLLM's core in GET /health; default: 30"
+    )
     return p.parse_args(argv)
 
 

@@ -52,8 +52,8 @@ def cpu_options(eager: bool) -> dict[str, Any]:
         # For a prompt in two chunks vLLM rewinds the random generator of the response.  A CPU generator cannot be
         # rewound, so the core would die.
         "enable_chunked_prefill": False,
-        # Tokens.  Responses share only whole blocks of their prompt, so vLLM's default of 128 would share no shorter
-        # prompt.  CPU kernels need multiples of 32.
+        # Tokens per block.  Responses share only whole blocks of their prompt: with vLLM's default of 128 they would
+        # not share a prompt of fewer tokens.  CPU kernels need multiples of 32.
         "block_size": 32,
         **vllm_internals.cpu_options(eager),
     }
@@ -62,8 +62,9 @@ def cpu_options(eager: bool) -> dict[str, Any]:
 def gpu_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the additional engine options for vLLM's CUDA build.
 
-    vLLM refuses to start unless the share `gpu_memory_utilization` of the device is free.  With an explicit size of the
-    KV cache it does not use that share, so a small share lets an engine restart beside a trainer on the same device.
+    vLLM refuses to start unless the share `gpu_memory_utilization` of the device's memory is free.  If --kv-mb sets the
+    size of the KV cache, vLLM uses the share for nothing else.  A small share then lets an engine restart beside a
+    trainer on the same device.
     """
     share = {} if args.kv_mb is None else {"gpu_memory_utilization": 0.01}
     return {"enable_sleep_mode": args.sleep, **share}

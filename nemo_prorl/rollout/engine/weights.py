@@ -89,7 +89,10 @@ class WeightLoader:
 
 
 def _repack_tied_head(model: Any) -> None:
-    """Pack a tied `lm_head` for CPU kernels after a load.  vLLM 0.32 does so at its start, not in `reload_weights`."""
+    """Pack a tied `lm_head` for CPU kernels after a load.
+
+    vLLM 0.32 packs the head when the engine starts, but not in `reload_weights`.
+    """
     from vllm.platforms import current_platform
 
     head = getattr(model, "lm_head", None)

@@ -1,4 +1,4 @@
-"""Arguments of instructions: one function for each kind that checks a value, and the reader of a truth's `kwargs`."""
+"""Arguments of instructions: a function for each kind of argument, which checks a value, and `read` for `kwargs`."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -78,12 +78,15 @@ def language(value: Any) -> str:
 
 
 def satisfies(number: int, relation: str, limit: int) -> bool:
-    """Return whether `number` is "less than" or "at least" the limit."""
+    """Return whether `number` is less than `limit` or, if `relation` is "at least", not less than `limit`."""
     return number < limit if relation == "less than" else number >= limit
 
 
 def pattern(expression: str, frame: str = "{}", flags: int = re.IGNORECASE) -> re.Pattern[str]:
-    """Compile a keyword put into `frame`: a regular expression, as in IFEval, or literal if it is invalid ("a)")."""
+    """Compile a keyword, put into `frame`, as a regular expression, as IFEval does.
+
+    A keyword that is not a valid regular expression, such as "a)", is matched literally.
+    """
     try:
         return re.compile(frame.format(expression), flags)
     except re.error:

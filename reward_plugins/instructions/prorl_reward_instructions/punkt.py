@@ -140,7 +140,7 @@ def _contains_end(context: str) -> bool:
 
 
 def _contexts(text: str) -> Iterator[tuple[re.Match[str], str]]:
-    """Yield each possible end of a sentence, with its context: its word and the punctuation or word that follows.
+    """Yield each possible end of a sentence, with its context: the word before it, and the punctuation or word after.
 
     If one word contains several possible ends, only the last is yielded.
     """
@@ -159,7 +159,7 @@ def _contexts(text: str) -> Iterator[tuple[re.Match[str], str]]:
 
 
 def _pieces(text: str) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of each sentence in `text`.  Closing punctuation may still be at the start of the next one."""
+    """Yield (start, end) of each sentence in `text`.  Closing punctuation may be at the start of the next sentence."""
     start = 0
     for match, context in _contexts(text):
         if _contains_end(context):

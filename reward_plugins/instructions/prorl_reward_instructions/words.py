@@ -76,7 +76,7 @@ def _apply(rules: Rules, text: str) -> str:
 
 
 def treebank_words(text: str) -> list[str]:
-    """Return the tokens of a text, which Punkt splits into sentences and the rules of the Penn Treebank into tokens."""
+    """Split a text into sentences by Punkt and return the sentences' tokens by the rules of the Penn Treebank."""
     sentences = punkt.sentences(text)
     words = {sentence: _apply(_TREEBANK, sentence).split() for sentence in set(sentences)}
     return [word for sentence in sentences for word in words[sentence]]

@@ -1,7 +1,7 @@
 """Comparison of an answer with the expected one: by form and exact value in microseconds, otherwise by math-verify.
 
 An answer is right if DeepScaleR's grader or math-verify accepts it (paper sec. 2).  This package has its own
-implementation of the former.
+implementation of DeepScaleR's grader.
 """
 
 import functools
@@ -54,7 +54,7 @@ def _without_name(truth: str, answer: str) -> tuple[str, str]:
 
 
 def _same_value(truth: str, answer: str, tolerance: float | None, unit: str) -> bool:
-    """Return whether two answers, not both lists, are equal: by unit and exact value, otherwise by math-verify."""
+    """Return whether two answers, as single values, are equal: by unit and exact value, otherwise by math-verify."""
     truth, own = split_unit(truth)
     exponent, wanted = power_of_ten(unit)
     wanted = wanted.strip(" $") or own
@@ -116,7 +116,7 @@ _parse_truth = functools.lru_cache(maxsize=512)(parse_with_math_verify)  # the a
 
 
 def verify_with_math_verify(truth: str, answer: str) -> bool:
-    """Return whether math-verify accepts the answer; False if it must not or cannot judge it."""
+    """Return whether math-verify accepts the answer; False if `skips_math_verify` is true or memory runs out."""
     from math_verify import verify
 
     if skips_math_verify(truth, answer):

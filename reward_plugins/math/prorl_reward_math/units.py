@@ -38,7 +38,10 @@ _REPLACED = {
 
 
 def read_unit(text: str) -> list[tuple[str, str]]:
-    r"""Return (word, power) pairs of a unit: ("m", ""), ("s", "2") for `m/s^{2}`, without signs; [] if it is none."""
+    r"""Return (word, power) pairs of a unit; [] if the text is not a unit.
+
+    `m/s^{2}` gives ("m", ""), ("s", "2"): a power of 1 is empty, and the signs of powers are dropped.
+    """
     text = TEXT.sub(r" \1", text)
     for pattern, replacement in _REPLACED.items():
         text = re.sub(pattern, replacement, text)
@@ -48,11 +51,11 @@ def read_unit(text: str) -> list[tuple[str, str]]:
 
 
 def split_unit(text: str, loose: bool = False) -> tuple[str, str]:
-    r"""Split `5\,\text{m/s}` or `5 eggs` into the value and its unit; the unit is "" if it is missing.
+    r"""Return (value, unit) of an answer: ("5", "eggs") for `5 eggs`.  The unit is "" if the answer has none.
 
     Args:
-        text: The answer.
-        loose: Read any letters next to a number as a unit (`5 m`, `5m`), not as a factor as in mathematics.
+        text: the answer.
+        loose: treat letters that may be a factor, as in `5 m` or `5m`, as a unit.  Otherwise they stay in the value.
     """
     if found := _ENDINGS[loose].search(text, max(1, len(text) - MAX_UNIT_CHARS)):
         value, unit = text[: found.start()].rstrip(), found.group().strip()
@@ -77,6 +80,6 @@ def same_unit(one: str, other: str) -> bool:
 
 
 def power_of_ten(unit: str) -> tuple[int, str]:
-    """Split a unit such as `10^6 m` into the exponent and the rest; the exponent is 0 without a power of ten."""
+    """Return (exponent, unit without the power of ten): (6, " m") for `10^6 m`, (0, "m") for `m`."""
     found = re.search(r"(?:\\mathrm\{)?10\^\{?([+-]?\d{1,3})\}?\}?", unit)
     return (int(found[1]), unit[: found.start()] + unit[found.end() :]) if found else (0, unit)

@@ -38,7 +38,7 @@ def right_letter(answer: str, options: Sequence[str]) -> str:
 
 
 def _form(text: str) -> str:
-    """Return a text as it is compared: in lower case, without typesetting, spaces and final punctuation."""
+    """Return the form in which texts are compared: lower case, without typesetting, spaces and final punctuation."""
     return re.sub(r"\s+", "", unstyled(text)).rstrip(".,;:").casefold()
 
 
@@ -84,7 +84,10 @@ def _exactly(text: str, options: Sequence[str]) -> list[int]:
 
 
 def _labelled(index: int, rest: str, texts: Sequence[str], known: str) -> set[int]:
-    """Return the indexes that `C) rest` names: `index` (of C), and options in `rest` by text, letter or value."""
+    """Return the indexes of the options that an answer `C) rest` names: `index`, and options that `rest` names.
+
+    `index` is the index of C.  `rest` may name an option by text, letter or value.
+    """
     named = set(_texts(rest, texts))
     if named:
         return {index} if index in named else {index, *named}

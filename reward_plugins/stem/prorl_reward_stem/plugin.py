@@ -76,7 +76,10 @@ def stated_choice(text: str) -> str | None:
 
 
 class StemReward(MathReward):
-    """Binary reward: 1 if the last boxed answer to a science question is right (paper sec. 2).  Settings of `math`."""
+    """Binary reward: 1 if the last boxed answer to a science question is right (paper sec. 2).
+
+    The settings are those of the plugin `math`.
+    """
 
     name = "stem"
     tasks = ("stem",)

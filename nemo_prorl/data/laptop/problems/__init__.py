@@ -1,8 +1,8 @@
-"""Small generated problems, one module per domain, each a pure function of the draw's number.
+"""Small generated problems, one module per domain; a problem depends only on its source and the draw's number.
 
-A draw is `{"task", "prompt", "truth"}`, whose prompt is the problem alone, with `"meta": {"target"}` if the correct
-response does not follow from the truth.  Problems fit the laptop's model: in the laptop's templates a prompt has fewer
-than 48 of its tokens, and a target at most 16.
+A draw is `{"task", "prompt", "truth"}`; its prompt is the problem without a template.  If the correct response does not
+follow from the truth, the draw also has `"meta": {"target": RESPONSE}`.  Problems fit the laptop's model: with the
+laptop's templates, a prompt has fewer than 48 tokens of that model, and a target has at most 16.
 """
 
 import random
@@ -37,7 +37,10 @@ def options_of(source: DataSource, defaults: dict[str, Any]) -> dict[str, Any]:
 
 
 def kinds_of(source: DataSource, given: Any, known: Sequence[str], least: int = 1) -> list[str]:
-    """Return the option `kinds`.  Raises ConfigError unless it has at least `least` different names of `known`."""
+    """Return `given`, the value of the option `kinds`.
+
+    Raises ConfigError unless `given` is a list of at least `least` names of `known`, each once.
+    """
     fits = isinstance(given, list) and all(isinstance(kind, str) for kind in given) and len(set(given)) == len(given)
     if not fits or set(given) - set(known) or len(given) < least:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Generates one-line programming problems, answered in a fenced block and judged by the `code` plugin.
 
-If the problem is a function, a response with a wrong number still passes some of the tests.  Its
-reward is then between 0 and 1.
+If the problem asks for a function, a response with a wrong number still passes some of the tests, so its reward is
+between 0 and 1.
 """
 
 import random
@@ -17,8 +17,8 @@ _Problem = tuple[str, str, dict[str, Any]]  # (problem text, correct program, tr
 def code(source: DataSource) -> Draw:
     """Return the draw function for small programming problems.
 
-    Options: `kinds` (some of `sum`, `repeat`, `linear`, `bound`), `max_value` (largest number in a problem; the bound
-    of `bound` may be ten times as large).
+    Options: `kinds` (some of `sum`, `repeat`, `linear`, `bound`), `max_value` (largest number in a problem; in
+    problems of the kind `bound`, the bound may be ten times as large).
     """
     options = options_of(source, {"kinds": KINDS, "max_value": 99})
     kinds = kinds_of(source, options["kinds"], KINDS)

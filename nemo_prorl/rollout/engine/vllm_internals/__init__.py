@@ -2,7 +2,8 @@
 
 `scheduler.py` returns tokens every few seconds instead of one by one.  `cpu.py` is for vLLM's CPU build: faster norms,
 and log-probabilities that do not depend on the number of running responses.  Both use names that vLLM may change in any
-release.  The functions below return the engine options that switch them on, and no options under another version.
+release.  The functions below return the engine options that switch the changes on; under another version of vLLM they
+return no options.
 
 Importing this module imports neither torch nor vLLM.
 """
@@ -50,7 +51,7 @@ def scheduler_options() -> dict[str, Any]:
 
 
 def cpu_options(eager: bool) -> dict[str, Any]:
-    """Return the engine options that select the worker of cpu.py and, for an uncompiled (eager) model, its norms."""
+    """Return the engine options that select the worker and, for an uncompiled (eager) model, the norms of cpu.py."""
     if not fits_installed_vllm():
         return {}
     worker = {"worker_extension_cls": f"{__name__}.cpu.CpuWorker"}

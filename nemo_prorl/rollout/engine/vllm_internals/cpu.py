@@ -19,7 +19,10 @@ _ROWS = 4  # float32 products of at least this many rows are all summed in the s
 
 
 def _register_norms() -> None:
-    """Offer vLLM's compiled RMSNorm on CPUs, too.  vLLM's own version for CPUs passes over the data six times."""
+    """Register vLLM's compiled RMSNorm for CPUs, under the name NORMS.
+
+    The RMSNorm that vLLM itself uses on CPUs passes over the data six times.
+    """
     from vllm import ir
     from vllm.platforms import current_platform
 

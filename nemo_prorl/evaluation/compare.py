@@ -131,9 +131,11 @@ def _check_same_prompts(name: str, models: Sequence[Evaluated]) -> None:
 
 
 def _entry(found: Mapping[str, Scored], where: str) -> tuple[ComparedPart, dict[str, Paired]]:
-    """Return the entry of a benchmark, or of a part of it, and each other model paired with the base.
+    """Return the entry of a benchmark or part in comparison.json, and by name each other model's `Paired`.
 
-    `where`: BENCHMARK or BENCHMARK/PART, which seeds the bootstrap.
+    Args:
+        found: samples of each model, by name; the first model is the base.
+        where: BENCHMARK or BENCHMARK/PART, which seeds the bootstrap.
     """
     numbers_of = {model: numbers(one) for model, one in found.items()}
     base, *others = found
@@ -153,7 +155,7 @@ def _entry(found: Mapping[str, Scored], where: str) -> tuple[ComparedPart, dict[
 
 
 def _pair(base: Scored, other: Scored, key: str) -> Paired | None:
-    """Return the differences over the prompts that both models have, or None if they share none.
+    """Return the differences over the prompts that are judged for both models; None if there are no such prompts.
 
     The bootstrap draws depend only on `key` and SEED.
     """
@@ -183,7 +185,7 @@ def _pair(base: Scored, other: Scored, key: str) -> Paired | None:
 def _solved(base: Scored, other: Scored) -> SolvedCounts:
     """Count the prompts that both models, only the base, only the other or neither solved at least once.
 
-    Of each prompt, equally many samples of both models count; surplus samples of one model are ignored.
+    For each prompt, equally many samples of both models count; surplus samples of one model are ignored.
     """
     counts: SolvedCounts = {"both": 0, "gained": 0, "lost": 0, "neither": 0}
     for mine, theirs in zip(base.samples, other.samples, strict=True):
@@ -219,6 +221,19 @@ def reading(curve: Mapping[str, Interval], reward: Interval) -> Reading:
     if worse or less:
         return "worse"
     return "closer" if reward["low"] > 0 else "no difference"
+
+
+def explained(found: Reading, base: str, k: int) -> str:
+    """Return a reading as a clause whose subject is the other model; `k` is the largest measured k."""
+    tries = f"{k} {'try' if k == 1 else 'tries'}"
+    return {
+        "new solutions": f"solves more prompts in {tries} than {base}: new solutions",
+        "sharpened": f"is right more often at the first try, but {base} solves as many prompts in {tries}: sharpened",
+        "narrowed": f"is right more often at the first try, but {base} solves more prompts in {tries}: narrowed",
+        "worse": f"is right less often than {base}: worse",
+        "closer": f"has a higher mean reward than {base}, but is not right more often: closer",
+        "no difference": f"cannot be told from {base}: no difference",
+    }[found]
 
 
 def _group(names: list[str], others: Sequence[str], paired: Mapping[tuple[str, str], Paired]) -> ComparedGroup:
@@ -262,7 +277,8 @@ def table(comparison: EvaluationComparison) -> str:
         for mean in compared["differences"]:
             largest = max(mean["pass@k"], key=int)
             gains = f"pass@1 {_percent(mean['pass@1'])}, pass@{largest} {_percent(mean['pass@k'][largest])}"
-            text.append(f"{group}: {mean['model']} - {comparison['base']}: {gains}: {mean['reading']}")
+            words = explained(mean["reading"], comparison["base"], int(largest))
+            text.append(f"{group}: {mean['model']} - {comparison['base']}: {gains}: {mean['model']} {words}")
     if comparison["skipped"]:
         text.append(f"left out, because not in all evaluations: {', '.join(comparison['skipped'])}")
     text.append(f"All in percent; in brackets: {100 * LEVEL:.0f} % intervals of a paired bootstrap over prompts.")
@@ -278,7 +294,9 @@ def _percent(value: Interval | None) -> str:
 def _summary(one: Difference, base: str) -> str:
     solved, k = one["solved"], one["base_k"]
     tries = "more tries than were sampled" if k is None else f"{k} {'try' if k == 1 else 'tries'}"
+    words = explained(one["reading"], base, max(map(int, one["pass@k"])))
     return (
-        f"{one['model']}: {one['reading']}; prompts solved by {one['model']} alone {solved['gained']}, by {base} alone"
-        f" {solved['lost']}, by both {solved['both']}; {base} needs {tries} to reach {one['model']}'s pass@1"
+        f"{one['model']} {words}.\n  Prompts solved at least once: by {one['model']} alone {solved['gained']},"
+        f" by {base} alone {solved['lost']}, by both {solved['both']}. {base} needs {tries} to reach"
+        f" {one['model']}'s pass@1."
     )

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -69,7 +69,7 @@ class Records:
         self._checkpoint_s = 0.0
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the journal so far; nothing on ranks other than 0."""
+        """Return the journal's events so far; an empty list on ranks other than 0."""
         return self._journal.events() if self._writes else []
 
     def alarm(self, step: int, what: str) -> None:
@@ -79,7 +79,7 @@ class Records:
             self.event("alarm", step, what=what)
 
     def log(self, metrics: Metrics) -> None:
-        """Write a step's line of metrics.jsonl; `time/step` is the sum of its phases."""
+        """Set `time/step` to the sum of the step's phases, and write the step's line of metrics.jsonl."""
         seconds = sum(v for k, v in metrics.as_json().items() if k.startswith("time/") and k.count("/") == 1)
         metrics.put("time/step", seconds)
         if not self._writes:
@@ -92,14 +92,26 @@ class Records:
             logger.log_metrics(numbers, step=metrics.step)
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl; nothing on ranks other than 0."""
+        """Return the lines of metrics.jsonl; an empty list on ranks other than 0."""
         return [json.loads(line) for line in self._metrics.read_text().splitlines()] if self._writes else []
 
-    def rollouts(self, step: int, groups: Sequence[Any], judged_text: Callable[[list[int], list[int]], str]) -> None:
-        """Write the groups that `trainer.grpo.save_rollout_groups` selects, with the texts that verifiers got."""
+    def rollouts(
+        self,
+        step: int,
+        groups: Sequence[Any],
+        dropped: Sequence[Any],
+        judged_text: Callable[[list[int], list[int]], str],
+    ) -> None:
+        """Write the step's first `trainer.grpo.save_rollout_groups` groups, with the texts that verifiers got.
+
+        Args:
+            groups: groups that the step trains on.
+            dropped: dropped groups, at least those among the first ones.
+        """
         most = self._cfg.trainer.grpo.save_rollout_groups
         if self._writes and most != 0:
-            write_rollouts(self.dir, step, groups if most < 0 else groups[:most], judged_text)
+            first = sorted([*groups, *dropped], key=lambda group: group.draw_index)[: None if most < 0 else most]
+            write_rollouts(self.dir, step, first, {group.draw_index for group in groups}, judged_text)
 
     def checkpoint_took(self, seconds: float) -> None:
         self._checkpoint_s += seconds
@@ -148,7 +160,7 @@ class Records:
                 file.write(data[length:])
             os.truncate(self._metrics, length)
             _log.info(
-                "metrics.jsonl: %d bytes of steps after the checkpoint, which are made again, were moved to %s",
+                "metrics.jsonl: moved %d bytes of the steps after the checkpoint to %s; these steps are repeated",
                 len(data) - length,
                 lost,
             )
@@ -201,9 +213,17 @@ def write_json(path: Path, value: Any, indent: int | None = 1) -> None:
 
 
 def write_rollouts(
-    run_dir: Path, step: int, groups: Sequence[Any], judged_text: Callable[[list[int], list[int]], str]
+    run_dir: Path,
+    step: int,
+    groups: Sequence[Any],
+    trained: Collection[int],
+    judged_text: Callable[[list[int], list[int]], str],
 ) -> None:
-    """Write rollouts/step-N.jsonl: one line per response, with its prompt record and verdict."""
+    """Write rollouts/step-N.jsonl: one line per response, with its prompt record and verdict.
+
+    Args:
+        trained: `draw_index` of the groups that the step trains on; the others were dropped.
+    """
     folder = run_dir / "rollouts"
     folder.mkdir(exist_ok=True)
     lines = []
@@ -211,7 +231,8 @@ def write_rollouts(
         for response, verdict in zip(group.responses, group.verdicts, strict=True):
             text = judged_text(group.prompt_ids, response.token_ids)
             request = {**group.record, "response": text, "finished": response.finished}
-            lines.append(json.dumps({**request, "verdict": verdict, "version": response.weight_version}))
+            verdict_and_use = {"verdict": verdict, "trained": group.draw_index in trained}
+            lines.append(json.dumps({**request, **verdict_and_use, "version": response.weight_version}))
     (folder / f"step-{step}.jsonl").write_text("".join(line + "\n" for line in lines))
 
 

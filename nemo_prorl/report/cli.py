@@ -23,7 +23,12 @@ def add_parser(commands: Any) -> None:
     where = "file to write; default: report.html in the run directory, for several runs in this folder"
     parser.add_argument("--out", metavar="FILE", type=Path, help=where)
     parser.add_argument(
-        "--evaluation", metavar="DIR", nargs="+", type=Path, default=[], help="folders of prorl evaluate"
+        "--evaluation",
+        metavar="DIR",
+        nargs="+",
+        type=Path,
+        default=[],
+        help="evaluations to show: folders that prorl evaluate wrote",
     )
     many = f"responses in the sample browser; -1: all that fit; default: {SAMPLES}"
     parser.add_argument("--samples", metavar="N", type=int, default=SAMPLES, help=many)

@@ -1,10 +1,11 @@
-"""Data of the page as one JSON value.  Every number of the page is in it."""
+"""The data of the report page as one JSON value, which contains every number that the page shows."""
 
 import time
 from pathlib import Path
 from typing import Any
 
 from nemo_prorl.report import evaluation, samples, series, tables
+from nemo_prorl.report.outcome import outcome
 from nemo_prorl.report.probe import probe
 from nemo_prorl.report.read import Curve, read_curves
 
@@ -13,7 +14,7 @@ _ALL_POINTS = 1024
 
 
 def page_data(folders: list[Path], evaluations: list[Path], limit: int) -> dict[str, Any]:
-    """Read run directories and evaluations.
+    """Return the data of the page as a JSON value, read from run directories and evaluations.
 
     Args:
         limit: responses in the sample browser, shared by the runs; -1 means all that fit into a page.
@@ -41,12 +42,14 @@ def _curve(curve: Curve, points: int, limit: int) -> dict[str, Any]:
     return {
         "name": curve.name,
         "steps": sum(run.last_step for run in curve.runs),
+        "outcome": outcome(curve),
         "bucket": grid.size,
         **grid.steps(curve),
         "metrics": {key: value for key, value in found.items() if value is not None},
         "validations": series.validations(curve, points),
         "marks": series.marks(curve),
         "stages": tables.stage_rows(curve),
+        "configuration": tables.configuration(curve.runs[0]),
         "phases": tables.phases(curve),
         "events": tables.events(curve),
         "samples": shown,

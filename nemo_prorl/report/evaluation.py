@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.evaluation.compare import explained
 from nemo_prorl.evaluation.store import read_json
 
 _FACTS = ("title", "out_of_distribution", "prompts", "samples", "unjudged", "truncated", "pass@1", "reward", "tokens")
@@ -34,7 +35,9 @@ def _shown(path: Path, shape: Callable[[Mapping[str, Any]], dict[str, Any]]) -> 
         json.dumps(shown, allow_nan=False)  # a page cannot show NaN
         return shown
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{path}: not as prorl evaluate writes it: {error!r}") from error
+        raise DataError(
+            f"{path}: expected a file that prorl evaluate wrote; got an invalid value: {error!r}"
+        ) from error
 
 
 def _groups(value: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -65,7 +68,7 @@ def _comparison(value: Mapping[str, Any]) -> dict[str, Any]:
         "level": value["bootstrap"]["level"],
         "skipped": value["skipped"],
         "rows": [
-            _difference(title, entry, one)
+            _difference(title, entry, one, value["base"])
             for title, entry in (titled | _groups(value)).items()
             for one in entry["differences"]
         ],
@@ -76,9 +79,10 @@ def _comparison(value: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _difference(title: str, entry: Mapping[str, Any], one: Mapping[str, Any]) -> dict[str, Any]:
+def _difference(title: str, entry: Mapping[str, Any], one: Mapping[str, Any], base: str) -> dict[str, Any]:
     most = max(one["pass@k"], key=int)
-    facts = {key: one[key] for key in ("model", "pass@1", "reward", "reading")}
+    facts = {key: one[key] for key in ("model", "pass@1", "reward")}
+    facts["reading"] = explained(one["reading"], base, int(most))
     more = {key: one[key] for key in ("prompts", "base_k") if key in one} | one.get(
         "solved", {}
     )  # means over benchmarks

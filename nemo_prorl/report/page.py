@@ -12,7 +12,17 @@ import re
 from importlib.resources import files
 from typing import Any
 
-_SCRIPTS = ("uplot.min.js", "base.js", "chart.js", "panels.js", "samples.js", "evaluation.js", "probe.js", "main.js")
+_SCRIPTS = (
+    "uplot.min.js",
+    "base.js",
+    "chart.js",
+    "panels.js",
+    "samples.js",
+    "evaluation.js",
+    "probe.js",
+    "outcome.js",
+    "main.js",
+)
 _TELLING = ("reward/all", "validation/all", "kl", "entropy", "rollout/response_tokens", "keep_rate/all", "time/step")
 
 

@@ -12,7 +12,7 @@ _TEXT = 2000  # characters of a response
 
 
 def probe(curve: Curve) -> dict[str, Any] | None:
-    """Return numbers, advice and three responses of each source from the first run's probe.json; None without one."""
+    """Return numbers, advice and three responses per source from probe.json of the first run; None if missing."""
     found = curve.runs[0].probe
     rows = [_row(one) for one in _objects(found.get("sources"))]
     if not rows:

@@ -1,6 +1,6 @@
-"""Reader of run directories for the report.  Missing, cut or unfinished files become problems in the report.
+"""Reader of run directories for the report, also of killed runs and of runs that continue.
 
-An error is raised only for a folder that is not a run.  The files may come from a killed run or one that continues.
+The report lists missing and damaged files as problems.  An error is raised only for a folder that is not a run.
 """
 
 import json
@@ -40,14 +40,14 @@ class RunRecord:
         return int(self.metrics[-1]["step"]) if self.metrics else 0
 
     def setting(self, key: str) -> Any:
-        """Return a value of the configuration by its dotted key, or None if the file does not have it."""
+        """Return a value of the configuration by its dotted key, or None if the configuration does not have the key."""
         value: Any = self.config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         return value
 
     def counted(self, kind: str) -> list[dict[str, Any]]:
-        """Return the events of one kind that have a step, without those that a resume discarded."""
+        """Return the events of one kind that have a step, except events of steps that a resume discarded."""
         found: list[dict[str, Any]] = []
         for event in self.events:
             if (step := step_of(event)) is None:
@@ -80,7 +80,7 @@ class Curve:
 def run_folders(folder: Path) -> tuple[list[Path], bool]:
     """Return the run directories of a RUN argument in order, and whether they are a chain.
 
-    Raises ConfigError if there is none.
+    Raises ConfigError if the argument contains no run directory.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give a run directory, or the folder of a chain (run1, run2, ...)")
@@ -195,9 +195,9 @@ def _lines(path: Path, problems: list[str], missing_is_fine: bool = False) -> It
 
 
 def _steps(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """Return metrics in order of steps.
+    """Return the lines of metrics.jsonl in order of steps, each step once.
 
-    For a repeated step the later line counts, and earlier lines after it are dropped.
+    A resumed run may write steps again: a line replaces all lines before it that have the same or a later step.
     """
     lines: list[dict[str, Any]] = []
     odd = 0
@@ -220,13 +220,13 @@ def rollout_files(folder: Path) -> dict[int, Path]:
 
 
 def step_of(line: dict[str, Any]) -> int | None:
-    """Return the step of a metrics line or an event, or None if it has no valid one."""
+    """Return the step of a metrics line or an event, or None if the line has no valid step."""
     step = line.get("step")
     return step if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53 else None
 
 
 def number(value: Any) -> float | None:
-    """Return a finite number, otherwise None."""
+    """Return `value` as a float if it is a finite number, otherwise None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -237,6 +237,6 @@ def number(value: Any) -> float | None:
 
 
 def part_of(value: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return the object under `key`, or an empty one if there is none."""
+    """Return the object under `key`; {} if there is no object under this key."""
     part = value.get(key)
     return part if isinstance(part, dict) else {}

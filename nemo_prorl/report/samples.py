@@ -10,17 +10,23 @@ from typing import Any
 from nemo_prorl.report.read import Curve, RunRecord, number, part_of
 
 PER_GROUP = 4
-_FILE_BYTES = 64 * 2**20  # bytes of a step's file, at most
+_FILE_BYTES = 64 * 2**20  # maximum bytes read from a step's file
 _TEXT = 6000  # characters of a prompt or response; the middle of a longer one is left out
 _TRUTH = 1000
 _PAGE_TEXT = 3_000_000  # characters of all responses and prompts of a page
 
 
 def samples(curve: Curve, limit: int) -> dict[str, Any]:
-    """Return `groups` (prompt, truth, scores of all its responses) and `items` (responses), at most `limit` of them.
+    """Return stored responses of a curve, and their groups, for the page.
 
-    `limit` -1 means all that fit into a page.  `stored` and `read` are numbers of steps, `left_out` the omitted
-    responses of the steps read.
+    Args:
+        limit: maximum number of responses; -1 means all that fit into a page.
+
+    Returns:
+        groups: prompt, truth, and number and mean score of all responses, for each group.
+        items: the responses.
+        stored, read: number of steps with stored responses, and number of steps that were read.
+        left_out: number of responses in the steps read that are not in `items`.
     """
     steps = [(stage, step) for stage, run in enumerate(curve.runs) for step in run.rollouts]
     chosen = steps if limit < 0 else _spread(steps, max(1, limit // (2 * PER_GROUP)) if limit else 0)
@@ -28,7 +34,7 @@ def samples(curve: Curve, limit: int) -> dict[str, Any]:
     groups: list[dict[str, Any]] = []
     items: list[dict[str, Any]] = []
     seen, room = 0, _PAGE_TEXT
-    for stage, step in chosen:
+    for stage, step in reversed(chosen):  # newest first
         run, offset = curve.runs[stage], curve.offsets[stage]
         found, number_of_responses = _of_step(run, step, per_step)
         seen += number_of_responses
@@ -43,7 +49,7 @@ def samples(curve: Curve, limit: int) -> dict[str, Any]:
 
 
 def _spread(steps: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    """Return `count` items at equal distances, with the last one and, if there are two or more, the first."""
+    """Return `count` steps at equal distances: always the last step, and the first if `count` is 2 or more."""
     if len(steps) <= count:
         return steps
     if count <= 1:
@@ -66,14 +72,17 @@ def _of_step(run: RunRecord, step: int, limit: int | None) -> tuple[list[Group],
 
 @functools.lru_cache(maxsize=256)  # a live report reads the same files repeatedly
 def _read(path: Path, _changed: int, _size: int, limit: int | None) -> tuple[list[Group], int]:
-    """Return groups of at most `limit` responses of a step's file, and the file's total; a changed file is reread."""
+    """Return the groups of a step's file with at most `limit` responses together, and the number of all its responses.
+
+    The cache reads a changed file again, because the time of the last change and the size are arguments.
+    """
     stored = [_group(list(lines)) for _, lines in groupby(_requests(path), key=lambda line: str(line.get("id")))]
     count = sum(len(items) for _, items in stored)
     if limit is None:
         return stored, count
     by_task = {group["task"]: [one for one in stored if one[0]["task"] == group["task"]] for group, _ in stored}
     kept: list[Group] = []
-    for group, items in filter(None, chain.from_iterable(zip_longest(*by_task.values()))):  # one of each task in turn
+    for group, items in filter(None, chain.from_iterable(zip_longest(*by_task.values()))):  # a group per task in turn
         if limit > 0:
             kept.append((group, _telling(items, min(PER_GROUP, limit))))
             limit -= len(kept[-1][1])
@@ -104,6 +113,7 @@ def _group(lines: list[dict[str, Any]]) -> Group:
         "prompt": cut(_prompt(first.get("prompt")), _TEXT),
         "truth": "" if truth is None else cut(json.dumps(truth, ensure_ascii=False), _TRUTH),
         "n": len(lines),
+        "trained": first["trained"] if isinstance(first.get("trained"), bool) else None,
         "mean": number(sum(scores) / len(scores)) if scores else None,
     }
     return group, items
@@ -135,9 +145,10 @@ def _item(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _telling(items: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Return the `count` most telling responses, in the file's order.
+    """Return the `count` most informative responses, in the order of the file.
 
-    The best, the worst, one cut off and one without a verdict come first in the choice, then the others.
+    Chosen first are the best response, the worst, a response that was cut off, and a response without a verdict; then
+    the others, in the order of the file.
     """
     everything = range(len(items))
     judged = sorted((k for k in everything if items[k]["score"] is not None), key=lambda k: items[k]["score"])
@@ -148,9 +159,9 @@ def _telling(items: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
 
 
 def shaping(run: RunRecord, item: dict[str, Any]) -> dict[str, Any]:
-    """Return the response with `shaped`, the reward in training, and `shaping`, why it differs from the score.
+    """Return the response with `shaped` (its reward in training) and `shaping` (why `shaped` differs from its score).
 
-    Shapings by length are missing, because they need token counts, which are not stored.
+    With shaping by length `shaped` is None, because this shaping needs token counts, which are not stored.
     """
     named = (("overlong", "overlong_tokens"), ("cosine", "cosine"))
     by_length = [name for name, on in named if run.setting(f"trainer.grpo.shaping.{on}")]

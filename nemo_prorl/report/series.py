@@ -1,7 +1,8 @@
 """Series of metrics for the page: a limited number of points per curve, and the range of each point.
 
-A long run has more steps than a screen has pixels.  Steps are grouped in buckets of equal size, never across stages.  A
-bucket keeps its mean, minimum and maximum, so that no spike is lost, and the page states its size.
+A long run has more steps than a screen has pixels.  So one point shows a bucket, a group of successive steps of one
+stage.  A point has the mean, minimum and maximum of its bucket, so that no spike is lost.  The page says how many steps
+a bucket has.
 """
 
 from collections.abc import Iterable
@@ -14,13 +15,19 @@ from nemo_prorl.report.read import Curve, number
 
 @dataclass(frozen=True)
 class Grid:
-    """Buckets of successive steps, the same for all metrics of a curve: (stage, first row, row after the last)."""
+    """Buckets of successive steps, the same for all metrics of a curve.
+
+    A bucket is (number of the stage from 0, its first row in the metrics of the stage, the row after its last).
+    """
 
     buckets: tuple[tuple[int, int, int], ...]
     size: int  # steps in a bucket, at most
 
     def steps(self, curve: Curve) -> dict[str, list[float]]:
-        """Return `x`, the middle of each bucket counted over all stages, and `x0`, `x1`, its first and last step."""
+        """Return three lists with a number for each bucket: `x`, its middle; `x0` and `x1`, its first and last step.
+
+        Steps are counted over all stages.  With one step per bucket there is only `x`.
+        """
         first, last = [], []
         for stage, begin, end in self.buckets:
             rows, offset = curve.runs[stage].metrics, curve.offsets[stage]
@@ -53,10 +60,11 @@ def keys_of(curve: Curve) -> list[str]:
 
 
 def metric(curve: Curve, key: str, grid: Grid) -> dict[str, Any] | None:
-    """Return the points of a metric and its exact statistics over all steps, or None if no step has a number.
+    """Return the points of a metric, and its exact statistics over all steps; None if no step has the metric.
 
-    `m`: means of the grid's buckets, null for an empty bucket; `lo`, `hi`: their range, if buckets have several
-    steps.  A metric of few steps, such as a validation, has its own exact steps `x` instead of the grid's.
+    `m` is the mean of each bucket, None for a bucket without a number.  `lo` and `hi` are the smallest and the largest
+    number of each bucket, if buckets have several steps.  A metric that few steps have, such as a validation, has one
+    point per step instead, with the steps in `x`.
     """
     values = [_column(run.metrics, key) for run in curve.runs]
     points = [
@@ -80,7 +88,7 @@ def metric(curve: Curve, key: str, grid: Grid) -> dict[str, Any] | None:
 
 
 def _column(lines: list[dict[str, Any]], key: str) -> list[float | None]:
-    """Return the finite numbers of a metric, None elsewhere (half a million in a long run)."""
+    """Return a metric's value in each line, None unless it is a finite number.  A long run has 500,000 lines."""
     found = []
     for line in lines:
         value = line.get(key)
@@ -89,7 +97,7 @@ def _column(lines: list[dict[str, Any]], key: str) -> list[float | None]:
 
 
 def _stats(points: list[tuple[int, float]]) -> dict[str, Any]:
-    """Return first, last, minimum, maximum (with its step), mean and count over all steps."""
+    """Return first, last, smallest, largest (with its step) and mean value of (step, value) points, and their count."""
     numbers = [value for _, value in points]
     named = {"first": numbers[0], "last": numbers[-1], "min": min(numbers), "max": max(numbers)}
     named["mean"] = sum(numbers) / len(numbers)
@@ -105,8 +113,8 @@ def rounded(values: Iterable[float | None]) -> list[float | None]:
 def validations(curve: Curve, points: int) -> dict[str, dict[str, Any]]:
     """Return validations by name, from the journal.
 
-    `x`: steps; `m`: means; `lo`, `hi`: mean minus and plus one standard error.  If there are more than `points`, only
-    every k-th is kept; `left_out` is the number of the others.
+    `x`: steps; `m`: means; `lo`, `hi`: mean minus and plus one standard error.  If there are more validations than
+    `points`, only every k-th is kept, and `left_out` is the number of those not kept.
     """
     found: dict[str, dict[int, tuple[float, float | None]]] = {}
     for run, offset in zip(curve.runs, curve.offsets, strict=True):
@@ -120,7 +128,7 @@ def validations(curve: Curve, points: int) -> dict[str, dict[str, Any]]:
 
 def _validation(judged: list[tuple[int, tuple[float, float | None]]], points: int) -> dict[str, Any]:
     every = max(1, -(-len(judged) // points))
-    kept = [point for index, point in enumerate(reversed(judged)) if index % every == 0][::-1]  # the last one always
+    kept = [point for index, point in enumerate(reversed(judged)) if index % every == 0][::-1]  # keeps the last one
     series: dict[str, Any] = {"x": [x for x, _ in kept], "m": rounded(m for _, (m, _) in kept)}
     if any(error is not None for _, (_, error) in kept):
         series["lo"] = rounded(m - e if e is not None else None for _, (m, e) in kept)
@@ -133,7 +141,7 @@ def _validation(judged: list[tuple[int, tuple[float, float | None]]], points: in
 def marks(curve: Curve) -> list[dict[str, Any]]:
     """Return the vertical marks of a curve's charts: starts of stages and committed hard resets.
 
-    Each has `x`, half a step after the last step before it, `kind` and `text`.
+    A mark has `kind`, `text` and `x`, which is half a step after the last step before the mark.
     """
     found = []
     for run, offset in zip(curve.runs, curve.offsets, strict=True):

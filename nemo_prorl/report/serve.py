@@ -1,8 +1,8 @@
 """`prorl report --serve`: the page on this machine's loopback address, with newer data while a run continues.
 
-The server has two addresses, `/` and `/data.json`, and answers only requests whose Host is this machine, so that a page
-of another site cannot read the report through a name of its own for this address.  No path of a request reaches the
-file system.
+The server has two addresses, `/` and `/data.json`.  It answers only requests whose header Host is 127.0.0.1 or
+localhost: otherwise a page of another site could read the report under a host name that it maps to 127.0.0.1 (DNS
+rebinding).  The path of a request is never used as the path of a file.
 """
 
 import hashlib
@@ -34,8 +34,10 @@ from nemo_prorl.report.read import run_folders
 _log = logging.getLogger(__name__)
 
 _DATA = "/data.json"
-_LEAST_S = 1.0  # between two readings of the run directories,
-_PAUSE = 4  # and at least this many times the duration of the last reading, which must not take a core from the run
+# Pause between two readings of the run directories: _LEAST_S seconds and _PAUSE times the duration of the last reading,
+# so that the readings do not take a core from the run.
+_LEAST_S = 1.0
+_PAUSE = 4
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -72,7 +74,7 @@ class PageSource:
             return self._data, self._body, self._tag
 
     def _files(self) -> Iterator[tuple[str, int, int]]:
-        """Yield (path, time of last change, size) of each file; other values mean that a file has changed."""
+        """Yield (path, time of last change, size) of each file that the data comes from, to notice changed files."""
         folders = [folder for argument in self._runs for folder in run_folders(argument)[0]]
         names = ("config.yaml", "metrics.jsonl", "journal.jsonl", "launches.jsonl", "summary.json", "rollouts")
         paths = [folder / name for folder in folders for name in names]
@@ -126,7 +128,7 @@ def server(source: PageSource) -> uvicorn.Server:
 
 
 def serve(runs: list[Path], evaluations: list[Path], samples: int, port: int) -> int:
-    """Print the address and serve until interrupted.  Raises ConfigError before that if an argument is wrong."""
+    """Print the address and serve until interrupted; return 0.  Raises ConfigError at once if an argument is wrong."""
     source = PageSource(runs, evaluations, samples)
     with listen(port) as listener:
         source.data()  # raises before the start if arguments are wrong

@@ -61,9 +61,9 @@ def run_state(run_dir: Path) -> dict[str, Any]:
 
 
 def _launches(run: RunRecord) -> dict[str, Any]:
-    """Return the number of starts by Slurm jobs, the last start, and the last end.
+    """Return the number of attempts by Slurm jobs, the record of the last beginning, and the record of the last end.
 
-    A job that was refused because another one uses the run directory does not count.
+    An attempt that was refused because another process uses the run directory does not count.
     """
     ends = [line for line in run.launches if line["event"] == "end"]
     refused = [end for end in ends if end["code"] == 2 and "is in use by another process" in end["what"]]
@@ -125,7 +125,7 @@ def chain_state(folder: Path, record: ChainRecord) -> dict[str, Any]:
         try:
             states = job_states(jobs)
         except UnfitMachine as error:
-            _log.warning("Slurm's states are missing: %s", error)
+            _log.warning("the states of the Slurm jobs cannot be shown: %s", error)
     stages = []
     for entry in record["stages"]:
         state = states.get(entry["job"] or "", _UNKNOWN)

@@ -2,16 +2,19 @@
 
 import json
 import re
+import shlex
 from typing import Any
 
 from nemo_prorl.lifecycle.bottleneck import bottleneck
 from nemo_prorl.report.read import Curve, RunRecord, number, part_of, step_of
+from nemo_prorl.report.samples import cut
 from nemo_prorl.report.series import keys_of, rounded
 
 _EVENTS = 1000  # events on the page: first the alarms and resets that fit, then the newest
 _TEXT = 1000
+_VALUE = 1000  # characters of a setting
 _COMMON = ("event", "step", "time")  # common fields of events
-# Keys that name places and people, not the run; data is compared as a whole.
+# Keys of places, names and people instead of settings of the training; they are not compared.
 _PLACES = ("run_dir", "stage", "on_event", "exp_manager", "chain", "pretrained_checkpoint", "rollout.python")
 
 
@@ -43,27 +46,31 @@ def _row(run: RunRecord, changes: dict[str, str]) -> dict[str, Any]:
 
 
 def _sum(run: RunRecord, key: str) -> float:
-    """Return the sum over all steps; values that are not finite count as 0."""
+    """Return the sum of a metric over all steps; values that are not finite count as 0."""
     return number(sum(number(line.get(key)) or 0.0 for line in run.metrics)) or 0.0
 
 
 def _origin(checkpoint: str) -> str:
-    """Return `run1, step 20` for .../run1/checkpoints/step-000020, and the end of the path for other places."""
+    """Return `run1, step 20` for .../run1/checkpoints/step-000020, and the last three parts of any other path."""
     if match := re.fullmatch(r"(?:.*/)?([^/]+)/checkpoints/step-(\d{1,15})/?", checkpoint):
         return f"{match[1]}, step {int(match[2])}"
     return "/".join(checkpoint.split("/")[-3:])
 
 
-def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return a configuration's dotted keys with values as text; keys in `_PLACES`, such as run_dir, are left out."""
+def _flat(config: dict[str, Any], prefix: str = "", named: bool = True) -> dict[str, str]:
+    """Return a configuration's dotted keys with values as text; keys in `_PLACES`, such as run_dir, are left out.
+
+    Args:
+        named: show a list of data sources by the names of the sources only.
+    """
     found: dict[str, str] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
         if name in _PLACES:
             continue
         if isinstance(value, dict):
-            found.update(_flat(value, f"{name}."))
-        elif name in ("data.train", "data.validation") and isinstance(value, list):
+            found.update(_flat(value, f"{name}.", named))
+        elif named and name in ("data.train", "data.validation") and isinstance(value, list):
             sources = [str(source.get("name")) for source in value if isinstance(source, dict)]
             found[name] = f"{', '.join(sources)}" if sources else "nothing"
         else:
@@ -72,7 +79,7 @@ def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _changes(before: RunRecord, after: RunRecord) -> dict[str, str]:
-    """Return the settings of `after` that differ from `before`."""
+    """Return {key: "old value → new value"} of at most 40 settings in which `after` differs from `before`."""
     if not before.config or not after.config:
         return {}
     old, new = _flat(before.config), _flat(after.config)
@@ -87,11 +94,18 @@ def _short(text: str | None) -> str:
 
 
 def differences(curves: list[Curve]) -> list[dict[str, Any]]:
-    """Return the settings in which the first runs of the curves differ: `key`, and a value for each curve."""
+    """Return the settings in which the curves' first runs differ: `key`, and `values` with one value per curve."""
     flat = [_flat(curve.runs[0].config) for curve in curves]
     keys = [key for key in sorted({key for one in flat for key in one}) if len({one.get(key) for one in flat}) > 1]
     keys.sort(key=lambda key: any(key not in one for one in flat))  # keys missing in an older version come last
     return [{"key": key, "values": [_short(one.get(key)) for one in flat]} for key in keys[:200]]
+
+
+def configuration(run: RunRecord) -> dict[str, Any]:
+    """Return the settings of a run as (key, value) pairs, and the command that repeats the run elsewhere."""
+    words = ["prorl", "train", "--config", str(run.folder / "config.yaml"), "run_dir=NEW"]
+    pairs = [[key, cut(value, _VALUE)] for key, value in _flat(run.config, named=False).items()]
+    return {"command": shlex.join(words) if run.config else "", "settings": pairs[:1000]}
 
 
 def phases(curve: Curve) -> dict[str, Any]:

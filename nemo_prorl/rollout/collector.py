@@ -157,7 +157,7 @@ class Collector:
         batch.reward_open_s, batch.reward_wait_s = work.clock.reward_s, work.clock.waited_s
         if batch.groups and not batch.full:  # without any group, the trainer reports the reasons
             _log.warning(
-                "step %d trains on %d of %d groups: no other of %d drawn groups carries a signal (keep rates %s)",
+                "step %d trains on %d of %d groups: of %d drawn groups, no more carry a signal (kept shares: %s)",
                 step,
                 len(batch.groups),
                 batch.needed,
@@ -179,11 +179,11 @@ class Collector:
         kept = sampler.decide(_carries_signal(group, tolerance), usable=_can_teach(group))
         batch.tasks.setdefault(group.task, TaskTally()).add(group, kept, tolerance)
         batch.outcomes.append((group.prompt_id, group.outcome(tolerance)))
+        shown = self.cfg.trainer.grpo.save_rollout_groups
         if kept:
             batch.groups.append(group)
-            batch.examples.clear()
-        elif not batch.groups and len(batch.examples) < batch.needed:
-            batch.examples.append(group)
+        elif shown < 0 or len(batch.outcomes) <= shown:
+            batch.dropped.append(group)
 
     def drop(self) -> None:
         """Discard the groups that were left for the next step."""
@@ -227,7 +227,7 @@ class Collector:
         )
 
     async def _judge(self, draw: PromptDraw, response: Response, clock: "WaitClock") -> Verdict:
-        """Return the verdict on one response.  Raises RewardFailure if too many in a row have no score."""
+        """Return the verdict on one response.  Raises RewardFailure if too many responses in a row have no score."""
         record, text = draw.record, self.renderer.judged_text(draw.prompt_ids, response.token_ids)
         request = {**record, "response": text, "finished": response.finished}
         what = f"the verdict on {record['id']}, task {record['task']} (trainer.deadlines.reward_s)"
@@ -251,9 +251,9 @@ class Collector:
     def sample(
         self, prompts: Sequence[PromptDraw], samples: int, temperature: float, top_p: float, step: int
     ) -> list[Group]:
-        """Return judged responses to each prompt, in the order of prompts, without dynamic sampling (for validation).
+        """Return `samples` judged responses to each prompt, in the order of prompts, without dynamic sampling.
 
-        The weights after `step` must be published; they generate the responses.
+        Validation uses this method.  The weights after `step` must be published; they generate the responses.
         """
         work = _Work(step, step, samples, temperature, top_p, self._deadline("validation", step), WaitClock())
         return self._background.run(self._sample(prompts, work))
@@ -284,7 +284,10 @@ class Collector:
         return self._background.run(self._engines.sleep(level, self._change_deadline("the engines' sleep")))
 
     def _change_deadline(self, what: str) -> Deadline:
-        """Return the deadline of a sleep or publication.  If engines ever sleep, it includes the time of a restart."""
+        """Return the deadline of a sleep or publication; its error names `what`.
+
+        If `rollout.sleep` is set, the deadline includes the time of an engine's restart.
+        """
         deadlines = self.cfg.trainer.deadlines
         if self.cfg.rollout.sleep is None:
             return Deadline(deadlines.publish_s, f"{what} (trainer.deadlines.publish_s)")

@@ -63,7 +63,7 @@ class Group:
 
         Returns:
             `mixed` if they differ by more than `tolerance`; otherwise `solved` (all 1), `unsolved` (all 0) or `tied`
-            (all another value); `unjudged` if no response is valid.
+            (all equal, but neither 0 nor 1); `unjudged` if no response is valid.
         """
         rewards = [score for score, valid in zip(self.scores, self.valid, strict=True) if valid]
         if not rewards:
@@ -135,9 +135,9 @@ class TaskTally:
 class CollectedBatch:
     """The groups to train on in a step, in draw order, with counts and durations of their collection.
 
-    `version`: version of the weights.  `needed`: number of groups wanted; there are fewer if the limit of draws was
-    reached first.  `engine_s`, `reward_open_s`: seconds with at least one open request to an engine, or to the reward
-    server.  `reward_wait_s`: seconds in which the step waited for rewards while no engine request was open.
+    `version`: version of the weights.  `needed`: number of groups wanted; the batch has fewer groups if the limit of
+    draws was reached first.  `engine_s`, `reward_open_s`: seconds with at least one open request to an engine, or to
+    the reward server.  `reward_wait_s`: seconds in which the step waited for rewards while no engine request was open.
     """
 
     step: int
@@ -156,7 +156,7 @@ class CollectedBatch:
     engine_s: float = 0.0
     reward_open_s: float = 0.0
     reward_wait_s: float = 0.0
-    examples: list[Group] = field(default_factory=list)  # dropped groups, at most `needed`; empty if a group is kept
+    dropped: list[Group] = field(default_factory=list)  # dropped groups among the first `save_rollout_groups`
 
     @property
     def full(self) -> bool:
@@ -165,14 +165,14 @@ class CollectedBatch:
     def without_tokens(self) -> "CollectedBatch":
         """Return a copy without texts, tokens and verdicts, small enough to send to all ranks."""
         left_out: dict[str, Any] = {"record": {}, "prompt_ids": [], "responses": [], "verdicts": []}
-        return replace(self, groups=[replace(group, **left_out) for group in self.groups], examples=[])
+        return replace(self, groups=[replace(group, **left_out) for group in self.groups], dropped=[])
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "CollectedBatch":
         """Return the batch of a JSON value that `dataclasses.asdict` made from a batch."""
         parts = {
             "groups": [Group.from_json(group) for group in value["groups"]],
-            "examples": [Group.from_json(group) for group in value["examples"]],
+            "dropped": [Group.from_json(group) for group in value["dropped"]],
             "tasks": {task: TaskTally(**tally) for task, tally in value["tasks"].items()},
             "outcomes": [(prompt_id, outcome) for prompt_id, outcome in value["outcomes"]],
         }

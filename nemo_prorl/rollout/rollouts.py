@@ -38,7 +38,9 @@ class _Records(Protocol):
     """The methods of `lifecycle.records.Records` that this module uses."""
 
     def alarm(self, step: int, what: str) -> None: ...
-    def rollouts(self, step: int, groups: Sequence[Any], judged_text: Callable[[Any, Any], str]) -> None: ...
+    def rollouts(
+        self, step: int, groups: Sequence[Any], dropped: Sequence[Any], judged_text: Callable[[Any, Any], str]
+    ) -> None: ...
 
 
 class Rollouts:
@@ -71,8 +73,9 @@ class Rollouts:
     def publish(self, version: int) -> None:
         """Publish the policy's weights to all engines under this version, and wake sleeping engines.
 
-        Does nothing if the engines are awake and have these weights already.  Returns when all engines have the
-        weights; engines on their own devices load them later, before their next response.
+        Does nothing if the engines are awake and have these weights already.  If the engines have their own devices,
+        returns at once, and each engine loads the weights before its next response.  Otherwise, returns when all
+        engines have the weights.
         """
         if self._published == (version, self._policy.version) and not self._asleep:
             return
@@ -127,7 +130,7 @@ class Rollouts:
     def _take(self, step: int, collector: Collector) -> list[_Dealt]:
         """Collect the batch of a step on rank 0; return what each data-parallel rank gets, in order of ranks."""
         batch = collector.take(step, step - 1)
-        self._records.rollouts(step, batch.groups or batch.examples, collector.renderer.judged_text)
+        self._records.rollouts(step, batch.groups, batch.dropped, collector.renderer.judged_text)
         judged, summary = JudgedGroups.of(batch.groups), batch.without_tokens()
         updates = judged.rows_of_updates(self._cfg.trainer.grpo.updates_per_step, self._policy.data_ranks.size)
         return [(summary, mine) for mine in judged.dealt([torch.cat(rows).tolist() for rows in updates])]

@@ -142,7 +142,13 @@ def test_new_solutions_are_told_from_old_ones_found_more_surely(tmp_path: Path) 
     assert wide["solved"] == {"both": 20, "gained": 20, "lost": 0, "neither": 0}
     assert found["domains"]["puzzles"]["differences"][0]["pass@1"]["difference"] == pytest.approx(0.3125)
     assert compare.compare(models) == found
-    assert "sharpened" in compare.table(found)
+    text = compare.table(found)
+    assert (
+        "  sharper is right more often at the first try, but base solves as many prompts in 8 tries: sharpened.\n"
+        in text
+    )
+    assert "  wider solves more prompts in 8 tries than base: new solutions.\n" in text
+    assert "by sharper alone 0, by base alone 0, by both 20. base needs 8 tries to reach sharper's pass@1.\n" in text
 
 
 @pytest.mark.parametrize(

@@ -52,31 +52,18 @@ def test_plan_shows_the_cores(large: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("flag", "overrides", "dtype"),
+    ("overrides", "dtype"),
     [
-        ("avx512_bf16", [], "bfloat16"),
-        ("amx_bf16", [], "bfloat16"),
-        ("avx2", [], "float32"),
-        ("amx_bf16", ["rollout.dtype=float32"], "float32"),
-        ("avx2", ["cluster=laptop_bf16"], "bfloat16"),
-        ("avx2", ["trainer.precision=bf16", "model.megatron_amp_O2=true"], "bfloat16"),
+        ([], "float32"),
+        (["rollout.dtype=bfloat16"], "bfloat16"),
+        (["cluster=laptop_bf16"], "bfloat16"),
+        (["trainer.precision=bf16", "model.megatron_amp_O2=true"], "bfloat16"),
+        (["cluster=laptop_bf16", "rollout.dtype=float32"], "float32"),
     ],
 )
-def test_an_engine_uses_bf16_where_the_cpu_computes_it(
-    flag: str, overrides: list[str], dtype: str, large: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(settings, "CPUINFO", tmp_path / "cpuinfo")
-    (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags\t\t: fpu {flag} sse\n")
+def test_an_engine_has_the_precision_of_the_trainer(overrides: list[str], dtype: str, large: str) -> None:
+    """In bf16 beside float32 it would miss small updates: 0.024 nats of gap became 0.11 in six steps at 2e-5."""
     assert settings.load([large, *overrides]).rollout.dtype == dtype
-    assert settings.load([]).rollout.dtype == "float32"  # the laptop's model
-
-
-def test_a_saved_choice_holds_on_another_cpu(large: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = tmp_path / "config.yaml"
-    saved.write_text(settings.resolved_yaml(settings.load([large, "rollout.dtype=float32"])))
-    monkeypatch.setattr(settings, "CPUINFO", tmp_path / "cpuinfo")
-    (tmp_path / "cpuinfo").write_text("flags : amx_bf16\n")
-    assert settings.load([], saved).rollout.dtype == "float32"
 
 
 def test_a_language_model_gets_the_settings_of_one(large: str) -> None:

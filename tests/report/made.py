@@ -105,6 +105,7 @@ def rollouts(step: int, responses: int = 4) -> list[dict[str, Any]]:
                     "response": f"response {number} of step {step}",
                     "finished": number < responses - 1,
                     "verdict": {"score": score, "correct": score == 1.0, "parts": {}, "detail": "ok", "failure": None},
+                    "trained": task != TASKS[0],
                     "version": step - 1,
                 }
             )

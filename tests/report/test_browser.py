@@ -89,6 +89,15 @@ async def colours(page: Page, chart: str, opacity: float = 1) -> set[str]:
 def test_a_run_is_drawn(chromium: Browser, tmp_path: Path) -> None:
     async def look(page: Page) -> None:
         await quiet(page)
+        assert await text(page, "#outcome .big") == "0.250 → 0.500 +0.250 ± 0.036"
+        assert await page.evaluate("document.querySelector('#outcome').getBoundingClientRect().bottom") < 800
+        assert "prorl train --config" in await text(page, "#configuration pre")
+        assert "group dropped" in await text(page, "#samples .sample summary")
+        assert await text(page, "#samples .sample .tag") == "step 12"
+        empty = "[...document.querySelectorAll('figure:not([hidden]) .empty:not([hidden])')]"
+        assert await page.evaluate(f"{empty}.length") == 0
+        assert await count(page, "#chart-gap:not([hidden])") == 1
+        assert await count(page, "#chart-shaping[hidden]") == 1
         assert await colours(page, "#chart-kl") == {"c0", "alarm"}
         assert await count(page, "#chart-validation .legend button") == 3
         assert "KL from 0 at 1 to 0.011 at 12" in str(
@@ -102,7 +111,13 @@ def test_a_run_is_drawn(chromium: Browser, tmp_path: Path) -> None:
         )
         assert await page.evaluate(f"{unnamed}.length") == 0
 
-    chromium.visit(write(make_run(tmp_path / "run")), look)
+    folder = make_run(tmp_path / "run")
+    last = {"mean": 0.5, "se": 0.03, "prompts": 64}
+    write_lines(
+        folder / "journal.jsonl",
+        [*journal(12), {"event": "validation", "step": 12, "all": last, "tasks": {"sums": last, "words": last}}],
+    )
+    chromium.visit(write(folder), look)
 
 
 @pytest.mark.parametrize("kind", ["none", "one", "cut", "chain", "several", "nothing but metrics", "no finite number"])
@@ -236,8 +251,8 @@ def test_samples_are_found(chromium: Browser, tmp_path: Path) -> None:
         assert await choose("Score", "right") == "12 of 96 responses"
         assert await choose("From step", "11") == "2 of 96 responses"
         assert await choose("Words", "STEP 12") == "1 of 96 responses"
-        await page.evaluate("document.querySelector('.sample').open = true")
-        await page.until("document.querySelectorAll('.sample pre').length === 3")
+        await page.evaluate("document.querySelector('#samples .sample').open = true")
+        await page.until("document.querySelectorAll('#samples .sample pre').length === 3")
         assert "response 0 of step 12" in await text(page, "#samples .sample")
         assert await choose("End", "no") == "0 of 96 responses"
         await page.evaluate(

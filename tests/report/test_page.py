@@ -91,7 +91,7 @@ def test_what_a_run_wrote_stays_data(tmp_path: Path) -> None:
     assert not set(data) & set("<>&\u2028\u2029")
     assert data.isascii()
     [curve] = json.loads(data)["curves"]
-    assert curve["samples"]["groups"][-1]["prompt"] == "".join(HOSTILE)
+    assert curve["samples"]["groups"][0]["prompt"] == "".join(HOSTILE)
     assert f"reward/{HOSTILE[0]}" in curve["metrics"]
 
 
@@ -223,5 +223,5 @@ def test_nan_in_an_evaluation_is_an_error_that_names_the_file(tmp_path: Path) ->
     row = {"pass@k": {"1": float("nan")}}
     results = {"format": 1, "model": {"name": "m"}, "complete": True, "benchmarks": {"b": row}, "domains": {}}
     (tmp_path / "results.json").write_text(json.dumps({**results, "out_of_distribution": None}))
-    with pytest.raises(DataError, match=r"results\.json: not as prorl evaluate writes it"):
+    with pytest.raises(DataError, match=r"results\.json: expected a file that prorl evaluate wrote"):
         evaluation.read(tmp_path)

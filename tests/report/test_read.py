@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.report import data, read, samples, series, tables
+from nemo_prorl.report import data, outcome, read, samples, series, tables
 from tests.report.made import journal, make_run, make_spoilt, rollouts, write_lines
 
 
@@ -56,6 +56,51 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
     folders = [make_run(tmp_path / part / "laptop", 1) for part in ("a", "b")]
     assert [curve.name for curve in read.read_curves(folders)] == ["a/laptop", "b/laptop"]
     assert [curve.name for curve in read.read_curves([folders[0]] * 2)] == ["laptop (1)", "laptop (2)"]
+
+
+# --- the outcome -----------------------------------------------------------------------------------------------------
+
+
+def judged(step: int, **tasks: float) -> dict[str, Any]:
+    scores = {name: {"mean": mean, "se": 0.03, "prompts": 50} for name, mean in tasks.items()}
+    mean = sum(tasks.values()) / len(tasks)
+    whole = {"mean": mean, "se": 0.02, "prompts": 50 * len(tasks)}
+    return {"event": "validation", "step": step, "time": 1.75e9 + step, "all": whole, "tasks": scores}
+
+
+def test_the_outcome_compares_the_first_and_the_last_validation(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    lines = [judged(0, sums=0.2, words=0.3), judged(6, sums=0.9, words=0.9), judged(12, sums=0.5, words=0.3)]
+    write_lines(folder / "journal.jsonl", lines)
+    found = outcome.outcome(curve_of(folder))
+    assert found["steps"] == [0, 12]
+    assert [(row["name"], row["before"], row["after"], row["prompts"]) for row in found["scores"]] == [
+        ("all", 0.25, 0.4, 100),
+        ("sums", 0.2, 0.5, 50),
+        ("words", 0.3, 0.3, 50),
+    ]
+    assert found["words"] == "5.3 standard errors: the policy got better at problems it has never seen."
+    assert (found["updated"], found["note"]) == (True, "")
+
+
+def test_the_outcome_says_what_cannot_be_compared(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    write_lines(folder / "journal.jsonl", [judged(0, sums=0.2, words=0.3), judged(12, sums=0.5, codes=0.3)])
+    found = outcome.outcome(curve_of(folder))
+    assert [row["name"] for row in found["scores"]] == ["sums"]
+    assert "only the common ones" in found["note"]
+    write_lines(folder / "journal.jsonl", [judged(0, sums=0.2)])
+    write_lines(folder / "metrics.jsonl", [{"step": 1, "reward/all": 0.0}])
+    found = outcome.outcome(curve_of(folder))
+    assert (found["scores"], found["updated"]) == ([], False)
+
+
+def test_the_page_has_the_settings_and_the_command_that_repeats_the_run(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a run", config={"data": {"train": [{"name": "mine", "path": "x.jsonl"}]}})
+    found = tables.configuration(curve_of(folder).runs[0])
+    assert found["command"] == f"prorl train --config '{folder}/config.yaml' run_dir=NEW"
+    assert ["trainer.grpo.max_steps", "12"] in found["settings"]
+    assert ["data.train", '[{"name": "mine", "path": "x.jsonl"}]'] in found["settings"]
 
 
 # --- odd files -------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ function evaluationNodes(evaluations) {
 function comparisonTable(name, comparison) {
   const heads = ["benchmark", "model", ...["prompts", "pass@1", "mean reward", "pass@k", "k", "gained", "lost", "base needs k"].map(numeric), "reading"];
   const rows = comparison.rows.map((row) => [{ text: `${row.title}${row.out_of_distribution ? " (out of distribution)" : ""}`, head: true }, row.model, numeric(pretty(row.prompts, 6)), numeric(gain(row["pass@1"])),
-    numeric(gain(row.reward)), numeric(gain(row.largest)), numeric(row.k ?? "–"), numeric(pretty(row.gained, 6)), numeric(pretty(row.lost, 6)), numeric(row.base_k ?? "–"), row.reading]);
+    numeric(gain(row.reward)), numeric(gain(row.largest)), numeric(row.k ?? "–"), numeric(pretty(row.gained, 6)), numeric(pretty(row.lost, 6)), numeric(row.base_k ?? "–"), { text: row.reading, wrap: true }]);
   const level = comparison.level ? `${Math.round(100 * comparison.level)} % ` : "";
   return el("div", {}, el("h3", {}, visible(`${name}: against ${comparison.base}`)), table(`Differences in percent, with ${level}paired bootstrap intervals over prompts`, heads, rows),
     comparison.skipped.length ? el("p", { class: "note" }, visible(`Not in all evaluations, left out: ${comparison.skipped.join(", ")}.`)) : "");

@@ -7,7 +7,7 @@ class Report {
   constructor() {
     this.main = document.getElementById("main");
     this.run = document.getElementById("run");
-    this.run.addEventListener("change", () => { this.show(); drawAll(); });
+    this.run.addEventListener("change", () => { this.show(); this.showSections(); drawAll(); });
     const smooth = document.getElementById("smooth");
     options(smooth, [["auto", "crowded ones smoothed"], ["1", "as measured"], ["5", "mean of 5 points"], ["15", "mean of 15 points"]]);
     smooth.addEventListener("change", () => {
@@ -38,11 +38,12 @@ class Report {
   }
 
   build() {
-    this.charts("overview", "Overview", "Solid grey lines: a stage begins. Dashed lines with a flag: a hard reset of reference policy and optimizer.", OVERVIEW);
+    this.section("outcome", "Outcome", "", this.outcome = el("div"));
+    this.charts("overview", "Curves", "Solid grey lines: a stage begins. Dashed lines with a flag: a hard reset of reference policy and optimizer.", OVERVIEW);
     this.buildComparison();
     this.facts = el("div");
     this.section("runs", "Runs", "", this.facts);
-    this.charts("rewards", "Rewards", "", REWARDS);
+    this.charts("rewards", "Shaped rewards", "", REWARDS);
     this.charts("signal", "Signal for learning", "", SIGNAL);
     this.charts("length-truncation", "Length and truncation", "", LENGTH);
     this.charts("time", "Where time goes", "", TIME);
@@ -53,6 +54,7 @@ class Report {
     this.probed = this.section("probe", "Probe of the starting model", "", this.probe = el("div"));
     this.section("samples", "Samples", "", ...this.samples.nodes);
     this.evaluations = this.section("evaluation", "Evaluation", "", this.evaluated = el("div"));
+    this.section("configuration", "Configuration", "", this.configuration = el("div"));
     this.buildAnyMetric();
   }
 
@@ -86,19 +88,30 @@ class Report {
     this.compared.hidden = data.curves.length < 2;
     this.evaluations.hidden = !data.evaluations.length;
     this.probed.hidden = data.curves.every((curve) => !curve.probe);
-    const shown = this.sections.filter((section) => !section.node.hidden);
-    const links = shown.map((section) => el("li", {}, el("a", { href: `#${section.id}` }, section.title)));
-    const list = document.getElementById("sections");
-    if (list.children.length !== links.length) list.replaceChildren(...links);
     const steps = data.curves.reduce((sum, curve) => sum + curve.steps, 0);
     document.getElementById("about").textContent = `${data.curves.length === 1 ? "" : `${data.curves.length} runs, `}${steps.toLocaleString("en")} steps. Read ${clock(data.made)}. ${this.problems()}`;
     this.showFacts();
     this.showComparison();
     this.showEvaluations();
     this.show();
+    this.showSections();
     drawAll();
     if (this.updatedBefore) window.scrollTo(x, y);
     this.updatedBefore = true;
+  }
+
+  /** The list of sections; one whose charts all lack values is left out. */
+  showSections() {
+    for (const { node } of this.sections) {
+      const grid = node.querySelector(":scope > .grid");
+      if (grid && node !== this.compared) node.hidden = grid.hidden;
+    }
+    const shown = this.sections.filter((section) => !section.node.hidden);
+    const links = shown.map((section) => el("li", {}, el("a", { href: `#${section.id}` }, section.title)));
+    const list = document.getElementById("sections");
+    const key = shown.map((section) => section.id).join();
+    if (list.dataset.shown !== key) list.replaceChildren(...links);
+    list.dataset.shown = key;
   }
 
   /** What a reader should know before any chart. */
@@ -117,7 +130,9 @@ class Report {
 
   /** What depends on the chosen run. */
   show() {
-    for (const { chart, spec } of this.panels) updatePanel(chart, spec, this.curve);
+    this.outcome.replaceChildren(...outcomeNodes(this.curve));
+    updatePanels(this.panels, this.curve);
+    this.showConfiguration();
     this.showPhases();
     this.showEvents();
     this.showProbe();
@@ -201,6 +216,16 @@ class Report {
     const rows = Object.entries(this.curve.metrics).map(([key, { stats }]) => [{ text: key, head: true },
       ...[stats.first, stats.last, stats.mean, stats.min, stats.max].map((value) => numeric(pretty(value))), numeric(stats.max_step ?? "–"), numeric(stats.count), numeric(stats.lost)]);
     this.metricTable.append(table(`Metrics of ${this.curve.name}`, ["metric", ...["first", "last", "mean", "least", "greatest", "at step", "steps with it", "not finite"].map(numeric)], rows, true));
+  }
+
+  showConfiguration() {
+    const { name, configuration: { command, settings } } = this.curve;
+    const key = JSON.stringify([name, settings]);
+    if (key === this.configurationKey) return;
+    this.configurationKey = key;
+    const rows = settings.map(([setting, value]) => [{ text: setting, head: true }, { text: value, wrap: true }]);
+    this.configuration.replaceChildren(...(command ? [el("p", {}, "This command repeats the run, or the first stage of a chain, in another run directory:"), el("pre", {}, visible(command)),
+      el("details", {}, el("summary", {}, `All ${settings.length} settings`), table("Settings of config.yaml", ["setting", "value"], rows, true))] : [el("p", { class: "note" }, "The run directory has no readable config.yaml.")]));
   }
 
   showProbe() {

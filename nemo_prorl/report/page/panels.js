@@ -1,15 +1,15 @@
 // Which charts there are, and which metrics each shows.  Keys are those of docs/reference/formats.md.
 const OVERVIEW = [
+  { id: "validation", title: "Validation", unit: "mean reward, held-out prompts", share: true, validations: true },
+  { id: "reward", title: "Raw reward by task", unit: "0 to 1", share: true, family: "reward", all: "reward/all", help: "All judged responses, those of dropped groups too." },
   { id: "kl", title: "KL to the reference policy", unit: "nats per token", keys: [["kl", "KL"]], help: "Before the step's updates; 0 right after a hard reset." },
   { id: "entropy", title: "Entropy", unit: "nats per token", keys: [["entropy", "entropy"]], help: "Entropy of the policy at the rollout temperature." },
   { id: "length", title: "Response length", unit: "tokens", keys: [["rollout/response_tokens", "mean length"]] },
-  { id: "validation", title: "Validation", unit: "mean reward, held-out prompts", share: true, validations: true, empty: "No validation yet, or none in the configuration." },
 ];
 
 const REWARDS = [
-  { id: "reward", title: "Raw reward by task", unit: "0 to 1", share: true, family: "reward", all: "reward/all", help: "All judged responses, those of dropped groups too." },
   { id: "shaped", title: "Shaped reward by task", unit: "reward", family: "reward_shaped", all: "reward/shaped", help: "Only responses trained on; not comparable with the raw reward if groups are dropped." },
-  { id: "shaping", title: "What shaping changed", unit: "reward", family: "shaping", empty: "No shaping is on." },
+  { id: "shaping", title: "What shaping changed", unit: "reward", family: "shaping" },
 ];
 
 const SIGNAL = [
@@ -59,6 +59,14 @@ const COMPARED = [
   { id: "c-step", title: "Time of a step", unit: "s", key: "time/step" },
 ];
 
+/** The panels of one curve, without those that it has no values for. */
+function updatePanels(panels, curve) {
+  for (const { chart, spec } of panels) updatePanel(chart, spec, curve);
+  for (const grid of new Set(panels.map(({ chart }) => chart.node.parentElement))) {
+    grid.hidden = [...grid.children].every((node) => node.hidden);
+  }
+}
+
 /** One metric of a curve as a chart draws it; null where the run has no such number. */
 function seriesOf(curve, key, name, wide = false) {
   const metric = curve.metrics[key];
@@ -107,6 +115,7 @@ function dense(curve, key, name) {
 function updatePanel(chart, spec, curve) {
   const series = panelSeries(spec, curve).filter(Boolean);
   const band = spec.validations ? "Band: one standard error each way, over prompts." : bandText(curve.bucket);
+  chart.node.hidden = !series.length;
   chart.update({ series, marks: curve.marks, bucket: curve.bucket, band });
 }
 

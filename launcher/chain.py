@@ -76,8 +76,8 @@ def read_chain(text: str, overrides: Sequence[str], root: Path | None = None) ->
     """
     from nemo_prorl import settings
 
-    names = stage_names(text, settings.group_options()["stage"])
     given = {key: value for key, _, value in (word.partition("=") for word in overrides)}
+    names = stage_names(text, settings.group_options(given.get("config_dir"))["stage"])
     if "stage" in given:
         raise ConfigError(f"stage={given['stage']}: --stages names the stages. Fix: remove this override")
     folder = Path(given.get("run_dir") or "runs/prorl")

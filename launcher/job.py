@@ -36,6 +36,7 @@ class StillInUse(ProrlError, RuntimeError):
 def run(cfg: DictConfig, config_text: str) -> int:
     """Start or continue the run in `cfg.run_dir` until its end; return the exit code of the `prorl` command."""
     run_dir = one_node(cfg)
+    _log.info("checking data and machine for %s", cfg.run_dir)  # at once: data takes seconds to minutes
     with locked(run_dir):
         if is_finished(run_dir, cfg.trainer.grpo.max_steps):
             return 0

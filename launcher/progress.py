@@ -24,9 +24,9 @@ class Progress:
         self._lines = Tail(run_dir / "metrics.jsonl")
         self._terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self._began = time.monotonic()
-        self._status = "starting: importing NeMo, starting the rollout engine (half a minute)"
+        self._status = "starting the trainer, which imports NeMo, and the engines (on a laptop about 20 s)"
         self._shown = 0.0
-        if not self._terminal:  # otherwise half a minute passes without a line
+        if not self._terminal:  # a terminal shows the status with its seconds
             self._print(self._status)
         self._header = False
 
@@ -34,6 +34,8 @@ class Progress:
         """Show a line of the trainer's log if it comes from this project; lines of NeMo appear in the log file only."""
         if match := _OURS.match(text):
             self._print(match[3] if match[1] == "INFO" else f"{match[1]}: {match[3]}")
+            if not self._header:
+                self._status = match[3]
 
     def update(self) -> None:
         """Print new steps, and on a terminal the current activity."""

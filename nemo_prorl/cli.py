@@ -61,7 +61,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = _parser()
     arguments, rest = parser.parse_known_args(_join_sbatch_values(argv))
     if wrong := [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]:
-        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+        hydra = "; write config_dir=DIR" if any(word.startswith("--config-dir") for word in wrong) else ""
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}{hydra}")
     if rest:  # overrides after an option
         arguments.overrides += rest
     return arguments

@@ -395,6 +395,11 @@ class Config:
 
     run_dir: str = key("runs/laptop", "directory of the run; default of a stage: runs/prorl/STAGE", may_change=True)
     stage: str = key("none", "stage of the chain, set by the group stage=run1..run8")
+    config_dir: str | None = key(
+        None,
+        "folder with more files of the groups: data/mine.yaml for data=mine; `${config_dir}` in them is its path",
+        may_change=True,
+    )
     seed: int = key(1, "random seed of data, sampling and weights", least=0)
     deterministic: bool = key(False, "bitwise equal results of equal runs, at lower speed")
     on_event: str | None = key(None, "command to call with each alarm, reset and failure", may_change=True)

@@ -67,6 +67,7 @@ class Policy:
         self.leader = Leader(cfg.trainer.deadlines, self.actor.data_ranks.rank)
         self.data = self.leader.only(lambda: load_sources(cfg.data))
         self.renderer = PromptRenderer(folder, cfg.trainer.grpo.context_tokens, cfg.data)
+        _log.info("the model is built; its weights come from %s", folder)
         if not base.exists() and not retention.complete(run_dir / "checkpoints"):
             make_base(cfg, run_dir, self, base)
 
@@ -174,6 +175,7 @@ def connect(cfg: Config, run_dir: Path, blend: Blend, renderer: PromptRenderer) 
     for pattern, count in (("rewards-*.json", cfg.trainer.num_nodes), ("engine-*.json", cfg.rollout.engines)):
         what = f"{count} x {endpoints / pattern} (trainer.deadlines.startup_s); see {run_dir / 'logs'}"
         Deadline(seconds, what).wait_until(partial(_exist, endpoints, pattern, count))
+    _log.info("%d engines and %d reward servers are ready", cfg.rollout.engines, cfg.trainer.num_nodes)
     engines = EnginePool(endpoints, read_token(token_file), cfg.rollout.engines)
     kind = OneStepOff if cfg.rollout.own_devices else Collector
     rewards = RewardClient(endpoints, token_file)

@@ -66,9 +66,9 @@ def load(overrides: list[str], config_file: Path | None = None, need_weights: bo
     """
     parsed = _parse(overrides)
     groups = [o for o in parsed if o.key_or_group in group_options()]
-    values = [o for o in parsed if o.key_or_group not in group_options()]
+    values = [o for o in parsed if o.key_or_group not in (*group_options(), "config_dir")]
     if config_file is None:
-        cfg = _compose(groups)
+        cfg = _compose(groups, _own_folder(parsed))
     elif groups:
         name = groups[0].key_or_group
         raise ConfigError(
@@ -198,10 +198,31 @@ def conf_folder() -> Path:
     return Path(str(importlib.resources.files("nemo_prorl") / "conf"))
 
 
-def group_options() -> dict[str, list[str]]:
-    """Return the names of the shipped options of each group."""
-    folders = sorted(p for p in conf_folder().iterdir() if p.is_dir())
-    return {folder.name: sorted(p.stem for p in folder.glob("*.yaml")) for folder in folders}
+def group_options(own: Path | str | None = None) -> dict[str, list[str]]:
+    """Return the names of the options of each group: the shipped ones, and those in the folder `own` (`config_dir`)."""
+    shipped = {folder.name: _names(folder) for folder in sorted(conf_folder().iterdir()) if folder.is_dir()}
+    return {group: sorted(names | _names(Path(own) / group) if own else names) for group, names in shipped.items()}
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.stem for path in folder.glob("*.yaml")}
+
+
+def _own_folder(overrides: list[Override]) -> Path | None:
+    """Return the folder `config_dir` of the overrides; raises ConfigError if it has no file of a group."""
+    given = [override.value() for override in overrides if override.key_or_group == "config_dir"]
+    if not given or given[-1] is None:
+        return None
+    folder, shipped = Path(os.path.abspath(str(given[-1]))), group_options()
+    own = {group: _names(folder / group) for group in shipped}
+    if not any(own.values()):
+        raise ConfigError(
+            f"config_dir={given[-1]}: expected a folder with files of the groups, such as data/NAME.yaml; got none."
+            f" Groups: {', '.join(shipped)}"
+        )
+    if twice := sorted(f"{group}/{name}.yaml" for group, names in own.items() for name in names & set(shipped[group])):
+        raise ConfigError(f"config_dir={given[-1]}: {twice[0]} has the name of a shipped file. Fix: rename it")
+    return folder
 
 
 def _take_model(cfg: DictConfig, stated: set[str], need_weights: bool) -> None:
@@ -247,9 +268,9 @@ def _parse(overrides: list[str]) -> list[Override]:
     return parsed
 
 
-def _compose(groups: list[Override]) -> DictConfig:
-    """Return the shipped configuration with these groups chosen, merged into the schema."""
-    options = group_options()
+def _compose(groups: list[Override], own: Path | None) -> DictConfig:
+    """Return the configuration with these groups chosen, merged into the schema; `own`: folder of more files."""
+    options = group_options(own)
     for chosen in groups:
         group, name = chosen.key_or_group, chosen.value()
         if name not in options[group]:
@@ -257,11 +278,21 @@ def _compose(groups: list[Override]) -> DictConfig:
                 f"{group}={name}: no such option.{_did_you_mean(str(name), options[group])} "
                 f"Known: {', '.join(options[group])}"
             )
-    return copy.deepcopy(_composed(tuple(f"{o.key_or_group}={o.value()}" for o in groups)))
+    choices = tuple(f"{o.key_or_group}={o.value()}" for o in groups)
+    if own is None:
+        return copy.deepcopy(_composed(choices))
+    cfg = _hydra((*choices, f"hydra.searchpath=['file://{own}']"), own)  # not cached: the user edits these files
+    cfg.config_dir = str(own)
+    return cfg
 
 
 @functools.lru_cache
 def _composed(choices: tuple[str, ...]) -> DictConfig:
+    return _hydra(choices, conf_folder())
+
+
+def _hydra(choices: tuple[str, ...], folder: Path) -> DictConfig:
+    """Compose by Hydra; an error names `folder`, whose files are the likely cause."""
     ConfigStore.instance().store(name="schema", node=Config)
     GlobalHydra.instance().clear()
     try:
@@ -271,7 +302,7 @@ def _composed(choices: tuple[str, ...]) -> DictConfig:
         with initialize_config_dir(config_dir=str(conf_folder().resolve()), version_base="1.3"):
             return compose("config", overrides=list(choices))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"{conf_folder()}: Hydra cannot compose the configuration: {error}") from error
+        raise ConfigError(f"{folder}: Hydra cannot compose the configuration: {error}") from error
 
 
 def _scaled(steps: int, _root_: DictConfig) -> int:

@@ -1,6 +1,7 @@
 """Every shipped configuration loads, and every wrong one is refused with its key, its value and what would be right."""
 
 import itertools
+import shutil
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -503,6 +504,52 @@ class TestContinuing:
 
     def test_its_own_file_given_by_name_runs_again(self) -> None:
         assert settings.load_run([], Path("held/config.yaml")).seed == 2
+
+
+class TestOwnFiles:
+    """`config_dir` names a folder with more files of the groups."""
+
+    @pytest.fixture
+    def own(self, in_an_empty_folder: None) -> Path:
+        folder = Path("own")
+        for group in ("data", "cluster"):
+            (folder / group).mkdir(parents=True)
+        (folder / "data" / "mine.yaml").write_text(
+            "# @package data\ntrain:\n  - {name: mine, path: '${config_dir}/mine.jsonl'}\nvalidation: []\n"
+        )
+        (folder / "cluster" / "ours.yaml").write_text(
+            "# @package _global_\ndefaults: [laptop@_here_, _self_]\ntrainer: {grpo: {prompts_per_step: 24}}\n"
+        )
+        return folder
+
+    def test_its_files_are_chosen_like_shipped_ones(self, own: Path) -> None:
+        for given in (own, own.absolute()):
+            cfg = settings.load([f"config_dir={given}", "data=mine", "cluster=ours", "seed=3"])
+            assert (cfg.data.train[0].path, cfg.trainer.grpo.prompts_per_step, cfg.seed) == (
+                str(own.absolute() / "mine.jsonl"),
+                24,
+                3,
+            )
+        assert settings.load([]).trainer.grpo.prompts_per_step == 48
+        with pytest.raises(ConfigError, match=r"data=min: no such option. Did you mean mine\?"):
+            settings.load([f"config_dir={own}", "data=min"])
+
+    def test_a_saved_configuration_needs_the_folder_no_more(self, own: Path) -> None:
+        cfg = settings.load([f"config_dir={own}", "data=mine", "run_dir=held"])
+        save(cfg, Path("held"))
+        shutil.rmtree(own)
+        assert settings.load([], Path("held/config.yaml")).data.train[0].path == cfg.data.train[0].path
+
+    def test_a_wrong_folder_or_file_is_named(self, own: Path) -> None:
+        with pytest.raises(ConfigError, match="config_dir=nowhere: expected a folder with files of the groups"):
+            settings.load(["config_dir=nowhere"])
+        (own / "data" / "laptop.yaml").write_text("# @package data\n")
+        with pytest.raises(ConfigError, match="data/laptop.yaml has the name of a shipped file"):
+            settings.load([f"config_dir={own}"])
+        (own / "data" / "laptop.yaml").unlink()
+        (own / "data" / "mine.yaml").write_text("# @package data\ntrain: [{bogus: 1}]\n")
+        with pytest.raises(ConfigError, match=r"own: Hydra cannot compose(.|\n)*data/mine(.|\n)*bogus"):
+            settings.load([f"config_dir={own}", "data=mine"])
 
 
 def test_configuration_is_found_where_the_package_is() -> None:

@@ -56,6 +56,21 @@ def test_a_log_holds_no_lines_that_say_nothing(undisturbed: Path) -> None:
         assert text not in log
 
 
+def test_the_start_shows_what_it_waits_for(undisturbed: Path) -> None:
+    shown = min(undisturbed.parent.glob(f"{undisturbed.name}.*.log")).read_text()
+    waits = (
+        "checking data and machine for",
+        "starting the trainer, which imports NeMo, and the engines",
+        "the model is built; its weights come from",
+        "warm-up: 40 supervised steps",
+        "1 engines and 1 reward servers are ready",
+        "validating the policy on held-out prompts before the first step",
+        "step  reward  held-out",
+    )
+    places = [shown.index(text) for text in waits]
+    assert places == sorted(places)
+
+
 def test_the_engine_and_the_actor_agree(undisturbed: Path) -> None:
     for m in metrics_of(undisturbed):
         assert 0.0 < m["engine_gap/mean_abs"] < 1e-5  # of log-probabilities at T = 1.2, float32

@@ -3,6 +3,7 @@
 Each validation samples the same prompts with the same seeds; scores differ only by the policy.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -17,6 +18,8 @@ from nemo_prorl.metrics import Metrics
 from nemo_prorl.rollout.collector import Collector
 from nemo_prorl.rollout.groups import PromptDraw
 from nemo_prorl.rollout.rollouts import Rollouts
+
+_log = logging.getLogger(__name__)
 
 
 class ValidationState(TypedDict):
@@ -70,6 +73,8 @@ class Validation:
         Raises RewardFailure if a response could not be judged.
         """
         step = metrics.step
+        if step == 0:
+            _log.info("validating the policy on held-out prompts before the first step")
         with metrics.phase("validate"):
             self._rollouts.publish(version=step)
             scores = self._heldout.call(lambda heldout: heldout.judge(self._cfg.trainer.grpo, step))

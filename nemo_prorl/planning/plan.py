@@ -218,7 +218,7 @@ def _stages(cfg: DictConfig, overrides: list[str], rates: Rates) -> list[Planned
     others = [text for text in overrides if text.lstrip("+").split("=")[0] != GROUP]
     stages: list[PlannedStage] = []
     before: DictConfig | None = None
-    for name in (option for option in settings.group_options()[GROUP] if option != "none"):
+    for name in (option for option in settings.group_options(cfg.config_dir)[GROUP] if option != "none"):
         try:
             now = cfg if name == cfg.stage else settings.load([*others, f"{GROUP}={name}"])
             memory = check_memory(now, device_bytes(now))

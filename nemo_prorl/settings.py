@@ -37,6 +37,7 @@ from nemo_prorl.data.hub import model_folder
 from nemo_prorl.data.prepared import check_data
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.migration.names import meant
+from nemo_prorl.rewards.functions import absolute
 from nemo_prorl.sizing.memory import is_small
 
 _log = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ def load(overrides: list[str], config_file: Path | None = None, need_weights: bo
     if cfg.chain.start_from is not None:
         cfg.chain.start_from = str(Path(cfg.chain.start_from).absolute())
     for task, place in cfg.rewards.functions.items():
-        cfg.rewards.functions[task] = os.path.abspath(place)  # workers run elsewhere
+        cfg.rewards.functions[task] = absolute(place)  # workers run elsewhere
     cfg.rollout.python = rollout_python(cfg.rollout.python)
     if cfg.rollout.dtype is None:
         # An engine in bf16 beside a trainer in float32 would miss updates that are smaller than bf16's spacing.

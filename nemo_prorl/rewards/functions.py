@@ -7,11 +7,14 @@
     rewards.functions.units=units.py:score
 
 With this setting the function judges the records of the task `units`.  It runs in a worker process, with the default
-time budget of a plugin.
+time budget of a plugin.  Several functions with weights give their weighted mean:
+
+    rewards.functions.units=units.py:score*0.9 + units.py:short*0.1
 """
 
 import importlib.util
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -22,54 +25,84 @@ from nemo_prorl.errors import ConfigError
 from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, RewardResult, no_answer
 
 _PARAMETERS = 3  # prompt, response, truth
-_NAME = re.compile(r"(?P<task>[\w.-]+)=(?P<file>.+\.py):(?P<function>\w+)")
+_AND = " + "  # between the functions of a task
+_FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<function>\w+)(\*(?P<weight>[\d.]+))?")
+_TASK = re.compile(r"([\w.-]+)=(.+)")
 
 
 def is_function(name: str) -> bool:
-    """Return whether a plugin's name has the form TASK=FILE.py:FUNCTION."""
-    return _NAME.fullmatch(name) is not None
+    """Return whether a plugin's name has the form TASK=FILE.py:FUNCTION, or several of them with weights."""
+    match = _TASK.fullmatch(name)
+    return match is not None and all(_FUNCTION.fullmatch(one) for one in match[2].split(_AND))
+
+
+def absolute(place: str) -> str:
+    """Return the value of `rewards.functions.TASK` with absolute paths."""
+    return _AND.join(os.path.abspath(one.strip()) for one in place.split(_AND))
 
 
 def name_of(task: str, place: str) -> str:
-    """Return the plugin name of a function.  Raises ConfigError if `place` does not have the form FILE.py:FUNCTION."""
+    """Return the plugin name of functions.  Raises ConfigError if `place` does not have the form FILE.py:FUNCTION."""
     if "," in place or not is_function(name := f"{task}={place}"):
-        raise ConfigError(f"rewards.functions.{task}={place}: expected FILE.py:FUNCTION, without a comma")
+        raise ConfigError(
+            f"rewards.functions.{task}={place}: expected FILE.py:FUNCTION, or several with weights,"
+            " FILE.py:FUNCTION*0.9 + FILE.py:FUNCTION*0.1; without a comma"
+        )
     return name
 
 
 def function_plugin(name: str) -> type[RewardPlugin]:
-    """Return the plugin class of a function; `name` is TASK=FILE.py:FUNCTION.
+    """Return the plugin class of the functions of a task; `name` is TASK=FILE.py:FUNCTION, or several with weights.
 
     Raises:
-        ConfigError: The file or the function is missing, the file cannot be imported, or the function does not take
-            prompt, response and truth.
+        ConfigError: A file or function is missing, a file cannot be imported, a function does not take prompt, response
+            and truth, or all weights are 0.
     """
-    match = _NAME.fullmatch(name)
+    match = _TASK.fullmatch(name)
     assert match is not None, name
-    task, key = match["task"], f"rewards.functions.{name}"
-    module = _module(Path(match["file"]), key)
-    if not callable(found := getattr(module, match["function"], None)):
-        raise ConfigError(f"{key}: the file has no function {match['function']}")
-    function: Callable[..., Any] = found
-    try:
-        inspect.signature(function).bind(*range(_PARAMETERS))
-    except TypeError as error:
-        raise ConfigError(f"{key}: expected a function of (prompt, response, truth): {error}") from error
+    task, key = match[1], f"rewards.functions.{name}"
+    functions = [_function(one, key) for one in match[2].split(_AND)]
+    whole = sum(weight for _, weight in functions)
+    if whole <= 0:
+        raise ConfigError(f"{key}: expected a weight above 0")
 
     class FunctionPlugin(RewardPlugin):
-        """A plugin that judges one task; the score is the value that the user's function returns."""
+        """A plugin that judges one task; the score is the weighted mean of what the user's functions return."""
 
         tasks = (task,)
 
         def score(self, request: RewardRequest) -> RewardResult:
-            if request.answer_text is None:
+            if (text := request.answer_text) is None:
                 return no_answer()
-            value = float(function(request.prompt, request.answer_text, request.truth))
-            return RewardResult(score=value, correct=value >= 1.0)
+            values = [float(function(request.prompt, text, request.truth)) for function, _ in functions]
+            if len(functions) == 1:
+                return RewardResult(score=values[0], correct=values[0] >= 1.0)
+            parts = {function.__name__: value for (function, _), value in zip(functions, values, strict=True)}
+            if wrong := [f"{part} returned {value}" for part, value in parts.items() if not 0.0 <= value <= 1.0]:
+                raise ValueError(f"{', '.join(wrong)}: expected a number from 0 to 1")
+            score = sum(w * value for (_, w), value in zip(functions, values, strict=True)) / whole
+            return RewardResult(score=min(1.0, score), correct=all(value >= 1.0 for value in values), parts=parts)
 
     FunctionPlugin.name = name
-    FunctionPlugin.__module__ = module.__name__  # an exception is located in the user's file
+    FunctionPlugin.__module__ = functions[0][0].__module__  # an exception is located in the user's file
     return FunctionPlugin
+
+
+def _function(place: str, key: str) -> tuple[Callable[..., Any], float]:
+    """Return the function that FILE.py:FUNCTION*WEIGHT names, and its weight (default: 1)."""
+    match = _FUNCTION.fullmatch(place)
+    assert match is not None, place
+    module = _module(Path(match["file"]), key)
+    if not callable(found := getattr(module, match["function"], None)):
+        raise ConfigError(f"{key}: the file has no function {match['function']}")
+    try:
+        inspect.signature(found).bind(*range(_PARAMETERS))
+        weight = float(match["weight"] or 1.0)
+    except TypeError as error:
+        raise ConfigError(f"{key}: expected a function of (prompt, response, truth): {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{key}: expected a number as weight; got {match['weight']}") from error
+    return found, weight
 
 
 def _module(file: Path, key: str) -> Any:
@@ -79,7 +112,7 @@ def _module(file: Path, key: str) -> Any:
     """
     if not file.is_file():
         raise ConfigError(f"{key}: there is no file {file}")
-    known = f"reward_function_{file.stem}"
+    known = "reward_function_" + re.sub(r"\W", "_", str(file.absolute().with_suffix("")))
     spec = importlib.util.spec_from_file_location(known, file)
     assert spec is not None
     assert spec.loader is not None

@@ -84,6 +84,26 @@ def test_what_is_no_function_is_refused(text: str, place: str, says: str, tmp_pa
         discover((), {"units": str(tmp_path / place)})
 
 
+def test_several_functions_have_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "f.py").write_text(
+        "def right(prompt, response, truth):\n    return response == 'yes'\n\n\n"
+        "def short(prompt, response, truth):\n    return 2.0 if response == 'two' else len(response) < 5\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    place = settings.load(["rewards.functions.units=f.py:right*3 + f.py:short"]).rewards.functions.units
+    assert place == f"{tmp_path}/f.py:right*3 + {tmp_path}/f.py:short"
+    plugin = make_plugin(discover((), {"units": place}).plugin_of_task("units"))
+    for response, score, correct in (("yes", 1.0, True), ("no", 0.25, False), ("not at all", 0.0, False)):
+        verdict = judge(plugin, request(response))
+        assert (verdict["score"], verdict["correct"]) == (score, correct)
+    assert judge(plugin, request("no"))["parts"] == {"right": 0.0, "short": 1.0}
+    assert "short returned 2.0: expected a number from 0 to 1" in judge(plugin, request("two"))["detail"]
+    with pytest.raises(ConfigError, match="expected a weight above 0"):
+        discover((), {"units": f"{tmp_path}/f.py:right*0"})
+    with pytest.raises(ConfigError, match="expected a number as weight"):
+        discover((), {"units": f"{tmp_path}/f.py:right*1.2.3"})
+
+
 def test_a_task_has_one_judge(place: str) -> None:
     with pytest.raises(ConfigError, match=r"rewards.functions.math=.*task 'math' is judged by plugin 'math'"):
         discover(functions={"math": place})

@@ -135,7 +135,7 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 def curve(run: Path) -> Iterator[str]:
     """Yield the table of every fourth step, and the seconds of a step by phase."""
     steps = steps_of(run)
-    columns = ("reward/all", "rollout/response_tokens", "rollout/truncated", "entropy", "kl", "val/all")
+    columns = ("reward/all", "rollout/response_tokens", "rollout/truncated", "entropy", "kl", "validation/all")
     yield "step   reward   tokens  cut off  entropy       KL held out"
     for line in steps:
         if line["step"] in (1, len(steps)) or line["step"] % 4 == 0:
@@ -166,7 +166,7 @@ def pairs(before: Sequence[Any], after: Sequence[Any]) -> Iterator[str]:
         prompt = record["prompt"] if isinstance(record["prompt"], str) else record["prompt"][-1]["content"]
         yield f"\n{record['id']}, followed by the {'start' if verdict['parts']['prompt_strict'] else 'end'}: {prompt}"
         for name, sample in (("start", first), ("end", last)):
-            text = sample["response"]
+            text = " / ".join(sample["response"].splitlines())
             yield f"--- {name}, {sample['tokens']} tokens: {text[:500]}{' [...]' if len(text) > 500 else ''}"
 
 

@@ -19,9 +19,9 @@ function outcomeNodes({ outcome, metrics, steps }) {
     nodes.push(el("p", { class: "big" }, `${before.toFixed(3)} → ${after.toFixed(3)} `, el("span", { class: "change" }, `${signed(after - before)}${error}`)),
       el("p", {}, `Mean reward on ${pretty(prompts, 6)} held-out prompts, at step ${first} and step ${last}. ${words}`));
   }
-  const rows = scores.map((row) => [{ text: row.name, head: true }, numeric(pretty(row.prompts, 6)), numeric(withError(row.before, row.before_se)), numeric(withError(row.after, row.after_se)),
-    numeric(row.before === null || row.after === null ? "–" : signed(row.after - row.before))]);
-  nodes.push(table("Held-out mean reward by source; ± is one standard error over prompts", ["source", ...["prompts", `step ${first}`, `step ${last}`, "change"].map(numeric)], rows));
+  const rows = scores.map((row) => [{ text: row.name, head: true }, numeric(row.before === null || row.after === null ? "–" : signed(row.after - row.before)),
+    numeric(withError(row.before, row.before_se)), numeric(withError(row.after, row.after_se)), numeric(pretty(row.prompts, 6))]);
+  nodes.push(table("Held-out mean reward by source; ± is one standard error over prompts", ["source", ...["change", `step ${first}`, `step ${last}`, "prompts"].map(numeric)], rows));
   if (note) nodes.push(el("p", { class: "note" }, note));
   return nodes;
 }

@@ -23,6 +23,7 @@ from nemo_prorl.evaluation.formats import (
     Numbers,
     Reading,
     SolvedCounts,
+    explained,
 )
 from nemo_prorl.evaluation.results import Scored, by_domain, numbers, percent, scored
 from nemo_prorl.evaluation.store import Store, read_json
@@ -221,19 +222,6 @@ def reading(curve: Mapping[str, Interval], reward: Interval) -> Reading:
     if worse or less:
         return "worse"
     return "closer" if reward["low"] > 0 else "no difference"
-
-
-def explained(found: Reading, base: str, k: int) -> str:
-    """Return a reading as a clause whose subject is the other model; `k` is the largest measured k."""
-    tries = f"{k} {'try' if k == 1 else 'tries'}"
-    return {
-        "new solutions": f"solves more prompts in {tries} than {base}: new solutions",
-        "sharpened": f"is right more often at the first try, but {base} solves as many prompts in {tries}: sharpened",
-        "narrowed": f"is right more often at the first try, but {base} solves more prompts in {tries}: narrowed",
-        "worse": f"is right less often than {base}: worse",
-        "closer": f"has a higher mean reward than {base}, but is not right more often: closer",
-        "no difference": f"cannot be told from {base}: no difference",
-    }[found]
 
 
 def _group(names: list[str], others: Sequence[str], paired: Mapping[tuple[str, str], Paired]) -> ComparedGroup:

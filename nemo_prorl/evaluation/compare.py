@@ -21,10 +21,9 @@ from nemo_prorl.evaluation.formats import (
     EvaluationManifest,
     GroupDifference,
     Numbers,
-    Reading,
     SolvedCounts,
-    explained,
 )
+from nemo_prorl.evaluation.readings import Reading, explained
 from nemo_prorl.evaluation.results import Scored, by_domain, numbers, percent, scored
 from nemo_prorl.evaluation.store import Store, read_json
 from nemo_prorl.planning.columns import columns

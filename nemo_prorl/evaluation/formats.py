@@ -4,10 +4,10 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from nemo_prorl.evaluation.catalogue import BenchmarkAbout, Sampling
 from nemo_prorl.evaluation.estimates import Interval, Mean
+from nemo_prorl.evaluation.readings import Reading
 from nemo_prorl.schema import Amount, Constraint, Count, JsonOf, Number, Sha256, Share
 
 ModelKind = Literal["hf", "checkpoint", "run", "endpoint"]
-Reading = Literal["new solutions", "sharpened", "narrowed", "worse", "closer", "no difference"]
 SamplingJson = Annotated[dict[str, Any], JsonOf(Sampling)]
 
 
@@ -198,16 +198,3 @@ class EvaluationComparison(TypedDict):
     benchmarks: dict[str, ComparedBenchmark]
     domains: dict[str, ComparedGroup]
     out_of_distribution: ComparedGroup | None
-
-
-def explained(found: Reading, base: str, k: int) -> str:
-    """Return a reading as a clause whose subject is the other model; `k` is the largest measured k."""
-    tries = f"{k} {'try' if k == 1 else 'tries'}"
-    return {
-        "new solutions": f"solves more prompts in {tries} than {base}: new solutions",
-        "sharpened": f"is right more often at the first try, but {base} solves as many prompts in {tries}: sharpened",
-        "narrowed": f"is right more often at the first try, but {base} solves more prompts in {tries}: narrowed",
-        "worse": f"is right less often than {base}: worse",
-        "closer": f"has a higher mean reward than {base}, but is not right more often: closer",
-        "no difference": f"cannot be told from {base}: no difference",
-    }[found]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.errors import ConfigError, DataError
-from nemo_prorl.evaluation.formats import explained
+from nemo_prorl.evaluation.readings import explained
 from nemo_prorl.evaluation.store import read_json
 
 _FACTS = ("title", "out_of_distribution", "prompts", "samples", "unjudged", "truncated", "pass@1", "reward", "tokens")

@@ -1,0 +1,18 @@
+"""What a comparison of two models shows, in a word and as a clause."""
+
+from typing import Literal
+
+Reading = Literal["new solutions", "sharpened", "narrowed", "worse", "closer", "no difference"]
+
+
+def explained(found: Reading, base: str, k: int) -> str:
+    """Return a reading as a clause whose subject is the other model; `k` is the largest measured k."""
+    tries = f"{k} {'try' if k == 1 else 'tries'}"
+    return {
+        "new solutions": f"solves more prompts in {tries} than {base}: new solutions",
+        "sharpened": f"is right more often at the first try, but {base} solves as many prompts in {tries}: sharpened",
+        "narrowed": f"is right more often at the first try, but {base} solves more prompts in {tries}: narrowed",
+        "worse": f"is right less often than {base}: worse",
+        "closer": f"has a higher mean reward than {base}, but is not right more often: closer",
+        "no difference": f"cannot be told from {base}: no difference",
+    }[found]

@@ -96,7 +96,10 @@ def gold(folder: Path) -> Iterator[Case]:
 
 
 def responses(folder: Path) -> Iterator[Case]:
-    """Yield real responses, right if the number that ToRA's authors extracted equals the truth."""
+    """Yield models' recorded responses as cases.
+
+    A case is labelled right if the number that ToRA's authors extracted from the response equals the true answer.
+    """
     for file in sorted(folder.rglob("gsm8k/*.jsonl")):
         for line in file.read_text().splitlines():
             row = json.loads(line)
@@ -169,7 +172,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("data", "pairs", "responses", "before"):
         parser.add_argument(f"--{name}", type=Path)
-    parser.add_argument("--show", action="store_true", help="print each case that the plugin judges otherwise")
+    parser.add_argument(
+        "--show", action="store_true", help="print each case in which the plugin's verdict differs from the label"
+    )
     parser.add_argument("--no-alone", action="store_true", help="skip the column of math-verify alone, which is slow")
     args = parser.parse_args()
     cases: list[Case] = []

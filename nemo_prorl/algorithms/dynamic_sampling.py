@@ -104,9 +104,9 @@ class DynamicSampler:
         self._filling = True  # True: draw up to the margin; False: wait until fewer are expected than needed
 
     def carry(self, task: str) -> None:
-        """Count a group that the step before drew but did not need; call it before `dispatched` and `decide`.
+        """Count a group that the previous step drew but did not use.
 
-        Older groups are decided first, so that decisions follow the order of draws.
+        All calls come before those of `dispatched` and `decide`: groups that were drawn earlier are decided first.
         """
         if self.started or self.decided:
             raise RuntimeError(

@@ -1,7 +1,8 @@
-"""Checks that each data file of a run exists and that each of its tasks has a training source.
+"""Checks that each data file of a run exists, and that each task named in `data.tasks` has a training source.
 
-Reads the configuration but no record, and imports only the standard library and OmegaConf.  So `prorl plan` warns, and
-`doctor`, `train`, `launch` and a Slurm job refuse a run, within a second and before a GPU is allocated.
+The check takes less than a second: it reads the configuration but no record, and imports only the standard library and
+OmegaConf.  `prorl plan` warns of a fault; `doctor`, `train`, `launch` and a Slurm job refuse the run before they
+allocate a GPU.
 """
 
 import shlex

@@ -114,7 +114,10 @@ def _updates(made: Converted, samples_per_update: Any, what: str) -> None:
 
 
 def _chosen(rest: dict[str, Any], made: Converted, theirs: str, ours: str, known: Mapping[str, str]) -> None:
-    """Move the method named by the key `theirs` from `rest` to the override `ours`; a method not in `known` stays."""
+    """Translate the method name under the key `theirs` by `known` (their name: our name) into the override `ours`.
+
+    The key is removed from `rest`, unless `known` does not have the name.
+    """
     if str(rest.get(theirs)) in known:
         made.overrides[ours] = known[str(rest.pop(theirs))]
 

@@ -96,7 +96,10 @@ def _cores(cfg: DictConfig) -> dict[str, str]:
 
 
 def _data(cfg: DictConfig) -> str:
-    """Return the training sources as text, with records, weights, and repetitions if a step needs more prompts."""
+    """Return the training sources as text: records and weight of each.
+
+    If a step needs more prompts than a source has, the text says how often the step repeats each record.
+    """
     counts = [_records(source) for source in cfg.data.train]
     texts = []
     for source, count in zip(cfg.data.train, counts, strict=True):

@@ -56,7 +56,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _METADATA.get(module, ()) or (module == "torch" and isinstance(vars(torch).get(name), torch.dtype)):
             return super().find_class(module, name)
-        raise _ForeignClass(f"it names {module}.{name}")
+        raise _ForeignClass(f"the file refers to the class {module}.{name}, which a checkpoint may not contain")
 
 
 def _refused(file: Path, expected: str, error: Exception) -> CheckpointError:

@@ -136,11 +136,12 @@ _LAYER["mlp.linear_fc1.layer_norm_weight"] = _LAYER["pre_mlp_layernorm.weight"]
 
 
 def rule_of(name: str, layer_offset: int, tied: bool) -> Rule:
-    """Return the rule of a rank's parameter.
+    """Return the rule that converts a parameter of this rank to tensors of Hugging Face's model, and back.
 
     Args:
         name: the parameter's name in Megatron's GPTModel, with layers counted from the rank's first layer.
         layer_offset: number of layers on earlier pipeline stages.
+        tied: whether the output layer shares the weights of the embedding.
 
     Raises KeyError: no supported model has such a parameter.
     """

@@ -213,7 +213,10 @@ class Summary:
         self._counts: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
 
     def add(self, stored: Stored, new: Verdict, changed: bool) -> None:
-        """Count one response.  A response counts as "same" and as "reworded" if only the verdict's detail differs."""
+        """Count one response as "changed" or "same".
+
+        A response counts also as "reworded" if nothing of its verdict but the detail differs.
+        """
         old, counts = stored.verdict, self._counts[stored.request.task]
         counts["changed" if changed else "same"] += 1
         counts["reworded"] += not changed and old["detail"] != new["detail"]

@@ -25,11 +25,18 @@ def add_parser(commands: Any) -> None:
     one.add_argument("--from", dest="origin", metavar="PATH", help="file or folder to read, or 'hub' (Hugging Face)")
     one.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder for the output")
     one.add_argument("--name", help="prefix of the records' ids; default: SOURCE")
-    one.add_argument("--size", type=_count, metavar="N", help="number of records, chosen by --seed; default: all")
+    one.add_argument(
+        "--size", type=_count, metavar="N", help="number of records, drawn at random by --seed; default: all"
+    )
     text = "records for validation; default: 0, 9600 for reasoning-gym"
     one.add_argument("--holdout", type=_holdout_count, metavar="N|all", help=text)
     one.add_argument("--limit", type=_count, metavar="N", help="read only the first N rows, for a trial; default: all")
-    one.add_argument("--seed", type=_count, default=0, help="random seed of --size, --holdout and puzzles; default: 0")
+    one.add_argument(
+        "--seed",
+        type=_count,
+        default=0,
+        help="random seed of the draws of --size and --holdout, and of puzzles; default: 0",
+    )
     text = "prompts as messages or plain text; default: messages"
     one.add_argument("--prompt", choices=("messages", "text"), default="messages", help=text)
     one.add_argument(

@@ -57,9 +57,10 @@ class _Text:
 
 
 def instructions(source: DataSource) -> Draw:
-    """Return the draw function for instruction following.
+    """Return the function that draws problems of instruction following.
 
-    Options: `kinds` (some of `KINDS`), `per_record` (instructions per record), `max_words` (largest minimum length).
+    Options: `kinds` (some of `KINDS`), `per_record` (instructions per record), `max_words` (an instruction "at least N
+    words" asks for no more than this number).
     """
     options = options_of(source, {"kinds": KINDS, "per_record": 2, "max_words": 10})
     count = number_of(source, options, "per_record", 1, 2)

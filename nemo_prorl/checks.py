@@ -350,6 +350,8 @@ def _data(cfg: DictConfig) -> None:
             "data.train=[]: expected at least one source to train on. Fix: data=NAME, or a list of sources, each with"
             " name and path or generator"
         )
+    if cfg.data.retire_rate < 1 and cfg.data.retire_after is None:
+        raise _wrong("data.retire_rate", cfg.data.retire_rate, "expected data.retire_after=N beside it; got null")
     most, context = cfg.data.max_prompt_tokens, cfg.trainer.grpo.context_tokens
     if most is not None and most >= context:
         why = f"expected less than trainer.grpo.context_tokens={context}, to leave room for a response"

@@ -316,6 +316,7 @@ class DataConfig:
     validation: list[DataSource] = key(list, "sources of held-out prompts")
     tasks: list[str] | None = key(None, "tasks to train on; null: all tasks")
     retire_after: int | None = key(None, "solved draws in a row after which a prompt retires; null: never", least=1)
+    retire_rate: float = key(1.0, "mean reward of a group from which on its draw counts as solved", above=0, most=1)
     max_prompt_tokens: int | None = key(
         None,
         "maximum tokens of a training prompt; longer ones are left out; null: too long for the context is an error",

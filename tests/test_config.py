@@ -246,6 +246,8 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["data.train=[]"], ["data.train=[]", "at least one source to train on"]),
     (["trainer.grpo.context_tokens=64", "data.max_prompt_tokens=64"], ["data.max_prompt_tokens=64", "leave room"]),
     (["data.retire_after=0"], ["data.retire_after=0", "at least 1"]),
+    (["data.retire_rate=0.9"], ["data.retire_rate=0.9", "data.retire_after=N"]),
+    (["data.retire_rate=1.1", "data.retire_after=1"], ["data.retire_rate=1.1", "at most 1"]),
     (["data.train=[{name: x}]"], ["data.train.0 (x)", "expected either path or generator; got neither"]),
     (["data.train=[{name: x, generator: arithmetic}]"], ["data.train.0.size", "number of records"]),
     (["data.train=[{name: x, pth: a}]"], ["data.train: unknown key pth. Did you mean path?"]),

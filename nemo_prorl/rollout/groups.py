@@ -54,6 +54,12 @@ class Group:
         return [0.0 if verdict["score"] is None else float(verdict["score"]) for verdict in self.verdicts]
 
     @property
+    def mean_reward(self) -> float:
+        """Return the mean raw reward of the valid responses; nan if none is valid."""
+        rewards = [score for score, valid in zip(self.scores, self.valid, strict=True) if valid]
+        return sum(rewards) / len(rewards) if rewards else math.nan
+
+    @property
     def finished(self) -> list[bool]:
         """Return, for each response, whether it ended with a stop token."""
         return [response.finished for response in self.responses]
@@ -145,7 +151,8 @@ class CollectedBatch:
     needed: int
     groups: list[Group] = field(default_factory=list)
     tasks: dict[str, TaskTally] = field(default_factory=dict)
-    outcomes: list[tuple[str, str]] = field(default_factory=list)  # (prompt id, outcome) in the order of decisions
+    # (prompt id, outcome) in the order of decisions, for data.retire_after; `solved` from data.retire_rate on
+    outcomes: list[tuple[str, str]] = field(default_factory=list)
     drawn: int = 0  # prompts drawn in this step
     carried: int = 0  # groups taken from the surplus of the previous step
     stale: int = 0  # surplus groups discarded because they were too old

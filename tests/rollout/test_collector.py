@@ -111,6 +111,21 @@ class MixedIsRight(EvenIsRight):
         return float(position % 2)
 
 
+class ThreeOfFour(EvenIsRight):
+    def verdict(self, request: dict[str, Any], position: int) -> float | None:
+        return float(position % 4 > 0)
+
+
+@pytest.mark.parametrize(("rate", "outcome"), [(1.0, "mixed"), (0.8, "mixed"), (0.75, "solved")])
+def test_a_nearly_solved_draw_counts_towards_retirement_and_is_trained_on(rate: float, outcome: str) -> None:
+    cfg = config()
+    cfg.data.retire_rate = rate
+    (batch,), _, _ = collected(Simulated(), ThreeOfFour(), cfg)
+    assert {found for _, found in batch.outcomes} == {outcome}
+    assert len(batch.groups) == 6
+    assert sum(tally.solved for tally in batch.tasks.values()) == 0
+
+
 def test_groups_that_end_early_are_not_favoured() -> None:
     slow_first = Simulated(seconds=lambda prompt: 0.2 if prompt < 6 else 0.0)  # 12 more are done long before
     (batch,), state, drawn = collected(slow_first, MixedIsRight(), keep_rate=1 / 3)

@@ -1,7 +1,7 @@
 """Comparison of the nodes of a run: clocks, the shared run directory, versions, GPUs, /dev/shm.
 
 srun runs `node_probe.py` once per node.  Meanwhile this process serves its clock on a port of this machine, and
-replaces a file in the shared folder.
+keeps replacing a file in the shared folder.  Each probe compares its clock, and checks that it sees the new files.
 """
 
 import fcntl

@@ -228,7 +228,10 @@ def rank_parameters(shape: ModelShape, layout: Layout) -> int:
 
 
 def weight_bytes(cfg: DictConfig) -> int:
-    """Return the bytes of one weight in use or one activation element: 2 with bf16, otherwise 4."""
+    """Return the bytes per weight and per element of activations: 2 with bf16, otherwise 4.
+
+    The optimizer's master weights are not meant: they have 4 bytes.
+    """
     return 2 if str(cfg.trainer.precision).startswith("bf16") else FLOAT32
 
 

@@ -99,7 +99,8 @@ class ModelLimits:
         if request.max_tokens > room:
             raise BadRequest(
                 f"a prompt of {len(request.prompt)} tokens and max_tokens {request.max_tokens} do not fit the context "
-                f"of {self.context_tokens} tokens; max_tokens must be an integer in 1..{max(room, 0)}"
+                f"of {self.context_tokens} tokens; "
+                + (f"max_tokens may be at most {room}" if room > 0 else "the prompt leaves no room for a response")
             )
         if 0 < request.temperature < 0.01:  # vLLM would raise it to 0.01
             raise BadRequest(f"temperature must be 0 or in 0.01..100, not {request.temperature}")

@@ -355,7 +355,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--weights-dir", required=True, help="the only folder from which POST /weights loads files")
     p.add_argument("--endpoint-file", help="JSON file to write when ready, with url, pid and state; default: none")
     p.add_argument("--index", type=int, default=0, help="number of this engine in the run, from 0; default: 0")
-    p.add_argument("--parent-pid", type=int, help="process id; the engine ends when this process ends; default: none")
+    p.add_argument(
+        "--parent-pid", type=int, help="id of a process to watch: the engine ends when that process ends; default: none"
+    )
     p.add_argument("--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1")
     p.add_argument("--public-host", help="host name written to the endpoint file; default: --host")
     p.add_argument("--port", type=int, default=0, help="TCP port; default: 0, any free port")

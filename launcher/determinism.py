@@ -22,7 +22,10 @@ def variables_of_ranks(cfg: DictConfig) -> dict[str, str]:
 
 
 def variables_of_engines(cfg: DictConfig) -> dict[str, str]:
-    """Return the environment variables that make rollout engines deterministic; empty unless the run is deterministic and on GPUs."""
+    """Return the environment variables that make rollout engines deterministic.
+
+    Empty unless the run is deterministic and on GPUs.
+    """
     return _chosen(cfg, _ENGINES)
 
 

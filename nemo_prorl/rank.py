@@ -57,7 +57,7 @@ class Policy:
     """The policy of this rank, and the parts that do not need engines: tokenizer, data (rank 0), leader, loggers."""
 
     def __init__(self, cfg: Config, run_dir: Path) -> None:
-        """Build the policy; a collective of all ranks.  Also makes RUN/base, the model after the warm-up, if one is due."""
+        """Build the policy; a collective of all ranks.  If a warm-up is due, also makes RUN/base with it."""
         from nemo_prorl.policy.build import build_actor
 
         base = base_folder(cfg, run_dir)

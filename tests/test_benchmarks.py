@@ -10,6 +10,7 @@ pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 HELPERS = {
+    "engine.py",
     "machine.py",
     "reward_load.py",
     "evaluate_offline.py",

@@ -37,7 +37,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "prompt a string": ({"prompt": "hello"}, "prompt"),
     "no prompt": ({"prompt": None}, "prompt"),
     "prompt beyond the context": ({"prompt": [5] * 600}, "600 tokens"),
-    "no room for the response": ({"prompt": [5] * 500, "max_tokens": 13}, "1..12"),
+    "no room for the response": ({"prompt": [5] * 500, "max_tokens": 13}, "at most 12"),
     "max_tokens 0": ({"max_tokens": 0}, "max_tokens"),
     "max_tokens a float": ({"max_tokens": 4.0}, "max_tokens"),
     "temperature nan": ({"temperature": math.nan}, "temperature"),

@@ -175,7 +175,7 @@ def connect(cfg: Config, run_dir: Path, blend: Blend, renderer: PromptRenderer) 
     for pattern, count in (("rewards-*.json", cfg.trainer.num_nodes), ("engine-*.json", cfg.rollout.engines)):
         what = f"{count} x {endpoints / pattern} (trainer.deadlines.startup_s); see {run_dir / 'logs'}"
         Deadline(seconds, what).wait_until(partial(_exist, endpoints, pattern, count))
-    _log.info("%d engines and %d reward servers are ready", cfg.rollout.engines, cfg.trainer.num_nodes)
+    _log.info("ready: rollout engines: %d, reward servers: %d", cfg.rollout.engines, cfg.trainer.num_nodes)
     engines = EnginePool(endpoints, read_token(token_file), cfg.rollout.engines)
     kind = OneStepOff if cfg.rollout.own_devices else Collector
     rewards = RewardClient(endpoints, token_file)

@@ -63,7 +63,7 @@ def test_the_start_shows_what_it_waits_for(undisturbed: Path) -> None:
         "starting the trainer, which imports NeMo, and the engines",
         "the model is built; its weights come from",
         "warm-up: 40 supervised steps",
-        "1 engines and 1 reward servers are ready",
+        "ready: rollout engines: 1, reward servers: 1",
         "validating the policy on held-out prompts before the first step",
         "step  reward  held-out",
     )

@@ -15,7 +15,16 @@ _TEXT = 1000
 _VALUE = 1000  # characters of a setting
 _COMMON = ("event", "step", "time")  # common fields of events
 # Keys of places, names and people instead of settings of the training; they are not compared.
-_PLACES = ("run_dir", "stage", "on_event", "exp_manager", "chain", "pretrained_checkpoint", "rollout.python")
+_PLACES = (
+    "run_dir",
+    "stage",
+    "on_event",
+    "exp_manager",
+    "chain",
+    "pretrained_checkpoint",
+    "rollout.python",
+    "launch.env",
+)
 
 
 def stage_rows(curve: Curve) -> list[dict[str, Any]]:

@@ -96,11 +96,13 @@ def test_the_outcome_says_what_cannot_be_compared(tmp_path: Path) -> None:
 
 
 def test_the_page_has_the_settings_and_the_command_that_repeats_the_run(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "a run", config={"data": {"train": [{"name": "mine", "path": "x.jsonl"}]}})
+    sources, launch = {"train": [{"name": "mine", "path": "x.jsonl"}]}, {"env": {"WANDB_API_KEY": "secret"}}
+    folder = make_run(tmp_path / "a run", config={"data": sources, "launch": launch})
     found = tables.configuration(curve_of(folder).runs[0])
     assert found["command"] == f"prorl train --config '{folder}/config.yaml' run_dir=NEW"
     assert ["trainer.grpo.max_steps", "12"] in found["settings"]
     assert ["data.train", '[{"name": "mine", "path": "x.jsonl"}]'] in found["settings"]
+    assert "secret" not in str(data.page_data([folder], [], 10))  # a page is shared
 
 
 # --- odd files -------------------------------------------------------------------------------------------------------

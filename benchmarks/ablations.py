@@ -89,7 +89,7 @@ def prorl(*words: str, jobs: int = 1) -> None:
 
 
 def base_of(seed: int, out: Path) -> Path:
-    """Return the folder of a seed's warmed-up policy, made if it is missing."""
+    """Return the folder of a seed's warmed-up policy; run the warm-up first if the folder is missing."""
     run = out / f"base-seed{seed}"
     if not (run / "base").is_dir():
         prorl("warmup", f"run_dir={run}", f"seed={seed}", "data=ablations", "trainer.warmup.steps=140")
@@ -97,7 +97,12 @@ def base_of(seed: int, out: Path) -> Path:
 
 
 def run_arm(arm: str, seed: int, out: Path, jobs: int) -> dict[str, Any]:
-    """Train one arm with one seed, while `jobs` - 1 other runs share the cores; return its result."""
+    """Train one arm with one seed; return the result, which is a line of RESULTS.
+
+    Args:
+        out: folder of the runs.
+        jobs: number of concurrent runs, this run included; each gets an equal share of the cores.
+    """
     base, run = base_of(seed, out).absolute(), out / f"{arm}-seed{seed}"
     shutil.rmtree(run, ignore_errors=True)  # an incomplete run would count its start twice
     overrides = [f"algorithm={arm}", *COMMON, f"seed={seed}", *ARMS[arm]]
@@ -249,7 +254,10 @@ def main() -> int:
     parser.add_argument("--report", action="store_true", help="run nothing; write tables and pictures of the results")
     parser.add_argument("--arms", nargs="+", choices=sorted(ARMS), default=list(ARMS), metavar="ARM")
     parser.add_argument(
-        "--jobs", type=int, default=1, help="concurrent runs; compare seconds only at an equal number; default: 1"
+        "--jobs",
+        type=int,
+        default=1,
+        help="concurrent runs; compare seconds only of results with the same number; default: 1",
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "ablations", help="folder of the runs")

@@ -3,9 +3,10 @@
     .venv/train/bin/python benchmarks/batches.py                      1 million tokens
     .venv/train/bin/python benchmarks/batches.py --tokens 33554432    4096 responses of 8192 tokens; needs 8 GB
 
-Before: every rank receives all groups as pickled lists of Python numbers, and pads all of them.  After: rank 0 makes
-arrays of them once, and each data rank receives and pads its own rows.  The script checks that both give the same
-micro-batches.  The time on the network is not measured.
+Two ways are compared, a column of the output each.  "before", the way of an earlier version: every rank receives all
+groups as pickled lists of Python numbers, and pads all of them.  "after", the way of this version: rank 0 makes arrays
+of the groups once, and each data rank receives and pads only its own rows.  The script checks that both ways give the
+same rows.  The time on the network is not measured.
 """
 
 import argparse

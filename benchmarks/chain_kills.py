@@ -37,7 +37,11 @@ MOST_STARTS = 12
 
 
 def launch(folder: Path, settings: list[str], kill_at: str | None) -> int:
-    """Run `prorl launch` to its end and return its exit code.  `kill_at`: a kill point; None: run undisturbed."""
+    """Run `prorl launch`, wait for its end and return its exit code.
+
+    Args:
+        kill_at: kill point (nemo_prorl/lifecycle/killpoints.py) at which the trainer kills itself; None: no kill.
+    """
     prorl = str(Path(sys.executable).with_name("prorl"))
     words = [prorl, "launch", "--stages", f"{STAGES[0]}..{STAGES[-1]}", "--here", f"run_dir={folder}"]
     environment = {**os.environ, **({VARIABLE: kill_at} if kill_at else {})}

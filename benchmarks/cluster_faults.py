@@ -60,13 +60,13 @@ class Case:
 
     name: str
     run: Path
-    job: int = 0
-    ends: list[Ended] = field(default_factory=list)
-    broken: float = 0.0
-    next_step_s: float = 0.0
-    equal: bool = False
-    left: str = "none"
-    failed: str = ""
+    job: int = 0  # id of the run's newest Slurm job
+    ends: list[Ended] = field(default_factory=list)  # how each Slurm job of the case ended
+    broken: float = 0.0  # time of the fault, by time.monotonic()
+    next_step_s: float = 0.0  # seconds from the fault to the next logged step
+    equal: bool = False  # whether all results equal those of the undisturbed run
+    left: str = "none"  # processes left on the nodes at the end, as text
+    failed: str = ""  # error that ended the case, such as a timeout; empty: none
 
     def happened(self) -> str:
         """Return exit code and next action of each attempt (from launches.jsonl), and how the Slurm jobs ended."""

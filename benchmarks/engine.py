@@ -1,4 +1,4 @@
-"""A rollout engine (vLLM) as a process of a benchmark, without a run."""
+"""A rollout engine (vLLM) that a benchmark starts as its own process; there is no run."""
 
 import json
 import os
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Engine:
-    """An engine that serves the model folder `model`; token, endpoint and log are in `folder`."""
+    """An engine that serves the model folder `model`; its access token, endpoint file and log are in `folder`."""
 
     def __init__(self, model: Path, folder: Path, store: Path, wait_s: float, **options: object) -> None:
         """Start the engine and wait until it serves.

@@ -7,7 +7,8 @@ MODEL is a Hugging Face folder.  Three ways alternate, each with its own engine,
 own settings, all samples of a prompt in one request without seeds; (c) vLLM offline with this project's engine settings
 and a seed for each response, without which an evaluation cannot be repeated.
 The prompts are the laptop job's held-out problems.  Start-up is not measured.  The responses of a trained model have
-about six tokens, so that costs outside the model weigh most; RUN/init with --max-response 100 shows longer responses.
+about six tokens, so that costs outside the model weigh most.  To measure longer responses, give RUN/init, a run's
+model with random weights, as MODEL, and --max-response 100.
 """
 
 import argparse

@@ -2,11 +2,11 @@
 
     .venv/train/bin/python benchmarks/evaluate_all.py runs/laptop/base --sources FOLDER [--samples 4] [--out DIR]
 
-FOLDER holds the published files that PUBLISHED below lists; the output names absent files.  The commands that the
-benchmarks themselves name prepare the problems; generated problems need no file.  Then `prorl evaluate` runs three
-times: (whole) undisturbed; (broken) ended by SIGKILL when half of the responses are stored, and run again; (again)
-repeated in a new folder from the manifest of (whole).  All numbers must be equal, and no response stored before the
-kill is drawn again.
+FOLDER holds the published files that PUBLISHED below lists; the output names the benchmarks whose file is absent.  The
+problems are prepared by the command in each benchmark's field `prepare`; generated problems need no file.  Then `prorl
+evaluate` runs three times: (whole) undisturbed; (broken) ended by SIGKILL when half of the responses are stored, and
+run again; (again) repeated in a new folder from the manifest of (whole).  All numbers must be equal, and no response
+stored before the kill is drawn again.
 A laptop's model cannot solve competition problems: few, short responses test the machinery, not the model.
 """
 

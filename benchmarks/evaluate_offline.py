@@ -1,9 +1,10 @@
 """Measures vLLM's own offline throughput for benchmarks/evaluate.py, in the rollout environment.
 
 The first argument is a JSON file: `model`, `prompts` (token ids), `samples`, `temperature`, `top_p`, `max_tokens` (one
-per prompt), `stop`, `threads`, `eager`, and options of the engine's server.  The second is `ours` for the server's
-other settings on a CPU, or `default` for vLLM's.  Each line on standard input is a seed, or `none` to draw without
-seeds, as vLLM does by default.  Each is answered by a line of JSON: `seconds`, and `tokens` generated.
+per prompt), `stop`, `threads`, `eager`, and options of the engine's server.  The second argument matters only for
+vLLM's CPU build: `ours` adds the server's `cpu_options`; `default` keeps vLLM's own values.  Each line on standard
+input is a seed, or `none` to draw without seeds, as vLLM does by default.  The answer to each line is a line of JSON:
+`seconds`, and the number of generated `tokens`.
 """
 
 import json

@@ -2,10 +2,10 @@
 
     python benchmarks/gain.py --ifeval input_data.jsonl --out FOLDER [--folder MODEL] [--steps 75]
 
-GRPO on prompts of `instruction_prompts.py`, judged by the plugin `instructions`: IFEval's 25 types of instructions,
-none of its prompts.  Then IFEval by `prorl evaluate` for the start and the end, one greedy response to each prompt, and
-the difference over the 541 prompts, paired.  A control run of three steps at learning rate 0 must leave the weights
-equal to the bit, and with them the responses.  Every part continues where it was stopped.
+GRPO uses prompts of `instruction_prompts.py`, judged by the plugin `instructions`: IFEval's 25 types of instructions,
+none of its prompts.  Then `prorl evaluate` judges the given model ("start") and the trained model ("end") on IFEval,
+with one greedy response to each of its 541 prompts; the difference is taken prompt by prompt.  A control run of three
+steps at learning rate 0 must leave the weights equal to the bit.  A second call continues where the first one stopped.
 """
 
 import argparse
@@ -26,8 +26,9 @@ from real_model import make_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PRORL = (sys.executable, "-m", "nemo_prorl.cli")
-COUNT, HELD_OUT = 6000, 64  # prompts in all, and those of the validation
-RECIPE = (  # the paper's, scaled down to two cores: short responses, small groups; a higher rate and KL coefficient
+COUNT, HELD_OUT = 6000, 64  # prompts in all; prompts of these that are held out for validation
+# The paper's recipe, scaled down to two cores: short responses, small groups; a higher learning rate and KL coefficient
+RECIPE = (
     "cluster=laptop_bf16",
     "data.prompt=chat",
     "trainer.grpo.context_tokens=256",
@@ -57,7 +58,11 @@ def prorl(*words: object) -> None:
 
 
 def prompts(out: Path, ifeval: Path) -> Path:
-    """Make the training prompts as prompt records, once, and return their folder."""
+    """Return the folder of the training prompts; write the prompts first if the folder is missing.
+
+    Args:
+        ifeval: IFEval's file; no training prompt shares a run of 13 words with its prompts.
+    """
     file, folder = out / "prompts.jsonl", out / "prompts"
     if not folder.exists():
         instruction_prompts.write(file, COUNT, 1, ifeval)
@@ -95,7 +100,12 @@ def verdicts(found: Sequence[Any]) -> list[float]:
 
 
 def paired(before: Sequence[float], after: Sequence[float]) -> str:
-    """Return the mean difference in percent with its standard error over prompts."""
+    """Return the mean gain over prompts with its standard error as text, in percentage points.
+
+    Args:
+        before: for each prompt, 1 if the model before training followed all instructions, otherwise 0.
+        after: the same for the trained model.
+    """
     gains = [100 * (y - x) for x, y in zip(before, after, strict=True)]
     mean = sum(gains) / len(gains)
     error = math.sqrt(sum((gain - mean) ** 2 for gain in gains) / (len(gains) - 1) / len(gains))
@@ -133,7 +143,7 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 
 
 def curve(run: Path) -> Iterator[str]:
-    """Yield the table of every fourth step, and the seconds of a step by phase."""
+    """Yield the lines of a table of metrics at the first, last and every fourth step, then mean seconds by phase."""
     steps = steps_of(run)
     columns = ("reward/all", "rollout/response_tokens", "rollout/truncated", "entropy", "kl", "validation/all")
     yield "step   reward   tokens  cut off  entropy       KL held out"
@@ -147,7 +157,10 @@ def curve(run: Path) -> Iterator[str]:
 
 
 def arithmetic(run: Path, model: Path) -> str:
-    """Return the share of the cores' float32 arithmetic that the updates reach: 6 operations per weight and token."""
+    """Return a line of text: FLOP/s of the updates, and their share of the cores' float32 peak (`peak_flops`).
+
+    The updates count 6 operations per weight and response token; prompts are not counted.
+    """
     from safetensors import safe_open
 
     with safe_open(model / "model.safetensors", "pt") as file:
@@ -160,7 +173,12 @@ def arithmetic(run: Path, model: Path) -> str:
 
 
 def pairs(before: Sequence[Any], after: Sequence[Any]) -> Iterator[str]:
-    """Yield four prompts that only the start or only the end followed, with both responses."""
+    """Yield up to four prompts that only one of the two models followed, with the responses of both models.
+
+    Args:
+        before: results of the model before training, which the text calls "start".
+        after: results of the trained model, which the text calls "end".
+    """
     changed = [pair for pair in zip(before, after, strict=True) if verdicts([pair[0]]) != verdicts([pair[1]])]
     for (record, first, verdict), (_, last, _) in changed[:: max(1, len(changed) // 4)][:4]:
         prompt = record["prompt"] if isinstance(record["prompt"], str) else record["prompt"][-1]["content"]

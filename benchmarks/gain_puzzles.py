@@ -1,9 +1,10 @@
-"""Trains SmolLM2-135M-Instruct on two puzzles and arithmetic, at which it starts near 0: a short warm-up, then GRPO.
+"""Trains SmolLM2-135M-Instruct on two puzzles and arithmetic, which it can hardly solve: a short warm-up, then GRPO.
 
     python benchmarks/gain_puzzles.py --out FOLDER [--folder MODEL] [--steps 100]
 
-Held-out reward is measured after the warm-up and after the last step, on problems that neither of them contains, and
-for the starting model by `prorl probe`.  A second call continues.
+Held-out reward is measured after the warm-up and after the last GRPO step, on problems that neither the warm-up nor
+GRPO uses.  `prorl probe` measures the reward of the model before the warm-up, on training problems.  A second call
+continues where the first one stopped.
 """
 
 import argparse

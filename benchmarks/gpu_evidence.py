@@ -128,7 +128,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--engine-python", help="Python with vLLM; default: .venv/rollout's, otherwise this one")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--commit", help="commit to write into the results, for a copy without git; default: none")
-    parser.add_argument("--name", help="machine in the file names; default: name of the GPU, or cpu")
+    parser.add_argument(
+        "--name", help="machine name for the names of the output files; default: name of the GPU, or cpu"
+    )
     args = parser.parse_args()
     args.sections = args.sections.split(",")
     if unknown := [name for name in args.sections if name not in SECTIONS]:
@@ -150,7 +152,11 @@ def main() -> int:
 
 
 def prove(args: argparse.Namespace, folder: Path, fault: str | None) -> int:
-    """Run all sections; return the exit code: 0, 1 if a section failed or timed out, 3 if --device cuda has no GPU."""
+    """Run the chosen sections; return 0, 1 if a section failed or timed out, or 3 if --device cuda finds no GPU.
+
+    Args:
+        fault: error message of the installation of --wheels; None: no error, or no wheels.
+    """
     import torch
 
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

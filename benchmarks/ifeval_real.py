@@ -72,7 +72,8 @@ def accuracies(found: Sequence[tuple[dict[str, Any], dict[str, Any], dict[str, A
 def by_lm_eval(package: Path, found: Sequence[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]) -> Iterator[str]:
     """Judge the same responses by lm-eval's checks of IFEval, and yield each difference and a summary.
 
-    lm-eval splits sentences by data that nltk downloads; here this project's reader of the same data takes its place.
+    To split text into sentences, lm-eval calls nltk, which downloads its data.  Here the plugin's `sentences`
+    replaces nltk, without a download.
     """
     sys.path.insert(0, str(package))
     import nltk

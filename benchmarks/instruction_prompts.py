@@ -3,7 +3,7 @@
     python benchmarks/instruction_prompts.py --out prompts.jsonl [--count 4000] [--seed 1] [--leave-out IFEVAL.jsonl]
 
 Each prompt asks for a short text about a topic, and gives one to three instructions that can be followed together.
-With --leave-out, a prompt that shares a run of 13 words with that file is not written.
+With --leave-out, no prompt is written that shares a run of 13 words with a prompt in IFEVAL.jsonl.
 """
 
 import argparse
@@ -144,7 +144,7 @@ def _limited(kind: str, rng: random.Random) -> Told:
 
 
 def _own(kind: str, rng: random.Random, request: str) -> Told:
-    """Return the same as `instruction`, for the types whose arguments differ from those of all other types."""
+    """Return an instruction as `instruction` does, for the types that none of the tables above contains."""
     number, pick, word = rng.randint, rng.choice, rng.choice(WORDS.split())
     if kind == "keywords":
         found = rng.sample(WORDS.split(), number(1, 3))

@@ -55,7 +55,7 @@ class Kill:
     where: str
     step: int
     resumed: int | None = None
-    seconds: float = 0.0
+    seconds: float = 0.0  # from the start of the run to the end of its processes
 
 
 def command(run: Path, stage: str, *overrides: str) -> list[str]:
@@ -118,9 +118,10 @@ def kill(process: subprocess.Popen[bytes], target: str) -> None:
 
 
 def one_kill(run: Path, where: str, rng: random.Random) -> Kill | None:
-    """Start the run and kill it at `where`, a kill point or "random TARGET".
+    """Start the run and kill it at `where`; return None if the run finished before the kill.
 
-    Returns None if the run finished before the kill.
+    Args:
+        where: a kill point (one of POINTS), or "random " and one of TARGETS, to kill that target at a random moment.
     """
     began, before = time.monotonic(), last_step(run)
     if where in POINTS:
@@ -148,7 +149,8 @@ def compare(undisturbed: Path, disturbed: Path) -> list[tuple[str, bool]]:
     """Compare all that must be equal in the two runs; return pairs (description, whether it is equal)."""
 
     def metrics(run: Path) -> list[dict[str, Any]]:
-        return [{k: v for k, v in m.items() if not k.startswith("time/")} for m in lines(run / "metrics.jsonl")]
+        apart = ("time/", "system/")
+        return [{k: v for k, v in m.items() if not k.startswith(apart)} for m in lines(run / "metrics.jsonl")]
 
     one, other = (json.loads((run / "summary.json").read_text()) for run in (undisturbed, disturbed))
     wanted, found = metrics(undisturbed), metrics(disturbed)

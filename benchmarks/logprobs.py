@@ -7,10 +7,10 @@ Each form runs in a separate process: hidden states and output weight -> log-pro
 GRPO loss -> gradients of both.  Naive: float32 logits, their log-softmax, gather, and autograd.  NeMo-Aligner's:
 `from_parallel_logits_to_logprobs` on float32 logits (it sums over a tensor-parallel group, here of one).
 
-Two numbers are measured: the peak memory beyond the inputs until both gradients are computed; and the same without the
-two gradients, which every form must return.  On CUDA, torch's allocator counts.  On a CPU, the process's peak resident
-set (VmHWM) counts, which is reset once the inputs exist; memory that libc keeps is included.  The goal: ours is at most
-1/8 of the naive form's, and the gradients differ by at most 1e-5, relative, in norm.
+Two numbers are measured: the peak memory beyond the inputs until both gradients are computed; and this peak minus the
+bytes of the two gradients, which every form must return.  On CUDA, torch's allocator counts.  On a CPU, the process's
+peak resident set (VmHWM) counts, which is reset once the inputs exist; memory that libc keeps is included.  The goal:
+ours is at most 1/8 of the naive form's, and the gradients differ by at most 1e-5, relative, in norm.
 """
 
 import argparse
@@ -129,7 +129,10 @@ def _one_rank(device: str, out: Path) -> None:
 
 
 def differences(out: Path, form: str) -> float:
-    """Return the larger relative distance, in norm, of the two gradients from those of the naive form."""
+    """Return how far the gradients of `form` are from those of the naive form, as a relative distance in norm.
+
+    There are two gradients, of the hidden states and of the weight; the larger of their distances is returned.
+    """
     import torch
 
     wanted, found = (torch.load(out / f"{name}.pt", mmap=True) for name in ("naive", form))

@@ -35,10 +35,10 @@ GOLD = "gold answers"
 class Case:
     """A truth, a response, and the published verdict."""
 
-    group: str
+    group: str  # source of the case, such as GOLD; a line of the output
     truth: str
     response: str
-    right: bool
+    right: bool  # the published verdict
 
 
 def _boxed(text: str) -> str | None:
@@ -57,7 +57,7 @@ def _boxed(text: str) -> str | None:
 
 
 def _truth(text: str) -> str | None:
-    """Return a truth for the plugin: the same as `_boxed`, but without the box that `_boxed` adds."""
+    """Return a reference answer as the plugin expects it: like `_boxed`, but a text without a box gets none."""
     response = _boxed(text)
     if response is None or "\\boxed" in text:  # the plugin uses a boxed truth unchanged
         return response

@@ -1,15 +1,17 @@
-"""Gain and cost of training one step off: the laptop job with shared cores, and with one core for its engine alone.
+"""Gain and cost of training one step off, in which the engine generates the next batch while the trainer works.
 
     .venv/train/bin/python benchmarks/one_step_off.py          2 rounds of 12 steps each way (about 10 min on 2 cores)
     ... --rounds 1 --steps 4                                   less
     ... KEY=VALUE                                              overrides for all runs
 
-One step off means that the engine generates the next batch while the trainer works on the current one.
+Two sides run the laptop job.  "shared": engine and trainer take turns on the same cores.  "one step off": the engine
+has cores of its own, and generates the next batch while the trainer works on the current batch.
 
 All runs begin with the same warmed-up policy and use the same cores.  Whole runs alternate; each round has another
 seed, and every second round has the opposite order.  The seconds of a step are the sum of its phases without
 validation; the first `--skip` steps warm caches and do not count.  Held-out rewards are means over all rounds: before
-training, after the same number of steps, and at the last validation that all sides reached within the same time.
+training, after all steps, and after equal training time.  The equal time of a round is the time until the last
+validation of its fastest run; each side counts with its last validation within this time.
 """
 
 import argparse

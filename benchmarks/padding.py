@@ -45,7 +45,13 @@ def lengths_of_run(run: Path, rows: int) -> list[int]:
 
 
 def padded_positions(lengths: Sequence[int], parts: Sequence[Sequence[int]], limits: Any) -> int:
-    """Return the positions of all micro-batches: rows times padded length, or, if packed, the padded sum of lengths."""
+    """Return the positions of all micro-batches: rows times padded length, or, if packed, the padded sum of lengths.
+
+    Args:
+        lengths: length of each row in tokens.
+        parts: row numbers of each micro-batch.
+        limits: `nemo_prorl.micro_batches.Limits`, by which lengths are padded.
+    """
     if limits.packed:
         return sum(limits.padded(sum(lengths[row] for row in part)) for part in parts)
     return sum(len(part) * limits.padded(max(lengths[row] for row in part)) for part in parts)

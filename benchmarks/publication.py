@@ -57,7 +57,12 @@ def config_of(layers: int) -> dict[str, Any]:
 
 
 def build_policy(hf: dict[str, Any], meet: Path) -> Any:
-    """Return an actor that can export weights: Megatron's model in bf16 on one rank, without gradients or optimizer."""
+    """Return an actor that can export weights: Megatron's model in bf16 on one rank, without gradients or optimizer.
+
+    Args:
+        hf: content of config.json.
+        meet: path of a new file, with which torch.distributed sets up the process group.
+    """
     import torch
     import torch.distributed as dist
 

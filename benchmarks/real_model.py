@@ -52,7 +52,10 @@ def make_model(out: Path) -> Path:
 
 
 def tokenizer_of(fields: Any) -> Any:
-    """Return the tokenizer in a GGUF file.  transformers' own conversion gets its eos, digits and bytes wrong."""
+    """Return the tokenizer that a GGUF file describes.
+
+    It is built here, because transformers converts this tokenizer with wrong eos, digits and bytes.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -7,7 +7,8 @@
 Each run is the laptop job with real vLLM, reward server and updates.  Its reward plugin sleeps for the latency and then
 judges by a hash of the response, so that half of all responses are right.  With random weights responses end at random
 positions, so they end one after the other.  A case is latency:prompts:sequences: seconds, prompts per step (8 responses
-each), and sequences that an engine generates at a time (`rollout.max_num_seqs`; few make generation long).
+each), and sequences that an engine generates at a time (`rollout.max_num_seqs`; with a small number, generation takes
+long).
 
 "hidden" is 1 - (seconds in which a step waited for rewards only) / (seconds with a reward pending), as in summary.json.
 The last verdict comes one latency after the last response, so generation cannot hide all of the reward time; the column

@@ -70,9 +70,9 @@ def memory_mb(pids: list[int]) -> float:
 class Soak:
     """Counts and samples of the whole run."""
 
-    answered: Counter[str] = field(default_factory=Counter)
-    wrong: list[tuple[dict[str, Any], Verdict]] = field(default_factory=list)
-    killed: Counter[str] = field(default_factory=Counter)
+    answered: Counter[str] = field(default_factory=Counter)  # answered requests by task
+    wrong: list[tuple[dict[str, Any], Verdict]] = field(default_factory=list)  # requests with a wrong verdict
+    killed: Counter[str] = field(default_factory=Counter)  # killed processes by kind
     samples: list[tuple[float, int, float, int]] = field(
         default_factory=list
     )  # seconds, answers, MB, open descriptors of the server
@@ -140,7 +140,12 @@ async def drive(folder: Path, server: int, minutes: float, every_s: float, say: 
 
 
 def faults(soak: Soak, server: int, left: list[int], folder: Path) -> list[str]:
-    """Return a line for each failed condition."""
+    """Return a line of text for each requirement that the server did not meet.
+
+    Args:
+        left: ids of processes that outlived the server.
+        folder: folder of the server; files left in its folder `tmp` are a fault.
+    """
     found = [f"{len(soak.wrong)} wrong verdicts, the first: {json.dumps(soak.wrong[0])[:600]}"] if soak.wrong else []
     early = [mb for s, _, mb, _ in soak.samples if s > 30][: max(1, len(soak.samples) // 4)]
     late = [mb for _, _, mb, _ in soak.samples][-max(1, len(soak.samples) // 4) :]

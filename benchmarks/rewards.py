@@ -4,8 +4,8 @@
 
 Requests go through the real server and client over HTTP: 64 in flight per worker to measure the rate, then 2 per worker
 to measure the latency.  The plain ways judge code by the same ten tests: (a) a fresh `python3` for each test, (b)
-`bwrap` and one fresh `python3` for each answer, both with -I -S, which start fastest.  Server and client share the
-cores, so that the client lowers the server's rates.
+`bwrap` and one fresh `python3` for each answer.  In both, `python3` runs with -I -S, with which it starts fastest.
+Server and client share the cores, so that the client lowers the server's rates.
 """
 
 import argparse

@@ -169,9 +169,9 @@ def whole_groups(in_flight: list[int], number: int, responses: int) -> list[int]
 
 
 def spread_groups(in_flight: list[int], number: int, responses: int) -> list[int]:
-    """Return the number of responses for each engine as in a run: `spread` assigns parts of 4 to the least loaded.
+    """Return the number of responses for each engine, as a run does: 4 responses at a time go to the least loaded.
 
-    The arguments are those of `fixed_split`.
+    Args: as for `fixed_split`.
     """
     return spread(in_flight, responses, MOST)
 
@@ -186,7 +186,7 @@ def spread_one_by_one(in_flight: list[int], number: int, responses: int) -> list
 
 @dataclass(frozen=True)
 class Scheduler:
-    """A scheduler, one line of the table."""
+    """A way to draw prompts and to assign responses to engines; each scheduler is a line of the table."""
 
     name: str
     # (open responses of each engine, number of a prompt, its unsent responses) -> responses to send to each engine
@@ -194,7 +194,7 @@ class Scheduler:
     # margin of cluster=h100_4x8
     dynamic: DynamicSamplingConfig = field(default_factory=lambda: DynamicSamplingConfig(margin=3.0))
     measured: bool = True  # keep rates are measured, otherwise 1
-    keep_surplus: bool = True
+    keep_surplus: bool = True  # groups that a step did not use join the next step; otherwise they are thrown away
 
 
 @dataclass
@@ -212,12 +212,12 @@ class Outcome:
 
     rollout_s: float = 0.0
     idle_share: float = 0.0
-    drawn: int = 0
-    late: int = 0  # prompts drawn after the first decision
-    tokens: int = 0
-    trained_tokens: int = 0
-    carried: int = 0
-    groups: int = 0
+    drawn: int = 0  # prompts drawn in this step
+    late: int = 0  # prompts drawn after the first group was kept or dropped
+    tokens: int = 0  # response tokens of the drawn prompts
+    trained_tokens: int = 0  # response tokens of the groups that are trained on
+    carried: int = 0  # surplus groups of the previous step
+    groups: int = 0  # groups that are trained on
 
     @property
     def step_s(self) -> float:
@@ -410,7 +410,10 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=32)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument(
-        "--margins", type=float, nargs="+", help="margins to compare in our scheduler, in deviations; default: none"
+        "--margins",
+        type=float,
+        nargs="+",
+        help="values of dynamic_sampling.margin: compare them with our scheduler; default: compare all schedulers",
     )
     parser.add_argument("--split", action="store_true", help="compare layouts in which some GPUs only generate")
     args = parser.parse_args()
@@ -423,11 +426,9 @@ def main() -> None:
     ]
     write = sys.stdout.write
     write(f"{describe()}\n{args.steps} simulated steps, seed {args.seed}, {args.engines} engines, 256 prompts x ")
-    write(f"{args.samples}; means a step.  idle: share of engine time without any sequence, also while rewards are\n")
-    write(
-        "waited for.  drawn: prompts; late: of them after the first decision, each a wait of its own; carried: groups\n"
-    )
-    write("of the step before\n")
+    write(f"{args.samples}; means per step.  idle: share of engine time without any sequence, also while only\n")
+    write("rewards are pending.  drawn: prompts drawn; late: prompts drawn after the first decision, each costs\n")
+    write("another wait; carried: groups of the previous step\n")
     for cap in (8192, 16384):
         size = Size(args.engines, samples=args.samples, cap=cap)
         write("\n" + f"cap of {cap} tokens".ljust(52) + "".join(f"{column:>10s}" for column in COLUMNS) + "\n")

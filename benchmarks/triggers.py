@@ -17,9 +17,10 @@ kl spike   KL is 5 times as high, beginning at a random step from 200 to 1,900. 
 
 Multiple testing.  100 quiet traces contain 200 evaluations x 5 scores x 100 = 100,000 tests, each with two windows.  At
 4.6 standard deviations (probability 2.1e-6; Student's distribution if the deviation is estimated) 0.2 to 0.4 false
-alarms are expected in all.  `algorithms.reset_rules` lowers this number: it adds b for the best of many means, and each
-evaluation must show half of the fall.  A drop of 0.10, 5 sd of one evaluation, is then visible in the mean of two or
-three: 5 / sqrt(1/3 + 1/10) = 7.6 standard deviations of the difference to the mean of ten before.
+alarms are expected in all.  `algorithms.reset_rules` lowers this number: its threshold is higher by b, because the best
+of many means exceeds their average by chance; and each evaluation must show half of the fall.  A drop of 0.10, 5 sd of
+one evaluation, is then visible in the mean of two or three: 5 / sqrt(1/3 + 1/10) = 7.6 standard deviations of the
+difference to the mean of ten before.
 """
 
 import argparse

@@ -90,7 +90,7 @@ class Memory(threading.Thread):
             self.peak_mb = max(self.peak_mb, total / 1e6)
 
     def rest(self) -> None:
-        """Stop sampling after the first step, which does not count: later steps need the same memory."""
+        """End the measurement after the first step, whose time does not count: later steps reach the same peak."""
         self._over.set()
 
     def close(self) -> float:
@@ -112,7 +112,7 @@ def make_problems(folder: Path, count: int = 4000) -> Path:
 
 
 def make_model(folder: Path, records: Path) -> Path:
-    """Write a random model and return its folder; STOP, a weight, sets how often a response ends.
+    """Write a random model and return its folder; the constant STOP, one of its weights, sets how often responses end.
 
     The tokenizer is made from the prompts in the file `records`.
     """
@@ -350,7 +350,7 @@ def main() -> None:
         "--threads",
         type=int,
         default=len(os.sched_getaffinity(0)),
-        help="cores per side, and total threads of its trainers; default: all cores",
+        help="cores of each side; its trainer processes have this many threads in all; default: all cores",
     )
     parser.add_argument("--beside", type=Path, help="another checkout to time, after `make setup`; default: none")
     parser.add_argument("--trl", nargs="+", choices=list(TRL_OPTIONS), default=["generate", "processes"])
@@ -359,7 +359,7 @@ def main() -> None:
         nargs="+",
         choices=list(PRORL_WAYS),
         default=list(PRORL_WAYS),
-        help="ways to run prorl; the last one also learns; default: both",
+        help="ways to run prorl; the learning curve uses the last of these ways; default: both",
     )
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE for prorl")
     args = parser.parse_args()

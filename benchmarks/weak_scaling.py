@@ -37,7 +37,10 @@ GROUP = 16
 
 
 class Clock:
-    """Wall seconds by name.  A call inside another watched call counts as part of the outer call only."""
+    """Wall seconds by name of the functions given to `around` or `watch`.
+
+    A call inside another timed call counts only as part of the outer call.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

@@ -192,7 +192,9 @@ def _sbatch_flags(text: str | None) -> list[str]:
     try:
         flags = shlex.split(text or "")
     except ValueError as error:
-        raise ConfigError(f"--sbatch {text}: expected flags quoted as in a shell; got {error}") from error
+        raise ConfigError(
+            f"--sbatch {text}: expected flags quoted as in a shell; they cannot be split: {error}"
+        ) from error
     if flags and not flags[0].startswith("-"):
         raise ConfigError(f"--sbatch {text}: expected flags of sbatch, which begin with a dash; got {flags[0]!r}")
     for flag in flags:
@@ -310,7 +312,11 @@ def _reason(text: str) -> str:
 
 
 def _call(words: list[str], seconds: float, folder: Path | None = None) -> "subprocess.CompletedProcess[str]":
-    """Run a Slurm command.  Raises UnfitMachine if the program is missing or takes longer than `seconds`."""
+    """Run a Slurm command.  Raises UnfitMachine if the program is missing or takes longer than `seconds`.
+
+    Args:
+        folder: working directory of the command; None: that of this process.
+    """
     try:
         return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=seconds, check=False)
     except FileNotFoundError as error:

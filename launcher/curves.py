@@ -81,7 +81,7 @@ def draw(runs: Mapping[str, RunResults], panels: list[Panel], path: Path) -> Non
 
 
 def _curves(keys: Mapping[str, str], runs: Mapping[str, RunResults]) -> Iterator[tuple[str, str]]:
-    """Yield each key with its label.  A key that ends in * yields all matching keys except the shaped reward."""
+    """Yield each key with its label.  A key that ends in * yields all matching keys except `reward/shaped`."""
     for key, label in keys.items():
         if not key.endswith("*"):
             yield key, label

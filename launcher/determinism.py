@@ -17,7 +17,10 @@ _YIELDS = ("NCCL_ALGO",)  # a value that the site has set takes precedence
 
 
 def variables_of_ranks(cfg: DictConfig) -> dict[str, str]:
-    """Return the variables for trainer ranks; empty unless the run is deterministic and on GPUs."""
+    """Return the environment variables that make trainer ranks deterministic.
+
+    Empty unless the run is deterministic and on GPUs.
+    """
     return _chosen(cfg, _RANKS)
 
 

@@ -85,5 +85,5 @@ def with_caches(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def for_engine(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` without the variables of the trainer's ranks, CUDA compilers and Python."""
+    """Return `environ` without the variables of trainer ranks, torch, NCCL and CUDA compilers, and PYTHONPATH."""
     return {name: value for name, value in environ.items() if not name.startswith(_NOT_AN_ENGINES)}

@@ -50,7 +50,9 @@ class _Call:
 
 
 class Events:
-    """The caller of a run's hook.  Without a command it does nothing.  Call `update` regularly.
+    """Calls the hook, the user's `on_event` command, for each event of a run.  Without a command it does nothing.
+
+    Call `update` regularly.
 
     Use it as a context manager around the run: an exception that leaves the block becomes a failure event, and
     unfinished calls get `grace_s` seconds.  Errors of the hook are logged and never raised.
@@ -110,7 +112,7 @@ class Events:
         self._proceed()
 
     def update(self) -> None:
-        """Call the hook for new lines of the journal, and check the running calls."""
+        """Call the hook for new lines of the journal, and kill or report calls that are slow or have failed."""
         if not self.command:
             return
         for line in self._journal.read():

@@ -37,9 +37,11 @@ class LaunchEndFields(TypedDict):
     code: int
     """exit code of the run"""
     what: str
+    """cause of the end, in one sentence"""
     host: str | None
     """node that caused the end; null: no single node did"""
     next: Annotated[str, Constraint(enum=["done", "again", "requeue", "give_up"])]
+    """what the job does next: done, give_up: it ends; again: it starts the run anew; requeue: Slurm requeues the job"""
     process: str | None
     """process that failed, such as trainer-3"""
     status: int | None
@@ -83,11 +85,13 @@ class HookFields(TypedDict, total=False):
     journal: dict[str, Any]
     """the line of journal.jsonl that caused the event"""
     process: str
+    """process that failed, such as trainer-3"""
     status: int | None
     """exit status of that process; negative: the signal that killed it"""
     kind: str
     """class of the error"""
     log: Words
+    """last lines of the log of that process, or further lines of the error's message"""
     dropped: Number
     """number of events dropped before this one, because too many waited"""
 
@@ -98,6 +102,7 @@ class HookEvent(HookFields):
     event: HookName
     step: Count
     what: str
+    """description of the event, in one line"""
     time: Time
     run_dir: str
     host: str

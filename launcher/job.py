@@ -20,11 +20,13 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from nemo_prorl.errors import ConfigError, ProrlError, UnfitMachine
+from nemo_prorl.launcher.doctor.storage import checkpoint_room
 from nemo_prorl.launcher.events import Events
 from nemo_prorl.launcher.peers import Place
 from nemo_prorl.launcher.prepare import prepare
 from nemo_prorl.launcher.processes import MergedLog, free_port
 from nemo_prorl.launcher.supervisor import Node
+from nemo_prorl.sizing.memory import GB, memory_of
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +38,9 @@ class StillInUse(ProrlError, RuntimeError):
 def run(cfg: DictConfig, config_text: str) -> int:
     """Start or continue the run in `cfg.run_dir` until its end; return the exit code of the `prorl` command."""
     run_dir = one_node(cfg)
-    _log.info("checking data and machine for %s", cfg.run_dir)  # at once: data takes seconds to minutes
+    room = checkpoint_room(memory_of(cfg), cfg.trainer.grpo.checkpoint_budget_gb) / GB
+    text = "checking data and machine for %s; its checkpoints take up to %.1f GB"
+    _log.info(text, cfg.run_dir, room)  # at once: data takes seconds to minutes
     with locked(run_dir):
         if is_finished(run_dir, cfg.trainer.grpo.max_steps):
             return 0

@@ -59,11 +59,11 @@ class Launches:
         return max(steps, default=-1)
 
     def fruitless(self) -> tuple[int, int]:
-        """Count the attempts since the newest checkpoint, none of which made a new checkpoint.
+        """Count the attempts that began since the newest checkpoint: none of them has made a newer checkpoint.
 
         Returns:
-            (number of failures, number of all these attempts).  An attempt is not a failure if it was preempted, or if
-            it has no end record because Slurm took its nodes away.
+            (failed attempts, all attempts).  A preempted attempt is not a failure, nor is an attempt without an end
+            record, whose nodes Slurm took away.
         """
         now, failures, every = self.step(), 0, 0
         ends = {record["attempt"]: record for record in self._records() if record["event"] == "end"}

@@ -1,6 +1,7 @@
 """Preparation of a run before any engine or rank starts: check the data and the node, make the first model."""
 
 import json
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from nemo_prorl.sizing.cores import Cores
 
 if TYPE_CHECKING:
     from nemo_prorl.rewards.interface import RewardPlugin
+
+_log = logging.getLogger(__name__)
 
 
 def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
@@ -40,6 +43,7 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     check_node(cfg)
     every_task, validation = load_sources(cfg.data)
     train = of_tasks(every_task, cfg.data)
+    _warn_of_repeats(sum(len(records) for _, records in train), cfg.trainer.grpo.prompts_per_step)
     sources = [*train, *validation]
     tasks = sorted({record["task"] for _, records in sources for record in records})
     known = discover(functions=plain(cfg.rewards.functions))
@@ -65,6 +69,13 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     (run_dir / "endpoints").chmod(0o700)
     (run_dir / "config.yaml").write_text(config_text)
     return tasks
+
+
+def _warn_of_repeats(records: int, prompts: int) -> None:
+    """Warn if a step takes more prompts than there are records to train on."""
+    if records < prompts:
+        text = "data.train has %d records, so a step (trainer.grpo.prompts_per_step=%d) takes each about %.1f times"
+        _log.warning(text, records, prompts, prompts / records)
 
 
 def _check_truths(

@@ -178,6 +178,13 @@ class Child:
         except ProcessLookupError:
             pass
 
+    def restart(self) -> None:
+        """Kill the process with its group and start it again, without counting this as a restart after a failure."""
+        self.kill_group()
+        if self.process is not None:
+            self.process.wait()
+        self.start()
+
     def keep_up(self) -> None:
         """Restart the process if it has ended; the pause before a restart doubles each time, up to 30 s.
 

@@ -63,7 +63,7 @@ def significance(gain: float, error: float) -> tuple[float, str]:
 
 
 def sparkline(values: list[float], width: int = 48) -> str:
-    """Return a series of numbers as one line of bar characters, averaged to at most `width` of them."""
+    """Return a series of numbers as one line of at most `width` bars; a bar is the mean of successive values."""
     size = max(1, -(-len(values) // width))
     means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
     low, high = min(means), max(means)

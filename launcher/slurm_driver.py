@@ -237,7 +237,10 @@ class Driver:
         return ("give_up", 3) if code == 3 else ("again", 1)
 
     def is_ours(self) -> bool:
-        """Return whether Slurm has not started the job elsewhere; True if Slurm does not answer."""
+        """Return whether this process still runs the job: False once Slurm has started the job again.
+
+        The result is True if Slurm does not answer.
+        """
         state = self.job.state()
         return state is None or state.ours
 
@@ -256,8 +259,8 @@ class Driver:
     def blamed(self, host: str) -> bool:
         """Return whether `host`, the node that made this attempt fail, seems to be broken.
 
-        It seems so if the same node also made the previous attempt of this start of the job fail, or if it cannot start
-        a program now.
+        A node seems to be broken if it also made the previous attempt fail (in the same start of the job), or if it
+        cannot start a program now.
         """
         last = self.launches.last_end()
         failed_before = last is not None and last["restart"] == self.job.restart and last["host"] == host

@@ -30,7 +30,13 @@ def say(text: str) -> None:
 
 @dataclass(frozen=True)
 class State:
-    """The state of the job in Slurm.  `ours`: Slurm has not started the job again, for instance on other nodes."""
+    """The state of the job in Slurm.
+
+    Attributes:
+        ours: whether this process runs the job's newest start; False once Slurm has started the job again.
+        running: whether Slurm says that the job runs.
+        preempted: whether Slurm has preempted the newest start of the job.
+    """
 
     ours: bool
     running: bool
@@ -86,7 +92,7 @@ class Job:
             return None
 
     def cpus(self) -> int | None:
-        """Return the smallest number of processors of a node of the job; None outside a job."""
+        """Return the number of processors on the job's node that has the fewest; None outside a job."""
         # Slurm writes 64(x3),32 for three nodes with 64 processors and one with 32.
         counts = re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
         return min(map(int, counts), default=None)

@@ -160,7 +160,7 @@ def _outcome_in(line: str) -> dict[str, Any] | None:
 
 
 def _is_end_of_leader(fault: re.Match[str], code: int) -> bool:
-    """Return whether srun only reports that node 0 (task 0) exited with the code of its own outcome."""
+    """Return whether srun's report is only that node 0 (task 0) exited, with the exit code in node 0's outcome."""
     exited = _EXITED.match(fault["how"] or "")
     return exited is not None and int(exited[1]) == code and re.split("[,-]", fault["tasks"])[0] == "0"
 

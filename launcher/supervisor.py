@@ -28,10 +28,12 @@ from nemo_prorl.launcher.peers import CLEAN, End, Peers, Place
 from nemo_prorl.launcher.prepare import plain
 from nemo_prorl.launcher.processes import Child, Lines, ProcessFailed, stop_all
 from nemo_prorl.launcher.progress import Progress
+from nemo_prorl.launcher.usage import UsageSampler
 from nemo_prorl.lifecycle.stopping import JOB_START
 from nemo_prorl.rewards.functions import name_of
 from nemo_prorl.sizing.cores import Cores, engine_threads
 from nemo_prorl.sizing.devices import node_devices
+from nemo_prorl.usage import RESTART_SUFFIX
 
 _log = logging.getLogger(__name__)
 
@@ -89,6 +91,7 @@ class Node:
         services = [] if only == "warmup" else self.services(store.folder)
         ranks = self._ranks(only)
         health = Health(services, self.endpoints / "token", self.cfg.trainer.deadlines)
+        usage = UsageSampler([*services, *ranks], self.dir, self.place)
         with self._forwarding_signals(ranks):
             try:
                 for child in [*services, *ranks]:
@@ -96,6 +99,7 @@ class Node:
                 return self._watch(services, ranks, health)
             finally:
                 health.close()
+                usage.close()
                 stop_all(ranks, self.cfg.trainer.deadlines.stop_s)
                 stop_all(services, 2.0, quiet=True)  # services have no state to save
                 if self.progress is not None:
@@ -121,6 +125,7 @@ class Node:
                 return self._ended(ranks, end)
             try:
                 for child in services:
+                    self._restart_if_asked(child)
                     child.keep_up()
             except ProcessFailed as failure:
                 if self.place.nodes == 1:
@@ -130,6 +135,15 @@ class Node:
             health.update()
             self._show()
             time.sleep(0.1)
+
+    def _restart_if_asked(self, child: Child) -> None:
+        """Restart a service for which `usage.request_restarts` has made a file; this counts as no failure."""
+        request = self.endpoints / f"{child.name}{RESTART_SUFFIX}"
+        if request.exists():
+            request.unlink(missing_ok=True)
+            limit = self.cfg.rollout.recycle_gb
+            _log.info("%s uses more than %g GB (rollout.recycle_gb); starting it again", child.name, limit)
+            child.restart()
 
     def _show(self) -> None:
         if self.progress is not None:

@@ -117,8 +117,9 @@ def evaluate(
 
     Args:
         model: Hugging Face folder or name, checkpoint, run directory, or address of a server.
-        benchmarks: names, sets, and paths of your own files, in one text separated by commas or in several texts.
-        out: folder of the results, which a second call continues.
+        benchmarks: names of benchmarks, names of sets of benchmarks, and paths of your own benchmark files: one text
+            separated by commas, or several texts.
+        out: folder of the results; a call with the folder of an unfinished evaluation continues it.
         overrides: KEY=VALUE, as for a run.
         data: folder with the prompt records that a benchmark needs and this package does not ship.
         limit: prompts of each benchmark; None: all.

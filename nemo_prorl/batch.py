@@ -20,12 +20,15 @@ from nemo_prorl.micro_batches import Limits, deal, split_rows
 
 @dataclass(frozen=True)
 class Rows:
-    """Responses without padding, in the form in which rank 0 sends them to the other ranks."""
+    """Responses without padding, in the form in which rank 0 sends them to the other ranks.
+
+    Suffixes here: B rows (a row is a prompt and its response), N tokens of all rows, M response tokens of all rows.
+    """
 
     token_N: NDArray[np.int32]  # prompt and response of each row, row after row
     logp_M: NDArray[np.float32]  # the engine's log-probabilities of the response tokens, row after row
-    prompt_B: NDArray[np.int64]  # tokens of each prompt
-    response_B: NDArray[np.int64]  # tokens of each response
+    prompt_B: NDArray[np.int64]  # number of tokens of each prompt
+    response_B: NDArray[np.int64]  # number of tokens of each response
     valid_B: NDArray[np.bool_]  # false for a response that is not trained on
 
     @classmethod
@@ -96,11 +99,11 @@ class Batch:
 
     tokens_BT: Tensor  # int64
     mask_BT: Tensor  # bool, true at response tokens to train on
-    length_B: Tensor  # int64, tokens of prompt and response together
-    engine_logp_BT: Tensor
+    length_B: Tensor  # int64, number of tokens of prompt and response together
+    engine_logp_BT: Tensor  # the engine's log-probabilities of the response tokens
     old_logp_BT: Tensor  # the trainer's log-probabilities with the weights before the step's updates
     ref_logp_BT: Tensor  # the reference policy's log-probabilities
-    weight_BT: Tensor  # float32, of `algorithms.correction`
+    weight_BT: Tensor  # float32, weight of each token in the loss, from `algorithms.correction`
     advantage_B: Tensor  # float32
 
     @classmethod
@@ -167,11 +170,11 @@ class JudgedGroups:
     """
 
     rows: Rows  # tokens of this data rank's responses (`dealt`); on rank 0, before that, of all responses
-    length_B: Tensor  # int64, tokens of prompt and response together
+    length_B: Tensor  # int64, number of tokens of prompt and response together
     reward_GN: Tensor  # float64, raw rewards
     valid_GN: Tensor  # bool, false where an infrastructure failure left a response without a verdict
     ended_GN: Tensor  # bool, true where the response ended with eos
-    length_GN: Tensor  # int64, tokens of the response
+    length_GN: Tensor  # int64, number of tokens of the response
     version_B: Tensor  # int64, version of the weights that made the response
     tasks: tuple[str, ...]  # sorted names
     task_B: Tensor  # int64, index into `tasks`

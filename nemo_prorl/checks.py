@@ -26,7 +26,7 @@ from nemo_prorl.sizing.memory_check import check_memory
 def check(cfg: DictConfig) -> None:
     """Raise ConfigError for the first value or combination in a resolved configuration that cannot work.
 
-    Data files may be missing: a plan and an evaluation do not need them, and `data.prepared` checks them for a run.
+    Data files may be missing: a plan and an evaluation do not need them; for a run, `data/prepared.py` checks them.
     """
     for key in all_keys():
         for name, value in _values(cfg, key.name):
@@ -330,7 +330,7 @@ def pretrained_config(cfg: DictConfig, need_weights: bool) -> dict[str, Any]:
 
 
 def check_shape(model: DictConfig, hf: dict[str, Any], source: str) -> None:
-    """Raise ConfigError if `model` differs from a Hugging Face config.json, or if the actor cannot compute the model.
+    """Raise ConfigError if `model` differs from a Hugging Face config.json, or if the trainer does not support it.
 
     Args:
         hf: content of the config.json.

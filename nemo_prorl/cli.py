@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
 
     status = _add(commands, "status", _status, "print the progress of a run, or of each stage of a chain")
-    status.add_argument("run_dir", metavar="RUN", type=Path, help="run directory, or the folder of prorl launch")
+    status.add_argument("run_dir", metavar="RUN", type=Path, help="run directory, or the folder that prorl launch made")
     status.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
 
     import_hf = _add(
@@ -148,13 +148,14 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--mean-tokens",
         metavar="N",
         type=float,
-        help="mean response length in tokens, to estimate totals; default: that of --measured",
+        help="mean response length in tokens, to estimate totals; default: the value of the run in --measured",
     )
     plan.add_argument(
         "--tokens-per-s",
         metavar="X",
         type=float,
-        help="tokens generated per second by all devices, averaged over whole steps; default: that of --measured",
+        help="tokens generated per second by all devices, averaged over whole steps; default: the value of the run in"
+        " --measured",
     )
     plan.add_argument(
         "--measured", metavar="RUN", type=Path, help="run directory to take --mean-tokens and --tokens-per-s from"

@@ -53,19 +53,26 @@ class CorrectionConfig:
     )
     cap: float = key(2.0, "largest ratio pi_old / pi_engine: tis clips to it, the other methods mask above it", least=1)
     floor: float = key(0.5, "smallest ratio pi_old / pi_engine: icepop and sequence_mask mask below it", least=0)
-    alarm: float | None = key(None, "engine gap that raises an alarm, nats per token; null: by precision", above=0)
+    alarm: float | None = key(
+        None,
+        "mean gap between engine and trainer above which an alarm is raised, nats per token; null: by precision, 0.001"
+        " to 0.1",
+        above=0,
+    )
 
 
 @dataclass
 class DynamicSamplingConfig:
-    """Selection of the groups to train on, and limits for the search (paper sec. 3.3)."""
+    """Selection of the groups to train on, and limits for the draws that find them (paper sec. 3.3)."""
 
     enabled: bool = key(True, "train only on groups whose rewards differ")
     tolerance: float = key(1e-6, "largest difference of raw rewards that still counts as no signal", least=0)
     max_draw_factor: float = key(
         4.0, "maximum groups drawn per step, carried groups included, as a multiple of prompts_per_step", least=1
     )
-    margin: float = key(0.0, "surplus to draw beyond the expected number of groups, in standard deviations", least=0)
+    margin: float = key(
+        0.0, "groups to draw beyond the expected need, in standard deviations of the number that is kept", least=0
+    )
     max_staleness: int = key(1, "maximum age of a group's weights, in steps; older groups are dropped", least=0)
 
 
@@ -73,7 +80,9 @@ class DynamicSamplingConfig:
 class ShapingConfig:
     """Rewards that depend on the response length.  Only the loss uses them; dynamic sampling and validation do not."""
 
-    overlong_tokens: int = key(0, "DAPO: tokens below the length limit in which the penalty builds up; 0: off", least=0)
+    overlong_tokens: int = key(
+        0, "DAPO: number of tokens before the length limit over which the penalty rises; 0: off", least=0
+    )
     overlong_penalty: float = key(1.0, "DAPO: penalty subtracted from the reward at the length limit", least=0)
     cosine: bool = key(False, "replace the raw reward by a cosine of the response length")
     cosine_correct: list[float] = key(lambda: [2.0, 1.0], "cosine: right answer's reward at length 0 and at the limit")
@@ -144,7 +153,10 @@ class GRPOConfig:
     validation_temperature: float = key(0.6, "sampling temperature of validations", least=0)
     validation_top_p: float = key(0.95, "top-p (nucleus) sampling of validations", above=0, most=1)
     save_rollout_groups: int = key(
-        4, "first groups of a step to write to rollouts/, kept or dropped; -1: all", least=-1, may_change=True
+        4,
+        "number of groups of each step to write to rollouts/: the first ones in draw order, trained on or not; -1: all",
+        least=-1,
+        may_change=True,
     )
 
 
@@ -167,16 +179,26 @@ class ResetRulesConfig:
     kl_min: float = key(0.001, "KL spike: smallest KL that counts, nats per token", least=0)
     kl_sigma: float = key(5.0, "KL spike: threshold in standard deviations above the median", least=0)
     kl_steps: int = key(30, "KL spike: number of preceding steps for the median", least=13)
-    truncation_rise: float = key(0.1, "advice: rise of the cut-off share above the best 10 steps", least=0, most=1)
-    length_factor: float = key(1.5, "advice: response length as a multiple of that of the shortest 10 steps", least=1)
-    entropy_share: float = key(0.3, "advice: entropy as a share of that of the highest 10 steps", least=0, most=1)
+    truncation_rise: float = key(
+        0.1, "advice: rise of the share of cut-off responses above its lowest 10 steps", least=0, most=1
+    )
+    length_factor: float = key(
+        1.5, "advice: rise of the mean response length, as a multiple of its lowest 10 steps", least=1
+    )
+    entropy_share: float = key(
+        0.3, "advice: fall of the entropy to this share of its highest 10 steps", least=0, most=1
+    )
 
 
 @dataclass
 class ResetsConfig:
     """Hard resets of reference policy and optimizer (paper sec. 3.3.1)."""
 
-    mode: str = key("manual", "effect of rules: none, alarms, alarms and resets", choices=("manual", "advise", "auto"))
+    mode: str = key(
+        "manual",
+        "effect of the rules: none (manual), alarms (advise), alarms and resets (auto)",
+        choices=("manual", "advise", "auto"),
+    )
     at_steps: list[int] = key(list, "steps after whose updates a reset takes place")
     every: int | None = key(None, "steps between resets; null: no regular resets", least=1)
     parts: str = key("both", "what is reset; one part alone for ablations", choices=("both", "reference", "optimizer"))
@@ -185,7 +207,8 @@ class ResetsConfig:
     lr_warmup_steps: int = key(0, "steps of rising learning rate after a reset, while Adam's moments are new", least=0)
     kl_after_reset: float | None = key(
         None,
-        "allowed gap between policy and reference right after a reset, nats per token; null: by precision",
+        "allowed gap between policy and reference right after a reset, nats per token; null: by precision, 1e-5 to"
+        " 1e-3",
         least=0,
     )
     rules: ResetRulesConfig = field(default_factory=ResetRulesConfig)
@@ -264,8 +287,15 @@ class RolloutConfig:
     )
     max_num_seqs: int = key(256, "maximum sequences that an engine generates at once", least=1, may_change=True)
     max_batched_tokens: int = key(4096, "tokens per engine step, at least context_tokens", least=1, may_change=True)
-    kv_cache_mb: int | None = key(None, "MiB of KV cache per engine rank; null: vLLM's own", least=1, may_change=True)
-    device_memory_gb: float | None = key(None, "GB (10^9 bytes) per GPU; null: by nvidia-smi", above=0, may_change=True)
+    kv_cache_mb: int | None = key(
+        None,
+        "MiB of KV cache per engine rank; null: all that is left beside the trainer; CPU, evaluation: vLLM's default",
+        least=1,
+        may_change=True,
+    )
+    device_memory_gb: float | None = key(
+        None, "GB (10^9 bytes) per GPU; null: as nvidia-smi reports", above=0, may_change=True
+    )
     eager: bool = key(False, "run without CUDA graphs", may_change=True)
     sleep: int | None = key(
         None,
@@ -274,6 +304,12 @@ class RolloutConfig:
         may_change=True,
     )
     max_restarts: int = key(5, "restarts of one engine or reward server within an hour", least=0, may_change=True)
+    recycle_gb: float | None = key(
+        None,
+        "host memory in GB (10^9 bytes) above which an engine is restarted between two steps; null: never",
+        above=0,
+        may_change=True,
+    )
 
 
 @dataclass
@@ -315,8 +351,12 @@ class DataConfig:
     train: list[DataSource] = key(list, "sources of training prompts")
     validation: list[DataSource] = key(list, "sources of held-out prompts")
     tasks: list[str] | None = key(None, "tasks to train on; null: all tasks")
-    retire_after: int | None = key(None, "solved draws in a row after which a prompt retires; null: never", least=1)
-    retire_rate: float = key(1.0, "mean reward of a group from which on its draw counts as solved", above=0, most=1)
+    retire_after: int | None = key(
+        None, "number of solved draws in a row after which a prompt is no longer drawn; null: off", least=1
+    )
+    retire_rate: float = key(
+        1.0, "lowest mean reward of a group at which this draw of its prompt counts as solved", above=0, most=1
+    )
     max_prompt_tokens: int | None = key(
         None,
         "maximum tokens of a training prompt; longer ones are left out; null: too long for the context is an error",
@@ -398,7 +438,8 @@ class Config:
     stage: str = key("none", "stage of the chain, set by the group stage=run1..run8")
     config_dir: str | None = key(
         None,
-        "folder with more files of the groups: data/mine.yaml for data=mine; `${config_dir}` in them is its path",
+        "folder with your own option files, such as data/mine.yaml for data=mine; in these files, `${config_dir}` is"
+        " the path of the folder",
         may_change=True,
     )
     seed: int = key(1, "random seed of data, sampling and weights", least=0)

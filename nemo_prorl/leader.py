@@ -1,7 +1,7 @@
-"""Objects that exist on rank 0 only, and calls of them whose results all trainer ranks receive.
+"""Gives all trainer ranks the results of objects that exist on rank 0 only.
 
     leader = Leader(deadlines, data_rank)
-    collector = leader.only(lambda: Collector(...))              # made on rank 0; the other ranks have an empty shell
+    collector = leader.only(lambda: Collector(...))              # made on rank 0; every rank gets a handle
     batch = collector.call(lambda c: c.take(step))               # runs on rank 0; every rank gets the result
     mine = collector.share(lambda c: [part for part in ...])     # runs on rank 0; each data rank gets its entry only
 
@@ -26,8 +26,9 @@ _Outcome = tuple[T | None, ProrlError | None]  # result or failure of a function
 class Leader:
     """A gloo process group of all trainer ranks.  All ranks must call each method together.
 
-    A ProrlError of the work on rank 0 is raised on every rank; any other error is raised on rank 0 only.  NCCL is not
-    used, because a rank that waits in NCCL keeps a CPU core busy, and also the GPU on which engines generate.
+    If a function that rank 0 runs for a method raises ProrlError, every rank raises the error; any other error is
+    raised on rank 0 only.  The group does not use NCCL: a rank that waits in NCCL keeps a CPU core busy, and keeps its
+    GPU busy while engines may generate on the same GPU.
     """
 
     def __init__(self, deadlines: DeadlinesConfig, data_rank: int) -> None:
@@ -119,9 +120,10 @@ class LeaderOnly(Generic[P]):
 
 
 def longest_wait(deadlines: DeadlinesConfig) -> timedelta:
-    """Return the time limit of ranks that wait for rank 0: longer than any wait of rank 0 itself.
+    """Return the time limit of ranks that wait for rank 0: longer than any time limit of rank 0 itself.
 
-    A wait of rank 0 that takes too long therefore ends first, with an error that names the awaited thing.
+    If rank 0 waits too long, for example for an engine, its own time limit ends first.  The error of rank 0 then says
+    what was missing; a time limit in gloo could not.
     """
     d = deadlines
     return timedelta(seconds=d.startup_s + d.rollout_s + d.reward_s + d.publish_s + d.collective_s)

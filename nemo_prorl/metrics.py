@@ -11,7 +11,7 @@ from nemo_prorl.tracing import RECORDER
 
 
 class MetricsState(TypedDict):
-    """The metrics of a step in a checkpoint."""
+    """The metrics of an unfinished step that a checkpoint stores."""
 
     step: Count
     stage: str

@@ -32,17 +32,19 @@ class Limits:
 
 
 def split_rows(lengths: Sequence[int], limits: Limits, at_least: int = 1) -> list[list[int]]:
-    """Return the row numbers of each micro-batch: rows sorted by length, shortest first, and cut within the limits.
+    """Sort rows by length, shortest first, and cut them into micro-batches; return the row numbers of each micro-batch.
 
-    Without a budget of tokens, each micro-batch has `limits.rows` rows.  Packed micro-batches are filled up to the
-    budget.  Otherwise the total cost is minimized: each padded position costs 1, and each micro-batch costs a fixed
-    amount.  This amount begins at a sixteenth of the budget, and is halved until it is 1 or the share of padding is at
-    most MOST_PADDING.
+    The place of the cuts depends on the limits:
+    - Without `limits.tokens`, each micro-batch has `limits.rows` rows.
+    - Packed micro-batches are filled until the next row would exceed a limit.
+    - Padded micro-batches are cut at the least total cost.  Each position, padding included, costs 1, and each
+      micro-batch costs a fixed amount.  The first amount tried is a sixteenth of `limits.tokens`.  The amount is halved
+      until the share of padding is at most MOST_PADDING, or the amount is 1.
 
     Args:
-        at_least: minimum number of micro-batches.  To reach it, the micro-batches with most positions are halved; once
-            each has one row, empty ones are added.  So all data ranks can have the same number of micro-batches, as a
-            collective inside a layer needs (Transformer Engine sums its FP8 statistics over the data ranks).
+        at_least: minimum number of micro-batches.  All data ranks need the same number if a layer contains a collective
+            (Transformer Engine sums its FP8 statistics over the data ranks).  If there are fewer micro-batches, those
+            with most positions are halved; if each has one row and there are still too few, empty ones are added.
     """
     order = sorted(range(len(lengths)), key=lambda row: lengths[row])  # stable
     widths = [limits.padded(lengths[row]) for row in order]
@@ -102,7 +104,7 @@ def _cheapest(widths: list[int], rows: int, tokens: int) -> list[int]:
 
 
 def _cheapest_at(widths: list[int], rows: int, tokens: int, cost: int) -> list[int]:
-    """Return the sizes with the least total of positions plus `cost` per micro-batch.
+    """Return the rows per micro-batch for which the number of positions, plus `cost` per micro-batch, is least.
 
     Ties go to the split whose last micro-batch has most rows.
     """

@@ -163,7 +163,11 @@ def _memory() -> dict[str, int]:
 
 
 def measure(cfg: Config, run_dir: Path) -> None:
-    """Run all parts of the preflight; `run_dir` has the plan (`Plan.write`).  Errors of a part are raised unchanged."""
+    """Run all parts of the preflight.  Errors of a part are raised unchanged.
+
+    Args:
+        run_dir: temporary run directory with config.yaml and the plan, preflight.json.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the preflight has no state to save
     plan, recorder = Plan.read(run_dir), TrialRecorder(run_dir, int(os.environ.get("RANK", 0)))
     allowed, alarm = kl_after_reset(cfg), engine_gap_alarm(cfg)  # type: ignore[arg-type]
@@ -200,7 +204,7 @@ def measure(cfg: Config, run_dir: Path) -> None:
 def _train(trainer: Trainer, plan: Plan, recorder: TrialRecorder) -> None:
     """Run the parts of a step that the trainer does.
 
-    The first update comes before the measured parts, because it allocates the optimizer's moments.
+    The part `first update` allocates the optimizer's moments, so that the later parts are measured with them.
     """
     policy, cfg = trainer.policy, trainer.cfg
     grpo, metrics = cfg.trainer.grpo, Metrics(1, cfg.stage)
@@ -297,7 +301,7 @@ def check_full(responses: Sequence[Response], tokens: int) -> None:
         lengths = sorted({len(r.token_ids) for r in short})
         raise EngineFailure(
             f"{len(short)} of {len(responses)} responses have {lengths[0]} to {lengths[-1]} tokens; expected {tokens},"
-            " because the request has no stop tokens"
+            " because the request has no stop tokens: the engine ended them early; its log has the reason"
         )
 
 

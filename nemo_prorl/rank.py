@@ -57,7 +57,10 @@ class Policy:
     """The policy of this rank, and the parts that do not need engines: tokenizer, data (rank 0), leader, loggers."""
 
     def __init__(self, cfg: Config, run_dir: Path) -> None:
-        """Build the policy; a collective of all ranks.  If a warm-up is due, also makes RUN/base with it."""
+        """Build the policy; a collective of all ranks.
+
+        If the run begins with a warm-up and RUN/base is missing, also warm the policy up and write RUN/base.
+        """
         from nemo_prorl.policy.build import build_actor
 
         base = base_folder(cfg, run_dir)
@@ -147,7 +150,7 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
 
 @dataclass(frozen=True)
 class RolloutSource:
-    """The prompts and the collector of judged responses, on rank 0 only."""
+    """The training prompts (`blend`), the held-out prompts, and the collector of judged responses; on rank 0 only."""
 
     blend: Blend
     heldout: HeldOut
@@ -167,7 +170,7 @@ def rollout_source(cfg: Config, run_dir: Path, data: LoadedData, renderer: Promp
 def connect(cfg: Config, run_dir: Path, blend: Blend, renderer: PromptRenderer) -> Collector:
     """Wait on rank 0 until every engine and reward server is ready, and return the collector.
 
-    Raises DeadlineExceeded with the number and pattern of the endpoint files that it waited for.
+    Raises DeadlineExceeded: not all are ready in time; the error says how many endpoint files were expected and where.
     """
     allow_connections()
     endpoints, token_file = run_dir / "endpoints", run_dir / "endpoints" / "token"

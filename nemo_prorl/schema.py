@@ -1,4 +1,4 @@
-"""Annotations for the types of documented file formats: constraints of a JSON schema that a Python type lacks.
+"""Annotations for the types of documented file formats: JSON Schema constraints that a type hint cannot express.
 
 `setup/schemas.py` generates docs/schemas from the types; the docstring below a field becomes its description.  This
 file uses the standard library only and runs on Python 3.9, because the script of a Slurm job imports it.

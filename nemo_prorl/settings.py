@@ -58,12 +58,14 @@ FREE_SECTIONS = (
 def load(overrides: list[str], config_file: Path | None = None, need_weights: bool = False) -> DictConfig:
     """Return the resolved, checked configuration, typed by `config.Config`; raises ConfigError.
 
-    A hub name of the first weights becomes the model's folder in the hub's cache.
+    If `pretrained_checkpoint.restore_from_path` is the name of a model on the hub, the model is downloaded unless it is
+    cached.  The returned configuration then has the folder of the model in the hub's cache instead of the name.
 
     Args:
         overrides: in Hydra's syntax: groups (`cluster=laptop`) and values (`trainer.grpo.max_steps=6`).
         config_file: a complete configuration to use instead of conf/; then only values can be overridden.
-        need_weights: the first weights must be there; False: their config.json is enough.
+        need_weights: raise ConfigError if the model that the run begins with has no weights files; False: its
+            config.json is enough.
     """
     parsed = _parse(overrides)
     groups = [o for o in parsed if o.key_or_group in group_options()]
@@ -106,8 +108,8 @@ def load(overrides: list[str], config_file: Path | None = None, need_weights: bo
 def load_run(overrides: list[str], config_file: Path | None = None, need_files: bool = True) -> DictConfig:
     """Return the configuration like `load`, but continue the run in `run_dir`, if there is one.
 
-    The overrides are applied to `config_file` if it is given, to conf/ if `overrides` choose groups (as the command
-    that started the run may do), and otherwise to the run's saved configuration (a new run: conf/).  In every
+    The overrides are applied to the first of these configurations that exists: `config_file`; conf/, if `overrides`
+    choose groups (as the command that started the run may do); the saved configuration of the run; conf/.  In every
     case `check_same_run` refuses changes that would make another run.
 
     Args:
@@ -210,7 +212,10 @@ def _names(folder: Path) -> set[str]:
 
 
 def _own_folder(overrides: list[Override]) -> Path | None:
-    """Return the folder `config_dir` of the overrides; raises ConfigError if it has no file of a group."""
+    """Return the folder that the override `config_dir=...` names; None without this override.
+
+    Raises ConfigError if the folder contains no GROUP/NAME.yaml, or one with the name of a shipped file.
+    """
     given = [override.value() for override in overrides if override.key_or_group == "config_dir"]
     if not given or given[-1] is None:
         return None
@@ -218,8 +223,8 @@ def _own_folder(overrides: list[Override]) -> Path | None:
     own = {group: _names(folder / group) for group in shipped}
     if not any(own.values()):
         raise ConfigError(
-            f"config_dir={given[-1]}: expected a folder with files of the groups, such as data/NAME.yaml; got none."
-            f" Groups: {', '.join(shipped)}"
+            f"config_dir={given[-1]}: expected a folder with files of the groups, such as data/NAME.yaml; found no"
+            f" such file. Groups: {', '.join(shipped)}"
         )
     if twice := sorted(f"{group}/{name}.yaml" for group, names in own.items() for name in names & set(shipped[group])):
         raise ConfigError(f"config_dir={given[-1]}: {twice[0]} has the name of a shipped file. Fix: rename it")
@@ -227,10 +232,11 @@ def _own_folder(overrides: list[Override]) -> Path | None:
 
 
 def _take_model(cfg: DictConfig, stated: set[str], need_weights: bool) -> None:
-    """Find the first weights, and set the `model` keys that follow from their config.json.
+    """Find the folder of the model that the run begins with; set the `model` keys that follow from its config.json.
 
     Args:
         stated: keys that the user has set; ConfigError if one of them contradicts the config.json.
+        need_weights: as in `load`.
     """
     source = cfg.pretrained_checkpoint
     if OmegaConf.is_missing(source, "restore_from_path") or source.restore_from_path is None:
@@ -245,9 +251,11 @@ def _take_model(cfg: DictConfig, stated: set[str], need_weights: bool) -> None:
 
 
 def rollout_python(path: str) -> str:
-    """Return the path of the Python of the engines.
+    """Return the path of the Python interpreter that runs the engines.
 
-    A relative path that does not exist in the current folder means a path in this checkout.
+    Args:
+        path: the path in the configuration.  If a relative path does not exist in the current folder, but exists in
+            this checkout, the path in this checkout is returned.
     """
     there = Path(sys.prefix).parent.parent / path  # this Python is CHECKOUT/.venv/train/bin/python
     return str(there) if not Path(path).exists() and there.exists() else path
@@ -260,7 +268,8 @@ def _parse(overrides: list[str]) -> list[Override]:
             [override] = OverridesParser.create().parse_overrides([text])
         except HydraException as error:
             raise ConfigError(
-                f"{text!r}: expected an override KEY=VALUE, quoted for the shell ({_first_line(error)})"
+                f"{text!r}: expected an override KEY=VALUE ({_first_line(error)})."
+                " Fix: correct the override; in a shell, put it in quotes"
             ) from error
         if override.is_delete() or override.is_sweep_override():
             kind = "a key cannot be deleted" if override.is_delete() else "expected one value, not a sweep"
@@ -270,7 +279,12 @@ def _parse(overrides: list[str]) -> list[Override]:
 
 
 def _compose(groups: list[Override], own: Path | None) -> DictConfig:
-    """Return the configuration with these groups chosen, merged into the schema; `own`: folder of more files."""
+    """Return the configuration with these groups chosen, merged into the schema.
+
+    Args:
+        groups: overrides GROUP=NAME.
+        own: the user's folder with further files GROUP/NAME.yaml (`config_dir`), or None.
+    """
     options = group_options(own)
     for chosen in groups:
         group, name = chosen.key_or_group, chosen.value()
@@ -293,7 +307,10 @@ def _composed(choices: tuple[str, ...]) -> DictConfig:
 
 
 def _hydra(choices: tuple[str, ...], folder: Path) -> DictConfig:
-    """Compose by Hydra; an error names `folder`, whose files are the likely cause."""
+    """Return the configuration that Hydra composes from conf/ with the overrides `choices`.
+
+    Raises ConfigError that names `folder`, because its files are the likely cause.
+    """
     ConfigStore.instance().store(name="schema", node=Config)
     GlobalHydra.instance().clear()
     try:
@@ -312,20 +329,26 @@ def _scaled(steps: int, _root_: DictConfig) -> int:
 
 
 def _by_size(small: Any, large: Any, _root_: DictConfig) -> Any:
-    """Return the value of `${by_size:SMALL,LARGE}`: SMALL for a model like the laptop's, LARGE for a language model."""
+    """Return the value of `${by_size:SMALL,LARGE}`: SMALL if the model has fewer than 20 million parameters."""
     try:
         return small if is_small(_root_) else large
-    except TypeError:  # a size is no number, which `check` reports
+    except TypeError:  # a key with a size of the model is not a number, which `check` reports
         return small
 
 
 def _folder_of_stage(stage: str) -> str:
-    """Return the default of `run_dir`; stages share a parent folder, so that each finds the stage before it."""
+    """Return the value of `${folder_of_stage:STAGE}`, the default of `run_dir`.
+
+    All stages have the same parent folder, because a stage looks there for the run of the previous stage.
+    """
     return "runs/laptop" if stage == "none" else f"runs/prorl/{stage}"
 
 
 def _apply(cfg: DictConfig, key: str, value: Any, add: bool) -> None:
-    """Set one value; raise ConfigError for an unknown key or a value of another type."""
+    """Set one value; raise ConfigError for an unknown key or a value of another type.
+
+    `add`: the override is written +KEY=VALUE, so that a NeMo key that no shipped file sets is accepted.
+    """
     if add and key.startswith(tuple(f"{section}." for section in NEMO_SECTIONS)):
         OmegaConf.update(cfg, key, value, force_add=True)  # a NeMo key that no shipped file sets
         return

@@ -36,7 +36,7 @@ class SpanEvent(TypedDict):
 
 
 class NameEvent(TypedDict):
-    """The name of a process or of a track, or the position of a track."""
+    """The name of a process, or the name or position of one of its rows in the timeline (Chrome's threads)."""
 
     ph: Literal["M"]
     name: Literal["process_name", "thread_name", "thread_sort_index"]
@@ -47,11 +47,13 @@ class NameEvent(TypedDict):
 
 
 class TraceAbout(TypedDict):
-    """The step, the processes and the gaps of a timeline."""
+    """The step and the processes of a timeline, and what the timeline lacks."""
 
     step: Number
     seconds: Amount
+    """duration of the step"""
     processes: list[str]
+    """names of the processes in the timeline"""
     missing: dict[str, str]
     """reason for each process whose part is not in the trace"""
     clock_offset_s: dict[str, float]
@@ -83,7 +85,8 @@ def boot_id() -> str:
 class Recorder:
     """The recorder of one process's spans.  Safe to call from any thread.
 
-    A span has a name, a category, begin and end (`time.monotonic`) and arguments.
+    A span has a name, a category, begin and end (`time.monotonic`) and arguments.  `on`: whether spans are being
+    recorded.  `dropped`: number of spans that were not recorded because there were already MAX_SPANS.
     """
 
     process: str = ""
@@ -230,7 +233,10 @@ def timeline(
 
 
 def _events_of(pid: int, name: str, spans: list[dict[str, Any]], shift: float) -> list[SpanEvent | NameEvent]:
-    """Return a process's events: its name, tracks by category and lane, and spans; `shift`: seconds added to times."""
+    """Return the events of one process: its name, its rows in the timeline, and its spans.
+
+    A category has one row, or several rows (lanes) if its spans overlap.  `shift`: seconds added to all times.
+    """
     events: list[SpanEvent | NameEvent] = [
         {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "ts": 0, "args": {"name": name}}
     ]

@@ -43,21 +43,22 @@ if TYPE_CHECKING:  # parts that `rank.py` builds and passes in
 
 
 class ProgressState(TypedDict):
-    """The last updated step of a run."""
+    """The progress of a run."""
 
     step: Count
+    """last step whose updates were made; 0 before the first step"""
     without_signal: Count
-    """number of steps in a row, up to this one, without a group to train on"""
+    """number of steps in a row, up to `step`, without a group to train on"""
     unfinished: MetricsState | None
-    """metrics of that step if its validation was abandoned at a stop; a resume validates first"""
+    """metrics of `step` if its validation was abandoned at a stop, otherwise null; a resumed run validates first"""
 
 
 @dataclass
 class TrainerState:
     """The progress of a run, saved in each checkpoint."""
 
-    step: int = 0
-    unfinished: Metrics | None = None  # metrics of `step` while its updates are made and its line is not logged
+    step: int = 0  # last step whose batch was collected; in a checkpoint, its updates are made
+    unfinished: Metrics | None = None  # metrics of `step` from the end of its updates until they are logged
     without_signal: int = 0  # steps in a row without a group to train on
 
     def state_dict(self) -> ProgressState:

@@ -98,7 +98,10 @@ class Environment:
         return self.folder / "bin" / "python"
 
     def stamp(self, torch_index: str) -> dict[str, str]:
-        """Return the stamp of an up-to-date environment: folder, Python, torch index, and hashes of the inputs."""
+        """Return the stamp that this environment has if it is up to date.
+
+        A stamp has the folder, the Python version, `torch_index`, and hashes of the lock file and of the projects.
+        """
         projects = "".join(p.name + (p / "pyproject.toml").read_text() for p in self.projects)
         return {
             "folder": str(self.folder),
@@ -320,7 +323,13 @@ def write_kept(versions: Mapping[str, str]) -> None:
 
 
 def faults_in_place(env: Environment, imports: list[str]) -> list[str]:
-    """Return one line for each reason why this Python cannot run the project, changed container packages included."""
+    """Return one line for each reason why this Python cannot run the project.
+
+    A package of the container that has changed since the first `--in-place` is such a reason, too.
+
+    Args:
+        imports: names of modules that must be importable.
+    """
     pins = read_pins(env.lock.read_text())[1]
     kept = VENVS / KEPT
     if not kept.exists() and Path(sys.prefix) != env.folder:
@@ -336,7 +345,10 @@ def faults_in_place(env: Environment, imports: list[str]) -> list[str]:
 
 
 def check(arguments: argparse.Namespace, selected: list[Environment]) -> None:
-    """Raise Unfit with all faults of the selected environments.  `train` is the Python that runs this file."""
+    """Check the environments `selected` for --check; raise Unfit with all faults found.
+
+    The environment `train` is checked in the Python that runs this file, not in .venv/train.
+    """
     wrong = []
     for env in selected:
         if env.name == "train":

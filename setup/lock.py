@@ -144,10 +144,14 @@ def main() -> None:
         action="append",
         default=[],
         metavar="PYTHON",
-        help="additional Python to write hashes for; repeatable",
+        help="command of another Python, such as python3.12, whose archives' hashes are written too; repeatable",
     )
     parser.add_argument(
-        "--resolve", nargs=2, type=Path, metavar=("PINS", "LOCK"), help="lock file LOCK to create from the pins in PINS"
+        "--resolve",
+        nargs=2,
+        type=Path,
+        metavar=("PINS", "LOCK"),
+        help="create the lock file LOCK from the pins in the file PINS",
     )
     arguments = parser.parse_args()
     if arguments.resolve:

@@ -40,6 +40,7 @@ from nemo_prorl.rollout.engine.server import EngineEndpoint  # noqa: E402
 from nemo_prorl.schema import Constraint, Count, Sha256  # noqa: E402
 from nemo_prorl.tracing import Timeline  # noqa: E402
 from nemo_prorl.trainer import ProgressState  # noqa: E402
+from nemo_prorl.usage import NodeUsage  # noqa: E402
 
 FOLDER = ROOT / "docs" / "schemas"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -63,6 +64,7 @@ METRICS = (
     "time/(publish|rollout|logprobs|advantages|updates|ahead|ahead/engines_wait_s|validate|step)",
     "time/rollout/(engine_s|reward_open_s|reward_wait_s|sleep_s|tokens_per_s|responses|tail_s|tail_responses|idle_s"
     "|lost_s)",
+    "system/((rank|engine|rewards|supervisor|free|shm|run_dir)_gb|open_files|threads)",
 )
 
 
@@ -70,11 +72,16 @@ class RunState(typing.TypedDict):
     """The state of a run, apart from its tensors; written by prorl train."""
 
     format: Literal[4]
+    """version of the checkpoint format"""
     weights_sha256: Sha256
+    """hash of the policy's weights"""
     reference_sha256: Sha256
+    """hash of the reference policy's weights"""
     step: Count
     stage: str
+    """name of the stage of a chain; "none" for a run without stages"""
     version: str
+    """version of nemo_prorl that wrote the checkpoint"""
     code: Sha256
     """sha256 over the package's Python files"""
     trainer: ProgressState
@@ -128,6 +135,7 @@ FORMATS: dict[str, tuple[str, Any, bool]] = {
     ),
     "summary": ("summary.json", RunSummary, False),
     "trace": ("Timeline of a step, traces/step-N.json", Timeline, False),
+    "usage": ("Sample of a node, endpoints/usage-N.json", NodeUsage, False),
     "verdict": ("Verdict", verdict(), False),
 }
 

@@ -67,10 +67,11 @@ def test_a_full_disk_is_said_in_one_line(
         (["train", "trainer.grpo.nope=1"], "trainer.grpo.nope"),
         (["train", "--config", "gone.yaml"], "gone.yaml"),
         (["train", "--bogus"], "--bogus"),
+        (["train", "--config-dir", "conf"], "write config_dir=DIR"),
         (["status", "run", "extra"], "extra"),
         (["bogus"], "invalid choice: 'bogus'"),
         ([], "COMMAND"),
-        (["status", "nothing"], "nothing holds no run"),
+        (["status", "nothing"], "nothing: neither a run"),
         (["warmup", "trainer.warmup.steps=0"], "trainer.warmup.steps=0"),
         (["plan", "cluster=h100"], "h100_4x8"),
     ],
@@ -161,6 +162,7 @@ def test_status_reads_the_files_of_a_run(tmp_path: Path) -> None:
     alarm = {"event": "alarm", "step": 22, "time": 1.0, "what": "no group carries a signal"}
     (run / "journal.jsonl").write_text(json.dumps(alarm) + "\n" + json.dumps({"event": "stop", "step": 23}) + "\n")
     assert re.search(r"^last alarm +step 22: no group carries a signal$", status.status(run), re.M)
+    assert re.search(r"^last event +stop, step 23$", status.status(run), re.M)
     (run / "summary.json").write_text(json.dumps({"finished": True}))
     assert "23 of 40, finished" in status.status(run)
 

@@ -146,7 +146,7 @@ def test_every_format_has_a_schema_that_says_what_it_is() -> None:
     wanted = (
         "prompt-record reward-request verdict metrics journal-event summary endpoint state control-request hook-event"
         " chain launch data-manifest evaluation-results evaluation-comparison evaluation-manifest evaluation-sample"
-        " trace node"
+        " trace node usage"
     )
     assert set(SCHEMAS) == set(wanted.split())
     for name, path in SCHEMAS.items():
@@ -312,6 +312,8 @@ def metrics_line() -> dict[str, Any]:
     from nemo_prorl.rollout.groups import CollectedBatch, TaskTally
     from nemo_prorl.rollout.report import report_rollout
     from nemo_prorl.trainer import advantages, policy_loss, report_update
+    from nemo_prorl.usage import totals
+    from tests.test_usage import GB, node
 
     metrics = Metrics(3, "none")
     response = SimpleNamespace(token_ids=[3, 4], logprobs=[-1.0, -1.0])
@@ -340,6 +342,7 @@ def metrics_line() -> dict[str, Any]:
     metrics.add("engine_gap", gap)
     metrics.add("stale_gap", gap)
     metrics.add("correction", {key: float(v) for key, v in corrected.items()})
+    metrics.add("system", totals([node({f"{kind}-0": GB for kind in ("trainer", "engine", "rewards", "supervisor")})]))
     writers = ("trainer.py", "rollout/rollouts.py", "lifecycle/validation.py", "lifecycle/records.py")
     for key in set().union(*map(literal_keys, writers)):
         if key not in metrics.as_json():

@@ -161,7 +161,9 @@ def test_every_key_of_the_table_is_a_key_here() -> None:
     ("key", "expected"),
     [
         ("lr", "model.optim.lr"),
+        ("trainer.lr", "model.optim.lr"),
         ("trainer.grpo.lr", "model.optim.lr"),
+        ("optim.lr", "model.optim.lr"),
         ("learning_rate", "model.optim.lr"),
         ("trainer.grpo.beta", "trainer.grpo.kl_coef"),
         ("trainer.grpo.batch_size", "trainer.grpo.prompts_per_step"),

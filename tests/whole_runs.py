@@ -95,7 +95,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def without_time(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if not key.startswith("time")}
+    return {key: value for key, value in values.items() if not key.startswith(("time", "system"))}
 
 
 def stopped_without_patience(root: Path, run: Path, waits_s: Sequence[float], *overrides: str) -> list[int]:

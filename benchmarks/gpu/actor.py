@@ -69,7 +69,11 @@ def logprobs_and_updates(emit: Emit, actor: Any, cfg: Any, settings: Settings) -
 
 
 def memory(emit: Emit, actor: Any, cfg: Any, settings: Settings, resident: int | None) -> None:
-    """Emit the measured memory beside the memory that `prorl plan` predicts for one GPU with this model."""
+    """Emit the measured memory beside the memory that `prorl plan` predicts for one GPU with this model.
+
+    Args:
+        resident: bytes allocated on the GPU before the first update; None on a CPU.
+    """
     from nemo_prorl.sizing.memory import memory_of
 
     numbers = memory_of(cfg, actor.shape.vocab).numbers()
@@ -82,7 +86,7 @@ def memory(emit: Emit, actor: Any, cfg: Any, settings: Settings, resident: int |
 
 
 def reset_save_load(emit: Emit, actor: Any, cfg: Any, batch: Any, folder: Path) -> None:
-    """Save and load a hard reset; emit whether the next update is the same with and without loading.
+    """Make a hard reset, save the actor, update, load the actor, update again; emit whether both updates are equal.
 
     Raises RuntimeError if the gradient norms differ by more than 0.1 %.
     """

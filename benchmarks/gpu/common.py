@@ -70,7 +70,12 @@ def synchronize(device: str) -> None:
 
 
 def seconds_of(work: Callable[[], Any], device: str, repeats: int, warm: int = 1) -> tuple[float, float, float]:
-    """Return (median, least, most) wall seconds of `repeats` calls, each until the device has finished."""
+    """Return (median, least, most) wall seconds of a call of `work`, until the device has finished.
+
+    Args:
+        repeats: number of timed calls.
+        warm: number of calls before them that are not timed.
+    """
     for _ in range(warm):
         work()
     found = []

@@ -88,7 +88,7 @@ def require_vllm(python: str) -> None:
 
 
 def plan(settings: Settings, folder: Path) -> tuple[int, list[str]]:
-    """Plan a run on 32 GPUs with the model in `folder`, and return what an engine beside its trainer gets.
+    """Plan a run on 32 GPUs with the model in `folder`; return how trainer and engine share a GPU's memory.
 
     Returns:
         (bytes that the trainer keeps on a GPU while the engines run, options of the engine's command)
@@ -145,7 +145,14 @@ def work(emit: Emit, url: str, weights: Path, settings: Settings) -> None:
 
 
 def naps(emit: Emit, url: str, level: int, version: int, weights: Path, before: list[int], settings: Settings) -> int:
-    """Measure one sleep (of vLLM's `level`) and wake of the engine; return the version of its weights afterwards."""
+    """Measure one sleep and wake of the engine; return the version of its weights afterwards.
+
+    Args:
+        level: vLLM's sleep level; 2 discards the weights, so that `weights` are loaded again.
+        version: version of the engine's weights before the sleep.
+        weights: file of the weights.
+        before: token ids of a greedy answer before any sleep; the answer after the wake is compared with it.
+    """
     (reply,), seconds = call(url, "/sleep", {"level": level, "wait_s": 10})
     if not reply["frees_memory"]:
         emit(f"sleep, level {level}", note="a CPU's engine keeps its memory; times are those of the protocol alone")

@@ -61,9 +61,10 @@ def in_a_process(settings: Settings, folder: Path, overrides: list[str]) -> dict
 
 
 def measure(settings: Settings, folder: Path, overrides: list[str], file: Path) -> None:
-    """Write to `file` log-probabilities before and after updates with advantages of 0, and seconds.
+    """Write log-probabilities before and after updates with advantages of 0, and seconds, to `file`.
 
-    The seconds are those of an update and of log-probabilities alone.  If a part fails, its name and error are written.
+    The seconds are medians, of an update and of a pass without gradients.  If a part of the work fails, the name of the
+    part and the error are written instead.
     """
     found: dict[str, Any] = {}
     part = "building the actor"

@@ -52,7 +52,7 @@ def aligners(emit: Emit, settings: Settings) -> tuple[str, LogProbs]:
     """Return a name, and NeMo-Aligner's own function or, if it cannot be imported, its formula."""
     try:
         if settings.small:
-            raise ImportError("a small run does not wait for NeMo's imports")
+            raise ImportError("a run with small sizes skips NeMo's slow imports")
         from nemo_aligner.utils.distributed import from_parallel_logits_to_logprobs
     except Exception as error:
         note = f"not imported ({error}); its formula is restated: vocab-parallel log-softmax in float32"

@@ -30,12 +30,12 @@ class Shape:
 
     layers: int = 28
     hidden: int = 1536
-    ffn: int = 8960
+    ffn: int = 8960  # width of the feed-forward layers
     heads: int = 12
-    groups: int = 2
+    groups: int = 2  # key-value heads
     vocab: int = 151_936
     context: int = 8192
-    tied: bool = False  # untied, like DeepSeek-R1-Distill-Qwen-1.5B
+    tied: bool = False  # whether embedding and output layer share a weight; not so in DeepSeek-R1-Distill-Qwen-1.5B
 
     @classmethod
     def of(cls, settings: Settings) -> "Shape":
@@ -45,7 +45,8 @@ class Shape:
         """Return the operations of a sequence: (forward, forward and backward).
 
         Each matrix product counts 2 per weight and token (the output layer counts, the embedding does not); causal
-        attention counts its two products over half of all pairs.  Backward counts twice; recomputation does not count.
+        attention counts its two products over half of all pairs.  The backward pass counts twice the forward pass;
+        recomputation does not count.
         """
         head = self.hidden // self.heads
         wide = self.hidden + 2 * self.groups * head
@@ -121,7 +122,14 @@ def build(
     fused: bool = False,
     scales: str = "tensorwise",
 ) -> torch.nn.Module:
-    """Return a GPTModel whose output is its last hidden states [B, T, H], like that of the actor."""
+    """Return a GPTModel that returns its last hidden states [B, T, H], as the actor's model does.
+
+    Args:
+        transformer_engine: use Transformer Engine's layers; False: the project's own layers.
+        fp8: FP8 format, such as "hybrid"; None: no FP8.
+        fused: use Megatron's compiled SwiGLU.
+        scales: recipe of the FP8 scales, "tensorwise" or "delayed".
+    """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 

@@ -141,7 +141,7 @@ def build(settings: Settings, folder: Path, *overrides: str) -> tuple[Any, Any]:
 
 
 def batch(settings: Settings, responses: int) -> Any:
-    """Return a batch of random responses that fill the context, with advantages and weights for a first update."""
+    """Return a batch of random responses that fill the context, with advantages 1 and -1 and token weights of 1."""
     from nemo_prorl.batch import Batch
 
     words = hf_config(settings)["vocab_size"]
@@ -165,7 +165,10 @@ def with_logprobs(batch: Any, old_BT: torch.Tensor, ref_BT: torch.Tensor) -> Any
 
 
 def updater(actor: Any, cfg: Any) -> Callable[[Any], dict[str, float]]:
-    """Return a function that makes one optimizer step by the paper's loss and returns its sums and the `grad_norm`."""
+    """Return a function that makes one optimizer step on a batch with the paper's loss.
+
+    It returns, like `Actor.update`, the loss and sums of diagnostics by name, and `grad_norm`.
+    """
     from nemo_prorl.algorithms.losses import denominator_terms
     from nemo_prorl.config import GRPOConfig
     from nemo_prorl.trainer import policy_loss

@@ -58,7 +58,7 @@ class Gpu:
     name: str
     memory: int  # bytes
     used: int  # bytes
-    capability: tuple[int, int]
+    capability: tuple[int, int]  # CUDA compute capability: (major, minor)
     driver: str
     mode: str = "Default"  # compute mode: how many processes may use the GPU
     bus: str = ""  # PCI address

@@ -79,9 +79,9 @@ def judge_vllm(found: dict[str, str], locked: str | None, on_gpu: bool, python: 
 def sandbox() -> Iterator[Check]:
     """Try all escapes at each level of the sandbox, from the best level to the worst.
 
-    A run uses the best level that prevents all escapes.  Yields a check for this level, which is a warning if the level
-    lacks a protection, and before it a warning for each better level.  If no level prevents all escapes, yields a
-    failure for each level.
+    A run uses the best level that prevents all escapes.  Yields a warning for each better level, which failed, and
+    then a check of the level that a run uses; this check is a warning if the level lacks a protection.  If no level
+    prevents all escapes, yields a failure for each level.
     """
     proofs = levels.survey()
     best = next((p for p in proofs if p.holds), None)

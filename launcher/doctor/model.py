@@ -40,7 +40,7 @@ class TokenizerFacts:
     """Measured facts about a tokenizer."""
 
     ids: int  # the highest token id plus 1
-    eos: int | None
+    eos: int | None  # id of the eos token; None: there is none
     chat: bool  # there is a chat template, and it renders a message
     end: str = ""  # the last characters of the rendered prompt, or the error of the template
 

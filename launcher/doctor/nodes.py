@@ -40,9 +40,9 @@ class NodeFacts:
     """Measured facts about one node; None means that the fact could not be measured."""
 
     node: str
-    versions: dict[str, str]
-    gpus: list[str]
-    shm_free: int
+    versions: dict[str, str]  # version of each package, and of Python
+    gpus: list[str]  # name and driver of each GPU
+    shm_free: int  # bytes free in /dev/shm
     ahead_s: float | None = None  # doctor's clock minus the node's clock
     ahead_error_s: float = 0.0
     reach_fault: str = ""  # why the node could not connect to this machine

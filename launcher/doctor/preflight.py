@@ -124,7 +124,9 @@ def trial_config(cfg: DictConfig, folder: Path) -> DictConfig:
     except ConfigError as error:
         if nodes == 1:
             raise
-        raise ConfigError(f"--preflight runs only one node of trainer.num_nodes={nodes}: {error}") from error
+        raise ConfigError(
+            f"trainer.num_nodes={nodes}: --preflight tries one node alone, where this is wrong: {error}"
+        ) from error
     return trial
 
 
@@ -251,7 +253,10 @@ def describe_part(part: str, facts: Mapping[str, Any]) -> str:
 
 
 def judge_failure(outcome: TrialOutcome, trial: DictConfig) -> Check:
-    """Return a failed check with the error and its part of the trial; if memory ran out, also with keys to change."""
+    """Return a failed check with the error and the part of the trial in which it occurred.
+
+    If memory ran out or a process was killed, the cure names keys to change.
+    """
     part, text = _what_failed(outcome)
     killed, memory = _KILLED.search(text) is not None, _OUT_OF_MEMORY.search(text) is not None
     text = f"in {part!r}: {text}" + (f"; the log of all processes is {outcome.log}" if outcome.log is not None else "")

@@ -38,9 +38,9 @@ class FolderFacts:
     held: int  # bytes of the run's existing checkpoints
     replace_fault: str
     sync_fault: str
-    sync_s: float
+    sync_s: float  # seconds of an fsync of a small file and its folder
     lock_fault: str
-    mtime_skew_s: float  # the file's modification time minus this machine's clock
+    mtime_skew_s: float  # modification time of a new file minus this machine's clock, in seconds
 
 
 def check_sizes() -> Iterator[Check]:
@@ -248,7 +248,10 @@ def host_parts(cfg: DictConfig, memory: Memory) -> dict[str, int]:
 
 
 def judge_host(available: tuple[int, str], parts: Mapping[str, int]) -> Check:
-    """Judge host memory; a quarter and 4 GB stay free for libraries and reward workers.
+    """Judge host memory.
+
+    Fails if less than the parts' sum is available; warns if less than 1.25 times the sum plus 4 GB is available,
+    because libraries and reward workers also need memory.
 
     Args:
         available: bytes, and the name of what limits them.

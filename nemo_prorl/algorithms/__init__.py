@@ -26,5 +26,5 @@ V words (of this rank's shard), H hidden size.  In `logprobs`, where neither G n
 
 Diagnostics are dicts of 0-dimensional float64 tensors without gradient.  Their keys say how they are reduced over
 micro-batches and ranks: `mean_*` and `fraction_*` by a mean weighted with the dict's own `tokens`, `max_*` and
-`min_*` by maximum and minimum, all others by a sum.  `diagnostics.merge` does it.
+`min_*` by maximum and minimum, all others by a sum.  `diagnostics.merge` merges dicts in this way.
 """

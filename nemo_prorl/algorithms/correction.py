@@ -34,9 +34,9 @@ def rollout_correction(
 
     Returns:
         weight_BT: float32 without gradient, 0 where the mask is False.
-        gap: `tokens`; `mean_abs`, `max_abs` of log r in nats; `mean_k3`: KL(engine || trainer) by k3 (paper eq. 5), as
-        the engine drew the tokens; `fraction_capped`: share of tokens whose ratio was cut to the cap;
-        `fraction_masked`: share of tokens with weight 0.
+        gap: `tokens`; `mean_abs` and `max_abs` of |log r| in nats; `mean_k3`: k3 estimate of KL(engine || trainer)
+        (paper eq. 5; the engine is the first policy because it drew the tokens); `fraction_capped`: share of tokens
+        whose ratio was cut to the cap; `fraction_masked`: share of tokens with weight 0.
 
     Raises:
         ValueError: a log-probability is nan or infinite at a token that counts (its index is named).

@@ -56,7 +56,9 @@ def gap_statistics(difference_BT: Tensor, k3_BT: Tensor, mask_BT: Tensor) -> dic
 
 
 def reference_gap(old_logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
-    """Measure the distance of the policy before a step's updates from the reference: 0 right after a hard reset.
+    """Measure how far the policy is from the reference policy before a step's updates.
+
+    The distance is 0 right after a hard reset.
 
     Args:
         old_logp_BT: log pi_old of the sampled tokens, ignored where the mask is False.

@@ -35,9 +35,9 @@ class KeepRates:
 
     rate = (strength * prior + sum of decay^age * kept) / (strength + sum of decay^age), age counted in decisions of
     the same task; decay 0.98 remembers about 50 decisions.  The prior of 1 is optimistic on purpose: an unknown task is
-    not drawn more often than needed, and missing groups are drawn again after their verdicts.  A pessimistic prior
-    would start with a surplus, which costs generation and goes stale.  Strength and prior are positive, so no rate is
-    ever 0.
+    not drawn more often than needed, and further groups are drawn once the first ones turn out to be dropped.  A
+    pessimistic prior would start with a surplus, which costs generation and goes stale.  Strength and prior are
+    positive, so no rate is ever 0.
     """
 
     prior, strength, decay = 1.0, 1.0, 0.98
@@ -88,8 +88,8 @@ class DynamicSampler:
         config: `max_draw_factor`: limit of draws in this step per needed group; carried groups count as draws.
             `enabled`: False keeps every usable group (static sampling); keep rates are still measured.
             `margin`: drawing begins when fewer kept groups are expected than needed.  It goes on until the expected
-            number exceeds the needed number by this many of its standard deviations.  Each time that drawing begins
-            again costs the time of a whole response, but a few groups too many cost little: they become surplus.
+            number of kept groups exceeds the needed number by `margin` standard deviations.  To begin again costs the
+            time of a whole response, but a few groups too many cost little: they become surplus.
 
     Raises:
         RuntimeError: a call out of order.

@@ -39,20 +39,20 @@ def chunked_logprobs(
 
     The function works on `chunk` tokens and `block` words at a time, with a running maximum and sums, and computes the
     logits again in the backward pass: beside inputs and gradients the largest tensors are logits [chunk, block] and
-    float32 copies of 16-bit inputs, [chunk, H] and [block, H].  Eager, the forward pass holds one tensor of logits
-    without entropy and two with; the backward pass holds one, or two where the entropy has a gradient.  On GPUs the
-    code between matrix products is compiled; the backward pass then holds two.  Arithmetic on logits, and sums over
+    float32 copies of 16-bit inputs, [chunk, H] and [block, H].  In eager mode, the forward pass holds one tensor of
+    logits, or two with entropy; the backward pass holds one, or two if the entropy has a gradient.  On GPUs the code
+    between matrix products is compiled, and the backward pass always holds two.  Arithmetic on logits, and sums over
     chunks and blocks, are float32 (float64 for float64 inputs).
 
     With `float32_head`, logits of 16-bit inputs are sums of exact products in float32 on every device and torch
-    version.  Gradients are rounded once, to the inputs' dtype, at the end.  On GPUs the logits' gradient enters its
-    products rounded to TF32 (11 bits).  Without `float32_head` logits are rounded to the inputs' dtype, as by an engine
-    that computes them in that dtype, and GPUs also round the logits' gradient to it.
+    version.  Gradients are rounded once, to the inputs' dtype, at the end.  On GPUs the gradient of the logits is
+    rounded to TF32 (11 bits) before it is multiplied.  Without `float32_head`, logits are rounded to the inputs'
+    dtype, as by an engine that computes logits in that dtype, and GPUs also round the gradient of the logits to it.
 
     Vocabulary-parallel: each rank of `group` holds a shard of the output weight and calls this with the same hidden
-    states, targets and settings.  Gradients are LOCAL: to `hidden_NH` this rank's partial sum, which the caller's
-    copy-to-tensor-parallel region sums over the group; to `weight_VH` the complete gradient of this shard.
-    The backward pass communicates nothing.
+    states, targets and settings.  The backward pass communicates nothing.  The gradient of `hidden_NH` is only this
+    rank's part of a sum over the group, which the caller's copy-to-tensor-parallel region computes.  The gradient of
+    `weight_VH` is the complete gradient of this shard.
 
     Args:
         hidden_NH: hidden states of the positions that predict the targets; N may be 0.  Leave masked positions out:

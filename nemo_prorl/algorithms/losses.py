@@ -61,15 +61,15 @@ def kl_estimate(logp: Tensor, other_logp: Tensor, estimator: str) -> Tensor:
 
 
 def denominator_terms(mask_BT: Tensor, aggregation: str, constant: float = 1.0) -> Tensor:
-    """Return the share of these responses in the global denominator of an optimizer step.
+    """Return what these responses add to the global denominator of an optimizer step.
 
-    The denominator is the sum of the shares over all micro-batches and ranks.
+    The denominator is the sum of these terms over all micro-batches and ranks.
 
     Args:
         mask_BT: bool, the response tokens that count.
         aggregation: `token`: number of tokens that count (DAPO, arXiv 2503.14476).  `sequence`: number of responses
-            with a token that counts (GRPO's mean of means).  `constant`: `constant` times the number of these responses
-            (Dr. GRPO, arXiv 2503.20783, with `constant` the generation budget in tokens).
+            with a token that counts (GRPO's mean of means).  `constant`: the argument `constant` times this number of
+            responses (Dr. GRPO, arXiv 2503.20783, where `constant` is the generation budget in tokens).
         constant: tokens per response, for `constant` only.
 
     Returns:

@@ -43,7 +43,7 @@ class Finding:
     seen: float
     threshold: float
     asks: bool
-    what: str
+    what: str  # the finding as a sentence for a person
 
     def __str__(self) -> str:
         return f"{self.rule}: {self.what}"
@@ -51,10 +51,10 @@ class Finding:
 
 @dataclass
 class History:
-    """The memory of the rules about a run.
+    """The metrics of a run that the rules need, and the findings that they have reported.
 
-    Values of KL and validation since the last reset; means of other metrics over blocks of 10 steps since the run's
-    start.
+    KL and validation scores are kept since the last reset; other metrics as means over blocks of 10 steps since the
+    run's start.
     """
 
     step: int = 0
@@ -64,7 +64,7 @@ class History:
     series: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     errors: dict[str, dict[int, float]] = field(default_factory=dict)  # standard errors of `series`, where recorded
     blocks: dict[str, list[float]] = field(default_factory=dict)  # means of whole blocks
-    open_block: dict[str, list[float]] = field(default_factory=dict)
+    open_block: dict[str, list[float]] = field(default_factory=dict)  # values of the newest block, even if it is whole
     told: dict[str, int] = field(default_factory=dict)  # rule and subject -> step of the last finding
 
     def add(self, line: Mapping[str, Any], standard_errors: Mapping[str, float] | None = None) -> None:
@@ -85,7 +85,7 @@ class History:
                 self._to_block(key, numbers[key])
 
     def note(self, findings: Iterable[Finding]) -> None:
-        """Record findings as reported: for some steps, their rules make no finding on the same subjects."""
+        """Record findings as reported: `decide` does not repeat them for `cooldown_steps` (or `plateau_steps`)."""
         for finding in findings:
             self.told[f"{finding.rule} {finding.subject}"] = finding.step
 
@@ -188,11 +188,12 @@ def replay(
 def _drops(history: History, rules: ResetRulesConfig) -> list[Finding]:
     """Find a validation score far below its best mean (paper sec. 5.3: a sudden degradation on one benchmark).
 
-    best = the highest mean of m = `drop_baseline` successive evaluations since the reset; seen = best - mean of
-    the last w, for w = `drop_confirm` and w + 1.  It is a drop if seen > max(drop_min, s (k sqrt(1/w + 1/m) + b)), with
-    s the standard deviation, k = `drop_sigma`, and b = sqrt(2 ln(windows / m) / m), by which the best of so many means
-    exceeds their average by chance.  Each of the last w must also lie below best by half of this threshold, so that a
-    single bad evaluation is not a drop.
+    best = the highest mean of m = `drop_baseline` successive evaluations since the reset, or fewer if there are fewer.
+    seen = best - mean of the last w evaluations; w = `drop_confirm` is tried first, then w = `drop_confirm` + 1.
+    It is a drop if seen > max(drop_min, s (k sqrt(1/w + 1/m) + b)), with s the standard deviation of one evaluation and
+    k = `drop_sigma`.  b = sqrt(2 ln(windows / m) / m), because by chance alone the highest of `windows` means lies
+    about s b above their average.  Each of the last w evaluations must also lie below best by half of this threshold,
+    so that a single bad evaluation is not a drop.
     """
     found = []
     for key in sorted(history.series):
@@ -234,11 +235,13 @@ def _drop(
 
 
 def _plateau(history: History, rules: ResetRulesConfig, since: int) -> list[Finding]:
-    """Find a plateau: the blend surely gains less than `plateau_gain` over `plateau_steps` (paper sec. 4.2).
+    """Find a plateau: the mean validation score gains less than `plateau_gain` in `plateau_steps` (paper sec. 4.2).
 
-    The blend is the mean of all validation scores that were measured throughout; gain = the slope of its least-squares
-    line times `plateau_steps`; the gain's standard deviation is sd = s plateau_steps / sqrt(sum (t - mean t)^2).  It is
-    a plateau if gain + k sd < plateau_gain, with k = `plateau_sigma`: if noise hides the gain, there is no finding.
+    The blend is the mean of the validation scores whose names were measured in every evaluation of the last
+    `plateau_steps`.  gain = the slope of the blend's least-squares line times `plateau_steps`.  Its standard deviation
+    is sd = s plateau_steps / sqrt(sum (t - mean t)^2), with s the standard deviation of one blend and t the steps of
+    the evaluations.  It is a plateau if gain + k sd < plateau_gain, with k = `plateau_sigma`: if noise hides the gain,
+    there is no finding.
     """
     first = history.step - rules.plateau_steps
     if since > first:
@@ -332,11 +335,16 @@ def _bound(
     sigmas: float,
     judged: Sequence[tuple[int, float]] = (),
 ) -> float | None:
-    """Return `sigmas` standard deviations of one measurement; None if unknown.
+    """Return `sigmas` standard deviations of one measurement; None if they cannot be estimated.
 
-    This is the smaller of two bounds: one from the scatter of `points`, one from standard errors.  The second uses the
-    standard errors of `points` or of `judged`, whichever are larger, because a score of 0 or 1 has a standard error
-    of 0.
+    There are two estimates, and the result is the smaller.  The first is the scatter of `points`, if there are enough.
+    The second is the root mean square of the standard errors in `errors`, of `points` or of `judged`, whichever is
+    larger, because a score of 0 or 1 has a standard error of 0.
+
+    Args:
+        points: (step, value) of the earlier measurements.
+        errors: standard error by step.
+        judged: (step, value) of the measurements that a rule compares with `points`.
     """
     points = points[-SCATTER_POINTS:]
     bounds = []

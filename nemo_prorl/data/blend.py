@@ -29,7 +29,7 @@ LoadedSource = tuple[DataSource, list[Record]]
 
 
 class LoadedData(NamedTuple):
-    """The training sources of a run, with the records of all tasks, and its validation sources."""
+    """The training and validation sources of a run.  Tasks that `data.tasks` leaves out are still in the records."""
 
     train: list[LoadedSource]
     validation: list[LoadedSource]
@@ -104,7 +104,7 @@ class Blend:
             self._skipped[index] += 1
 
     def position(self) -> list[tuple[int, int]]:
-        """Return the current position for `return_to`: (records drawn, records skipped) of each source."""
+        """Return the position that `return_to` accepts: for each source, (records drawn, retired records skipped)."""
         return list(zip(self._drawn, self._skipped, strict=True))
 
     def return_to(self, position: list[tuple[int, int]]) -> None:
@@ -155,7 +155,10 @@ class Blend:
         self._rebase()
 
     def _rebase(self) -> None:
-        """Recompute the shares without fully retired sources; from now on, the shares count only later draws."""
+        """Recompute the shares; a source whose records are all retired gets 0.
+
+        Draws made before this call no longer count towards the shares.
+        """
         self._carried = list(self._drawn)
         self._shares = self._shares_now()
 
@@ -253,9 +256,10 @@ class Blend:
         self._shares = self._shares_now()
 
     def _furthest_behind(self) -> int:
-        """Return the index of the next source, whose draws are furthest below its share of all draws and the next draw.
+        """Return the index of the source to draw from: the source whose draws are furthest below its share.
 
-        If several sources are equally far below, the first is next.  After n draws, a source's draws differ from n
+        The share is a share of all draws, with the next draw included.  If several sources are equally far below
+        their shares, the first is returned.  After n draws, a source's draws differ from n
         times its share by at most 1 with two sources, and by at most (number of sources - 1) in general.
         """
         counted = [drawn - carried for drawn, carried in zip(self._drawn, self._carried, strict=True)]
@@ -316,8 +320,8 @@ def of_tasks(train: list[LoadedSource], data: DataConfig) -> list[LoadedSource]:
         raise ConfigError(f"{problem}. Fix: name some of these tasks, or null for all")
     if missing := [task for task in tasks if task not in available]:
         raise ConfigError(
-            f"{problem}, but not of {', '.join(missing)}. Fix: add a source of each (data=NAME), or remove it from"
-            " data.tasks"
+            f"{problem}, but not of {', '.join(missing)}. Fix: add a source of these tasks (data=NAME), or"
+            " remove the tasks from data.tasks"
         )
     return kept
 

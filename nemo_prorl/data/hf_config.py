@@ -83,8 +83,8 @@ def check_computed(hf: dict[str, Any], whose: str) -> None:
             raise ConfigError(
                 f"{whose}: {key}={rope} is not supported; expected null, rope_type 'default', or 'llama3' with"
                 f" {', '.join(_LLAMA3.values())}: Megatron-Core 0.12 has no other rotary embedding for these models, so"
-                " the actor's log-probabilities would not be the engine's. Fix: another model, or null for contexts"
-                " within the model's original length"
+                " the actor's log-probabilities would not be the engine's. Fix: use another model, or set this key"
+                " to null if no context is longer than the model's context before rope scaling"
             )
 
 

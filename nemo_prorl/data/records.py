@@ -190,7 +190,7 @@ def _check(value: Any, kind: Any, where: str, field: str) -> None:
     try:
         _adapter(kind).validate_python([value])
     except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
+        fault, *others = error.errors(include_url=False)
     else:
         return
     name, found = field, value
@@ -200,7 +200,9 @@ def _check(value: Any, kind: Any, where: str, field: str) -> None:
         elif isinstance(found, dict) and (part in found or fault["type"] == "missing"):
             name, found = f"{name}.{part}".lstrip("."), found.get(part)
     if fault["type"] == "missing":
-        raise DataError(f"{where}: field {name!r} is missing; it must be {_expected(kind, fault['loc'][-1])}")
+        same = [one for one in others if (one["type"], one["loc"][:-1]) == ("missing", fault["loc"][:-1])]
+        also = f"; also missing: {', '.join(repr(one['loc'][-1]) for one in same)}" if same else ""
+        raise DataError(f"{where}: field {name!r} is missing; it must be {_expected(kind, fault['loc'][-1])}{also}")
     shown = json.dumps(found, default=repr)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     message = fault["msg"]  # pydantic's message if the type does not have an `Expected`
@@ -216,7 +218,10 @@ def _check_truth(task: str, truth: dict[str, Any], where: str) -> None:
     _check(truth, next(kind for field, kind in forms.items() if field in truth or not field), where, "truth")
     if task == "instructions" and len(truth["kwargs"]) != len(truth["instruction_id_list"]):
         number, shown = len(truth["instruction_id_list"]), json.dumps(truth["kwargs"])[:80]
-        raise DataError(f"{where}: field 'truth.kwargs' is {shown}; it must be a list of {number}: one per instruction")
+        raise DataError(
+            f"{where}: field 'truth.kwargs' is {shown}; it must be a list of {number} objects or nulls: one per"
+            " instruction in truth.instruction_id_list"
+        )
 
 
 def validate_record(obj: Any, where: str, tasks: Collection[str] | None = None) -> dict[str, Any]:

@@ -115,7 +115,10 @@ class PromptRenderer:
         return self.opened_thought(prompt_ids) + self.decode(response_ids)
 
     def target_ids(self, prompt_ids: Sequence[int], answer: str) -> list[int]:
-        """Return the ids of `answer` and eos, after `</think>` if the prompt ends in `<think>`."""
+        """Return the token ids of a target response: `answer` and eos.
+
+        If the prompt ends in `<think>`, the ids begin with `</think>`, so that the thought is empty.
+        """
         closing = "</think>" if self.opened_thought(prompt_ids) else ""
         return [*self.encode(closing + answer), self.eos_id]
 

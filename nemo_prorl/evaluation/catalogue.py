@@ -56,20 +56,23 @@ class Sampling:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Benchmark:
-    """One benchmark.  Exactly one of `prompts` (a file that the user provides) and `generate` is set."""
+    """One benchmark: a yaml file of the catalogue, or the user's own .yaml or .jsonl file.
+
+    Exactly one of `prompts` (a file that the user provides) and `generate` (settings of a generator) is set.
+    """
 
     name: str
-    sha256: str  # of the yaml file
+    sha256: str  # of the .yaml or .jsonl file that defines the benchmark
     task: str  # task of its records, which selects the reward plugin
     title: str = ""
     domain: Domain = "other"
     metric: Metric = "reward"  # the number to report: binary correctness, or mean continuous reward
-    sets: tuple[str, ...] = ()
-    source: str = ""
+    sets: tuple[str, ...] = ()  # names that select several benchmarks in --benchmarks
+    source: str = ""  # origin of the problems, in words
     licence: str = ""
-    prompts: str | None = None  # its file beside the yaml file, or name of its file or folder in --data, see `file_of`
-    file: str | None = None  # path of the user's own file; None if the benchmark is known by its name
-    prepare: str = ""  # instruction to get that file
+    prompts: str | None = None  # name of the prompt file or folder in --data or beside the yaml file, see `file_of`
+    file: str | None = None  # path of the .yaml or .jsonl file; None for a benchmark that this package ships
+    prepare: str = ""  # command or instruction that creates the prompt file
     generate: dict[str, Any] | None = None  # generator, size, seed and options, as in a run's data source
     out_of_distribution: bool = False
     sampling: Sampling = Field(default_factory=Sampling)
@@ -77,7 +80,7 @@ class Benchmark:
     @model_validator(mode="after")
     def _check(self) -> "Benchmark":
         if (self.prompts is None) == (self.generate is None):
-            raise ValueError("expected exactly one of 'prompts' (a name in --data) and 'generate'")
+            raise ValueError("expected exactly one of 'prompts' (name of a file or folder in --data) and 'generate'")
         return self
 
     def changed(self, given: Mapping[str, Any]) -> "Benchmark":
@@ -116,7 +119,7 @@ def catalogue(own: Iterable[str] = ()) -> dict[str, Benchmark]:
 def read(path: Path, own: str | None = None) -> Benchmark:
     """Read a benchmark's yaml file.  Raises ConfigError with file and key.
 
-    `own`: path that the manifest records for a benchmark which this package does not ship; None for a shipped one.
+    `own`: path that becomes the benchmark's `file`; None for a benchmark that this package ships.
     """
     try:
         text = path.read_bytes()
@@ -142,7 +145,9 @@ def read_own(path: Path) -> Benchmark:
         text = path.read_bytes()
         task = json.loads(text.split(b"\n", 1)[0])["task"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--benchmarks {path}: expected prompt records, one JSON object a line: {error!r}") from error
+        raise ConfigError(
+            f"--benchmarks {path}: expected prompt records, one JSON object per line: {error!r}"
+        ) from error
     digest, whole = hashlib.sha256(text).hexdigest(), str(path.resolve())
     return Benchmark(name=path.stem, sha256=digest, task=task, source=path.name, prompts=path.name, file=whole)
 

@@ -155,8 +155,8 @@ def _again(args: argparse.Namespace) -> int:
     for name, entry in expected["benchmarks"].items():
         if name not in known or set(entry["sampling"]) != keys:
             raise ConfigError(
-                f"{args.manifest}: this version does not have the benchmark {name} with its settings. Fix: use the"
-                " version that wrote the manifest"
+                f"{args.manifest}: this version of nemo_prorl does not have the benchmark {name}, or has other keys in"
+                " its sampling settings. Fix: use the version that wrote the manifest"
             )
         chosen.append(known[name].changed(entry["sampling"]))
     model = expected["model"]
@@ -171,7 +171,7 @@ def _again(args: argparse.Namespace) -> int:
     found, code = _run(args, chosen, expected)
     earlier = args.manifest.parent / "results.json"
     if not earlier.is_file():
-        _log.warning("%s does not exist: the numbers cannot be compared with it", earlier)
+        _log.warning("%s does not exist: the numbers are not compared with the earlier evaluation", earlier)
         return code
     unequal = differences(read_json(earlier), found)
     if not unequal:

@@ -38,17 +38,18 @@ class Evaluated:
     name: str
     folder: Path
     manifest: EvaluationManifest
-    found: dict[str, Scored]
+    found: dict[str, Scored]  # by benchmark
 
 
 @dataclass(frozen=True)
 class Paired:
-    """Mean differences of a model from the base, over the prompts judged for both, and their bootstrap draws.
+    """Differences of a model's scores from the base model's, with bootstrap draws.
 
-    Columns: pass@1, reward, pass@k for each of ks.
+    The differences are means over the prompts judged for both models.  The 2 + K columns are pass@1, reward, and
+    pass@k for each k in `ks`.
     """
 
-    prompts: int
+    prompts: int  # number of prompts judged for both models
     ks: tuple[int, ...]
     mean_K: Floats  # [2 + K] mean difference
     drawn_RK: Floats  # [R, 2 + K] mean difference of each bootstrap draw
@@ -131,10 +132,12 @@ def _check_same_prompts(name: str, models: Sequence[Evaluated]) -> None:
 
 
 def _entry(found: Mapping[str, Scored], where: str) -> tuple[ComparedPart, dict[str, Paired]]:
-    """Return the entry of a benchmark or part in comparison.json, and by name each other model's `Paired`.
+    """Return what comparison.json has for a benchmark or part, and a `Paired` by name of each model but the base.
+
+    Models without a prompt that is also judged for the base have no `Paired`.
 
     Args:
-        found: samples of each model, by name; the first model is the base.
+        found: samples by name of the model; the first model is the base.
         where: BENCHMARK or BENCHMARK/PART, which seeds the bootstrap.
     """
     numbers_of = {model: numbers(one) for model, one in found.items()}
@@ -183,9 +186,9 @@ def _pair(base: Scored, other: Scored, key: str) -> Paired | None:
 
 
 def _solved(base: Scored, other: Scored) -> SolvedCounts:
-    """Count the prompts that both models, only the base, only the other or neither solved at least once.
+    """Count the prompts solved at least once: by both models, by `base` only (lost), by `other` only (gained), by none.
 
-    For each prompt, equally many samples of both models count; surplus samples of one model are ignored.
+    For each prompt, the same number of samples of both models is counted; surplus samples are ignored.
     """
     counts: SolvedCounts = {"both": 0, "gained": 0, "lost": 0, "neither": 0}
     for mine, theirs in zip(base.samples, other.samples, strict=True):
@@ -196,7 +199,13 @@ def _solved(base: Scored, other: Scored) -> SolvedCounts:
 
 
 def _difference(model: str, mean_K: Floats, drawn_RK: Floats, ks: Sequence[int]) -> GroupDifference:
-    """Return a model's differences from the base, from their mean and their bootstrap draws."""
+    """Return a model's differences from the base with confidence intervals, as in comparison.json.
+
+    Args:
+        model: name of the model.
+        mean_K: [2 + K] mean differences in pass@1, reward, and pass@k for each k in `ks`.
+        drawn_RK: [R, 2 + K] these mean differences in each bootstrap draw.
+    """
     first, reward, *rest = intervals(mean_K, drawn_RK, LEVEL)
     curve = {str(k): one for k, one in zip(ks, rest, strict=True)}
     return {"model": model, "pass@1": first, "reward": reward, "pass@k": curve, "reading": reading(curve, reward)}
@@ -224,9 +233,10 @@ def reading(curve: Mapping[str, Interval], reward: Interval) -> Reading:
 
 
 def _group(names: list[str], others: Sequence[str], paired: Mapping[tuple[str, str], Paired]) -> ComparedGroup:
-    """Return the differences from the base of the unweighted mean over the benchmarks `names`.
+    """Return how much the mean score of each model in `others` differs from the mean score of the base.
 
-    Models that lack one of these benchmarks are left out.
+    The mean score is the unweighted mean over the benchmarks `names`.  A model is left out if `paired` lacks one of
+    these benchmarks for the model.
     """
     differences: list[GroupDifference] = []
     for other in others:

@@ -17,11 +17,17 @@ class ModelJson(TypedDict):
     name: str
     kind: ModelKind
     sha256: Sha256
+    """over weights, config.json and tokenizer; for an endpoint, over URL, name and `opens_thought`"""
     weights_sha256: NotRequired[Sha256]
+    """over the weights only, as in the summary.json of a run; absent for an endpoint"""
     step: NotRequired[Count]
+    """training step of the weights, for a checkpoint or a run directory"""
     folder: NotRequired[str]
+    """absolute path of MODEL; absent for an endpoint"""
     url: NotRequired[str]
+    """only for an endpoint"""
     opens_thought: NotRequired[Literal[True]]
+    """the chat template of the endpoint ends the prompt in `<think>`"""
 
 
 class BenchmarkManifest(BenchmarkAbout):
@@ -29,8 +35,11 @@ class BenchmarkManifest(BenchmarkAbout):
 
     file: NotRequired[Annotated[str, Constraint(description="path of the user's own file of the benchmark")]]
     file_sha256: Sha256
+    """of the .yaml or .jsonl file that defines the benchmark"""
     prompts_sha256: Sha256
+    """over ids, tasks, prompts and truths of the evaluated prompt records"""
     prompts: Number
+    """number of evaluated prompts"""
     sampling: SamplingJson
 
 
@@ -41,29 +50,40 @@ class EvaluationManifest(TypedDict):
     model: ModelJson
     seed: Count
     data: str | None
+    """absolute path of --data"""
     limit: Number | None
+    """maximum number of prompts per benchmark; null: no maximum"""
     benchmarks: dict[str, BenchmarkManifest]
     engine: dict[str, Any] | None
+    """settings of the engines, and form of the prompts; null for an endpoint"""
     rewards: dict[str, Any]
+    """settings of the reward plugins, by plugin"""
     versions: dict[str, str]
+    """version by package"""
 
 
 class EvaluationSample(TypedDict):
     """One response of an evaluation.  verdicts/BENCHMARK.jsonl has its verdict under the same id and sample."""
 
     id: str
+    """id of the prompt record"""
     sample: Count
+    """number of the response among the responses to its prompt, counted from 0"""
     seed: Count
     response: str
     finished: bool
+    """false if the response was cut off before its end"""
     tokens: Count | None
+    """tokens of the response; null if the endpoint did not report them"""
 
 
 class FailureCounts(TypedDict):
-    """Numbers of responses that could not be judged as answers, by the failure in the verdict."""
+    """Numbers of responses that score 0 because of a failure, by `failure` of the verdict."""
 
     timeout: Count
+    """the judgement exceeded the time budget of the reward plugin"""
     invalid: Count
+    """the answer is malformed"""
 
 
 MeanAtK = Annotated[dict[str, Mean], Constraint(propertyNames={"pattern": "^[0-9]+$"})]
@@ -89,7 +109,9 @@ class Numbers(_Means):
 
     prompts: Count
     samples: Count
+    """samples of the prompt that has the fewest"""
     unjudged: Count
+    """responses without a verdict"""
     failures: FailureCounts
 
 
@@ -105,6 +127,7 @@ class GroupNumbers(_Means):
 
     benchmarks: list[str]
     headline: Mean | None
+    """mean of each benchmark's own `metric`: pass@1 or reward"""
 
 
 class EvaluationTime(TypedDict):
@@ -120,6 +143,7 @@ class EvaluationResults(TypedDict):
 
     format: Literal[1]
     complete: bool
+    """whether all samples of all prompts exist and have a verdict"""
     model: ModelJson
     seed: Count
     benchmarks: dict[str, BenchmarkNumbers]
@@ -129,11 +153,13 @@ class EvaluationResults(TypedDict):
 
 
 class SolvedCounts(TypedDict):
-    """Numbers of prompts that both, only one or neither of two models solved at least once."""
+    """Numbers of prompts that a model and the base model solved at least once."""
 
     both: Count
     gained: Count
+    """prompts that only the model solved"""
     lost: Count
+    """prompts that only the base model solved"""
     neither: Count
 
 
@@ -141,18 +167,21 @@ class GroupDifference(_Differences):
     """A model's differences from the base in the mean over some benchmarks."""
 
     reading: Reading
+    """what the confidence intervals of the differences show"""
 
 
 class Difference(GroupDifference):
     """The differences of a model's scores from the base's, over the prompts judged for both."""
 
     prompts: Count
+    """number of prompts judged for both models"""
     solved: SolvedCounts
     base_k: Number | None
+    """least k at which the base's pass@k reaches the model's pass@1; null if no measured k does"""
 
 
 class ComparedPart(TypedDict):
-    """A benchmark, or one of its parts: the numbers of each model, and its differences from the base model."""
+    """A benchmark, or one of its parts: each model's numbers, and the other models' differences from the base."""
 
     models: dict[str, Numbers]
     differences: list[Difference]
@@ -192,9 +221,11 @@ class EvaluationComparison(TypedDict):
 
     format: Literal[1]
     base: str
+    """name of the base model"""
     models: Annotated[list[ComparedModel], Constraint(minItems=2)]
     bootstrap: Bootstrap
     skipped: list[str]
+    """benchmarks that are left out because not all models were evaluated on them"""
     benchmarks: dict[str, ComparedBenchmark]
     domains: dict[str, ComparedGroup]
     out_of_distribution: ComparedGroup | None

@@ -140,7 +140,7 @@ def check_expected(manifest: EvaluationManifest, expected: EvaluationManifest) -
     """
     if manifest["model"]["sha256"] != expected["model"]["sha256"]:
         raise ConfigError(
-            f"--manifest: expected its model, {expected['model']['name']} with sha256"
+            f"--manifest: expected the model of the manifest, {expected['model']['name']} with sha256"
             f" {expected['model']['sha256'][:12]}; got {manifest['model']['name']} with sha256"
             f" {manifest['model']['sha256'][:12]}"
         )

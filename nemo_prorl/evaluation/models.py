@@ -32,8 +32,8 @@ class Model:
     sha256: str  # over weights, config.json and tokenizer; for an endpoint over URL and name
     source: str  # the MODEL argument as an absolute path or URL
     folder: Path | None = None  # Hugging Face folder; None for an endpoint
-    weights_sha256: str | None = None
-    step: int | None = None
+    weights_sha256: str | None = None  # over the weights only; None for an endpoint
+    step: int | None = None  # training step of the weights; None for a Hugging Face folder or an endpoint
     opens_thought: bool = False  # the chat template of the endpoint ends the prompt in `<think>`
 
     def to_json(self) -> "ModelJson":

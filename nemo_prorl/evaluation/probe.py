@@ -39,15 +39,18 @@ class Judged:
     """A response with its reward.  `score` is None if the response could not be judged."""
 
     text: str
-    finished: bool
+    finished: bool  # False: cut off before its end
     tokens: int
     score: float | None = None
-    detail: str = ""
+    detail: str = ""  # detail of the verdict
 
 
 @dataclass
 class SourceProbe:
-    """The groups of judged responses to the prompts of one source, and statistics of them."""
+    """The judged responses to the prompts of one training source, and their statistics.
+
+    `groups` has the responses to each prompt in `records`.
+    """
 
     name: str
     task: str

@@ -6,7 +6,10 @@ Reading = Literal["new solutions", "sharpened", "narrowed", "worse", "closer", "
 
 
 def explained(found: Reading, base: str, k: int) -> str:
-    """Return a reading as a clause whose subject is the other model; `k` is the largest measured k."""
+    """Return what a reading says about a model, such as `is right less often than BASE: worse`.
+
+    `base`: name of the base model.  `k`: largest measured k.
+    """
     tries = f"{k} {'try' if k == 1 else 'tries'}"
     return {
         "new solutions": f"solves more prompts in {tries} than {base}: new solutions",

@@ -30,13 +30,13 @@ class Sample:
     correct: bool | None
     score: float | None
     tokens: int | None  # None: the endpoint did not report it
-    finished: bool
-    failure: str | None
+    finished: bool  # False: cut off before its end
+    failure: str | None  # of the verdict; "infrastructure" also if the response has no verdict
 
 
 @dataclass
 class Scored:
-    """The samples of a benchmark by prompt, with the prompts in their order."""
+    """The samples of a benchmark.  Each list has one entry per prompt, in the order of the prompt records."""
 
     ids: list[str]
     parts: list[str]  # category of each prompt in the report
@@ -47,7 +47,7 @@ class Scored:
         return Scored([self.ids[i] for i in at], [part] * len(at), [self.samples[i] for i in at])
 
     def by_part(self) -> dict[str, "Scored"]:
-        """Return the prompts of each part, or an empty dict if there is only one part."""
+        """Return the prompts and samples by category of `parts`; an empty dict if there is only one category."""
         names = sorted(set(self.parts))
         return {name: self.only(name) for name in names} if len(names) > 1 else {}
 
@@ -196,7 +196,7 @@ def results(
 
 
 def table(result: EvaluationResults) -> str:
-    """Return the table that is printed: the benchmarks, the means of domains, the benchmarks kept out of training."""
+    """Return the printed table: benchmarks, means by domain, and last the out-of-distribution benchmarks."""
     entries = result["benchmarks"]
     largest = max((int(k) for entry in entries.values() for k in entry["pass@k"]), default=1)
     heads = ["", "prompts", "samples", "pass@1", "reward", f"pass@{largest}", "tokens", "truncated", "unjudged"]

@@ -35,9 +35,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """The options of `prorl evaluate`."""
+    """The options of `prorl evaluate`.  Fields not described here have the name and meaning of their option."""
 
-    model: str
+    model: str  # the argument MODEL
     benchmarks: Sequence[Benchmark]
     out: Path
     seed: int = 1
@@ -47,9 +47,9 @@ class EvaluationOptions:
     checkpoint: str = "newest"
     model_name: str | None = None  # name on the server; endpoints only
     opens_thought: bool = False  # the chat template of the endpoint ends the prompt in `<think>`
-    token_env: str = "OPENAI_API_KEY"
+    token_env: str = "OPENAI_API_KEY"  # environment variable with the token of the endpoint
     requests: int = 32  # maximum concurrent requests to an endpoint
-    overrides: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()  # KEY=VALUE
     expected: EvaluationManifest | None = None  # manifest that this evaluation must match
 
 
@@ -92,8 +92,9 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
 
 
 def configuration(options: EvaluationOptions, folder: Path | None) -> DictConfig:
-    """Return a configuration like a run's, for its engines, reward server and deadlines, reduced to this machine.
+    """Return the configuration of a run on this machine alone.
 
+    The evaluation uses the settings of the run's engines, reward server and deadlines.
     `folder`: the model's Hugging Face folder, or None for an endpoint or a checkpoint that is not exported yet.
     """
     model = "null" if folder is None else "'" + str(folder.resolve()).replace("'", "\\'") + "'"

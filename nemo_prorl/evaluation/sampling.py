@@ -87,7 +87,10 @@ def plan(parts: Sequence[BenchmarkWork], source: ResponseSource) -> EvaluationPl
 
 
 class Work:
-    """Samples and judges the responses of a plan, and stores each response at once: a kill loses only open ones."""
+    """Samples and judges the responses of a plan.
+
+    A response is stored once it has ended, and a verdict once it is known; a kill loses only unfinished work.
+    """
 
     def __init__(self, source: ResponseSource, judge: Judge, run_seed: int) -> None:
         self._source, self._judge, self._run_seed = source, judge, run_seed

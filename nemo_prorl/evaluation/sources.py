@@ -34,7 +34,7 @@ class Reply:
     """One response.  `tokens` is None if the endpoint did not report the number of response tokens."""
 
     text: str
-    finished: bool
+    finished: bool  # False: cut off before its end
     tokens: int | None
 
 
@@ -174,8 +174,8 @@ class Endpoint:
         room = sampling.max_response or sampling.context - len(prompt.encode())
         if room < 1:
             raise DataError(
-                f"record {record['id']!r}: its prompt of {len(prompt.encode())} bytes may have as many tokens and fill"
-                f" the context of {sampling.context} tokens. Fix: a larger --context N, or --max-response N"
+                f"record {record['id']!r}: its prompt of {len(prompt.encode())} bytes has up to as many tokens and may"
+                f" fill the context of {sampling.context} tokens. Fix: a larger --context N, or --max-response N"
             )
         return {**body, "prompt": prompt, "max_tokens": room}
 

@@ -22,7 +22,10 @@ Key = tuple[str, int]  # (prompt id, sample)
 
 
 class StoredVerdict(Verdict):
-    """The verdict on one response."""
+    """The verdict on one response.
+
+    `sample` is the number of the response among the responses to its prompt, from 0.
+    """
 
     sample: int
 
@@ -38,7 +41,9 @@ def read_json(path: Path) -> Any:
     except ValueError as error:
         raise DataError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict) or value.get("format") != 1:
-        raise DataError(f"{path}: field 'format' must be 1, as prorl evaluate writes it")
+        raise DataError(
+            f"{path}: field 'format': expected 1, which prorl evaluate writes; got another value or no such field"
+        )
     return value
 
 
@@ -100,7 +105,7 @@ class Store:
         data = path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data) and self.writable:
-            _log.info("%s: removed the unfinished last line of a killed process", path)
+            _log.info("%s: removed the last line, which a killed process had not finished", path)
             os.truncate(path, len(whole))
         lines = []
         for number, text in enumerate(whole.split(b"\n")[:-1], 1):
@@ -109,7 +114,7 @@ class Store:
                 _key(line)
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(
-                    f"{path}:{number}: expected a line of an evaluation ({error})."
+                    f"{path}:{number}: expected a JSON object with id and sample; got a damaged line ({error})."
                     " Fix: remove this line and run the command again"
                 ) from None
             lines.append(line)

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 def initial_model(cfg: Config, run_dir: Path) -> Path:
-    """Return the folder of the weights before any warm-up, which also has config.json and tokenizer for the engines."""
+    """Return the folder of the weights before a warm-up; the folder also has the model's config.json and tokenizer."""
     given = cfg.pretrained_checkpoint.restore_from_path
     return Path(given) if given else run_dir / "init"
 
@@ -40,12 +40,12 @@ def base_folder(cfg: Config, run_dir: Path) -> Path:
 
 
 def warms_up(cfg: Config) -> bool:
-    """Return whether the run starts with supervised steps, which a run that follows another run never does."""
+    """Return whether the run starts with supervised steps.  A run that continues another run never does."""
     return cfg.trainer.warmup.steps > 0 and cfg.chain.after is None and cfg.chain.start_from is None
 
 
 def make_initial_model(cfg: Any, run_dir: Path, train: "Sequence[LoadedSource]", start: Origin | None = None) -> Path:
-    """Return the folder of the initial model; make RUN/init first if it is needed and missing.
+    """Return the folder of the initial model; first make RUN/init if no folder is given and RUN/init is missing.
 
     RUN/init gets its name only when it is complete.
 
@@ -81,7 +81,7 @@ def _model_of(start: Origin) -> Path:
     if start.run_dir is not None and (start.run_dir / "init").is_dir():
         return start.run_dir / "init"
     raise ConfigError(
-        f"{start.checkpoint}: expected config.json and tokenizer of its model in init/ of its run directory; got none."
+        f"{start.checkpoint}: expected a model folder, hf/ in it or init/ in its run directory; got neither."
         " Fix: name the model with pretrained_checkpoint.restore_from_path=FOLDER"
     )
 

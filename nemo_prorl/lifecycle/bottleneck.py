@@ -14,9 +14,12 @@ _TRAINER = {
 
 
 def bottleneck(steps: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return one sentence on the bottleneck of these steps, or None if their lines have too few values.
+    """Return one sentence on the bottleneck of these steps; None if no line has the needed times.
 
-    Validation is not counted.
+    The time of validations is left out.
+
+    Args:
+        steps: lines of metrics.jsonl.
     """
     steps = [m for m in steps if number(m, "time/step") and m.get("time/rollout/idle_s") is not None]
     seconds = sum(number(m, "time/step") - number(m, "time/validate") for m in steps)
@@ -38,9 +41,11 @@ def bottleneck(steps: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _without_engines(m: Mapping[str, Any]) -> float:
-    """Return for how many seconds of a step the engines have no prompts, validation not counted.
+    """Return for how many seconds of a step the engines have no prompts, without the time of validation.
 
-    In a run one step off policy, the engines also have prompts while the trainer works.
+    Usually the engines have no prompts outside of the rollout.  In a run one step off policy, engines generate the next
+    batch while the trainer works.  They then have no prompts only during the publication of weights, and from the end
+    of the next batch to the end of the trainer's work.
     """
     if "time/ahead" in m:
         return number(m, "time/publish") + number(m, "time/ahead/engines_wait_s")
@@ -48,10 +53,14 @@ def _without_engines(m: Mapping[str, Any]) -> float:
 
 
 def _held_up(m: Mapping[str, Any], phase: str) -> float:
-    """Return the seconds for which engines waited for a phase of the trainer.
+    """Return for how many seconds of a step the engines waited because of one phase of the trainer.
 
-    In a run one step off policy, engines generate beside all phases of the trainer except the publication of weights.
-    The total time that they waited beside these phases is divided among them in proportion to their length.
+    Usually this is the length of the phase.  In a run one step off policy, engines generate during all phases of the
+    trainer except the publication of weights.  The total time that the engines waited during these phases is divided
+    among the phases in proportion to their length.
+
+    Args:
+        phase: key of the phase, such as `time/updates`.
     """
     seconds = number(m, phase)
     if "time/ahead" not in m or phase == "time/publish":

@@ -44,7 +44,10 @@ class ImportedState(TypedDict):
 
 
 class LeaderState:
-    """The state of a part that only rank 0 has.  Its methods are collectives of all trainer ranks."""
+    """A `Stateful` on every rank for a part that exists on rank 0 only, such as the data blend.
+
+    All trainer ranks must call each method together.
+    """
 
     def __init__(self, part: LeaderOnly[Any]) -> None:
         self._part = part
@@ -56,7 +59,7 @@ class LeaderState:
         self._part.call(lambda part: part.load_state_dict(state))
 
     def carry(self, state: dict[str, Any]) -> None:
-        """Begin a stage from the state of the previous stage."""
+        """Begin a stage: give the part the state that the same part had at the end of the previous stage."""
         self._part.call(lambda part: part.carry(state))
 
 
@@ -125,7 +128,11 @@ class Checkpoints:
         return self._policy.load(folder)
 
     def carry(self, state: Mapping[str, Any]) -> None:
-        """Begin a stage at the data position in `state`, the state.json of the previous stage."""
+        """Begin a stage with the data position and the keep rates of the previous stage.
+
+        Args:
+            state: state.json of the previous stage's newest checkpoint.
+        """
         for name in ("prompts", "rollouts"):
             self._parts[name].carry(state[name])  # type: ignore[attr-defined]
 
@@ -154,7 +161,8 @@ class Checkpoints:
     def save(self, step: int, wait: bool = False) -> None:
         """Write a checkpoint from which the run continues exactly.  A second call for the same state does nothing.
 
-        On return the write may still run; with `wait` the checkpoint is complete.
+        With `trainer.grpo.async_checkpoints`, a thread may still write after this method has returned.  With `wait`,
+        the method returns only when the checkpoint is complete.
         """
         with RECORDER.span("checkpoint", "phase"):
             if self._saved != (key := self._key(step)):
@@ -171,11 +179,14 @@ class Checkpoints:
         self._records.checkpoint_took(time.monotonic() - began)
 
     def _key(self, step: int) -> object:
-        """Return what identifies a state to save: step, whether its metrics are unfinished, and number of resets."""
+        """Return (step, whether its line of metrics.jsonl is still to be written, number of hard resets).
+
+        `save` writes a checkpoint only if this key differs from the key of the newest checkpoint.
+        """
         return step, self._parts["trainer"].state_dict()["unfinished"] is not None, len(self._resets.done)
 
     def _kept(self) -> tuple[dict[int, float], list[int]]:
-        """Return {step: score}, by which checkpoints are ranked, and the steps that a roll-back may need."""
+        """Return {step: mean validation score} to rank the checkpoints, and the steps that a roll-back may need."""
         best = self._validation.best_step(self._resets.done)
         needed = [best] if best is not None and self._cfg.trainer.resets.roll_back else []
         return policy_scores(self._validation.scores, self._resets.done), needed

@@ -6,7 +6,7 @@ first, the file is still there, and the next start treats the request by its kin
 
 reset           made exactly once: the reset's reason, which the checkpoint contains, names the request.  If the reset
                 had begun, it is repeated after the same step.
-validate, checkpoint    served again
+validate, checkpoint    served after the next step, even if the killed process had served but not yet answered it
 stop            dropped: the run has stopped already
 
 A run that ends cleanly drops the requests that are left.  The next start drops those placed while no run was active.
@@ -111,7 +111,7 @@ class Requests:
         self._began = _modified(run_dir / ".lock")
         self._ended_cleanly = False
         self._answered: set[str] = set()
-        self._begun_at: dict[str, int] = {}  # steps after which a reset had begun, by request
+        self._begun_at: dict[str, int] = {}  # {request id: step after which its reset had begun}
         for event in journal.events():
             if event["event"] in ("start", "resume", "stop", "finish"):
                 self._ended_cleanly = event["event"] in ("stop", "finish")
@@ -121,7 +121,10 @@ class Requests:
                 self._begun_at.update(dict.fromkeys(request_ids_in(event["reason"]), event["step"]))
 
     def settle(self, step: int, reset_reasons: Iterable[str]) -> None:
-        """At a start, answer the requests that an earlier process left and that will not be served.
+        """At a start, answer the requests of an earlier process that this process will not serve.
+
+        Resets that the loaded checkpoint contains are answered with `done`, stops with `dropped`.  If the earlier
+        process ended cleanly, all other requests placed before this start are answered with `dropped`, too.
 
         Args:
             reset_reasons: reasons of the resets that the loaded checkpoint contains.
@@ -138,11 +141,18 @@ class Requests:
                 self.answer(request, step, "dropped", "the run ended before it served this stop, and was started again")
             else:
                 _log.info(
-                    "this run will serve the earlier request %s of %s@%s", request.what, request.user, request.host
+                    "this run will serve the request %s, which %s@%s sent before the run was interrupted",
+                    request.what,
+                    request.user,
+                    request.host,
                 )
 
     def pending(self, step: int) -> list[Request]:
-        """Return the requests to serve after this step, oldest first, up to the first `stop`."""
+        """Return the requests to serve after this step, oldest first.
+
+        The first `stop`, if any, is the last request in the list.  If a killed process had begun a requested reset
+        after a later step, the reset waits for that step.
+        """
         due = [request for request in self._read(step) if step >= self._begun_at.get(request.id, step)]
         stops = [index for index, request in enumerate(due) if request.what == "stop"]
         return due[: stops[0] + 1] if stops else due
@@ -230,7 +240,10 @@ def reset_reason(requests: Sequence[Request], reason: str | None) -> str | None:
 
 
 class Control:
-    """The requests to a run, the same on all ranks.  The methods are collectives of all trainer ranks."""
+    """Serves the requests that users send to the run with `prorl control`, on all ranks alike.
+
+    The methods are collectives of all trainer ranks.
+    """
 
     def __init__(
         self,
@@ -243,7 +256,7 @@ class Control:
         self._checkpoints, self._stopping = checkpoints, stopping
 
     def settle(self, step: int, reset_reasons: Sequence[str]) -> None:
-        """At a start, answer the requests that an earlier process left and that will not be served.
+        """At a start, answer the requests of an earlier process that this process will not serve.
 
         Args:
             reset_reasons: reasons of the resets that the loaded checkpoint contains.
@@ -379,7 +392,7 @@ def _check_is_active(run_dir: Path) -> str:
     except OSError:  # removed at a clean end
         run_host = here
     if run_host != here:  # many file systems do not show locks of other machines
-        return f". It was last seen on {run_host}; {here} cannot see whether it is still active there"
+        return f". The run was last seen on {run_host}; {here} cannot see whether the run is still active there"
     raise ConfigError(
         f"no run is active in {run_dir} (as far as {here} can see). Fix: `prorl train` starts or continues one"
     )

@@ -1,6 +1,6 @@
 """Types of the lines of journal.jsonl, shared with state.json and summary.json.
 
-The writer of an event gives its `...Fields`; `Journal` adds event, step and time.
+A class `...Fields` has the fields that the caller of `Journal.append` gives; `Journal` adds event, step and time.
 """
 
 from typing import Literal, NotRequired, TypedDict
@@ -29,10 +29,12 @@ class _Line(TypedDict):
 
 
 class StartFields(TypedDict):
-    """Fields of a start or resume."""
+    """Fields of an event `start` or `resume`, in addition to its step and time."""
 
     stage: str
+    """name of the stage (configuration key `stage`)"""
     version: str
+    """version of nemo_prorl"""
     start_from: NotRequired[str]
     """checkpoint of the previous stage"""
     weights_sha256: NotRequired[Sha256]
@@ -64,10 +66,11 @@ class Reasoned(_Line, ReasonFields):
 
 
 class ResetFields(TypedDict):
-    """A hard reset without its step."""
+    """A completed hard reset; the step after which it was made is a separate field."""
 
     reason: str
     reference_sha256: Sha256
+    """hash of the weights of the reference policy after the reset"""
     rolled_back_to: NotRequired[Count]
     """the step whose weights were taken, with trainer.resets.roll_back"""
 
@@ -102,15 +105,18 @@ AnswerStatus = Literal["done", "refused", "dropped"]
 
 
 class AnswerFields(TypedDict):
-    """A request of `prorl control` and its result."""
+    """A request of `prorl control` and the answer of the run."""
 
     request: str
-    """its id"""
+    """id of the request"""
     what: RequestKind
     status: AnswerStatus
     detail: str
+    """result of the request, or the cause of the refusal, in words"""
     user: str
+    """user who sent the request"""
     host: str
+    """machine from which the request was sent"""
 
 
 class Answer(_Line, AnswerFields):

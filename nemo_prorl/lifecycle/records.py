@@ -25,6 +25,7 @@ from nemo_prorl.lifecycle.journal_events import (
 from nemo_prorl.lifecycle.summary import summary
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.schema import Amount, Count
+from nemo_prorl.usage import GrowthWatch, newest, totals
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def code_sha256() -> str:
 
 
 class RecordsState(TypedDict):
-    """Fields of the records in a checkpoint."""
+    """The state of a run's records that a checkpoint stores."""
 
     metrics_bytes: Count
     """length of metrics.jsonl in bytes; a resume cuts the file to it"""
@@ -51,7 +52,7 @@ class RecordsState(TypedDict):
 class Records:
     """The metrics, journal and summary of a run.  Each rank has this object; only rank 0 writes.
 
-    A checkpoint has the length of metrics.jsonl; a resume cuts off the lines of later steps.
+    Each checkpoint stores the length of metrics.jsonl; a resume removes the lines of later steps from the file.
     """
 
     def __init__(self, cfg: Config, run_dir: Path, writes: bool, loggers: Iterable[Any] = ()) -> None:
@@ -67,6 +68,7 @@ class Records:
             self._metrics.touch()
         self.event = self._journal.append
         self._checkpoint_s = 0.0
+        self._growth = GrowthWatch()
 
     def events(self) -> list[dict[str, Any]]:
         """Return the journal's events so far; an empty list on ranks other than 0."""
@@ -79,11 +81,15 @@ class Records:
             self.event("alarm", step, what=what)
 
     def log(self, metrics: Metrics) -> None:
-        """Set `time/step` to the sum of the step's phases, and write the step's line of metrics.jsonl."""
+        """Add `time/step`, the sum of the step's phases, and `system/*`; write the step's line of metrics.jsonl."""
         seconds = sum(v for k, v in metrics.as_json().items() if k.startswith("time/") and k.count("/") == 1)
         metrics.put("time/step", seconds)
         if not self._writes:
             return
+        nodes = newest(self.dir / "endpoints")
+        metrics.add("system", totals(nodes))
+        for finding in self._growth.observe(metrics.step, seconds, nodes, self._cfg.trainer.grpo.max_steps):
+            self.alarm(metrics.step, f"memory will be full before the last step: {finding}")
         values = metrics.as_json()
         with self._metrics.open("a") as file:
             file.write(json.dumps(values) + "\n")
@@ -106,7 +112,9 @@ class Records:
 
         Args:
             groups: groups that the step trains on.
-            dropped: dropped groups, at least those among the first ones.
+            dropped: groups of the step that are not trained on.  Groups drawn later than all written groups may be
+                left out.
+            judged_text: returns the text that verifiers get, from the token ids of a prompt and of a response.
         """
         most = self._cfg.trainer.grpo.save_rollout_groups
         if self._writes and most != 0:
@@ -223,6 +231,7 @@ def write_rollouts(
 
     Args:
         trained: `draw_index` of the groups that the step trains on; the others were dropped.
+        judged_text: returns the text that verifiers get, from the token ids of a prompt and of a response.
     """
     folder = run_dir / "rollouts"
     folder.mkdir(exist_ok=True)

@@ -37,8 +37,9 @@ class ResetsState(TypedDict):
     """The state of a stage's hard resets that a checkpoint stores."""
 
     done: list[Reset]
+    """hard resets of this stage"""
     fresh: bool
-    """the next step must measure a KL of about 0"""
+    """true: the policy should equal its reference; the next step must measure a KL of about 0"""
     found: list[FindingJson]
     """findings of the rules for hard resets"""
 
@@ -59,7 +60,7 @@ class _Saves(Protocol):
 
 
 class Resets:
-    """A part of each checkpoint that decides on hard resets and makes them.
+    """Decides on hard resets and makes them; each checkpoint contains its state.
 
     Only rank 0 has the metrics history that the rules need; all ranks receive the decision.
     """
@@ -83,7 +84,7 @@ class Resets:
         self.config, self._kl_allowed, self._policy = config, kl_allowed, policy
         self._rollouts, self._validation, self._records = rollouts, validation, records
         self.done: list[Reset] = []  # resets of this stage
-        self._found: list[FindingJson] = []  # findings so far, which a resumed history needs
+        self._found: list[FindingJson] = []  # findings so far; a resume rebuilds the history with them
         self._fresh = True  # the policy should equal its reference now, as at the start of a run
         self._history = leader.only(History)
 
@@ -168,7 +169,10 @@ class Resets:
     # --- the check -------------------------------------------------------------------------------------------------
 
     def continue_reference(self) -> None:
-        """Note that a stage begins without a reset and keeps its reference; `check_reference` then accepts any gap."""
+        """Note that a stage begins without a reset and keeps its reference.
+
+        Policy and reference may then differ: `check_reference` accepts any difference in the first step.
+        """
         self._fresh = False
 
     def check_reference(self, step: int, mean_abs_gap: float) -> None:
@@ -193,7 +197,10 @@ class Resets:
         return {"done": self.done, "fresh": self._fresh, "found": self._found}
 
     def load_state_dict(self, state: ResetsState) -> None:
-        """Load the resets and rebuild the history; records and validation must be loaded before."""
+        """Load the resets, and rebuild the metrics history that the rules need.
+
+        Records and validation must be loaded before, because the history is made from their values.
+        """
         self.done, self._fresh, self._found = list(state["done"]), bool(state["fresh"]), list(state["found"])
         self._history.run_on_leader(self._recall)
 

@@ -19,11 +19,11 @@ from nemo_prorl.lifecycle.retention import OLD, TEMPORARY, TRASH, complete, step
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint from which a stage begins, and its run directory (None for a checkpoint outside of a run)."""
+    """The checkpoint from which a stage begins, and the run directory of this checkpoint (None: outside of a run)."""
 
     checkpoint: Path
     run_dir: Path | None
-    newest: Path  # newest checkpoint of that run; the stage continues its data position
+    newest: Path  # the stage continues the data position of this checkpoint: the newest of run_dir, or `checkpoint`
 
 
 def origin(cfg: Config, run_dir: Path) -> Origin | None:
@@ -54,8 +54,8 @@ def origin(cfg: Config, run_dir: Path) -> Origin | None:
         if given is None:
             what = f"follows {chain.after}, and there is no run in {folder}"
         raise ConfigError(
-            f"{key}: {what}. Train that stage first, name its run directory or one of its checkpoints with"
-            " chain.start_from=PATH, or begin with the model: chain.after=null"
+            f"{key}: {what}. Fix: train the previous stage first; or name its run directory or one of its checkpoints"
+            " with chain.start_from=PATH; or begin with the initial model: chain.start_from=null chain.after=null"
         )
     checkpoints = complete(folder / "checkpoints")
     if not (summary := _finished(folder)) or not checkpoints:
@@ -67,8 +67,8 @@ def origin(cfg: Config, run_dir: Path) -> Origin | None:
     newest = checkpoints[-1]
     if step_of(newest) != summary["step"]:
         raise ConfigError(
-            f"{key}: expected a checkpoint of step {summary['step']}, the last of {folder}; the newest is {newest}."
-            f" Fix: begin from it with chain.start_from={newest}"
+            f"{key}: expected a checkpoint of step {summary['step']}, the last step of the run in {folder}; its newest"
+            f" checkpoint is {newest}. Fix: begin from that checkpoint: chain.start_from={newest}"
         )
     return Origin(best_checkpoint(folder) if cfg.trainer.resets.roll_back else newest, folder, newest)
 
@@ -83,7 +83,11 @@ def best_checkpoint(run_dir: Path) -> Path:
 
 
 def best_kept(state: dict[str, Any], steps: Iterable[int]) -> int | None:
-    """Return which of `steps` has the best validation since the last reset in `state`, or None."""
+    """Return the step among `steps` with the best validation since the last hard reset; None without a validation.
+
+    Args:
+        state: state.json of the run's newest checkpoint.
+    """
     return best_policy(state["validation"]["scores"], state["resets"]["done"], steps)
 
 

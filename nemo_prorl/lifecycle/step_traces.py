@@ -83,7 +83,14 @@ class StepTraces:
     def _merge(
         self, step: int, folder: Path, window: tuple[float, float], own: dict[str, Any], missing: dict[str, str]
     ) -> None:
-        """Write the trace of the parts that arrive before the deadline."""
+        """Write the trace of the parts that arrive before the deadline.
+
+        Args:
+            folder: folder in which the other ranks write their parts.
+            window: begin and end of the step, in seconds on this rank's monotonic clock.
+            own: part of rank 0.
+            missing: {name of the service: error} of the services that did not begin to record.
+        """
         try:
             deadline = Deadline(_END_S, f"the parts of the trace of step {step}")
             answered, unanswered = self._ask(False, deadline.remaining)

@@ -17,7 +17,7 @@ _FINISH_RESERVED = 2.0  # the stop request comes this many times `finish_step_s`
 
 
 class Stopping:
-    """The stop request of a run.  It also abandons a rollout that takes too long after the request.
+    """Keeps the stop request of a run, and abandons a rollout that takes too long after the request.
 
     `finish_step_s` seconds after the request, another thread calls the function that `set_abandon` has registered.
     """
@@ -60,7 +60,7 @@ class Stopping:
             self._abandon()
 
     def on_signal(self, number: int, _: object) -> None:
-        self.request_stop(signal.Signals(number).name, logging.INFO)  # the supervisor, which passes it on, says so
+        self.request_stop(signal.Signals(number).name, logging.DEBUG)  # the supervisor, which passes it on, says so
 
     def reason(self) -> str | None:
         """Return the reason to stop now, or None.

@@ -23,7 +23,9 @@ class HeldOutChange(TaskChange):
     """Mean reward on all held-out prompts at the first and the last validation."""
 
     before_se: Amount
+    """standard error of `before`"""
     after_se: Amount
+    """standard error of `after`"""
     prompts: Number
     steps: Annotated[list[Count], Constraint(minItems=2, maxItems=2)]
     """the steps of the first and the last validation"""
@@ -35,14 +37,16 @@ class NoValidation(TypedDict):
 
 
 class RunTimes(TypedDict):
-    """Sums over the seconds and tokens of the steps."""
+    """Speed and times of a run, over all steps."""
 
     tokens_per_s: float | None
+    """generated tokens per second of generation; null: no step has generated"""
     phase_s: dict[str, Amount]
     """seconds by phase, over the whole run"""
     reward_hidden_share: Annotated[float, Constraint(maximum=1)] | None
+    """share of the time with open reward requests in which the run also did other work; null: no reward requests"""
     bottleneck: str | None
-    """bottleneck of the last ten steps"""
+    """bottleneck of the last ten steps only, in words"""
 
 
 class RunSummary(TypedDict):

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class ValidationState(TypedDict):
-    """Fields of the validations in a checkpoint."""
+    """The state of a run's validations that a checkpoint stores."""
 
     scores: dict[int, HeldOutScores]
     """scores by step"""
@@ -44,7 +44,10 @@ class HeldOut:
 
 
 class Validation:
-    """The validations of a run.  Part of a checkpoint.  `judge` and `run` are collectives of all trainer ranks."""
+    """The validations of a run; each checkpoint contains the scores.
+
+    All trainer ranks must call `judge` and `run` together.
+    """
 
     def __init__(self, cfg: Config, heldout: LeaderOnly[HeldOut], rollouts: Rollouts, records: Records) -> None:
         self._cfg, self._heldout, self._rollouts, self._records = cfg, heldout, rollouts, records

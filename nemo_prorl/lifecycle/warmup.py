@@ -15,7 +15,12 @@ _log = logging.getLogger(__name__)
 def supervised_loss(
     logp_BT: Tensor, entropy_BT: Tensor | None, micro: Batch, denominator: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the summed negative log-likelihood divided by `denominator`, and {"tokens": number of tokens}."""
+    """Return the summed negative log-likelihood divided by `denominator`, and {"tokens": number of response tokens}.
+
+    Args:
+        logp_BT: log-probabilities of the response tokens; 0 at other positions.
+        entropy_BT: not used; `policy.actor.LossFunction` has this argument.
+    """
     return -logp_BT.sum() / denominator, {"tokens": micro.mask_BT.sum()}
 
 

@@ -16,8 +16,10 @@ def add_parser(commands: Any) -> None:
     """Add `convert` to the main command line."""
     text = "print another trainer's configuration as overrides, and what has no counterpart"
     parser = commands.add_parser("convert", help=text, description=text)
-    parser.add_argument("trainer", choices=list(TITLES), help="trainer whose configuration FILE is")
-    parser.add_argument("file", metavar="FILE", type=Path, help="YAML, JSON, shell script, or Python with GRPOConfig")
+    parser.add_argument("trainer", choices=list(TITLES), help="trainer that FILE configures")
+    parser.add_argument(
+        "file", metavar="FILE", type=Path, help="configuration: YAML, JSON, shell script, or Python with GRPOConfig"
+    )
     parser.set_defaults(run_command=run)
 
 
@@ -31,7 +33,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def text(made: Converted, title: str) -> str:
-    """Return a command that a shell can run, then the notes and the settings without a counterpart as comments."""
+    """Return a shell command with the overrides, then, as comments, the notes and the settings without a counterpart.
+
+    Args:
+        title: name of the other trainer for the user, such as `NeMo-RL`.
+    """
     words = [shlex.quote(f"{key}={_value(value)}") for key, value in sorted(made.overrides.items())]
     lines = [" \\\n    ".join(["prorl train cluster=h100_4x8", *words])]
     lines += [f"# {note}" for note in made.notes]

@@ -71,7 +71,12 @@ class Converted:
 
 
 def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
-    """Convert the settings of `trainer`, a key of names.yaml, given as {dotted key: value}."""
+    """Convert another trainer's settings into overrides of this project.
+
+    Args:
+        trainer: the other trainer by its key in names.yaml, such as `nemo_rl`.
+        given: {dotted key: value} of that trainer's configuration.
+    """
     made, rest = Converted(), {key: value for key, value in given.items() if value is not None}
     for theirs, ours in names()[trainer].items():
         if theirs in rest:
@@ -98,7 +103,14 @@ def _context(overrides: dict[str, Any]) -> None:
 
 
 def _updates(made: Converted, samples_per_update: Any, what: str) -> None:
-    """Set updates_per_step from the samples of one update; add a note if they do not divide the samples of a step."""
+    """Set updates_per_step to the responses of a step divided by `samples_per_update`.
+
+    If the division has a remainder, add a note instead.  If one of the numbers is unknown, do nothing.
+
+    Args:
+        samples_per_update: responses of one update; None if unknown.
+        what: the other trainer's key for this number, which the note names.
+    """
     grpo = "trainer.grpo"
     prompts, group = (made.overrides.get(f"{grpo}.{key}") for key in ("prompts_per_step", "samples_per_prompt"))
     if not (isinstance(prompts, int) and isinstance(group, int) and isinstance(samples_per_update, int)):
@@ -114,9 +126,13 @@ def _updates(made: Converted, samples_per_update: Any, what: str) -> None:
 
 
 def _chosen(rest: dict[str, Any], made: Converted, theirs: str, ours: str, known: Mapping[str, str]) -> None:
-    """Translate the method name under the key `theirs` by `known` (their name: our name) into the override `ours`.
+    """Translate the name of a method, the value of the key `theirs`, and set the override `ours` to the translation.
 
-    The key is removed from `rest`, unless `known` does not have the name.
+    Then remove the key `theirs` from `rest`.  If `known` lacks the name, change nothing.
+
+    Args:
+        rest: {key of the other trainer: value} of the settings that are not converted yet.
+        known: {other trainer's name of a method: this project's name}.
     """
     if str(rest.get(theirs)) in known:
         made.overrides[ours] = known[str(rest.pop(theirs))]

@@ -52,7 +52,7 @@ SAME_KIND = (
 
 @dataclass(frozen=True)
 class Rates:
-    """Response length and throughput, each with its source; None if unknown."""
+    """Response length and throughput, and the source of each number in words; an unknown number is None."""
 
     mean_tokens: float | None = None  # mean length of a response, prompt excluded
     length_source: str = "not given: --mean-tokens N or --measured RUN would estimate it"
@@ -73,13 +73,22 @@ class PlannedStage:
     responses: int = 0  # used for training
     tokens_at_most: int = 0  # prompts and responses used for training, if each filled the context
     tokens_estimated: float | None = None  # generated tokens; includes dropped responses if a run measured their share
-    device_hours: float | None = None
+    device_hours: float | None = None  # hours of the stage x devices; None if the throughput is unknown
     memory_needed: int = 0  # bytes per GPU
 
 
 @dataclass(frozen=True)
 class Chain:
-    """The planned stages with their totals, and the memory of the chosen run; `devices`: their number on all nodes."""
+    """The planned stages with their totals, and devices, vocabulary and memory of the chosen run.
+
+    Attributes:
+        totals: {field of `PlannedStage`: sum over the stages}.
+        devices: number of devices on all nodes.
+        accelerator: cpu or gpu.
+        vocabulary: rows of the embedding, and the source of this number.
+        device_bytes: memory of one GPU; None on a CPU or if unknown.
+        note: why the table has only one line; None if it has all stages.
+    """
 
     stages: list[PlannedStage]
     totals: dict[str, float | None]
@@ -87,9 +96,9 @@ class Chain:
     devices: int
     accelerator: str
     vocabulary: tuple[int, str]
-    memory: Memory  # the chosen run's
+    memory: Memory
     device_bytes: float | None
-    note: str | None  # why the table has only one line; None if it has all stages
+    note: str | None
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as one JSON object; sizes are in bytes, times in hours."""
@@ -123,8 +132,8 @@ def read_rates(cfg: DictConfig, mean_tokens: float | None, tokens_per_s: float |
         tokens_per_s: generated tokens per second of all devices of this run together.
 
     Raises:
-        ConfigError: a number is not finite and positive; `measured` is not a run directory; or the throughput of its
-            run is needed, but the run has another kind of model or machine.
+        ConfigError: a number is not finite and positive; `measured` is not a run directory; or `tokens_per_s` is not
+            given and the measured run has another kind of model or machine.
         DataError: metrics.jsonl of `measured` is damaged or empty.
     """
     rates, devices = Rates() if measured is None else _measured(cfg, measured, tokens_per_s is None), _devices(cfg)
@@ -188,8 +197,8 @@ def _measured(cfg: DictConfig, run: Path, with_speed: bool) -> Rates:
 def plan_chain(cfg: DictConfig, overrides: list[str], rates: Rates, config_file: Path | None = None) -> Chain:
     """Return the plan of the chain, with the same overrides at each stage, and the memory of the chosen run `cfg`.
 
-    The plan has only one line, for the run `cfg`, if no stage is chosen (stage=none), or if `cfg` was read from
-    `config_file` or a run directory instead of conf/.
+    In two cases the plan has only one line, for the run `cfg`: no stage is chosen (stage=none), or `cfg` was read from
+    `config_file` or from a run directory, not from conf/.
 
     Raises ConfigError: the chosen run, or a stage of its chain, is refused or does not fit the memory.
     """
@@ -255,7 +264,10 @@ def _stage(
 
 
 def _changes(before: DictConfig | None, now: DictConfig) -> dict[str, Any]:
-    """Return {changed key: new value} against the previous stage; for the first stage (None), all keys of `NAMES`."""
+    """Return {key: new value} of the keys that changed since the previous stage, without the keys of `NO_CHANGE`.
+
+    For the first stage (`before` is None), return the values of all keys of `NAMES`, such as context and penalty.
+    """
     new = dict(settings.leaves(OmegaConf.to_container(now, resolve=True), into_lists=False))
     if before is None:
         return {key: new.get(key) for key in NAMES}
@@ -265,7 +277,7 @@ def _changes(before: DictConfig | None, now: DictConfig) -> dict[str, Any]:
 
 
 def _totals(stages: list[PlannedStage]) -> dict[str, float | None]:
-    """Return sums over the stages; a sum is None if the number of a stage is unknown."""
+    """Return {field of `PlannedStage`: sum over the stages}; a sum is None if the number of a stage is unknown."""
     totals: dict[str, float | None] = {}
     for name in ("steps", "responses", "tokens_at_most", "tokens_estimated", "device_hours"):
         values = [getattr(stage, name) for stage in stages]

@@ -36,7 +36,10 @@ def _through_template(messages: Any, model: str | None) -> str:
 
 
 def _template(folder: Path) -> str | None:
-    """Return the chat template of a Hugging Face folder: its own file, or the key of tokenizer_config.json."""
+    """Return the chat template of a Hugging Face folder; None if there is none.
+
+    The template is chat_template.jinja, or without this file the key `chat_template` of tokenizer_config.json.
+    """
     try:
         if (file := folder / "chat_template.jinja").is_file():
             return file.read_text(encoding="utf-8")

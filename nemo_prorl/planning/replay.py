@@ -26,7 +26,11 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("replay", help=text, description=text)
     parser.add_argument("metrics", metavar="METRICS", type=Path, help="run directory or metrics.jsonl file")
     parser.add_argument(
-        "--rules", metavar="KEY=VALUE", nargs="+", default=[], help=f"values for keys in {_RULES}; default: the run's"
+        "--rules",
+        metavar="KEY=VALUE",
+        nargs="+",
+        default=[],
+        help=f"new values for keys of {_RULES}; default: the run's values",
     )
     mode_help = "auto: count each request for a reset as a reset; advise: do not (default: auto)"
     parser.add_argument("--mode", choices=("auto", "advise"), default="auto", help=mode_help)
@@ -96,10 +100,13 @@ def read_rules(overrides: list[str], config: Path) -> ResetRulesConfig:
 
 
 def read_journal(folder: Path) -> tuple[dict[int, Mapping[str, float]], set[int]]:
-    """Read a run's journal.jsonl; return {step: {source: standard error of its validation}}, and the steps of resets.
+    """Read a run's journal.jsonl; return the standard errors of its validations, and the steps of its hard resets.
 
-    A later event of a step replaces an earlier one, because the run repeated that step after a resume.  Both results
-    are empty if the file does not exist.
+    If a run repeated a step after a resume, only the repetition counts.  Both results are empty if the file does not
+    exist.
+
+    Returns:
+        {step: {source: standard error of the mean reward}}, and the set of steps after which resets were made.
     """
     errors: dict[int, Mapping[str, float]] = {}
     resets: set[int] = set()
@@ -114,7 +121,13 @@ def read_journal(folder: Path) -> tuple[dict[int, Mapping[str, float]], set[int]
 
 
 def table(findings: list[Finding], lines: list[dict[str, Any]], resets: list[int], with_errors: bool) -> str:
-    """Return the findings as text: a head with the steps and resets of the run, then a table."""
+    """Return the findings as text: a head with the steps and resets of the run, then a table.
+
+    Args:
+        lines: lines of metrics.jsonl.
+        resets: steps after which the run made hard resets.
+        with_errors: whether the rules also used standard errors from the journal; the head says so.
+    """
     steps = f"steps {lines[0]['step']} to {lines[-1]['step']}"
     validated = sum(any(key.startswith("validation/") for key in line) for line in lines)
     noise = "standard errors and scatter" if with_errors else "scatter only (no journal with standard errors)"

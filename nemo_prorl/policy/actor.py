@@ -275,11 +275,12 @@ class Actor:
         ranks.  This method undoes both divisions, so that only `denominator` divides.
 
         Args:
-            denominator: what `loss` divides by, counted over the rows of all data ranks.
+            denominator: number by which `loss` divides, such as the number of response tokens of all data ranks.
 
         Returns:
-            The sums that `loss` reports, over all data ranks, with `loss`, `positions` (number of token positions
-            that went through the model) and `padding` (number of these positions that belong to no sequence).
+            The sums that `loss` reports, added over all data ranks, and three more numbers: `loss`, `positions`
+            (number of token positions that went through the model) and `padding` (number of these positions that
+            belong to no sequence).
         """
         parts = self._parts(batch)
         scale = len(parts) * self.data_ranks.size

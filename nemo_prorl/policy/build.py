@@ -28,7 +28,7 @@ LIGHTNING_KEYS = {  # values of trainer.* that users cannot set: Lightning's log
 
 @dataclass(frozen=True)
 class Built:
-    """An actor, with Lightning's trainer and its loggers."""
+    """An actor, and the Lightning trainer of its model, which has the loggers."""
 
     actor: Any
     trainer: Any  # lightning.pytorch.Trainer
@@ -96,7 +96,7 @@ def build_actor(cfg: DictConfig, hf_folder: str | Path, log_dir: Path | None = N
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Return False for NeMo's messages that a key has Megatron's default, about 120 per start."""
+    """Return False for a message of NeMo that a setting is not configured; there are about 120 at each start."""
     return "does not have field.name" not in record.getMessage()
 
 

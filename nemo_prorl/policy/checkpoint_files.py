@@ -81,9 +81,12 @@ def _sharded_optimizer(actor: Actor, model: dict[str, Any], is_loading: bool) ->
 
 
 def _load_weights(actor: Actor, folder: Path, prefix: str = "") -> None:
-    """Load the model's parameters from a checkpoint's policy, or with prefix REFERENCE from its reference policy.
+    """Load the weights of a checkpoint's policy into the model.
 
-    A module's extra state is loaded if the checkpoint has one.  Reference policies and CPU checkpoints have none.
+    The extra state of modules, such as FP8 scales, is loaded too.  Reference policies and CPU checkpoints have none.
+
+    Args:
+        prefix: REFERENCE loads the weights of the checkpoint's reference policy instead.
     """
     state = actor.model.sharded_state_dict()
     dict_list_map_inplace(_to_be_read, state)
@@ -123,7 +126,7 @@ class _Snapshot:
     tensors: dict[str, Any]  # in torch's distributed form, on the CPU
     common: dict[str, Any]  # the optimizer's settings and counters beside its tensors
     rng: RandomState
-    state: dict[str, Any]
+    state: dict[str, Any]  # state of the parts of the run; rank 0 writes it to state.json
     weights: list[tuple[str, torch.Tensor]]  # rank 0 only: (Hugging Face name, whole tensor), for the sha256
     reference_sha256: str
 
@@ -206,8 +209,8 @@ class PolicyStore:
         """Make the process group of the background thread, if there is one.  A collective.
 
         Args:
-            seconds: used with `background` only; limit for two waits: of a rank for the other ranks, and of `wait` or
-                the next `save` for an unfinished write.
+            seconds: used with `background` only: how long the thread waits for other ranks at most, and how long
+                `wait` or the next `save` waits for an unfinished write at most.
         """
         self.actor, self.background, self.seconds = actor, background, seconds
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds)) if background else None
@@ -308,7 +311,7 @@ class PolicyStore:
         return state
 
     def _write_in_thread(self, *arguments: Any) -> None:
-        """Write a checkpoint; keep a failure for `wait`, which raises it in the training thread."""
+        """Call `_write` with `arguments`; keep an error for `wait`, which raises it in the training thread."""
         try:
             self._write(*arguments)
         except Exception as error:
@@ -361,7 +364,10 @@ class PolicyStore:
 
 
 def _read_checked_state(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's state after a check that the pickled files of the checkpoint run no code when loaded."""
+    """Return the content of state.json, after a check that loading the checkpoint's pickled files runs no code.
+
+    Raises CheckpointError: this version cannot continue the checkpoint, or a pickled file is damaged or refused.
+    """
     state = read_state(folder)
     check_metadata(folder)
     load_plain(folder / "common.pt")

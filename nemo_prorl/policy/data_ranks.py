@@ -47,7 +47,11 @@ class DataRanks:
         return merge_sums(self.gather(sums))
 
     def reduce(self, diagnostics: dict[str, Tensor]) -> dict[str, float]:
-        """Return the diagnostics for the rows of all data ranks; `diagnostics` are those for this rank's rows."""
+        """Merge the diagnostics of all data ranks; return the diagnostics for the rows of all data ranks together.
+
+        Args:
+            diagnostics: diagnostics for the rows of this rank.
+        """
         merged = functools.reduce(merge, self.gather(diagnostics))
         return {key: float(value) for key, value in merged.items()}
 

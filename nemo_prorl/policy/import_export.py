@@ -40,7 +40,7 @@ class Part:
     """A Megatron parameter and its place in a stored tensor."""
 
     key: str  # name of the stored tensor
-    layer: int | None  # counts from 0; None: outside the layers
+    layer: int | None  # number of the parameter's layer, from 0; None: not part of a layer
     shape: tuple[int, ...]  # the parameter's, all tensor ranks together
     rule: Rule
 
@@ -119,7 +119,7 @@ def read_policy(folder: Path, hf: dict[str, Any]) -> Iterator[tuple[str, Tensor]
         if not isinstance(stored, TensorStorageMetadata) or stored.size != part.whole(layers):
             size = tuple(stored.size) if isinstance(stored, TensorStorageMetadata) else "nothing"
             raise CheckpointError(
-                f"{folder}: {part.key}: expected {tuple(part.whole(layers))} by config.json; got {size}"
+                f"{folder}: {part.key}: expected shape {tuple(part.whole(layers))}, from config.json; got {size}"
             )
     for part in parts:
         stored = tensors[part.key]
@@ -164,7 +164,9 @@ def _check(folder: HFFolder, parts: list[Part], shape: Shape) -> None:
         for name, tensor in zip(part.rule.hf, wanted, strict=True):
             size = folder.size(name) if name in folder.names() else "nothing"
             if size != tuple(tensor.shape):
-                raise ConfigError(f"{folder.path}: {name}: expected {tuple(tensor.shape)} by config.json; got {size}")
+                raise ConfigError(
+                    f"{folder.path}: {name}: expected shape {tuple(tensor.shape)}, from config.json; got {size}"
+                )
 
 
 def write_policy(out: Path, folder: HFFolder, dtype: torch.dtype) -> None:

@@ -39,7 +39,7 @@ class SharedPrompts(PackedSeqParams):
         groups: (rows, width) of neighbouring sequences of similar length; attention computes each group as one padded
             batch.
         spread_R: int64, index of the stored token for each position of all groups.
-        keep_N: int64, for each stored token, the index of its result among the R positions.
+        keep_N: int64, for each stored token, the index of its attention output among the R positions.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class SharedPrompts(PackedSeqParams):
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A micro-batch whose sequences are stored one after another, with their layout for Megatron."""
+    """A micro-batch whose sequences are stored one after another, and the layout of the sequences for Megatron."""
 
     tokens_1N: Tensor
     position_1N: Tensor
     predicts_P: Tensor  # int64, for each response token the index of the stored token before it
     params: PackedSeqParams
-    filling: int  # zeros at the end of the tokens
+    filling: int  # number of zeros at the end of `tokens_1N`
 
     @classmethod
     def of(cls, micro: Batch, multiple_of: int, share_prompts: bool) -> "PackedBatch":

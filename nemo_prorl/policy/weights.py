@@ -32,7 +32,7 @@ class Shape:
     head_size: int
     vocab: int  # rows of the Hugging Face embedding
     padded_vocab: int  # rows of Megatron's embedding, all tensor ranks together
-    tied: bool
+    tied: bool  # the output layer shares the weights of the embedding
 
     @classmethod
     def of(cls, hf: dict[str, Any], padded_vocab: int) -> "Shape":
@@ -88,12 +88,17 @@ def _split_gate_up(full: Tensor, shape: Shape) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Rule:
-    """The relation between one Megatron parameter and Hugging Face tensors."""
+    """The relation between one Megatron parameter and Hugging Face tensors.
 
-    hf: tuple[str, ...]  # names of the tensors
-    cut: int | None = (
-        None  # dimension of the joined tensor that is cut over tensor ranks; None: every rank has it whole
-    )
+    Attributes:
+        hf: names of the Hugging Face tensors.
+        cut: dimension of the joined tensor that is cut over tensor ranks; None: every rank has the whole tensor.
+        join: makes the whole Megatron parameter from the Hugging Face tensors.
+        split: the inverse of `join`.
+    """
+
+    hf: tuple[str, ...]
+    cut: int | None = None
     join: Callable[[Sequence[Tensor], Shape], Tensor] = _join_whole
     split: Callable[[Tensor, Shape], list[Tensor]] = _split_whole
 

@@ -47,7 +47,10 @@ def _groups(value: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def _results(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model, and a row for each benchmark and each mean over benchmarks."""
+    """Return the evaluated model's name, and the table of its results.
+
+    The table has a row for each benchmark, for the mean of each domain, and for the mean out of distribution.
+    """
     entries = [*value["benchmarks"].items(), *_groups(value).items()]
     return {
         "model": value["model"]["name"],
@@ -61,7 +64,12 @@ def _results(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _comparison(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return differences from the base, a row for each benchmark, domain and model, and the pass@k of every model."""
+    """Return how the compared models differ from the base model of the comparison.
+
+    Returns:
+        `rows`: for each benchmark or mean over benchmarks, one row per model with its difference from the base model.
+        `curves`: for each benchmark, the pass@k of every model, including the base model.
+    """
     titled = {entry["title"]: entry for entry in value["benchmarks"].values()}
     return {
         "base": value["base"],

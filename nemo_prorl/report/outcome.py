@@ -13,10 +13,11 @@ def outcome(curve: Curve) -> dict[str, Any]:
     """Return the held-out scores of the first and the last validation, and whether any step trained.
 
     Returns:
-        `scores`: a row for all prompts together, then one for each source, with `name`, `before`, `after`, their
-        standard errors, and `prompts`; empty before the second validation.  `steps`: the two steps, counted over
-        all stages.  `words`: what the change of all prompts together means.  `note`: what limits the comparison.
-        `updated`: whether any step made an update.
+        `scores`: a row for all prompts together, then a row for each source, with `name`, `before` (score in the first
+        validation), `after` (score in the last), their standard errors, and `prompts` (their number); empty before the
+        second validation.  `steps`: the steps of the first and the last validation, counted over all stages of a chain.
+        `words`: a sentence that says whether the change of the mean score over all prompts is significant.  `note`: a
+        sentence if the two validations have different sources.  `updated`: whether any step updated the policy.
     """
     judged = [
         (offset + int(event["step"]), event)

@@ -29,7 +29,7 @@ _TELLING = ("reward/all", "validation/all", "kl", "entropy", "rollout/response_t
 def page(data: dict[str, Any]) -> str:
     """Return the report as the text of one HTML file.
 
-    If `data` has `live`, an address on the same server, the page fetches newer data there.
+    If `data` has the key `live` (as with `prorl report --serve`), the page fetches newer data from this URL path.
     """
     licence = "/*\nuPlot\n" + _asset("uplot.LICENSE.txt") + "\n*/\n"  # its licence requires the notice in every copy
     script = licence + '(() => {\n"use strict";\n' + "\n".join(_asset(name) for name in _SCRIPTS) + "})();\n"
@@ -71,7 +71,7 @@ def _policy(script: str, live: bool) -> str:
 
 
 def _summary(data: dict[str, Any]) -> str:
-    """Return an HTML table of each run's last main metrics, for a browser without scripts."""
+    """Return an HTML table with the last value of each main metric of each curve, for a browser without scripts."""
     rows = []
     for curve in data["curves"]:
         known = {key: curve["metrics"][key]["stats"].get("last") for key in _TELLING if key in curve["metrics"]}

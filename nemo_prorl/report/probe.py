@@ -12,7 +12,12 @@ _TEXT = 2000  # characters of a response
 
 
 def probe(curve: Curve) -> dict[str, Any] | None:
-    """Return numbers, advice and three responses per source from probe.json of the first run; None if missing."""
+    """Return the results of `prorl probe` from probe.json of the curve's first run; None without results.
+
+    Returns:
+        `rows`: for each source, the measured numbers and the advice.  `estimate`: tokens and generation time per step.
+        `examples`: the best, the worst and the longest response of each source.  `samples`: responses per prompt.
+    """
     found = curve.runs[0].probe
     rows = [_row(one) for one in _objects(found.get("sources"))]
     if not rows:

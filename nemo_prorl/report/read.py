@@ -22,18 +22,18 @@ _MAX_PROBLEMS = 12  # problems of a file that are listed one by one
 
 @dataclass
 class RunRecord:
-    """Content of a run directory.  `metrics` are in order of `step`, each step once; the report lists `problems`."""
+    """Content of a run directory; a missing file leaves its field empty."""
 
     folder: Path
     name: str
-    config: dict[str, Any] = field(default_factory=dict)
-    metrics: list[dict[str, Any]] = field(default_factory=list)
-    events: list[dict[str, Any]] = field(default_factory=list)
-    launches: list[dict[str, Any]] = field(default_factory=list)
-    summary: dict[str, Any] = field(default_factory=dict)
-    rollouts: dict[int, Path] = field(default_factory=dict)
-    probe: dict[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)  # config.yaml
+    metrics: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl in order of `step`, each step once
+    events: list[dict[str, Any]] = field(default_factory=list)  # journal.jsonl
+    launches: list[dict[str, Any]] = field(default_factory=list)  # launches.jsonl: starts and ends of Slurm attempts
+    summary: dict[str, Any] = field(default_factory=dict)  # summary.json
+    rollouts: dict[int, Path] = field(default_factory=dict)  # files of stored responses by step
+    probe: dict[str, Any] = field(default_factory=dict)  # probe/probe.json, written by `prorl probe`
+    problems: list[str] = field(default_factory=list)  # missing files and unreadable lines, shown in the report
 
     @property
     def last_step(self) -> int:
@@ -92,8 +92,12 @@ def run_folders(folder: Path) -> tuple[list[Path], bool]:
         return stages, True
     if inside:
         names = ", ".join(sorted(path.name for path in inside)[:3])
-        raise ConfigError(f"{folder} holds runs ({names}), but no stages of a chain (run1, run2, ...): name the runs")
-    raise ConfigError(f"{folder} holds no run (none of {', '.join(_SIGNS)}), nor a chain (run1, run2, ...)")
+        raise ConfigError(
+            f"{folder}: contains runs ({names}), but no chain (run1, run2, ...). Fix: give the run directories instead"
+        )
+    raise ConfigError(
+        f"{folder}: neither a run (it has none of {', '.join(_SIGNS)}) nor a chain of runs (run1, run2, ...)"
+    )
 
 
 def is_run(folder: Path) -> bool:
@@ -185,7 +189,7 @@ def _lines(path: Path, problems: list[str], missing_is_fine: bool = False) -> It
         try:
             value = json.loads(text.decode(errors="replace"))
             if not isinstance(value, dict):
-                raise ValueError(f"{type(value).__name__}, not an object")
+                raise ValueError(f"expected an object; got {type(value).__name__}")
             yield value
         except (ValueError, RecursionError) as error:
             broken.append(f"{path.name}:{number}: passed over: {_first_line(error)}")

@@ -26,7 +26,7 @@ def samples(curve: Curve, limit: int) -> dict[str, Any]:
         groups: prompt, truth, and number and mean score of all responses, for each group.
         items: the responses.
         stored, read: number of steps with stored responses, and number of steps that were read.
-        left_out: number of responses in the steps read that are not in `items`.
+        left_out: number of responses that were read but are not in `items`.
     """
     steps = [(stage, step) for stage, run in enumerate(curve.runs) for step in run.rollouts]
     chosen = steps if limit < 0 else _spread(steps, max(1, limit // (2 * PER_GROUP)) if limit else 0)
@@ -49,7 +49,10 @@ def samples(curve: Curve, limit: int) -> dict[str, Any]:
 
 
 def _spread(steps: list[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    """Return `count` steps at equal distances: always the last step, and the first if `count` is 2 or more."""
+    """Return `count` of the steps, at equal distances in the list; a step is (number of the stage, step in the stage).
+
+    The last step is always included, and the first step if `count` is 2 or more.
+    """
     if len(steps) <= count:
         return steps
     if count <= 1:
@@ -72,9 +75,10 @@ def _of_step(run: RunRecord, step: int, limit: int | None) -> tuple[list[Group],
 
 @functools.lru_cache(maxsize=256)  # a live report reads the same files repeatedly
 def _read(path: Path, _changed: int, _size: int, limit: int | None) -> tuple[list[Group], int]:
-    """Return the groups of a step's file with at most `limit` responses together, and the number of all its responses.
+    """Return the groups in the file of a step, and the number of responses read from the file.
 
-    The cache reads a changed file again, because the time of the last change and the size are arguments.
+    The returned groups have at most `limit` responses in all; None: no limit.  `_changed` (time of the last change) and
+    `_size` are arguments only so that the cache reads a changed file again.
     """
     stored = [_group(list(lines)) for _, lines in groupby(_requests(path), key=lambda line: str(line.get("id")))]
     count = sum(len(items) for _, items in stored)

@@ -88,10 +88,11 @@ def metric(curve: Curve, key: str, grid: Grid) -> dict[str, Any] | None:
 
 
 def _column(lines: list[dict[str, Any]], key: str) -> list[float | None]:
-    """Return a metric's value in each line, None unless it is a finite number.  A long run has 500,000 lines."""
+    """Return a metric's value in each line, None unless it is a finite number."""
     found = []
     for line in lines:
         value = line.get(key)
+        # A float takes the short way, because a long run has 500,000 lines.
         found.append(value if value.__class__ is float and isfinite(value) else number(value))
     return found
 
@@ -111,10 +112,10 @@ def rounded(values: Iterable[float | None]) -> list[float | None]:
 
 
 def validations(curve: Curve, points: int) -> dict[str, dict[str, Any]]:
-    """Return validations by name, from the journal.
+    """Return the held-out scores of each source, and of "all" sources together, from journal.jsonl.
 
-    `x`: steps; `m`: means; `lo`, `hi`: mean minus and plus one standard error.  If there are more validations than
-    `points`, only every k-th is kept, and `left_out` is the number of those not kept.
+    `x`: steps of the validations; `m`: mean scores; `lo`, `hi`: mean minus and plus one standard error.  If there are
+    more validations than `points`, only every k-th is kept, and `left_out` is the number of the other validations.
     """
     found: dict[str, dict[int, tuple[float, float | None]]] = {}
     for run, offset in zip(curve.runs, curve.offsets, strict=True):
@@ -141,7 +142,7 @@ def _validation(judged: list[tuple[int, tuple[float, float | None]]], points: in
 def marks(curve: Curve) -> list[dict[str, Any]]:
     """Return the vertical marks of a curve's charts: starts of stages and committed hard resets.
 
-    A mark has `kind`, `text` and `x`, which is half a step after the last step before the mark.
+    A mark has `kind`, `text` and `x`, its position: 100.5 is between the steps 100 and 101, counted over all stages.
     """
     found = []
     for run, offset in zip(curve.runs, curve.offsets, strict=True):

@@ -88,7 +88,7 @@ class PageSource:
 
 
 def application(source: PageSource) -> Starlette:
-    """Return the application with two addresses for a source of data."""
+    """Return the web application that serves the page at `/`, and the data of the page as JSON at `/data.json`."""
 
     def whole(_request: Request) -> Response:
         return HTMLResponse(page(source.data()[0]), headers=_HEADERS)

@@ -40,7 +40,9 @@ def status(folder: Path, as_json: bool = False) -> str:
 def run_state(run_dir: Path) -> dict[str, Any]:
     """Return the state of a run.  Raises ConfigError if the folder is not a run."""
     if not (run_dir / "config.yaml").is_file():
-        raise ConfigError(f"{run_dir} holds no run: it has no config.yaml; nor a chain: it has no chain.json")
+        raise ConfigError(
+            f"{run_dir}: neither a run (it has no config.yaml) nor a chain of runs (it has no chain.json)"
+        )
     run = read_run(run_dir)
     checkpoints = complete(run_dir / "checkpoints")
     heldout = run.summary.get("heldout")
@@ -61,9 +63,10 @@ def run_state(run_dir: Path) -> dict[str, Any]:
 
 
 def _launches(run: RunRecord) -> dict[str, Any]:
-    """Return the number of attempts by Slurm jobs, the record of the last beginning, and the record of the last end.
+    """Return how often Slurm jobs started the run (`attempts`), and two lines of its launches.jsonl.
 
-    An attempt that was refused because another process uses the run directory does not count.
+    `launch` is the line of the last start, `end` the line of the last end; None if there is no such line.  An attempt
+    that was refused because another process uses the run directory does not count.
     """
     ends = [line for line in run.launches if line["event"] == "end"]
     refused = [end for end in ends if end["code"] == 2 and "is in use by another process" in end["what"]]
@@ -101,7 +104,7 @@ def _run_table(run: dict[str, Any]) -> str:
 
 
 def _event(event: dict[str, Any]) -> str:
-    """Return an event of the journal in words, such as `finish, step 120, 2026-11-25 03:24 UTC`."""
+    """Return an event of journal.jsonl in words, such as `finish, step 120, 2026-11-25 03:24 UTC`."""
     shown = {key: value for key, value in event.items() if isinstance(value, str | int | float)}
     known = ("event", "step", "time", "version", "stage")
     rest = [f"{key} {value}" for key, value in shown.items() if key not in known]

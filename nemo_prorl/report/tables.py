@@ -118,9 +118,9 @@ def configuration(run: RunRecord) -> dict[str, Any]:
 
 
 def phases(curve: Curve) -> dict[str, Any]:
-    """Return the seconds of all steps by phase, and the bottleneck of the last steps.
+    """Return the total seconds of each phase over all steps, and the bottleneck of the last 10 steps.
 
-    The seconds of checkpoints, which are part of no step, come from the summaries.
+    Checkpoints are not part of a step: their seconds come from the summary.json of each run.
     """
     seconds: dict[str, float] = {}
     keys = [key for key in keys_of(curve) if key.startswith("time/") and key.count("/") == 1 and key != "time/step"]
@@ -141,7 +141,11 @@ def phases(curve: Curve) -> dict[str, Any]:
 
 
 def events(curve: Curve) -> dict[str, Any]:
-    """Return journal and launches in order of time; `left_out` is the number of events without room on the page."""
+    """Return the events of journal.jsonl and launches.jsonl in order of time.
+
+    Returns:
+        `rows`: at most 1,000 events.  `left_out`: number of the other events.  `alarms`: number of all alarms.
+    """
     rows = []
     for run, offset in zip(curve.runs, curve.offsets, strict=True):
         rows += [_event(run, offset, event) for event in run.events]

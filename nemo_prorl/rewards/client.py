@@ -47,7 +47,7 @@ class _Waiting:
     """One attempt to get a verdict on a request."""
 
     request_id: str
-    key: int
+    key: int  # different for each attempt; the server returns it with the verdict
     body: bytes  # the request with its key, as JSON
     deadline: Deadline
     future: "asyncio.Future[Verdict | None]"  # None: no verdict arrived; retry
@@ -216,7 +216,7 @@ class RewardClient:
         server = self._endpoints.choose(now)
         if server is None and now - self._warned_at >= _WARN_EVERY_S:
             self._warned_at = now
-            _log.warning("%d reward requests wait: %s", len(bundle), self._no_server)
+            _log.warning("%d reward requests wait for a reward server: %s", len(bundle), self._no_server)
         if server is None or server.avoided_until > now:  # all servers failed recently: retry after the back-off
             for waiting in bundle:
                 waiting.settle(None)

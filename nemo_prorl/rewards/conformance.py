@@ -130,15 +130,15 @@ class _Trial:
     plugin: type[RewardPlugin]
     examples: list[Example]
     cases: list[Case]
-    trials: list[TruthTrial]
-    probe: dict[str, Any] = field(default_factory=dict)
-    spec: PoolSpec | None = None
+    trials: list[TruthTrial]  # truths that `validate_truth` must accept or reject
+    probe: dict[str, Any] = field(default_factory=dict)  # findings of `probe.py`
+    spec: PoolSpec | None = None  # configuration of the workers; None: this machine cannot run a worker
     failed: str | None = None  # reason if no worker starts
     unfit: str | None = None  # reason if this machine cannot run a worker
-    first: dict[str, Verdict] = field(default_factory=dict)  # verdicts by case id
-    second: dict[str, Verdict] = field(default_factory=dict)
-    mixed: list[tuple[str, Verdict]] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)  # duration of the first verdict
+    first: dict[str, Verdict] = field(default_factory=dict)  # verdicts of the first worker by case id
+    second: dict[str, Verdict] = field(default_factory=dict)  # verdicts of the second worker by case id
+    mixed: list[tuple[str, Verdict]] = field(default_factory=list)  # (case id, verdict) from both workers at once
+    seconds: dict[str, float] = field(default_factory=dict)  # seconds of the first worker's verdict by case id
 
     def kind(self, *kinds: str) -> list[Case]:
         return [case for case in self.cases if case.kind in kinds]
@@ -191,8 +191,8 @@ async def _one_by_one(trial: _Trial, pool: PluginPool) -> None:
 async def _both_at_once(trial: _Trial, pools: list[PluginPool], cases: list[Case]) -> None:
     """Send many requests to both workers at once, in opposite orders, and record the verdicts in `trial.mixed`.
 
-    The requests are of the kinds good, bad, unicode and thinking.  Nothing is sent if the two workers gave different
-    verdicts on one of `cases` before.
+    The requests are of the kinds good, bad, unicode and thinking.  Nothing is sent if the two workers already gave
+    different verdicts on one of `cases` when they judged the requests one at a time.
     """
     some = [case for case in cases if case.kind in ("good", "bad", "unicode", "thinking")]
     if not some or any(trial.first[case.id] != trial.second[case.id] for case in cases):
@@ -306,9 +306,9 @@ def _examples(trial: _Trial, check: str) -> str:
             raise _CheckFailed(_shown(trial, case))
         full = (verdict["score"] or 0.0) >= 1.0 - EXACT
         if case.kind == "good" and (not full or verdict["correct"] is False):
-            raise _CheckFailed(f"{_shown(trial, case)}; expected score 1, and correct true or null")
+            raise _CheckFailed(f"{_shown(trial, case)}; expected score 1, and field 'correct' true or null")
         if case.kind == "bad" and (full or verdict["correct"]):
-            raise _CheckFailed(f"{_shown(trial, case)}; expected a score below 1, and correct false or null")
+            raise _CheckFailed(f"{_shown(trial, case)}; expected a score below 1, and field 'correct' false or null")
     return f"{len(trial.examples)} good responses score 1, and {len(trial.examples)} bad ones less"
 
 
@@ -400,7 +400,7 @@ def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 def _concurrency(trial: _Trial, check: str) -> str:
     if not trial.mixed:
-        raise _Skip("the same request already gets different verdicts when judged alone: see the failed checks above")
+        raise _Skip("requests judged one at a time get different verdicts, or no verdict: see the failed checks above")
     for name, verdict in trial.mixed:
         if verdict != trial.first[name]:
             label = next(case.label for case in trial.cases if case.id == name)

@@ -63,8 +63,9 @@ LONG_TEXTS = {
 class Case:
     """A test request.
 
-    `kind`: "good", "bad", or the name of the check for which the request was made.  `equals`: id of the case that must
-    have the same score; None: no such case.  A case of kind "thinking" must then have score 0.
+    `kind`: "good", "bad", or the name of the check for which the request was made.  `label`: description for messages.
+    `equals`: id of the case that must have the same score.  Only cases of kind "thinking" have `equals`; a "thinking"
+    case in which `equals` is None must have score 0.
     """
 
     kind: str
@@ -98,7 +99,8 @@ def _shared(one: str, other: str) -> str:
 def _thinking(example: Example, name: str) -> Iterator[tuple[str, str, str | None]]:
     """Yield (label, response, equals) for responses with thoughts, made from an example.
 
-    `equals`: id of the case that must have the same score; None: the score must be 0.  `name`: beginning of these ids.
+    `equals`: id of the case that must have the same score; None: the score must be 0.  `name`: name of the
+    example, with which the ids of its cases begin.
     """
     good, bad = _parts(example)
     yield "a thought before the good answer", f"<think>hm, {bad}</think>{good}", f"{name}/good"
@@ -150,8 +152,9 @@ def make_cases(examples: Sequence[Example], first_task: str) -> list[Case]:
 class TruthTrial:
     """A truth to validate.
 
-    `key`: the field that was changed.  `validate_truth` must accept the truth or raise a ValueError that names `key`.
-    If `key` is empty, nothing was changed, and `validate_truth` must accept the truth.
+    `example`: name of the example that the truth comes from.  `key`: the field that was changed.  `validate_truth` must
+    accept the truth or raise a ValueError that names `key`.  If `key` is empty, nothing was changed, and
+    `validate_truth` must accept the truth.
     """
 
     example: str

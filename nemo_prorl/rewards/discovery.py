@@ -118,8 +118,8 @@ def discover(
     for task, place in (functions or {}).items():
         if task in owner:
             raise ConfigError(
-                f"rewards.functions.{task}={place}: task {task!r} is judged by plugin {owner[task]!r}. Fix: give the"
-                " task another name, in the records too"
+                f"rewards.functions.{task}={place}: task {task!r} is judged by plugin {owner[task]!r}. Fix: use"
+                " another task name, here and in the prompt records (field 'task')"
             )
         own = function_plugin(name_of(task, place))
         plugins[own.name] = own

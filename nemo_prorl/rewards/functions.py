@@ -42,7 +42,10 @@ def absolute(place: str) -> str:
 
 
 def name_of(task: str, place: str) -> str:
-    """Return the plugin name of functions.  Raises ConfigError if `place` does not have the form FILE.py:FUNCTION."""
+    """Return the name of the plugin that is made from the functions of a task: `TASK=PLACE`.
+
+    `place`: value of rewards.functions.TASK.  Raises ConfigError if it does not have the form FILE.py:FUNCTION.
+    """
     if "," in place or not is_function(name := f"{task}={place}"):
         raise ConfigError(
             f"rewards.functions.{task}={place}: expected FILE.py:FUNCTION, or several with weights,"
@@ -64,7 +67,7 @@ def function_plugin(name: str) -> type[RewardPlugin]:
     functions = [_function(one, key) for one in match[2].split(_AND)]
     whole = sum(weight for _, weight in functions)
     if whole <= 0:
-        raise ConfigError(f"{key}: expected a weight above 0")
+        raise ConfigError(f"{key}: expected a weight above 0 for at least one function")
 
     class FunctionPlugin(RewardPlugin):
         """A plugin that judges one task; the score is the weighted mean of what the user's functions return."""

@@ -228,8 +228,8 @@ class RewardPlugin(ABC):
     def prepare(self) -> None:  # noqa: B027 - overriding is a choice
         """Import heavy packages, fill caches and warm up slow code.
 
-        Called once in each worker, before the first request.  May take two minutes.  Any exception means that the
-        worker cannot start.
+        Called once in each worker, before the first request.  The worker cannot start if `prepare` raises an
+        exception, or if start and `prepare` together take more than two minutes.
         """
 
     def validate_truth(self, truth: dict[str, Any]) -> None:  # noqa: B027

@@ -215,7 +215,7 @@ class Summary:
     def add(self, stored: Stored, new: Verdict, changed: bool) -> None:
         """Count one response as "changed" or "same".
 
-        A response counts also as "reworded" if nothing of its verdict but the detail differs.
+        A "same" response also counts as "reworded" if the detail of its new verdict differs from the old detail.
         """
         old, counts = stored.verdict, self._counts[stored.request.task]
         counts["changed" if changed else "same"] += 1
@@ -230,7 +230,7 @@ class Summary:
             counts["down"] += new["score"] < old["score"] - _TOLERANCE
 
     def lines(self) -> list[str]:
-        """Return the lines of the table."""
+        """Return the table as lines of text: a header, then one line per task."""
         lines = [f"{'task':<16}" + "".join(f"{head:>13}" for head in _HEADS)]
         for task, counts in sorted(self._counts.items()):
             cells = [f"{counts[head]:.0f}" for head in _HEADS[:6]]

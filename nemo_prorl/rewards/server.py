@@ -249,7 +249,7 @@ def write_endpoint(path: Path | None, url: str, state: Literal["ready", "stopped
 
 
 def _is_ours(path: Path | None, url: str) -> bool:
-    """Return whether the endpoint file still describes this server, and not another one started since."""
+    """Return whether the endpoint file describes this server; False if a newer server has replaced the file."""
     try:
         return path is not None and bool(json.loads(path.read_text())["url"] == url)
     except (OSError, ValueError, KeyError, TypeError):

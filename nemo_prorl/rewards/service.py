@@ -151,7 +151,8 @@ class RewardService:
 
         Args:
             request_of: Returns the request of an item.
-            workers: For each worker, at most 256 items are read before their verdicts are known.
+            workers: Number of worker processes.  At most 256 items per worker, and 4,096 in all, are read ahead of
+                their verdicts.
         """
         waiting: asyncio.Queue[tuple[T, asyncio.Task[Verdict]] | None] = asyncio.Queue(
             min(workers * _READ_AHEAD, MAX_QUEUE // 2)

@@ -54,10 +54,10 @@ _GRACE_S = 5.0
 class _StateBefore:
     """State of the collector before a collection, restored when the collection is abandoned."""
 
-    position: list[tuple[int, int]]  # of the blend that draws the prompts
-    surplus: list[Group]
-    draws: int
-    keep_rates: dict[str, Any]
+    position: list[tuple[int, int]]  # (records drawn, records skipped) of each source of the blend
+    surplus: list[Group]  # groups left over from the step before
+    draws: int  # prompts drawn since the start of the run
+    keep_rates: dict[str, Any]  # by task: sum of kept groups, sum of decided groups
 
 
 class CollectorState(TypedDict):
@@ -157,11 +157,15 @@ class Collector:
         batch.reward_open_s, batch.reward_wait_s = work.clock.reward_s, work.clock.waited_s
         if batch.groups and not batch.full:  # without any group, the trainer reports the reasons
             _log.warning(
-                "step %d trains on %d of %d groups: of %d drawn groups, no more carry a signal (kept shares: %s)",
+                "step %d trains on %d of %d groups: the limit of draws was reached after %d groups (%d drawn in"
+                " this step, %d left of the step before), and no others carry a signal (share of groups kept, by task:"
+                " %s)",
                 step,
                 len(batch.groups),
                 batch.needed,
                 sampler.drawn,
+                sampler.started,
+                sampler.carried,
                 {task: round(tally.keep_rate, 3) for task, tally in sorted(batch.tasks.items())},
             )
         return batch

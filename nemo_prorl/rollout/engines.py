@@ -36,16 +36,16 @@ _LINE_BYTES = 1 << 24  # bytes of the longest response line
 
 @dataclass
 class _Slot:
-    """An engine process, as described by its endpoint file.  A restarted engine is a new slot."""
+    """The pool's record of one engine process.  A restarted engine gets a new slot, even if it has the same name."""
 
     name: str
     pid: int
     client: EngineClient
-    weights_dir: Path | None = None  # on the node of the engine; None: the folder of the trainer
-    loaded: int | None = None  # version that this pool has loaded; None if unknown
+    weights_dir: Path | None = None  # folder of the published weights on the engine's node; None: as on rank 0's node
+    loaded: int | None = None  # version of the weights that this pool has loaded into the engine; None if unknown
     asleep: bool = False  # put to sleep and not yet woken
     in_flight: int = 0  # open responses
-    tokens: int = 0  # tokens generated since the start of the engine, as it reported last
+    tokens: int = 0  # tokens that the engine has generated since its start, according to its last report
     progress_at: float = 0.0  # monotonic time of its last response or newly generated token
     failures: int = 0  # consecutive
     retry_at: float = 0.0  # monotonic time from which requests may be sent again
@@ -57,7 +57,10 @@ class _Slot:
             self.tokens, self.progress_at = self.tokens if tokens is None else tokens, time.monotonic()
 
     def path_of(self, published: str) -> str:
-        """Return the path of a published weights file on the engine's node; the file name is the same there."""
+        """Return the path on the engine's node of the weights file that rank 0's node has at the path `published`.
+
+        Each node has its own folder of weights; the file names are the same on all nodes.
+        """
         return published if self.weights_dir is None else str(self.weights_dir / Path(published).name)
 
 
@@ -154,7 +157,7 @@ class EnginePool:
             DeadlineExceeded: responses are missing at the deadline; the text names their engines.
         """
         if version is not None and self.current is not None and self.current[1] != version:
-            raise ValueError(f"weights {version} were requested, but weights {self.current[1]} are published")
+            raise ValueError(f"weights version {version} was requested, but version {self.current[1]} is published")
         got: dict[int, Response] = {}
 
         def take(share: _Share, response: Response) -> None:
@@ -211,7 +214,8 @@ class EnginePool:
                     self.load.answered(slot.name)
                     if version is not None and reply.weight_version != version:
                         raise EngineFailure(
-                            f"{slot.name}: answered with weights {reply.weight_version}; expected weights {version}"
+                            f"{slot.name}: expected a response of weights version {version};"
+                            f" got version {reply.weight_version}"
                         )
                     take(share, replace(reply, index=share.indexes[reply.index]))
             self._succeeded(slot)
@@ -258,7 +262,10 @@ class EnginePool:
         self._freed.set()
 
     def _free_rest(self, share: _Share, task: "asyncio.Task[Any]") -> None:
-        """Count a share's open responses as ended once its task has ended, even if the task was never begun."""
+        """Count the open responses of a share as ended.
+
+        This is the done callback of the share's task.  asyncio also calls it if the task is cancelled before it begins.
+        """
         self._free(share, share.open)
 
     async def _bring_up_to_date(self, slot: _Slot, deadline: Deadline) -> bool:
@@ -292,8 +299,9 @@ class EnginePool:
     async def sleep(self, level: int, deadline: Deadline) -> int:
         """Put all engines to sleep until the next publication; return the bytes released on their devices (0 on CPUs).
 
-        `level`: 1 keeps the weights in host memory, 2 drops them.  An engine that starts meanwhile takes no memory: it
-        creates its `.held` file and waits until the hold file is removed.  Such an engine counts as asleep.
+        `level`: 1 keeps the weights in host memory, 2 drops them.  While the engines
+        sleep, the hold file exists.  An engine that starts meanwhile takes no memory: it creates the file NAME.held and
+        waits until the hold file is removed.  Such an engine counts as asleep.
 
         Raises:
             DeadlineExceeded: the text names the engines that are still awake at the deadline.
@@ -368,7 +376,9 @@ class EnginePool:
             behind = [f"not loaded by {self._describe(s)}" for s in self._slots.values() if s.loaded != version]
             absent = [self._describe(None)] if len(self._slots) < self.engines else []
             which = "; ".join([*behind, *absent])
-            raise DeadlineExceeded(f"{deadline.error()}: weights {version} are not in all engines: {which}") from None
+            raise DeadlineExceeded(
+                f"{deadline.error()}: not all engines have weights version {version}: {which}"
+            ) from None
 
     async def _try(self, slot: _Slot, change: Callable[[], Awaitable[object]]) -> None:
         """Call `change`, which changes an engine; record success or failure.

@@ -89,19 +89,22 @@ class Group:
 
 @dataclass
 class TaskTally:
-    """Counts over the groups of one task that were decided (kept or dropped) in a step.  Rewards are raw."""
+    """Counts and sums over the groups of one task that were decided (kept or dropped) in a step.
 
-    decided: int = 0
-    kept: int = 0
+    Sums are over the responses of these groups.  Rewards are raw: before shaping.
+    """
+
+    decided: int = 0  # groups
+    kept: int = 0  # groups
     solved: int = 0  # groups with this `Group.outcome`; likewise `unsolved` and `tied`
     unsolved: int = 0
     tied: int = 0
     judged: int = 0  # responses with a reward
     masked: int = 0  # responses without a reward, because infrastructure failed
-    score_sum: float = 0.0
+    score_sum: float = 0.0  # sum of the rewards of judged responses
     finished: int = 0  # responses with a stop token
     tokens: int = 0  # sum over responses
-    repetition_sum: float = 0.0
+    repetition_sum: float = 0.0  # sum of `algorithms.diagnostics.repetition` over all responses
 
     @classmethod
     def total(cls, tallies: "Iterable[TaskTally]") -> "TaskTally":
@@ -151,14 +154,15 @@ class CollectedBatch:
     needed: int
     groups: list[Group] = field(default_factory=list)
     tasks: dict[str, TaskTally] = field(default_factory=dict)
-    # (prompt id, outcome) in the order of decisions, for data.retire_after; `solved` from data.retire_rate on
+    # (prompt id, outcome) of each decided group, in the order of decisions, for data.retire_after.  The outcome is also
+    # `solved` if the group's mean reward is at least data.retire_rate.
     outcomes: list[tuple[str, str]] = field(default_factory=list)
     drawn: int = 0  # prompts drawn in this step
     carried: int = 0  # groups taken from the surplus of the previous step
     stale: int = 0  # surplus groups discarded because they were too old
     surplus: int = 0  # groups left for the next step
     generated_tokens: int = 0
-    wall_s: float = 0.0
+    wall_s: float = 0.0  # seconds that the collection took
     load: dict[str, float] = field(default_factory=dict)  # result of `EngineLoad.end`
     engine_s: float = 0.0
     reward_open_s: float = 0.0

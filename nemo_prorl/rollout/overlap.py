@@ -60,7 +60,8 @@ class OneStepOff(Collector):
     def finish_next(self) -> float:
         """Wait for the collection that `begin_next` started, and keep its batch for its step; raise its errors.
 
-        If the collection was abandoned, the collector is in the state from before `begin_next`.
+        If the collection was abandoned because of a requested stop, there is no batch, and the collector has the state
+        that it had before `begin_next`.
 
         Returns:
             seconds from the end of the collection to this call, in which the engines had no work; 0 if no collection

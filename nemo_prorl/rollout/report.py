@@ -38,7 +38,11 @@ def group_metrics(tally: TaskTally) -> dict[str, float]:
 
 
 def response_metrics(tally: TaskTally) -> dict[str, float]:
-    """Return mean length in tokens, truncated share and mean repetition of all responses, dropped groups included."""
+    """Return three means over all responses, dropped groups included.
+
+    `response_tokens`: length in tokens.  `truncated`: share without a stop token.  `repetition`: repeated share, as
+    computed by `algorithms.diagnostics.repetition`.
+    """
     responses = max(1, tally.responses)
     return {
         "response_tokens": tally.tokens / responses,

@@ -21,6 +21,7 @@ from nemo_prorl.rollout.overlap import OneStepOff
 from nemo_prorl.rollout.report import report_rollout
 from nemo_prorl.rollout.weights import WeightStore, weights_folder
 from nemo_prorl.tracing import RECORDER
+from nemo_prorl.usage import request_restarts
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class Rollouts:
         self._cfg, self._policy, self._blend, self._records, self._leader = cfg, policy, blend, records, leader
         self._published: object = None  # (version at the engines, version of the policy then)
         self._asleep = False
+        self._endpoints = run_dir / "endpoints"
         node = int(os.environ["GROUP_RANK"]) if cfg.trainer.num_nodes > 1 else None
         # Only the first rank of each node writes the weights, for the engines of its node.
         writes = int(os.environ.get("LOCAL_RANK", 0)) == 0
@@ -123,6 +125,8 @@ class Rollouts:
             metrics.put("time/rollout/sleep_s", self.sleep())
         if self._cfg.data.retire_after is not None:
             self._retire(metrics, batch)
+        if (limit := self._cfg.rollout.recycle_gb) is not None:  # the engines have no work now
+            self.collector.run_on_leader(lambda _: request_restarts(self._endpoints, limit * 1e9))
         if self._collects_ahead(step):
             self.collector.call(lambda collector: _one_step_off(collector).begin_next(step + 1, step - 1))
         return mine
@@ -168,7 +172,11 @@ class Rollouts:
         self.collector.call(lambda collector: collector.load_state_dict(state))
 
     def carry(self, state: dict[str, Any]) -> None:
-        """Begin a stage with the keep rates of the previous stage; `state`: the last `state_dict` of that stage."""
+        """Begin a new stage of a chain with the keep rates (`KeepRates`, by task) that the previous stage ended with.
+
+        Args:
+            state: the last `state_dict` of the previous stage.
+        """
         self.collector.call(lambda collector: collector.keep_rates.load_state_dict(state["keep_rates"]))
 
 

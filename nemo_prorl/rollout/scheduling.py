@@ -23,9 +23,9 @@ def spread(in_flight: Sequence[int], responses: int, limit: int, part: int = PAR
     """Return how many responses to a prompt each engine generates, so that the engines have about equal loads.
 
     The least loaded engine gets the next `part` responses, until no response is left; if several engines are equally
-    loaded, the first of them gets the part.  The responses to a prompt tend to be all long or all short: because a
-    group is split, no engine gets all responses of a long group, and a group late in a step runs on nearly empty
-    engines.
+    loaded, the first of them gets the part.  The responses to a prompt tend to be all long or all short.  Because
+    they are split over engines, no engine has to generate all responses of a long group.  Late in a step, when
+    the engines are nearly empty, several engines work on one group.
 
     Args:
         in_flight: open responses of each healthy engine.

@@ -30,7 +30,8 @@ def weights_folder(run_dir: str | Path, node: int | None = None) -> Path:
     """Return the folder of a run's published weights, which differs for every user and run directory.
 
     Args:
-        node: number of the node, so that nodes on one machine have separate folders; None: a run on one node.
+        node: number of the node, None for a run on one node.  The number is part of the folder's name, because several
+            nodes of a run may be on one machine, for example in a test.
     """
     real = os.path.realpath(run_dir)
     digest = hashlib.blake2b(real.encode(), digest_size=8).hexdigest()
@@ -70,8 +71,8 @@ class WeightStore:
     def write(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Path:
         """Write one version without changing dtypes; return the path of the complete file.
 
-        One tensor at a time is copied to host memory.  Before the write, all other versions except the newest of them
-        are deleted.
+        One tensor at a time is copied to host memory.  Before the write, the files of other versions are deleted,
+        except the newest of these files, which engines may still load.
 
         `tensors`: Hugging Face names with float tensors of any shape on any device.
         Raises UnfitMachine if shared memory is full; the unfinished file is removed.
@@ -94,7 +95,11 @@ class WeightStore:
         return final
 
     def _stream(self, file: BinaryIO, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write a safetensors file: the data after the space for the header, then the header, padded with blanks."""
+        """Write a safetensors file.
+
+        The tensors' data is written first, after a space of `_HEADER_BYTES` bytes for the header.  The header is
+        written last, when all shapes are known, and the rest of its space is filled with blanks.
+        """
         header: dict[str, object] = {}
         offset = 0
         file.seek(8 + _HEADER_BYTES)

@@ -81,7 +81,8 @@ class Cores:
 
         Args:
             available: cores that this process may use.
-            buses: PCI addresses of the node's GPUs as nvidia-smi writes them, in the order of their use.
+            buses: PCI addresses of the node's GPUs as nvidia-smi writes them, in the order in which CUDA numbers the
+                GPUs: trainer ranks use the first GPUs, engines with separate GPUs the following.
         """
         near = [_near(bus, available, sysfs) for bus in buses]
         devices, tp = cfg.trainer.devices, cfg.rollout.tensor_parallel_size

@@ -18,7 +18,7 @@ def node_devices(cfg: DictConfig) -> int:
 
 
 def devices_words(cfg: DictConfig) -> str:
-    """Return the keys that determine `node_devices`, with their values."""
+    """Return a text for messages: the keys that determine `node_devices`, with their values."""
     own = node_devices(cfg) - cfg.trainer.devices
     return f"trainer.devices={cfg.trainer.devices}" + (f" + {own} of rollout.own_devices" if own else "")
 

@@ -8,9 +8,10 @@ engine's weights and KV cache leave the GPU while the trainer works, and the tra
 `rollout.own_devices` a GPU has either a trainer rank or an engine rank.  Each function's docstring lists its
 assumptions.
 
-tests/planning/test_memory.py compares the numbers with real models: parameters with model files, a checkpoint with
-one on disk, activations with the tensors that autograd keeps in the CPU actor; parameters, optimizer and FP8 copies of
-three larger shapes with Megatron's model on the meta device.  The numbers have not been measured on GPUs.
+tests/planning/test_memory.py compares the numbers with real models.  On a CPU: parameters with published models and a
+model file, a checkpoint with the files that the actor writes, activations with the tensors that autograd keeps in the
+actor.  On the meta device, with Megatron's model in three larger shapes: parameters, optimizer, FP8 copies and
+activations.  The numbers have not been measured on GPUs.
 """
 
 import json
@@ -49,10 +50,10 @@ class ModelShape:
     """The dimensions of a Qwen2 or Llama model."""
 
     layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    groups: int  # key-value heads
+    hidden: int  # size of the hidden states
+    ffn: int  # inner size of the feed-forward network
+    heads: int  # query heads
+    groups: int  # key-value heads, each shared by a group of query heads
     head_size: int
     vocab: int
     padded_vocab: int  # rows of Megatron's embedding
@@ -104,12 +105,16 @@ class Layout:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by name, on the fullest GPU (CPU: in one rank's share of host memory) unless a comment says otherwise."""
+    """Memory and disk space that a run needs.
+
+    Most fields are bytes on the fullest GPU (on a CPU: bytes of one rank's share of host memory).  The comment at a
+    field names any other place or unit.
+    """
 
     parameters: int  # a count, not bytes: the parameters of the Hugging Face model
     weights: int
     gradients: int
-    optimizer: int
+    optimizer: int  # moments, and for 16-bit weights the float32 master weights
     fp8_weights: int  # Transformer Engine's FP8 copies of the weights, made and dropped in each pass
     reference_swap: int  # the reference's weights on the GPU while they are in use
     activations: int  # kept by the fullest pipeline stage for the backward pass
@@ -121,13 +126,13 @@ class Memory:
     engine_weights: int
     engine_work: int
     kv_sequence: int  # KV cache of one sequence that fills the context
-    kv_configured: int | None  # rollout.kv_cache_mb
+    kv_configured: int | None  # rollout.kv_cache_mb in bytes
     engines_sleep: bool  # rollout.sleep: engines sleep while the trainer works
     engines_apart: bool  # rollout.own_devices: engines have separate GPUs
-    reserve: int  # for uses that are not counted here (RESERVE_PARTS)
+    reserve: int  # assumed sum of the uses that no other field counts (RESERVE_PARTS)
     reference_host: int  # host memory per node: the reference policy of its ranks
-    snapshot_host: int  # host memory per node while a checkpoint is written: the copy that is written
-    published: int  # in /dev/shm of a node
+    snapshot_host: int  # host memory per node while a checkpoint is written: the copy from which it is written
+    published: int  # in /dev/shm of a node: the published weights for the engines, PUBLISHED_VERSIONS versions
     checkpoint: int  # size of a checkpoint on disk
     checkpoints: int  # on disk: all checkpoints that a run keeps, and the one that is being written
 
@@ -230,7 +235,7 @@ def rank_parameters(shape: ModelShape, layout: Layout) -> int:
 def weight_bytes(cfg: DictConfig) -> int:
     """Return the bytes per weight and per element of activations: 2 with bf16, otherwise 4.
 
-    The optimizer's master weights are not meant: they have 4 bytes.
+    Does not apply to the optimizer's master weights, which always have 4 bytes each.
     """
     return 2 if str(cfg.trainer.precision).startswith("bf16") else FLOAT32
 
@@ -238,10 +243,11 @@ def weight_bytes(cfg: DictConfig) -> int:
 def layer_activations(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens: int) -> int:
     """Return the bytes that one layer keeps of a micro-batch of `tokens` tokens for its backward pass.
 
-    Korthikanti et al. (arXiv 2205.05198, sec. 4) count the tensors of a GPT layer: s b h (34 + 5 a s / h) bytes.
-    Tensor and sequence parallelism divide this by t; selective recomputation removes 5 a s / h (sec. 5).  The same
-    count for Qwen2's layer (grouped queries, SwiGLU, no dropout) follows, in elements per token; h is the hidden size,
-    q and k are the widths of all queries and all keys, f is the ffn size:
+    Korthikanti et al. (arXiv 2205.05198, sec. 4) count the tensors of a GPT layer: s b h (34 + 5 a s / h) bytes, with
+    sequence length s, micro-batch size b, hidden size h and number of heads a.  Tensor and sequence parallelism of
+    size t divide this by t; selective recomputation removes 5 a s / h (sec. 5).  The same count for Qwen2's layer
+    (grouped queries, SwiGLU, no dropout) follows, in elements per token; q and k are the widths of all queries and of
+    all keys, f is the ffn size:
 
         two norms                   4 h  in and out of each          CPU: 6 h, the norm also keeps x / rms(x)
         rotated queries, keys       q + k
@@ -270,9 +276,10 @@ def stage_activations(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens
     """Return the bytes that the layers of one pipeline stage keep of one micro-batch.
 
     Full recomputation divides the layers into pieces (arXiv 2205.05198, sec. 5).  It keeps the input of each piece;
-    while a piece is recomputed, it also keeps all activations of the layers in this piece.  With "uniform", a piece
-    has activations_checkpoint_num_layers layers.  With "block", this many layers are each a piece of one layer, and
-    the other layers keep all their activations.
+    while a piece is recomputed, it also keeps all activations of the layers in this piece.  With
+    activations_checkpoint_method "uniform", each piece has activations_checkpoint_num_layers layers.  With "block",
+    activations_checkpoint_num_layers is the number of recomputed layers, each of which is a piece; the other layers
+    keep all their activations.
     """
     layers = shape.layers // layout.pp
     full = layer_activations(cfg, shape, layout, tokens)
@@ -295,13 +302,13 @@ def micro_batch_tokens(cfg: DictConfig) -> int:
 
 
 def logits_bytes(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens: int) -> tuple[int, int]:
-    """Return (forward, backward) bytes that `algorithms.logprobs` needs beside the model.
+    """Return (forward, backward) bytes that `algorithms.logprobs` needs for logits, in addition to the model's bytes.
 
-    The logits are computed in chunks of logprob_chunk_tokens x logprob_chunk_words.  Forward: two float32 tensors of
-    a chunk's logits, as the entropy needs.  Backward: the gradient of a chunk's logits in float32 (two tensors
-    with an entropy bonus or in compiled code), the gradient of the hidden states in float32, and the gradient of the
-    whole output weight in the weight's dtype.  16-bit models add float32 copies of the chunk's hidden states and
-    output weights, and in the backward pass a float32 sum for the chunk's output weights.
+    The logits are computed in chunks of logprob_chunk_tokens tokens x logprob_chunk_words vocabulary entries.
+    Forward: two float32 tensors of a chunk's logits, as the entropy needs.  Backward: the gradient of a chunk's logits
+    in float32 (two tensors with an entropy bonus or in compiled code), the gradient of the hidden states in float32,
+    and the gradient of the whole output weight in the weight's dtype.  16-bit models add float32 copies of the chunk's
+    hidden states and output weights, and in the backward pass a float32 sum for the chunk's output weights.
     """
     grpo, size = cfg.trainer.grpo, weight_bytes(cfg)
     rows, all_words = min(grpo.logprob_chunk_tokens, tokens), -(-shape.padded_vocab // layout.tp)
@@ -323,10 +330,11 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
     and transposed.  The reference policy stays in host memory; while it is in use, a copy is on the GPU beside the
     policy's weights (`policy.actor`).
 
-    A checkpoint has the weights of policy and reference, float32 master weights and moments.  It is first copied to
-    host memory, on rank 0 with a second copy of the whole weights (`policy.checkpoint_files`).  On a CPU, this copy is
-    made only if checkpoints are written in the background.  A pipeline's first stage keeps the activations of as many
-    micro-batches as there are stages (arXiv 2205.05198, sec. 4.2.3); the last stage has the logits.
+    A checkpoint has the weights of policy and reference, float32 master weights and moments.  Before a checkpoint is
+    written, the ranks copy their tensors to host memory, and rank 0 also copies the whole weights
+    (`policy.checkpoint_files`).  On a CPU, these copies are made only if checkpoints are written in the background.  A
+    pipeline's first stage keeps the activations of as many micro-batches as there are stages (arXiv 2205.05198,
+    sec. 4.2.3); the last stage has the logits.
 
     Args:
         vocab: rows of the embedding; None: as returned by `vocabulary`.
@@ -417,7 +425,7 @@ def _kept(grpo: DictConfig) -> int:
 
 
 def micro_batch_words(cfg: DictConfig) -> str:
-    """Return the key that limits a micro-batch, with its value."""
+    """Return a text for messages: the key that limits the size of a micro-batch, with its value."""
     size, budget = cfg.model.micro_batch_size, _optional(cfg.model, "micro_batch_tokens")
     if budget is not None and budget < size * cfg.trainer.grpo.context_tokens:
         return f"model.micro_batch_tokens={budget}"

@@ -76,6 +76,15 @@ def test_transformers_reads_it_and_agrees_on_every_tensor(folder: Path) -> None:
     assert entropy.item() == pytest.approx(torch.tensor(float(logits.shape[0])).log().item(), rel=0.02)
 
 
+@pytest.mark.starts
+def test_transformers_generates_from_what_the_tokenizer_returns(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    asked = AutoTokenizer.from_pretrained(folder)("Compute 1 + 2.", return_tensors="pt")
+    made = AutoModelForCausalLM.from_pretrained(folder).generate(**asked, max_new_tokens=2, do_sample=False)
+    assert made.shape[1] > asked["input_ids"].shape[1]
+
+
 def test_config_names_the_special_tokens(folder: Path, renderer: PromptRenderer) -> None:
     config = json.loads((folder / "config.json").read_text())
     assert config["eos_token_id"] == renderer.eos_id

@@ -155,6 +155,11 @@ def test_a_missing_field_is_named(key: str) -> None:
         validate_record({k: v for k, v in GOOD.items() if k != key}, "f:1")
 
 
+def test_all_missing_fields_are_named_at_once() -> None:
+    with pytest.raises(DataError, match="f:1: field 'id' is missing; it must be .*; also missing: 'prompt', 'truth'$"):
+        validate_record({"task": "math"}, "f:1")
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_prorl import cli, settings
 from nemo_prorl.data.laptop.model import qwen2_config
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.launcher import doctor
 from nemo_prorl.launcher.doctor import machine, model, network, node_probe, nodes, storage
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask, output_of
 from nemo_prorl.sizing.memory import memory_of
@@ -463,3 +464,12 @@ def test_the_command_checks_the_run_it_is_given(
     assert names("--config", str(saved)) == (code, found)
     with pytest.raises(ConfigError):
         names("trainer.grpo.max_steps=none")
+
+
+def test_the_doctor_is_a_what_if_beside_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.yaml").write_text(settings.resolved_yaml(laptop(run_dir=str(tmp_path))))
+    monkeypatch.setattr(doctor, "checks", lambda *_: iter([Check("gpus", "fail", "none", "get one")]))
+    assert cli.main(["doctor", f"run_dir={tmp_path}", "trainer.grpo.kl_coef=0.5"]) == 3
+    assert f"what if: {tmp_path} holds a run with another configuration: trainer.grpo.kl_coef=0.5" in caplog.text

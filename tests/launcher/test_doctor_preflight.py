@@ -60,7 +60,7 @@ def test_a_layout_that_needs_several_nodes_is_refused(tmp_path: Path) -> None:
     cfg = copy.deepcopy(LAPTOP)
     cfg.trainer.num_nodes, cfg.rollout.engines, cfg.model.tensor_model_parallel_size = 2, 2, 2
     with pytest.raises(
-        ConfigError, match=r"--preflight runs only one node of trainer.num_nodes=2: .*does not divide the 1 ranks"
+        ConfigError, match=r"trainer.num_nodes=2: --preflight tries one node alone, .*does not divide the 1 ranks"
     ):
         preflight.trial_config(cfg, tmp_path)
 

@@ -11,6 +11,7 @@ from nemo_prorl.errors import ConfigError, DataError, ProrlError, UnfitMachine
 from nemo_prorl.launcher.job import run
 from nemo_prorl.launcher.prepare import prepare
 from nemo_prorl.settings import load, resolved_yaml
+from nemo_prorl.sizing.memory import memory_of
 
 GOOD = {"id": "a-1", "task": "math", "prompt": "Compute 1 + 1.", "truth": {"answer": "2"}, "source": "s", "meta": {}}
 
@@ -37,6 +38,19 @@ def test_a_good_file_makes_the_first_model_and_says_its_tasks(tmp_path: Path) ->
     assert prepared(tmp_path, [record(), record(id="a-2", prompt="Compute 2 + 2.", truth={"answer": "4"})]) == ["math"]
     assert (tmp_path / "run" / "init" / "model.safetensors").is_file()
     assert (tmp_path / "run" / "config.yaml").is_file()
+
+
+def test_fewer_records_than_a_step_takes_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    prepared(tmp_path, [record(), record(id="a-2", prompt="2?")])
+    assert "data.train has 2 records, so a step (trainer.grpo.prompts_per_step=48) takes each about 24.0" in caplog.text
+
+
+def test_the_start_says_how_much_disk_the_checkpoints_take(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cfg = load([f"run_dir={tmp_path / 'run'}", "rollout.python=/nowhere/python"])
+    expected = memory_of(cfg).checkpoints / 1e9
+    with caplog.at_level("INFO"), pytest.raises(UnfitMachine):
+        run(cfg, "")
+    assert f"{tmp_path / 'run'}; its checkpoints take up to {expected:.1f} GB" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -216,3 +216,15 @@ StandardOutput().write("trainer-1", "reward \\u2192 1")
     env = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(sys.path)}
     said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True)
     assert said.stdout.decode() == "trainer-1: reward \u2192 1\n"
+
+
+def test_a_restart_on_request_is_no_failure(start: Start) -> None:
+    child = start("import time; print('up'); time.sleep(60)", restarts=0)
+    assert child.process is not None
+    first = child.process.pid
+    Deadline(20, "the first process").wait_until(lambda: "up" in child.tail)
+    child.restart()
+    assert not is_alive(first)
+    assert child.process.pid != first
+    child.keep_up()  # raises ProcessFailed if the restart counts as the end of the process
+    assert is_alive(child.process.pid)

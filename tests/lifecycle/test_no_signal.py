@@ -1,11 +1,17 @@
 """What a run says of a step without a group to train on."""
 
+import json
+from pathlib import Path
+
 import pytest
 
+from nemo_prorl.config import Config
 from nemo_prorl.lifecycle.no_signal import diagnosis
+from nemo_prorl.lifecycle.records import Records
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.rollout.groups import CollectedBatch, TaskTally
 from nemo_prorl.rollout.report import report_rollout
+from tests.rollout.test_collector import group_of
 
 
 @pytest.mark.parametrize(
@@ -36,3 +42,10 @@ def test_the_metrics_of_a_step_give_facts_and_a_cure(tally: TaskTally, facts: st
     assert facts in text
     assert cure in text
     assert text.endswith("The responses are in rollouts/step-7.jsonl")
+
+
+def test_the_responses_of_dropped_groups_are_stored(tmp_path: Path) -> None:
+    Records(Config(), tmp_path, writes=True).rollouts(7, [], [group_of([0.0, 0.0])], lambda prompt, ids: f"said {ids}")
+    lines = [json.loads(line) for line in (tmp_path / "rollouts" / "step-7.jsonl").read_text().splitlines()]
+    said = [(line["response"], line["verdict"]["score"], line["trained"]) for line in lines]
+    assert said == [("said [1, 2]", 0.0, False)] * 2

@@ -1,6 +1,7 @@
 """When a run stops before its end: signals, and the end of its job."""
 
 import asyncio
+import logging
 import signal
 import threading
 import time
@@ -29,6 +30,13 @@ def test_a_signal_stops_after_the_step_and_later_gives_up_the_rollout() -> None:
     assert time.monotonic() - began >= 0.2
     stopping.on_signal(signal.SIGTERM, None)  # the first reason counts
     assert stopping.reason() == "SIGUSR1"
+
+
+def test_a_signal_is_no_message_of_the_rank_s(caplog: pytest.LogCaptureFixture) -> None:
+    """The supervisor has said it already, with the name of the signal that it got: SIGINT for Ctrl-C."""
+    with caplog.at_level(logging.INFO):
+        Stopping(DeadlinesConfig()).on_signal(signal.SIGTERM, None)
+    assert caplog.records == []
 
 
 def test_a_signal_while_engines_start_is_not_forgotten() -> None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from nemo_prorl.policy.tools import export_hf, import_hf
 from tests.policy.models import LLAMA_TIED, MODELS, QWEN2, write_model
 
 pytestmark = pytest.mark.starts
+
+Prorl = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -55,6 +58,14 @@ def test_shards_are_read_and_all_small_files_are_kept(tmp_path: Path) -> None:
     assert {file.name for file in (tmp_path / "again").iterdir()} == small - {"model.safetensors.index.json"} | {
         "model.safetensors"
     }
+
+
+def test_export_prints_one_line(prorl: Prorl, tmp_path: Path) -> None:
+    import_hf(write_model(tmp_path / "model", QWEN2), tmp_path / "imported")
+    told = prorl("export-hf", "imported", "again")
+    assert (told.returncode, told.stdout) == (0, "")
+    [line] = told.stderr.splitlines()
+    assert line.startswith("again: wrote a Hugging Face folder")
 
 
 def without(name: str, folder: Path) -> None:

@@ -40,7 +40,8 @@ def test_a_chain_is_one_curve_over_its_stages_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "told"), [([], "holds no run"), (["a-seed1", "b-seed1"], "name the runs"), (None, "no such folder")]
+    ("names", "told"),
+    [([], "neither a run"), (["a-seed1", "b-seed1"], "give the run directories"), (None, "no such folder")],
 )
 def test_what_is_no_run_is_refused(tmp_path: Path, names: list[str] | None, told: str) -> None:
     folder = tmp_path / "folder"
@@ -118,7 +119,7 @@ def test_a_last_line_that_is_being_written_says_nothing_and_a_broken_one_is_name
     run = curve_of(folder).runs[0]
     assert [line["step"] for line in run.metrics] == [1, 4]
     assert run.problems[0].startswith("metrics.jsonl:2: passed over")
-    assert "list, not an object" in run.problems[1]
+    assert "expected an object; got list" in run.problems[1]
     assert run.problems[2] == "metrics.jsonl: 2 lines have no step and are passed over"
 
 

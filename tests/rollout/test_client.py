@@ -187,7 +187,7 @@ def test_a_response_of_other_weights_is_thrown_away(tmp_path: Path) -> None:
         pool = EnginePool(folder, "t")
         await pool.publish("file", 7, Deadline(30, "weights"))
         got = await pool.generate([5], [1, 2], SAMPLING, Deadline(30, "a group"), version=7)
-        with pytest.raises(ValueError, match="weights 6 were requested, but weights 7 are published"):
+        with pytest.raises(ValueError, match="weights version 6 was requested, but version 7 is published"):
             await pool.generate([5], [1], SAMPLING, Deadline(30, "a group"), version=6)
         await pool.close()
         await fake.stop()
@@ -204,7 +204,7 @@ def test_announced_weights_are_loaded_before_the_next_response_and_by_whoever_is
         await pool.publish("file", 3, Deadline(30, "weights"))
         await pool.announce("other", 4)
         assert all(fake.calls == [("weights", 3)] for fake in fakes)
-        with pytest.raises(ValueError, match="weights 3 were requested, but weights 4 are published"):
+        with pytest.raises(ValueError, match="weights version 3 was requested, but version 4 is published"):
             await pool.generate([5], [1], SAMPLING, Deadline(30, "a group"), version=3)
         got = await pool.generate([5], [1, 2], SAMPLING, Deadline(30, "a group"), version=4)
         assert [r.weight_version for r in got] == [4, 4]
@@ -258,7 +258,8 @@ def test_deadlines_name_the_engine_and_what_is_missing(tmp_path: Path) -> None:
             await pool.generate([5], [1], SAMPLING, Deadline(1.0, "a group"))
         assert len(fake.calls) < 20  # it backs off
         with pytest.raises(
-            DeadlineExceeded, match=r"weights 4 are not in all engines: not loaded by engine-0 at.*1 of 2 engines known"
+            DeadlineExceeded,
+            match=r"not all engines have weights version 4: not loaded by engine-0 at.*1 of 2 engines known",
         ):
             await pool.publish("file", 4, Deadline(0.5, "weights"))
         other = Fake(folder, 1)

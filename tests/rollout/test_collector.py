@@ -144,6 +144,19 @@ def test_surplus_is_trained_on_first_and_dropped_when_stale() -> None:
         assert {group.version for group in batches[1].groups} == {0 if staleness else 1}
 
 
+class FirstEightMixed(EvenIsRight):
+    def verdict(self, request: dict[str, Any], position: int) -> float | None:
+        return float(position % 2) if request["truth"]["k"] < 8 else 0.0
+
+
+def test_a_short_batch_tells_its_own_draws_from_those_of_the_step_before(caplog: pytest.LogCaptureFixture) -> None:
+    """metrics.jsonl and the live table count the first only."""
+    (_, batch), _, _ = collected(Simulated(), FirstEightMixed(), steps=2, keep_rate=1 / 3)
+    assert (len(batch.groups), batch.drawn, batch.carried) == (2, 18, 12)
+    assert "step 2 trains on 2 of 6 groups: " in caplog.text
+    assert "30 groups (18 drawn in this step, 12 left of the step before)" in caplog.text
+
+
 class AllRight(EvenIsRight):
     def verdict(self, request: dict[str, Any], position: int) -> float | None:
         return 1.0

@@ -1,8 +1,8 @@
 """Generates prompt records: any reasoning-gym task by name, and small problems of the other domains.
 
 A generator is a pure function of its `DataSource`: the same name, options, size and seed give the same records with
-the same ids on every machine.  A record's id ends in the number of its draw (`chain_sum-17`), so the id stays the same
-when other problems are held out.
+the same ids on every machine.  A record's id ends in the number of its draw (`chain_sum-17`), so the id of a problem
+stays the same when other problems are left out of training because they are in validation.
 """
 
 import difflib
@@ -52,9 +52,9 @@ def generate(
     """Return `source.size` records with different prompts.
 
     Args:
-        held_out: prompts that no record may have, as they are with the template around the problem.
+        held_out: complete prompts, with the template around the problem, that no record may have.
         prefix: goes before each id.
-        templates: prompt of a problem by task, with the problem's text as {problem}.
+        templates: task -> prompt, in which {problem} is replaced by the text of the problem.
 
     Raises:
         ConfigError: the generator, dataset or an option is unknown, or the options allow fewer than `source.size`
@@ -81,16 +81,17 @@ def generate(
         if repeats >= max(1000, _DRAWS_PER_RECORD * len(records)):
             raise ConfigError(
                 f"data source '{source.name}': {source.generator} with options {source.options} gave only "
-                f"{len(records)} different new problems in {number + 1} draws; expected size={source.size}. "
-                "Fix: widen the options or lower size"
+                f"{len(records)} different problems outside validation in {number + 1} draws; "
+                f"expected size={source.size}. Fix: widen the options or lower size"
             )
     raise AssertionError("unreachable")
 
 
 def warmup_target(record: Record) -> str:
-    """Return the response that a supervised warm-up teaches: `meta.target`, or the formatted answer of a known task.
+    """Return the response that a supervised warm-up teaches for a record.
 
-    Raises DataError for a record that has neither.
+    The response is `meta.target`, otherwise the record's answer in the form of its task.  Raises DataError for a record
+    without `meta.target` whose task is neither `puzzles` nor `math`, or whose answer is not one string.
     """
     truth, given = record["truth"], record["meta"].get("target")
     if isinstance(given, str):
@@ -103,13 +104,14 @@ def warmup_target(record: Record) -> str:
         form = "\\boxed{{{}}}"
     else:
         raise DataError(
-            f"record '{record['id']}': a warm-up knows the answers of puzzles and math, not of task '{record['task']}'."
-            " Fix: write a correct response to 'meta.target', or set trainer.warmup.steps=0"
+            f"record '{record['id']}': without 'meta.target', a warm-up can use only records of the tasks puzzles and"
+            f" math; the task is '{record['task']}'."
+            " Fix: put a correct response into the field 'meta.target', or set trainer.warmup.steps=0"
         )
     if not isinstance(answer, str):
         raise DataError(
             f"record '{record['id']}': its answer is {answer!r}; a warm-up needs one string."
-            " Fix: write a correct response to 'meta.target', or set trainer.warmup.steps=0"
+            " Fix: put a correct response into the field 'meta.target', or set trainer.warmup.steps=0"
         )
     return form.format(answer)
 
@@ -117,7 +119,7 @@ def warmup_target(record: Record) -> str:
 def _fraction_text(value: object) -> str:
     """Return a fraction as text such as `3/4`, for JSON.  Raises TypeError for any other value.
 
-    Entries of gsm_symbolic have fractions in their metadata; their scorer does not read them.
+    Entries of gsm_symbolic have fractions in the metadata; the scorer of gsm_symbolic does not read these fractions.
     """
     if isinstance(value, Fraction):
         return str(value)

@@ -144,10 +144,10 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def build_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerFast":
     """Return a byte-level tokenizer whose tokens are the frequent words of the texts and, for the rest, single bytes.
 
-    A frequent word is one token; a rare word, such as one to spell backward, is one token per letter; a digit is
-    always one token.  A phrase that the prompts of a task share is also one token: a prompt is then a dozen tokens
-    instead of forty, and a step three times as fast.  The encoding is byte-pair encoding without merges and with
-    `ignore_merges`, so that decoding restores any text exactly.
+    A frequent word is one token.  A rare word is one token per letter; a model that must spell the word backward needs
+    the letters.  A digit is always one token.  A phrase that the prompts of a task share is also one token: a prompt is
+    then a dozen tokens instead of forty, and a step three times as fast.  The encoding is byte-pair encoding without
+    merges and with `ignore_merges`, so that decoding restores any text exactly.
     """
     texts = list(texts)
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -171,7 +171,12 @@ def build_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerFast":
     unused = -len(vocab_of(backend)) % 64  # splits evenly over tensor-parallel ranks without padded rows in Megatron
     backend.add_tokens([AddedToken(f"<|unused_{k}|>", special=False, normalized=False) for k in range(unused)])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token=BOS, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
+        tokenizer_object=backend,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],  # Qwen2's; `generate` refuses token_type_ids
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -206,7 +211,10 @@ def _frequent_phrases(texts: Iterable[str], split: Any, words: set[str]) -> list
 
 
 def _pieces(part: str, split: Any, words: set[str]) -> list[tuple[str, bool]]:
-    """Split a text into pre-tokens; return (pre-token, whether it is a frequent word or a single sign) for each."""
+    """Split a text into pre-tokens; return (pre-token, whether it can be part of a phrase) for each.
+
+    Frequent words, and single characters other than letters and digits, can be part of a phrase.
+    """
     found = []
     for token, (start, end) in split.pre_tokenize_str(part):
         piece = part[start:end]

@@ -152,9 +152,9 @@ def last_box(text: str) -> str | None:
 def scp(row: Row) -> Draft | Drop:
     """Convert a row of SCP-116K: `problem`, the source's `solution` and R1's `response`.
 
-    The truth is R1's boxed answer, because the source's solution is usually prose.  Unless
-    --agreement is none, a record is later dropped if answer and solution disagree.  The boxed
-    answer of the solution, or a solution of one short line, is also accepted.
+    The truth accepts R1's boxed answer, because the source's solution is usually prose.  The truth also accepts the
+    boxed answer of the source's solution or, without a box, the whole solution if it is one short line.  Unless
+    --agreement is none, a later filter drops the record if R1's answer and the source's solution disagree.
     """
     question = row.text("problem", "question")
     solution = row.text("solution", "matched_solution", "extract_solution").strip()

@@ -104,7 +104,10 @@ def _holdout_count(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prepare a data set and return 0.  Raises a ProrlError, such as DataError, which has the exit code."""
+    """Prepare a data set and return the exit code 0.
+
+    Raises a ProrlError, such as DataError, for a failure; its `exit_code` is the exit code of the command.
+    """
     options = _options(arguments)
     from nemo_prorl.data.prepare import job
 
@@ -125,7 +128,10 @@ def _options(arguments: argparse.Namespace) -> Any:
         if getattr(arguments, option) < 1:
             raise ConfigError(f"--{option.replace('_', '-')} {getattr(arguments, option)}: must be at least 1")
     if not 0 <= arguments.overlap <= 1:
-        raise ConfigError(f"--overlap {arguments.overlap:g}: must be from 0 (--ngram words in common are enough) to 1")
+        raise ConfigError(
+            f"--overlap {arguments.overlap:g}: must be from 0 to 1; with 0, a problem is dropped if it has --ngram"
+            " consecutive words in common"
+        )
     given = {field.name: getattr(arguments, field.name) for field in fields(PrepareOptions) if field.name in arguments}
     needs_judge = source.judged and arguments.agreement == "judge"
     derived = {"source": source, "name": arguments.name or source.name, "columns": _columns(arguments.field)}

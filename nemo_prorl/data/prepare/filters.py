@@ -25,7 +25,7 @@ def words_of(text: str) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Return a text in lower case with single spaces.  Signs stay, to tell short problems apart."""
+    """Return a text in lower case with single spaces.  Punctuation and operators stay, to tell short problems apart."""
     return " ".join(text.casefold().split())
 
 

@@ -31,10 +31,16 @@ ALL = -1
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """The options of the command.  `origin`: a path, `hub`, or None for a source that is generated.
+    """The options of `prorl data prepare`.  Fields not described here have the name and meaning of their option.
 
-    `size`, `check`: None means all.  `holdout`: None means the source's default, `ALL` means all records.
+    `origin`: --from: a path, `hub`, or None for a source that is generated.
+    `size`: None means all records, or the source's default if the source is generated.
+    `holdout`: None means the source's default, `ALL` means all records.
+    `form`: --format.
+    `columns`: --field: field -> name of its column in the source.
+    `check`: number of gold answers to judge; None means all.
     `agreement`: judge | grader | none.
+    `judge`: None if no judge is needed.
     """
 
     source: Source
@@ -65,7 +71,10 @@ class PrepareOptions:
 
 @dataclass(frozen=True)
 class Item:
-    """A draft with its record and its place in the source.  `part`: set only if the source determines it."""
+    """A draft with its record and its place in the source.
+
+    `part`: train or validation if the puzzles are generated for this part; None if the part is drawn later.
+    """
 
     file: str
     line: int
@@ -135,7 +144,8 @@ class Preparation:
         holdout = opts.source.holdout if opts.holdout is None else opts.holdout
         if holdout == ALL:
             raise ConfigError(
-                "--holdout all: expected a number, because puzzles are generated.  Fix: --holdout N --size 0"
+                "--holdout all: expected a number, because any number of puzzles can be generated.  Fix: --holdout N"
+                " --size 0 generates validation puzzles only"
             )
         train, held = puzzles.make(tasks, size, holdout, opts.seed, opts.workers)
         made: list[tuple[Part, list[Draft | Drop]]] = [("train", train), ("validation", held)]

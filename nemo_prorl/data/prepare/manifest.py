@@ -59,10 +59,13 @@ class ContaminationCheck(TypedDict):
     """Check for overlap of the records with evaluation sets."""
 
     ngram: Number
+    """value of --ngram: consecutive words that an overlap has in common"""
     overlap: Share
+    """value of --overlap: share of the shorter text that an overlap has in common"""
     ngram_only: Count
     """records that were kept: n consecutive words in common, but less than the share `overlap`"""
     template_ngrams: Count
+    """n-grams that are ignored, because so many problems of an evaluation file have them that they are template text"""
     against: list[EvaluationFile]
 
 
@@ -105,7 +108,7 @@ _From = TypedDict(
 
 
 class PreparedManifest(_From, HubSource):
-    """Counts of the rows that `prorl data prepare` read, kept, dropped and wrote."""
+    """The content of manifest.json: files read and written, numbers of records, and results of the checks."""
 
     format: Literal[1]
     source: str

@@ -1,4 +1,4 @@
-"""Expected results of tests that have only arguments, computed with the source's own solution in the sandbox."""
+"""Computes the expected results that a source's tests lack, by running the source's own solution in the sandbox."""
 
 import json
 from dataclasses import replace

@@ -95,7 +95,8 @@ def eurus(row: Row) -> Draft | Drop:
 def tested(row: Row) -> Draft | Drop:
     """Convert a row of `problem` and `tests`, or of APPS with `input_output` and, optionally, `human_solutions`.
 
-    `tests`: a list as in prompt records, of inputs with outputs or of args with expected values.
+    `tests`: a list as in prompt records: each test has `input` and `output`, or `args` and `expected` if the row has
+    `fn_name`.
     """
     question = row.text("problem", "question")
     if "tests" in row.values:
@@ -114,8 +115,8 @@ def tested(row: Row) -> Draft | Drop:
 def humaneval(row: Row) -> Draft | Drop:
     """Convert a row of HumanEval or HumanEval+: a function to complete.
 
-    HumanEval has a function `check` with asserts.  HumanEval+ has only arguments; its own
-    solution computes the expected results later.
+    The tests of HumanEval are a function `check` with asserts.  The tests of HumanEval+ have arguments but no expected
+    results, which are computed later by running the solution in the row.
     """
     prompt, name = row.text("prompt"), row.text("entry_point")
     row.needed("test", "plus_input")  # HumanEval or HumanEval+

@@ -49,7 +49,10 @@ def _draft(dataset: str, entry: dict[str, Any], row_id: str) -> Draft | Drop:
 
 
 def entry(row: Row) -> Draft | Drop:
-    """Convert an entry of reasoning-gym: `question`, `answer`, `metadata`, `dataset` (or its name in the metadata)."""
+    """Convert an entry of reasoning-gym: `question`, `answer`, `metadata` and `dataset`, the data set's name.
+
+    Without a column `dataset`, the name is read from `source_dataset` in the metadata.
+    """
     question, answer = row.text("question"), row.needed("answer")
     metadata = row.needed("metadata")
     if isinstance(metadata, str):
@@ -97,9 +100,9 @@ def make(
     Raises ConfigError that names a task whose options do not give enough different problems.
 
     Args:
-        workers: Processes that generate problems.  Their number does not change the result.  At least one is needed,
-            because some data sets iterate over sets of strings: their order depends on Python's hash seed, which can
-            be set only for a new process.
+        workers: Number of processes that generate problems, at least 1; the result does not depend on it.  This process
+            generates none: in some data sets the result depends on the order of a set of strings, so on Python's hash
+            seed, which can be set only for a new process.
     """
     train: list[Draft | Drop] = []
     held: list[Draft | Drop] = []

@@ -151,7 +151,7 @@ def _table(file: Path, text: TextIO) -> Iterator[tuple[int, Any]]:
 
 
 def _whole(file: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the rows of a .json file: a list of objects, or JSON Lines under this name."""
+    """Yield the rows of a .json file: a JSON list of objects, or one JSON object per line."""
     raw = file.read_bytes()
     if raw.lstrip()[:1] != b"[":
         yield from _lines(file, io.BytesIO(raw))

@@ -13,6 +13,7 @@ from nemo_prorl.errors import ConfigError
 class Source:
     """A known data set.
 
+    `what`: description of the content, printed by `prorl data sources`.
     `licence`: as the publisher states it for the data set; single problems may have another licence.
     `repo`, `files`: location on the Hugging Face hub; empty if --from must name a file.
     `size`, `holdout`: the paper's numbers of problems, only for a generated data set.

@@ -94,7 +94,7 @@ def _cuda_tensors_on_the_cpu() -> None:
     tensor.cuda = lambda self, *_, **__: self
 
     def type_(self: torch.Tensor, *to: Any, **options: Any) -> Any:
-        """Return a type name with "cuda" in it, because Megatron's distributed optimizer checks the name."""
+        """Act as Tensor.type; a returned name contains "cuda", which Megatron's distributed optimizer expects."""
         return type_of(self, *to, **options) if to or options else type_of(self).replace("torch.", "torch.cuda.")
 
     tensor.type = type_
@@ -137,7 +137,10 @@ def _own_rotary_positions() -> None:
 
 
 def distributed_optimizer_with_torch_adamw() -> None:
-    """Repair two faults in Megatron's loading of torch's AdamW, used without apex and Transformer Engine."""
+    """Repair how Megatron loads the saved state of torch's AdamW, which it uses without apex and Transformer Engine.
+
+    Megatron fails without a step count for each parameter, and then gives all parameters the same counter.
+    """
     import megatron.core.optimizer.distrib_optimizer as module
 
     optimizer = module.DistributedOptimizer
@@ -176,7 +179,7 @@ def _nemo_without_apex_and_te() -> None:
     from nemo_prorl.policy.cpu.layers import layer_spec
 
     class Never:
-        """A class that nothing is an instance of."""
+        """Stands for classes that need apex; no object is an instance of it, so that `isinstance` is False."""
 
     overrides.HAVE_APEX = True  # otherwise the strategy drops Megatron's distributed optimizer
     overrides.McoreDistributedOptimizer, overrides.MegatronDistributedFusedAdam = McoreDistributedOptimizer, Never

@@ -54,18 +54,21 @@ class _Broken(Exception):
 
 @dataclass
 class _Child:
-    """How one child ended, with its times, reports and outputs.  The reports and outputs are not trusted."""
+    """How one child ended, with its times, reports and outputs.
 
-    status: int
-    killed: str | None
+    `ends`, `started` and `outputs` are not trusted: the program runs in the child and can fake them.
+    """
+
+    status: int  # wait status of the process
+    killed: str | None  # why the sandbox killed it, such as "time"; None: the sandbox did not kill it
     used_s: float
     queued_s: float  # seconds of waiting for a busy CPU, not included in used_s
-    compiled: bool | None = None
-    detail: str = ""
-    ends: dict[int, dict[str, Any]] = field(default_factory=dict)
-    started: int = -1
-    independent: bool = False
-    outputs: dict[int, bytes] = field(default_factory=dict)
+    compiled: bool | None = None  # whether the program compiles; None: not reported
+    detail: str = ""  # error of the compiler
+    ends: dict[int, dict[str, Any]] = field(default_factory=dict)  # report on the end of a test, by number of the test
+    started: int = -1  # largest number of a test that was reported as started
+    independent: bool = False  # tests cannot influence each other; reported only by a child without tests
+    outputs: dict[int, bytes] = field(default_factory=dict)  # by number of the test
 
     @property
     def ended_well(self) -> bool:
@@ -148,7 +151,8 @@ class ProcessSandbox:
     def run(self, program: Program, passes: Callable[[int, bytes], bool]) -> ProgramRun:
         """Run a program (see `interface.Sandbox.run`).  If the sandbox process breaks, restart it and try once more.
 
-        Raises SandboxFailure if both tries break the process and a known program fails, too.
+        Raises SandboxFailure if the process cannot be restarted, or if both tries break the process and a known program
+        fails, too.
         """
         for _ in range(2):
             try:
@@ -216,9 +220,10 @@ class ProcessSandbox:
         return child
 
     def _descriptor_limit(self, in_use: int, output_mb: int) -> int:
-        """Return the limit on a child's open descriptors.
+        """Return the limit on a child's open descriptors; `in_use`: descriptors for the files of the tests.
 
-        An open file stays on disk after its deletion.  Only level "full" limits the disk; the others need a low limit.
+        A deleted file uses disk space as long as it is open, and cannot be counted.  At level "full" the kernel limits
+        the disk space; at the other levels, a low limit on descriptors must limit the space of such files.
         """
         return DESCRIPTORS if self.level == "full" else min(DESCRIPTORS, in_use + 3 + max(32, 256 // output_mb))
 
@@ -396,10 +401,11 @@ class _ProgramRun:
             self._retries -= 1
 
     def _repeat(self, job: int, code: int) -> None:
-        """Repeat tests that failed after another test in the same child: together if independent, otherwise each alone.
+        """Repeat the failed tests that another test in the same child may have spoiled, and record their new results.
 
-        Independent tests of style "stdin" are not repeated, because each ran in a new namespace.  Tests of the other
-        styles shared the namespace of the loaded program.
+        If the tests of the program are independent, they are repeated together in one child, otherwise each in its own
+        child.  Independent tests of style "stdin" are not repeated, because each of them already ran in a new
+        namespace.  Independent tests of the other styles are repeated, because they shared one namespace.
         """
         pending = self._to_repeat
         if self._independent and self._program.style == "stdin":
@@ -454,9 +460,10 @@ class _ProgramRun:
         return first + count
 
     def _retry_from(self, child: _Child, index: int) -> int:
-        """Move up to half of the time that the child used from the extra time to the time left; return `index`.
+        """Give the program more time, because test `index` must run again in a new child; return `index`.
 
-        The child's work on test `index` is lost, because the test runs again.
+        The time given is half of the seconds that the old child used, but not more than is left of the extra time for
+        repetitions.
         """
         back = min(self._extra_s, child.used_s / 2)
         self._extra_s -= back
@@ -490,7 +497,7 @@ class _ProgramRun:
     def _raise_if_broken(self, child: _Child) -> None:
         """Raise _Broken if something other than the sandbox killed the child, and a known program fails, too."""
         if _killed_by_others(child) and not self._trusted and not self._box.is_sound():
-            raise _Broken("a known program fails too")
+            raise _Broken("the sandbox also fails to run a known program")
 
 
 def _killed_by_others(child: _Child) -> bool:

@@ -1,7 +1,9 @@
 """A program that attempts every escape from the sandbox; prints a JSON object: attempt -> "refused" or "POSSIBLE".
 
-Standard input is a JSON object with the targets: `secret`, a readable file; `text_reversed`, its reversed content;
-`folder`, writable by all; `port` and `abstract`, listeners; `pid`, the caller.  Undoes successful attempts if possible.
+Standard input is a JSON object with the targets: `secret`, path of a readable file; `text_reversed`, the reversed text
+of this file; `folder`, path of a folder that all users may write to; `port`, number of an open TCP and UDP port;
+`abstract`, name of an open abstract Unix socket; `pid`, process id of the caller.  A successful attempt is undone if
+possible.
 """
 
 import ctypes
@@ -22,7 +24,10 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(number: int, *arguments: int) -> None:
-    """Make a system call, and raise OSError if it is refused.  Any other error means that the call was allowed."""
+    """Make a system call; raise OSError if its errno is a refusal (EPERM, EACCES, ENOSYS).
+
+    A call that fails with another errno, such as EINVAL for the dummy arguments, counts as allowed.
+    """
     done = libc.syscall(ctypes.c_long(number), *(ctypes.c_long(a) for a in arguments)) >= 0
     if not done and ctypes.get_errno() in (errno.EPERM, errno.EACCES, errno.ENOSYS):
         raise OSError(ctypes.get_errno(), "refused")

@@ -42,7 +42,7 @@ def sweep() -> None:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder and its contents; ignore missing permissions."""
+    """Remove a folder and its contents; raise no error for what cannot be removed."""
     from nemo_prorl.rewards.sandbox.zygote import empty_folder
 
     with contextlib.suppress(OSError):
@@ -51,7 +51,7 @@ def remove(folder: str) -> None:
 
 
 def threads_behind(pidfd: int) -> int:
-    """Return the number of threads of the process behind a pidfd, in any namespace; 0 if the process has ended."""
+    """Return the number of threads of the process that a pidfd refers to; 0 if the process has ended."""
     try:
         return int(psutil.Process(_pid(pidfd)).num_threads())
     except (psutil.Error, OSError, IndexError, ValueError):

@@ -49,7 +49,10 @@ def independent(source: str) -> bool:
 
 
 def _reaches_out(node: ast.AST, imported: set[str], system: set[str]) -> bool:
-    """Return whether a node of a program may read or change state that the next test sees."""
+    """Return whether a node of a program may read or change state that the next test sees.
+
+    `imported`: names that the program's imports define.  `system`: those of them that are the module `sys`.
+    """
     if isinstance(node, ast.Name):
         return node.id in _NO_NAMES
     if not isinstance(node, ast.Attribute):

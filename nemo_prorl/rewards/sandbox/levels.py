@@ -51,7 +51,12 @@ _LACKS = {
 
 @dataclass(frozen=True)
 class Proof:
-    """The result of trying a level.  `open`: escapes that succeeded; `lacks`: known gaps; `failure`: why it failed."""
+    """The result of trying a level.
+
+    `layers`: protections that the sandbox process reported, such as `landlock` with its version.  `open`: escapes that
+    succeeded although the level must stop them.  `lacks`: known gaps of the level, as sentences for users.  `failure`:
+    reason why the level does not work on this machine, or why the escapes could not be tried.
+    """
 
     level: str
     layers: dict[str, Any] = field(default_factory=dict)
@@ -77,10 +82,10 @@ class _Places:
     """Canaries: files and sockets that a program must not reach."""
 
     folder: Path
-    secret: Path
-    text: str
+    secret: Path  # file in `folder`
+    text: str  # content of `secret`
     listeners: tuple[socket.socket, ...]
-    words: dict[str, Any]
+    words: dict[str, Any]  # input of `escapes.py`, which names the canaries
 
     def touched(self) -> list[str]:
         """Return the effects of the attempts outside of the sandbox, as phrases like `change files of the host`."""

@@ -76,9 +76,9 @@ def _refused(number: int = errno.EPERM) -> Instruction:
 
 
 def _one_of(index: int, values: Iterable[int], otherwise: int = errno.EPERM) -> list[Instruction]:
-    """Return instructions that allow a call if the lower word of argument `index` is one of `values`.
+    """Return instructions that allow a call if the lower 32 bits of argument `index` are one of `values`.
 
-    `otherwise`: errno of the refusal for other values.
+    `otherwise`: errno with which the call is refused for other values.
     """
     wanted = list(values)
     tests = [(_EQUAL, len(wanted) - at, 0, value) for at, value in enumerate(wanted)]
@@ -139,7 +139,8 @@ def _special() -> dict[int, list[Instruction]]:
 def build_filter(own_root: bool) -> bytes:
     """Return the filter, with a placeholder for the process id (see `for_process`).
 
-    `own_root`: whether all files of the host that the program sees are read-only.
+    `own_root`: whether the program sees the host's files only in read-only mounts (level "full").  Then the calls of
+    `_OWN_ROOT`, such as chmod, are allowed, too.
     """
     program: list[Instruction] = [
         (_LOAD, 0, 0, 4),

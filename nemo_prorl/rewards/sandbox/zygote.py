@@ -54,7 +54,10 @@ class SandboxPlan:
 
 
 def main(arguments: list[str]) -> int:
-    """Confine this process and serve.  `arguments`: the socket's descriptor, the parent's id, the plan as JSON."""
+    """Confine this process, and run programs until the caller closes the socket; return the exit code.
+
+    `arguments`: descriptor of the socket, process id of the parent, and the `SandboxPlan` as JSON.
+    """
     sock = socket.socket(fileno=int(arguments[0]))
     kernel.die_with_parent(int(arguments[1]))
     plan = SandboxPlan(**json.loads(arguments[2]))
@@ -217,7 +220,10 @@ class _Clock:
         self._cpu = (~pid << 3) | 2  # clock_getcpuclockid(3), which Python does not have
 
     def left_s(self) -> float:
-        """Return the seconds that the child still has; waiting for a CPU may extend them.  0 or less: it has none."""
+        """Return the seconds that the child may still run; 0 or less: its time is over.
+
+        Time in which the child waited for a CPU does not count.
+        """
         if self._left_s() <= 0:
             self._update_queued()
         return self._left_s()

@@ -83,7 +83,7 @@ def _end_all_but_trackers() -> None:
 
 
 def _others() -> list[psutil.Process]:
-    """Return the living processes of this process group, without zombies."""
+    """Return the other living processes of this process group, without this process and without zombies."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):

@@ -296,7 +296,8 @@ class EngineServer:
 def _record(last: Any, tokens: int, began: float) -> None:
     """Add a response to the trace, if a trace is recorded.
 
-    `last`: vLLM's last output for the response; None if vLLM returned no output.
+    `last`: vLLM's last output for the response; None if vLLM returned no output.  `tokens`: number of generated tokens.
+    `began`: time of the request on the monotonic clock, in seconds.
     """
     reason = None if last is None else last.outputs[0].finish_reason
     fields: dict[str, Any] = {
@@ -373,7 +374,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--kv-mb", type=int, help="size of the KV cache in MiB; default: vLLM's share of the device")
     p.add_argument("--eager", action="store_true", help="run the model without compiling it")
     p.add_argument("--sleep", action="store_true", help="allow the engine to sleep (POST /sleep)")
-    p.add_argument("--hold-file", help="wait until this file is removed before taking memory; default: none")
+    p.add_argument(
+        "--hold-file", help="file whose removal the engine awaits before it takes device memory; default: none"
+    )
     p.add_argument(
         "--hold-s", type=float, default=3600.0, help="seconds to wait for the removal of --hold-file; default: 3600"
     )

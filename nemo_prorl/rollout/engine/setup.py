@@ -21,7 +21,15 @@ def is_cpu_build() -> bool:
 
 
 def set_environment(threads: int, eager: bool) -> None:
-    """Set the environment variables that vLLM and OpenMP read at import; keep the user's values; extend PYTHONPATH."""
+    """Set the environment variables that vLLM and OpenMP read at import.
+
+    Variables that are set already keep their values.  PYTHONPATH is extended by the folder that contains
+    nemo_prorl, so that the engine's core process can import it.
+
+    Args:
+        threads: OpenMP threads of a CPU build.
+        eager: whether the model runs uncompiled (--eager).
+    """
     values = {
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -47,7 +55,7 @@ def set_environment(threads: int, eager: bool) -> None:
 
 
 def cpu_options(eager: bool) -> dict[str, Any]:
-    """Return the additional engine options for vLLM's CPU build."""
+    """Return the additional engine options for vLLM's CPU build; `eager`: the model runs uncompiled."""
     return {
         # For a prompt in two chunks vLLM rewinds the random generator of the response.  A CPU generator cannot be
         # rewound, so the core would die.
@@ -62,9 +70,9 @@ def cpu_options(eager: bool) -> dict[str, Any]:
 def gpu_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the additional engine options for vLLM's CUDA build.
 
-    vLLM refuses to start unless the share `gpu_memory_utilization` of the device's memory is free.  If --kv-mb sets the
-    size of the KV cache, vLLM uses the share for nothing else.  A small share then lets an engine restart beside a
-    trainer on the same device.
+    vLLM refuses to start unless the share `gpu_memory_utilization` of the device's memory is free.  vLLM also derives
+    the size of the KV cache from this share, unless --kv-mb sets the size.  With --kv-mb the share can therefore be
+    small, so that an engine can restart while a trainer uses most of the same device.
     """
     share = {} if args.kv_mb is None else {"gpu_memory_utilization": 0.01}
     return {"enable_sleep_mode": args.sleep, **share}
@@ -101,7 +109,12 @@ def make_engine(args: argparse.Namespace) -> Any:
 
 
 def limits_of(config: Any, context_tokens: int) -> ModelLimits:
-    """Return the limits of a model from `config`, its config.json as read by vLLM."""
+    """Return the limits of a model: context length in tokens, vocabulary size and stop tokens.
+
+    Args:
+        config: the model's config.json as read by vLLM.
+        context_tokens: maximum length of prompt and response together (--max-model-len).
+    """
     eos = config.eos_token_id
     stop = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
     return ModelLimits(context_tokens, config.vocab_size, stop)

@@ -78,8 +78,8 @@ class WeightLoader:
     def prorl_load_weights(self, path: str) -> None:
         """Load a checked file into the running model.  After an error the model may contain old and new weights.
 
-        Tensors are cast to the engine's dtype first, as at the start of an engine.  Otherwise vLLM would keep biases
-        unrounded on a CPU, where they are stored in float32.
+        Each tensor is first rounded to the engine's dtype, as when an engine starts.  vLLM's CPU build stores biases in
+        float32, so without this cast a loaded bias would have more digits than the same bias after a restart.
         """
         dtype = self.model_config.dtype
         with safe_open(path, framework="pt") as file:

@@ -107,7 +107,11 @@ def blocks(text: str, slack: int) -> list[Block]:
 
 
 def _opening(line: str, start: int) -> _Opened | None:
-    """Return the block that a line opens, if any.  A fence after prose counts if nothing but a language follows."""
+    """Return the block that a line opens; None if the line does not open a block.
+
+    A fence that follows other text in its line opens a block only if at most one word, the language, follows the fence.
+    `start`: index of the line after the fence.
+    """
     fence = _FENCE.match(line)
     if fence is None or not _PREFIX.fullmatch(fence[1]):
         fence = _AFTER_PROSE.match(line)

@@ -83,9 +83,11 @@ def satisfies(number: int, relation: str, limit: int) -> bool:
 
 
 def pattern(expression: str, frame: str = "{}", flags: int = re.IGNORECASE) -> re.Pattern[str]:
-    """Compile a keyword, put into `frame`, as a regular expression, as IFEval does.
+    """Return the compiled regular expression of a keyword, as IFEval uses it.
 
-    A keyword that is not a valid regular expression, such as "a)", is matched literally.
+    Args:
+        expression: the keyword.  If it is not a valid regular expression, such as "a)", it is matched literally.
+        frame: regular expression with `{}` in place of the keyword.
     """
     try:
         return re.compile(frame.format(expression), flags)

@@ -27,14 +27,14 @@ _SPACED_ELLIPSIS = ". . ."  # an abbreviation to the model
 
 @dataclass(frozen=True)
 class _Model:
-    """Punkt's parameters.  Words are in lower case; the last three sets tell how the training text wrote a word."""
+    """Punkt's parameters.  Words are in lower case; the last three sets are from Punkt's training text."""
 
-    abbreviations: frozenset[str]
-    collocations: frozenset[tuple[str, str]]
-    starters: frozenset[str]
-    seen_lower: frozenset[str]
-    never_upper_inside: frozenset[str]
-    lower_at_start: frozenset[str]
+    abbreviations: frozenset[str]  # without the final period
+    collocations: frozenset[tuple[str, str]]  # two words that never have a sentence end between them
+    starters: frozenset[str]  # frequent first words of sentences
+    seen_lower: frozenset[str]  # words that occurred in lower case
+    never_upper_inside: frozenset[str]  # of `seen_lower`, words never capitalised inside a sentence
+    lower_at_start: frozenset[str]  # of these, words that also began a sentence in lower case
 
 
 @dataclass
@@ -133,7 +133,7 @@ def _ends_sentence(token: _Token, following: _Token) -> bool:
 
 
 def _contains_end(context: str) -> bool:
-    """Return whether a sentence ends between two words of `context`."""
+    """Return whether a sentence ends anywhere inside `context`, that is after a word other than the last."""
     words = [word for line in context.split("\n") for word in _WORD.findall(line)]
     tokens = [_classified(word) for word in words]
     return any(_ends_sentence(*pair) for pair in itertools.pairwise(tokens))

@@ -84,7 +84,8 @@ def wrapped(text: str) -> bool:
 def clean(answer: str) -> str:
     r"""Remove typesetting from an answer: `$`, `\(`, `\left`, `\!`, braces around it, punctuation at its end.
 
-    Also rewrites notation that math-verify cannot read: `np.`, `7./4`, `\{x|x>2\}`, an `i` that touches its factor.
+    Also rewrites notation that math-verify cannot read: `np.arcsin` as `\arcsin`, `7./4` as `7/4`, `\{x|x>2\}` as
+    `x>2`, and `2i` as `2 i`.
     """
     text = _LAYOUT.sub(" ", re.sub(r"\\!\s*", "", answer)).replace("np.", "\\").replace("./", "/")
     text = text.strip().rstrip(".,;: \n")

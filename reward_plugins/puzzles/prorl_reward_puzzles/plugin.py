@@ -67,7 +67,7 @@ def _scorer(dataset: str, options: str) -> Scorer:
     try:
         score: Scorer = create_dataset(dataset, **json.loads(options)).score_answer
     except Exception as error:
-        raise ValueError(f"truth.config does not fit reasoning-gym's {dataset!r}: {error}") from error
+        raise ValueError(f"truth.config does not fit reasoning-gym's data set {dataset!r}: {error}") from error
     return score
 
 
@@ -141,7 +141,9 @@ class PuzzlesReward(RewardPlugin):
             raw = float(score_answer(answer, entry))
         except Exception as error:
             self._raise_if_bad_entry(dataset, entry, score_answer, error)
-            raise InvalidAnswer(f"{dataset}'s scorer refused it: {type(error).__name__}: {error}") from error
+            raise InvalidAnswer(
+                f"the scorer of {dataset!r} refused the answer: {type(error).__name__}: {error}"
+            ) from error
         score = min(1.0, max(0.0, raw))
         parts = {} if score == raw else {"raw": raw}
         return RewardResult(score=score, correct=score >= 1.0 - 1e-9, parts=parts, detail=f"{dataset}: {raw:g}")

@@ -31,8 +31,11 @@ def check_options(truth: dict[str, Any]) -> None:
 def same_list(truth: str, answer: str, same: Any) -> bool | None:
     """Return whether the answer equals a truth that is an ordered list in square brackets (`[4, 2]`).
 
-    The answer may omit the brackets or use `()` or `<>`.  None if the truth is not such a list, or if it has two
-    elements and the answer is in `()` or `<>`, which may be an interval.
+    The answer may omit the brackets or use `()` or `<>`.
+
+    Returns:
+        None if the truth is not such a list.  Also None if the truth has two elements and the answer is in `()` or
+        `<>`, because the answer may be an interval.
     """
     if not re.fullmatch(r"\[[^\[\]]*\]", truth.strip()):
         return None

@@ -24,13 +24,13 @@ KINDS = list(_IDS)
 
 @dataclass
 class _Text:
-    """A correct response under construction: its nouns, minimum length, ending and form."""
+    """A correct response under construction, as the instructions of the record require it."""
 
-    nouns: list[str]
-    banned: str = ""
-    least: int = 0
-    end: str = ""
-    kinds: set[str] = field(default_factory=set)
+    nouns: list[str]  # nouns that the text must contain; the first is the topic
+    banned: str = ""  # noun that the text must not contain
+    least: int = 0  # minimum number of words
+    end: str = ""  # phrase that the text must end with
+    kinds: set[str] = field(default_factory=set)  # kinds of the record's instructions
 
     def free_nouns(self) -> list[str]:
         """Return the nouns that no instruction mentions yet."""

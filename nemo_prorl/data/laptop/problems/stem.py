@@ -32,7 +32,7 @@ def stem(source: DataSource) -> Draw:
     """Return the draw function for science questions.
 
     Options: `kinds` (some of `units`, `laws`, `elements`), `max_value` (largest quantity to convert), `max_factor`
-    (largest first factor of a law; the second factor has one digit).
+    (largest first quantity in a question of the kind `laws`; the second quantity is 1 to 9).
     """
     options = options_of(source, {"kinds": KINDS, "max_value": 99, "max_factor": 19})
     kinds = kinds_of(source, options["kinds"], KINDS)

@@ -51,7 +51,7 @@ def scheduler_options() -> dict[str, Any]:
 
 
 def cpu_options(eager: bool) -> dict[str, Any]:
-    """Return the engine options that select the worker and, for an uncompiled (eager) model, the norms of cpu.py."""
+    """Return the engine options that select the worker of cpu.py and, for an uncompiled model (`eager`), its norms."""
     if not fits_installed_vllm():
         return {}
     worker = {"worker_extension_cls": f"{__name__}.cpu.CpuWorker"}

@@ -61,8 +61,9 @@ def _register_norms() -> None:
 def _pad_float32_heads() -> None:
     """Make vLLM pad the input of a 16-bit model's float32 `lm_head` to 4 rows (one row per running response).
 
-    Without padding, products of fewer rows are summed in another order, and the log-probabilities of a response depend
-    on the load of the engine.  Products in bf16, and the products of float32 models, do not depend on it.
+    A matrix product with fewer than 4 rows is summed in another order.  Without padding, the log-probabilities of a
+    response would therefore depend on how many other responses run.  Products in bf16, and the products of float32
+    models, are equal at every load, so they are not padded.
     """
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
@@ -79,7 +80,10 @@ def _pad_float32_heads() -> None:
 
 
 class CpuWorker(WeightLoader):
-    """Mixin for vLLM's worker on CPUs.  vLLM loads it by name, and thereby imports this module."""
+    """The methods of `WeightLoader` for vLLM's worker on CPUs.
+
+    The class adds no method.  vLLM loads it by its name, and this import of the module changes vLLM in the worker.
+    """
 
 
 _register_norms()

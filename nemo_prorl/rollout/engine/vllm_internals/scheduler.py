@@ -1,10 +1,10 @@
 """Scheduler for vLLM that returns the tokens of a response every few seconds instead of one by one.
 
-vLLM returns each token of each response as it is sampled, with three arrays for its log-probability, which both
-processes of an engine pack and unpack.  This project uses only finished responses.  With a small model on a CPU,
-holding the tokens back saves a fifth of the engine's time, and vLLM's bookkeeping for the tokens in the middle of a
-response takes another tenth.  `_store_middle_tokens` replaces this bookkeeping.  The tokens of unfinished responses are
-returned every `RELEASE_S` seconds, so that the server can count the tokens.
+vLLM returns each token of each response as soon as it is sampled.  With each token, it sends three arrays for the
+log-probability from one process of the engine to the other.  This project uses only finished responses.  With a small
+model on a CPU, holding the tokens back saves a fifth of the engine's time.  vLLM's bookkeeping for the tokens in the
+middle of a response takes another tenth; `_store_middle_tokens` replaces this bookkeeping.  The tokens of unfinished
+responses are returned every `RELEASE_S` seconds, so that the server can count the tokens.
 
 Runs in the engine core's process.
 """
@@ -34,7 +34,7 @@ class _Held:
     left: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    prefill: Any = None  # statistics of the prefill, which only the first output has
+    prefill: Any = None  # vLLM's statistics of the prefill, which vLLM sends only with the first token
 
 
 class WholeResponses(Scheduler):  # type: ignore[misc]
@@ -59,11 +59,15 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
         return outputs
 
     def _store_middle_tokens(self, scheduler_output: Any, sampled: Any) -> Any:
-        """Store the tokens that neither begin nor end a response.
+        """Store the new tokens of this step that neither begin nor end a response.
+
+        Args:
+            scheduler_output: vLLM's record of the requests that were computed in this step.
+            sampled: vLLM's record of the tokens that were sampled in this step.
 
         Returns:
-            `scheduler_output` without the requests of the stored tokens.  vLLM itself processes the requests that are
-            left: prefills, first tokens, last tokens, and requests that are not running.
+            `scheduler_output` without the requests whose tokens were stored.  vLLM itself must process the other
+            requests: prefills, first tokens, last tokens, and requests that are not running.
         """
         logprob_N = None if sampled.logprobs is None else sampled.logprobs.logprobs[:, 0].tolist()
         left = {}

@@ -1,0 +1,124 @@
+"""Samples of what a node's processes use, written by its supervisor to endpoints/usage-NODE.json (`nemo_prorl.usage`).
+
+A thread takes the samples, so that a slow disk or a process with much memory delays nothing.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from nemo_prorl.launcher.doctor.storage import available_memory
+from nemo_prorl.launcher.peers import Place
+from nemo_prorl.launcher.processes import Child
+from nemo_prorl.lifecycle.records import write_json
+from nemo_prorl.usage import NodeUsage, ProcessUsage
+
+_EVERY_S = 10.0  # seconds between samples
+_SHARE = 0.01  # of the time may be spent on a sample, and on the size of the run directory
+_FIRST_S = 2.0
+
+
+class UsageSampler:
+    """A thread that samples the supervisor and its children until `close`."""
+
+    def __init__(self, children: Sequence[Child], run_dir: Path, place: Place) -> None:
+        self._children, self._dir, self._place = children, run_dir, place
+        self._file = run_dir / "endpoints" / f"usage-{place.node}.json"
+        self._run_dir_bytes: int | None = None
+        self._walk_at = 0.0
+        self._closed = threading.Event()
+        threading.Thread(target=self._work, daemon=True, name="usage").start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _work(self) -> None:
+        pause = _FIRST_S
+        while not self._closed.wait(pause):
+            began = time.monotonic()
+            with contextlib.suppress(OSError):  # a disk that is full or away is reported elsewhere
+                write_json(self._file, self.sample())
+            pause = max(_EVERY_S, (time.monotonic() - began) / _SHARE)
+
+    def sample(self) -> NodeUsage:
+        """Return what the processes use now.  A process that has just ended is left out."""
+        running = {child.name: child.process.pid for child in self._children if child.process is not None}
+        below = descendants({*running.values()})
+        processes = {name: _together([pid, *below[pid]]) for name, pid in running.items()}
+        processes[f"supervisor-{self._place.node}"] = _together([os.getpid()])
+        shm = os.statvfs("/dev/shm")
+        return {
+            "host": self._place.host or os.uname().nodename,
+            "time": time.time(),
+            "free_bytes": available_memory(os.environ)[0],
+            "shm_bytes": (shm.f_blocks - shm.f_bfree) * shm.f_frsize,
+            "run_dir_bytes": self._size() if self._place.node == 0 else None,
+            "processes": {name: usage for name, usage in processes.items() if usage["threads"]},
+        }
+
+    def _size(self) -> int | None:
+        """Return the size of the run directory; it is measured again after 100 times the seconds that this took."""
+        began = time.monotonic()
+        if began >= self._walk_at:
+            self._run_dir_bytes = sum(file.stat(follow_symlinks=False).st_size for file in _files(self._dir))
+            self._walk_at = began + (time.monotonic() - began) / _SHARE
+        return self._run_dir_bytes
+
+
+def _files(folder: Path) -> Iterator["os.DirEntry[str]"]:
+    """Yield the files below a folder; files that disappear meanwhile are left out."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _files(Path(entry.path))
+            else:
+                yield entry
+
+
+def descendants(pids: set[int]) -> Mapping[int, list[int]]:
+    """Return the processes below each process, as /proc shows them."""
+    children: dict[int, list[int]] = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                parent = int(Path(entry.path, "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    found: dict[int, list[int]] = {}
+    for pid in pids:
+        below, ahead = [], [pid]
+        while ahead:
+            more = children.get(ahead.pop(), [])
+            below += more
+            ahead += more
+        found[pid] = below
+    return found
+
+
+def _together(pids: Sequence[int]) -> ProcessUsage:
+    """Return the sums over processes; all 0 if none of them runs."""
+    total: ProcessUsage = {
+        "pid": pids[0],
+        "resident_bytes": 0,
+        "proportional_bytes": 0,
+        "open_files": 0,
+        "threads": 0,
+    }
+    for pid in pids:
+        folder = Path("/proc") / str(pid)
+        with contextlib.suppress(OSError, ValueError, StopIteration):
+            resident, proportional = _memory(folder)
+            total["resident_bytes"] += resident
+            total["proportional_bytes"] += proportional
+            total["open_files"] += len(os.listdir(folder / "fd"))
+            total["threads"] += len(os.listdir(folder / "task"))
+    return total
+
+
+def _memory(process: Path) -> tuple[int, int]:
+    """Return a process's resident and proportional memory in bytes."""
+    lines = (process / "smaps_rollup").read_text().splitlines()
+    values = {key: int(value.split()[0]) << 10 for key, _, value in (line.partition(":") for line in lines[1:])}
+    return values["Rss"], values["Pss"]

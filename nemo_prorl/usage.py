@@ -1,0 +1,165 @@
+"""Memory, open files and threads of a run's processes: the samples of each node, and whether something grows.
+
+The supervisor of a node writes a sample to endpoints/usage-NODE.json every few seconds (`launcher.usage`).  Rank 0 adds
+the newest samples to the metrics of each step, as `system/*`.  Memory of GPUs is not included.
+"""
+
+import json
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import TypedDict
+
+from nemo_prorl.schema import Count, Number, Time
+
+RESTART_SUFFIX = ".restart"  # endpoints/engine-K.restart: a request to the supervisor to start this engine again
+_POINTS = 60  # of a window; more points cost time and say little more
+_LEAST_POINTS = 30
+_SIGMAS = 3.0  # certainty of a growth
+_AHEAD = 5  # times the observed steps are foreseen at most, because memory grows faster at a start
+_EVERY = 20  # steps between two looks for growth
+_KINDS = {"trainer": "rank", "engine": "engine", "rewards": "rewards", "supervisor": "supervisor"}
+
+
+class ProcessUsage(TypedDict):
+    """A process of the run, together with all processes that it started."""
+
+    pid: Number
+    resident_bytes: Count
+    """resident memory; memory that several processes share counts once for each"""
+    proportional_bytes: Count
+    """resident memory, with shared memory divided by the number of processes that share it"""
+    open_files: Count
+    threads: Count
+
+
+class NodeUsage(TypedDict):
+    """A sample of a node."""
+
+    host: str
+    time: Time
+    free_bytes: Count
+    """memory that the processes of this job can still take on the node"""
+    shm_bytes: Count
+    """memory of the files in /dev/shm, of all programs"""
+    run_dir_bytes: Count | None
+    """size of the files in the run directory; null on nodes other than node 0"""
+    processes: dict[str, ProcessUsage]
+    """by name, such as trainer-0, engine-3, rewards-0, supervisor-0"""
+
+
+def newest(endpoints: Path) -> list[NodeUsage]:
+    """Return the newest sample of each node; nodes without a readable sample are left out."""
+    found = []
+    for file in sorted(endpoints.glob("usage-*.json")):
+        with suppress(OSError, ValueError):
+            found.append(json.loads(file.read_text()))
+    return found
+
+
+def totals(nodes: Sequence[NodeUsage]) -> dict[str, float]:
+    """Return the metrics `system/*` of a step, without the prefix; empty without a sample.  GB are 10^9 bytes."""
+    if not nodes:
+        return {}
+    found = {
+        "free_gb": min(node["free_bytes"] for node in nodes) / 1e9,
+        "shm_gb": max(node["shm_bytes"] for node in nodes) / 1e9,
+    }
+    for node in nodes:
+        if (size := node["run_dir_bytes"]) is not None:
+            found["run_dir_gb"] = size / 1e9
+        for name, process in node["processes"].items():
+            values = {
+                f"{_KINDS[name.rpartition('-')[0]]}_gb": process["proportional_bytes"] / 1e9,
+                "open_files": process["open_files"],
+                "threads": process["threads"],
+            }
+            for key, value in values.items():
+                found[key] = max(found.get(key, 0.0), float(value))
+    return found
+
+
+def growth(points: Sequence[tuple[float, float]], sigmas: float = _SIGMAS) -> tuple[float, float]:
+    """Return the slope of y over x that the points show, and a lower bound of it (Sen 1968).
+
+    The slope is the median of the slopes of all pairs of points, which single outliers do not move.  The bound is the
+    slope whose rank lies `sigmas` standard deviations of Kendall's statistic below the median.
+    """
+    slopes = sorted((b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(points, 2) if b[0] > a[0])
+    if not slopes:
+        return 0.0, -math.inf
+    n = len(points)
+    ranks = sigmas * math.sqrt(n * (n - 1) * (2 * n + 5) / 18.0)
+    lower = math.floor((len(slopes) - ranks) / 2.0)
+    return median(slopes), slopes[lower] if lower >= 0 else -math.inf
+
+
+@dataclass
+class GrowthWatch:
+    """Finds nodes whose memory will be full before the run ends; one object on rank 0, not saved in checkpoints.
+
+    It looks at the second half of the steps since the start of the process, and reports a node once.
+    """
+
+    observed: int = 0  # steps
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=4000))
+    memory: dict[str, deque[tuple[int, dict[str, int], int]]] = field(default_factory=dict)
+    reported: set[str] = field(default_factory=set)
+
+    def observe(self, step: int, seconds: float, nodes: Iterable[NodeUsage], max_steps: int) -> Iterator[str]:
+        """Add a step's samples; yield a text for each node that will be full before step `max_steps`.
+
+        Args:
+            seconds: duration of the step.
+        """
+        self.observed += 1
+        self.seconds.append(seconds)
+        for node in nodes:
+            sizes = {name: process["proportional_bytes"] for name, process in node["processes"].items()}
+            self.memory.setdefault(node["host"], deque(maxlen=4000)).append((step, sizes, node["free_bytes"]))
+        if step % _EVERY == 0:
+            for host in self.memory.keys() - self.reported:
+                if text := self._finding(host, max_steps - step):
+                    self.reported.add(host)
+                    yield text
+
+    def _finding(self, host: str, steps_left: int) -> str | None:
+        seen = list(self.memory[host])
+        seen = seen[len(seen) // 2 :]
+        if len(seen) < _LEAST_POINTS:
+            return None
+        points = seen[:: -(-len(seen) // _POINTS)]
+        slope, least = growth([(step, float(sum(sizes.values()))) for step, sizes, _ in points])
+        free = seen[-1][2]
+        if least * min(steps_left, _AHEAD * self.observed) <= free:
+            return None
+        each = {name: growth([(s, float(sizes.get(name, 0))) for s, sizes, _ in points])[0] for name in points[-1][1]}
+        name = max(each, key=lambda name: each[name])
+        hours = free / slope * median(self.seconds) / 3600.0
+        return (
+            f"{host} uses {slope / 1e6:.3g} MB more with each step, most of it in {name} ({each[name] / 1e6:.3g} MB);"
+            f" the {free / 1e9:.3g} GB left are used in {hours:.3g} h. Fix: for an engine set rollout.recycle_gb; for"
+            " another process stop the run before that time and continue it"
+        )
+
+
+def request_restarts(endpoints: Path, above_bytes: float) -> list[str]:
+    """Ask the supervisors to start the engines again that use more memory; return their names.
+
+    Engines whose newest sample is of an earlier process are left alone.
+    """
+    asked = []
+    for node in newest(endpoints):
+        for name, process in node["processes"].items():
+            if not name.startswith("engine-") or process["resident_bytes"] <= above_bytes:
+                continue
+            with suppress(OSError, ValueError, KeyError):
+                if json.loads((endpoints / f"{name}.json").read_text())["pid"] == process["pid"]:
+                    (endpoints / f"{name}{RESTART_SUFFIX}").touch()
+                    asked.append(name)
+    return asked

@@ -1,0 +1,164 @@
+"""Memory of the processes of a run: what a node's sample has, and which growth is found."""
+
+import json
+import math
+import os
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_prorl.deadlines import Deadline
+from nemo_prorl.launcher.peers import Place
+from nemo_prorl.launcher.processes import Child, MergedLog, stop_all
+from nemo_prorl.launcher.usage import UsageSampler
+from nemo_prorl.usage import GrowthWatch, growth, newest, request_restarts, totals
+
+MB, GB = 10**6, 10**9
+
+
+def node(sizes: dict[str, float], free: float = 100 * GB, host: str = "n0", pid: int = 7) -> Any:
+    processes = {
+        name: {
+            "pid": pid,
+            "resident_bytes": int(2 * size),
+            "proportional_bytes": int(size),
+            "open_files": 10,
+            "threads": 3,
+        }
+        for name, size in sizes.items()
+    }
+    return {
+        "host": host,
+        "time": 1.0,
+        "free_bytes": int(free),
+        "shm_bytes": 5 * GB,
+        "run_dir_bytes": 2 * GB if host == "n0" else None,
+        "processes": processes,
+    }
+
+
+def findings(sizes: Sequence[float], free: float, max_steps: int, seconds: float = 36.0) -> list[str]:
+    watch, found = GrowthWatch(), []
+    for step, size in enumerate(sizes, 1):
+        sample = node({"engine-0": size, "trainer-0": 3 * GB}, free)
+        found += list(watch.observe(step, seconds, [sample], max_steps))
+    return found
+
+
+class TestGrowth:
+    def test_a_line_has_its_slope_in_spite_of_outliers(self) -> None:
+        points = [(float(x), 3.0 * x) for x in range(60)]
+        points[10], points[50] = (10.0, 1e9), (50.0, -1e9)
+        slope, least = growth(points)
+        assert slope == pytest.approx(3.0)
+        assert 2.0 < least <= 3.0
+
+    def test_noise_has_no_sure_slope(self) -> None:
+        noise, sure = random.Random(3), 0
+        for _ in range(200):
+            sure += growth([(float(x), noise.gauss(0, 1)) for x in range(60)])[1] > 0
+        assert sure <= 2  # 1 in 740 is expected
+
+    @pytest.mark.parametrize("points", [[], [(1.0, 2.0)], [(1.0, 2.0), (1.0, 3.0)], [(1.0, 2.0), (2.0, 5.0)]])
+    def test_few_points_have_no_bound(self, points: list[tuple[float, float]]) -> None:
+        assert growth(points)[1] == -math.inf
+
+
+class TestWatch:
+    def test_a_node_that_will_be_full_is_reported_once_with_process_and_hours(self) -> None:
+        found = findings([GB + 3.1 * MB * step for step in range(900)], 12.4 * GB, 10_000)
+        assert len(found) == 1
+        # 12.4 GB at 3.1 MB a step of 36 s
+        assert "n0 uses 3.1 MB more with each step, most of it in engine-0 (3.1 MB)" in found[0]
+        assert "the 12.4 GB left are used in 40 h. Fix: " in found[0]
+        assert "rollout.recycle_gb" in found[0]
+
+    def test_growth_that_fits_until_the_last_step_is_no_alarm(self) -> None:
+        sizes = [GB + 3.1 * MB * step for step in range(400)]
+        assert findings(sizes, 12.4 * GB, 4_000) == []
+        assert findings(sizes, 12.4 * GB, 5_000) == []  # 400 steps foresee 2,000
+        assert findings([*sizes, *(GB + 3.1 * MB * step for step in range(400, 900))], 12.4 * GB, 5_000) != []
+
+    def test_memory_that_grew_at_the_start_only_is_no_alarm(self) -> None:
+        sizes = [GB * (4 - 3 * math.exp(-step / 20)) for step in range(600)]
+        assert findings(sizes, 8 * GB, 10_000) == []
+
+    def test_noise_is_no_alarm(self) -> None:
+        noise = random.Random(1)
+        assert findings([GB + noise.gauss(0, 50 * MB) for _ in range(600)], 4 * GB, 100_000) == []
+
+
+class TestSamples:
+    def test_metrics_are_those_of_the_largest_process_and_the_fullest_node(self) -> None:
+        nodes = [
+            node({"trainer-0": GB, "engine-0": 3 * GB, "rewards-0": GB / 2, "supervisor-0": GB / 10}),
+            node({"trainer-1": 2 * GB, "engine-1": GB}, free=4 * GB, host="n1"),
+        ]
+        assert totals(nodes) == {
+            "free_gb": 4.0,
+            "shm_gb": 5.0,
+            "run_dir_gb": 2.0,
+            "rank_gb": 2.0,
+            "engine_gb": 3.0,
+            "rewards_gb": 0.5,
+            "supervisor_gb": 0.1,
+            "open_files": 10.0,
+            "threads": 3.0,
+        }
+        assert totals([]) == {}
+
+    def test_a_half_written_sample_is_left_out(self, tmp_path: Path) -> None:
+        (tmp_path / "usage-0.json").write_text(json.dumps(node({"engine-0": GB})))
+        (tmp_path / "usage-1.json").write_text('{"host": "n1"')
+        assert [sample["host"] for sample in newest(tmp_path)] == ["n0"]
+
+    def test_only_a_large_engine_of_the_present_process_is_restarted(self, tmp_path: Path) -> None:
+        for k, pid in ((0, 7), (1, 8), (2, 7)):  # the sample of engine-1 is of an earlier process
+            (tmp_path / f"engine-{k}.json").write_text(json.dumps({"pid": pid}))
+        sample = node({"engine-0": 3 * GB, "engine-1": 3 * GB, "engine-2": GB, "engine-3": 3 * GB, "trainer-0": 9 * GB})
+        (tmp_path / "usage-0.json").write_text(json.dumps(sample))
+        assert request_restarts(tmp_path, 5 * GB) == ["engine-0"]  # resident memory is twice as large here
+        assert [file.name for file in tmp_path.glob("*.restart")] == ["engine-0.restart"]
+
+
+@pytest.mark.starts
+def test_a_sample_counts_a_process_with_those_it_started(tmp_path: Path) -> None:
+    """The child keeps 8 MB and 5 files open; the process that it starts keeps 64 MB."""
+    grandchild = "kept = bytearray(64 << 20); print('up'); import time; time.sleep(60)"
+    code = (
+        "import subprocess, sys, os; kept = bytearray(8 << 20); files = [open(os.devnull) for _ in range(5)];"
+        f"below = subprocess.Popen([sys.executable, '-u', '-c', {grandchild!r}]); below.wait()"
+    )
+    child = Child(
+        "engine-0",
+        [sys.executable, "-u", "-c", code],
+        dict(os.environ),
+        tmp_path / "log",
+        MergedLog(tmp_path / "all"),
+    )
+    run = tmp_path / "run"
+    (run / "endpoints").mkdir(parents=True)
+    (run / "kept").write_bytes(b"x" * 12345)
+    child.start()
+    sampler = UsageSampler([child], run, Place())
+    try:
+        Deadline(20, "the grandchild").wait_until(lambda: "up" in child.tail)
+        sample = sampler.sample()
+        engine, supervisor = sample["processes"]["engine-0"], sample["processes"]["supervisor-0"]
+        assert child.process is not None
+        assert engine["pid"] == child.process.pid
+        assert 72 << 20 < engine["proportional_bytes"] <= engine["resident_bytes"] < 200 << 20
+        assert engine["threads"] == 2
+        assert engine["open_files"] >= 2 * 3 + 5
+        assert supervisor["pid"] == os.getpid()
+        assert sample["run_dir_bytes"] == 12345
+        assert sample["free_bytes"] > 0
+        Deadline(20, "a sample in the file").wait_until(lambda: bool(newest(run / "endpoints")))
+    finally:
+        sampler.close()
+        stop_all([child], 0.0, quiet=True)
+    assert "engine-0" not in sampler.sample()["processes"]

@@ -126,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     from nemo_prorl.migration import cli as migration_cli
     from nemo_prorl.planning import replay
     from nemo_prorl.report import cli as report_cli
+    from nemo_prorl.report import forecast
     from nemo_prorl.rewards import reverify
 
     data_cli.add_parser(commands)
@@ -138,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluation_cli.add_parser(commands)
     probe.add_parser(commands)
     report_cli.add_parser(commands)
+    forecast.add_parser(commands)
     return parser
 
 

@@ -37,6 +37,7 @@ def test_help_lists_the_commands(prorl: Prorl) -> None:
         "export-hf",
         "rewards",
         "replay",
+        "forecast",
         "reverify",
         "doctor",
     )

@@ -49,6 +49,7 @@ HERE = {  # in this process, on files made for it
     "prorl data",
     "prorl report",
     "prorl replay",
+    "prorl forecast",
     "prorl convert",
     "prorl import-hf",
     "prorl export-hf",
@@ -215,11 +216,11 @@ def test_another_configuration_is_converted(words: Words, place: Path, capsys: p
     assert "trainer.grpo.prompts_per_step=8" in capsys.readouterr().out
 
 
-@commands_of("prorl replay", "prorl report")
+@commands_of("prorl replay", "prorl report", "prorl forecast")
 def test_what_was_recorded_is_read(words: Words, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done(words[1:])
     assert capsys.readouterr().out
-    assert words[1] == "replay" or list(runs.rglob("*.html"))
+    assert words[1] in ("replay", "forecast") or list(runs.rglob("*.html"))
 
 
 @commands_of("prorl status")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.report import evaluation, samples, series, tables
+from nemo_prorl.report.forecast import forecast_text
 from nemo_prorl.report.outcome import outcome
 from nemo_prorl.report.probe import probe
 from nemo_prorl.report.read import Curve, read_curves
@@ -43,6 +44,7 @@ def _curve(curve: Curve, points: int, limit: int) -> dict[str, Any]:
         "name": curve.name,
         "steps": sum(run.last_step for run in curve.runs),
         "outcome": outcome(curve),
+        "forecast": forecast_text(curve),
         "bucket": grid.size,
         **grid.steps(curve),
         "metrics": {key: value for key, value in found.items() if value is not None},

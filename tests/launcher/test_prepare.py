@@ -45,6 +45,15 @@ def test_fewer_records_than_a_step_takes_are_a_warning(tmp_path: Path, caplog: p
     assert "data.train has 2 records, so a step (trainer.grpo.prompts_per_step=48) takes each about 24.0" in caplog.text
 
 
+def test_too_little_room_is_a_warning_of_the_doctor(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nemo_prorl.launcher.doctor.storage._shm_free", lambda: 1000)
+    prepared(tmp_path, [record(id=f"a-{k}") for k in range(48)])
+    warnings = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert len([text for text in warnings if text.startswith("shm: ") and ". Fix: " in text]) == 1
+
+
 def test_the_start_says_how_much_disk_the_checkpoints_take(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cfg = load([f"run_dir={tmp_path / 'run'}", "rollout.python=/nowhere/python"])
     expected = memory_of(cfg).checkpoints / 1e9

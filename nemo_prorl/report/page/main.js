@@ -219,8 +219,8 @@ class Report {
   }
 
   showOutcome() {
-    const { name, outcome, metrics } = this.curve;
-    const key = JSON.stringify([name, outcome, metrics["reward/all"]?.stats]);
+    const { name, outcome, forecast, metrics } = this.curve;
+    const key = JSON.stringify([name, outcome, forecast, metrics["reward/all"]?.stats]);
     if (key === this.outcomeKey) return; // nothing that is read moves
     this.outcomeKey = key;
     this.outcome.replaceChildren(...outcomeNodes(this.curve));

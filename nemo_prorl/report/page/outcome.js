@@ -2,7 +2,7 @@
 const signed = (value) => `${value > 0 ? "+" : ""}${value.toFixed(3)}`;
 const withError = (value, error) => (value === null ? "–" : `${value.toFixed(3)}${error === null ? "" : ` ± ${error.toFixed(3)}`}`);
 
-function outcomeNodes({ outcome, metrics, steps }) {
+function outcomeNodes({ outcome, forecast, metrics, steps }) {
   const { scores, words, note, updated } = outcome;
   const nodes = [];
   if (steps && !updated) nodes.push(el("p", { class: "alarm" }, "No update was made: in no step did responses to one prompt get different rewards."));
@@ -23,5 +23,6 @@ function outcomeNodes({ outcome, metrics, steps }) {
     numeric(withError(row.before, row.before_se)), numeric(withError(row.after, row.after_se)), numeric(pretty(row.prompts, 6))]);
   nodes.push(table("Held-out mean reward by source; ± is one standard error over prompts", ["source", ...["change", `step ${first}`, `step ${last}`, "prompts"].map(numeric)], rows));
   if (note) nodes.push(el("p", { class: "note" }, note));
+  nodes.push(...forecast.map((text) => el("p", {}, text)));
   return nodes;
 }

@@ -1,0 +1,281 @@
+"""`prorl forecast RUN...`: where a run will end, from its validations, and what to do next.
+
+A hard reset and a new stage begin a segment of their own, because they change what the policy is held to.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_prorl.planning.columns import columns
+from nemo_prorl.report.read import Curve, RunRecord, number, part_of, read_curves
+
+if TYPE_CHECKING:
+    from nemo_prorl.report.scaling import Curves
+
+LEAST_POINTS = 8  # as in scaling.py, which imports numpy
+AHEAD_HOURS = 100.0  # GPU hours
+_LITTLE_SIGNAL = 0.2  # share of groups with a signal below which more of the same data teaches little
+_BACKTESTS = (0.4, 0.6, 0.8)
+_LAST = 3  # validations at the end of a segment, whose mean a back-test must hit
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The validations from the start of a stage, or from a hard reset, up to the next of either.
+
+    Attributes:
+        begin: first step, counted over all stages.
+        steps: steps of the validations, counted over all stages.
+        hours: hours of all devices of the trainer and the engines, from the beginning of the segment.
+        scores: mean score over all prompts.
+        errors: standard errors of the scores.
+        keep_rate: share of the groups with a signal, mean over the last ten steps; None: not recorded.
+    """
+
+    begin: int
+    steps: tuple[int, ...]
+    hours: tuple[float, ...]
+    scores: tuple[float, ...]
+    errors: tuple[float, ...]
+    keep_rate: float | None
+
+    def curves(self, count: int | None = None) -> "Curves | None":
+        """Return the curves fitted to the first `count` validations (None: to all); None if these are too few."""
+        import numpy as np
+
+        from nemo_prorl.report.scaling import fit
+
+        part = slice(count)
+        if len(self.hours[part]) < LEAST_POINTS or self.hours[part][-1] <= 0.0:
+            return None
+        return fit(np.array(self.hours[part]), np.array(self.scores[part]), np.array(self.errors[part]))
+
+
+def segments(curve: Curve) -> list[Segment]:
+    """Return the segments of a run or a chain, in order, without those that have fewer than two validations."""
+    found = []
+    for run, offset in zip(curve.runs, curve.offsets, strict=True):
+        resets = [int(event["step"]) for event in run.counted("reset_commit")]
+        bounds = sorted({0, *resets, run.last_step})
+        validations = {int(event["step"]): part_of(event, "all") for event in run.counted("validation")}
+        spent = _spent_hours(run)
+        for begin, end in pairwise(bounds):
+            inside = [step for step in sorted(validations) if begin <= step <= end]
+            rows = [
+                (step, number(validations[step].get("mean")), number(validations[step].get("se"))) for step in inside
+            ]
+            whole = [(step, mean, error) for step, mean, error in rows if mean is not None and error is not None]
+            if len(whole) < 2:
+                continue
+            rates = [number(line.get("keep_rate/all")) for line in run.metrics if end - 10 < line["step"] <= end]
+            known = [rate for rate in rates if rate is not None]
+            found.append(
+                Segment(
+                    offset + begin,
+                    tuple(offset + step for step, _, _ in whole),
+                    tuple(spent.get(step, 0.0) - spent.get(begin, 0.0) for step, _, _ in whole),
+                    tuple(mean for _, mean, _ in whole),
+                    tuple(error for _, _, error in whole),
+                    sum(known) / len(known) if known else None,
+                )
+            )
+    return found
+
+
+def _spent_hours(run: RunRecord) -> dict[int, float]:
+    """Return {step: hours of all devices up to this step}, validations not included."""
+    total, spent = 0.0, {0: 0.0}
+    each = devices(run) / 3600.0
+    for line in run.metrics:
+        total += ((number(line.get("time/step")) or 0.0) - (number(line.get("time/validate")) or 0.0)) * each
+        spent[line["step"]] = total
+    return spent
+
+
+def devices(run: RunRecord) -> int:
+    """Return the devices of a run: those of the trainer, and those of engines that have their own."""
+    count = int(run.setting("trainer.num_nodes") or 1) * int(run.setting("trainer.devices") or 1)
+    if run.setting("rollout.own_devices"):
+        count += int(run.setting("rollout.engines") or 1) * int(run.setting("rollout.tensor_parallel_size") or 1)
+    return count
+
+
+def forecast(curve: Curve) -> dict[str, Any]:
+    """Return the forecast of a curve from its last segment.
+
+    Returns:
+        `refused`: why no forecast is made, or null; then all following fields are absent.  `unit`: "GPU hours" or
+        "hours".  `begin`: first step of the segment.  `now`, `asymptote`: [value, low, high] of the 90 % interval.
+        `midpoint`: hours from the segment's beginning to half of its gain.  `exponent`.  `ahead`: hours of `gain`,
+        [median, low, high].  `advice`: what to do, in words.  `backtests`: forecasts from a part of the segment.
+        Always there: `name`, and `segments`, a list of {begin, asymptote} of all segments with a forecast.
+    """
+    parts = segments(curve)
+    found: dict[str, Any] = {"name": curve.name, "refused": None, "segments": []}
+    fitted = [(part, part.curves()) for part in parts]
+    for part, curves in fitted:
+        if curves is not None and curves.refusal is None:
+            found["segments"].append({"begin": part.begin, "asymptote": _rounded(curves.asymptote)})
+    if not fitted:
+        return found | {"refused": "fewer than two validations since the start"}
+    last, curves = fitted[-1]
+    if curves is None:
+        return found | {"refused": f"{len(last.steps)} validations since step {last.begin}; {LEAST_POINTS} are needed"}
+    if curves.refusal is not None:
+        return found | {"refused": curves.refusal}
+    on_gpus = curve.runs[-1].setting("trainer.accelerator") == "gpu"
+    ahead = AHEAD_HOURS if on_gpus else curves.end
+    gain = curves.gain(ahead)
+    return found | {
+        "unit": "GPU hours" if on_gpus else "hours",
+        "begin": last.begin,
+        "spent": round(curves.end, 4),
+        "now": _rounded(curves.score_at(curves.end)),
+        "asymptote": _rounded(curves.asymptote),
+        "midpoint": float(f"{curves.best[1]:.4g}"),
+        "exponent": float(f"{curves.best[2]:.3g}"),
+        "ahead": float(f"{ahead:.4g}"),
+        "gain": _rounded(gain),
+        "advice": advice(gain, curves.noise, found["segments"], last.keep_rate),
+        "backtests": backtests(last),
+    }
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [round(float(value), 4) for value in values]
+
+
+def forecast_text(curve: Curve) -> list[str]:
+    """Return the forecast of a curve as sentences for the report; empty if it is refused."""
+    found = forecast(curve)
+    if found["refused"] is not None:
+        return []
+    now, end, unit = found["now"], found["asymptote"], found["unit"]
+    return [
+        f"Forecast: it approaches {end[0]:.3f} ({end[1]:.3f} to {end[2]:.3f}); it is at {now[0]:.3f} now, after"
+        f" {found['spent']:.3g} {unit} since step {found['begin']}. The next {found['ahead']:.3g} {unit} bring"
+        f" {found['gain'][0]:+.3f} ({found['gain'][1]:+.3f} to {found['gain'][2]:+.3f}), if all stays as it is.",
+        f"What to do: {found['advice']}.",
+    ]
+
+
+def advice(
+    gain: tuple[float, float, float], noise: float, fitted: Sequence[dict[str, Any]], keep_rate: float | None
+) -> str:
+    """Return what to do: continue, reset, broaden the group, or stop.
+
+    Args:
+        gain: expected gain with the next hours: median, low, high.
+        noise: standard error of one validation, below which a gain cannot be seen.
+        fitted: the segments with a forecast, the last one included.
+        keep_rate: share of the groups with a signal.
+    """
+    if gain[0] > noise:
+        return "continue: the gain is larger than the noise of a validation"
+    if len(fitted) < 2:
+        return "reset: this segment is near its asymptote, and no hard reset has been tried (prorl control RUN reset)"
+    before, now = (segment["asymptote"] for segment in fitted[-2:])
+    if now[1] > before[0]:
+        return "reset: this segment is near its asymptote, and the last hard reset raised it"
+    if keep_rate is not None and keep_rate < _LITTLE_SIGNAL:
+        return f"stop, or take harder data: {keep_rate:.0%} of groups carry a signal, and the last reset gained nothing"
+    return (
+        "broaden the group: the last hard reset gained nothing; BroRL (arXiv 2510.01180) then raises"
+        " trainer.grpo.samples_per_prompt"
+    )
+
+
+def backtests(segment: Segment) -> list[dict[str, Any]]:
+    """Forecast the end of a segment from its first 40, 60 and 80 %.
+
+    Returns:
+        for each: `share`; `end`, the mean of the last three scores; `interval` of the forecast of this mean, or null
+        if the forecast was refused; `hit`, whether the end lies in the interval, null without one.
+    """
+    found: list[dict[str, Any]] = []
+    end = sum(segment.scores[-_LAST:]) / _LAST
+    for share in _BACKTESTS:
+        curves = segment.curves(max(2, round(share * len(segment.scores))))
+        entry: dict[str, Any] = {"share": share, "end": round(end, 4), "interval": None, "hit": None}
+        if curves is not None and curves.refusal is None:
+            _, low, high = curves.score_at(segment.hours[-2])
+            margin = 1.64 * curves.noise / _LAST**0.5  # of the measured mean itself
+            entry |= {
+                "interval": _rounded((low - margin, high + margin)),
+                "hit": bool(low - margin <= end <= high + margin),
+            }
+        found.append(entry)
+    return found
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def add_parser(commands: Any) -> None:
+    """Add `forecast` to the main command line."""
+    text = "extrapolate the validations of runs: the score that each approaches, and what to do next"
+    parser = commands.add_parser("forecast", help=text, description=text)
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory, or folder of a chain")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per run instead of text")
+    parser.set_defaults(run_command=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the forecasts; return 0, also if a forecast is refused.  Raises ConfigError for a folder that is no run."""
+    found = [forecast(curve) for curve in read_curves(args.runs)]
+    if args.json:
+        sys.stdout.write("".join(json.dumps(one) + "\n" for one in found))
+    else:
+        sys.stdout.write("\n".join("\n".join(text_of(one)) for one in found) + "\n")
+        if len(found) > 1:
+            sys.stdout.write("\n" + comparison(found))
+    return 0
+
+
+def text_of(found: dict[str, Any]) -> list[str]:
+    """Return a forecast as lines of text."""
+    if found["refused"] is not None:
+        return [f"{found['name']}: no forecast: {found['refused']}"]
+    now, end, unit = found["now"], found["asymptote"], found["unit"]
+    lines = [
+        f"{found['name']}, from step {found['begin']}: {now[0]:.3f} now, after {found['spent']:.3g} {unit};"
+        f" it approaches {end[0]:.3f} ({end[1]:.3f} to {end[2]:.3f})",
+        f"  half of the gain came after {found['midpoint']:.3g} {unit}; exponent {found['exponent']:.2g}",
+        f"  the next {found['ahead']:.3g} {unit} bring {found['gain'][0]:+.3f}"
+        f" ({found['gain'][1]:+.3f} to {found['gain'][2]:+.3f})",
+        f"  {found['advice']}",
+    ]
+    for test in found["backtests"]:
+        share = f"  from the first {test['share']:.0%}: "
+        if test["hit"] is None:
+            lines.append(share + "no forecast was possible")
+        else:
+            low, high = test["interval"]
+            lines.append(
+                f"{share}{low:.3f} to {high:.3f}, it became {test['end']:.3f}: {'hit' if test['hit'] else 'missed'}"
+            )
+    return lines
+
+
+def comparison(found: Sequence[dict[str, Any]]) -> str:
+    """Return a table of the runs, the highest asymptote first: how far a recipe gets, apart from how fast."""
+    whole = sorted((one for one in found if one["refused"] is None), key=lambda one: -one["asymptote"][0])
+    rows = [("run", "asymptote", "90 %", "half after", "exponent", "now")]
+    rows += [
+        (
+            one["name"],
+            f"{one['asymptote'][0]:.3f}",
+            f"{one['asymptote'][1]:.3f} to {one['asymptote'][2]:.3f}",
+            f"{one['midpoint']:.3g} {one['unit']}",
+            f"{one['exponent']:.2g}",
+            f"{one['now'][0]:.3f}",
+        )
+        for one in whole
+    ]
+    return columns(rows)

@@ -1,0 +1,180 @@
+"""Forecasts: intervals that hold what they promise, refusals, and the words."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from nemo_prorl.cli import main
+from nemo_prorl.report.forecast import advice, backtests, forecast, segments
+from nemo_prorl.report.read import Curve, read_curves
+from nemo_prorl.report.scaling import at, fit
+
+PROMPTS = 512
+
+
+def noisy_run(random: np.random.Generator, share_of_midpoint: tuple[float, float]) -> tuple[float, Any]:
+    """Asymptote and binomial scores of a run that ends at a random multiple of its midpoint within a range."""
+    asymptote, exponent = random.uniform(0.3, 0.9), random.uniform(1.0, 3.0)
+    start, middle = random.uniform(0.02, 0.5) * asymptote, 10 ** random.uniform(-1.0, 1.0)
+    compute = np.linspace(0.0, middle * random.uniform(*share_of_midpoint), int(random.integers(25, 80)))
+    true = [float(at(np.array([[asymptote, middle, exponent, start]]), c)[0]) for c in compute]
+    scores = random.binomial(PROMPTS, true) / PROMPTS
+    return asymptote, (compute, scores, np.sqrt(np.maximum(scores * (1 - scores), 1 / PROMPTS) / PROMPTS))
+
+
+class TestFit:
+    def test_intervals_hold_the_asymptote_of_200_noisy_runs(self) -> None:
+        random, held, refused = np.random.default_rng(5), 0, 0
+        for _ in range(200):
+            asymptote, scores = noisy_run(random, (2.0, 6.0))
+            curves = fit(*scores)
+            refused += curves.refusal is not None
+            held += curves.refusal is None and curves.asymptote[1] <= asymptote <= curves.asymptote[2]
+        assert refused <= 20
+        assert 0.85 <= held / (200 - refused) <= 0.97
+
+    def test_runs_cut_before_half_of_their_midpoint_are_refused(self) -> None:
+        random = np.random.default_rng(6)
+        refusals = [fit(*noisy_run(random, (0.05, 0.5))[1]).refusal for _ in range(200)]
+        assert sum(text is not None for text in refusals) >= 190
+        assert any("half of the gain may still lie ahead" in text for text in refusals if text)
+
+    def test_without_noise_it_finds_the_curve(self) -> None:
+        compute = np.linspace(0.0, 5.0, 30)
+        scores = np.array([float(at(np.array([[0.7, 0.8, 1.5, 0.1]]), c)[0]) for c in compute])
+        curves = fit(compute, scores, np.full(30, 1e-3))
+        assert curves.asymptote[0] == pytest.approx(0.7, abs=0.01)
+        assert curves.best[1] == pytest.approx(0.8, abs=0.08)
+        assert curves.score_at(5.0)[0] == pytest.approx(scores[-1], abs=0.003)
+        median, low, high = curves.gain(5.0)
+        assert low <= median <= high
+        assert median == pytest.approx(float(at(np.array([[0.7, 0.8, 1.5, 0.1]]), 10.0)[0]) - scores[-1], abs=0.005)
+
+    def test_a_flat_run_has_no_forecast(self) -> None:
+        random = np.random.default_rng(7)
+        scores = random.binomial(PROMPTS, 0.3, 40) / PROMPTS
+        refusal = fit(np.linspace(0.0, 1.0, 40), scores, np.full(40, 0.02)).refusal
+        assert refusal is not None
+        assert "noise may explain" in refusal
+
+    def test_no_asymptote_is_above_1(self) -> None:
+        compute = np.linspace(0.0, 4.0, 30)
+        curves = fit(compute, np.minimum(0.99, 0.3 + 0.25 * compute), np.full(30, 0.02))
+        assert curves.draws[:, 0].max() <= 1.0
+
+
+def run_folder(
+    folder: Path, scores: dict[int, float], resets: tuple[int, ...] = (), seconds: float = 36.0, devices: int = 100
+) -> Path:
+    """A run whose steps take so long on so many GPUs: 1 GPU hour a step by default."""
+    folder.mkdir()
+    config = {
+        "stage": "none",
+        "trainer": {"num_nodes": 1, "devices": devices, "accelerator": "gpu"},
+        "rollout": {"own_devices": False},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    steps = range(1, max(scores) + 1)
+    lines = [{"step": s, "time/step": seconds + 5, "time/validate": 5.0, "keep_rate/all": 0.5} for s in steps]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    events: list[dict[str, Any]] = [
+        {"event": "validation", "step": s, "all": {"mean": v, "se": 0.005, "prompts": PROMPTS}}
+        for s, v in scores.items()
+    ]
+    events += [{"event": "reset_commit", "step": step} for step in resets]
+    events.sort(key=lambda event: event["step"])
+    (folder / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return folder
+
+
+def curve_of(folder: Path) -> Curve:
+    return read_curves([folder])[0]
+
+
+def rise(step: float, start: float, end: float, middle: float) -> float:
+    return float(at(np.array([[end, middle, 1.5, start]]), step)[0])
+
+
+@pytest.fixture
+def saturated(tmp_path: Path) -> Path:
+    return run_folder(tmp_path / "saturated", {s: rise(s, 0.1, 0.5, 30) for s in range(0, 601, 20)})
+
+
+class TestRuns:
+    def test_a_hard_reset_begins_a_segment(self, tmp_path: Path) -> None:
+        run = run_folder(tmp_path / "run", {s: 0.1 + s / 1000 for s in range(0, 101, 10)}, resets=(40,))
+        first, second = segments(curve_of(run))
+        assert (first.begin, first.steps, first.hours[-1]) == (0, (0, 10, 20, 30, 40), pytest.approx(40.0))
+        assert (second.begin, second.steps[0], second.hours[0]) == (40, 40, 0.0)
+        assert second.hours[-1] == pytest.approx(60.0)  # validations take no hours
+
+    def test_stages_of_a_chain_are_segments(self, tmp_path: Path) -> None:
+        chain = tmp_path / "chain"
+        chain.mkdir()
+        for name in ("run1", "run2"):
+            run_folder(chain / name, dict.fromkeys(range(0, 31, 10), 0.2))
+        assert [(s.begin, s.steps[-1]) for s in segments(curve_of(chain))] == [(0, 30), (30, 60)]
+
+    def test_a_saturated_run_is_told_to_reset(self, saturated: Path) -> None:
+        found = forecast(curve_of(saturated))
+        assert found["refused"] is None
+        assert found["unit"] == "GPU hours"
+        assert found["asymptote"][0] == pytest.approx(0.5, abs=0.01)
+        assert found["midpoint"] == pytest.approx(30, rel=0.1)
+        assert found["ahead"] == 100.0
+        assert found["advice"].startswith("reset: this segment is near its asymptote, and no hard reset has been tried")
+
+    def test_few_validations_are_refused(self, tmp_path: Path) -> None:
+        found = forecast(curve_of(run_folder(tmp_path / "run", {s: 0.1 + s / 1000 for s in range(0, 61, 10)})))
+        assert found["refused"] == "7 validations since step 0; 8 are needed"
+
+    def test_a_run_that_forecasts_its_own_end(self, saturated: Path) -> None:
+        tests = backtests(segments(curve_of(saturated))[0])
+        assert [test["share"] for test in tests] == [0.4, 0.6, 0.8]
+        assert all(test["hit"] for test in tests)
+
+
+@pytest.mark.parametrize(
+    ("gain", "asymptotes", "keep_rate", "word"),
+    [
+        (0.03, [0.5], 0.5, "continue"),
+        (0.001, [0.5], 0.5, "reset"),
+        (0.001, [0.5, 0.6], 0.5, "reset"),
+        (0.001, [0.5, 0.505], 0.5, "broaden"),
+        (0.001, [0.5, 0.505], 0.1, "stop"),
+    ],
+)
+def test_advice(gain: float, asymptotes: list[float], keep_rate: float, word: str) -> None:
+    fitted = [{"begin": 0, "asymptote": [a, a - 0.02, a + 0.02]} for a in asymptotes]
+    assert advice((gain, 0.0, 2 * gain), 0.01, fitted, keep_rate).split(":")[0].split(",")[0].split()[0] == word
+
+
+class TestCommand:
+    def test_text(self, saturated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["forecast", str(saturated)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith("saturated, from step 0: 0.49")
+        assert "GPU hours; it approaches 0.5" in lines[0]
+        assert "the next 100 GPU hours bring +0.00" in lines[2]
+        assert lines[3].strip().startswith("reset: ")
+        assert lines[4].startswith("  from the first 40%: ")
+
+    def test_recipes_are_compared_by_asymptote(
+        self, saturated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        slow = run_folder(tmp_path / "slow", {s: rise(s, 0.1, 0.6, 90) for s in range(0, 601, 20)})
+        assert main(["forecast", str(saturated), str(slow)]) == 0
+        table = capsys.readouterr().out.rpartition("\n\n")[2].splitlines()
+        assert [line.split()[0] for line in table] == ["run", "slow", "saturated"]
+
+    def test_json(self, saturated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["forecast", "--json", str(saturated)]) == 0
+        assert json.loads(capsys.readouterr().out)["name"] == "saturated"
+
+    def test_a_folder_that_is_no_run_is_refused(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        assert main(["forecast", str(tmp_path)]) == 2
+        assert "neither a run" in caplog.text

@@ -83,8 +83,7 @@ def pass_at_k(model: Path, out: Path, seed: int) -> dict[str, dict[str, float]]:
     prorl(*words, "--samples", str(SAMPLES), "--limit", "32")
     found = json.loads((out / "results.json").read_text())["benchmarks"]
     return {
-        name: {k: round(value["value"], 4) for k, value in result["pass_at_k"].items()}
-        for name, result in found.items()
+        name: {k: round(value["mean"], 4) for k, value in result["pass@k"].items()} for name, result in found.items()
     }
 
 

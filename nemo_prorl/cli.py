@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
 
     from nemo_prorl.data.prepare import cli as data_cli
     from nemo_prorl.evaluation import cli as evaluation_cli
-    from nemo_prorl.evaluation import probe
+    from nemo_prorl.evaluation import probe, watch
     from nemo_prorl.launcher import chain, doctor
     from nemo_prorl.lifecycle import control
     from nemo_prorl.migration import cli as migration_cli
@@ -138,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_parser(commands, _try_step)
     evaluation_cli.add_parser(commands)
     probe.add_parser(commands)
+    watch.add_parser(commands)
     report_cli.add_parser(commands)
     forecast.add_parser(commands)
     return parser

@@ -24,6 +24,7 @@ from nemo_prorl.data.prepare.rows import Row
 from nemo_prorl.data.prepare.sources import SOURCES
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.launcher.submission import CLUSTER
+from nemo_prorl.lifecycle.retention import complete
 from nemo_prorl.rewards.scaffold import new_plugin
 from tests.conftest import ROOT
 from tests.data.preparing import SUMS, TEST, touch_prepared, write
@@ -58,7 +59,7 @@ HERE = {  # in this process, on files made for it
     "df",
 }
 # slow: with engines, ranks or a server
-WHOLE = {"prorl doctor", "prorl probe", "prorl evaluate", "prorl control", "report --serve"}
+WHOLE = {"prorl doctor", "prorl probe", "prorl evaluate", "prorl watch", "prorl control", "report --serve"}
 ELSEWHERE = {  # why not here
     "plugins.md": "tests/rewards/test_scaffold.py runs the page's commands in their order",
     "make": "tests/test_docs.py asks make what it would run, which is run in small here and in tests/test_main_job.py",
@@ -491,6 +492,16 @@ def test_the_pages_about_evaluation(story: Story) -> None:
     finally:
         server.process.kill()
         server.process.communicate()
+
+
+@heavy
+def test_the_checkpoints_of_a_run_are_evaluated_beside_it(story: Story) -> None:
+    [words] = of_way("prorl watch")
+    story.run(words, "--limit", "2", "--samples", "1")
+    run = story.folder / "runs" / "laptop"
+    found = [json.loads(file.read_text()) for file in sorted(run.glob("evaluations/step-*/results.json"))]
+    assert [one["model"]["step"] for one in found] == [int(folder.name[5:]) for folder in complete(run / "checkpoints")]
+    assert all({"laptop_gcd", "laptop_arithmetic"} == set(one["benchmarks"]) for one in found)
 
 
 @heavy

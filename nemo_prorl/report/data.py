@@ -49,6 +49,7 @@ def _curve(curve: Curve, points: int, limit: int) -> dict[str, Any]:
         **grid.steps(curve),
         "metrics": {key: value for key, value in found.items() if value is not None},
         "validations": series.validations(curve, points),
+        "benchmarks": series.benchmarks(curve, points),
         "marks": series.marks(curve),
         "stages": tables.stage_rows(curve),
         "configuration": tables.configuration(curve.runs[0]),

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from nemo_prorl.report.read import Curve, number
+from nemo_prorl.evaluation.watch import results as watched
+from nemo_prorl.report.read import Curve, number, part_of
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,23 @@ def validations(curve: Curve, points: int) -> dict[str, dict[str, Any]]:
             for name, score in [*(tasks.items() if isinstance(tasks, dict) else ()), ("all", event.get("all"))]:
                 if isinstance(score, dict) and (mean := number(score.get("mean"))) is not None:
                     found.setdefault(name, {})[offset + event["step"]] = (mean, number(score.get("se")))
+    return {name: _validation(sorted(by_step.items()), points) for name, by_step in sorted(found.items())}
+
+
+def benchmarks(curve: Curve, points: int) -> dict[str, dict[str, Any]]:
+    """Return pass@1 and pass@k, for the largest k, of the benchmarks that `prorl watch` evaluated.
+
+    The series are those of `validations`.  Their names are those of the benchmarks, for pass@k with `pass@k` added.
+    """
+    found: dict[str, dict[int, tuple[float, float | None]]] = {}
+    for run, offset in zip(curve.runs, curve.offsets, strict=True):
+        for step, evaluation in watched(run.folder):
+            for name, entry in sorted(part_of(evaluation, "benchmarks").items()):
+                scores = part_of(entry, "pass@k") if isinstance(entry, dict) else {}
+                for k in {"1", max(filter(str.isdecimal, scores), key=int, default="1")} & scores.keys():
+                    if (mean := number(part_of(scores, k).get("mean"))) is not None:
+                        key = name if k == "1" else f"{name} pass@{k}"
+                        found.setdefault(key, {})[offset + step] = (mean, number(part_of(scores, k).get("se")))
     return {name: _validation(sorted(by_step.items()), points) for name, by_step in sorted(found.items())}
 
 

@@ -1,6 +1,7 @@
 // Which charts there are, and which metrics each shows.  Keys are those of docs/reference/formats.md.
 const OVERVIEW = [
   { id: "validation", title: "Validation", unit: "mean reward, held-out prompts", share: true, validations: true },
+  { id: "benchmarks", title: "Benchmarks", unit: "pass@k", share: true, benchmarks: true, help: "Checkpoints that prorl watch evaluated. Band: one standard error each way, over prompts." },
   { id: "reward", title: "Raw reward by task", unit: "0 to 1", share: true, family: "reward", all: "reward/all", help: "All judged responses, those of dropped groups too." },
   { id: "kl", title: "KL to the reference policy", unit: "nats per token", keys: [["kl", "KL"]], help: "Before the step's updates; 0 right after a hard reset." },
   { id: "entropy", title: "Entropy", unit: "nats per token", keys: [["entropy", "entropy"]], help: "Entropy of the policy at the rollout temperature." },
@@ -92,6 +93,7 @@ function panelSeries(spec, curve) {
     const names = Object.keys(curve.validations).filter((name) => name !== "all");
     return [...names.map((name) => validationOf(curve, name, name)), validationOf(curve, "all", "all", true)];
   }
+  if (spec.benchmarks) return Object.entries(curve.benchmarks).map(([name, found]) => ({ name, wide: false, ...found }));
   if (spec.phases) return curve.phases.names.filter((name) => curve.metrics[`time/${name}`]?.stats.count).map((name) => dense(curve, `time/${name}`, name));
   if (spec.keys) return spec.keys.map(([key, name]) => seriesOf(curve, key, name));
   const prefix = `${spec.family}/`;

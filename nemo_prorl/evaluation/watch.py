@@ -1,0 +1,121 @@
+"""`prorl watch RUN`: evaluate the checkpoints of a run as they appear, beside the run.
+
+The evaluations have their own engines, on this machine or, with a shared file system, on any other; the run does not
+wait for them.  Each is written to RUN/evaluations/step-N, and the run's report shows them.
+"""
+
+import argparse
+import json
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_prorl.errors import ConfigError
+from nemo_prorl.lifecycle.retention import complete, step_of
+
+_log = logging.getLogger(__name__)
+
+FOLDER = "evaluations"
+_EVERY_S = 30.0  # seconds between two looks for new checkpoints
+_TRIES = 2  # attempts at one checkpoint; an interrupted evaluation continues
+
+
+def add_parser(commands: Any) -> None:
+    """Add `watch` to the main command line."""
+    text = "evaluate the checkpoints of a run as they appear, beside the run; the report shows the results"
+    parser = commands.add_parser("watch", help=text, description=text)
+    parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    parser.add_argument(
+        "words", metavar="OVERRIDE", nargs="*", default=[], help="KEY=VALUE for the evaluations, as for prorl evaluate"
+    )
+    parser.add_argument(
+        "--benchmarks", metavar="A,B", required=True, help="names, sets or files, as for prorl evaluate"
+    )
+    parser.add_argument("--samples", metavar="N", help="responses per prompt (default: the benchmark's)")
+    parser.add_argument("--limit", metavar="N", help="first N prompts of each benchmark (default: all)")
+    parser.add_argument("--data", metavar="DIR", help="folder with the records of benchmarks that are not shipped")
+    parser.add_argument("--every", metavar="STEPS", type=int, default=1, help="only multiples of STEPS; default: 1")
+    parser.set_defaults(run_command=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate until the run has ended and nothing is left; return 1 if a checkpoint could not be evaluated.
+
+    Raises ConfigError if RUN is no run directory, or if `--every` is below 1.
+    """
+    if args.every < 1:
+        raise ConfigError(f"--every {args.every}: expected 1 or more")
+    if not (args.run / "config.yaml").is_file():
+        raise ConfigError(f"{args.run}: expected a run directory (config.yaml)")
+    options = [word for name in ("samples", "limit", "data") if (value := getattr(args, name)) is not None
+               for word in (f"--{name}", str(value))]  # fmt: skip
+    command = [sys.executable, "-m", "nemo_prorl.cli", "evaluate", str(args.run), *args.words]
+    command += ["--benchmarks", args.benchmarks, *options]
+    failed: dict[int, int] = {}
+    while True:
+        ended = has_ended(args.run)  # before the look for checkpoints: the last one is written earlier
+        due = [step for step in missing(args.run, args.every) if failed.get(step, 0) < _TRIES]
+        if due:
+            if not evaluate(args.run, due[0], command):
+                failed[due[0]] = failed.get(due[0], 0) + 1
+        elif ended:
+            return 1 if any(tries >= _TRIES for tries in failed.values()) else 0
+        else:
+            time.sleep(_EVERY_S)
+
+
+def missing(run_dir: Path, every: int) -> list[int]:
+    """Return the steps of checkpoints without a complete evaluation, oldest first: these are deleted first."""
+    steps = map(step_of, complete(run_dir / "checkpoints"))
+    return [step for step in steps if step % every == 0 and not _is_complete(run_dir, step)]
+
+
+def evaluate(run_dir: Path, step: int, command: Sequence[str]) -> bool:
+    """Evaluate one checkpoint; return False if this failed although the checkpoint is still there."""
+    out = folder_of(run_dir, step)
+    _log.info("step %d: evaluating; the results go to %s", step, out)
+    code = subprocess.run([*command, "--checkpoint", str(step), "--out", str(out)], check=False).returncode
+    if code in (0, 1) and _is_complete(run_dir, step):
+        return True
+    if not any(step_of(folder) == step for folder in complete(run_dir / "checkpoints")):
+        _log.warning(
+            "step %d: the run has deleted this checkpoint. Fix: trainer.grpo.keep_checkpoints, or --every", step
+        )
+        return True
+    if code in (75, -15, -2):
+        raise KeyboardInterrupt
+    _log.error("step %d: prorl evaluate ended with status %d", step, code)
+    return False
+
+
+def folder_of(run_dir: Path, step: int) -> Path:
+    return run_dir / FOLDER / f"step-{step:06d}"
+
+
+def _is_complete(run_dir: Path, step: int) -> bool:
+    return bool(_json(folder_of(run_dir, step) / "results.json").get("complete"))
+
+
+def has_ended(run_dir: Path) -> bool:
+    """Return whether the run has made all its steps, by its summary.json."""
+    return bool(_json(run_dir / "summary.json").get("finished"))
+
+
+def results(run_dir: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (step, content of results.json) of each evaluated checkpoint, by step."""
+    for folder in sorted((run_dir / FOLDER).glob("step-*")):
+        step = folder.name.removeprefix("step-")
+        if step.isdecimal() and (found := _json(folder / "results.json")):
+            yield int(step), found
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,102 @@
+"""`prorl watch`: which checkpoints it evaluates, in which order, and what becomes of failures."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_prorl.cli import main
+from nemo_prorl.evaluation import watch
+from nemo_prorl.report.data import page_data
+
+# In place of `prorl evaluate`: notes the step, and writes the results unless the step is told to fail.
+EVALUATE = """
+import json, pathlib, sys
+words = sys.argv[1:]
+step, out = int(words[words.index("--checkpoint") + 1]), pathlib.Path(words[words.index("--out") + 1])
+run = out.parent.parent
+with (run / "asked").open("a") as file:
+    file.write(f"{step}\\n")
+if (run / f"fail-{step}").exists():
+    sys.exit(3)
+if (run / f"gone-{step}").exists():
+    (run / "checkpoints" / f"step-{step:06d}" / "state.json").unlink()
+    sys.exit(2)
+out.mkdir(parents=True)
+scores = {"1": {"mean": step / 100, "se": 0.01}, "8": {"mean": step / 50, "se": 0.02}}
+(out / "results.json").write_text(json.dumps({"complete": True, "benchmarks": {"gcd": {"pass@k": scores}}}))
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A finished run with the checkpoints of steps 10, 20 and 30."""
+    for step in (10, 20, 30):
+        (tmp_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"step-{step:06d}" / "state.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text("stage: none\n")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": s, "kl": 0.1}) + "\n" for s in range(1, 31)))
+    (tmp_path / "summary.json").write_text(json.dumps({"finished": True, "step": 30}))
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    real: Any = subprocess.run
+
+    def evaluate(words: list[str], **options: Any) -> Any:
+        return real([sys.executable, "-c", EVALUATE, *words[3:]], **options)
+
+    monkeypatch.setattr("nemo_prorl.evaluation.watch.subprocess.run", evaluate)
+
+
+def asked(run: Path) -> list[int]:
+    return [int(line) for line in (run / "asked").read_text().split()]
+
+
+def test_each_checkpoint_is_evaluated_once_the_oldest_first(run: Path) -> None:
+    assert main(["watch", str(run), "--benchmarks", "gcd"]) == 0
+    assert asked(run) == [10, 20, 30]
+    assert main(["watch", str(run), "--benchmarks", "gcd"]) == 0
+    assert asked(run) == [10, 20, 30]
+    assert [step for step, _ in watch.results(run)] == [10, 20, 30]
+
+
+def test_the_report_draws_them(run: Path) -> None:
+    main(["watch", str(run), "--benchmarks", "gcd"])
+    (run / "evaluations" / "step-odd").mkdir()
+    curve = page_data([run], [], 0)["curves"][0]
+    assert set(curve["benchmarks"]) == {"gcd", "gcd pass@8"}
+    assert curve["benchmarks"]["gcd"]["x"] == [10, 20, 30]
+    assert curve["benchmarks"]["gcd"]["m"] == [0.1, 0.2, 0.3]
+    assert curve["benchmarks"]["gcd pass@8"]["hi"] == [0.22, 0.42, 0.62]
+
+
+def test_only_every_so_many_steps(run: Path) -> None:
+    assert main(["watch", str(run), "--benchmarks", "gcd", "--every", "20"]) == 0
+    assert asked(run) == [20]
+
+
+def test_a_failure_is_tried_again_and_does_not_stop_the_others(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (run / "fail-10").touch()
+    assert main(["watch", str(run), "--benchmarks", "gcd"]) == 1
+    assert asked(run) == [10, 10, 20, 30]
+    assert "step 10: prorl evaluate ended with status 3" in caplog.text
+
+
+def test_a_checkpoint_that_the_run_deletes_meanwhile_is_no_failure(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (run / "gone-10").touch()
+    assert main(["watch", str(run), "--benchmarks", "gcd"]) == 0
+    assert asked(run) == [10, 20, 30]
+    assert "Fix: trainer.grpo.keep_checkpoints, or --every" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("words", "told"), [(["--every", "0"], "--every 0: expected 1 or more"), ([], "run directory")]
+)
+def test_wrong_use(words: list[str], told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert main(["watch", str(tmp_path), "--benchmarks", "gcd", *words]) == 2
+    assert told in caplog.text

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from nemo_prorl.algorithms.advantages import group_advantages
 from nemo_prorl.algorithms.correction import rollout_correction
-from nemo_prorl.algorithms.diagnostics import means_by_task, policy_diagnostics, reference_gap, sums_by_task
+from nemo_prorl.algorithms.diagnostics import (
+    gap_numbers,
+    gap_profile,
+    means_by_task,
+    policy_diagnostics,
+    reference_gap,
+    sums_by_task,
+)
 from nemo_prorl.algorithms.entropy import AdaptiveEntropy
 from nemo_prorl.algorithms.losses import denominator_terms, grpo_loss
 from nemo_prorl.algorithms.reset_rules import learning_rate
@@ -26,7 +33,7 @@ from nemo_prorl.config import Config, GRPOConfig
 from nemo_prorl.errors import RolloutAbandoned, StoppedCleanly
 from nemo_prorl.lifecycle.control import reset_reason
 from nemo_prorl.lifecycle.no_signal import diagnosis
-from nemo_prorl.lifecycle.tolerances import engine_gap_alarm
+from nemo_prorl.lifecycle.tolerances import RATIO_PER_GAP, engine_gap_alarm
 from nemo_prorl.metrics import Metrics, MetricsState
 from nemo_prorl.schema import Count
 
@@ -244,6 +251,8 @@ class Trainer:
             name: self.policy.data_ranks.reduce(reference_gap(batch.engine_logp_BT, batch.old_logp_BT, mask_BT))
             for name, mask_BT in masks.items()
         }
+        profile = gap_profile(batch.engine_logp_BT, batch.old_logp_BT, fresh_BT)
+        gaps["engine_gap"] |= gap_numbers(sum(self.policy.data_ranks.gather(profile)))
         tokens = sum(gap["tokens"] for gap in gaps.values())
         for name, gap in gaps.items():
             if gap["tokens"]:
@@ -251,10 +260,17 @@ class Trainer:
         if gaps["stale_gap"]["tokens"]:
             metrics.put("stale_gap/share", gaps["stale_gap"]["tokens"] / tokens)
         mean, limit = gaps["engine_gap"]["mean_abs"], engine_gap_alarm(self.cfg)  # type: ignore[arg-type]
+        ratio, most = gaps["engine_gap"].get("mean_ratio", 1.0), 1.0 + RATIO_PER_GAP * limit
         if mean > limit:
             self.records.alarm(
                 metrics.step,
                 f"engine and trainer differ by {mean:.3g} nats per token; {limit:g} is allowed (correction.alarm)",
+            )
+        elif ratio > most:
+            self.records.alarm(
+                metrics.step,
+                f"engine and trainer differ much in few tokens: their ratio of probabilities is {ratio:.3g} on average;"
+                f" {most:g} is allowed (1 + {RATIO_PER_GAP:g} x correction.alarm)",
             )
 
 

@@ -308,7 +308,7 @@ METRIC_PAGES = (REFERENCE / "metrics.md", REFERENCE / "metrics_time.md")
 def metrics_line() -> dict[str, Any]:
     """A step's line: each number through the function that reports it in a run."""
     from nemo_prorl.algorithms.correction import rollout_correction
-    from nemo_prorl.algorithms.diagnostics import means_by_task, reference_gap, sums_by_task
+    from nemo_prorl.algorithms.diagnostics import gap_numbers, gap_profile, means_by_task, reference_gap, sums_by_task
     from nemo_prorl.batch import Batch, JudgedGroups
     from nemo_prorl.config import GRPOConfig, ShapingConfig
     from nemo_prorl.metrics import Metrics
@@ -342,7 +342,10 @@ def metrics_line() -> dict[str, Any]:
     by_task = sums_by_task(logp_BT, logp_BT, -logp_BT, batch.mask_BT, torch.tensor([0, 0]), ["math"])
     for key, value in means_by_task({k: float(v) for k, v in by_task.items()}, ["math"]).items():
         metrics.put(key, value)
-    metrics.add("engine_gap", gap)
+    metrics.add(
+        "engine_gap",
+        gap | gap_numbers(gap_profile(torch.zeros(1, 4), torch.ones(1, 4), torch.ones(1, 4, dtype=torch.bool))),
+    )
     metrics.add("stale_gap", gap)
     metrics.add("correction", {key: float(v) for key, v in corrected.items()})
     metrics.add("system", totals([node({f"{kind}-0": GB for kind in ("trainer", "engine", "rewards", "supervisor")})]))

@@ -11,6 +11,9 @@ from torch import Tensor
 from nemo_prorl.algorithms.losses import kl_estimate, token_ratio
 from nemo_prorl.config import GRPOConfig
 
+_QUARTERS = 4
+_GAP_EDGES = torch.logspace(-9, 2, 11 * 24 + 1, dtype=torch.float64)  # nats; a difference belongs to the next edge
+_MAX_GAP = 50.0  # nats; limits exp(|difference|)
 _REDUCTIONS = {"mean_": "mean", "fraction_": "mean", "max_": "max", "min_": "min"}
 
 
@@ -72,6 +75,53 @@ def reference_gap(old_logp_BT: Tensor, ref_logp_BT: Tensor, mask_BT: Tensor) -> 
     old_logp = torch.where(mask_BT, old_logp_BT.detach().float(), 0.0)
     ref_logp = torch.where(mask_BT, ref_logp_BT.detach().float(), 0.0)
     return gap_statistics(ref_logp - old_logp, kl_estimate(old_logp, ref_logp, "k3"), mask_BT)
+
+
+def gap_profile(first_logp_BT: Tensor, second_logp_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Count the absolute differences of two policies' log-probabilities by size and by place in the response.
+
+    Args:
+        first_logp_BT, second_logp_BT: log-probabilities of the same tokens in nats, ignored where the mask is False.
+        mask_BT: bool, the response tokens that count.
+
+    Returns:
+        float64 [4, 2 + bins] on the CPU: for each quarter of the responses the sums of |difference| and of
+        exp(|difference|), and the number of tokens in each of the bins of `_GAP_EDGES`.  Profiles of disjoint tokens
+        add up.
+    """
+    size_BT = torch.where(mask_BT, second_logp_BT.detach().double() - first_logp_BT.detach().double(), 0.0).abs()
+    place_BT = (mask_BT.cumsum(1) - 1) * _QUARTERS // mask_BT.sum(1, keepdim=True).clamp(min=1)
+    size_N, place_N = size_BT[mask_BT].cpu(), place_BT[mask_BT].cpu()
+    bin_N = torch.bucketize(size_N, _GAP_EDGES)
+    profile = torch.zeros(_QUARTERS, 3 + len(_GAP_EDGES), dtype=torch.float64)
+    profile[:, 0].index_add_(0, place_N, size_N)
+    profile[:, 1].index_add_(0, place_N, size_N.clamp(max=_MAX_GAP).exp())
+    profile.view(-1).index_add_(0, place_N * profile.shape[1] + 2 + bin_N, torch.ones_like(size_N))
+    return profile
+
+
+def gap_numbers(profile: Tensor) -> dict[str, float]:
+    """Return numbers of a `gap_profile`; {} if it has no tokens.
+
+    Returns:
+        `mean_ratio`: mean of exp(|difference|), which few tokens with a large difference raise.
+        `p999`: 99.9th percentile of the absolute difference in nats, rounded up to the next of 24 bins per decade.
+        `mean_abs_quarter1` to `mean_abs_quarter4`: mean absolute difference in the quarters of the responses.
+    """
+    counts = profile[:, 2:].sum(0)
+    tokens = counts.sum()
+    if not tokens:
+        return {}
+    place = int((counts.cumsum(0) < 0.999 * tokens).sum())
+    found = {
+        "mean_ratio": float(profile[:, 1].sum() / tokens),
+        "p999": float(_GAP_EDGES[min(place, len(_GAP_EDGES) - 1)]),
+    }
+    of_quarters = profile[:, 2:].sum(1)
+    for quarter in range(_QUARTERS):
+        if of_quarters[quarter]:
+            found[f"mean_abs_quarter{quarter + 1}"] = float(profile[quarter, 0] / of_quarters[quarter])
+    return found
 
 
 def policy_diagnostics(

@@ -8,6 +8,8 @@ import torch
 
 from nemo_prorl.algorithms.correction import rollout_correction
 from nemo_prorl.algorithms.diagnostics import (
+    gap_numbers,
+    gap_profile,
     means_by_task,
     merge,
     policy_diagnostics,
@@ -18,6 +20,7 @@ from nemo_prorl.algorithms.diagnostics import (
 )
 from nemo_prorl.algorithms.losses import clipped_surrogate
 from nemo_prorl.config import CorrectionConfig, GRPOConfig
+from nemo_prorl.lifecycle.tolerances import RATIO_PER_GAP
 
 
 def test_clip_counts_by_hand() -> None:
@@ -68,6 +71,49 @@ def test_reference_gap_by_hand_and_right_after_a_reset() -> None:
     assert gap["mean_k3"].item() == pytest.approx((math.exp(-0.5) + 0.5 - 1 + math.exp(1.0) - 1.0 - 1) / 3)
     after = reference_gap(old, old.clone(), mask)
     assert [after[name].item() for name in ("mean_abs", "max_abs", "mean_k3")] == [0.0, 0.0, 0.0]
+
+
+class TestGapProfile:
+    def test_by_hand(self) -> None:
+        """Eight tokens in one response, two in each quarter; four in the other, one in each."""
+        mask = torch.ones(2, 10, dtype=torch.bool)
+        mask[:, 0] = mask[0, 9] = False  # the prompt, and padding
+        mask[1, 5:] = False
+        gap = torch.zeros(2, 10)
+        gap[0, 1:9] = torch.tensor([0.0, 0.1, 0.0, -0.2, 0.0, 0.3, 0.0, 1.0])
+        gap[1, 1:5] = torch.tensor([0.2, 0.2, 0.0, 0.0])
+        gap[:, 0] = math.nan
+        found = gap_numbers(gap_profile(torch.zeros(2, 10), gap, mask))
+        quarters = [found[f"mean_abs_quarter{k}"] for k in (1, 2, 3, 4)]
+        assert quarters == pytest.approx([0.3 / 3, 0.4 / 3, 0.3 / 3, 1.0 / 3])
+        sizes = [0.0, 0.1, 0.0, 0.2, 0.0, 0.3, 0.0, 1.0, 0.2, 0.2, 0.0, 0.0]
+        assert found["mean_ratio"] == pytest.approx(sum(map(math.exp, sizes)) / 12)
+        assert 1.0 <= found["p999"] <= 1.1
+
+    def test_the_percentile_is_that_of_all_ranks(self) -> None:
+        """0.2 % of the tokens differ much: the 99.9th percentile is among them, whichever rank has them."""
+        generator = torch.Generator().manual_seed(1)
+        gap = 0.01 * torch.rand(40, 100, generator=generator)
+        gap[3, :8] = 3.0
+        mask, zero = torch.ones(40, 100, dtype=torch.bool), torch.zeros(40, 100)
+        whole = gap_profile(zero, gap, mask)
+        parts = [gap_profile(zero[rows], gap[rows], mask[rows]) for rows in (slice(0, 7), slice(7, 40))]
+        assert torch.allclose(whole, parts[0] + parts[1])
+        found = gap_numbers(whole)
+        assert 3.0 <= found["p999"] <= 3.3
+        assert gap_numbers(parts[1])["p999"] <= 0.011
+
+    def test_few_large_differences_raise_the_ratio_and_not_the_mean(self) -> None:
+        """A fault that the mean of absolute differences does not show at the limit for 16 bits, 0.05."""
+        gap = torch.full((10, 100), 0.003)
+        gap[0, :5] = 5.0  # 0.5 % of the tokens
+        found = gap_numbers(gap_profile(torch.zeros(10, 100), gap, torch.ones(10, 100, dtype=torch.bool)))
+        assert gap.mean() < 0.05
+        assert found["mean_ratio"] > 1.0 + RATIO_PER_GAP * 0.05
+
+    def test_no_tokens_no_numbers(self) -> None:
+        zero = torch.zeros(2, 3)
+        assert gap_numbers(gap_profile(zero, zero, torch.zeros(2, 3, dtype=torch.bool))) == {}
 
 
 TASKS = ("code", "math", "max_task")  # the last one's name must not change how it is reduced

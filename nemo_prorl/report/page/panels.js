@@ -39,7 +39,8 @@ const TIME = [
 
 const STABILITY = [
   { id: "gap", title: "Gap between engine and trainer, mean", unit: "nats", keys: [["engine_gap/mean_abs", "present weights"], ["stale_gap/mean_abs", "older weights"], ["correction/mean_abs", "all responses"]], help: "Difference of a token's log-probability." },
-  { id: "gap-max", title: "Gap between engine and trainer, maximum", unit: "nats", keys: [["engine_gap/max_abs", "present weights"], ["stale_gap/max_abs", "older weights"], ["correction/max_abs", "all responses"]] },
+  { id: "gap-max", title: "Gap between engine and trainer, maximum", unit: "nats", keys: [["engine_gap/max_abs", "present weights"], ["engine_gap/p999", "99.9th percentile"], ["stale_gap/max_abs", "older weights"], ["correction/max_abs", "all responses"]] },
+  { id: "gap-place", title: "Gap between engine and trainer, by quarter of the response", unit: "nats", keys: [1, 2, 3, 4].map((k) => [`engine_gap/mean_abs_quarter${k}`, `quarter ${k}`]) },
   { id: "correction", title: "Rollout correction", unit: "share of tokens", share: true, keys: [["correction/fraction_capped", "capped"], ["correction/fraction_masked", "masked"]] },
   { id: "clipped", title: "Clipped", unit: "share of tokens", share: true, keys: [["policy/clipped_high", "upper bound"], ["policy/clipped_low", "lower bound"], ["policy/dual_clipped", "dual clip"]], help: "Tokens without gradient because of the clip bound." },
   { id: "gradient", title: "Gradient norm before clipping", unit: "no unit", keys: [["policy/grad_norm", "mean of updates"], ["policy/max_grad_norm", "greatest"]] },

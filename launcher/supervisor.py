@@ -73,7 +73,7 @@ class Node:
         self.endpoints, self.logs = run_dir / "endpoints", run_dir / "logs"
         self.place, self.merged = place or Place(), merged
         self.peers = peers or Peers(self.endpoints, self.place)
-        self.progress = Progress(cfg, run_dir) if self.place.node == 0 else None
+        self.progress: Progress | None = None  # on node 0 of a run that trains
         self._signals: list[int] = []
 
     def run(self, only: str | None = None) -> End:
@@ -85,6 +85,7 @@ class Node:
         """
         from nemo_prorl.rollout.weights import WeightStore, weights_folder
 
+        self.progress = Progress(self.cfg, self.dir) if self.place.node == 0 else None
         store = WeightStore(weights_folder(self.dir, self.place.node if self.place.nodes > 1 else None))
         if stale := store.remove_stale():
             _log.info("removed %d stale weight files of an earlier process from %s", len(stale), store.folder)

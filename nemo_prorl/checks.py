@@ -227,7 +227,11 @@ def _context(cfg: DictConfig) -> None:
     for key in ("max_position_embeddings", "encoder_seq_length"):
         limit = OmegaConf.select(cfg.model, key)
         if limit is not None and context > limit:
-            raise _wrong("trainer.grpo.context_tokens", context, f"expected at most model.{key}={limit}")
+            raise _wrong(
+                "trainer.grpo.context_tokens",
+                context,
+                f"expected at most model.{key}={limit}; in a stage with long context chain.long_context_tokens sets it",
+            )
     if longest is not None and longest >= context:
         why = f"expected less than trainer.grpo.context_tokens={context}, to leave room for the prompt"
         raise _wrong("trainer.grpo.max_response_tokens", longest, why)

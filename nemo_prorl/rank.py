@@ -195,6 +195,7 @@ def begin(trainer: Trainer, run_dir: Path) -> None:
     newest = checkpoints.newest()
     if newest is not None:
         checkpoints.resume(newest)
+        _log.info("continuing after step %d, from checkpoint %s", progress.step, newest)
         trainer.resets.settle(progress.step)
         if progress.step < cfg.trainer.grpo.max_steps or progress.unfinished is not None:
             trainer.write_summary()

@@ -269,7 +269,8 @@ def _parse(overrides: list[str]) -> list[Override]:
         except HydraException as error:
             raise ConfigError(
                 f"{text!r}: expected an override KEY=VALUE ({_first_line(error)})."
-                " Fix: correct the override; in a shell, put it in quotes"
+                " Fix: correct the override; in a shell, put it in quotes, and a text with blanks or braces in quotes"
+                " of its own: 'KEY=\"some text\"'"
             ) from error
         if override.is_delete() or override.is_sweep_override():
             kind = "a key cannot be deleted" if override.is_delete() else "expected one value, not a sweep"

@@ -149,7 +149,7 @@ class Trainer:
         """Save a checkpoint and raise StoppedCleanly if a signal, a user or the end of the job requests a stop."""
         if reason := self.leader.call(self.stopping.reason):
             self.checkpoints.save(step, wait=True)
-            raise StoppedCleanly(f"{reason}: stopped after step {step}; the same command continues")
+            raise StoppedCleanly(f"{reason}: stopped after step {step}, which is saved; the same command continues")
 
     def stop_without_signal(self, metrics: Metrics) -> None:
         """Save a checkpoint and raise StoppedCleanly after `max_steps_without_signal` steps without an update."""

@@ -84,10 +84,10 @@ def test_every_file_named_exists() -> None:
 
 
 def test_the_start_page_leads_to_pages_in_an_order() -> None:
-    """Each of the seven steps of docs/index.md names a page, and the page before it ends with a link to it."""
+    """Each of the eight steps of docs/index.md names a page, and the page before it ends with a link to it."""
     order = (DOCS / "index.md").read_text().split("## Read in this order")[1].split("\n## ")[0]
     steps = [DOCS / link for link in re.findall(r"^\d\. \[[^]]+\]\(([\w/]+\.md)\)", order, re.M)]
-    assert len(steps) == 7
+    assert len(steps) == 8
     for page, following in pairwise(steps):
         link = re.search(r"\]\(([^)]+)\)\.$", page.read_text().splitlines()[-1])
         assert link, page

@@ -179,7 +179,7 @@ def prepared(place: Path) -> None:
     for part in ("train", "validation"):
         write(place / "prepared" / "mine" / f"{part}.jsonl", [REQUEST | {"id": part, "prompt": part}])
     write(place / "units.jsonl", [{"id": "1", "task": "units", "prompt": "3 m in cm?", "truth": {"answer": "300"}}])
-    half_billion = place / "models" / "Qwen2.5-0.5B-Instruct"
+    half_billion = place / "models" / "SmolLM2-135M-Instruct"
     half_billion.mkdir(parents=True)
     (half_billion / "config.json").write_text(json.dumps(QWEN_0P5B))
     (half_billion / "model.safetensors").touch()
@@ -508,10 +508,9 @@ def test_the_checkpoints_of_a_run_are_evaluated_beside_it(story: Story) -> None:
 def test_the_starting_model_is_probed(story: Story) -> None:
     """A small model with random weights in place of the page's model."""
     shape = next(iter(MODELS.values())) | {"hidden_size": 128, "max_position_embeddings": 512}
-    write_model(story.folder / "models" / "Qwen2.5-0.5B-Instruct", shape)
+    write_model(story.folder / "models" / "SmolLM2-135M-Instruct", shape)
     [words] = of_way("prorl probe")
-    words = [*words[:2], "trainer.grpo.context_tokens=256", "trainer.grpo.max_response_tokens=16", *words[2:]]
-    assert "no step would train" in story.run(words, "--prompts", "2", "--samples", "2")
+    assert "instructions: " in story.run(words, "--prompts", "2", "--samples", "2")
 
 
 @heavy

@@ -108,10 +108,10 @@ def advice(facts: Mapping[str, Any]) -> str:
             " (trainer.grpo.max_response_tokens, trainer.grpo.context_tokens)"
         )
     if (facts["without_form"] or 0.0) > 0.5:
+        message = "" if facts.get("prompt") == "chat" else " send it as a message (data.prompt=chat),"
         return (
             f"{facts['without_form']:.0%} of the responses have no {_FORMS[task]}: state the form in the prompt"
-            f" (data.templates.{task}), send it as a message (data.prompt=chat), or add a warm-up"
-            " (trainer.warmup.steps)"
+            f" ('data.templates.{task}=\"TEXT WITH {{problem}}\"'),{message} or add a warm-up (trainer.warmup.steps)"
         )
     if facts["solved"] > 0.5:
         return f"{facts['solved']:.0%} of the prompts are solved by every response: take harder problems"
@@ -189,7 +189,7 @@ def probe(cfg: DictConfig, out: Path, prompts: int, samples: int) -> dict[str, A
             "format": 1,
             "model": str(folder),
             "samples": samples,
-            "sources": [{**one, "advice": advice(one)} for one in facts],
+            "sources": [{**one, "advice": advice({**one, "prompt": cfg.data.prompt})} for one in facts],
             "estimate": estimate(cfg, sources, seconds),
             "responses": [_json(source) for source in sources],
         }
@@ -269,13 +269,24 @@ async def _sample(
 
     sampling = _sampling(cfg, samples)
     await services.ready()
-    began = time.monotonic()
-    _log.info("sampling %d responses", samples * sum(len(one.records) for one in sources))
+    began, total, ended = time.monotonic(), samples * sum(len(one.records) for one in sources), 0
+    _log.info("sampling %d responses", total)
+
+    def count() -> None:
+        nonlocal ended
+        ended += 1
+        if ended % max(1, total // 8) == 0:
+            _log.info("%d of %d responses have ended, after %.0f s", ended, total, time.monotonic() - began)
 
     async def group(record: dict[str, Any]) -> list[Judged]:
         seeds = [response_seed(cfg.seed, record["id"], 0, sample) for sample in range(samples)]
         replies: dict[int, Reply] = {}
-        await engines.generate(record, sampling, seeds, replies.__setitem__)
+
+        def keep(place: int, reply: Reply) -> None:
+            replies[place] = reply
+            count()
+
+        await engines.generate(record, sampling, seeds, keep)
         return [Judged(replies[at].text, replies[at].finished, replies[at].tokens or 0) for at in range(samples)]
 
     async def judge(record: dict[str, Any], response: Judged) -> None:

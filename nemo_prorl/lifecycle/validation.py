@@ -82,6 +82,8 @@ class Validation:
             self._rollouts.publish(version=step)
             scores = self._heldout.call(lambda heldout: heldout.judge(self._cfg.trainer.grpo, step))
         self._records.event("validation", step, **scores)
+        if step == 0:  # later ones are in the line of their step
+            _log.info("held-out mean reward before the first step: %.3f", scores["all"]["mean"])
         return scores
 
     def best_step(self, resets: Sequence[Mapping[str, Any]]) -> int | None:

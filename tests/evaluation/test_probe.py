@@ -35,7 +35,7 @@ def test_the_numbers_of_a_source() -> None:
         (source([0.0, 0.0, 1.0]), "trainer.grpo.max_response_tokens"),
         (
             source([1.0, 0.5], text="42"),
-            "have no <answer>: state the form in the prompt (data.templates.puzzles)",
+            "have no <answer>: state the form in the prompt",
         ),
         (source([1.0, 1.0]), "harder problems"),
         (source(*[[0.5, 0.5]] * 9, [0.5, 1.0]), "only 10% of the groups carry a signal"),

@@ -58,7 +58,7 @@ def build_base_model(folder: Path | str, model_cfg: Mapping[str, Any], seed: int
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     size = sum(tensor.numel() for tensor in weights.values())
-    _log.info("wrote a random model with %d parameters and a vocabulary of %d tokens: %s", size, len(tokenizer), folder)
+    _log.info("wrote a random model with %d parameters and a vocabulary of %d tokens", size, len(tokenizer))
 
 
 def qwen2_config(model_cfg: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:

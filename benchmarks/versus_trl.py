@@ -4,10 +4,12 @@
     .venv/train/bin/python benchmarks/versus_trl.py               both workloads and the learning curves (30 min)
     ... --workloads short --steps 1 --rounds 1 --learn-s 0        less
     ... --trl processes --learn-s 0 --beside ../before            also another checkout, e.g. of the commit before
+    ... --model FOLDER --prorl laptop --learn-s 300               a real language model, such as SmolLM2-135M-Instruct
 
 The same random Qwen2 of 0.9 million parameters, the same prompts (two-term chain_sum), the same rewards (our puzzles
 plugin), 48 prompts x 16 responses, 4 updates per step, the same learning rate, clipping, temperature and KL, the same
-cores.  Each side runs in several ways (--trl, --prorl), such as one process with a thread per core or one process per
+cores.  With --model, the prompts ask for texts with constraints, in the model's chat template, 8 prompts x 8 responses.
+Each side runs in several ways (--trl, --prorl), such as one process with a thread per core or one process per
 core; the fastest way of each side is compared.  Blocks of steps alternate; the first step of a block warms caches and
 does not count.  The time of a step is the wall time between the ends of two steps.
 """
@@ -23,7 +25,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +35,28 @@ from machine import describe
 ROOT = Path(__file__).resolve().parent.parent
 PRORL = Path(sys.executable).with_name("prorl")
 TRL_PYTHON = ROOT / ".venv" / "trl" / "bin" / "python"
-PROMPTS, SAMPLES, UPDATES, TEMPERATURE, KL = 48, 16, 4, 1.2, 1e-4
-TIMING_LR, LEARNING_LR = 1e-6, 2e-4  # the first is so small that lengths do not change
-CONTEXT_ROOM = 32  # most tokens of a prompt
-WORKLOADS = {"short": 64, "long": 512}  # cap of a response in tokens
-STEPS = {"short": 4, "long": 1}  # counted steps per block: TRL takes minutes for a long one
+UPDATES, KL = 4, 1e-4
+TIMING_LR = 1e-6  # so small that lengths do not change
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The prompts of a comparison, and their number and lengths."""
+
+    cap: int  # maximum tokens of a response
+    steps: int  # counted steps per block: TRL takes minutes for a long one
+    kv_mb: int
+    prompts: int = 48
+    samples: int = 16
+    room: int = 32  # maximum tokens of a prompt
+    plugin: str = "puzzles"  # the reward plugin, and its task
+    temperature: float = 1.2
+    learning_lr: float = 2e-4
+
+
+WORKLOADS = {"short": Workload(64, 4, 256), "long": Workload(512, 1, 512)}
+REAL = Workload(96, 2, 1000, prompts=8, samples=8, room=160, plugin="instructions", temperature=1.0, learning_lr=2e-5)
+LEARN_CAP = 16  # maximum tokens of a response in the learning curves of the small model
 # TRL's modes on a CPU.  Its vLLM server mode sends weights over NCCL and refuses any device but CUDA
 # (trl/generation/vllm_client.py), and vLLM in its process needs a vLLM up to 0.31 for GPUs.
 TRL_OPTIONS: dict[str, dict[str, Any]] = {
@@ -136,28 +155,45 @@ def make_model(folder: Path, records: Path) -> Path:
     return folder
 
 
-def overrides(folder: Path, model: Path, records: Path, cap: int) -> list[str]:
-    """Return this project's overrides: the laptop job with the model and prompts, without validation or checkpoints."""
+def make_instructions(folder: Path, model: Path, count: int = 2000) -> Path:
+    """Write `count` prompt records of texts with constraints, in the model's chat template; return the file."""
+    from transformers import AutoTokenizer
+
+    from nemo_prorl.config import DataSource
+    from nemo_prorl.data.laptop.generators import generate
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    path = folder / "instructions.jsonl"
+    with path.open("w") as file:
+        for record in generate(DataSource(name="instructions", generator="instructions", size=count)):
+            message = [{"role": "user", "content": record["prompt"]}]
+            text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+            file.write(json.dumps({**record, "prompt": text}) + "\n")
+    return path
+
+
+def overrides(folder: Path, model: Path, records: Path, work: Workload) -> list[str]:
+    """Return the overrides of the laptop job with the model and prompts, without validation or checkpoints."""
     return [
         f"run_dir={folder}",
         f"pretrained_checkpoint.restore_from_path={model}",
-        f"data.train=[{{name: chain_sum, path: {records}}}]",
+        f"data.train=[{{name: made, path: {records}}}]",
         "data.validation=[]",
         "trainer.warmup.steps=0",
-        f"trainer.grpo.prompts_per_step={PROMPTS}",
-        f"trainer.grpo.samples_per_prompt={SAMPLES}",
+        f"trainer.grpo.prompts_per_step={work.prompts}",
+        f"trainer.grpo.samples_per_prompt={work.samples}",
         f"trainer.grpo.updates_per_step={UPDATES}",
-        f"trainer.grpo.context_tokens={cap + CONTEXT_ROOM}",
-        f"trainer.grpo.max_response_tokens={cap}",
-        f"trainer.grpo.temperature={TEMPERATURE}",
+        f"trainer.grpo.context_tokens={work.cap + work.room}",
+        f"trainer.grpo.max_response_tokens={work.cap}",
+        f"trainer.grpo.temperature={work.temperature}",
         f"trainer.grpo.kl_coef={KL}",
         "trainer.grpo.clip_low=0.2",
         "trainer.grpo.clip_high=0.4",
         "trainer.grpo.save_rollout_groups=0",
         "trainer.grpo.checkpoint_every=100000",
         "trainer.grpo.keep_best=0",
-        f"rollout.max_num_seqs={PROMPTS * SAMPLES}",
-        f"rollout.kv_cache_mb={512 if cap > 100 else 256}",
+        f"rollout.max_num_seqs={work.prompts * work.samples}",
+        f"rollout.kv_cache_mb={work.kv_mb}",
     ]
 
 
@@ -199,17 +235,18 @@ def run_prorl(words: Sequence[str], steps: int | None, limit_s: float = 0.0, pro
     return block
 
 
-def trl_job(model: Path, records: Path, cap: int, cores: int, steps: int, way: str) -> dict[str, Any]:
+def trl_job(model: Path, records: Path, work: Workload, cores: int, steps: int, way: str) -> dict[str, Any]:
     """Return the settings that benchmarks/versus_trl_trainer.py reads."""
     processes = cores if way == "processes" else 1
     return {
         "model": str(model),
         "records": str(records),
-        "prompts": PROMPTS,
-        "samples": SAMPLES,
+        "plugin": work.plugin,
+        "prompts": work.prompts,
+        "samples": work.samples,
         "updates": UPDATES,
-        "max_tokens": cap,
-        "temperature": TEMPERATURE,
+        "max_tokens": work.cap,
+        "temperature": work.temperature,
         "kl_coef": KL,
         "lr": TIMING_LR,
         "steps": steps,
@@ -247,11 +284,11 @@ def run_trl(folder: Path, job: dict[str, Any]) -> Block:
     return block
 
 
-def table(name: str, sides: dict[str, list[Block]]) -> list[str]:
+def table(name: str, work: Workload, sides: dict[str, list[Block]]) -> list[str]:
     """Return the lines of one workload: counted steps of each side, ratio of the two fastest, and time by phase."""
     lines = [
         "",
-        f"workload {name}: responses of at most {WORKLOADS[name]} tokens",
+        f"workload {name}: {work.prompts} prompts x {work.samples} responses of at most {work.cap} tokens",
         f"{'':16s} {'steps':>5s} {'s/step':>8s} {'min':>7s} {'max':>7s} {'tokens/s':>9s} {'mean length':>12s}"
         f" {'cut off':>8s} {'peak MB':>8s} {'start s':>8s}",
     ]
@@ -262,7 +299,7 @@ def table(name: str, sides: dict[str, list[Block]]) -> list[str]:
         medians[side], rates[side] = statistics.median(seconds), tokens / sum(seconds)
         lines.append(
             f"{side:16s} {len(steps):5d} {medians[side]:8.2f} {min(seconds):7.2f} {max(seconds):7.2f}"
-            f" {rates[side]:9.0f} {tokens / len(steps) / PROMPTS / SAMPLES:12.1f}"
+            f" {rates[side]:9.0f} {tokens / len(steps) / work.prompts / work.samples:12.1f}"
             f" {100 * statistics.mean(s['truncated'] for s in steps):6.1f} %"
             f" {max(b.peak_mb for b in blocks):8.0f} {statistics.mean(b.start_s for b in blocks):8.1f}"
         )
@@ -293,38 +330,46 @@ def sides_of(beside: Path | None) -> dict[str, Path]:
     return {"prorl": PRORL} | ({"beside": beside.resolve() / ".venv" / "train" / "bin" / "prorl"} if beside else {})
 
 
-def timed_workload(name: str, args: argparse.Namespace, folder: Path, model: Path, records: Path) -> list[str]:
+def timed_workload(
+    name: str, work: Workload, args: argparse.Namespace, folder: Path, model: Path, records: Path
+) -> list[str]:
     """Run blocks of all ways in turn; return the lines of the workload's table."""
-    cap, sides = WORKLOADS[name], defaultdict[str, list[Block]](list)
-    steps = 1 + (args.steps or STEPS[name])
+    sides = defaultdict[str, list[Block]](list)
+    steps = 1 + (args.steps or work.steps)
     for k in range(args.rounds):
         for way in args.trl:
-            job = trl_job(model, records, cap, args.threads, steps, way)
+            job = trl_job(model, records, work, args.threads, steps, way)
             sides[f"TRL {way}"].append(run_trl(folder / f"trl-{name}-{way}-{k}", job))
         for way in args.prorl:
             for side, prorl in sides_of(args.beside).items():
-                words = overrides(folder / f"{side}-{name}-{way}-{k}", model, records, cap)
+                words = overrides(folder / f"{side}-{name}-{way}-{k}", model, records, work)
                 words += [f"model.optim.lr={TIMING_LR}", "trainer.grpo.dynamic_sampling.enabled=false"]
                 words += [*PRORL_WAYS[way].format(n=args.threads).split(), *args.overrides]
                 sides[f"{side} {way}"].append(run_prorl(words, steps, prorl=prorl))
-    return table(name, sides)
+    return table(name, work, sides)
 
 
-def learning(args: argparse.Namespace, folder: Path, records: Path) -> list[str]:
-    """Train both sides from the same warmed-up model; return a table of mean reward by seconds of training."""
+def warmed_up(args: argparse.Namespace, folder: Path, records: Path, work: Workload) -> Path:
+    """Return the folder of the small model after its warm-up."""
     base = folder / "warmup"
-    words = [w for w in overrides(base, folder, records, 16) if "restore_from" not in w]
+    words = [w for w in overrides(base, folder, records, work) if "restore_from" not in w]
     words = [w for w in words if not w.startswith("trainer.warmup")]
     words.append(f"trainer.warmup.steps={args.warmup_steps}")
     command = [str(PRORL), "warmup", *words]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    job = trl_job(base / "base", records, 16, args.threads, 100000, args.trl[-1])
-    trl = run_trl(folder / "trl-learn", {**job, "lr": LEARNING_LR, "limit_s": args.learn_s})
-    words = overrides(folder / "prorl-learn", base / "base", records, 16)
-    words += [f"model.optim.lr={LEARNING_LR}", *PRORL_WAYS[args.prorl[-1]].format(n=args.threads).split()]
+    return base / "base"
+
+
+def learning(args: argparse.Namespace, folder: Path, model: Path, records: Path, work: Workload) -> list[str]:
+    """Train both sides from the same model; return a table of mean reward by seconds of training."""
+    job = trl_job(model, records, work, args.threads, 100000, args.trl[-1])
+    trl = run_trl(folder / "trl-learn", {**job, "lr": work.learning_lr, "limit_s": args.learn_s})
+    words = overrides(folder / "prorl-learn", model, records, work)
+    words += [f"model.optim.lr={work.learning_lr}", *PRORL_WAYS[args.prorl[-1]].format(n=args.threads).split()]
     ours = run_prorl([*words, *args.overrides], None, args.learn_s)
     marks = [args.learn_s * k / 6 for k in range(7)]
-    lines = ["", "reward on two-term chain_sum (responses of at most 16 tokens), mean over the steps that end within"]
+    what = "texts with constraints" if args.model else "two-term chain_sum"
+    lines = ["", f"reward on {what} (responses of at most {work.cap} tokens), mean over the steps that end within"]
     lines += ["each sixth of the time; prorl with dynamic sampling, its mean is of all responses, dropped ones too"]
     lines.append(f"{'':16s} {'steps':>5s} " + " ".join(f"{high:6.0f} s" for high in marks[1:]))
     for side, block in ((f"TRL {args.trl[-1]}", trl), (f"prorl {args.prorl[-1]}", ours)):
@@ -340,7 +385,7 @@ def learning(args: argparse.Namespace, folder: Path, records: Path) -> list[str]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="*", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--steps", type=int, help=f"measured steps per block; default: {STEPS}")
+    parser.add_argument("--steps", type=int, help="measured steps per block; default: by workload")
     parser.add_argument("--rounds", type=int, default=2, help="measured blocks per side and way; default: 2")
     parser.add_argument(
         "--learn-s", type=float, default=240.0, help="seconds of learning per side; 0: none; default: 240"
@@ -352,6 +397,7 @@ def main() -> None:
         default=len(os.sched_getaffinity(0)),
         help="cores of each side; its trainer processes have this many threads in all; default: all cores",
     )
+    parser.add_argument("--model", type=Path, help="compare on this Hugging Face folder; default: the small models")
     parser.add_argument("--beside", type=Path, help="another checkout to time, after `make setup`; default: none")
     parser.add_argument("--trl", nargs="+", choices=list(TRL_OPTIONS), default=["generate", "processes"])
     parser.add_argument(
@@ -376,13 +422,19 @@ def main() -> None:
     sys.stdout.write("\n".join(lines) + "\n")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        records = make_problems(folder)
-        model = make_model(folder / "model", records)
-        for workload in args.workloads:
-            sys.stdout.write("\n".join(timed_workload(workload, args, folder, model, records)) + "\n")
+        if args.model:
+            model = args.model.absolute()
+            records, workloads = make_instructions(folder, model), {args.model.name: REAL}
+        else:
+            records, workloads = make_problems(folder), {key: WORKLOADS[key] for key in args.workloads}
+            model = make_model(folder / "model", records)
+        for key, work in workloads.items():
+            sys.stdout.write("\n".join(timed_workload(key, work, args, folder, model, records)) + "\n")
             sys.stdout.flush()
         if args.learn_s:
-            sys.stdout.write("\n".join(learning(args, folder, records)) + "\n")
+            work = REAL if args.model else replace(WORKLOADS["short"], cap=LEARN_CAP)
+            base = model if args.model else warmed_up(args, folder, records, work)
+            sys.stdout.write("\n".join(learning(args, folder, base, records, work)) + "\n")
 
 
 if __name__ == "__main__":

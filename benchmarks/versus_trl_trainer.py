@@ -6,6 +6,8 @@ of its parts.  Rewards come from this project's own plugin, called in this proce
 each process a share of the prompts.  Rank 0 prints tokens and rewards of all ranks, but only its own parts.
 """
 
+import contextlib
+import importlib
 import json
 import os
 import sys
@@ -15,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "reward_plugins" / "puzzles")]
-
-from prorl_reward_puzzles.plugin import PuzzlesReward  # noqa: E402
+sys.path[:0] = [str(ROOT), *map(str, (ROOT / "reward_plugins").iterdir())]
 
 from nemo_prorl.rewards.interface import RewardRequest, judge  # noqa: E402
 
@@ -98,6 +98,12 @@ def arguments(cfg: dict[str, Any], folder: str) -> Any:
     )
 
 
+def plugin_named(name: str) -> Any:
+    """Return one of this project's reward plugins; only its own packages must be installed."""
+    module = importlib.import_module(f"prorl_reward_{name}.plugin")
+    return getattr(module, f"{name.capitalize()}Reward")()
+
+
 def main() -> None:
     cfg = json.loads(Path(sys.argv[1]).read_text())
     out = os.fdopen(os.dup(1), "w", buffering=1)
@@ -112,8 +118,9 @@ def main() -> None:
     records = [json.loads(line) for line in Path(cfg["records"]).read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(cfg["model"])
     model = AutoModelForCausalLM.from_pretrained(cfg["model"], dtype=torch.float32)
-    plugin = PuzzlesReward()
-    plugin.prepare()
+    plugin = plugin_named(cfg["plugin"])
+    with contextlib.suppress(ModuleNotFoundError):  # langdetect, which no prompt here needs
+        plugin.prepare()
     spent: dict[str, float] = defaultdict(float)
     step: dict[str, Any] = {"tokens": 0, "rewards": [], "truncated": 0, "began": time.monotonic()}
 

@@ -86,10 +86,12 @@ def hashes_of(run: Path) -> tuple[str, str]:
 def twice(run: Path, steps: int) -> list[tuple[str, str]]:
     """Continue a finished run by EXTRA steps, undisturbed and with a kill; return the hashes of both."""
     kept, found = run.with_name("kept"), []
-    shutil.rmtree(kept, ignore_errors=True)
-    shutil.copytree(run, kept)
+    if not kept.is_dir():  # otherwise an interrupted call has made it, and `run` is not the run that it copied
+        shutil.rmtree(temporary := run.with_name("kept.tmp"), ignore_errors=True)
+        shutil.copytree(run, temporary)
+        temporary.rename(kept)
     for kill in (False, True):
-        shutil.rmtree(run)
+        shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(kept, run)
         if kill:
             process = start(run, steps + EXTRA)
@@ -165,7 +167,7 @@ def main() -> None:
     out: Path = args.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     run, samples, equal = out / "run", out / "samples.jsonl", out / "equal.json"
-    if not run.is_dir() or last_step(run) < args.steps:
+    if not (out / "kept").is_dir() and (not run.is_dir() or last_step(run) < args.steps):
         before = last_step(run) if run.is_dir() else 0
         watch(run, args.steps, samples, args.steps // 2 if before < args.steps // 2 else None)
     if not equal.exists():

@@ -2,7 +2,6 @@
 
     .venv/train/bin/python benchmarks/resets.py --pilot          the choice of the KL coefficient, on seed 1
     .venv/train/bin/python benchmarks/resets.py [--commit]       runs what benchmarks/results/resets.jsonl lacks
-    .venv/train/bin/python benchmarks/resets.py --report         table and picture of the results in docs/
 
 All runs of a seed begin with the same warmed-up policy of the laptop's model.  A run that was interrupted continues.  A
 result is one line of JSON: validations, the means of other metrics over 50 steps, resets, and pass@k up to 256 of the

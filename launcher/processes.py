@@ -22,6 +22,7 @@ from nemo_prorl.errors import ProrlError
 _log = logging.getLogger(__name__)
 
 _LINE_CHARS = 1 << 14  # longest line in the log of all processes; the log of the process has the full line
+_STOP_S = 2.0  # seconds for a service to stop
 _STOP = {signal.SIGUSR1}  # Slurm sends this signal to every process of a task; only the supervisor acts on it
 
 
@@ -109,6 +110,7 @@ class Child:
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=30))
     _ended: list[float] = field(default_factory=list)
     _restart_at: float = 0.0
+    _kill_at: float = 0.0  # monotonic time at which a requested stop becomes a kill; 0: none was requested
     _log_failed: bool = False
     _copier: threading.Thread | None = None
 
@@ -179,11 +181,9 @@ class Child:
             pass
 
     def restart(self) -> None:
-        """Kill the process with its group and start it again, without counting this as a restart after a failure."""
-        self.kill_group()
-        if self.process is not None:
-            self.process.wait()
-        self.start()
+        """Stop the process, after 2 s by SIGKILL; `keep_up` starts it again without counting this as a failure."""
+        self.signal(signal.SIGTERM)
+        self._kill_at = time.monotonic() + _STOP_S
 
     def keep_up(self) -> None:
         """Restart the process if it has ended; the pause before a restart doubles each time, up to 30 s.
@@ -191,9 +191,16 @@ class Child:
         Raises:
             ProcessFailed: the process ended more than `restarts` times within an hour.
         """
-        if self.process is None or self.process.poll() is None:
-            return
         now = time.monotonic()
+        if self.process is None or self.process.poll() is None:
+            if 0.0 < self._kill_at <= now:
+                self.kill_group()
+            return
+        if self._kill_at:  # `restart` stopped it
+            self.kill_group()
+            self._kill_at = self._restart_at = 0.0
+            self.start()
+            return
         if self._restart_at == 0.0:
             self.kill_group()
             self._ended = [t for t in self._ended if now - t < 3600.0] + [now]

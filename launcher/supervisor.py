@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -75,6 +75,7 @@ class Node:
         self.peers = peers or Peers(self.endpoints, self.place)
         self.progress: Progress | None = None  # on node 0 of a run that trains
         self._signals: list[int] = []
+        self._look_at = 0.0  # monotonic time of the next look for requested restarts
 
     def run(self, only: str | None = None) -> End:
         """Start all processes, wait for the end of the trainer, stop all processes; return how the run ended.
@@ -125,8 +126,8 @@ class Node:
             if end is not None or any(code is not None for code in codes):
                 return self._ended(ranks, end)
             try:
+                self._restart_requested(services)
                 for child in services:
-                    self._restart_if_asked(child)
                     child.keep_up()
             except ProcessFailed as failure:
                 if self.place.nodes == 1:
@@ -137,14 +138,18 @@ class Node:
             self._show()
             time.sleep(0.1)
 
-    def _restart_if_asked(self, child: Child) -> None:
-        """Restart a service for which `usage.request_restarts` has made a file; this counts as no failure."""
-        request = self.endpoints / f"{child.name}{RESTART_SUFFIX}"
-        if request.exists():
-            request.unlink(missing_ok=True)
-            limit = self.cfg.rollout.recycle_gb
-            _log.info("%s uses more than %g GB (rollout.recycle_gb); starting it again", child.name, limit)
-            child.restart()
+    def _restart_requested(self, services: Sequence[Child]) -> None:
+        """Restart the services for which a file asks (`usage.request_restart`); this counts as no failure."""
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + 1.0  # the folder may be on a slow shared disk
+        with suppress(OSError):  # a shared disk may be unavailable for a moment
+            asked = {name for name in os.listdir(self.endpoints) if name.endswith(RESTART_SUFFIX)}
+            for child in services:
+                if f"{child.name}{RESTART_SUFFIX}" in asked:
+                    (self.endpoints / f"{child.name}{RESTART_SUFFIX}").unlink()
+                    _log.info("%s is restarted on request", child.name)
+                    child.restart()
 
     def _show(self) -> None:
         if self.progress is not None:

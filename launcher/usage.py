@@ -53,7 +53,7 @@ class UsageSampler:
         return {
             "host": self._place.host or os.uname().nodename,
             "time": time.time(),
-            "free_bytes": available_memory(os.environ)[0],
+            "free_bytes": available_memory({})[0],  # without Slurm's --mem, which says nothing about what is left
             "shm_bytes": (shm.f_blocks - shm.f_bfree) * shm.f_frsize,
             "run_dir_bytes": self._size() if self._place.node == 0 else None,
             "processes": {name: usage for name, usage in processes.items() if usage["threads"]},
@@ -63,19 +63,20 @@ class UsageSampler:
         """Return the size of the run directory; it is measured again after 100 times the seconds that this took."""
         began = time.monotonic()
         if began >= self._walk_at:
-            self._run_dir_bytes = sum(file.stat(follow_symlinks=False).st_size for file in _files(self._dir))
+            self._run_dir_bytes = sum(_sizes(self._dir))
             self._walk_at = began + (time.monotonic() - began) / _SHARE
         return self._run_dir_bytes
 
 
-def _files(folder: Path) -> Iterator["os.DirEntry[str]"]:
-    """Yield the files below a folder; files that disappear meanwhile are left out."""
+def _sizes(folder: Path) -> Iterator[int]:
+    """Yield the sizes of the files below a folder in bytes; files that disappear meanwhile are left out."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
-                yield from _files(Path(entry.path))
+                yield from _sizes(Path(entry.path))
             else:
-                yield entry
+                with contextlib.suppress(OSError):
+                    yield entry.stat(follow_symlinks=False).st_size
 
 
 def descendants(pids: set[int]) -> Mapping[int, list[int]]:

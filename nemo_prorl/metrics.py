@@ -26,6 +26,8 @@ class Metrics:
     `min_`, the largest or smallest value is kept instead.  Numbers that depend on the clock have keys under `time/`.
     """
 
+    current = ""  # phase that this process is in; one object at a time is filled, so it belongs to the class
+
     def __init__(self, step: int, stage: str) -> None:
         self.step, self.stage = step, stage
         self._values: dict[str, tuple[float, float]] = {}  # sum of weight * value, or the extreme; sum of weights
@@ -48,8 +50,10 @@ class Metrics:
     def phase(self, name: str) -> Iterator[None]:
         """Context manager that records the body as a phase of the timeline, and its time as the metric `time/NAME`."""
         began = time.monotonic()
+        Metrics.current = name
         with RECORDER.span(name, "phase"):
             yield
+        Metrics.current = ""
         self.put(f"time/{name}", time.monotonic() - began)
 
     def __getitem__(self, key: str) -> float:

@@ -40,6 +40,7 @@ from nemo_prorl.lifecycle.stopping import Stopping
 from nemo_prorl.lifecycle.tolerances import kl_after_reset
 from nemo_prorl.lifecycle.validation import HeldOut, Validation
 from nemo_prorl.lifecycle.warmup import warm_up
+from nemo_prorl.lifecycle.watchdog import Watchdog
 from nemo_prorl.rewards.client import RewardClient
 from nemo_prorl.rewards.connections import allow_connections
 from nemo_prorl.rollout.collector import Collector
@@ -131,6 +132,8 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
     services = {"engine": cfg.rollout.engines, "rewards": cfg.trainer.num_nodes}
     ranks = cfg.trainer.num_nodes * cfg.trainer.devices
     traces = StepTraces(run_dir, cfg.trainer.trace_steps, leader.rank, ranks, services)
+    watchdog = Watchdog(leader.rank, run_dir / "logs", records.alarm)
+    collector.run_on_leader(lambda collector: watchdog.set_waiting(collector.waiting))
     return Trainer(
         cfg,
         actor,
@@ -144,6 +147,7 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
         stopping,
         entropy,
         traces,
+        watchdog,
         leader,
     )
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # parts that `rank.py` builds and passes in
     from nemo_prorl.lifecycle.step_traces import StepTraces
     from nemo_prorl.lifecycle.stopping import Stopping
     from nemo_prorl.lifecycle.validation import Validation
+    from nemo_prorl.lifecycle.watchdog import Watchdog
     from nemo_prorl.rollout.rollouts import Rollouts
 
 
@@ -93,6 +94,7 @@ class Trainer:
     stopping: "Stopping"
     entropy: AdaptiveEntropy
     traces: "StepTraces"
+    watchdog: "Watchdog"
     leader: "Leader"
 
     # --- the loop --------------------------------------------------------------------------------------------------
@@ -114,8 +116,9 @@ class Trainer:
                     self.checkpoints.save(0)
             for step in range(progress.step + 1, self.cfg.trainer.grpo.max_steps + 1):
                 with self.traces.step(step):
-                    metrics = self.train_step(step)
-                    self.rollouts.await_next(metrics)
+                    with self.watchdog.step(step):
+                        metrics = self.train_step(step)
+                        self.rollouts.await_next(metrics)
                     self.finish_step(metrics)
                 self.stop_without_signal(metrics)
         except RolloutAbandoned as stop:  # raised before a step's first update, or in a validation

@@ -23,6 +23,7 @@ _LEAST_POINTS = 30
 _SIGMAS = 3.0  # certainty of a growth
 _AHEAD = 5  # times the observed steps are foreseen at most, because memory grows faster at a start
 _EVERY = 20  # steps between two looks for growth
+_KEPT = 4000  # steps
 _KINDS = {"trainer": "rank", "engine": "engine", "rewards": "rewards", "supervisor": "supervisor"}
 
 
@@ -103,13 +104,15 @@ def growth(points: Sequence[tuple[float, float]], sigmas: float = _SIGMAS) -> tu
 class GrowthWatch:
     """Finds nodes whose memory will be full before the run ends; one object on rank 0, not saved in checkpoints.
 
-    It looks at the second half of the steps since the start of the process, and reports a node once.
+    It looks at the second half of the steps since the node's processes started, and reports each growing process once.
+    Engines do not count if `recycles`: they are restarted before they fill the node (`rollout.recycle_gb`).
     """
 
-    observed: int = 0  # steps
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=4000))
+    recycles: bool = False
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     memory: dict[str, deque[tuple[int, dict[str, int], int]]] = field(default_factory=dict)
-    reported: set[str] = field(default_factory=set)
+    pids: dict[str, set[int]] = field(default_factory=dict)
+    reported: set[tuple[str, str]] = field(default_factory=set)
 
     def observe(self, step: int, seconds: float, nodes: Iterable[NodeUsage], max_steps: int) -> Iterator[str]:
         """Add a step's samples; yield a text for each node that will be full before step `max_steps`.
@@ -117,29 +120,35 @@ class GrowthWatch:
         Args:
             seconds: duration of the step.
         """
-        self.observed += 1
         self.seconds.append(seconds)
         for node in nodes:
-            sizes = {name: process["proportional_bytes"] for name, process in node["processes"].items()}
-            self.memory.setdefault(node["host"], deque(maxlen=4000)).append((step, sizes, node["free_bytes"]))
-        if step % _EVERY == 0:
-            for host in self.memory.keys() - self.reported:
-                if text := self._finding(host, max_steps - step):
-                    self.reported.add(host)
-                    yield text
+            host, counted = node["host"], self._counted(node)
+            if (pids := {process["pid"] for process in counted.values()}) != self.pids.get(host):
+                self.pids[host], self.memory[host] = pids, deque(maxlen=_KEPT)
+            sizes = {name: process["proportional_bytes"] for name, process in counted.items()}
+            self.memory[host].append((step, sizes, node["free_bytes"]))
+            if step % _EVERY == 0 and (text := self._finding(host, max_steps - step)):
+                yield text
+
+    def _counted(self, node: NodeUsage) -> dict[str, ProcessUsage]:
+        is_counted = lambda name: not (self.recycles and name.startswith("engine-"))  # noqa: E731
+        return {name: process for name, process in node["processes"].items() if is_counted(name)}
 
     def _finding(self, host: str, steps_left: int) -> str | None:
-        seen = list(self.memory[host])
-        seen = seen[len(seen) // 2 :]
+        whole = list(self.memory[host])
+        seen = whole[len(whole) // 2 :]
         if len(seen) < _LEAST_POINTS:
             return None
         points = seen[:: -(-len(seen) // _POINTS)]
         slope, least = growth([(step, float(sum(sizes.values()))) for step, sizes, _ in points])
         free = seen[-1][2]
-        if least * min(steps_left, _AHEAD * self.observed) <= free:
+        if least * min(steps_left, _AHEAD * len(whole)) <= free:
             return None
         each = {name: growth([(s, float(sizes.get(name, 0))) for s, sizes, _ in points])[0] for name in points[-1][1]}
         name = max(each, key=lambda name: each[name])
+        if (host, name) in self.reported:
+            return None
+        self.reported.add((host, name))
         hours = free / slope * median(self.seconds) / 3600.0
         return (
             f"{host} uses {slope / 1e6:.3g} MB more with each step, most of it in {name} ({each[name] / 1e6:.3g} MB);"
@@ -148,18 +157,23 @@ class GrowthWatch:
         )
 
 
-def request_restarts(endpoints: Path, above_bytes: float) -> list[str]:
-    """Ask the supervisors to start the engines again that use more memory; return their names.
+def request_restart(endpoints: Path, above_bytes: float) -> str | None:
+    """Ask the supervisors to restart the largest of the engines that use more memory; return its name, None if none.
 
-    Engines whose newest sample is of an earlier process are left alone.
+    One engine at a time, so that the others go on.  An engine whose sample is of an earlier process is left alone, and
+    so are all engines while a request is open.
     """
-    asked = []
-    for node in newest(endpoints):
-        for name, process in node["processes"].items():
-            if not name.startswith("engine-") or process["resident_bytes"] <= above_bytes:
-                continue
-            with suppress(OSError, ValueError, KeyError):
-                if json.loads((endpoints / f"{name}.json").read_text())["pid"] == process["pid"]:
-                    (endpoints / f"{name}{RESTART_SUFFIX}").touch()
-                    asked.append(name)
-    return asked
+    if any(endpoints.glob(f"*{RESTART_SUFFIX}")):
+        return None
+    large = {
+        name: process
+        for node in newest(endpoints)
+        for name, process in node["processes"].items()
+        if name.startswith("engine-") and process["proportional_bytes"] > above_bytes
+    }
+    for name in sorted(large, key=lambda name: -large[name]["proportional_bytes"]):
+        with suppress(OSError, ValueError, KeyError):
+            if json.loads((endpoints / f"{name}.json").read_text())["pid"] == large[name]["pid"]:
+                (endpoints / f"{name}{RESTART_SUFFIX}").touch()
+                return name
+    return None

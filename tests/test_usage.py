@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.launcher.peers import Place
 from nemo_prorl.launcher.processes import Child, MergedLog, stop_all
 from nemo_prorl.launcher.usage import UsageSampler
-from nemo_prorl.usage import GrowthWatch, growth, newest, request_restarts, totals
+from nemo_prorl.rollout.rollouts import Rollouts
+from nemo_prorl.usage import GrowthWatch, growth, newest, request_restart, totals
 
 MB, GB = 10**6, 10**9
 
@@ -87,6 +89,20 @@ class TestWatch:
         sizes = [GB * (4 - 3 * math.exp(-step / 20)) for step in range(600)]
         assert findings(sizes, 8 * GB, 10_000) == []
 
+    def test_a_restarted_process_begins_anew_and_recycled_engines_do_not_count(self) -> None:
+        def found(recycles: bool, trainer_grows: bool) -> list[str]:
+            watch, texts = GrowthWatch(recycles), list[str]()
+            for step in range(1, 1500):
+                sizes = {"engine-0": GB + 5 * MB * (step % 300), "trainer-0": GB + 9 * MB * step * trainer_grows}
+                sample = node(sizes, 8 * GB)
+                sample["processes"]["engine-0"]["pid"] = 100 + step // 300
+                texts += list(watch.observe(step, 1.0, [sample], 10_000))
+            return texts
+
+        assert found(recycles=True, trainer_grows=False) == []
+        [text] = found(recycles=True, trainer_grows=True)
+        assert "most of it in trainer-0 (9 MB)" in text
+
     def test_noise_is_no_alarm(self) -> None:
         noise = random.Random(1)
         assert findings([GB + noise.gauss(0, 50 * MB) for _ in range(600)], 4 * GB, 100_000) == []
@@ -116,13 +132,35 @@ class TestSamples:
         (tmp_path / "usage-1.json").write_text('{"host": "n1"')
         assert [sample["host"] for sample in newest(tmp_path)] == ["n0"]
 
-    def test_only_a_large_engine_of_the_present_process_is_restarted(self, tmp_path: Path) -> None:
-        for k, pid in ((0, 7), (1, 8), (2, 7)):  # the sample of engine-1 is of an earlier process
+    def test_the_largest_engine_is_restarted_one_at_a_time(self, tmp_path: Path) -> None:
+        for k, pid in enumerate((7, 8, 7, 7)):  # the sample of engine-1 is of an earlier process
             (tmp_path / f"engine-{k}.json").write_text(json.dumps({"pid": pid}))
-        sample = node({"engine-0": 3 * GB, "engine-1": 3 * GB, "engine-2": GB, "engine-3": 3 * GB, "trainer-0": 9 * GB})
-        (tmp_path / "usage-0.json").write_text(json.dumps(sample))
-        assert request_restarts(tmp_path, 5 * GB) == ["engine-0"]  # resident memory is twice as large here
-        assert [file.name for file in tmp_path.glob("*.restart")] == ["engine-0.restart"]
+        sizes = {"engine-0": 6 * GB, "engine-1": 9 * GB, "engine-2": GB, "engine-3": 7 * GB, "trainer-0": 20 * GB}
+        (tmp_path / "usage-0.json").write_text(json.dumps(node(sizes)))
+        assert request_restart(tmp_path, 5 * GB) == "engine-3"
+        assert [file.name for file in tmp_path.glob("*.restart")] == ["engine-3.restart"]
+        assert request_restart(tmp_path, 5 * GB) is None  # until the supervisor has done it
+        (tmp_path / "engine-3.restart").unlink()
+        (tmp_path / "engine-3.json").write_text(json.dumps({"pid": 9}))
+        assert request_restart(tmp_path, 5 * GB) == "engine-0"
+        (tmp_path / "engine-0.restart").unlink()
+        assert request_restart(tmp_path, 8 * GB) is None
+
+
+def test_an_engine_that_is_large_from_its_start_is_an_alarm(tmp_path: Path) -> None:
+    alarms: list[str] = []
+    rollouts = object.__new__(Rollouts)
+    rollouts._endpoints, rollouts._recycled = tmp_path, {}
+    rollouts._records = SimpleNamespace(alarm=lambda step, what: alarms.append(f"{step}: {what}"))  # type: ignore[assignment]
+    for step in (5, 40, 44):
+        (tmp_path / "engine-0.json").write_text(json.dumps({"pid": step}))
+        (tmp_path / "usage-0.json").write_text(json.dumps(node({"engine-0": 3 * GB}, pid=step)))
+        rollouts._recycle(step, 2.5)
+        (tmp_path / "engine-0.restart").unlink()
+    assert alarms == [
+        "44: engine-0 is restarted again after a few steps: rollout.recycle_gb=2.5 is less than a new engine needs"
+        " (system/engine_gb)"
+    ]
 
 
 @pytest.mark.starts

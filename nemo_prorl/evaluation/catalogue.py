@@ -137,8 +137,10 @@ def read_own(path: Path) -> Benchmark:
 
     Raises ConfigError: the file cannot be read, is of neither form, or has the name of another benchmark.
     """
-    if path.stem in catalogue():
-        raise ConfigError(f"--benchmarks {path}: a shipped benchmark has this name. Fix: rename the file")
+    if (known := catalogue().get(path.stem)) is not None:
+        if known.file is not None and Path(known.file) == path.resolve():  # of an installed package
+            return known
+        raise ConfigError(f"--benchmarks {path}: another benchmark has this name (--list). Fix: rename the file")
     if path.suffix != ".jsonl":
         return read(path, str(path.resolve()))
     try:

@@ -7,6 +7,7 @@ wait for them.  Each is written to RUN/evaluations/step-N, and the run's report 
 import argparse
 import json
 import logging
+import signal
 import subprocess
 import sys
 import time
@@ -14,13 +15,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_prorl.errors import ConfigError
+from nemo_prorl.errors import ConfigError, StoppedCleanly
 from nemo_prorl.lifecycle.retention import complete, step_of
 
 _log = logging.getLogger(__name__)
 
 FOLDER = "evaluations"
 _EVERY_S = 30.0  # seconds between two looks for new checkpoints
+_PAUSE_S = 10.0  # seconds after a failed attempt
 _TRIES = 2  # attempts at one checkpoint; an interrupted evaluation continues
 
 
@@ -30,7 +32,11 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("watch", help=text, description=text)
     parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
     parser.add_argument(
-        "words", metavar="OVERRIDE", nargs="*", default=[], help="KEY=VALUE for the evaluations, as for prorl evaluate"
+        "overrides",
+        metavar="OVERRIDE",
+        nargs="*",
+        default=[],
+        help="KEY=VALUE for the evaluations, as for prorl evaluate",
     )
     parser.add_argument(
         "--benchmarks", metavar="A,B", required=True, help="names, sets or files, as for prorl evaluate"
@@ -53,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.run}: expected a run directory (config.yaml)")
     options = [word for name in ("samples", "limit", "data") if (value := getattr(args, name)) is not None
                for word in (f"--{name}", str(value))]  # fmt: skip
-    command = [sys.executable, "-m", "nemo_prorl.cli", "evaluate", str(args.run), *args.words]
+    command = [sys.executable, "-m", "nemo_prorl.cli", "evaluate", str(args.run), *args.overrides]
     command += ["--benchmarks", args.benchmarks, *options]
     failed: dict[int, int] = {}
     while True:
@@ -62,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         if due:
             if not evaluate(args.run, due[0], command):
                 failed[due[0]] = failed.get(due[0], 0) + 1
+                time.sleep(_PAUSE_S)
         elif ended:
             return 1 if any(tries >= _TRIES for tries in failed.values()) else 0
         else:
@@ -78,7 +85,12 @@ def evaluate(run_dir: Path, step: int, command: Sequence[str]) -> bool:
     """Evaluate one checkpoint; return False if this failed although the checkpoint is still there."""
     out = folder_of(run_dir, step)
     _log.info("step %d: evaluating; the results go to %s", step, out)
-    code = subprocess.run([*command, "--checkpoint", str(step), "--out", str(out)], check=False).returncode
+    process = subprocess.Popen([*command, "--checkpoint", str(step), "--out", str(out)])
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())  # the evaluation ends with this command
+    try:
+        code = process.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if code in (0, 1) and _is_complete(run_dir, step):
         return True
     if not any(step_of(folder) == step for folder in complete(run_dir / "checkpoints")):
@@ -86,8 +98,8 @@ def evaluate(run_dir: Path, step: int, command: Sequence[str]) -> bool:
             "step %d: the run has deleted this checkpoint. Fix: trainer.grpo.keep_checkpoints, or --every", step
         )
         return True
-    if code in (75, -15, -2):
-        raise KeyboardInterrupt
+    if code in (75, -signal.SIGTERM, -signal.SIGINT):
+        raise StoppedCleanly("stopped; the same command continues")
     _log.error("step %d: prorl evaluate ended with status %d", step, code)
     return False
 
@@ -116,6 +128,6 @@ def results(run_dir: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -68,7 +68,7 @@ class Records:
             self._metrics.touch()
         self.event = self._journal.append
         self._checkpoint_s = 0.0
-        self._growth = GrowthWatch()
+        self._growth = GrowthWatch(recycles=cfg.rollout.recycle_gb is not None)
 
     def events(self) -> list[dict[str, Any]]:
         """Return the journal's events so far; an empty list on ranks other than 0."""

@@ -5,6 +5,7 @@ A hard reset and a new stage begin a segment of their own, because they change w
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,7 +53,8 @@ class Segment:
         from nemo_prorl.report.scaling import fit
 
         part = slice(count)
-        if len(self.hours[part]) < LEAST_POINTS or self.hours[part][-1] <= 0.0:
+        hours = self.hours[part]
+        if len(hours) < LEAST_POINTS or hours[-1] <= 0.0 or any(b < a for a, b in pairwise((0.0, *hours))):
             return None
         return fit(np.array(self.hours[part]), np.array(self.scores[part]), np.array(self.errors[part]))
 
@@ -70,7 +72,15 @@ def segments(curve: Curve) -> list[Segment]:
             rows = [
                 (step, number(validations[step].get("mean")), number(validations[step].get("se"))) for step in inside
             ]
-            whole = [(step, mean, error) for step, mean, error in rows if mean is not None and error is not None]
+            whole = [
+                (step, mean, error)
+                for step, mean, error in rows
+                if mean is not None
+                and 0.0 <= mean <= 1.0
+                and error is not None
+                and 0.0 <= error <= 1.0
+                and step in spent
+            ]
             if len(whole) < 2:
                 continue
             rates = [number(line.get("keep_rate/all")) for line in run.metrics if end - 10 < line["step"] <= end]
@@ -100,10 +110,12 @@ def _spent_hours(run: RunRecord) -> dict[int, float]:
 
 def devices(run: RunRecord) -> int:
     """Return the devices of a run: those of the trainer, and those of engines that have their own."""
-    count = int(run.setting("trainer.num_nodes") or 1) * int(run.setting("trainer.devices") or 1)
-    if run.setting("rollout.own_devices"):
-        count += int(run.setting("rollout.engines") or 1) * int(run.setting("rollout.tensor_parallel_size") or 1)
-    return count
+
+    def count(*keys: str) -> int:
+        return math.prod(max(1, int(number(run.setting(key)) or 1)) for key in keys)
+
+    engines = count("rollout.engines", "rollout.tensor_parallel_size") if run.setting("rollout.own_devices") else 0
+    return count("trainer.num_nodes", "trainer.devices") + engines
 
 
 def forecast(curve: Curve) -> dict[str, Any]:

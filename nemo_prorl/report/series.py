@@ -138,7 +138,10 @@ def benchmarks(curve: Curve, points: int) -> dict[str, dict[str, Any]]:
         for step, evaluation in watched(run.folder):
             for name, entry in sorted(part_of(evaluation, "benchmarks").items()):
                 scores = part_of(entry, "pass@k") if isinstance(entry, dict) else {}
-                for k in {"1", max(filter(str.isdecimal, scores), key=int, default="1")} & scores.keys():
+                for k in {
+                    "1",
+                    max((k for k in scores if k.isdecimal() and len(k) < 10), key=int, default="1"),
+                } & scores.keys():
                     if (mean := number(part_of(scores, k).get("mean"))) is not None:
                         key = name if k == "1" else f"{name} pass@{k}"
                         found.setdefault(key, {})[offset + step] = (mean, number(part_of(scores, k).get("se")))

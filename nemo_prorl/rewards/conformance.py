@@ -294,7 +294,7 @@ def _start(trial: _Trial, check: str) -> str:
 
 def _shown(trial: _Trial, case: Case) -> str:
     verdict = trial.first[case.id]
-    return f"{case.label}: score {verdict['score']}, {verdict['detail']!r}"
+    return f"{case.label}: score {verdict['score']}, correct {verdict['correct']}, {verdict['detail']!r}"
 
 
 def _examples(trial: _Trial, check: str) -> str:

@@ -65,6 +65,7 @@ def function_plugin(name: str) -> type[RewardPlugin]:
     assert match is not None, name
     task, key = match[1], f"rewards.functions.{name}"
     functions = [_function(one, key) for one in match[2].split(_AND)]
+    names = _distinct([function.__name__ for function, _ in functions])
     whole = sum(weight for _, weight in functions)
     if whole <= 0:
         raise ConfigError(f"{key}: expected a weight above 0 for at least one function")
@@ -80,7 +81,7 @@ def function_plugin(name: str) -> type[RewardPlugin]:
             values = [float(function(request.prompt, text, request.truth)) for function, _ in functions]
             if len(functions) == 1:
                 return RewardResult(score=values[0], correct=values[0] >= 1.0)
-            parts = {function.__name__: value for (function, _), value in zip(functions, values, strict=True)}
+            parts = dict(zip(names, values, strict=True))
             if wrong := [f"{part} returned {value}" for part, value in parts.items() if not 0.0 <= value <= 1.0]:
                 raise ValueError(f"{', '.join(wrong)}: expected a number from 0 to 1")
             score = sum(w * value for (_, w), value in zip(functions, values, strict=True)) / whole
@@ -89,6 +90,11 @@ def function_plugin(name: str) -> type[RewardPlugin]:
     FunctionPlugin.name = name
     FunctionPlugin.__module__ = functions[0][0].__module__  # an exception is located in the user's file
     return FunctionPlugin
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """Return the names; a name that stands there again gets a number: score, score_2."""
+    return [f"{name}_{count}" if (count := names[: k + 1].count(name)) > 1 else name for k, name in enumerate(names)]
 
 
 def _function(place: str, key: str) -> tuple[Callable[..., Any], float]:

@@ -195,6 +195,10 @@ class Collector:
         """Discard the groups that were left for the next step."""
         self._surplus = []
 
+    def waiting(self) -> str:
+        """Return what the rollout in progress waits for, as text.  Any thread may call this."""
+        return self._engines.waiting() or "no response is open, only verdicts of the reward servers"
+
     # --- one group -------------------------------------------------------------------------------------------------
 
     async def _group(self, draw: PromptDraw, draw_index: int, work: "_Work") -> Group:
@@ -292,10 +296,10 @@ class Collector:
     def _change_deadline(self, what: str) -> Deadline:
         """Return the deadline of a sleep or publication; its error names `what`.
 
-        If `rollout.sleep` is set, the deadline includes the time of an engine's restart.
+        If `rollout.sleep` or `rollout.recycle_gb` is set, the deadline includes the time of an engine's restart.
         """
         deadlines = self.cfg.trainer.deadlines
-        if self.cfg.rollout.sleep is None:
+        if self.cfg.rollout.sleep is None and self.cfg.rollout.recycle_gb is None:
             return Deadline(deadlines.publish_s, f"{what} (trainer.deadlines.publish_s)")
         seconds = deadlines.publish_s + deadlines.startup_s
         return Deadline(seconds, f"{what} (trainer.deadlines.publish_s + startup_s)")

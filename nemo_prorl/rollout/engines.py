@@ -100,6 +100,16 @@ class EnginePool:
         """Return the number of tokens generated since the starts of the engines, as the engines reported it last."""
         return sum(slot.tokens for slot in self._slots.values())
 
+    def waiting(self) -> str:
+        """Return the engines with open responses as text, the one without progress for the longest time first."""
+        now = time.monotonic()
+        busy = sorted((slot for slot in list(self._slots.values()) if slot.in_flight), key=lambda one: one.progress_at)
+        since = [f"for {now - slot.progress_at:.0f} s" if slot.progress_at else "yet" for slot in busy]
+        return ", ".join(
+            f"{slot.name} has {slot.in_flight} open responses, no token {how_long}"
+            for slot, how_long in zip(busy, since, strict=True)
+        )
+
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
             # The server closes an idle connection after 5 s: never reuse one that was idle for longer than 1 s.

@@ -21,10 +21,11 @@ from nemo_prorl.rollout.overlap import OneStepOff
 from nemo_prorl.rollout.report import report_rollout
 from nemo_prorl.rollout.weights import WeightStore, weights_folder
 from nemo_prorl.tracing import RECORDER
-from nemo_prorl.usage import request_restarts
+from nemo_prorl.usage import request_restart
 
 _log = logging.getLogger(__name__)
 
+_RECYCLE_STEPS = 10  # restarts of one engine in fewer steps than this are an alarm
 _Dealt = tuple[CollectedBatch, JudgedGroups]  # the batch without tokens, and the rows of one data rank
 
 
@@ -65,6 +66,7 @@ class Rollouts:
         self._published: object = None  # (version at the engines, version of the policy then)
         self._asleep = False
         self._endpoints = run_dir / "endpoints"
+        self._recycled: dict[str, int] = {}  # step of the last requested restart by engine; rank 0 only
         node = int(os.environ["GROUP_RANK"]) if cfg.trainer.num_nodes > 1 else None
         # Only the first rank of each node writes the weights, for the engines of its node.
         writes = int(os.environ.get("LOCAL_RANK", 0)) == 0
@@ -98,6 +100,8 @@ class Rollouts:
         with RECORDER.span(f"engines load weights {version}", "publication"):
             late = self.collector.call(lambda collector: collector.publish(path, version))
         for name, error in late:
+            if name in self._recycled:  # it was restarted while it slept
+                continue
             self._records.alarm(version, f"{name} did not wake ({error}); it was restarted and has weights {version}")
         self._asleep = False
 
@@ -126,10 +130,22 @@ class Rollouts:
         if self._cfg.data.retire_after is not None:
             self._retire(metrics, batch)
         if (limit := self._cfg.rollout.recycle_gb) is not None:  # the engines have no work now
-            self.collector.run_on_leader(lambda _: request_restarts(self._endpoints, limit * 1e9))
+            self.collector.run_on_leader(lambda _: self._recycle(step, limit))
         if self._collects_ahead(step):
             self.collector.call(lambda collector: _one_step_off(collector).begin_next(step + 1, step - 1))
         return mine
+
+    def _recycle(self, step: int, limit_gb: float) -> None:
+        """Have an engine restarted that is larger than rollout.recycle_gb, on rank 0; alarm if that does not help."""
+        if (name := request_restart(self._endpoints, limit_gb * 1e9)) is None:
+            return
+        if step - self._recycled.get(name, -_RECYCLE_STEPS) < _RECYCLE_STEPS:
+            self._records.alarm(
+                step,
+                f"{name} is restarted again after a few steps: rollout.recycle_gb={limit_gb:g} is less than a new"
+                " engine needs (system/engine_gb)",
+            )
+        self._recycled[name] = step
 
     def _take(self, step: int, collector: Collector) -> list[_Dealt]:
         """Collect the batch of a step on rank 0; return what each data-parallel rank gets, in order of ranks."""

@@ -152,7 +152,7 @@ def test_a_file_of_records_is_a_benchmark(tmp_path: Path) -> None:
         ("mine.yaml", "{task: math}", "expected exactly one of 'prompts'"),
         ("mine.yaml", "{task: math, prompts: x, colour: red}", "colour is 'red'"),
         ("mine.jsonl", "{}", "expected prompt records"),
-        ("acre.yaml", "{task: math, prompts: x}", "a shipped benchmark has this name"),
+        ("acre.yaml", "{task: math, prompts: x}", "another benchmark has this name"),
     ],
 )
 def test_a_wrong_file_is_refused(name: str, text: str | None, says: str, tmp_path: Path) -> None:
@@ -172,3 +172,4 @@ def test_an_installed_package_brings_benchmarks(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "theirs-1.dist-info" / "entry_points.txt").write_text("[nemo_prorl.benchmarks]\na = their_benchmarks\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert catalogue()["theirs"].file == str(package / "theirs.yaml")
+    assert catalogue([str(package / "theirs.yaml")])["theirs"] == catalogue()["theirs"]  # as a manifest names it

@@ -45,12 +45,11 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    real: Any = subprocess.run
-
-    def evaluate(words: list[str], **options: Any) -> Any:
-        return real([sys.executable, "-c", EVALUATE, *words[3:]], **options)
-
-    monkeypatch.setattr("nemo_prorl.evaluation.watch.subprocess.run", evaluate)
+    real: Any = subprocess.Popen
+    monkeypatch.setattr(
+        "nemo_prorl.evaluation.watch.subprocess.Popen", lambda words: real([sys.executable, "-c", EVALUATE, *words[3:]])
+    )
+    monkeypatch.setattr("nemo_prorl.evaluation.watch._PAUSE_S", 0.0)
 
 
 def asked(run: Path) -> list[int]:
@@ -76,7 +75,7 @@ def test_the_report_draws_them(run: Path) -> None:
 
 
 def test_only_every_so_many_steps(run: Path) -> None:
-    assert main(["watch", str(run), "--benchmarks", "gcd", "--every", "20"]) == 0
+    assert main(["watch", str(run), "--benchmarks", "gcd", "--every", "20", "rollout.max_num_seqs=8"]) == 0
     assert asked(run) == [20]
 
 

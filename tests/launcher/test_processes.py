@@ -224,7 +224,20 @@ def test_a_restart_on_request_is_no_failure(start: Start) -> None:
     first = child.process.pid
     Deadline(20, "the first process").wait_until(lambda: "up" in child.tail)
     child.restart()
+    kept_up = lambda: child.keep_up() or child.process.pid != first  # type: ignore[union-attr] # noqa: E731
+    Deadline(20, "the second process").wait_until(kept_up)  # ProcessFailed if the restart counts as a failure
     assert not is_alive(first)
-    assert child.process.pid != first
-    child.keep_up()  # raises ProcessFailed if the restart counts as the end of the process
     assert is_alive(child.process.pid)
+
+
+def test_a_restart_kills_a_process_that_does_not_stop(start: Start) -> None:
+    child = start("import signal, time; signal.signal(15, signal.SIG_IGN); print('up'); time.sleep(60)", restarts=0)
+    assert child.process is not None
+    first = child.process.pid
+    Deadline(20, "the first process").wait_until(lambda: "up" in child.tail)
+    child.restart()
+    child.keep_up()
+    assert is_alive(first)
+    kept_up = lambda: child.keep_up() or child.process.pid != first  # type: ignore[union-attr] # noqa: E731
+    Deadline(20, "the second process").wait_until(kept_up)
+    assert not is_alive(first)

@@ -153,6 +153,22 @@ def test_advice(gain: float, asymptotes: list[float], keep_rate: float, word: st
     assert advice((gain, 0.0, 2 * gain), 0.01, fitted, keep_rate).split(":")[0].split(",")[0].split()[0] == word
 
 
+@pytest.mark.parametrize("devices", ["auto", [1, 2], None, 1e300, -3])
+def test_damaged_files_end_no_report(saturated: Path, devices: Any) -> None:
+    config = yaml.safe_load((saturated / "config.yaml").read_text())
+    config["trainer"]["devices"] = devices
+    (saturated / "config.yaml").write_text(yaml.safe_dump(config))
+    lines = (saturated / "metrics.jsonl").read_text().splitlines()
+    lines[299] = "{damaged"  # step 300, after which a hard reset was made
+    (saturated / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    with (saturated / "journal.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "reset_commit", "step": 300}) + "\n")
+        file.write(json.dumps({"event": "validation", "step": 590, "all": {"mean": 1e300, "se": 0.1}}) + "\n")
+    curve = curve_of(saturated)
+    assert all(0.0 <= score <= 1.0 for segment in segments(curve) for score in segment.scores)
+    assert forecast(curve)["name"] == "saturated"
+
+
 class TestCommand:
     def test_text(self, saturated: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["forecast", str(saturated)]) == 0

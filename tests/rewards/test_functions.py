@@ -98,6 +98,14 @@ def test_several_functions_have_weights(tmp_path: Path, monkeypatch: pytest.Monk
         assert (verdict["score"], verdict["correct"]) == (score, correct)
     assert judge(plugin, request("no"))["parts"] == {"right": 0.0, "short": 1.0}
     assert "short returned 2.0: expected a number from 0 to 1" in judge(plugin, request("two"))["detail"]
+    (tmp_path / "g.py").write_text(
+        "def right(prompt, response, truth):\n    return 2.0 if response == 'yes' else 1.0\n"
+    )
+    same = make_plugin(
+        discover((), {"units": f"{tmp_path}/g.py:right + {tmp_path}/f.py:right"}).plugin_of_task("units")
+    )
+    assert judge(same, request("no"))["parts"] == {"right": 1.0, "right_2": 0.0}
+    assert "right returned 2.0: expected a number from 0 to 1" in judge(same, request("yes"))["detail"]
     with pytest.raises(ConfigError, match="expected a weight above 0"):
         discover((), {"units": f"{tmp_path}/f.py:right*0"})
     with pytest.raises(ConfigError, match="expected a number as weight"):

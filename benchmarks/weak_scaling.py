@@ -106,7 +106,9 @@ def trainer_of(cfg: Any, policy: Any, store: Any, groups: list[Any]) -> Any:
     resets: Any = SimpleNamespace(check_reference=lambda step, gap: None, steps=[])
     records: Any = SimpleNamespace(alarm=lambda step, what: None)
     none: Any = None
-    return Trainer(cfg, policy, TrainerState(), rollouts, none, resets, none, none, records, none, none, none, leader)
+    return Trainer(
+        cfg, policy, TrainerState(), rollouts, none, resets, none, none, records, none, none, none, none, leader
+    )
 
 
 def groups_of(ranks: int, rows: int, vocab: int) -> list[Any]:

@@ -93,7 +93,10 @@ class TestWatch:
         def found(recycles: bool, trainer_grows: bool) -> list[str]:
             watch, texts = GrowthWatch(recycles), list[str]()
             for step in range(1, 1500):
-                sizes = {"engine-0": GB + 5 * MB * (step % 300), "trainer-0": GB + 9 * MB * step * trainer_grows}
+                sizes: dict[str, float] = {
+                    "engine-0": GB + 5 * MB * (step % 300),
+                    "trainer-0": GB + 9 * MB * step * trainer_grows,
+                }
                 sample = node(sizes, 8 * GB)
                 sample["processes"]["engine-0"]["pid"] = 100 + step // 300
                 texts += list(watch.observe(step, 1.0, [sample], 10_000))
@@ -135,7 +138,13 @@ class TestSamples:
     def test_the_largest_engine_is_restarted_one_at_a_time(self, tmp_path: Path) -> None:
         for k, pid in enumerate((7, 8, 7, 7)):  # the sample of engine-1 is of an earlier process
             (tmp_path / f"engine-{k}.json").write_text(json.dumps({"pid": pid}))
-        sizes = {"engine-0": 6 * GB, "engine-1": 9 * GB, "engine-2": GB, "engine-3": 7 * GB, "trainer-0": 20 * GB}
+        sizes: dict[str, float] = {
+            "engine-0": 6 * GB,
+            "engine-1": 9 * GB,
+            "engine-2": GB,
+            "engine-3": 7 * GB,
+            "trainer-0": 20 * GB,
+        }
         (tmp_path / "usage-0.json").write_text(json.dumps(node(sizes)))
         assert request_restart(tmp_path, 5 * GB) == "engine-3"
         assert [file.name for file in tmp_path.glob("*.restart")] == ["engine-3.restart"]
@@ -151,7 +160,7 @@ def test_an_engine_that_is_large_from_its_start_is_an_alarm(tmp_path: Path) -> N
     alarms: list[str] = []
     rollouts = object.__new__(Rollouts)
     rollouts._endpoints, rollouts._recycled = tmp_path, {}
-    rollouts._records = SimpleNamespace(alarm=lambda step, what: alarms.append(f"{step}: {what}"))  # type: ignore[assignment]
+    rollouts._records = SimpleNamespace(alarm=lambda step, what: alarms.append(f"{step}: {what}"))
     for step in (5, 40, 44):
         (tmp_path / "engine-0.json").write_text(json.dumps({"pid": step}))
         (tmp_path / "usage-0.json").write_text(json.dumps(node({"engine-0": 3 * GB}, pid=step)))

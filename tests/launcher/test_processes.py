@@ -218,14 +218,19 @@ StandardOutput().write("trainer-1", "reward \\u2192 1")
     assert said.stdout.decode() == "trainer-1: reward \u2192 1\n"
 
 
+def is_another(child: Child, pid: int) -> bool:
+    """Keep the child up; return whether it has another process.  ProcessFailed if the restart counts as a failure."""
+    child.keep_up()
+    return child.process is not None and child.process.pid != pid
+
+
 def test_a_restart_on_request_is_no_failure(start: Start) -> None:
     child = start("import time; print('up'); time.sleep(60)", restarts=0)
     assert child.process is not None
     first = child.process.pid
     Deadline(20, "the first process").wait_until(lambda: "up" in child.tail)
     child.restart()
-    kept_up = lambda: child.keep_up() or child.process.pid != first  # type: ignore[union-attr] # noqa: E731
-    Deadline(20, "the second process").wait_until(kept_up)  # ProcessFailed if the restart counts as a failure
+    Deadline(20, "the second process").wait_until(lambda: is_another(child, first))
     assert not is_alive(first)
     assert is_alive(child.process.pid)
 
@@ -238,6 +243,5 @@ def test_a_restart_kills_a_process_that_does_not_stop(start: Start) -> None:
     child.restart()
     child.keep_up()
     assert is_alive(first)
-    kept_up = lambda: child.keep_up() or child.process.pid != first  # type: ignore[union-attr] # noqa: E731
-    Deadline(20, "the second process").wait_until(kept_up)
+    Deadline(20, "the second process").wait_until(lambda: is_another(child, first))
     assert not is_alive(first)

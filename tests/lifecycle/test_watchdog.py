@@ -81,7 +81,7 @@ def test_a_step_that_fails_is_no_past(tmp_path: Path) -> None:
 
 def test_the_pool_names_the_slowest_engine_first(tmp_path: Path) -> None:
     pool, now = EnginePool(tmp_path, "t" * 16, 3), time.monotonic()
-    client = EngineClient(None, "http://nowhere", "t")  # type: ignore[arg-type]
+    client = EngineClient(None, "http://nowhere", "t")
     for name, in_flight, ago in (("engine-0", 4, 5.0), ("engine-1", 2, 300.0), ("engine-2", 0, 900.0)):
         pool._slots[name] = _Slot(name, 1, client, in_flight=in_flight, progress_at=now - ago)
     assert pool.waiting() == (

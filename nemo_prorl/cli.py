@@ -113,11 +113,12 @@ def _parser() -> argparse.ArgumentParser:
     export_hf.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="checkpoint, or run directory")
     export_hf.add_argument("out", metavar="OUT", type=Path, help="new folder for the model")
 
-    from nemo_prorl.rewards import cli as rewards_cli
+    _add_parts(commands)
+    return parser
 
-    rewards_cli.add_parser(commands)
-    commands.choices["rewards"].set_defaults(run_command=rewards_cli.run)
 
+def _add_parts(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the commands that bring their own parsers."""
     from nemo_prorl.data.prepare import cli as data_cli
     from nemo_prorl.evaluation import cli as evaluation_cli
     from nemo_prorl.evaluation import probe, watch
@@ -127,8 +128,11 @@ def _parser() -> argparse.ArgumentParser:
     from nemo_prorl.planning import replay
     from nemo_prorl.report import cli as report_cli
     from nemo_prorl.report import forecast
+    from nemo_prorl.rewards import cli as rewards_cli
     from nemo_prorl.rewards import reverify
 
+    rewards_cli.add_parser(commands)
+    commands.choices["rewards"].set_defaults(run_command=rewards_cli.run)
     data_cli.add_parser(commands)
     chain.add_parser(commands)
     control.add_parser(commands)
@@ -141,7 +145,6 @@ def _parser() -> argparse.ArgumentParser:
     watch.add_parser(commands)
     report_cli.add_parser(commands)
     forecast.add_parser(commands)
-    return parser
 
 
 def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -113,7 +113,7 @@ def test_warmup_needs_one_answer_in_text() -> None:
     record = generate(source("reasoning_gym:propositional_logic", size=1))[0]
     with pytest.raises(DataError, match=r"propositional_logic-0.*None"):
         warmup_target(record)
-    with pytest.raises(DataError, match="task 'code'"):
+    with pytest.raises(DataError, match="the task is 'code'"):
         warmup_target({**record, "task": "code"})
     assert warmup_target({**record, "task": "code", "meta": {"target": "print(1)"}}) == "print(1)"
 

@@ -140,7 +140,8 @@ def make_folder(folder: Path) -> None:
             raise PermissionError(errno.EACCES, "no permission to write")
     except OSError as error:
         raise ConfigError(
-            f"{folder}: expected a folder that exists or can be made; got: {error.strerror}. Fix: another folder"
+            f"{folder}: expected a folder that exists or can be made; got: {error.strerror}. Fix: another"
+            " folder (run_dir=FOLDER)"
         ) from error
 
 

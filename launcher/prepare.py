@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -62,6 +63,8 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     if own := complete(run_dir / "checkpoints"):
         check_continuable(own[-1])
     start = None if own else origin(cast(Config, cfg), run_dir)
+    if not (run_dir / "config.yaml").exists():  # written last: an earlier start failed, perhaps with other data
+        shutil.rmtree(run_dir / "init", ignore_errors=True)
     folder = make_initial_model(cfg, run_dir, every_task, start)
     check_shape(cfg.model, json.loads((folder / "config.json").read_text()), str(folder))
     renderer = PromptRenderer(folder, cfg.trainer.grpo.context_tokens, cfg.data)

@@ -200,6 +200,8 @@ def _train(arguments: argparse.Namespace) -> int | None:
     if arguments.dry_run:
         sys.stdout.write(settings.resolved_yaml(settings.load_run(arguments.overrides, arguments.config)))
         return 0
+    if not arguments.overrides and arguments.config is None:
+        _log.info("no override was given: this is the laptop job, about ten minutes, in runs/laptop")
     return api.start(arguments.overrides, arguments.config)[1]
 
 

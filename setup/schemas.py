@@ -84,6 +84,8 @@ class RunState(typing.TypedDict):
     """version of nemo_prorl that wrote the checkpoint"""
     code: Sha256
     """sha256 over the package's Python files"""
+    functions: dict[str, Sha256]
+    """sha256 of each file in rewards.functions"""
     trainer: ProgressState
     records: RecordsState
     validation: ValidationState

@@ -536,6 +536,7 @@ def test_state_fits(tmp_path: Path) -> None:
     state = {
         **{"format": 4, "weights_sha256": SHA, "reference_sha256": SHA, "step": 2, "stage": "none", "version": "0.1.0"},
         "code": code_sha256(),
+        "functions": {},
         "trainer": TrainerState(2).state_dict(),
         **{name: getattr(parts, name).state_dict() for name in ("records", "validation", "resets")},
         "prompts": blend.state_dict(),
@@ -555,7 +556,7 @@ def test_state_has_the_parts_that_a_run_saves() -> None:
     trained = json.loads(SCHEMAS["state"].read_text())["$defs"]["RunState"]
     parts = re.search(r"parts: dict\[str, Stateful\] = \{(.*?)\n    \}", source("rank.py"), re.S)
     assert parts is not None
-    about = {"format", "weights_sha256", "reference_sha256", "step", "stage", "version", "code"}
+    about = {"format", "weights_sha256", "reference_sha256", "step", "stage", "version", "code", "functions"}
     assert (
         set(re.findall(r'"(\w+)":', parts.group(1))) | about == set(trained["required"]) == set(trained["properties"])
     )

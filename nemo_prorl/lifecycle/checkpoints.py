@@ -20,6 +20,7 @@ from nemo_prorl.lifecycle import retention
 from nemo_prorl.lifecycle.records import Records, code_sha256
 from nemo_prorl.lifecycle.resets import Resets
 from nemo_prorl.lifecycle.validation import Validation
+from nemo_prorl.rewards.functions import files_sha256
 from nemo_prorl.schema import Sha256
 from nemo_prorl.tracing import RECORDER
 
@@ -101,6 +102,7 @@ class Checkpoints:
         )  # only rank 0 reads it: a slow shared disk may show other ranks older files
         self._saved: object = None  # key of the newest checkpoint
         code_sha256()  # hash of the running code: the files may change later
+        self._functions = files_sha256(cfg.rewards.functions)
 
     # --- resume and start of a stage -----------------------------------------------------------------------------
 
@@ -122,6 +124,11 @@ class Checkpoints:
             self._records.alarm(
                 state["step"], "the code is not that which wrote the checkpoint: the run goes on, perhaps not exactly"
             )
+        for file, digest in state.get("functions", {}).items():
+            if self._functions.get(file, digest) != digest:
+                self._records.alarm(
+                    state["step"], f"{file} was changed after the checkpoint: later rewards follow another rule"
+                )
 
     def load_all(self, folder: Path) -> dict[str, Any]:
         """Load policy, reference and optimizer from any run's checkpoint; return its state.json."""
@@ -174,7 +181,11 @@ class Checkpoints:
     def _save(self, step: int) -> None:
         began = time.monotonic()
         about = {"step": step, "stage": self._cfg.stage, "version": __version__, "code": code_sha256()}
-        state = {**about, **{name: part.state_dict() for name, part in self._parts.items()}}
+        state = {
+            **about,
+            "functions": self._functions,
+            **{name: part.state_dict() for name, part in self._parts.items()},
+        }
         self._policy.save(retention.step_folder(self._folder, step), state, partial(self._retain, *self._kept()))
         self._records.checkpoint_took(time.monotonic() - began)
 

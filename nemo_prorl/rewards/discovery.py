@@ -51,7 +51,10 @@ class Registry:
         known = self.tasks()
         if task not in known:
             broken = "".join(f"; plugin {name!r} is broken: {why}" for name, why in sorted(self.broken.items()))
-            raise ConfigError(f"no reward plugin judges task {task!r}; known: {_names(known)}{broken}")
+            raise ConfigError(
+                f"no reward plugin judges task {task!r}; known: {_names(known)}{broken}. Fix: correct the"
+                f" field 'task' of the records, or rewards.functions.{task}=FILE.py:FUNCTION for a function of your own"
+            )
         return self.plugins[known[task]]
 
 

@@ -12,12 +12,13 @@ time budget of a plugin.  Several functions with weights give their weighted mea
     rewards.functions.units=units.py:score*0.9 + units.py:short*0.1
 """
 
+import hashlib
 import importlib.util
 import inspect
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,13 @@ def is_function(name: str) -> bool:
 def absolute(place: str) -> str:
     """Return the value of `rewards.functions.TASK` with absolute paths."""
     return _AND.join(os.path.abspath(one.strip()) for one in place.split(_AND))
+
+
+def files_sha256(functions: Mapping[str, str]) -> dict[str, str]:
+    """Return {file: sha256} of the files in `rewards.functions`; missing files are left out."""
+    matches = [_FUNCTION.fullmatch(one.strip()) for place in functions.values() for one in place.split(_AND)]
+    files = {Path(match["file"]).absolute() for match in matches if match is not None}
+    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files) if file.is_file()}
 
 
 def name_of(task: str, place: str) -> str:

@@ -45,6 +45,16 @@ def test_fewer_records_than_a_step_takes_are_a_warning(tmp_path: Path, caplog: p
     assert "data.train has 2 records, so a step (trainer.grpo.prompts_per_step=48) takes each about 24.0" in caplog.text
 
 
+def test_what_a_failed_start_made_is_made_anew(tmp_path: Path) -> None:
+    """Its tokenizer knows the words of other data."""
+    walruses = [record(id=f"a-{k}", prompt=f"Count {k} walrus.") for k in range(200)]
+    with pytest.raises(DataError, match="leaves no room"):
+        prepared(tmp_path, [*walruses, record(id="b", prompt="Compute 1 + 1. " * 30)])
+    assert "walrus" in (tmp_path / "run" / "init" / "tokenizer.json").read_text()
+    prepared(tmp_path, [line.replace("walrus", "penguin") for line in walruses])
+    assert "walrus" not in (tmp_path / "run" / "init" / "tokenizer.json").read_text()
+
+
 def test_too_little_room_is_a_warning_of_the_doctor(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

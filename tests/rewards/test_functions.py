@@ -9,7 +9,7 @@ import pytest
 from nemo_prorl import settings
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.rewards.discovery import discover, make_plugin
-from nemo_prorl.rewards.functions import is_function
+from nemo_prorl.rewards.functions import files_sha256, is_function
 from nemo_prorl.rewards.interface import RewardRequest, Verdict, judge
 from nemo_prorl.rewards.service import RewardService, plan_pools
 from tests.whole_runs import Job, metrics_of
@@ -82,6 +82,15 @@ def test_what_is_no_function_is_refused(text: str, place: str, says: str, tmp_pa
     (tmp_path / "f.py").write_text(text)
     with pytest.raises(ConfigError, match=f"rewards.functions.*{says}"):
         discover((), {"units": str(tmp_path / place)})
+
+
+def test_a_changed_file_is_known_by_its_hash(tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text("def right(prompt, response, truth):\n    return 1.0\n")
+    places = {"units": f"{tmp_path}/f.py:right*2 + {tmp_path}/g.py:none", "other": f"{tmp_path}/f.py:right"}
+    before = files_sha256(places)
+    assert list(before) == [f"{tmp_path}/f.py"]
+    (tmp_path / "f.py").write_text("def right(prompt, response, truth):\n    return 0.0\n")
+    assert files_sha256(places) != before
 
 
 def test_several_functions_have_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,6 +170,19 @@ def test_lists_tolerance_and_unit(math: MathReward) -> None:
     assert score(math, {"answer": "100", "tolerance": 0.02}, "101") == 1.0
     unit = {"answer": "5", "unit": "cm"}
     assert [score(math, unit, answer) for answer in ("5", "5 cm", "5\\text{ cm}", "5 m")] == [1.0, 1.0, 1.0, 0.0]
+    for letter, word in (("m", "meters"), ("s", "seconds"), ("h", "hours"), ("g", "grams"), ("l", "liters")):
+        for truth in (f"3000 {letter}", {"answer": "3000", "unit": letter}):
+            for right in (
+                f" {letter}",
+                f"\\text{{ {letter}}}",
+                f" \\text{{{letter}}}",
+                f"\\,\\mathrm{{{letter}}}",
+                f" {word}",
+            ):
+                assert score(math, truth, f"3000{right}") == 1.0, (truth, right)
+            for wrong in ("\\text{ km}", " min", "\\text{ min}", " miles", " gallons"):
+                assert score(math, truth, f"3000{wrong}") == 0.0, (truth, wrong)
+    assert score(math, "5 m", "5") == 0.0  # m may be a variable
 
 
 @pytest.mark.parametrize(

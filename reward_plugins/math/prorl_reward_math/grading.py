@@ -56,6 +56,11 @@ def _without_name(truth: str, answer: str) -> tuple[str, str]:
 def _same_value(truth: str, answer: str, tolerance: float | None, unit: str) -> bool:
     """Return whether two answers, as single values, are equal: by unit and exact value, otherwise by math-verify."""
     truth, own = split_unit(truth)
+    if not own and not unit and (written := split_unit(answer)[1]):
+        # The letter in `3000 m` may be a factor or a unit; `3000\text{ m}` or `3000 meters` says that it is a unit.
+        number_only, letters = split_unit(truth, loose=True)
+        if letters and same_unit(written, letters):
+            truth, own = number_only, letters
     exponent, wanted = power_of_ten(unit)
     wanted = wanted.strip(" $") or own
     value, given = split_unit(answer, loose=bool(wanted))

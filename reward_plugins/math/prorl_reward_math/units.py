@@ -36,6 +36,9 @@ _REPLACED = {
     r"\bper\b": "/",
 }
 
+# Units that begin with the letter of another: `min` is no spelling of `m`.
+_OTHERS = re.compile(r"(?:mins?|minutes?|mol|moles?|miles?|mi|months?|gal|gallons?|stones?|hectares?|hertz)$")
+
 
 def read_unit(text: str) -> list[tuple[str, str]]:
     r"""Return (word, power) pairs of a unit; [] if the text is not a unit.
@@ -69,7 +72,7 @@ def _same_word(one: tuple[str, str], other: tuple[str, str]) -> bool:
     """Return whether two (word, power) pairs are equal; a word may abbreviate the other (`km`, `kilometers`)."""
     short, long = sorted((one[0].casefold(), other[0].casefold()), key=len)
     letters = iter(long)
-    spelled = long in ("am", "pm") or len(long) > 2
+    spelled = (long in ("am", "pm") or len(long) > 2) and not (len(short) == 1 and _OTHERS.match(long))
     alike = spelled and short[0] == long[0] and all(letter in letters for letter in short)
     return one[1] == other[1] and (one[0] == other[0] or alike)
 

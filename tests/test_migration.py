@@ -18,7 +18,9 @@ TRL = """
 from trl import GRPOConfig
 config = GRPOConfig(learning_rate=1e-6, num_generations=8, max_completion_length=512, max_prompt_length=256,
     per_device_train_batch_size=16, gradient_accumulation_steps=4, beta=0.04, epsilon_high=0.28, loss_type="dapo",
-    reward_weights=[1, 0.5], callbacks=unknown)
+    reward_weights=[1, 0.5], report_to="wandb")
+trainer = trl.GRPOTrainer(model="Qwen/Qwen2-0.5B-Instruct", reward_funcs=length, args=config,
+    train_dataset=load_dataset("trl-lib/tldr"), callbacks=[unknown])
 """
 VERL = r"""
 data=/data/gsm8k
@@ -64,8 +66,16 @@ GRPO = "trainer.grpo"
                 f"{GRPO}.clip_low": 0.2,
                 f"{GRPO}.clip_high": 0.28,
                 f"{GRPO}.aggregation": "token",
+                f"{GRPO}.temperature": 1.0,
+                "pretrained_checkpoint.restore_from_path": "Qwen/Qwen2-0.5B-Instruct",
+                "exp_manager.create_wandb_logger": True,
             },
-            {"reward_weights": [1, 0.5]},
+            {
+                "reward_weights": [1, 0.5],
+                "reward_funcs": "length",
+                "train_dataset": "load_dataset('trl-lib/tldr')",
+                "callbacks": "[unknown]",
+            },
         ),
         (
             "verl",

@@ -15,6 +15,10 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
 
 
+class Expression(str):
+    """The source text of a setting that only the other trainer's program can compute."""
+
+
 def read(path: Path) -> dict[str, Any]:
     """Return {dotted key: value} of a file; raises ConfigError if the file cannot be read or has no setting."""
     try:
@@ -53,15 +57,18 @@ def _plain_leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _of_python(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield the constant arguments of each call whose name ends in GRPOConfig."""
+    """Yield the named arguments of each call whose name ends in GRPOConfig or GRPOTrainer.
+
+    A value that is no constant is an `Expression`.
+    """
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("GRPOConfig"):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("GRPOConfig", "GRPOTrainer")):
             for keyword in node.keywords:
                 try:
-                    if keyword.arg:
+                    if keyword.arg and keyword.arg != "args":  # the GRPOConfig itself
                         yield keyword.arg, ast.literal_eval(keyword.value)
                 except ValueError:
-                    continue  # not a constant
+                    yield str(keyword.arg), Expression(ast.unparse(keyword.value))
 
 
 def _of_shell(text: str) -> Iterator[tuple[str, Any]]:

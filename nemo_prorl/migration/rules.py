@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_prorl.migration.files import Expression
 from nemo_prorl.migration.names import names
 
 _CLIP = "trainer.grpo.clip_low", "trainer.grpo.clip_high"
@@ -38,7 +39,6 @@ _ALWAYS = {
     "logger",
     "project_name",
     "experiment_name",
-    "report_to",
     "logging_steps",
     "colocate_all_models",
     "vllm_sync_backend",
@@ -77,7 +77,8 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
         trainer: the other trainer by its key in names.yaml, such as `nemo_rl`.
         given: {dotted key: value} of that trainer's configuration.
     """
-    made, rest = Converted(), {key: value for key, value in given.items() if value is not None}
+    computed = {key: value for key, value in given.items() if isinstance(value, Expression)}
+    made, rest = Converted(), {k: v for k, v in given.items() if v is not None and k not in computed}
     for theirs, ours in names()[trainer].items():
         if theirs in rest:
             made.overrides.setdefault(ours, rest.pop(theirs))
@@ -87,7 +88,7 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
     if (value := made.overrides.get("trainer.grpo.kl_estimator")) is not None:
         made.overrides["trainer.grpo.kl_estimator"] = _ESTIMATORS.get(str(value), value)
     made.notes.append("cluster=h100_4x8 is for GPUs; without a GPU take cluster=laptop")
-    made.left = {key: value for key, value in rest.items() if not _needs_nothing(key)}
+    made.left = {key: value for key, value in (rest | computed).items() if not _needs_nothing(key)}
     return made
 
 
@@ -142,6 +143,11 @@ def _trl(rest: dict[str, Any], made: Converted) -> None:
     made.overrides.setdefault("trainer.grpo.kl_coef", 0.0)  # TRL's default
     clip = made.overrides.setdefault(_CLIP[0], 0.2)
     made.overrides.setdefault(_CLIP[1], clip)
+    made.overrides.setdefault("trainer.grpo.temperature", 1.0)
+    if "wandb" in str(rest.pop("report_to", "")):
+        made.overrides["exp_manager.create_wandb_logger"] = True
+    if (model := rest.pop("model", None)) is not None:
+        made.overrides.setdefault("pretrained_checkpoint.restore_from_path", model)
     batch = rest.pop("per_device_train_batch_size", 8) * rest.pop("gradient_accumulation_steps", 1)
     group = made.overrides.setdefault("trainer.grpo.samples_per_prompt", 8)
     generated = rest.pop("generation_batch_size", None) or batch

@@ -205,6 +205,7 @@ def draw(found: list[dict[str, Any]], group: str, arms: Sequence[str], path: Pat
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from PIL import Image
 
     figure, axes = plt.subplots(1, 4, figsize=(17, 3.8), constrained_layout=True)
     for color, arm in zip(plt.rcParams["axes.prop_cycle"].by_key()["color"], arms, strict=False):
@@ -226,6 +227,7 @@ def draw(found: list[dict[str, Any]], group: str, arms: Sequence[str], path: Pat
     figure.suptitle(group)
     figure.savefig(path, dpi=90)
     plt.close(figure)
+    Image.open(path).convert("RGB").quantize(40, kmeans=1).save(path, optimize=True)  # the site stays small
 
 
 def _lines(axis: Any, lines: list[tuple[list[float], list[float]]], label: str, color: str) -> None:

@@ -81,7 +81,8 @@ def gap_profile(first_logp_BT: Tensor, second_logp_BT: Tensor, mask_BT: Tensor) 
     """Count the absolute differences of two policies' log-probabilities by size and by place in the response.
 
     Args:
-        first_logp_BT, second_logp_BT: log-probabilities of the same tokens in nats, ignored where the mask is False.
+        first_logp_BT: log-probabilities of one policy in nats, ignored where the mask is False.
+        second_logp_BT: log-probabilities of the other policy for the same tokens, likewise.
         mask_BT: bool, the response tokens that count.
 
     Returns:

@@ -76,8 +76,8 @@ def report(chain: Path, *runs: Path) -> None:
 
 
 def _save(path: Path) -> None:
-    """Save a picture in docs/images with at most 64 colours, so that the site stays small."""
-    Image.open(path).convert("RGB").quantize(64, kmeans=1).save(DOCS / "images" / path.name, optimize=True)
+    """Save a picture in docs/images with at most 40 colours, so that the site stays small."""
+    Image.open(path).convert("RGB").quantize(40, kmeans=1).save(DOCS / "images" / path.name, optimize=True)
 
 
 if __name__ == "__main__":

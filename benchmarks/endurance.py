@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,10 @@ FIELDS = (
 
 def parts_of(samples: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
     """Return the samples before and after the engine's restart, which begins a new process, each with a title."""
-    pid: Callable[[dict[str, Any]], Any] = lambda s: s["processes"].get("engine-0", {}).get("pid")  # noqa: E731
+
+    def pid(sample: dict[str, Any]) -> Any:
+        return sample["processes"].get("engine-0", {}).get("pid")
+
     pids = [p for p in dict.fromkeys(map(pid, samples)) if p is not None]
     parts = [[s for s in samples if pid(s) == p] for p in pids]
     return [(f"engine process {k + 1}, steps {p[0]['step']} to {p[-1]['step']}", p) for k, p in enumerate(parts)]

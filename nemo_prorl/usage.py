@@ -131,8 +131,9 @@ class GrowthWatch:
                 yield text
 
     def _counted(self, node: NodeUsage) -> dict[str, ProcessUsage]:
-        is_counted = lambda name: not (self.recycles and name.startswith("engine-"))  # noqa: E731
-        return {name: process for name, process in node["processes"].items() if is_counted(name)}
+        """Return the processes whose growth counts."""
+        processes = node["processes"]
+        return {name: processes[name] for name in processes if not (self.recycles and name.startswith("engine-"))}
 
     def _finding(self, host: str, steps_left: int) -> str | None:
         whole = list(self.memory[host])

@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
+from nemo_prorl.config import Config
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.launcher.peers import Place
 from nemo_prorl.launcher.processes import Child, MergedLog, stop_all
 from nemo_prorl.launcher.usage import UsageSampler
+from nemo_prorl.lifecycle.records import Records
+from nemo_prorl.metrics import Metrics
 from nemo_prorl.rollout.rollouts import Rollouts
 from nemo_prorl.usage import GrowthWatch, growth, newest, request_restart, totals
 
@@ -209,3 +212,17 @@ def test_a_sample_counts_a_process_with_those_it_started(tmp_path: Path) -> None
         sampler.close()
         stop_all([child], 0.0, quiet=True)
     assert "engine-0" not in sampler.sample()["processes"]
+
+
+def test_a_step_s_line_has_the_sample_and_the_journal_the_alarm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GrowthWatch, "observe", lambda *_: iter(["n0 uses more"]))
+    records = Records(Config(), tmp_path, writes=True)
+    (tmp_path / "endpoints").mkdir()
+    (tmp_path / "endpoints" / "usage-0.json").write_text(json.dumps(node({"engine-0": 3 * GB})))
+    records.log(Metrics(1, "none"))
+    assert records.lines()[0]["system/engine_gb"] == 3.0
+    assert [event["what"] for event in records.events()] == [
+        "memory will be full before the last step: n0 uses more",
+    ]

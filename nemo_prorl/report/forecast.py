@@ -7,7 +7,8 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -75,11 +76,7 @@ def segments(curve: Curve) -> list[Segment]:
             whole = [
                 (step, mean, error)
                 for step, mean, error in rows
-                if mean is not None
-                and 0.0 <= mean <= 1.0
-                and error is not None
-                and 0.0 <= error <= 1.0
-                and step in spent
+                if mean is not None and 0.0 <= mean <= 1.0 and error is not None and 0.0 <= error <= 1.0
             ]
             if len(whole) < 2:
                 continue
@@ -89,7 +86,7 @@ def segments(curve: Curve) -> list[Segment]:
                 Segment(
                     offset + begin,
                     tuple(offset + step for step, _, _ in whole),
-                    tuple(spent.get(step, 0.0) - spent.get(begin, 0.0) for step, _, _ in whole),
+                    tuple(spent(step) - spent(begin) for step, _, _ in whole),
                     tuple(mean for _, mean, _ in whole),
                     tuple(error for _, _, error in whole),
                     sum(known) / len(known) if known else None,
@@ -98,14 +95,18 @@ def segments(curve: Curve) -> list[Segment]:
     return found
 
 
-def _spent_hours(run: RunRecord) -> dict[int, float]:
-    """Return {step: hours of all devices up to this step}, validations not included."""
-    total, spent = 0.0, {0: 0.0}
+def _spent_hours(run: RunRecord) -> Callable[[int], float]:
+    """Return a function of a step: the hours of all devices up to this step, validations not included.
+
+    A step without a readable line in metrics.jsonl has the hours of the last step before it that has one.
+    """
+    total, steps, spent = 0.0, [0], [0.0]
     each = devices(run) / 3600.0
     for line in run.metrics:
         total += ((number(line.get("time/step")) or 0.0) - (number(line.get("time/validate")) or 0.0)) * each
-        spent[line["step"]] = total
-    return spent
+        steps.append(line["step"])
+        spent.append(total)
+    return lambda step: spent[bisect_right(steps, step) - 1]
 
 
 def devices(run: RunRecord) -> int:

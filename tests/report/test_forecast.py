@@ -165,7 +165,10 @@ def test_damaged_files_end_no_report(saturated: Path, devices: Any) -> None:
         file.write(json.dumps({"event": "reset_commit", "step": 300}) + "\n")
         file.write(json.dumps({"event": "validation", "step": 590, "all": {"mean": 1e300, "se": 0.1}}) + "\n")
     curve = curve_of(saturated)
-    assert all(0.0 <= score <= 1.0 for segment in segments(curve) for score in segment.scores)
+    first, second = segments(curve)
+    assert all(0.0 <= score <= 1.0 for score in (*first.scores, *second.scores))
+    assert second.hours[0] == 0.0
+    assert second.hours[-1] == pytest.approx(300 / 299 * first.hours[-1])  # of 300 steps, and of 299
     assert forecast(curve)["name"] == "saturated"
 
 

@@ -3,15 +3,21 @@
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from nemo_prorl import settings
+from nemo_prorl.config import Config, RewardsConfig
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.lifecycle.checkpoints import Checkpoints
+from nemo_prorl.lifecycle.records import code_sha256
 from nemo_prorl.rewards.discovery import discover, make_plugin
 from nemo_prorl.rewards.functions import files_sha256, is_function
 from nemo_prorl.rewards.interface import RewardRequest, Verdict, judge
 from nemo_prorl.rewards.service import RewardService, plan_pools
+from tests.lifecycle.parts import leader
 from tests.whole_runs import Job, metrics_of
 
 pytestmark = pytest.mark.starts
@@ -158,3 +164,24 @@ def test_a_run_trains_on_it(root: Path, tmp_path: Path) -> None:
     for metrics in metrics_of(job.run_dir):
         assert 0 < metrics["reward/letters"] < 1
         assert metrics["policy/grad_norm"] > 0
+
+
+def test_a_resume_with_another_function_is_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_prorl.lifecycle.retention.check_continuable", lambda folder: None)
+    (tmp_path / "f.py").write_text("def right(prompt, response, truth):\n    return 1.0\n")
+    cfg = Config(rewards=RewardsConfig(functions={"units": f"{tmp_path}/f.py:right"}))
+    alarms: list[str] = []
+    records: Any = SimpleNamespace(event=lambda *_, **__: None, alarm=lambda step, what: alarms.append(what))
+    progress: Any = SimpleNamespace(state_dict=lambda: {"unfinished": None}, load_state_dict=lambda state: None)
+    saved = {"step": 3, "code": code_sha256(), "functions": files_sha256(cfg.rewards.functions), "trainer": {}}
+    policy: Any = SimpleNamespace(load=lambda folder: saved)
+    resets: Any = SimpleNamespace(done=[])
+
+    def resume() -> None:
+        Checkpoints(cfg, tmp_path, policy, {"trainer": progress}, resets, resets, records, leader()).resume(tmp_path)
+
+    resume()
+    assert alarms == []
+    (tmp_path / "f.py").write_text("def right(prompt, response, truth):\n    return 0.0\n")
+    resume()
+    assert alarms == [f"{tmp_path}/f.py was changed after the checkpoint: later rewards follow another rule"]

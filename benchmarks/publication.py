@@ -2,9 +2,9 @@
 
     .venv/train/bin/python benchmarks/publication.py                  the 1.5B model in bf16: 3.6 GB per version
     .venv/train/bin/python benchmarks/publication.py --layers 7       fewer layers, for less memory
-    ... --engine                                                      a real engine loads each version, too
+    ... --engine                    a real engine loads each version, too, with and without a check of what it holds
 
-Policy: Megatron's GPTModel of conf/model/qwen2_1p5b.yaml with constant weights, exported by `Actor.export_weights`
+Policy: Megatron's GPTModel of conf/model/qwen2_1p5b.yaml with constant weights, exported as `Actor.export_weights` does
 and written by `WeightStore`, as in a run.  Plain copies, each to a new file in /dev/shm: `write` of the model's tensors
 without names and order, and `cp` of the published file.  All alternate; the store keeps two versions, as in a run.
 Memory needed: four times the model's size (weights, two versions and a copy), or six times with --engine.
@@ -57,7 +57,7 @@ def config_of(layers: int) -> dict[str, Any]:
 
 
 def build_policy(hf: dict[str, Any], meet: Path) -> Any:
-    """Return an actor that can export weights: Megatron's model in bf16 on one rank, without gradients or optimizer.
+    """Return Megatron's model in bf16 on one rank as `module`, and `export_weights()` as an actor has it.
 
     Args:
         hf: content of config.json.
@@ -72,10 +72,10 @@ def build_policy(hf: dict[str, Any], meet: Path) -> Any:
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
-    from omegaconf import OmegaConf
 
-    from nemo_prorl.policy.actor import Actor
     from nemo_prorl.policy.cpu.layers import layer_spec
+    from nemo_prorl.policy.weights import Shape
+    from nemo_prorl.policy.whole_weights import WholeWeights
 
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
@@ -106,9 +106,9 @@ def build_policy(hf: dict[str, Any], meet: Path) -> Any:
     )
     for parameter in module.parameters():
         parameter.data.fill_(0.01)  # so that the memory is allocated
-    nemo = {"override_vocab_size": WORDS, "micro_batch_size": 1, "sequence_parallel": False}
-    model = SimpleNamespace(cfg=OmegaConf.create(nemo), get_model_module_list=lambda: [module])
-    return Actor(model, None, 1.0, hf, (1, 1))  # type: ignore[arg-type]
+    whole = WholeWeights(module, Shape.of(hf, WORDS))
+    parameters = {name: parameter.data for name, parameter in module.named_parameters()}
+    return SimpleNamespace(module=module, export_weights=lambda: whole.gather(parameters))
 
 
 def written(policy: Any, path: Path) -> None:
@@ -128,6 +128,18 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.monotonic() - began
 
 
+def without_checksums(path: Path, copy: Path) -> Path:
+    """Copy a published file to `copy` without its checksums, which an engine then does not compare; return `copy`."""
+    shutil.copyfile(path, copy)
+    with copy.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        del header["__metadata__"]
+        file.seek(8)
+        file.write(json.dumps(header).encode().ljust(size))
+    return copy
+
+
 def start_engine(hf: dict[str, Any], folder: Path, store: Path, first: Path, threads: int, wait_s: float) -> Engine:
     """Start an engine for the model.  Its first weights are a copy of `first`, a file of the weight store."""
     (folder / "model").mkdir()
@@ -140,6 +152,7 @@ def start_engine(hf: dict[str, Any], folder: Path, store: Path, first: Path, thr
 def run(args: argparse.Namespace) -> Iterator[str]:
     import torch
 
+    from nemo_prorl.rollout.checksums import published
     from nemo_prorl.rollout.weights import WeightStore
 
     torch.set_num_threads(args.threads)
@@ -150,7 +163,7 @@ def run(args: argparse.Namespace) -> Iterator[str]:
             policy = build_policy(hf, folder / "meet")
         parameters = sum(p.numel() for p in policy.module.parameters())
         store = WeightStore(Path(shm) / "store")
-        times: dict[str, list[float]] = {"publish": [], "write": [], "copy": [], "load": []}
+        times: dict[str, list[float]] = {"publish": [], "write": [], "copy": [], "load": [], "unchecked": []}
         for _ in range(2):  # two versions are kept, as in a run; the first also warms caches
             first = store.write(policy.export_weights(), _)
         size, engine = first.stat().st_size, None
@@ -168,10 +181,15 @@ def run(args: argparse.Namespace) -> Iterator[str]:
             times["copy"].append(seconds(lambda v=version: subprocess.run(["cp", store.path_of(v), copy], check=True)))  # type: ignore[misc]
             copy.unlink()
             if engine is not None:
-                times["load"].append(seconds(lambda v=version: engine.load(store.path_of(v), v)))  # type: ignore[misc]
+                unchecked = without_checksums(store.path_of(version), store.folder / "unchecked.safetensors")
+                both = [("load", store.path_of(version)), ("unchecked", unchecked)]
+                for key, file in both if version % 2 else reversed(both):  # the second load finds warm caches
+                    times[key].append(seconds(lambda v=version, f=file: engine.load(f, v)))  # type: ignore[misc]
+                unchecked.unlink()
         if engine is not None:
             engine.close()
         exported = [seconds(lambda: [None for _ in policy.export_weights()]) for _ in range(3)]
+        checked = [seconds(lambda: [published(w, 1, w.dtype) for _, w in policy.export_weights()]) for _ in range(3)]
         store.remove()
     medians = {key: statistics.median(values) for key, values in times.items() if values}
     yield f"medians of {args.rounds} alternating rounds (least to most)"
@@ -180,11 +198,16 @@ def run(args: argparse.Namespace) -> Iterator[str]:
         ("write", "plain write"),
         ("copy", "cp"),
         ("load", "an engine loads it"),
+        ("unchecked", "without the check"),
     ):
         if key in medians:
             spread = f"({min(times[key]):.2f} to {max(times[key]):.2f})"
             yield f"{label:20s} {medians[key]:7.2f} s  {size / medians[key] / 1e9:6.2f} GB/s  {spread}"
-    yield f"of publishing, without writing: {statistics.median(exported):.2f} s"
+    export, check = statistics.median(exported), statistics.median(checked) - statistics.median(exported)
+    yield f"of publishing: {export:.2f} s for the export, {check:.3f} s for checksums"
+    if "load" in medians:
+        shares = [b / a - 1 for a, b in zip(times["unchecked"], times["load"], strict=True)]
+        yield f"the check takes {statistics.median(shares):.1%} of a load ({min(shares):.1%} to {max(shares):.1%})"
     plain = {"write": "a plain write", "copy": "cp"}
     ratios = ", ".join(f"{medians['publish'] / medians[key]:.2f} times {name}" for key, name in plain.items())
     yield f"publication takes {ratios} (bar: 1.5)"

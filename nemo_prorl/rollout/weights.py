@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from nemo_prorl.errors import ConfigError, UnfitMachine
+from nemo_prorl.rollout.checksums import Checksum, published, to_metadata
 
 _log = logging.getLogger(__name__)
 
 MARKER = ".prorl-weights"
 _OURS = re.compile(r"weights-\d{8,}\.safetensors(\.\d+\.tmp)?")
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_HEADER_BYTES = 1 << 19  # bytes reserved for the header: enough for 4,000 tensors
+_HEADER_BYTES = 1 << 20  # bytes reserved for the header: enough for 4,000 tensors
 
 
 def weights_folder(run_dir: str | Path, node: int | None = None) -> Path:
@@ -41,12 +42,15 @@ def weights_folder(run_dir: str | Path, node: int | None = None) -> Path:
 class WeightStore:
     """The published weights of one run on one node.  At most two versions exist at a time."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
         """Create the folder, mode 0700, with its marker.
+
+        Args:
+            dtype: dtype of the engines, in which checksums are computed; None: as published.
 
         Raises ConfigError if the folder belongs to another user, is a link, or contains files but no marker.
         """
-        self.folder = Path(folder)
+        self.folder, self._dtype = Path(folder), dtype
         self._claim()
 
     def _claim(self) -> None:
@@ -83,7 +87,7 @@ class WeightStore:
         temporary = final.with_name(f"{final.name}.{os.getpid()}.tmp")
         try:
             with open(temporary, "wb") as file:
-                self._stream(file, tensors)
+                self._stream(file, tensors, version)
             os.replace(temporary, final)
         except OSError as error:
             raise UnfitMachine(
@@ -94,19 +98,21 @@ class WeightStore:
             temporary.unlink(missing_ok=True)
         return final
 
-    def _stream(self, file: BinaryIO, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write a safetensors file.
+    def _stream(self, file: BinaryIO, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Write a safetensors file with the checksums of its tensors.
 
         The tensors' data is written first, after a space of `_HEADER_BYTES` bytes for the header.  The header is
         written last, when all shapes are known, and the rest of its space is filled with blanks.
         """
         header: dict[str, object] = {}
+        checksums: dict[str, Checksum] = {}
         offset = 0
         file.seek(8 + _HEADER_BYTES)
         for name, tensor in tensors:
             if name in header or tensor.dtype not in _DTYPES:
                 fault = "given twice" if name in header else f"expected a float dtype; got {tensor.dtype}"
                 raise ValueError(f"tensor {name}: {fault}")
+            checksums[name] = published(tensor.detach(), version, self._dtype or tensor.dtype)
             flat = tensor.detach().contiguous().reshape(-1)
             size = flat.numel() * flat.element_size()
             file.write(flat.view(torch.uint8).cpu().numpy().data)
@@ -116,10 +122,11 @@ class WeightStore:
                 "data_offsets": [offset, offset + size],
             }
             offset += size
+        header["__metadata__"] = to_metadata(checksums)
         text = json.dumps(header, separators=(",", ":")).encode()
         if len(text) > _HEADER_BYTES:
             raise ValueError(
-                f"the header of {len(header)} tensors has {len(text)} bytes; the maximum is {_HEADER_BYTES}"
+                f"the header of {len(checksums)} tensors has {len(text)} bytes; the maximum is {_HEADER_BYTES}"
             )
         file.seek(0)
         file.write(_HEADER_BYTES.to_bytes(8, "little") + text.ljust(_HEADER_BYTES))

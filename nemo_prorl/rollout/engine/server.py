@@ -13,7 +13,8 @@ POST /generate {"prompt": [ids], "seeds": [7, 8], "temperature": 1.2, "top_p": 1
     its start, for all requests.  A reply without {"done"} was cut off; a last line {"error"} gives the reason.
     `logprobs` false omits log-probabilities.  `weight_version` is optional: 409 if the engine has other weights.
 POST /weights {"path": FILE, "version": 3, "wait_s": 60}
-    Waits until no response is in flight, loads safetensors with Hugging Face names, and empties the prefix cache.
+    Waits until no response is in flight, loads safetensors with Hugging Face names, compares what the engine then holds
+    with the checksums in the file, and empties the prefix cache.  If a tensor differs, the server ends with status 70.
     400: the file does not fit or is in another folder; the engine keeps its weights.  409: busy for more than wait_s.
 POST /sleep {"level": 2, "wait_s": 60}, POST /wake {"parts": ["weights"]}
     /sleep waits until no response is in flight and releases the device memory.  /wake takes back the memory of `parts`
@@ -62,7 +63,7 @@ from nemo_prorl.rollout.engine.requests import (  # noqa: E402
 )
 from nemo_prorl.rollout.engine.setup import is_cpu_build, limits_of, make_engine, set_environment  # noqa: E402
 from nemo_prorl.rollout.engine.sleep import HELD_SUFFIX, EngineSleep, Refused, wait_while_held  # noqa: E402
-from nemo_prorl.rollout.engine.weights import Shapes, UnfitWeights, check_fits, shapes_of_model  # noqa: E402
+from nemo_prorl.rollout.engine.weights import Shapes, UnfitWeights, check_fits, check_held, shapes_of_model  # noqa: E402
 from nemo_prorl.schema import Constraint, Count, Number  # noqa: E402
 from nemo_prorl.tracing import RECORDER, answer  # noqa: E402
 
@@ -206,7 +207,10 @@ class EngineServer:
 
     async def _load(self, request: WeightsRequest) -> dict[str, Any]:
         self.updating_since = began = time.monotonic()
-        await self.engine.collective_rpc("prorl_load_weights", args=(os.path.realpath(request.path),))
+        path = os.path.realpath(request.path)
+        unread = check_held(path, await self.engine.collective_rpc("prorl_load_weights", args=(path, request.version)))
+        if unread and self.version == UNPUBLISHED:
+            _log.warning("%d loaded tensors cannot be compared with the file: %s", len(unread), ", ".join(unread[:3]))
         # Cached prefixes were computed by the old weights.  The reset returns false while blocks are in use.
         if not await self.engine.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be emptied, because blocks are in use")

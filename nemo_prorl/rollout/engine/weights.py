@@ -5,9 +5,12 @@ Runs in the rollout environment.  Importing this module imports neither torch no
 
 import os
 import stat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
+
+if TYPE_CHECKING:
+    from nemo_prorl.rollout.checksums import Held
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -62,6 +65,30 @@ def check_fits(path: str, folder: str, shapes: Shapes) -> None:
         )
 
 
+def check_held(path: str, ranks: "list[list[Held]]") -> list[str]:
+    """Check that an engine holds the weights of a file from which it has just loaded.
+
+    Args:
+        ranks: result of `prorl_load_weights` on each tensor-parallel rank.
+
+    Returns:
+        the names of the tensors of the file that could not be compared.
+
+    Raises:
+        RuntimeError: A tensor differs; the text names it.
+    """
+    from nemo_prorl.rollout.checksums import compare, from_metadata
+
+    with safe_open(path, framework="np") as file:
+        expected = from_metadata(file.metadata())
+    wrong, unread = compare(expected, ranks)
+    if wrong:
+        raise RuntimeError(
+            f"the engine holds other values than the published file in {len(wrong)} tensors: {', '.join(wrong[:3])}"
+        )
+    return unread
+
+
 class WeightLoader:
     """Methods that vLLM adds to its worker (option `worker_extension_cls`); they run in the process of the model."""
 
@@ -75,17 +102,30 @@ class WeightLoader:
 
         return int(torch.cuda.mem_get_info()[0])
 
-    def prorl_load_weights(self, path: str) -> None:
-        """Load a checked file into the running model.  After an error the model may contain old and new weights.
+    def prorl_load_weights(self, path: str, version: int) -> "list[Held]":
+        """Load a checked file into the running model; return the checksums of what the model then holds.
+
+        A file without checksums, which is not published by a trainer, is not compared: the result is empty.
+
+        After an error the model may contain old and new weights.
 
         Each tensor is first rounded to the engine's dtype, as when an engine starts.  vLLM's CPU build stores biases in
         float32, so without this cast a loaded bias would have more digits than the same bias after a restart.
         """
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        from nemo_prorl.rollout.checksums import from_metadata, held
+
         dtype = self.model_config.dtype
         with safe_open(path, framework="pt") as file:
             tensors = ((name, file.get_tensor(name).to(dtype)) for name in file.keys())  # noqa: SIM118
             self.reload_weights(weights_iterator=tensors)
-        _repack_tied_head(self.model_runner.get_model())
+            has_checksums = bool(from_metadata(file.metadata()))
+        model = self.model_runner.get_model()
+        _repack_tied_head(model)
+        if not has_checksums:
+            return []
+        return list(held(model, read_header(path), version, dtype, get_tensor_model_parallel_rank()))
 
 
 def _repack_tied_head(model: Any) -> None:

@@ -1,5 +1,6 @@
 """Preparation of a run before any engine or rank starts: check the data and the node, make the first model."""
 
+import copy
 import json
 import logging
 import os
@@ -39,7 +40,6 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     from nemo_prorl.lifecycle.base_model import make_initial_model
     from nemo_prorl.lifecycle.retention import check_continuable, clean, complete
     from nemo_prorl.lifecycle.stages import origin
-    from nemo_prorl.rewards.discovery import discover, make_plugin
     from nemo_prorl.rewards.service import check_sandbox
 
     check_node(cfg)
@@ -50,13 +50,7 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     train = of_tasks(every_task, cfg.data)
     _warn_of_repeats(sum(len(records) for _, records in train), cfg.trainer.grpo.prompts_per_step)
     sources = [*train, *validation]
-    tasks = sorted({record["task"] for _, records in sources for record in records})
-    known = discover(functions=plain(cfg.rewards.functions))
-    plugins = {task: known.plugin_of_task(task) for task in tasks}
-    settings = plain(cfg.rewards.plugins)
-    for name, given in settings.items():  # those of unused plugins, too
-        make_plugin(known.plugin(name), given)
-    _check_truths(sources, {task: make_plugin(plugin, settings.get(plugin.name)) for task, plugin in plugins.items()})
+    plugins = _check_rewards(cfg, sources)
     if any(plugin.needs_sandbox for plugin in plugins.values()):
         check_sandbox(cfg.rewards.unsafe_no_sandbox)
     clean(run_dir / "checkpoints")
@@ -75,7 +69,47 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
         (run_dir / name).mkdir(exist_ok=True)
     (run_dir / "endpoints").chmod(0o700)
     (run_dir / "config.yaml").write_text(config_text)
-    return tasks
+    return sorted(plugins)
+
+
+def check_files(cfg: DictConfig) -> None:
+    """Check data files and reward functions for a command that starts nothing, with the errors of `prepare`.
+
+    Generated sources and missing files are left out: generated records are right, and take seconds to make.
+
+    Raises:
+        ConfigError: a reward function cannot be loaded, or no plugin judges a task.
+        DataError: a record is wrong.
+    """
+    from nemo_prorl.data.blend import load_sources, of_tasks
+
+    data = copy.deepcopy(cfg.data)
+    for part in ("train", "validation"):
+        data[part] = [source for source in data[part] if source.path is not None and Path(source.path).is_file()]
+    loaded = load_sources(data)
+    if len(data.train) == len(cfg.data.train):
+        train = of_tasks(loaded.train, data)
+    else:  # the sources that are left out may have the other tasks
+        tasks = data.tasks
+        train = [(one, [r for r in records if tasks is None or r["task"] in tasks]) for one, records in loaded.train]
+    _check_rewards(cfg, [*train, *loaded.validation])
+
+
+def _check_rewards(
+    cfg: DictConfig, sources: "Sequence[tuple[DataSource, list[dict[str, Any]]]]"
+) -> "dict[str, RewardPlugin]":
+    """Check reward functions, settings of plugins and the truth of each record; return the plugin of each task."""
+    from nemo_prorl.rewards.discovery import discover, make_plugin
+
+    known = discover(functions=plain(cfg.rewards.functions))
+    tasks = sorted({record["task"] for _, records in sources for record in records})
+    classes = {task: known.plugin_of_task(task) for task in tasks}
+    settings = plain(cfg.rewards.plugins)
+    for name, given in settings.items():  # those of unused plugins, too
+        make_plugin(known.plugin(name), given)
+    plugins = {task: make_plugin(plugin, settings.get(plugin.name)) for task, plugin in classes.items()}
+    _check_truths(sources, plugins)
+    return plugins
 
 
 def _warn_of_repeats(records: int, prompts: int) -> None:

@@ -92,7 +92,11 @@ def _parser() -> argparse.ArgumentParser:
         commands, "train", _train, "start a run, by default the laptop job; or continue the run that run_dir contains"
     )
     _add_overrides(train)
-    train.add_argument("--dry-run", action="store_true", help="print the resolved configuration and start nothing")
+    train.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check configuration and data files, print the configuration, start nothing",
+    )
 
     warmup = _add(commands, "warmup", _warmup, "do only the supervised steps that precede reinforcement learning")
     _add_overrides(warmup)
@@ -198,7 +202,11 @@ def _train(arguments: argparse.Namespace) -> int | None:
     from nemo_prorl import api, settings
 
     if arguments.dry_run:
-        sys.stdout.write(settings.resolved_yaml(settings.load_run(arguments.overrides, arguments.config)))
+        from nemo_prorl.launcher.prepare import check_files
+
+        cfg = settings.load_run(arguments.overrides, arguments.config)
+        check_files(cfg)
+        sys.stdout.write(settings.resolved_yaml(cfg))
         return 0
     if not arguments.overrides and arguments.config is None:
         _log.info("no override was given: this is the laptop job, about ten minutes, in runs/laptop")
@@ -222,12 +230,14 @@ def _plan(arguments: argparse.Namespace) -> None:
 
     from nemo_prorl import settings
     from nemo_prorl.data.prepared import faults
+    from nemo_prorl.launcher.prepare import check_files
     from nemo_prorl.planning import overview
     from nemo_prorl.planning.plan import plan_chain, read_rates
 
     cfg = settings.load_run(arguments.overrides, arguments.config, need_files=False)
     for fault in faults(cfg):
         _log.warning("%s", fault)
+    check_files(cfg)
     rates = read_rates(cfg, arguments.mean_tokens, arguments.tokens_per_s, arguments.measured)
     chain = plan_chain(cfg, arguments.overrides, rates, arguments.config)
     if arguments.json:

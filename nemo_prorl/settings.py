@@ -127,7 +127,7 @@ def load_run(overrides: list[str], config_file: Path | None = None, need_files: 
         except ConfigError as error:
             if need_files:
                 raise
-            _log.warning("what if: %s", str(error).splitlines()[0])
+            _log.warning("what if: %s `prorl train` would refuse it", str(error).splitlines()[0])
     if need_files:
         check_data(cfg)
     return cfg

@@ -13,6 +13,13 @@ from nemo_prorl.data.records import read_records
 Rows = list[dict[str, Any]]
 
 SUMS: Rows = [{"id": f"s{n}", "problem": f"What is {n} plus {n}?", "answer": str(2 * n)} for n in range(8)]
+TRUTHS: dict[str, dict[str, Any]] = {
+    "math": {"answer": "2"},
+    "stem": {"answer": "2"},
+    "code": {"asserts": ["assert f(1) == 2"]},
+    "puzzles": {"dataset": "gcd", "entry": {"question": "gcd(2, 4)?", "answer": "2", "metadata": {}}},
+    "instructions": {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
+}
 TEST = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
 
 
@@ -56,9 +63,11 @@ def dropped(out: Path) -> dict[int, str]:
 
 
 def touch_prepared(folder: Path) -> None:
-    """Names only: the files of `data=prorl`, for checks of a configuration."""
+    """The files of `data=prorl` with one record of each task, for checks of a configuration."""
     shipped = yaml.safe_load((settings.conf_folder() / "data" / "prorl.yaml").read_text())
     for source in [*shipped["train"], *shipped["validation"]]:
         path = Path(source["path"].replace("${data.folder}", str(folder)))
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+        name = path.parent.name
+        made = [{"id": f"{name}-{task}", "task": task, "prompt": name, "truth": TRUTHS[task]} for task in TRUTHS]
+        write(path, made)

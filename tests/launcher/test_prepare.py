@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from nemo_prorl import cli
 from nemo_prorl.errors import ConfigError, DataError, ProrlError, UnfitMachine
 from nemo_prorl.launcher.job import run
 from nemo_prorl.launcher.prepare import prepare
@@ -98,6 +99,54 @@ def test_bad_data_is_named(tmp_path: Path, lines: list[str], error: type[ProrlEr
         assert text in str(caught.value)
     assert caught.value.exit_code in (2, 4)
     assert not (tmp_path / "run" / "endpoints").exists()  # nothing was started
+
+
+WRONG = {
+    "field": ([record(prompt=3)], [], 4, "field 'prompt' is 3"),
+    "truth": (
+        [record(id="i", task="instructions", truth={"instruction_id_list": ["a:b"], "kwargs": [{}]})],
+        [],
+        4,
+        "a:b",
+    ),
+    "task": ([record(task="chess")], [], 2, "no reward plugin judges task 'chess'"),
+    "tasks": ([record()], ["data.tasks=[code]"], 2, "but not of code"),
+    "file": ([record()], ["rewards.functions.units=gone.py:score"], 2, "there is no file"),
+    "syntax": ([record()], ["rewards.functions.units=broken.py:score"], 2, "(broken.py, line 1)"),
+    "name": ([record()], ["rewards.functions.units=good.py:scare"], 2, "the file has no function scare"),
+}
+
+
+@pytest.mark.parametrize("command", [["plan"], ["train", "--dry-run"]], ids="-".join)
+@pytest.mark.parametrize("what", WRONG)
+def test_what_starts_nothing_finds_the_same_faults(
+    command: list[str], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines, overrides, code, told = WRONG[what]
+    monkeypatch.chdir(tmp_path)
+    Path("broken.py").write_text("def score(:\n")
+    Path("good.py").write_text("def score(prompt, response, truth):\n    return 1.0\n")
+    Path("mine.jsonl").write_text("".join(line + "\n" for line in lines))
+    words = ["data.train=[{name: mine, path: mine.jsonl}]", "data.validation=[]", *overrides]
+    assert cli.main([*command, *words]) == code
+    assert told in caplog.text
+    said = caplog.records[-1].getMessage().removeprefix("prorl: ")
+    with pytest.raises(ProrlError) as caught:
+        prepared(tmp_path, None, *words)
+    assert (str(caught.value), caught.value.exit_code) == (said, code)
+
+
+def test_a_plan_checks_the_files_that_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.jsonl").write_text(record() + "\n")
+    sources = "[{name: a, path: mine.jsonl}, {name: b, path: gone.jsonl}]"
+    words = ["plan", f"data.train={sources}", "data.validation=[]", "data.tasks=[code]"]
+    assert cli.main(words) == 0  # the missing file may have the task
+    assert "data.train.1.path=gone.jsonl: no such file" in caplog.text
+    Path("mine.jsonl").write_text("{broken\n")
+    assert cli.main(words) == 4
 
 
 @pytest.mark.parametrize("name", ["code.budget", "mth.time_budget_s"])

@@ -175,6 +175,7 @@ def test_a_plan_is_a_what_if_beside_a_run(tmp_path: Path, caplog: pytest.LogCapt
         settings.load_run(words)
     assert cli.main(["plan", *words]) == 0
     assert "what if: run holds a run with another configuration: model.optim.lr=1e-05" in caplog.text
+    assert "`prorl train` would refuse it" in caplog.text
 
 
 def test_a_stage_that_does_not_fit_the_device_is_refused() -> None:

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -62,9 +62,8 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     folder = make_initial_model(cfg, run_dir, every_task, start)
     check_shape(cfg.model, json.loads((folder / "config.json").read_text()), str(folder))
     renderer = PromptRenderer(folder, cfg.trainer.grpo.context_tokens, cfg.data)
-    for _, records in [*without_long(train, renderer.length, cfg.data.max_prompt_tokens), *validation]:
-        for record in records:
-            renderer.prompt_ids(record)
+    short = without_long(train, renderer.length, cfg.data.max_prompt_tokens)
+    _check_prompts(cfg, {"train": short, "validation": validation}, renderer.length)
     for name in ("logs", "endpoints", "checkpoints"):
         (run_dir / name).mkdir(exist_ok=True)
     (run_dir / "endpoints").chmod(0o700)
@@ -129,6 +128,44 @@ def _check_truths(
                 plugins[record["task"]].validate_truth(record["truth"])
             except ValueError as error:
                 raise DataError(f"source {source.name!r}, record {record['id']!r}: {error}") from error
+
+
+def _check_prompts(
+    cfg: DictConfig,
+    parts: "Mapping[str, Sequence[tuple[DataSource, list[dict[str, Any]]]]]",
+    length: Callable[[dict[str, Any]], int],
+) -> None:
+    """Raise DataError, naming source and key, if a prompt leaves no room for a response in the context.
+
+    Args:
+        parts: sources with their records, by key of `data`: train, validation.
+        length: returns the number of tokens of a record's prompt.
+    """
+    context, lines, longest = cfg.trainer.grpo.context_tokens, [], 0
+    for part, sources in parts.items():
+        for source, records in sources:
+            lengths = [length(record) for record in records]
+            long = sum(tokens >= context for tokens in lengths)
+            if long:
+                most = max(lengths)
+                longest = max(longest, most)
+                named = f"data.{part}, source {source.name!r}: {long} of {len(records)} prompts"
+                lines.append(
+                    f"  {named}; the longest, record {records[lengths.index(most)]['id']!r}, has {most} tokens"
+                )
+    if not lines:
+        return
+    fixes = [f"trainer.grpo.context_tokens above {longest}"]
+    if any("data.train," in line for line in lines):
+        fixes.append(f"data.max_prompt_tokens below {context} leaves long prompts of data.train out")
+    if any("data.validation," in line for line in lines):
+        fixes.append("data.validation=[{name: NAME, path: FILE}] with shorter prompts, or data.validation=[]")
+    if cfg.pretrained_checkpoint.restore_from_path is None:
+        lines.append("  The tokenizer was made for data.train, so words that data.train lacks take more tokens.")
+    raise DataError(
+        f"trainer.grpo.context_tokens={context} leaves no room for a response to these prompts:\n"
+        + "\n".join([*lines, f"Fix: {'; or '.join(fixes)}"])
+    )
 
 
 def check_node(cfg: DictConfig, trains: bool = True) -> None:

@@ -63,17 +63,21 @@ def faults(cfg: DictConfig) -> list[str]:
     """Return one message per fault of a run's data, with the command or key that fixes it."""
     found = []
     if missing := missing_files(cfg):
-        lines = []
+        lines, shipped = [], False
         for key, path in missing:
             lines.append(f"  {key}={path}: no such file; expected one prompt record (JSON object) per line")
-            if (command := preparing(path)) is not None:
-                lines.append(f"    Fix: {command}")
+            command = preparing(path)
+            shipped = shipped or command is not None
+            lines.append(
+                f"    Fix: {command or f'{key}=FILE; docs/tutorial/data.md makes FILE from your own problems'}"
+            )
         files = "1 file is" if len(missing) == 1 else f"{len(missing)} files are"
-        fix = (
-            "Fix: prepare them (docs/howto/prepare_data.md), name their folder (data.folder=FOLDER), or choose other"
-            " data (data=NAME)"
-        )
-        found.append("\n".join([f"data: {files} missing, relative to {Path.cwd()}", *lines, fix]))
+        if shipped:
+            lines.append(
+                "Fix: prepare them (docs/howto/prepare_data.md), name their folder (data.folder=FOLDER), or choose"
+                " other data (data=NAME)"
+            )
+        found.append("\n".join([f"data: {files} missing, relative to {Path.cwd()}", *lines]))
     if lacking := missing_tasks(cfg):
         names = ", ".join(source.name for source in cfg.data.train)
         found.append(

@@ -87,6 +87,10 @@ class SourceProbe:
             "unjudged": self.share(sum(one.score is None for one in everything)),
         }
 
+    def first_failure(self) -> str:
+        """Return the reason why the first unjudged response has no reward; "" if all are judged."""
+        return next((one.detail for one in self.responses if one.score is None), "")
+
     def examples(self) -> list[Judged]:
         """Return the best, the worst and the longest response."""
         ranked = sorted(self.responses, key=lambda one: -1.0 if one.score is None else one.score)
@@ -101,7 +105,8 @@ def advice(facts: Mapping[str, Any]) -> str:
     """Return what to change for a source with these facts, in words."""
     task = facts["task"]
     if facts["unjudged"] > 0:
-        return f"{facts['unjudged']:.0%} of the responses could not be judged: see logs/ in the folder of the probe"
+        why = facts.get("why") or "see logs/ in the folder of the probe"
+        return f"{facts['unjudged']:.0%} of the responses could not be judged: {why}"
     if facts["cut_off"] > 0.5:
         return (
             f"{facts['cut_off']:.0%} of the responses are cut off: give them more room"
@@ -189,7 +194,10 @@ def probe(cfg: DictConfig, out: Path, prompts: int, samples: int) -> dict[str, A
             "format": 1,
             "model": str(folder),
             "samples": samples,
-            "sources": [{**one, "advice": advice({**one, "prompt": cfg.data.prompt})} for one in facts],
+            "sources": [
+                {**one, "advice": advice({**one, "prompt": cfg.data.prompt, "why": source.first_failure()})}
+                for one, source in zip(facts, sources, strict=True)
+            ],
             "estimate": estimate(cfg, sources, seconds),
             "responses": [_json(source) for source in sources],
         }

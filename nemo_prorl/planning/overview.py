@@ -1,12 +1,15 @@
 """Text tables that `prorl plan` prints: the settings of a run, the stages of its chain, and the memory it needs."""
 
+import json
 import os
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
-from nemo_prorl.data.prepared import missing_files
+from nemo_prorl.data.prepared import missing_files, task_of
 from nemo_prorl.lifecycle.tolerances import engine_gap_alarm, kl_after_reset
 from nemo_prorl.planning.columns import columns
 from nemo_prorl.planning.plan import NAMES, PAPER_GPU_HOURS, Chain, PlannedStage
@@ -100,28 +103,37 @@ def _data(cfg: DictConfig) -> str:
 
     If a step needs more prompts than a source has, the text says how often the step repeats each record.
     """
-    counts = [_records(source) for source in cfg.data.train]
+    every = [(source, _records(source, cfg.data.tasks)) for source in cfg.data.train]
+    used = [(source, count) for source, count in every if count != 0]
+    counts = [count for _, count in used]
     texts = []
-    for source, count in zip(cfg.data.train, counts, strict=True):
+    for source, count in used:
         weight = [] if len(counts) == 1 else [f"weight {source.weight:g}"]
         facts = [*([f"{count:,} records"] if count is not None else []), *weight]
         texts.append(f"{source.name} ({', '.join(facts)})" if facts else source.name)
     total = sum(count or 0 for count in counts)
     text, prompts = ", ".join(texts), cfg.trainer.grpo.prompts_per_step
+    if unused := [source.name for source, count in every if count == 0]:
+        text += f"; without {', '.join(unused)}, which data.tasks leaves out"
     if None not in counts and 0 < total < prompts:
         text += f"; each record comes about {prompts / total:.0f} times in a step, which takes {prompts} prompts"
     return text
 
 
-def _records(source: DictConfig) -> int | None:
-    """Return the number of records of a source; None if its file is missing or is not a .jsonl file."""
-    if source.path is None or source.size is not None:
-        return source.size
+def _records(source: DictConfig, tasks: Sequence[str] | None) -> int | None:
+    """Return the number of records of a source; None if its file is missing or is not a .jsonl file.
+
+    Args:
+        tasks: count only records of these tasks; None: all records.
+    """
+    if source.path is None:
+        return source.size if tasks is None or task_of(source.generator) in tasks else 0
     path = Path(source.path)
     if path.suffix != ".jsonl" or not path.is_file():
-        return None
+        return source.size
     with path.open("rb") as file:
-        return sum(not line.isspace() for line in file)
+        lines = list(islice((line for line in file if not line.isspace()), source.size))
+    return len(lines) if tasks is None else sum(json.loads(line)["task"] in tasks for line in lines)
 
 
 def _files(cfg: DictConfig) -> str:

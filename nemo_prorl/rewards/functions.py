@@ -82,6 +82,7 @@ def function_plugin(name: str) -> type[RewardPlugin]:
         """A plugin that judges one task; the score is the weighted mean of what the user's functions return."""
 
         tasks = (task,)
+        _noun = "your reward function"
 
         def score(self, request: RewardRequest) -> RewardResult:
             if (text := request.answer_text) is None:

@@ -212,6 +212,7 @@ class RewardPlugin(ABC):
     needs_sandbox: ClassVar[bool] = False
     sandbox_packages: tuple[str, ...] = ()  # installed packages that programs in the sandbox may import
     sandbox: Sandbox  # set before `prepare` if `needs_sandbox` is True
+    _noun: ClassVar[str] = "plugin"  # what error messages call it
 
     @dataclass(frozen=True)
     class Config:
@@ -365,13 +366,14 @@ def judge(plugin: RewardPlugin, request: RewardRequest) -> Verdict:
         if place not in _shown:
             _shown.add(place)
             _log.error(
-                "plugin %r raised an exception at %s; it is shown only once for this place",
+                "%s %r raised an exception at %s; it is shown only once for this place",
+                plugin._noun,
                 plugin.name,
                 place,
                 exc_info=error,
             )
-        detail = f"plugin {plugin.name!r} raised {type(error).__name__} ({place}): {error}"
+        detail = f"{plugin._noun} {plugin.name!r} raised {type(error).__name__} ({place}): {error}"
         return failed_verdict(request.id, "infrastructure", detail)
     if fault is not None:
-        return failed_verdict(request.id, "infrastructure", f"plugin {plugin.name!r}: {fault}")
+        return failed_verdict(request.id, "infrastructure", f"{plugin._noun} {plugin.name!r}: {fault}")
     return verdict_of(request.id, result)

@@ -252,9 +252,9 @@ class Collector:
         self._failures_in_a_row = self._failures_in_a_row + 1 if score is None else 0
         if self._failures_in_a_row >= self.cfg.rewards.max_infrastructure_failures:
             raise RewardFailure(
-                f"{self._failures_in_a_row} responses in a row could not be judged "
-                f"(rewards.max_infrastructure_failures); the last: task {record['task']}, prompt {record['id']}: "
-                f"{verdict['detail']}"
+                f"{self._failures_in_a_row} responses in a row could not be judged, the limit of"
+                f" rewards.max_infrastructure_failures; the last: task {record['task']}, prompt {record['id']}:"
+                f" {verdict['detail']}"
             )
         return verdict
 

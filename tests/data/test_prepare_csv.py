@@ -39,6 +39,19 @@ def test_a_wrong_column_name_is_the_user_s(tmp_path: Path, caplog: pytest.LogCap
     assert "--field problem=Aufgabe: there is no column 'Aufgabe'; the row has: q, answer" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("source", "fields"),
+    [("math", ["problem", "answer"]), ("choice", ["question", "options", "answer"]), ("code", ["problem", "tests"])],
+)
+def test_all_missing_columns_are_named(
+    source: str, fields: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.csv").write_text("Frage;Antwort\n1+1?;2\n")
+    assert cli.main(["data", "prepare", source, "--from", str(tmp_path / "a.csv"), "--out", str(tmp_path / "out")]) == 4
+    assert all(f"'{field}'" in caplog.text and f"--field {field}=COLUMN" in caplog.text for field in fields)
+    assert "the row has: Frage, Antwort" in caplog.text
+
+
 WORDS = "problem,answer\n2+2?,4\n3+3?,n/a\n1+1?,two apples\nWhere?,\\text{east}\n"
 
 

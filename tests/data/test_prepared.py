@@ -87,8 +87,13 @@ def test_the_doctor_names_them_as_a_failed_check() -> None:
 
 
 def test_a_file_of_ones_own_is_named_too() -> None:
-    with pytest.raises(ConfigError, match=r"1 file is missing.*\n  data\.train\.0\.path=gone\.jsonl: no such file"):
+    with pytest.raises(
+        ConfigError, match=r"1 file is missing.*\n  data\.train\.0\.path=gone\.jsonl: no such file"
+    ) as e:
         settings.load_run(["data.train=[{name: x, path: gone.jsonl}]"])
+    assert str(e.value).endswith("Fix: data.train.0.path=FILE; docs/tutorial/data.md makes FILE from your own problems")
+    Path("here.jsonl").touch()
+    settings.load_run(["data.train=[{name: x, path: gone.jsonl}]", "data.train.0.path=here.jsonl"])
     assert preparing("gone.jsonl") is None
 
 

@@ -56,6 +56,19 @@ def test_what_a_failed_start_made_is_made_anew(tmp_path: Path) -> None:
     assert "walrus" not in (tmp_path / "run" / "init" / "tokenizer.json").read_text()
 
 
+def test_too_small_a_context_names_source_and_key(tmp_path: Path) -> None:
+    """The tokenizer of the laptop job is made for data.train, so the shipped validation prompts are longer with it."""
+    Path(tmp_path / "mine.jsonl").write_text(record(prompt="zzz qqq") + "\n")
+    with pytest.raises(DataError) as caught:
+        prepared(tmp_path, None, f"data.train=[{{name: mine, path: {tmp_path / 'mine.jsonl'}}}]")
+    text = str(caught.value)
+    assert "data.validation, source 'chain_sum': 96 of 96 prompts; the longest, record 'heldout-chain_sum-" in text
+    assert "source 'mine'" not in text
+    assert "The tokenizer was made for data.train" in text
+    assert "Fix: trainer.grpo.context_tokens above 1" in text
+    assert "or data.validation=[]" in text
+
+
 def test_too_little_room_is_a_warning_of_the_doctor(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,6 +168,19 @@ def test_a_refused_stage_is_an_error_of_its_chain_only() -> None:
     assert [(stage.name, stage.steps) for stage in chain.stages] == [("none", 300)]
 
 
+def test_a_plan_lists_only_the_sources_of_the_tasks(tmp_path: Path) -> None:
+    lines = [{"id": str(n), "task": "code" if n < 3 else "math", "prompt": "", "truth": {}} for n in range(8)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    generated = "{name: sums, generator: arithmetic, size: 5}, {name: stem, generator: stem, size: 6}"
+    words = [f"data.train=[{generated}, {{name: own, path: {tmp_path / 'own.jsonl'}}}]", "data.validation=[]"]
+    words.append("trainer.grpo.prompts_per_step=16")
+    assert overview.run_rows(settings.load([*words, "data.tasks=[code]"]))["data"] == (
+        "own (3 records); without sums, stem, which data.tasks leaves out;"
+        " each record comes about 5 times in a step, which takes 16 prompts"
+    )
+    assert overview.run_rows(settings.load(words))["data"].startswith("sums (5 records, weight 1), stem (6 records")
+
+
 def test_a_plan_is_a_what_if_beside_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_run(tmp_path / "run", ["run_dir=run", "seed=3"], [])
     words = ["run_dir=run", "model.optim.lr=1e-5"]

@@ -57,6 +57,7 @@ def test_a_function_is_a_plugin(place: str, response: str, score: float, correct
 def test_an_exception_is_located_in_the_users_file(place: str) -> None:
     verdict = judge(make_plugin(discover((), {"units": place}).plugin_of_task("units")), request("break"))
     assert verdict["failure"] == "infrastructure"
+    assert verdict["detail"].startswith(f"your reward function 'units={place}' raised ZeroDivisionError")
     assert f"raised ZeroDivisionError ({place.split(':')[0]}:6): division by zero" in verdict["detail"]
 
 

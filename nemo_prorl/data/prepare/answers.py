@@ -15,6 +15,7 @@ BOXED = "Think step by step, and put the final answer in \\boxed{}."
 CHOICE = "Think step by step, and put the letter of the right option in \\boxed{}."
 
 _PROBLEM = ("problem", "question", "prompt", "Question")
+_ANSWER = ("answer", "expected_answer", "final_answer")
 _ID = ("id", "task_id", "key", "uuid", "hash_id", "Record ID")
 _PLACEHOLDERS = {"n/a", "na", "nan", "null", "tbd", "todo", "?", "unknown", "no answer", "not available"}
 _WORDED = re.compile(r"[^\W\d_]{2,}([\s-]+[^\W\d_]{2,})+[.!]?")  # "two apples", without any number or formula
@@ -83,7 +84,8 @@ def final_answer(task: str) -> Callable[[Row], Draft | Drop]:
     """
 
     def convert(row: Row) -> Draft | Drop:
-        value = row.needed("answer", "expected_answer", "final_answer")
+        row.require(_PROBLEM, _ANSWER)
+        value = row.needed(*_ANSWER)
         if isinstance(value, list) and not str(row.first("answer_type") or "").startswith("list"):
             accepted = [text for item in value if (text := _answer_text(row, item))]
         elif isinstance(value, list):
@@ -103,6 +105,7 @@ def final_answer(task: str) -> Callable[[Row], Draft | Drop]:
 
 def choice(row: Row) -> Draft | Drop:
     """Convert a row of `question`, `options` (texts, or objects letter -> text) and `answer` (a letter or an index)."""
+    row.require(("question", "problem"), ("options", "choices"), ("answer", "expected_answer"))
     options, answer = _options(row), row.needed("answer", "expected_answer")
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(options):
         answer = _OPTIONS[answer]

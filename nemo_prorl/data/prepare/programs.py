@@ -98,6 +98,7 @@ def tested(row: Row) -> Draft | Drop:
     `tests`: a list as in prompt records: each test has `input` and `output`, or `args` and `expected` if the row has
     `fn_name`.
     """
+    row.require(("problem", "question"), ("tests", "input_output"))
     question = row.text("problem", "question")
     if "tests" in row.values:
         tests = row.needed("tests")

@@ -45,11 +45,22 @@ class Row:
         for name in names:
             if name in self.values:
                 return self.values[name]
-        shown = ", ".join(list(self.values)[:_SHOWN])
-        others = f" (or {', '.join(names[1:])})" if names[1:] else ""
-        raise DataError(
-            f"{self.where}: field {names[0]!r}{others} is missing; the row has: {shown}.  "
-            f"Fix: --field {names[0]}=COLUMN if the column has another name"
+        raise self._missing([names])
+
+    def require(self, *fields: Sequence[str]) -> None:
+        """Raise DataError that names all missing fields; `fields`: for each field, the names that it may have."""
+        if missing := [names for names in fields if not any(name in self.values for name in names)]:
+            raise self._missing(missing)
+
+    def _missing(self, fields: Sequence[Sequence[str]]) -> DataError:
+        named = [f"{names[0]!r}" + (f" (or {', '.join(names[1:])})" if names[1:] else "") for names in fields]
+        options = " ".join(f"--field {names[0]}=COLUMN" for names in fields)
+        what, why = ("field {} is", "the column has another name")
+        if len(fields) > 1:
+            what, why = ("fields {} are", "the columns have other names")
+        return DataError(
+            f"{self.where}: {what.format(' and '.join(named))} missing; the row has: "
+            f"{', '.join(list(self.values)[:_SHOWN])}.  Fix: {options} if {why}"
         )
 
     def column(self, field: str, name: str) -> Any:

@@ -23,7 +23,7 @@ from nemo_prorl.evaluation.formats import (
     Numbers,
     SolvedCounts,
 )
-from nemo_prorl.evaluation.readings import Reading, explained
+from nemo_prorl.evaluation.readings import Reading, domain_name, explained
 from nemo_prorl.evaluation.results import Scored, by_domain, numbers, percent, scored
 from nemo_prorl.evaluation.store import Store, read_json
 from nemo_prorl.planning.columns import columns
@@ -271,11 +271,13 @@ def table(comparison: EvaluationComparison) -> str:
     if comparison["out_of_distribution"] is not None:
         groups["out of distribution"] = comparison["out_of_distribution"]
     for group, compared in groups.items():
-        for mean in compared["differences"]:
+        for mean in compared["differences"] if len(compared["benchmarks"]) > 1 else ():
             largest = max(mean["pass@k"], key=int)
             gains = f"pass@1 {_percent(mean['pass@1'])}, pass@{largest} {_percent(mean['pass@k'][largest])}"
             words = explained(mean["reading"], comparison["base"], int(largest))
-            text.append(f"{group}: {mean['model']} - {comparison['base']}: {gains}: {mean['model']} {words}")
+            text.append(
+                f"{domain_name(group)}: {mean['model']} - {comparison['base']}: {gains}: {mean['model']} {words}"
+            )
     if comparison["skipped"]:
         text.append(f"left out, because not in all evaluations: {', '.join(comparison['skipped'])}")
     text.append(f"All in percent; in brackets: {100 * LEVEL:.0f} % intervals of a paired bootstrap over prompts.")
@@ -290,10 +292,14 @@ def _percent(value: Interval | None) -> str:
 
 def _summary(one: Difference, base: str) -> str:
     solved, k = one["solved"], one["base_k"]
-    tries = "more tries than were sampled" if k is None else f"{k} {'try' if k == 1 else 'tries'}"
-    words = explained(one["reading"], base, max(map(int, one["pass@k"])))
-    return (
-        f"{one['model']} {words}.\n  Prompts solved at least once: by {one['model']} alone {solved['gained']},"
-        f" by {base} alone {solved['lost']}, by both {solved['both']}. {base} needs {tries} to reach"
-        f" {one['model']}'s pass@1."
+    text = f"{one['model']} {explained(one['reading'], base, max(map(int, one['pass@k'])))}.\n  "
+    if not (solved["gained"] or solved["lost"] or solved["both"]):
+        return f"{text}No prompt was solved by either of them."
+    text += (
+        f"Prompts solved at least once: by {one['model']} alone {solved['gained']}, by {base} alone {solved['lost']},"
+        f" by both {solved['both']}."
     )
+    if k == 1:  # the base is as good at the first try
+        return text
+    tries = "more tries than were sampled" if k is None else f"{k} tries"
+    return f"{text} {base} needs {tries} to reach {one['model']}'s pass@1."

@@ -112,6 +112,8 @@ class Numbers(_Means):
     """samples of the prompt that has the fewest"""
     unjudged: Count
     """responses without a verdict"""
+    without_form: Share | None
+    """responses without the form of an answer that the task asks for; null for tasks without one"""
     failures: FailureCounts
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.evaluation.readings import FORMS
 
 if TYPE_CHECKING:  # these import torch, which wrong use need not wait for
     from nemo_prorl.evaluation.catalogue import Sampling
@@ -28,8 +29,6 @@ if TYPE_CHECKING:  # these import torch, which wrong use need not wait for
 
 _log = logging.getLogger(__name__)
 
-# Text that a response contains if it answers in the form that the task asks for; other tasks have no such form.
-_FORMS = {"math": "\\boxed{", "stem": "\\boxed{", "puzzles": "<answer>", "code": "```"}
 _SHOWN_CHARACTERS = 300
 _TOLERANCE = 1e-6  # rewards that differ by less are equal
 
@@ -71,7 +70,7 @@ class SourceProbe:
         mixed = [group for group in judged if max(group) - min(group) > _TOLERANCE]
         solved = [group for group in judged if min(group) >= 1 - _TOLERANCE]
         passed = [group for group in judged if max(group) >= 1 - _TOLERANCE]
-        everything, form = self.responses, _FORMS.get(self.task)
+        everything, form = self.responses, FORMS.get(self.task)
         return {
             "source": self.name,
             "task": self.task,
@@ -115,7 +114,7 @@ def advice(facts: Mapping[str, Any]) -> str:
     if (facts["without_form"] or 0.0) > 0.5:
         message = "" if facts.get("prompt") == "chat" else " send it as a message (data.prompt=chat),"
         return (
-            f"{facts['without_form']:.0%} of the responses have no {_FORMS[task]}: state the form in the prompt"
+            f"{facts['without_form']:.0%} of the responses have no {FORMS[task]}: state the form in the prompt"
             f" ('data.templates.{task}=\"TEXT WITH {{problem}}\"'),{message} or add a warm-up (trainer.warmup.steps)"
         )
     if facts["solved"] > 0.5:

@@ -1,8 +1,11 @@
-"""What a comparison of two models shows, in a word and as a clause."""
+"""What a comparison of two models shows, in a word and as a clause; and the form of an answer by task."""
 
 from typing import Literal
 
 Reading = Literal["new solutions", "sharpened", "narrowed", "worse", "closer", "no difference"]
+
+# Text that a response contains if it answers in the form that the task asks for; other tasks have no such form.
+FORMS = {"math": "\\boxed{", "stem": "\\boxed{", "puzzles": "<answer>", "code": "```"}
 
 
 def explained(found: Reading, base: str, k: int) -> str:
@@ -19,3 +22,8 @@ def explained(found: Reading, base: str, k: int) -> str:
         "closer": f"has a higher mean reward than {base}, but is not right more often: closer",
         "no difference": f"cannot be told from {base}: no difference",
     }[found]
+
+
+def domain_name(domain: str) -> str:
+    """Return the name of a domain in a table; benchmarks of one's own have the domain `other` unless they name one."""
+    return "other benchmarks" if domain == "other" else domain

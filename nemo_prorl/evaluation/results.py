@@ -17,6 +17,7 @@ from nemo_prorl.evaluation.formats import (
     ModelJson,
     Numbers,
 )
+from nemo_prorl.evaluation.readings import FORMS, domain_name
 from nemo_prorl.evaluation.store import Key, StoredVerdict
 from nemo_prorl.planning.columns import columns
 
@@ -32,6 +33,7 @@ class Sample:
     tokens: int | None  # None: the endpoint did not report it
     finished: bool  # False: cut off before its end
     failure: str | None  # of the verdict; "infrastructure" also if the response has no verdict
+    has_form: bool | None = None  # whether it has the answer's form (`FORMS`); None: the task has no form
 
 
 @dataclass
@@ -74,13 +76,17 @@ class Scored:
         return min(map(len, self.samples), default=0)
 
 
-def sample_of(line: EvaluationSample, verdict: StoredVerdict | None) -> Sample:
-    """Return the sample for a stored response.  `verdict` is None if the response has not been judged."""
+def sample_of(line: EvaluationSample, verdict: StoredVerdict | None, task: str = "") -> Sample:
+    """Return the sample for a stored response to a prompt of `task`.
+
+    `verdict` is None if the response has not been judged.
+    """
+    has_form = FORMS[task] in line["response"] if task in FORMS else None
     if verdict is None or verdict["score"] is None:
-        return Sample(None, None, line["tokens"], line["finished"], "infrastructure")
+        return Sample(None, None, line["tokens"], line["finished"], "infrastructure", has_form)
     correct = verdict["correct"]
     correct = verdict["score"] >= _CORRECT_FROM if correct is None else bool(correct)
-    return Sample(correct, verdict["score"], line["tokens"], line["finished"], verdict["failure"])
+    return Sample(correct, verdict["score"], line["tokens"], line["finished"], verdict["failure"], has_form)
 
 
 def scored(
@@ -93,7 +99,7 @@ def scored(
     rows = []
     for record in records:
         keys = [(record["id"], k) for k in range(n)]
-        rows.append([sample_of(lines[key], verdicts.get(key)) for key in keys if key in lines])
+        rows.append([sample_of(lines[key], verdicts.get(key), record["task"]) for key in keys if key in lines])
     return Scored([record["id"] for record in records], [part_of(record) for record in records], rows)
 
 
@@ -104,6 +110,7 @@ def numbers(found: Scored) -> Numbers:
     """
     judged = found.judged()
     drawn = [sample for samples in found.samples for sample in samples]
+    forms = [sample.has_form for sample in drawn if sample.has_form is not None]
     lengths = [
         float(np.mean(row))
         for row in ([s.tokens for s in some if s.tokens is not None] for some in found.samples)
@@ -124,6 +131,7 @@ def numbers(found: Scored) -> Numbers:
         },
         "tokens": mean_of(lengths) if lengths else None,
         "truncated": float(np.mean([not s.finished for s in drawn])) if drawn else None,
+        "without_form": float(np.mean([not one for one in forms])) if forms else None,
     }
 
 
@@ -199,19 +207,22 @@ def table(result: EvaluationResults) -> str:
     """Return the printed table: benchmarks, means by domain, and last the out-of-distribution benchmarks."""
     entries = result["benchmarks"]
     largest = max((int(k) for entry in entries.values() for k in entry["pass@k"]), default=1)
-    heads = ["", "prompts", "samples", "pass@1", "reward", f"pass@{largest}", "tokens", "truncated", "unjudged"]
+    heads = ["", "prompts", "samples", "pass@1", "reward", f"pass@{largest}"]
+    heads += ["tokens", "truncated", "no form", "unjudged"]
     rows = [heads]
     rows += [_row(name, entry, largest) for name, entry in entries.items() if not entry["out_of_distribution"]]
-    rows += [_row(f"mean of {domain}", entry, largest) for domain, entry in result["domains"].items()]
+    several = {name: entry for name, entry in result["domains"].items() if len(entry["benchmarks"]) > 1}
+    rows += [_row(f"mean of {domain_name(domain)}", entry, largest) for domain, entry in several.items()]
     if result["out_of_distribution"] is not None:
         rows += [["out of distribution:"]]
         rows += [_row(name, entry, largest) for name, entry in entries.items() if entry["out_of_distribution"]]
-        rows += [_row("mean of these", result["out_of_distribution"], largest)]
+        if len(result["out_of_distribution"]["benchmarks"]) > 1:
+            rows += [_row("mean of these", result["out_of_distribution"], largest)]
     return columns(rows, right=range(1, len(heads)))
 
 
 def _row(name: str, entry: Mapping[str, Any], largest: int) -> list[str]:
-    tokens, truncated = entry["tokens"], entry["truncated"]
+    tokens = entry["tokens"]
     return [
         name,
         str(entry.get("prompts", "")),
@@ -220,7 +231,7 @@ def _row(name: str, entry: Mapping[str, Any], largest: int) -> list[str]:
         percent(entry["reward"]),
         percent(entry["pass@k"].get(str(largest))),
         "-" if tokens is None else f"{tokens['mean']:.0f}",
-        "-" if truncated is None else f"{100 * truncated:.1f}",
+        *("-" if (one := entry.get(key)) is None else f"{100 * one:.1f}" for key in ("truncated", "without_form")),
         str(entry.get("unjudged", "")),
     ]
 

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.errors import ConfigError, DataError
-from nemo_prorl.evaluation.readings import explained
+from nemo_prorl.evaluation.readings import domain_name, explained
 from nemo_prorl.evaluation.store import read_json
 
-_FACTS = ("title", "out_of_distribution", "prompts", "samples", "unjudged", "truncated", "pass@1", "reward", "tokens")
+_FACTS = ("title", "out_of_distribution", "prompts", "samples", "unjudged", "truncated", "without_form")
+_FACTS += ("pass@1", "reward", "tokens")
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -41,8 +42,8 @@ def _shown(path: Path, shape: Callable[[Mapping[str, Any]], dict[str, Any]]) -> 
 
 
 def _groups(value: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    outside = value["out_of_distribution"]
-    groups = {f"mean of {name}": entry for name, entry in value["domains"].items()}
+    outside, domains = value["out_of_distribution"], value["domains"].items()
+    groups = {f"mean of {domain_name(name)}": one for name, one in domains if len(one.get("benchmarks", ())) != 1}
     return groups | ({"mean out of distribution": {**outside, "out_of_distribution": True}} if outside else {})
 
 

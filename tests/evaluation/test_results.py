@@ -151,6 +151,24 @@ def test_new_solutions_are_told_from_old_ones_found_more_surely(tmp_path: Path) 
     assert "by sharper alone 0, by base alone 0, by both 20. base needs 8 tries to reach sharper's pass@1.\n" in text
 
 
+def test_two_models_without_a_right_answer(tmp_path: Path) -> None:
+    for name in ("base", "final"):
+        write(tmp_path / name, "laptop_gcd", [[0.0, 0.0]] * 4)
+    text = compare.table(compare.compare(compare.read([tmp_path / "base", tmp_path / "final"])))
+    assert "  final cannot be told from base: no difference.\n  No prompt was solved by either of them.\n" in text
+    assert "to reach" not in text
+    assert "puzzles:" not in text  # the mean of one benchmark is that benchmark
+
+
+def test_the_share_without_the_answer_s_form(tmp_path: Path) -> None:
+    """The responses are "1.0" and "0.0", without <answer>."""
+    result = write(tmp_path, "laptop_gcd", [[1.0, 0.0]])
+    assert result["benchmarks"]["laptop_gcd"]["without_form"] == 1.0
+    head, row = table(result).splitlines()  # no row for the mean of a single benchmark
+    assert "no form" in head
+    assert row.split()[-2:] == ["100.0", "0"]
+
+
 @pytest.mark.parametrize(
     ("one", "most", "told"),
     [

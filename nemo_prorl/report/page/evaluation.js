@@ -34,11 +34,11 @@ function comparisonTable(name, comparison) {
 
 function evaluationTable(one) {
   const largest = Math.max(1, ...one.rows.flatMap((row) => Object.keys(row["pass@k"]).map(Number)));
-  const heads = ["benchmark", ...["prompts", "samples", "pass@1, %", "mean reward, %", ...(largest > 1 ? [`pass@${largest}, %`] : []), "tokens", "cut off", "unjudged"].map(numeric)];
+  const heads = ["benchmark", ...["prompts", "samples", "pass@1, %", "mean reward, %", ...(largest > 1 ? [`pass@${largest}, %`] : []), "tokens", "cut off", "no form", "unjudged"].map(numeric)];
   const ordered = [...one.rows.filter((row) => !row.out_of_distribution), ...one.rows.filter((row) => row.out_of_distribution)];
   const rows = ordered.map((row) => [{ text: `${row.title}${row.out_of_distribution && !row.is_mean ? " (out of distribution)" : ""}`, head: true },
     numeric(pretty(row.prompts, 6)), numeric(pretty(row.samples, 6)), numeric(score(row["pass@1"])), numeric(score(row.reward)),
-    ...(largest > 1 ? [numeric(score(row["pass@k"][largest]))] : []), numeric(row.tokens ? pretty(row.tokens.mean, 4) : "–"), numeric(percent(row.truncated)), numeric(pretty(row.unjudged, 6))]);
+    ...(largest > 1 ? [numeric(score(row["pass@k"][largest]))] : []), numeric(row.tokens ? pretty(row.tokens.mean, 4) : "–"), numeric(percent(row.truncated)), numeric(percent(row.without_form)), numeric(pretty(row.unjudged, 6))]);
   return el("div", {}, el("h3", {}, visible(one.name)), el("p", {}, visible(`Model: ${one.model}.`), one.complete ? "" : el("span", { class: "alarm" }, " Not complete: samples or verdicts are missing.")),
     table("± is one standard error over prompts", heads, rows));
 }

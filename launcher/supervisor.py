@@ -29,7 +29,7 @@ from nemo_prorl.launcher.prepare import plain
 from nemo_prorl.launcher.processes import Child, Lines, ProcessFailed, stop_all
 from nemo_prorl.launcher.progress import Progress
 from nemo_prorl.launcher.usage import UsageSampler
-from nemo_prorl.lifecycle.stopping import JOB_START
+from nemo_prorl.lifecycle.stopping import FORWARDED_AS, JOB_START
 from nemo_prorl.rewards.functions import name_of
 from nemo_prorl.sizing.cores import Cores, engine_threads
 from nemo_prorl.sizing.devices import node_devices
@@ -220,10 +220,9 @@ class Node:
                 "received %s%s; the run stops after this step; a second signal stops it at once", name, by_slurm
             )
             for rank in ranks:
-                rank.signal(signal.SIGTERM)
+                rank.signal(FORWARDED_AS[signal.Signals(number)])
 
-        wanted = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-        before = {number: signal.signal(number, forward) for number in wanted}
+        before = {number: signal.signal(number, forward) for number in FORWARDED_AS}
         try:
             yield
         finally:

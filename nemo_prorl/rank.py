@@ -36,7 +36,7 @@ from nemo_prorl.lifecycle.control import Control, Requests
 from nemo_prorl.lifecycle.records import Journal, Records
 from nemo_prorl.lifecycle.resets import Resets
 from nemo_prorl.lifecycle.step_traces import StepTraces
-from nemo_prorl.lifecycle.stopping import Stopping
+from nemo_prorl.lifecycle.stopping import FORWARDED_AS, Stopping
 from nemo_prorl.lifecycle.tolerances import kl_after_reset
 from nemo_prorl.lifecycle.validation import HeldOut, Validation
 from nemo_prorl.lifecycle.warmup import warm_up
@@ -266,7 +266,7 @@ def read(run_dir: Path) -> Config:
 def train(cfg: Config, run_dir: Path, only_warmup: bool) -> None:
     """Run a rank from its start to its end.  Raises StoppedCleanly after a stop request."""
     stopping = Stopping(cfg.trainer.deadlines)
-    for sig in (signal.SIGTERM, signal.SIGUSR1):
+    for sig in FORWARDED_AS.values():
         signal.signal(sig, stopping.on_signal)
     policy = Policy(cfg, run_dir)
     if only_warmup:

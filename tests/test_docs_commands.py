@@ -136,6 +136,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         [{"problem": f"What is {n} plus 25?", "answer": str(n + 25)} for n in range(1205)],
     )
     write(tmp_path / "requests.jsonl", [{**REQUEST, "response": "\\boxed{4}", "finished": True}])
+    write(tmp_path / "responses.jsonl", [{**UNITS, "response": "300", "finished": True}])
+    page = ROOT / "docs" / "howto" / "reward_function.md"
+    (tmp_path / "units.py").write_text(next(text for text in blocks(page, "python") if text.startswith("# units.py")))
     cluster = Slurm(tmp_path / "slurm")
     for name, answer in (("sbatch", "echo $((16 + n))"), ("scancel", ""), ("squeue", "")):
         cluster.add(name, answer)
@@ -144,6 +147,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+UNITS = {"id": "1", "task": "units", "prompt": "3 m in cm?", "truth": {"answer": "300"}}
 REQUEST = {"id": "sum", "task": "math", "prompt": "2 + 2?", "truth": {"answer": "4"}}
 
 
@@ -178,7 +182,7 @@ def prepared(place: Path) -> None:
     (place / "prepared" / "mine").mkdir()
     for part in ("train", "validation"):
         write(place / "prepared" / "mine" / f"{part}.jsonl", [REQUEST | {"id": part, "prompt": part}])
-    write(place / "units.jsonl", [{"id": "1", "task": "units", "prompt": "3 m in cm?", "truth": {"answer": "300"}}])
+    write(place / "units.jsonl", [UNITS])
     half_billion = place / "models" / "SmolLM2-135M-Instruct"
     half_billion.mkdir(parents=True)
     (half_billion / "config.json").write_text(json.dumps(QWEN_0P5B))

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from nemo_prorl.checks import check_shape
 from nemo_prorl.config import Config
 from nemo_prorl.data import parquet as tables
+from nemo_prorl.data.prepared import missing_files
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask
 from nemo_prorl.lifecycle.base_model import initial_model
 from nemo_prorl.rewards.interface import opened_thought
@@ -75,7 +76,8 @@ def check_model(cfg: DictConfig) -> Iterator[Check]:
     facts = TokenizerFacts(**answer)
     yield judge_vocabulary(facts, config.get("vocab_size"))
     yield from judge_eos(facts, config, generation)
-    yield judge_chat(facts, source_with_messages(cfg))
+    missing = len(missing_files(cfg)) if cfg.data.prompt == "as_written" else 0  # otherwise the key decides
+    yield judge_chat(facts, source_with_messages(cfg), missing)
 
 
 def judge_vocabulary(facts: TokenizerFacts, rows: Any) -> Check:
@@ -127,8 +129,12 @@ def _listed(ids: set[int]) -> str:
 
 
 def source_with_messages(cfg: DictConfig) -> str | None:
-    """Return the name of the first source whose file has a prompt that is a message list; None if there is none."""
+    """Return the name of the first source that needs a chat template, for message lists; None if there is none."""
+    if cfg.data.prompt in ("text", "r1"):  # message lists become texts
+        return None
     for source in (*cfg.data.train, *cfg.data.validation):
+        if cfg.data.prompt == "chat":
+            return str(source.name)
         if source.path is None or not Path(source.path).is_file():  # the check `data` reports missing files
             continue
         if tables.is_parquet(source.path):
@@ -149,7 +155,18 @@ def _has_messages(line: str) -> bool:
     return isinstance(record, dict) and isinstance(record.get("prompt"), list)
 
 
-def judge_chat(facts: TokenizerFacts, source: str | None) -> Check:
+def judge_chat(facts: TokenizerFacts, source: str | None, missing: int = 0) -> Check:
+    """Judge the chat template.
+
+    Args:
+        source: name of a source whose prompts need it; None: no file that exists does.
+        missing: number of data files that do not exist, whose prompts may need it.
+    """
+    if source is None and missing:
+        files = "1 data file is" if missing == 1 else f"{missing} data files are"
+        has = "has a" if facts.chat else "does not have a"
+        text = f"cannot be judged yet, because {files} missing; the tokenizer {has} chat template"
+        return Check("chat", "warn", text, "make the data files, then repeat this command")
     if source is None:
         return Check("chat", "pass", "not needed: all prompts are strings")
     if not facts.chat and facts.end:

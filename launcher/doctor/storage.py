@@ -73,12 +73,20 @@ def check_storage(cfg: DictConfig) -> Iterator[Check]:
     else:
         yield from judge_folder(facts, cfg.trainer.num_nodes)
         yield judge_room(facts, checkpoint_room(memory, cfg.trainer.grpo.checkpoint_budget_gb))
-    yield judge_shm(_shm_free(), memory.published)
+    yield judge_shm(_shm_free() + _stale_weights(run_dir), memory.published)
     yield judge_host(available_memory(os.environ), host_parts(cfg, memory))
 
 
 def _shm_free() -> int:
     return shutil.disk_usage("/dev/shm").free
+
+
+def _stale_weights(run_dir: Path) -> int:
+    """Return the bytes of weights in /dev/shm of an earlier start of the run, which the next start removes."""
+    from nemo_prorl.rollout.weights import weights_folder
+
+    folder = weights_folder(run_dir)
+    return sum(map(_bytes_under, folder.parent.glob(f"{folder.name}*")))  # one folder for each node of this machine
 
 
 def measure_folder(run_dir: Path) -> FolderFacts:

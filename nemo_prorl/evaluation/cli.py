@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.evaluation.store import read_json
+from nemo_prorl.evaluation.store import Store, read_json
 
 if TYPE_CHECKING:
     from nemo_prorl.evaluation.catalogue import Benchmark
@@ -135,7 +135,9 @@ def _run(
     if found["complete"]:
         return found, 0
     lacking = sum(entry["unjudged"] for entry in found["benchmarks"].values())
-    _log.error("prorl: %d responses have no verdict and are left out. Fix: run the same command again", lacking)
+    verdicts = [one for name in found["benchmarks"] for one in Store(args.out, name, writable=False).verdicts.values()]
+    why = next((f"; the first: {one['detail']}" for one in verdicts if one["score"] is None), "")
+    _log.error("prorl: %d responses have no verdict and are left out%s. Fix: run the same command again", lacking, why)
     return found, 1
 
 

@@ -12,6 +12,14 @@ from nemo_prorl.config import DeadlinesConfig
 _log = logging.getLogger(__name__)
 
 JOB_START = "PRORL_JOB_START"  # start of the job, in seconds since 1970; set by the supervisor
+# The signal that tells a rank which signal the supervisor received.  Ctrl-C is not passed on as SIGINT, because Python
+# raises KeyboardInterrupt for SIGINT while a rank still imports its modules.
+FORWARDED_AS = {
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGUSR1,
+    signal.SIGINT: signal.SIGUSR2,
+}
+_NAMES = {signal.SIGUSR2: "SIGINT (Ctrl-C)"}
 _STEPS_RESERVED = 1.5  # longest steps that must fit before the job's end: one step, and half for checkpoint and exit
 _FINISH_RESERVED = 2.0  # the stop request comes this many times `finish_step_s` before the job's end
 
@@ -60,7 +68,8 @@ class Stopping:
             self._abandon()
 
     def on_signal(self, number: int, _: object) -> None:
-        self.request_stop(signal.Signals(number).name, logging.DEBUG)  # the supervisor, which passes it on, says so
+        received = signal.Signals(number)
+        self.request_stop(_NAMES.get(received, received.name), logging.DEBUG)  # the supervisor has logged the signal
 
     def reason(self) -> str | None:
         """Return the reason to stop now, or None.

@@ -71,14 +71,27 @@ def _policy(script: str, live: bool) -> str:
 
 
 def _summary(data: dict[str, Any]) -> str:
-    """Return an HTML table with the last value of each main metric of each curve, for a browser without scripts."""
-    rows = []
+    """Return outcome and last value of each main metric of each curve as HTML, for a browser without scripts."""
+    rows, outcomes = [], [f"<p>{html.escape(text)}</p>" for text in map(_outcome, data["curves"]) if text]
     for curve in data["curves"]:
         known = {key: curve["metrics"][key]["stats"].get("last") for key in _TELLING if key in curve["metrics"]}
         cells = [curve["name"], str(curve["steps"]), *(_text(known.get(key)) for key in _TELLING)]
         rows.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
     head = "".join(f"<th>{name}</th>" for name in ("run", "steps", *_TELLING))
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return f"{''.join(outcomes)}<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _outcome(curve: dict[str, Any]) -> str:
+    """Return in a sentence the held-out reward before and after; "" before the second validation."""
+    found = curve["outcome"]
+    whole = next((row for row in found["scores"] if row["name"] == "all"), None)
+    if whole is None or whole["before"] is None or whole["after"] is None:
+        return ""
+    first, last = found["steps"]
+    return (
+        f"{curve['name']}: mean reward on held-out prompts {whole['before']:.3f} at step {first}, {whole['after']:.3f}"
+        f" at step {last}. {found['words']}"
+    )
 
 
 def _text(value: float | None) -> str:

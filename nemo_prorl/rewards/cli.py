@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.rewards.discovery import discover, make_plugin
+from nemo_prorl.rewards.functions import absolute
 from nemo_prorl.rewards.interface import RewardRequest
 from nemo_prorl.rewards.options import (
     add_server_arguments,
@@ -29,6 +30,8 @@ from nemo_prorl.rewards.options import (
 from nemo_prorl.rewards.service import RewardService, plan_pools
 
 _log = logging.getLogger(__name__)
+
+_FUNCTIONS = "rewards.functions."
 
 
 def add_parser(subparsers: Any) -> None:
@@ -51,6 +54,8 @@ def add_parser(subparsers: Any) -> None:
     add_settings(test_parser)
     test_parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     score_parser = commands.add_parser("score", help="judge requests (JSON Lines) and write verdicts in the same order")
+    functions = "rewards.functions.TASK=FILE.py:FUNCTION: a reward function of your own, as for prorl train"
+    score_parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", default=[], help=functions)
     score_parser.add_argument("--in", dest="source", default="-", help="file of requests; default: -, standard input")
     score_parser.add_argument("--out", default="-", help="file of verdicts; default: -, standard output")
     workers = "worker processes, divided among the plugins; per plugin with --in -; default: 1"
@@ -163,6 +168,17 @@ async def _from_stdin() -> AsyncIterator[RewardRequest]:
         raise DataError(f"standard input: not UTF-8: {error}") from error
 
 
+def _functions(overrides: list[str]) -> dict[str, str]:
+    """Return the reward functions by task.  Raises ConfigError for another override than rewards.functions.TASK."""
+    places = {}
+    for override in overrides:
+        key, _, place = override.partition("=")
+        if not key.startswith(_FUNCTIONS) or not place:
+            raise ConfigError(f"{override}: expected {_FUNCTIONS}TASK=FILE.py:FUNCTION; settings: --settings")
+        places[key.removeprefix(_FUNCTIONS)] = absolute(place)
+    return places
+
+
 async def _score(args: argparse.Namespace) -> int:
     """Judge all requests and return 0, whatever the verdicts are.
 
@@ -174,7 +190,7 @@ async def _score(args: argparse.Namespace) -> int:
     if not streamed and not requests:
         line = "a prompt record with the fields response and finished"
         raise DataError(f"{args.source}: contains no request; each line must be {line}")
-    registry = discover()
+    registry = discover(functions=_functions(args.overrides))
     tasks = sorted({request.task for request in requests})
     unsafe = args.unsafe_no_sandbox
     specs = plan_pools(registry, tasks, args.workers, args.settings, unsafe_no_sandbox=unsafe, on_demand=streamed)

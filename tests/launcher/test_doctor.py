@@ -233,6 +233,19 @@ def test_message_lists_need_a_chat_template(tmp_path: Path) -> None:
     assert [judged(plain, False), judged(chat, True), judged(chat, False)] == ["pass", "pass", "fail"]
 
 
+def test_missing_files_may_need_a_chat_template(tmp_path: Path) -> None:
+    (tmp_path / "plain.jsonl").write_text(json.dumps({"prompt": "?"}) + "\n")
+    check = model.judge_chat(replace(TOKENIZER, chat=False), None, missing=2)
+    assert (check.state, check.text) == (
+        "warn",
+        "cannot be judged yet, because 2 data files are missing; the tokenizer does not have a chat template",
+    )
+    cfg = laptop(data__train=[{"name": "mine", "path": str(tmp_path / "plain.jsonl")}])
+    assert model.source_with_messages(cfg) is None
+    cfg.data.prompt = "chat"
+    assert model.source_with_messages(cfg) == "mine"
+
+
 def test_a_template_that_opens_the_thought_is_named() -> None:
     def judged(end: str) -> str:
         return model.judge_chat(replace(TOKENIZER, chat=True, end=end), "mine").text
@@ -257,6 +270,8 @@ def test_a_model_folder_as_a_whole(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": words, "added_tokens": []}))
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    missing = laptop(run_dir=str(tmp_path), data__train=[{"name": "mine", "path": str(tmp_path / "gone.jsonl")}])
+    assert "1 data file is missing" in list(model.check_model(missing))[-1].text
     assert [(check.name, check.state) for check in model.check_model(cfg)] == [
         ("model", "pass"),
         ("tokenizer", "pass"),

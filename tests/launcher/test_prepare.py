@@ -9,8 +9,10 @@ import pytest
 
 from nemo_prorl import cli
 from nemo_prorl.errors import ConfigError, DataError, ProrlError, UnfitMachine
+from nemo_prorl.launcher.doctor import storage
 from nemo_prorl.launcher.job import run
 from nemo_prorl.launcher.prepare import prepare
+from nemo_prorl.rollout.weights import WeightStore, weights_folder
 from nemo_prorl.settings import load, resolved_yaml
 from nemo_prorl.sizing.memory import memory_of
 
@@ -76,6 +78,26 @@ def test_too_little_room_is_a_warning_of_the_doctor(
     prepared(tmp_path, [record(id=f"a-{k}") for k in range(48)])
     warnings = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     assert len([text for text in warnings if text.startswith("shm: ") and ". Fix: " in text]) == 1
+
+
+def test_the_weights_of_a_killed_start_take_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start removes them after the check."""
+    cfg = load([f"run_dir={tmp_path / 'run'}"])
+    needed = memory_of(cfg).published
+    monkeypatch.setattr(storage, "_shm_free", lambda: 600_000_000)
+
+    def state() -> str:
+        return next(check.state for check in storage.check_storage(cfg) if check.name == "shm")
+
+    assert (needed < 100_000_000, state()) == (True, "pass")
+    monkeypatch.setattr(storage, "_shm_free", lambda: needed - 1)
+    assert state() == "fail"
+    store = WeightStore(weights_folder(tmp_path / "run"))
+    try:
+        store.path_of(1).write_bytes(bytes(1000))
+        assert state() == "warn"  # no longer a failure; 0.5 GB for other programs are missing
+    finally:
+        store.remove()
 
 
 def test_the_start_says_how_much_disk_the_checkpoints_take(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

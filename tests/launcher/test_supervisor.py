@@ -1,7 +1,9 @@
 """What the processes of a node are started with.  Whole runs are in tests/test_main_job.py."""
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from omegaconf import DictConfig
 from nemo_prorl.launcher.peers import Peers, Place
 from nemo_prorl.launcher.processes import Child, MergedLog
 from nemo_prorl.launcher.supervisor import Node
+from nemo_prorl.lifecycle.stopping import FORWARDED_AS
 from nemo_prorl.settings import load
 
 pytestmark = pytest.mark.starts
@@ -56,3 +59,27 @@ def test_a_service_that_used_up_its_restarts_is_named(tmp_path: Path) -> None:
     health: Any = None
     end = node._watch([engine], [], health)
     assert (end.code, end.host, end.process, end.status) == (1, "b", "engine-1", 7)
+
+
+# Ends with the number of the first signal that it gets.
+WAITS = f"""
+import signal, sys
+expected = {[int(number) for number in FORWARDED_AS.values()]}
+signal.pthread_sigmask(signal.SIG_BLOCK, expected)
+open(sys.argv[1], "w").close()
+sys.exit(signal.sigwait(expected))
+"""
+
+
+@pytest.mark.parametrize("number", FORWARDED_AS)
+def test_a_rank_learns_which_signal_it_was(number: signal.Signals, tmp_path: Path) -> None:
+    cfg: DictConfig = load([f"run_dir={tmp_path}"])
+    merged, ready = MergedLog(tmp_path / "all.log"), tmp_path / "ready"
+    rank = Child("trainer-0", [sys.executable, "-c", WAITS, str(ready)], {}, tmp_path / "trainer-0.log", merged)
+    rank.start()
+    while not ready.exists():
+        time.sleep(0.02)
+    with Node(cfg, tmp_path, ["chain_sum"], merged)._forwarding_signals([rank]):
+        signal.raise_signal(number)
+    assert rank.process is not None
+    assert rank.process.wait(20) == FORWARDED_AS[number]

@@ -10,7 +10,7 @@ import pytest
 
 from nemo_prorl.config import DeadlinesConfig
 from nemo_prorl.errors import RolloutAbandoned
-from nemo_prorl.lifecycle.stopping import JOB_START, Stopping
+from nemo_prorl.lifecycle.stopping import FORWARDED_AS, JOB_START, Stopping
 from nemo_prorl.rollout.background import BackgroundLoop
 
 
@@ -30,6 +30,12 @@ def test_a_signal_stops_after_the_step_and_later_gives_up_the_rollout() -> None:
     assert time.monotonic() - began >= 0.2
     stopping.on_signal(signal.SIGTERM, None)  # the first reason counts
     assert stopping.reason() == "SIGUSR1"
+
+
+def test_ctrl_c_is_named() -> None:
+    stopping = Stopping(DeadlinesConfig())
+    stopping.on_signal(FORWARDED_AS[signal.SIGINT], None)
+    assert stopping.reason() == "SIGINT (Ctrl-C)"
 
 
 def test_a_signal_is_no_message_of_the_rank_s(caplog: pytest.LogCaptureFixture) -> None:

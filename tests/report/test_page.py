@@ -70,6 +70,23 @@ def test_the_file_asks_for_nothing(tmp_path: Path) -> None:
     assert not {"img", "iframe", "object", "embed", "base", "audio", "video"} & {tag for tag, _, _ in elements.found}
 
 
+def test_without_scripts_the_page_says_the_outcome(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    mean = {"mean": 0.5, "se": 0.02, "prompts": 64}
+    with (folder / "journal.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "validation", "step": 12, "time": 1.8e9, "all": mean, "tasks": {"sums": mean}}))
+        file.write("\n")
+    text, _ = written(folder)
+    [shown] = re.findall(r"<noscript>(.*)</noscript>", text, re.DOTALL)
+    assert "validations have other sources" not in shown
+    assert "mean reward on held-out prompts" not in shown  # the validations have different sources
+    lines = (folder / "journal.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1]) | {"tasks": {"sums": mean, "words": mean}}
+    write_lines(folder / "journal.jsonl", [*map(json.loads, lines[:-1]), last])
+    [shown] = re.findall(r"<noscript>(.*)</noscript>", written(folder)[0], re.DOTALL)
+    assert "run: mean reward on held-out prompts 0.250 at step 0, 0.500 at step 12. 8.8 standard errors: " in shown
+
+
 @pytest.mark.parametrize("live", [False, True])
 def test_the_policy_lets_this_script_run_and_no_other(tmp_path: Path, live: bool) -> None:
     _, elements = written(make_run(tmp_path / "run"), **({"live": "/data.json"} if live else {}))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_prorl import settings
+from nemo_prorl import cli, settings
 from nemo_prorl.config import Config, RewardsConfig
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.lifecycle.checkpoints import Checkpoints
@@ -138,6 +138,32 @@ def test_the_path_of_an_override_counts_from_here(tmp_path: Path, monkeypatch: p
     cfg = settings.load(["rewards.functions.units=units.py:score"])
     assert cfg.rewards.functions.units == f"{tmp_path}/units.py:score"
     assert is_function(f"units={cfg.rewards.functions.units}")
+
+
+def test_the_page_wraps_a_function_of_trl(root: Path, tmp_path: Path) -> None:
+    page = (root / "docs" / "howto" / "reward_function.md").read_text()
+    [code] = [block.split("```")[0] for block in page.split("```python\n") if block.startswith("# wrapped.py")]
+    (tmp_path / "wrapped.py").write_text(code)
+    (tmp_path / "my_rewards.py").write_text(
+        "def accuracy(prompts, completions, answer, **kwargs):\n"
+        "    return [float(text == right) for text, right in zip(completions, answer, strict=True)]\n"
+    )
+    plugin = make_plugin(discover((), {"units": f"{tmp_path}/wrapped.py:score"}).plugin_of_task("units"))
+    assert [judge(plugin, request(text))["score"] for text in ("100", "10")] == [1.0, 0.0]
+
+
+def test_the_command_scores_by_it(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = [json.dumps(request(text).to_json()) for text in ("100", "break")]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    words = ["rewards", "score", "--in", str(tmp_path / "in.jsonl")]
+    assert cli.main([*words, f"rewards.functions.units={place}"]) == 0
+    right, broken = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (right["score"], right["correct"]) == (1.0, True)
+    assert "your reward function 'units=" in broken["detail"]
+    assert cli.main([*words, "rewards.workers=2"]) == 2
+    assert "rewards.workers=2: expected rewards.functions.TASK=FILE.py:FUNCTION" in caplog.text
 
 
 @pytest.mark.slow

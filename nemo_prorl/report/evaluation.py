@@ -9,8 +9,10 @@ from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.evaluation.readings import domain_name, explained
 from nemo_prorl.evaluation.store import read_json
 
-_FACTS = ("title", "out_of_distribution", "prompts", "samples", "unjudged", "truncated", "without_form")
-_FACTS += ("pass@1", "reward", "tokens")
+_FACTS = (
+    *("title", "out_of_distribution", "prompts", "samples", "unjudged", "truncated", "without_form"),
+    *("pass@1", "reward", "tokens"),
+)
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -169,7 +169,9 @@ def test_a_refused_stage_is_an_error_of_its_chain_only() -> None:
 
 
 def test_a_plan_lists_only_the_sources_of_the_tasks(tmp_path: Path) -> None:
-    lines = [{"id": str(n), "task": "code" if n < 3 else "math", "prompt": "", "truth": {}} for n in range(8)]
+    lines: list[dict[str, Any]] = [
+        {"id": str(n), "task": "code" if n < 3 else "math", "prompt": "", "truth": {}} for n in range(8)
+    ]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     generated = "{name: sums, generator: arithmetic, size: 5}, {name: stem, generator: stem, size: 6}"
     words = [f"data.train=[{generated}, {{name: own, path: {tmp_path / 'own.jsonl'}}}]", "data.validation=[]"]

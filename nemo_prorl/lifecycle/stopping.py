@@ -17,9 +17,9 @@ JOB_START = "PRORL_JOB_START"  # start of the job, in seconds since 1970; set by
 FORWARDED_AS = {
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGUSR1: signal.SIGUSR1,
-    signal.SIGINT: signal.SIGUSR2,
+    signal.SIGINT: signal.SIGRTMIN,  # without a meaning of its own
 }
-_NAMES = {signal.SIGUSR2: "SIGINT (Ctrl-C)"}
+_NAMES = {signal.SIGRTMIN: "SIGINT (Ctrl-C)"}
 _STEPS_RESERVED = 1.5  # longest steps that must fit before the job's end: one step, and half for checkpoint and exit
 _FINISH_RESERVED = 2.0  # the stop request comes this many times `finish_step_s` before the job's end
 

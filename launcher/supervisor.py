@@ -18,6 +18,7 @@ from typing import Any, cast
 from omegaconf import DictConfig
 
 import nemo_prorl
+from nemo_prorl import stacks
 from nemo_prorl.config import Config
 from nemo_prorl.launcher.determinism import variables_of_engines, variables_of_ranks
 from nemo_prorl.launcher.doctor.check import NoAnswer
@@ -28,6 +29,7 @@ from nemo_prorl.launcher.peers import CLEAN, End, Peers, Place
 from nemo_prorl.launcher.prepare import plain
 from nemo_prorl.launcher.processes import Child, Lines, ProcessFailed, stop_all
 from nemo_prorl.launcher.progress import Progress
+from nemo_prorl.launcher.stacks import StackWriter
 from nemo_prorl.launcher.usage import UsageSampler
 from nemo_prorl.lifecycle.stopping import FORWARDED_AS, JOB_START
 from nemo_prorl.rewards.functions import name_of
@@ -75,6 +77,8 @@ class Node:
         self.peers = peers or Peers(self.endpoints, self.place)
         self.progress: Progress | None = None  # on node 0 of a run that trains
         self._signals: list[int] = []
+        self._stacks_file = self.logs / f"stacks-{self.place.node}.txt"
+        self._stacks = StackWriter([], self._stacks_file)
         self._look_at = 0.0  # monotonic time of the next look for requested restarts
 
     def run(self, only: str | None = None) -> End:
@@ -94,6 +98,7 @@ class Node:
         ranks = self._ranks(only)
         health = Health(services, self.endpoints / "token", self.cfg.trainer.deadlines)
         usage = UsageSampler([*services, *ranks], self.dir, self.place)
+        self._stacks = StackWriter([*services, *ranks], self._stacks_file)
         with self._forwarding_signals(ranks):
             try:
                 for child in [*services, *ranks]:
@@ -135,6 +140,7 @@ class Node:
                 status = None if child.process is None else child.process.returncode
                 return self._over(End(1, str(failure), self.place.host, child.name, status))
             health.update()
+            self._stacks.update()
             self._show()
             time.sleep(0.1)
 
@@ -223,6 +229,7 @@ class Node:
                 rank.signal(FORWARDED_AS[signal.Signals(number)])
 
         before = {number: signal.signal(number, forward) for number in FORWARDED_AS}
+        before[stacks.SIGNAL] = signal.signal(stacks.SIGNAL, self._stacks.ask)
         try:
             yield
         finally:
@@ -235,6 +242,7 @@ class Node:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(_TASK_VARIABLES)}
         inherited = for_engine(inherited) if engine else inherited
         heap = _HEAP if self.cfg.trainer.accelerator == "cpu" else {}
+        env = {**env, stacks.VARIABLE: str(self._stacks_file)}
         return Child(
             name,
             command,
@@ -349,7 +357,7 @@ class Node:
             "MASTER_ADDR": place.master,
             "MASTER_PORT": str(place.port),
             "TORCHELASTIC_RUN_ID": "prorl",
-            "PRORL_SUPERVISOR_PID": str(os.getpid()),
+            stacks.SUPERVISOR: str(os.getpid()),
             JOB_START: _job_start(),
             "OMP_NUM_THREADS": threads,
             "TOKENIZERS_PARALLELISM": "false",

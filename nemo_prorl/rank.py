@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from nemo_prorl import __version__
+from nemo_prorl import __version__, stacks
 from nemo_prorl.algorithms.entropy import AdaptiveEntropy
 from nemo_prorl.config import Config
 from nemo_prorl.data.blend import Blend, LoadedData, LoadedSource, load_sources, of_tasks, without_long
@@ -132,7 +132,7 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
     services = {"engine": cfg.rollout.engines, "rewards": cfg.trainer.num_nodes}
     ranks = cfg.trainer.num_nodes * cfg.trainer.devices
     traces = StepTraces(run_dir, cfg.trainer.trace_steps, leader.rank, ranks, services)
-    watchdog = Watchdog(leader.rank, run_dir / "logs", records.alarm)
+    watchdog = Watchdog(leader.rank, ranks, run_dir, records.alarm)
     collector.run_on_leader(lambda collector: watchdog.set_waiting(collector.waiting))
     return Trainer(
         cfg,
@@ -234,19 +234,20 @@ def begin_stage(trainer: Trainer, start: stages.Origin) -> None:
 
 def die_with_parent() -> None:
     """Make Linux kill this process as soon as the supervisor that started it ends, for whatever reason."""
-    parent = int(os.environ.get("PRORL_SUPERVISOR_PID", os.getppid()))
+    parent = int(os.environ.get(stacks.SUPERVISOR, os.getppid()))
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # the supervisor ended before the call of prctl
         os._exit(1)
 
 
 def setup_process(cfg: Config, rank: int) -> None:
-    """Set up logging, threads and determinism of this rank."""
+    """Set up logging, stacks on request, threads and determinism of this rank."""
     logging.basicConfig(
         level=logging.INFO if rank == 0 else logging.WARNING,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         force=True,
     )
+    stacks.register()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     if cfg.deterministic:  # launcher.determinism sets the environment variables
         # On GPUs some library operations have no deterministic algorithm: log a warning instead of ending the run.

@@ -33,15 +33,25 @@ SMALL = [
 
 
 class Job:
-    """One `prorl train`, or another command, in a process of its own."""
+    """One `prorl train`, or another command, in a process of its own.
+
+    `faults`: a folder with a sitecustomize.py, which Python runs at the start of each process and which may break it.
+    """
 
     def __init__(
-        self, root: Path, run_dir: Path, *overrides: str, command: str = "train", kill_at: str | None = None
+        self,
+        root: Path,
+        run_dir: Path,
+        *overrides: str,
+        command: str = "train",
+        kill_at: str | None = None,
+        faults: Path | None = None,
     ) -> None:
         self.root, self.run_dir = root, run_dir
         words = [sys.executable, "-m", "nemo_prorl.cli", command, f"run_dir={run_dir}", *SMALL, *overrides]
         self.log = run_dir.with_suffix(f".{time.monotonic_ns()}.log")
         env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+        env |= {"PYTHONPATH": f"{faults}:{root}"} if faults else {}
         env |= {killpoints.VARIABLE: kill_at} if kill_at else {}
         with self.log.open("w") as f:
             self.process = subprocess.Popen(

@@ -1,19 +1,25 @@
 """Tells when a step takes far longer than the steps before, long before a deadline ends the run.
 
 A rank that hangs in a collective, an engine that makes no token and a reward that never comes look alike from outside:
-nothing happens.  The watchdog then writes what each rank is doing, so that the culprit can be found while it hangs.
+nothing happens.  The watchdogs of all ranks then say where their rank is, the alarm of rank 0 names the culprit, and
+the supervisors write the stacks of all processes while they hang (`nemo_prorl.stacks`).
 """
 
+import json
 import logging
 import sys
 import threading
 import time
-import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 
+import nemo_prorl
+from nemo_prorl import stacks
+from nemo_prorl.lifecycle.records import write_json
 from nemo_prorl.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -21,20 +27,54 @@ _log = logging.getLogger(__name__)
 LEAST_S = 60.0  # shorter waits are never reported
 FACTOR = 5.0  # times the longest of the last steps
 _REMEMBERED, _LEAST_STEPS = 50, 3
+_LISTEN = 0.1  # share of the limit, 5 s at least, that rank 0 waits for the other ranks: their limits differ a little
+_SHOWN = 5  # groups of ranks in the alarm
+_PACKAGE = str(Path(nemo_prorl.__file__).parent)
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """The place of a rank in a step that takes too long: the phase, and the functions of its main thread.
+
+    Attributes:
+        waits: whether the rank waits for other ranks in a collective.
+    """
+
+    step: int
+    phase: str
+    place: str
+    waits: bool
+
+    @classmethod
+    def now(cls, step: int) -> "Whereabouts":
+        """Return the whereabouts of this rank.  Any thread may call this."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        waits = frame is not None and "/torch/distributed/" in frame.f_code.co_filename
+        inner = _where(frame)
+        while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+            frame = frame.f_back
+        own = _where(frame)
+        return cls(step, Metrics.current or "none", inner if own in ("", inner) else f"{own} > {inner}", waits)
+
+
+def _where(frame: FrameType | None) -> str:
+    return "" if frame is None else f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
 
 class Watchdog:
     """One object per rank.  It is not saved: after a resume it waits for three steps again.
 
     Args:
-        rank: trainer rank of this process.
-        folder: logs folder of the run directory; a late rank writes its stacks to stacks-RANK.txt there.
+        rank: trainer rank of this process, of `ranks`.
+        run_dir: run directory; a late rank writes endpoints/late-RANK.json.
         alarm: function of a step and a text that raises an alarm; called on rank 0 only.
         least_s: seconds below which a wait is never reported.
     """
 
-    def __init__(self, rank: int, folder: Path, alarm: Callable[[int, str], None], least_s: float = LEAST_S) -> None:
-        self._rank, self._folder, self._alarm, self._least_s = rank, folder, alarm, least_s
+    def __init__(
+        self, rank: int, ranks: int, run_dir: Path, alarm: Callable[[int, str], None], least_s: float = LEAST_S
+    ) -> None:
+        self._rank, self._ranks, self._dir, self._alarm, self._least_s = rank, ranks, run_dir, alarm, least_s
         self._waiting: Callable[[], str] | None = None
         self._past: deque[float] = deque(maxlen=_REMEMBERED)
 
@@ -62,25 +102,59 @@ class Watchdog:
         self._past.append(time.monotonic() - began)
 
     def _report(self, step: int, limit: float) -> None:
-        file, phase = self._folder / f"stacks-{self._rank}.txt", Metrics.current or "none"
-        try:
-            file.write_text(f"step {step}, phase {phase}, after {limit:.0f} s\n\n{stacks()}")
-        except OSError as error:
-            _log.warning("%s cannot be written: %s", file, error)
-        if self._rank == 0:
-            waiting = f"; {self._waiting()}" if phase == "rollout" and self._waiting is not None else ""
-            self._alarm(
-                step,
-                f"no progress for {limit:.0f} s, {FACTOR:g} times the longest of the last steps, in phase"
-                f" {phase}{waiting}; what each rank does is in {self._folder}/stacks-*.txt",
-            )
+        stacks.request()
+        mine = Whereabouts.now(step)
+        if self._rank > 0:
+            try:
+                write_json(self._file(self._rank), asdict(mine))
+            except OSError as error:
+                _log.warning("%s cannot be written: %s", self._file(self._rank), error)
+            return
+        waiting = self._waiting() if self._waiting is not None and mine.phase == "rollout" and not mine.waits else ""
+        where = {0: mine, **self._others(step, max(5.0, _LISTEN * limit))}
+        self._alarm(
+            step,
+            f"no progress for {limit:.0f} s, {FACTOR:g} times the longest of the last steps:"
+            f" {'; '.join(filter(None, (waiting, *culprits(where, self._ranks))))};"
+            f" the stacks of all processes are in {self._dir}/logs/stacks-*.txt",
+        )
+
+    def _file(self, rank: int) -> Path:
+        return self._dir / "endpoints" / f"late-{rank}.json"
+
+    def _others(self, step: int, seconds: float) -> dict[int, Whereabouts]:
+        """Return the whereabouts of the other ranks that have reported them within `seconds`."""
+        found: dict[int, Whereabouts] = {}
+        end = time.monotonic() + seconds
+        while True:
+            for rank in sorted(set(range(1, self._ranks)) - found.keys()):
+                with suppress(OSError, ValueError, TypeError):
+                    value = Whereabouts(**json.loads(self._file(rank).read_text()))
+                    found |= {rank: value} if value.step == step else {}
+            if len(found) == self._ranks - 1 or time.monotonic() > end:
+                return found
+            time.sleep(0.2)
 
 
-def stacks() -> str:
-    """Return the stacks of all threads of this process as text."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    parts = [
-        f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sys._current_frames().items()
-    ]
-    return "\n".join(parts)
+def culprits(where: Mapping[int, Whereabouts], ranks: int) -> list[str]:
+    """Return what the ranks do, as texts: first the ranks that the others may be waiting for, last those that wait.
+
+    Args:
+        where: by rank; a rank that has not reported is absent.
+        ranks: number of all ranks.
+    """
+    groups: dict[tuple[bool, str], list[int]] = {}
+    for rank, one in sorted(where.items()):
+        does = f"waiting for other ranks in phase {one.phase}" if one.waits else f"in phase {one.phase}, {one.place}"
+        groups.setdefault((one.waits, does), []).append(rank)
+    ordered = sorted(groups.items(), key=lambda group: (group[0][0], len(group[1])))
+    texts = [(waits, f"{_ranks(members)}: {does}") for (waits, does), members in ordered]
+    if silent := sorted(set(range(ranks)) - where.keys()):
+        texts.append((False, f"{_ranks(silent)}: no report, so hanging in native code or not in this step"))
+    return [text for _, text in sorted(texts, key=lambda text: text[0])][:_SHOWN]
+
+
+def _ranks(members: list[int]) -> str:
+    if len(members) == 1:
+        return f"rank {members[0]}"
+    return f"ranks {', '.join(map(str, members[:4]))}" + (f" and {len(members) - 4} others" if len(members) > 4 else "")

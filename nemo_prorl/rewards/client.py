@@ -13,7 +13,8 @@ import itertools
 import json
 import logging
 import math
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ class _Waiting:
     body: bytes  # the request with its key, as JSON
     deadline: Deadline
     future: "asyncio.Future[Verdict | None]"  # None: no verdict arrived; retry
+    task: str = ""
+    began: float = field(default_factory=time.monotonic)
 
     def settle(self, verdict: Verdict | None) -> None:
         if not self.future.done():
@@ -64,7 +67,10 @@ class _Waiting:
 @dataclass(eq=False)
 class _Endpoint:
     url: str
+    name: str = ""
     open_requests: int = 0
+    posted: list[list[_Waiting]] = field(default_factory=list)  # bundles whose replies have not ended
+    answered_at: float = field(default_factory=time.monotonic)  # time of the last verdict
     avoided_until: float = 0.0  # time on the loop's clock; after a failure other servers are preferred
     failures: int = 0  # in a row
 
@@ -100,8 +106,11 @@ class _Endpoints:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # removed, or of another kind
                 obj = json.loads(path.read_text())
                 if obj["kind"] == "rewards" and obj["state"] == "ready":
-                    known[obj["url"]] = self._known.get(obj["url"]) or _Endpoint(obj["url"])
+                    known[obj["url"]] = self._known.get(obj["url"]) or _Endpoint(obj["url"], path.stem)
         self._known = known
+
+    def known(self) -> list[_Endpoint]:
+        return list(self._known.values())
 
     def choose(self, now: float) -> _Endpoint | None:
         """Return the server with the fewest open requests among those not in back-off after a failure.
@@ -134,6 +143,7 @@ class RewardClient:
         self._tasks: set[asyncio.Task[None]] = set()
         self._no_server = self._last_error = f"no reward server is ready in {endpoints_dir}"
         self._warned_at = -_WARN_EVERY_S
+        self._open = 0  # requests without a verdict, sent or not
 
     async def __aenter__(self) -> "RewardClient":
         return self
@@ -155,12 +165,31 @@ class RewardClient:
         Args:
             request: A reward request as a JSON object.
         """
+        self._open += 1
         try:
             verdict = await until_judged(lambda: self._once(request, deadline), deadline, self._on_retry)
         except _Refused as refused:
             return failed_verdict(request["id"], "infrastructure", str(refused))
+        finally:
+            self._open -= 1
         late = f"{deadline.error()}; last: {self._last_error}"
         return failed_verdict(request["id"], "infrastructure", late) if verdict is None else verdict
+
+    def waiting(self) -> str:
+        """Return the reward servers with open requests as text.  Any thread may call this."""
+        now, parts = time.monotonic(), []
+        if self._open and not any(server.posted for server in self._endpoints.known()):
+            return f"{self._open} requests wait for a reward server: {self._last_error}"
+        for server in self._endpoints.known():
+            waits = [one for bundle in list(server.posted) for one in bundle if not one.future.done()]
+            if waits:
+                oldest = min(waits, key=lambda one: one.began)
+                silent_s, open_s = now - max(server.answered_at, oldest.began), now - oldest.began
+                parts.append(
+                    f"{server.name} has {len(waits)} open requests, no verdict for {silent_s:.0f} s, the oldest open"
+                    f" for {open_s:.0f} s (task {oldest.task}, prompt {oldest.request_id})"
+                )
+        return ", ".join(parts)
 
     def _on_retry(self, verdict: Verdict | None) -> None:
         self.stats.retries += 1
@@ -176,7 +205,7 @@ class RewardClient:
         loop = asyncio.get_running_loop()
         key = next(self._keys)
         body = json.dumps({**request, "key": key}).encode()
-        waiting = _Waiting(request["id"], key, body, deadline, loop.create_future())
+        waiting = _Waiting(request["id"], key, body, deadline, loop.create_future(), str(request.get("task")))
         if self._bundle and self._bundle_bytes + len(body) > self.options.batch_bytes:
             self._send_bundle()
         self._bundle.append(waiting)
@@ -223,9 +252,10 @@ class RewardClient:
             return
         unsettled = bundle
         server.open_requests += len(bundle)
+        server.posted.append(bundle)
         self.stats.posts += 1
         try:
-            await self._exchange(server.url, bundle)
+            await self._exchange(server, bundle)
             server.failures = 0
         except _Refused as refused:
             _log.warning("reward server %s rejected a POST of %d requests: %s", server.url, len(bundle), refused)
@@ -243,10 +273,11 @@ class RewardClient:
                 _log.warning("%s (failure %d in a row; its requests are retried)", self._last_error, server.failures)
         finally:
             server.open_requests -= len(bundle)
+            server.posted.remove(bundle)
             for waiting in unsettled:
                 waiting.settle(None)
 
-    async def _exchange(self, url: str, bundle: list[_Waiting]) -> None:
+    async def _exchange(self, server: _Endpoint, bundle: list[_Waiting]) -> None:
         """Send one POST, and set the result of each attempt when its verdict arrives in the reply.
 
         Raises:
@@ -265,13 +296,16 @@ class RewardClient:
         }
         body = b"[" + b",".join(waiting.body for waiting in bundle) + b"]"
         timeout = aiohttp.ClientTimeout(total=longest + 1.0, sock_connect=5.0)
-        async with self._session.post(f"{url}/v1/score", data=body, headers=headers, timeout=timeout) as response:
+        async with self._session.post(
+            f"{server.url}/v1/score", data=body, headers=headers, timeout=timeout
+        ) as response:
             if response.status != 200:
                 fault = f"HTTP {response.status}: {(await response.text())[:300]}"
                 raise _Refused(fault) if response.status in _REJECTED else ValueError(fault)
             of_key = {waiting.key: waiting for waiting in bundle}
             async for line in response.content:
                 take_verdict(json.loads(line), of_key)
+                server.answered_at = time.monotonic()
 
 
 def take_verdict(verdict: Any, of_key: dict[int, _Waiting]) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 
 import psutil
 
+from nemo_prorl import stacks
 from nemo_prorl.errors import RewardFailure
 from nemo_prorl.rewards.interface import RewardRequest, Verdict, failed_verdict, read_verdict
 from nemo_prorl.tracing import RECORDER
@@ -35,7 +36,10 @@ _log = logging.getLogger(__name__)
 MAX_QUEUE = 8192  # maximum waiting requests per plugin
 STARTUP_S = 120.0  # seconds for a worker to start and run `prepare`
 WALL_FACTOR = 4.0  # limit of wall time per request, as a multiple of the CPU budget
-KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+KEPT_VARIABLES = (
+    *("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH"),
+    stacks.VARIABLE,
+)
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _DIED = "worker died (out of memory, or a crash in the plugin)"
 _MAX_LINE = 2**30  # maximum bytes of a worker's message; the memory is not reserved in advance

@@ -36,7 +36,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from nemo_prorl import tracing
+from nemo_prorl import stacks, tracing
 from nemo_prorl.errors import ConfigError, ProrlError
 from nemo_prorl.rewards.connections import MAX_BODY, allow_connections
 from nemo_prorl.rewards.discovery import discover
@@ -336,6 +336,7 @@ def main(argv: list[str] | None = None) -> int:
     add_server_arguments(parser)
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    stacks.register()
     try:
         return asyncio.run(serve(args))
     except ProrlError as error:

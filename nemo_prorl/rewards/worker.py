@@ -14,6 +14,7 @@ import socket
 import sys
 import traceback
 
+from nemo_prorl import stacks
 from nemo_prorl.rewards.discovery import discover, make_plugin
 from nemo_prorl.rewards.functions import function_plugin, is_function
 from nemo_prorl.rewards.interface import ENTRY_POINT_GROUP, RewardPlugin, RewardRequest, judge, one_line
@@ -48,6 +49,7 @@ def main(argv: list[str]) -> int:
     fd, server_pid, memory_mb, unsafe = map(int, argv[:4])
     name, settings = argv[4:]
     die_with_parent(server_pid)
+    stacks.register()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     channel = socket.socket(fileno=fd).makefile("rw", encoding="ascii", newline="\n")
 

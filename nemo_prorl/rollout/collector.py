@@ -197,7 +197,7 @@ class Collector:
 
     def waiting(self) -> str:
         """Return what the rollout in progress waits for, as text.  Any thread may call this."""
-        return self._engines.waiting() or "no response is open, only verdicts of the reward servers"
+        return ", ".join(filter(None, (self._engines.waiting(), self._rewards.waiting()))) or "no request is open"
 
     # --- one group -------------------------------------------------------------------------------------------------
 

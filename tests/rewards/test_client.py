@@ -100,6 +100,38 @@ def test_a_server_whose_many_posts_all_fail_is_closed_off_for_seconds() -> None:
     assert server.avoided_until == pytest.approx(17.0, abs=0.01)
 
 
+def test_the_servers_that_owe_verdicts_are_named(plugins: Path, start_server: StartServer, tmp_path: Path) -> None:
+    start_server("echo")
+
+    async def steps(client: RewardClient) -> None:
+        assert client.waiting() == ""
+        quick, slow = echoes(2), echoes(3, sleep_s=3.0)
+        judging = [asyncio.create_task(client.score(request, Deadline(60, "verdicts"))) for request in (*quick, *slow)]
+        await asyncio.gather(*judging[:2])
+        await asyncio.sleep(1.2)
+        assert re.fullmatch(
+            r"\S+ has 3 open requests, no verdict for 1 s, the oldest open for [12] s \(task echo, prompt prompt-0\)",
+            client.waiting(),
+        )
+        await asyncio.gather(*judging)
+        assert client.waiting() == ""
+
+    with_client(tmp_path, steps)
+
+
+def test_without_a_server_the_last_error_is_named(tmp_path: Path) -> None:
+    async def steps(client: RewardClient) -> None:
+        judging = asyncio.create_task(client.score(request_of("echo", "1", "x"), Deadline(1.0, "a verdict")))
+        await asyncio.sleep(0.3)
+        assert (
+            client.waiting()
+            == f"1 requests wait for a reward server: no reward server is ready in {tmp_path}/endpoints"
+        )
+        await judging
+
+    with_client(tmp_path, steps)
+
+
 def test_slow_verdicts_hold_no_other_request_back(plugins: Path, start_server: StartServer, tmp_path: Path) -> None:
     """Each response goes alone, as they end one after the other: the server has all before its first verdict."""
     server = start_server("echo", "--workers", "2")

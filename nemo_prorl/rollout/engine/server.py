@@ -49,6 +49,7 @@ ROOT = str(Path(__file__).resolve().parents[3])
 if not __package__:  # started by path: replace this folder, whose module names could shadow other packages
     sys.path[0] = ROOT
 
+from nemo_prorl import stacks  # noqa: E402
 from nemo_prorl.rollout.endpoints import read_token  # noqa: E402
 from nemo_prorl.rollout.engine.guard import Guard  # noqa: E402
 from nemo_prorl.rollout.engine.requests import (  # noqa: E402
@@ -486,5 +487,7 @@ def main(argv: list[str] | None = None) -> int:
     return serve(args, token, shapes, guard)
 
 
+if __name__ in ("__main__", "__mp_main__"):  # the processes that vLLM spawns import this file as __mp_main__
+    stacks.register()
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -121,10 +122,11 @@ def report(run: Path, samples: Path, equal: bool) -> Iterator[str]:
     late = [sample for sample in found if sample["step"] > SKIP]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     events = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
-    counts = {name: sum(event["event"] == name for event in events) for name in ("validation", "reset_commit", "alarm")}
+    counts = {name: sum(event["event"] == name for event in events) for name in ("validation", "reset_commit")}
     yield describe()
-    yield f"{len(lines)} steps, {counts['validation']} validations, {counts['reset_commit']} hard resets, alarms: "
-    yield from (f"  step {event['step']}: {event['what']}" for event in events if event["event"] == "alarm")
+    yield f"{len(lines)} steps, {counts['validation']} validations, {counts['reset_commit']} hard resets; alarms:"
+    kinds = Counter(event["what"].split(":")[0] for event in events if event["event"] == "alarm")
+    yield from (f"  {count} x {kind}" for kind, count in kinds.most_common())
     yield " ".join(RECIPE)
     yield f"\n{'':34s}{'first':>10s}{'last':>10s}     {'slope a step':>12s}  (interval)"
     for title, part in parts_of(late):

@@ -22,6 +22,14 @@ def libraries_on_stderr() -> Iterator[None]:
         os.close(kept)
 
 
+_CHANGED = ("status", "--porcelain", "--untracked-files=no")
+
+
+def _git(*words: str) -> str:
+    folder = Path(__file__).parent
+    return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def describe() -> str:
     """Return one line with date, processor, cores, memory, load and the measured commit."""
     cpu = next(
@@ -31,11 +39,8 @@ def describe() -> str:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     commit = ""
     if shutil.which("git"):  # a bare machine may lack git
-        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-        changed = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=False
-        )
-        commit = head.stdout.strip() + (" with changes" if changed.stdout.strip() else "")
+        head, changed = (_git(*words) for words in (("rev-parse", "--short", "HEAD"), _CHANGED))
+        commit = head + (" with changes" if changed else "")
     load = os.getloadavg()[0]
     return (
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {cpu}, {os.cpu_count()} cores, {memory:.0f} GiB,"

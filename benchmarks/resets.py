@@ -2,6 +2,8 @@
 
     .venv/train/bin/python benchmarks/resets.py --pilot          the choice of the KL coefficient, on seed 1
     .venv/train/bin/python benchmarks/resets.py [--commit]       runs what benchmarks/results/resets.jsonl lacks
+    .venv/train/bin/python benchmarks/resets.py --report         writes tables and a picture of the results into docs/
+    ... --arms "no reset" --seeds 2                              only some of the runs
 
 All runs of a seed begin with the same warmed-up policy of the laptop's model.  A run that was interrupted continues.  A
 result is one line of JSON: validations, the means of other metrics over 50 steps, resets, and pass@k up to 256 of the
@@ -11,20 +13,22 @@ base, the middle and the end on the five trained tasks and on three task familie
 import argparse
 import json
 import math
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ablations import prorl
+from ablations import prorl, with_error
 from machine import describe
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "resets.jsonl"
+PAGE, PICTURE = ROOT / "docs" / "explanation" / "reset_experiment.md", ROOT / "docs" / "images" / "resets.png"
 SEEDS, STEPS, MIDDLE, EVERY = (1, 2, 3), 3000, 1500, 50
 COMMON = [
     # Small steps, as in endurance.py: there the score stops to grow between 4,000 and 5,000 steps.
@@ -41,7 +45,7 @@ COMMON = [
 ]
 # The KL coefficient is the smallest of PILOT at which the pilot's score of seed 1 after 1,000 steps lies two standard
 # errors below that of coefficient 0: there the reference policy holds the policy back.
-PILOT, PILOT_STEPS = (0.0, 0.01, 0.03, 0.1), 1000
+PILOT, PILOT_STEPS = (0.0, 0.01, 0.03, 0.1, 0.3), 1000
 KL = "trainer.grpo.kl_coef=0.03"
 ARMS: dict[str, list[str]] = {
     "no reset": [KL],
@@ -141,11 +145,20 @@ def curves(run: Path) -> dict[str, Any]:
             step: {name: round(task["mean"], 4) for name, task in event["tasks"].items()}
             for step, event in sorted(validations.items())
         },
+        "plateaus": plateaus(run),
         "resets": sorted({event["step"] for event in events if event["event"] == "reset_commit"}),
         "tokens": int(sum(line.get("rollout/generated_tokens") or 0 for line in lines)),
         "means": means,
         "sessions": [json.loads(line) for line in (run / "sessions.jsonl").read_text().splitlines()],
     }
+
+
+def plateaus(run: Path) -> list[int]:
+    """Return the steps at which the plateau rule finds that a run stagnates; after a find, the rule waits."""
+    command = [str(Path(sys.executable).with_name("prorl")), "replay", str(run), "--mode", "advise", "--json"]
+    text = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    findings = [json.loads(line) for line in text.splitlines()]
+    return [finding["step"] for finding in findings if finding["rule"] == "plateau"]
 
 
 def results() -> list[dict[str, Any]]:
@@ -163,10 +176,10 @@ def keep(result: dict[str, Any], commit: bool) -> None:
         subprocess.run(["git", "commit", "-q", "-m", message, "--", str(RESULTS)], cwd=ROOT, check=True)
 
 
-def missing(pilot: bool) -> Iterator[tuple[str, int]]:
+def missing(pilot: bool, arms: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[str, int]]:
     """Yield (arm, seed) of the runs that RESULTS lacks, all arms of a seed together."""
     done = {(result["arm"], result["seed"]) for result in results()}
-    wanted = [(f"pilot {kl:g}", 1) for kl in PILOT] if pilot else [(arm, seed) for seed in SEEDS for arm in ARMS]
+    wanted = [(f"pilot {kl:g}", 1) for kl in PILOT] if pilot else [(arm, seed) for seed in seeds for arm in arms]
     yield from (one for one in wanted if one not in done)
 
 
@@ -177,14 +190,144 @@ def run_pilot(arm: str, seed: int, out: Path) -> dict[str, Any]:
     return {"arm": arm, "seed": seed, "overrides": overrides[2:], **curves(run)}
 
 
+# --- tables and the picture ------------------------------------------------------------------------------------------
+
+
+def score(result: dict[str, Any], steps: Sequence[int]) -> float:
+    """Return the mean of a run's validations after these steps."""
+    return statistics.mean(result["validation"][str(step)] for step in steps)
+
+
+def after_resets(found: list[dict[str, Any]], arm: str) -> list[float]:
+    """Return, for each reset of an arm, the gain over the next 200 steps less that of the same steps without resets.
+
+    A score is the mean of four validations: those before the reset, and those 50 to 200 steps after it.
+    """
+    plain = {result["seed"]: result for result in found if result["arm"] == "no reset"}
+    gains = []
+    for result in (result for result in found if result["arm"] == arm and result["seed"] in plain):
+        for step in (step for step in result["resets"] if 4 * EVERY <= step <= STEPS - 4 * EVERY):
+            last = step - step % EVERY
+            before, after = range(last - 3 * EVERY, last + 1, EVERY), range(last + EVERY, last + 5 * EVERY, EVERY)
+            gains.append(
+                score(result, after)
+                - score(result, before)
+                - (score(plain[result["seed"]], after) - score(plain[result["seed"]], before))
+            )
+    return gains
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Return Markdown: the pilot, the arms, and pass@k of their base, middle and end."""
+    last = range(STEPS - 3 * EVERY, STEPS + 1, EVERY)
+    first = {result["seed"]: score(result, last) for result in found if result["arm"] == "no reset"}
+    lines = ["| KL coefficient | score after 850 to 1,000 steps | KL there |", "|---|---|---|"]
+    for result in (result for result in found if result["arm"].startswith("pilot")):
+        ends = range(PILOT_STEPS - 3 * EVERY, PILOT_STEPS + 1, EVERY)
+        kl = statistics.mean(result["means"]["kl"][-3:])
+        lines.append(f"| {result['arm'].split()[1]} | {score(result, ends):.3f} | {kl:.3f} |")
+    lines += [
+        "",
+        "| arm | seeds | score at the end | against no reset | stagnates at | resets | gain after a reset | tokens |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for arm in ARMS:
+        if mine := [result for result in found if result["arm"] == arm]:
+            pairs = [score(r, last) - first[r["seed"]] for r in mine if r["seed"] in first]
+            gains = after_resets(found, arm)
+            cells = [
+                arm,
+                str(len(mine)),
+                with_error([score(r, last) for r in mine], ".3f"),
+                with_error(pairs, "+.3f") if arm != "no reset" and pairs else "-",
+                ", ".join(str(r["plateaus"][0]) if r["plateaus"] else "not" for r in mine),
+                ", ".join(str(len(r["resets"])) for r in mine),
+                with_error(gains, "+.3f") if gains else "-",
+                f"{statistics.mean(r['tokens'] for r in mine) / 1e6:.2f} M",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *passes(found)]) + "\n"
+
+
+def passes(found: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of the table of pass@k."""
+    shown = ("1", "16", "256")
+    yield "| arm | problems | " + " | ".join(f"pass@{k}: base, middle, end" for k in shown) + " |"
+    yield "|---|---|" + "---|" * len(shown)
+    for arm in ARMS:
+        mine = [result for result in found if result["arm"] == arm]
+        for title, names in (("trained", list(TRAINED)), ("held-out families", list(HELD_OUT))):
+            if mine:
+                cells = [
+                    ", ".join(
+                        f"{statistics.mean(_pass(r, when, names, k) for r in mine):.3f}"
+                        for when in ("base", "middle", "end")
+                    )
+                    for k in shown
+                ]
+                yield f"| {arm} | {title} | {' | '.join(cells)} |"
+
+
+def _pass(result: dict[str, Any], when: str, names: Sequence[str], k: str) -> float:
+    return statistics.mean(result["pass_at_k"][when][name][k] for name in names)
+
+
+def draw(found: list[dict[str, Any]]) -> None:
+    """Write the picture: scores and KL by step; a line is the mean over seeds, the band its least and greatest seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from PIL import Image
+
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4), constrained_layout=True)
+    for color, arm in zip(plt.rcParams["axes.prop_cycle"].by_key()["color"], ARMS, strict=False):
+        mine = [result for result in found if result["arm"] == arm]
+        if not mine:
+            continue
+        steps = sorted(int(step) for step in mine[0]["validation"])
+        scores = [[result["validation"][str(step)] for result in mine] for step in steps]
+        kls = [list(values) for values in zip(*(result["means"]["kl"] for result in mine), strict=True)]
+        for axis, x, values in ((axes[0], steps, scores), (axes[1], steps[1:], kls)):
+            axis.plot(x, [statistics.mean(v) for v in values], color=color, label=f"{arm}, {len(mine)} seeds")
+            axis.fill_between(x, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.15)
+    for axis, title in zip(
+        axes, ("mean reward on unseen problems", "KL to the reference, nats per token"), strict=True
+    ):
+        axis.set_xlabel("step")
+        axis.set_ylabel(title)
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    figure.savefig(PICTURE, dpi=90)
+    plt.close(figure)
+    Image.open(PICTURE).convert("RGB").quantize(40, kmeans=1).save(PICTURE, optimize=True)  # the site stays small
+
+
+def report(found: list[dict[str, Any]]) -> None:
+    """Print the tables, insert them into PAGE, and write PICTURE."""
+    text = table(found)
+    sys.stdout.write(text)
+    draw(found)
+    page = PAGE.read_text()
+    PAGE.write_text(
+        re.sub(r"(<!-- table -->\n).*?(<!-- /table -->)", lambda m: f"{m[1]}{text}{m[2]}", page, flags=re.S)
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pilot", action="store_true", help="make the four runs that choose the KL coefficient")
     parser.add_argument("--commit", action="store_true", help="commit each result when its run ends")
+    parser.add_argument("--report", action="store_true", help="run nothing; write tables and a picture of the results")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM")
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "resets", help="folder of the runs")
     args = parser.parse_args()
+    if args.report:
+        report(results())
+        return 0
     out: Path = args.out.absolute()
-    for arm, seed in missing(args.pilot):
+    for arm, seed in missing(args.pilot, args.arms, args.seeds):
         result = (run_pilot if args.pilot else run_arm)(arm, seed, out)
         keep(result, args.commit)
         sys.stderr.write(f"{arm}, seed {seed}: {list(result['validation'].values())[-1]:.3f} at the end\n")

@@ -41,8 +41,10 @@ from nemo_prorl.lifecycle.tolerances import kl_after_reset
 from nemo_prorl.lifecycle.validation import HeldOut, Validation
 from nemo_prorl.lifecycle.warmup import warm_up
 from nemo_prorl.lifecycle.watchdog import Watchdog
+from nemo_prorl.rewards.canaries import CanarySchedule
 from nemo_prorl.rewards.client import RewardClient
 from nemo_prorl.rewards.connections import allow_connections
+from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rollout.collector import Collector
 from nemo_prorl.rollout.endpoints import read_token
 from nemo_prorl.rollout.engines import EnginePool
@@ -167,11 +169,16 @@ def rollout_source(cfg: Config, run_dir: Path, data: LoadedData, renderer: Promp
     blend = Blend(train, cfg.seed, cfg.data.retire_after)
     heldout = [(source.name, record) for source, records in data.validation for record in records]
     draws = [PromptDraw(record, renderer.prompt_ids(record), 0) for _, record in heldout]
-    collector = connect(cfg, run_dir, blend, renderer)
+    tasks = {record["task"] for _, records in train for record in records} - cfg.rewards.functions.keys()
+    responses = cfg.trainer.grpo.prompts_per_step * cfg.trainer.grpo.samples_per_prompt
+    canaries = CanarySchedule(discover(), tasks, responses, cfg.seed)  # functions have no canaries
+    collector = connect(cfg, run_dir, blend, renderer, canaries)
     return RolloutSource(blend, HeldOut([name for name, _ in heldout], draws, collector), collector)
 
 
-def connect(cfg: Config, run_dir: Path, blend: Blend, renderer: PromptRenderer) -> Collector:
+def connect(
+    cfg: Config, run_dir: Path, blend: Blend, renderer: PromptRenderer, canaries: CanarySchedule | None = None
+) -> Collector:
     """Wait on rank 0 until every engine and reward server is ready, and return the collector.
 
     Raises DeadlineExceeded: not all are ready in time; the error says how many endpoint files were expected and where.
@@ -186,7 +193,7 @@ def connect(cfg: Config, run_dir: Path, blend: Blend, renderer: PromptRenderer) 
     engines = EnginePool(endpoints, read_token(token_file), cfg.rollout.engines)
     kind = OneStepOff if cfg.rollout.own_devices else Collector
     rewards = RewardClient(endpoints, token_file)
-    return kind(cfg, engines, rewards, blend, renderer)
+    return kind(cfg, engines, rewards, blend, renderer, canaries)
 
 
 def _exist(folder: Path, pattern: str, count: int) -> bool:

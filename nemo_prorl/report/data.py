@@ -55,6 +55,7 @@ def _curve(curve: Curve, points: int, limit: int) -> dict[str, Any]:
         "configuration": tables.configuration(curve.runs[0]),
         "phases": tables.phases(curve),
         "events": tables.events(curve),
+        "canaries": tables.canaries(curve),
         "samples": shown,
         "probe": probe(curve),
     }

@@ -9,6 +9,7 @@ from nemo_prorl.lifecycle.bottleneck import bottleneck
 from nemo_prorl.report.read import Curve, RunRecord, number, part_of, step_of
 from nemo_prorl.report.samples import cut
 from nemo_prorl.report.series import keys_of, rounded
+from nemo_prorl.rewards.canaries import SIDES, CanaryWatch, interval
 
 _EVENTS = 1000  # events on the page: first the alarms and resets that fit, then the newest
 _TEXT = 1000
@@ -138,6 +139,20 @@ def phases(curve: Curve) -> dict[str, Any]:
         "bottleneck": bottleneck(recent),
         "steps": len(recent),
     }
+
+
+def canaries(curve: Curve) -> list[dict[str, Any]]:
+    """Return the false accepts and false rejects of each task over all steps, with their exact 95 % intervals."""
+    steps = (line for run in curve.runs for line in run.metrics)
+    lines = ({key: min(1e6, max(0.0, number(value) or 0.0)) for key, value in line.items()} for line in steps)
+    rows = []
+    for key, tally in sorted(CanaryWatch.replay(lines).tallies.items()):
+        side, _, task = key.partition("/")
+        if 0 <= tally.errors <= tally.judged:  # otherwise the file was changed
+            low, high = interval(tally.errors, tally.judged)
+            counts = {"judged": tally.judged, "errors": tally.errors, "low": low, "high": high}
+            rows.append({"task": task, "kind": SIDES[side].replace("_", " "), **counts})
+    return sorted(rows, key=lambda row: row["task"])
 
 
 def events(curve: Curve) -> dict[str, Any]:

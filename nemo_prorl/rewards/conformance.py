@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_prorl.errors import RewardFailure, UnfitMachine
-from nemo_prorl.rewards.conformance_cases import Case, TruthTrial, make_cases, truth_trials
+from nemo_prorl.rewards.conformance_cases import Case, TruthTrial, canary_cases, make_cases, truth_trials
 from nemo_prorl.rewards.discovery import Registry, discover
 from nemo_prorl.rewards.interface import Example, RewardPlugin, Verdict, one_line
 from nemo_prorl.rewards.pool import WALL_FACTOR, PluginPool, PoolSpec, worker_environment
@@ -39,6 +39,7 @@ CHECKS = {
     "import": "move imports of heavy packages, and all code with side effects, into prepare()",
     "start": "prepare() must end without an exception, within two minutes; `prorl rewards describe` shows the settings",
     "examples": "the good response of an example must score 1 (correct: true or None), the bad one less",
+    "canaries": "a right canary must score 1 (correct: true or None), a wrong one less; correct canaries() or score()",
     "form": "return RewardResult with a finite score in [0, 1]; raise InvalidAnswer for a malformed answer",
     "truth": "validate_truth must raise ValueError that names the field, for each field that is wrong",
     "thinking": "judge request.answer_text, and return no_answer() if it is None",
@@ -147,7 +148,8 @@ class _Trial:
 async def _run_checks(
     registry: Registry, plugin: type[RewardPlugin], settings: dict[str, Any], examples: list[Example]
 ) -> Report:
-    trial = _Trial(plugin, examples, make_cases(examples, plugin.tasks[0]), truth_trials(examples))
+    cases = [*make_cases(examples, plugin.tasks[0]), *canary_cases(plugin)]
+    trial = _Trial(plugin, examples, cases, truth_trials(examples))
     try:
         [trial.spec] = plan_pools(registry, plugin.tasks, 1, {plugin.name: settings})
     except UnfitMachine as error:
@@ -262,7 +264,7 @@ class _CheckFailed(Exception):
 
 def _outcome(trial: _Trial, check: str) -> CheckOutcome:
     try:
-        if check not in ("import", "start") and not trial.examples:
+        if check not in ("import", "start", "canaries") and not trial.examples:
             raise _Skip(NO_EXAMPLES)
         if check not in ("import", "truth"):
             if trial.unfit:
@@ -298,18 +300,33 @@ def _shown(trial: _Trial, case: Case) -> str:
 
 
 def _examples(trial: _Trial, check: str) -> str:
-    for case in trial.kind("good", "bad"):
+    _require_verdicts(trial, "good", "bad")
+    return f"{len(trial.examples)} good responses score 1, and {len(trial.examples)} bad ones less"
+
+
+def _canaries(trial: _Trial, check: str) -> str:
+    right, wrong = trial.kind("right canary"), trial.kind("wrong canary")
+    if not right and not wrong:
+        if not trial.plugin.canaries():
+            raise _Skip("the plugin has no canaries: define canaries() or examples()")
+        return "the examples are the canaries"
+    _require_verdicts(trial, "right canary", "wrong canary")
+    return f"{len(right)} right canaries score 1, and {len(wrong)} wrong ones less"
+
+
+def _require_verdicts(trial: _Trial, full: str, less: str) -> None:
+    """Raise _CheckFailed unless the responses of the kind `full` score 1, and those of the kind `less` less."""
+    for case in trial.kind(full, less):
         verdict, outcome = trial.first[case.id], _outcome_of(trial.first[case.id])
         if outcome in ("form", "killed"):
             continue  # the checks `form` and `time` report it
         if outcome in ("raised", "died"):
             raise _CheckFailed(_shown(trial, case))
-        full = (verdict["score"] or 0.0) >= 1.0 - EXACT
-        if case.kind == "good" and (not full or verdict["correct"] is False):
+        scores_1 = (verdict["score"] or 0.0) >= 1.0 - EXACT
+        if case.kind == full and (not scores_1 or verdict["correct"] is False):
             raise _CheckFailed(f"{_shown(trial, case)}; expected score 1, and field 'correct' true or null")
-        if case.kind == "bad" and (full or verdict["correct"]):
+        if case.kind == less and (scores_1 or verdict["correct"]):
             raise _CheckFailed(f"{_shown(trial, case)}; expected a score below 1, and field 'correct' false or null")
-    return f"{len(trial.examples)} good responses score 1, and {len(trial.examples)} bad ones less"
 
 
 def _form(trial: _Trial, check: str) -> str:
@@ -422,6 +439,7 @@ _CHECKERS: dict[str, Callable[[_Trial, str], str]] = {
     "import": _import,
     "start": _start,
     "examples": _examples,
+    "canaries": _canaries,
     "form": _form,
     "truth": _truth,
     "thinking": _thinking,

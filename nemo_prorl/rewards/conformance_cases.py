@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.errors import DataError
-from nemo_prorl.rewards.interface import Example, RewardRequest, answer_text
+from nemo_prorl.rewards.canaries import requests_of
+from nemo_prorl.rewards.interface import Example, RewardPlugin, RewardRequest, answer_text
 from nemo_prorl.rewards.options import read_lines
 
 LONG = 100_000
@@ -63,7 +64,8 @@ LONG_TEXTS = {
 class Case:
     """A test request.
 
-    `kind`: "good", "bad", or the name of the check for which the request was made.  `label`: description for messages.
+    `kind`: "good", "bad", "right canary", "wrong canary", or the name of the check for which the request was made.
+    `label`: description for messages.
     `equals`: id of the case that must have the same score.  Only cases of kind "thinking" have `equals`; a "thinking"
     case in which `equals` is None must have score 0.
     """
@@ -146,6 +148,15 @@ def make_cases(examples: Sequence[Example], first_task: str) -> list[Case]:
             for at, (kind, label, response) in enumerate(_hostile(example)):
                 case(kind, label, response, f"{kind}-{at}")
     return cases
+
+
+def canary_cases(plugin: type[RewardPlugin]) -> list[Case]:
+    """Return a case for each canary of a plugin; none if the plugin's examples are its canaries."""
+    if plugin.canaries.__func__ is RewardPlugin.canaries.__func__:  # type: ignore[attr-defined]
+        return []
+    sent = requests_of(plugin.tasks, plugin.canaries())
+    kinds = {True: "right canary", False: "wrong canary"}
+    return [Case(kinds[one.right], one.request["id"], RewardRequest.from_json(one.request)) for one in sent]
 
 
 @dataclass(frozen=True)

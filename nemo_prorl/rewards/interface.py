@@ -153,6 +153,19 @@ class Example:
 
 
 @dataclass(frozen=True)
+class Canary:
+    """A response whose verdict is known.  A run sends canaries to its reward servers, and never trains on them.
+
+    The verdict must be the same under all settings of the plugin.  The prompt of a canary is "?".
+    """
+
+    truth: dict[str, Any]
+    response: str
+    right: bool  # True: must score 1; False: must score less than 1
+    task: str = ""  # empty: the first task of the plugin
+
+
+@dataclass(frozen=True)
 class Program:
     """Code written by the model, with its inputs.  Must not contain expected outputs: the code could read them.
 
@@ -249,6 +262,16 @@ class RewardPlugin(ABC):
         Without examples, `prorl rewards test` skips most of its checks.
         """
         return ()
+
+    @classmethod
+    def canaries(cls) -> tuple[Canary, ...]:
+        """Return responses with known verdicts, by which a run notices that this plugin begins to err.
+
+        A handful is enough: right answers in unusual notation, answers that are nearly right, known tricks.  They must
+        be quick to judge, because a run sends one for each 100 responses.  The default is made from `examples()`.
+        """
+        both = ((example, right) for example in cls.examples() for right in (True, False))
+        return tuple(Canary(one.truth, one.good if right else one.bad, right, one.task) for one, right in both)
 
     @abstractmethod
     def score(self, request: RewardRequest) -> RewardResult:

@@ -20,7 +20,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -35,6 +35,7 @@ from nemo_prorl.data.blend import Blend
 from nemo_prorl.data.render import PromptRenderer
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import RewardFailure, RolloutAbandoned
+from nemo_prorl.rewards.canaries import CanarySchedule, ask, total
 from nemo_prorl.rewards.client import RewardClient
 from nemo_prorl.rewards.interface import Verdict
 from nemo_prorl.rollout.background import BackgroundLoop
@@ -86,9 +87,10 @@ class Collector:
         rewards: RewardClient,
         blend: Blend,
         renderer: PromptRenderer,
+        canaries: CanarySchedule | None = None,
     ) -> None:
         self.cfg, self.keep_rates, self.renderer = cfg, KeepRates(), renderer
-        self._engines, self._rewards, self._blend = engines, rewards, blend
+        self._engines, self._rewards, self._blend, self._canaries = engines, rewards, blend, canaries
         self._surplus: list[Group] = []
         self._draws = 0
         self._failures_in_a_row = 0
@@ -144,12 +146,14 @@ class Collector:
         undecided: deque[Group | asyncio.Task[Group]] = deque(fresh)
         began = time.monotonic()
         async with asyncio.TaskGroup() as running:
+            canaries = self._send_canaries(step, running)
             while not sampler.done:
                 while sampler.wants_more():
                     undecided.append(self._draw(sampler, running, work))
                 self._decide(await _judged(undecided[0]), sampler, batch)
                 undecided.popleft()
             self._surplus = [await _judged(group) for group in undecided]
+        batch.canaries = total(task.result() for task in canaries)
         batch.wall_s = time.monotonic() - began
         batch.load = self._engines.load.end()
         batch.carried, batch.drawn, batch.surplus = sampler.carried, sampler.started, len(self._surplus)
@@ -169,6 +173,12 @@ class Collector:
                 {task: round(tally.keep_rate, 3) for task, tally in sorted(batch.tasks.items())},
             )
         return batch
+
+    def _send_canaries(self, step: int, running: asyncio.TaskGroup) -> "list[asyncio.Task[Counter[str]]]":
+        """Send the canaries of a step.  They go first, so their verdicts are known long before the last response."""
+        sent = self._canaries.of_step(step) if self._canaries else []
+        seconds = self.cfg.trainer.deadlines.reward_s
+        return [running.create_task(ask(canary, self._rewards.score, seconds)) for canary in sent]
 
     def _draw(self, sampler: DynamicSampler, running: asyncio.TaskGroup, work: "_Work") -> "asyncio.Task[Group]":
         record, visit = self._blend.next()

@@ -167,6 +167,7 @@ class CollectedBatch:
     engine_s: float = 0.0
     reward_open_s: float = 0.0
     reward_wait_s: float = 0.0
+    canaries: dict[str, int] = field(default_factory=dict)  # counts of `rewards.canaries` by SIDE/TASK and ERROR/TASK
     dropped: list[Group] = field(default_factory=list)  # dropped groups among the first `save_rollout_groups`
 
     @property

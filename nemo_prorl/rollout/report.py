@@ -17,6 +17,7 @@ def report_rollout(metrics: Metrics, batch: CollectedBatch) -> None:
     metrics.put("rollout/masked", total.masked)
     for name in ("drawn", "carried", "stale", "surplus", "generated_tokens"):
         metrics.put(f"rollout/{name}", getattr(batch, name))
+    metrics.add("canaries", batch.canaries)
     ages = [batch.step - 1 - group.version for group in batch.groups]
     metrics.put("rollout/staleness", sum(ages) / max(1, len(ages)))
     for name in ("engine_s", "reward_open_s", "reward_wait_s"):

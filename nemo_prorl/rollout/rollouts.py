@@ -15,6 +15,7 @@ from nemo_prorl.config import Config
 from nemo_prorl.data.blend import Blend
 from nemo_prorl.leader import Leader, LeaderOnly
 from nemo_prorl.metrics import Metrics
+from nemo_prorl.rewards.canaries import BOUND, CanaryWatch
 from nemo_prorl.rollout.collector import Collector, CollectorState
 from nemo_prorl.rollout.groups import CollectedBatch
 from nemo_prorl.rollout.overlap import OneStepOff
@@ -40,6 +41,7 @@ class _Records(Protocol):
     """The methods of `lifecycle.records.Records` that this module uses."""
 
     def alarm(self, step: int, what: str) -> None: ...
+    def lines(self) -> list[dict[str, Any]]: ...
     def rollouts(
         self, step: int, groups: Sequence[Any], dropped: Sequence[Any], judged_text: Callable[[Any, Any], str]
     ) -> None: ...
@@ -66,6 +68,7 @@ class Rollouts:
         self._published: object = None  # (version at the engines, version of the policy then)
         self._asleep = False
         self._endpoints = run_dir / "endpoints"
+        self._canaries = CanaryWatch()
         self._recycled: dict[str, int] = {}  # step of the last requested restart by engine; rank 0 only
         node = int(os.environ["GROUP_RANK"]) if cfg.trainer.num_nodes > 1 else None
         # Only the first rank of each node writes the weights, for the engines of its node.
@@ -126,6 +129,12 @@ class Rollouts:
         step = metrics.step
         batch, mine = self.collector.share(partial(self._take, step))
         report_rollout(metrics, batch)
+        for task, errors in self._canaries.observe(batch.canaries):
+            self._records.alarm(
+                step,
+                f"the verifier of task {task} errs on responses whose verdict is known: {errors};"
+                f" {BOUND:g} is tolerated",
+            )
         if self._cfg.rollout.sleep is not None:
             metrics.put("time/rollout/sleep_s", self.sleep())
         if self._cfg.data.retire_after is not None:
@@ -187,6 +196,7 @@ class Rollouts:
 
     def load_state_dict(self, state: CollectorState) -> None:
         self.collector.call(lambda collector: collector.load_state_dict(state))
+        self._canaries = CanaryWatch.replay(self._records.lines())  # empty on ranks other than 0, which raise no alarm
 
     def carry(self, state: dict[str, Any]) -> None:
         """Begin a new stage of a chain with the keep rates (`KeepRates`, by task) that the previous stage ended with.

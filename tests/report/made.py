@@ -29,6 +29,7 @@ def metrics_line(step: int, **changed: Any) -> dict[str, Any]:
     line |= {"reward/shaped": 0.5, "rollout/response_tokens": 100.0 + step, "rollout/truncated": 0.01}
     line |= {"rollout/generated_tokens": 5000.0, "policy/grad_norm": 1.0, "policy/max_grad_norm": 2.0 + wave}
     line |= {"engine_gap/mean_abs": 1e-3, "time/rollout": 3.0, "time/updates": 1.0, "time/step": 4.0}
+    line |= {"canaries/wrong/math": 4.0, "canaries/false_accepts/math": float(step == 2)}
     if step % 5 == 0:
         line |= {"validation/all": 0.3, "time/validate": 2.0}
     return line | changed

@@ -364,6 +364,16 @@ def test_evaluations_are_tables_and_curves(chromium: Browser, tmp_path: Path) ->
     chromium.visit(write(make_run(tmp_path / "run"), evaluations=(*given, compared)), look)
 
 
+def test_the_errors_of_verifiers_are_a_table(chromium: Browser, tmp_path: Path) -> None:
+    async def look(page: Page) -> None:
+        shown = await text(page, "#stability")
+        assert "false accepts" in shown
+        assert "0.05 % to 11.07 %" in shown  # 1 of 48
+        await quiet(page)
+
+    chromium.visit(write(make_run(tmp_path / "run")), look)
+
+
 def test_the_probe_is_a_table_with_samples(chromium: Browser, tmp_path: Path) -> None:
     async def look(page: Page) -> None:
         shown = await text(page, "#probe")

@@ -75,6 +75,15 @@ BAD: dict[str, tuple[str, dict[str, str]]] = {
     "cannot be prepared": ("start", {"prepare": "raise RuntimeError('no word list')"}),
     "a good answer scores less": ("examples", {"score": "score *= 0.5"}),
     "a bad answer scores 1": ("examples", {"score": "score = 1.0 if right or 'no' in text else 0.0"}),
+    "it errs on a canary": (
+        "canaries",
+        {
+            "more": """    @classmethod
+    def canaries(cls):
+        from nemo_prorl.rewards.interface import Canary
+        return Canary({"word": "yes"}, "no yes", True), Canary({"word": "yes"}, "yes", False)"""
+        },
+    ),
     "an example breaks it": ("examples", {"score": "assert request.response != 'I say no'"}),
     "a score above 1": ("form", {"score": "score = 2.0 if len(text) > 9000 else score"}),
     "a score that is no number": ("form", {"score": "score = float('nan') if len(text) > 9000 else score"}),

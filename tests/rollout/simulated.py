@@ -72,12 +72,17 @@ def drawn(k: int) -> PromptDraw:
 
 
 def collector_of(
-    engines: Any, rewards: Any, prompts: Any = None, cfg: Config | None = None, keep_rate: float | None = None
+    engines: Any,
+    rewards: Any,
+    prompts: Any = None,
+    cfg: Config | None = None,
+    keep_rate: float | None = None,
+    canaries: Any = None,
 ) -> Collector:
     """Return a collector of these stand-ins."""
     drawn_from: Any = prompts or Numbered()
     plain: Any = Plain()
-    collector = Collector(cfg or config(), engines, rewards, drawn_from, plain)
+    collector = Collector(cfg or config(), engines, rewards, drawn_from, plain, canaries)
     if keep_rate is not None:
         collector.keep_rates = expecting(keep_rate)
     return collector
@@ -177,10 +182,11 @@ def collected(
     state: Any = None,
     start: int = 0,
     keep_rate: float | None = None,
+    canaries: Any = None,
 ) -> tuple[list[CollectedBatch], dict[str, Any], int]:
     """Batches of some steps, the state after them, and how many prompts were drawn."""
     prompts = Numbered(start)
-    collector = collector_of(engines, rewards, prompts, cfg, keep_rate)
+    collector = collector_of(engines, rewards, prompts, cfg, keep_rate, canaries)
     if state is not None:
         collector.load_state_dict(state)
     first = 1 if state is None else state["next"]

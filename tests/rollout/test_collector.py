@@ -21,7 +21,9 @@ from nemo_prorl.errors import (
     RolloutAbandoned,
     StoppedCleanly,
 )
-from nemo_prorl.rewards.interface import Verdict
+from nemo_prorl.rewards.canaries import CanarySchedule
+from nemo_prorl.rewards.discovery import Registry
+from nemo_prorl.rewards.interface import Canary, RewardPlugin, RewardRequest, RewardResult, Verdict
 from nemo_prorl.rollout.collector import WaitClock
 from nemo_prorl.rollout.endpoints import Response, read_token
 from nemo_prorl.rollout.engines import EnginePool
@@ -292,6 +294,43 @@ def test_a_group_that_cannot_teach_is_replaced_while_draws_are_left(
 def test_several_missing_verdicts_in_a_row_stop_the_run() -> None:
     with pytest.raises(RewardFailure, match=r"8 responses in a row .* task [ab], prompt p\d+: the scorer broke"):
         collected(Simulated(), Broken(4))
+
+
+class BrokenForCanaries(EvenIsRight):
+    """Infrastructure fails for some canaries; these are the only requests with this id."""
+
+    def verdict(self, request: dict[str, Any], position: int) -> float | None:
+        return None if request["id"] == "canary-a-3" else super().verdict(request, position)
+
+
+class Even(RewardPlugin):
+    """The rule of EvenIsRight, with one canary whose known verdict is false."""
+
+    name, tasks = "even", ("a",)
+
+    @classmethod
+    def canaries(cls) -> tuple[Canary, ...]:
+        return (Canary({}, "2", True), Canary({}, "3", True), Canary({}, "4", True), Canary({}, "5", False))
+
+    def score(self, request: RewardRequest) -> RewardResult:
+        return RewardResult(float(int(request.response.split()[0]) % 2 == 0))
+
+
+def test_canaries_are_counted_and_change_nothing_else() -> None:
+    canaries = CanarySchedule(Registry({"even": Even}, {}), ["a"], 200, seed=0)
+    plain, state, drawn = collected(Simulated(), EvenIsRight(), steps=4, keep_rate=0.5)
+    cfg = config(max_infrastructure_failures=1)  # a canary without a verdict is not a failure of the run
+    rewards = BrokenForCanaries(delay=0.02)
+    batches, other_state, other_drawn = collected(
+        Simulated(delay=0.01), rewards, cfg, steps=4, keep_rate=0.5, canaries=canaries
+    )
+    assert sum(request["id"].startswith("canary-") for request in rewards.requests) == 8
+    assert [batch.canaries for batch in batches] == 2 * [
+        {"right/a": 2, "false_rejects/a": 1},
+        {"wrong/a": 1, "false_accepts/a": 0},
+    ]
+    assert [{**summary(batch), "canaries": {}} for batch in batches] == [summary(batch) for batch in plain]
+    assert (other_state, other_drawn) == (state, drawn)
 
 
 class Raises(EvenIsRight):

@@ -3,6 +3,8 @@
 import functools
 import math
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +12,11 @@ import torch
 
 from nemo_prorl.algorithms.diagnostics import means_by_task, merge, sums_by_task
 from nemo_prorl.batch import JudgedGroups
-from nemo_prorl.config import GRPOConfig
+from nemo_prorl.config import Config, GRPOConfig
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.rollout.groups import CollectedBatch, TaskTally
 from nemo_prorl.rollout.report import report_rollout
+from nemo_prorl.rollout.rollouts import Rollouts
 from nemo_prorl.trainer import advantages, report_update
 from tests.rollout.test_collector import group_of
 
@@ -135,3 +138,47 @@ def test_shares_of_updates_are_over_their_tokens() -> None:
     assert metrics["policy/padding"] == pytest.approx(0.025)  # 10 of 400 positions
     assert metrics["policy/clipped_low"] == metrics["policy/ratio"] == pytest.approx(0.1)
     assert [metrics[f"policy/{key}"] for key in ("grad_norm", "max_grad_norm", "max_ratio")] == [3.0, 4.0, 1.5]
+
+
+class OneBatch:
+    """The collector of a rank, which always returns the same batch."""
+
+    def __init__(self, batch: CollectedBatch) -> None:
+        self.batch = batch
+
+    def share(self, work: object) -> tuple[CollectedBatch, None]:
+        return self.batch, None
+
+    def call(self, work: object) -> None:
+        return None
+
+
+def test_a_verifier_that_errs_on_canaries_is_an_alarm_also_across_a_resume() -> None:
+    alarms: list[tuple[int, str]] = []
+    lines: list[dict[str, Any]] = []
+    cfg = Config()
+    cfg.rollout.sleep = None
+
+    def rollouts() -> Rollouts:
+        batch = CollectedBatch(1, 0, 1, canaries={"right/math": 1, "false_rejects/math": 1})
+        records = SimpleNamespace(alarm=lambda step, what: alarms.append((step, what)), lines=lambda: lines)
+        leader: Any = OneBatch(batch)
+        made = Rollouts(cfg, Path("run"), None, None, leader, records, None)  # type: ignore[arg-type]
+        made.load_state_dict({})  # type: ignore[typeddict-item]
+        return made
+
+    part = rollouts()
+    for step in range(1, 8):
+        metrics = Metrics(step, "none")
+        part.collect(metrics)
+        lines.append(metrics.as_json())
+        if step == 3:
+            part = rollouts()
+    assert lines[0]["canaries/false_rejects/math"] == 1.0
+    assert alarms == [
+        (
+            5,
+            "the verifier of task math errs on responses whose verdict is known: 5 false rejects in 5 canaries"
+            " (0.478 to 1); 0.001 is tolerated",
+        )
+    ]

@@ -50,6 +50,8 @@ class Report {
     this.phases = el("div");
     document.getElementById("time").append(this.phases);
     this.charts("stability", "Stability", "Engine gap, clipping and gradient norms are the first to move when something is wrong.", STABILITY);
+    this.canaries = el("div");
+    document.getElementById("stability").append(this.canaries);
     this.buildEvents();
     this.probed = this.section("probe", "Probe of the starting model", "", this.probe = el("div"));
     this.section("samples", "Samples", "", ...this.samples.nodes);
@@ -134,6 +136,7 @@ class Report {
     updatePanels(this.panels, this.curve);
     this.showConfiguration();
     this.showPhases();
+    this.showCanaries();
     this.showEvents();
     this.showProbe();
     this.samples.update(this.curve);
@@ -187,6 +190,12 @@ class Report {
     const rows = names.map((name, k) => [{ text: name, head: true }, numeric(duration(seconds[k])), numeric(percent(seconds[k] / whole)), { text: bar(seconds[k] / whole) }]);
     const sums = table("All steps together, and checkpoints of finished runs", ["phase", numeric("time"), numeric("share"), ""], rows);
     this.phases.replaceChildren(sums, bottleneck ? el("p", {}, `The last ${steps === 1 ? "step" : `${steps} steps`}: ${bottleneck}.`) : "");
+  }
+
+  showCanaries() {
+    const rows = this.curve.canaries.map(({ task, kind, errors, judged, low, high }) => [{ text: task, head: true }, kind, numeric(errors), numeric(judged), numeric(`${percent(low, 2)} to ${percent(high, 2)}`)]);
+    const heads = ["task", "error of the verifier", numeric("errors"), numeric("canaries"), numeric("rate, 95 % interval")];
+    this.canaries.replaceChildren(rows.length ? table("Responses whose verdict is known", heads, rows) : "");
   }
 
   showEvents() {

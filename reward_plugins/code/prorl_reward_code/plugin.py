@@ -6,7 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_prorl.rewards.interface import Example, Program, RewardPlugin, RewardRequest, RewardResult, no_answer
+from nemo_prorl.rewards.interface import (
+    Canary,
+    Example,
+    Program,
+    RewardPlugin,
+    RewardRequest,
+    RewardResult,
+    no_answer,
+)
 from prorl_reward_code.compare import same_text, same_value
 from prorl_reward_code.extract import program_of
 from prorl_reward_code.truth import check, names_called, text_of, without_nulls
@@ -62,6 +70,32 @@ class CodeReward(RewardPlugin):
                 {"fn_name": "twice", "tests": [{"args": [3], "expected": [3, 3]}]}, twice.format(""), twice.format("+1")
             ),
             Example({"asserts": ["assert twice(3) == [3, 3]"]}, twice.format(""), twice.format("+1")),
+        )
+
+    @classmethod
+    def canaries(cls) -> tuple[Canary, ...]:
+        def block(code: str) -> str:
+            return f"```python\n{code}\n```"
+
+        add: dict[str, Any] = {"tests": [{"input": "1 2\n", "output": "3\n"}, {"input": "4 5\n", "output": "9\n"}]}
+        quick = {**add, "time_limit_s": 0.05}  # seconds; an endless loop must not cost more than other canaries
+        twice: dict[str, Any] = {"fn_name": "twice", "tests": [{"args": [3], "expected": [3, 3]}]}
+        asserts: dict[str, Any] = {"asserts": ["assert twice(3) == [3, 3]"]}
+        reads_answer = (
+            "import sys\nframe = sys._getframe()\nwhile frame.f_back:\n    frame = frame.f_back\n"
+            "print(frame.f_locals.get('outputs') or frame.f_locals.get('tests'))"
+        )
+        return (
+            Canary(add, block("import sys;print(sum(map(int,sys.stdin.read().split())),end='')"), True),
+            Canary(add, block("a, b = map(int, input().split())\nprint(a | b)"), False),
+            Canary(twice, "As a lambda:\n" + block("twice = lambda x: 2 * [x]"), True),
+            Canary(twice, block("def twice(x):\n    return [x, x, x]"), False),
+            Canary(asserts, block("class Pair(list):\n    pass\n\ndef twice(x):\n    return Pair([x] * 2)"), True),
+            Canary(asserts, block("class Equal:\n    pass\n\ndef twice(x):\n    return Equal()"), False),
+            Canary(quick, block("while True:\n    pass"), False),
+            Canary(add, block(reads_answer), False),
+            Canary(add, block("print(3)"), False),
+            Canary(add, block("a, b = (int(n) for n in input().split())\nprint(f'{a + b} ')"), True),
         )
 
     def score(self, request: RewardRequest) -> RewardResult:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from nemo_prorl.rewards.interface import Example, RewardPlugin, RewardRequest, RewardResult, no_answer
+from nemo_prorl.rewards.interface import Canary, Example, RewardPlugin, RewardRequest, RewardResult, no_answer
 from prorl_reward_instructions import arguments, ifeval, training, words
 
 KNOWN = {**ifeval.INSTRUCTIONS, **training.INSTRUCTIONS}
@@ -83,6 +83,29 @@ class InstructionsReward(RewardPlugin):
                 "Section 1\nThe sea.\nSection 2\nThe shore.",
                 "First the sea, then the shore.",
             ),
+        )
+
+    @classmethod
+    def canaries(cls) -> tuple[Canary, ...]:
+        def truth(name: str, **given: Any) -> dict[str, Any]:
+            return {"instruction_id_list": [name], "kwargs": [given]}
+
+        exactly = truth("length_constraints:number_words", num_words=4, relation="at least")
+        bullets = truth("detectable_format:number_bullet_lists", num_bullets=2)
+        keyword = truth("keywords:existence", keywords=["snow"])
+        end = truth("startend:end_checker", end_phrase="That is all.")
+        json_only = truth("detectable_format:json_format")
+        return (
+            Canary(exactly, "One two, three four", True),
+            Canary(exactly, "One two three", False),
+            Canary(bullets, "- one\n* two", True),
+            Canary(bullets, "- one\n- two\n- three", False),
+            Canary(keyword, "<think>rain</think>SNOW falls.", True),
+            Canary(keyword, "<think>snow</think>Rain falls.", False),
+            Canary(end, 'So "that is all."', True),
+            Canary(end, "That is all. Or is it?", False),
+            Canary(json_only, '```json\n{"a": [1]}\n```', True),
+            Canary(json_only, '{"a": [1}', False),
         )
 
     def score(self, request: RewardRequest) -> RewardResult:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_prorl.rewards.interface import Example, RewardPlugin, RewardRequest, RewardResult, no_answer, one_line
+from nemo_prorl.rewards.interface import Canary, Example, RewardPlugin, RewardRequest, RewardResult, no_answer, one_line
 from prorl_reward_math import grading
 from prorl_reward_math.latex import boxed
 
@@ -61,6 +61,27 @@ class MathReward(RewardPlugin):
             Example({"all_of": ["2", "-2"]}, "The roots are \\boxed{2, -2}", "The roots are \\boxed{2, 3}"),
             Example({"answer": "9.8", "tolerance": 0.01, "unit": "m/s^2"}, "\\boxed{9.81}", "\\boxed{1.6}"),
         )
+
+    @classmethod
+    def canaries(cls) -> tuple[Canary, ...]:
+        right = {
+            "0.5": "So half: \\boxed{\\frac12}",
+            "\\frac{3}{4}": "$$\\boxed{\\;0.75}$$",
+            "1000": "\\boxed{1{,}000}",
+            "(x-1)(x+1)": "\\boxed{x^2-1}",
+            "2\\sqrt{3}": "<think>or \\boxed{3}?</think>\\boxed{\\sqrt{12}}",
+            "[2,\\infty)": "\\boxed{x \\ge 2}",
+        }
+        wrong = {
+            "3.14159": "\\boxed{3.14158}",
+            "\\frac{2}{3}": "\\boxed{\\frac{3}{2}}",
+            "7": "It is \\boxed{7 \\text{ or } 8}",
+            "(0,1]": "\\boxed{[0,1]}",
+            "17": "The answer is 17.",
+            "x^2-1": "\\boxed{x^2+1}",
+        }
+        canaries = [Canary({"answer": truth}, response, True) for truth, response in right.items()]
+        return (*canaries, *(Canary({"answer": truth}, response, False) for truth, response in wrong.items()))
 
     def score(self, request: RewardRequest) -> RewardResult:
         self.validate_truth(request.truth)

@@ -6,7 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_prorl.rewards.interface import Example, InvalidAnswer, RewardPlugin, RewardRequest, RewardResult, no_answer
+from nemo_prorl.rewards.interface import (
+    Canary,
+    Example,
+    InvalidAnswer,
+    RewardPlugin,
+    RewardRequest,
+    RewardResult,
+    no_answer,
+)
 
 MAX_ANSWER_CHARS = 100_000
 
@@ -111,6 +119,23 @@ class PuzzlesReward(RewardPlugin):
                 'The ends are alike: <answer>{"0": 1, "1": 2, "2": 1}</answer>',
                 'All are alike: <answer>{"0": 1, "1": 1, "2": 1}</answer>',
             ),
+        )
+
+    @classmethod
+    def canaries(cls) -> tuple[Canary, ...]:
+        sums, coloring = (example.truth for example in cls.examples())
+        spelled = {"question": "Reverse: abc def", "answer": "def abc", "metadata": {}}
+        words = {"dataset": "word_sequence_reversal", "entry": spelled}
+        return (
+            Canary(sums, "<answer>6</answer> No: <answer> 5 </answer>", True),
+            Canary(sums, "<answer>5 or 6</answer>", False),
+            Canary(sums, "<think>Is it 6?</think>5", True),
+            Canary(sums, "<answer>-5</answer>", False),
+            Canary(coloring, '<answer>{"2": 2, "1": 1, "0": 2}</answer>', True),
+            Canary(coloring, '<answer>{"0": 1, "1": 3, "2": 1}</answer>', False),
+            Canary(coloring, "<answer>{}</answer>", False),
+            Canary(words, "<answer>def abc</answer>", True),
+            Canary(words, "<answer>abc def</answer>", False),
         )
 
     def score(self, request: RewardRequest) -> RewardResult:

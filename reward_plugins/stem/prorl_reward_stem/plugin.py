@@ -8,7 +8,7 @@ from prorl_reward_math.forms import unstyled
 from prorl_reward_math.latex import boxed
 from prorl_reward_math.plugin import MathReward, expected_answers
 
-from nemo_prorl.rewards.interface import Example, RewardRequest, RewardResult, no_answer, one_line
+from nemo_prorl.rewards.interface import Canary, Example, RewardRequest, RewardResult, no_answer, one_line
 from prorl_reward_stem.chemistry import formula, is_plain_symbol
 from prorl_reward_stem.choices import MAX_OPTIONS, chosen, letters, right_letter, without_labels
 
@@ -101,6 +101,23 @@ class StemReward(MathReward):
             ),
             Example(options, "So it is \\boxed{\\text{(B)}}", "So it is \\boxed{zinc}"),
             Example({"answer": "\\ce{H2O}"}, "\\boxed{\\mathrm{H_2O}}", "\\boxed{\\mathrm{H_2O_2}}"),
+        )
+
+    @classmethod
+    def canaries(cls) -> tuple[Canary, ...]:
+        metals: dict[str, Any] = {"answer": "B", "options": ["iron", "copper", "zinc"]}
+        speed = {"answer": "3.0", "unit": "m/s"}
+        return (
+            Canary(metals, "\\boxed{copper}", True),
+            Canary(metals, "\\boxed{B or C}", False),
+            Canary(speed, "\\boxed{3.0\\ \\mathrm{m\\,s^{-1}}}", True),
+            Canary(speed, "\\boxed{3.0\\ \\text{m/s}^2}", False),
+            Canary({"answer": "\\ce{CO2}"}, "\\boxed{\\text{CO}_2}", True),
+            Canary({"answer": "\\ce{CO2}"}, "\\boxed{\\ce{CO}}", False),
+            Canary({"answer": "[4, 2]"}, "\\boxed{4, 2}", True),
+            Canary({"answer": "[4, 2]"}, "\\boxed{[2, 4]}", False),
+            Canary({"answer": "True"}, "\\boxed{\\text{yes}}", True),
+            Canary({"answer": "True"}, "\\boxed{\\text{true or false}}", False),
         )
 
     def score(self, request: RewardRequest) -> RewardResult:

@@ -46,7 +46,7 @@ COMMON = [
 # The KL coefficient is the smallest of PILOT at which the pilot's score of seed 1 after 1,000 steps lies two standard
 # errors below that of coefficient 0: there the reference policy holds the policy back.
 PILOT, PILOT_STEPS = (0.0, 0.01, 0.03, 0.1, 0.3), 1000
-KL = "trainer.grpo.kl_coef=0.03"
+KL = "trainer.grpo.kl_coef=0.3"
 ARMS: dict[str, list[str]] = {
     "no reset": [KL],
     "reset every 500": [KL, "trainer.resets.every=500"],

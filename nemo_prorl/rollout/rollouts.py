@@ -73,8 +73,7 @@ class Rollouts:
         node = int(os.environ["GROUP_RANK"]) if cfg.trainer.num_nodes > 1 else None
         # Only the first rank of each node writes the weights, for the engines of its node.
         writes = int(os.environ.get("LOCAL_RANK", 0)) == 0
-        dtype = getattr(torch, str(cfg.rollout.dtype))
-        self._store = WeightStore(weights_folder(run_dir, node), dtype) if writes else None
+        self._store = WeightStore(weights_folder(run_dir, node), cfg.rollout.dtype) if writes else None
 
     # --- weights ---------------------------------------------------------------------------------------------------
 

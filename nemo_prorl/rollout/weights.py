@@ -42,15 +42,16 @@ def weights_folder(run_dir: str | Path, node: int | None = None) -> Path:
 class WeightStore:
     """The published weights of one run on one node.  At most two versions exist at a time."""
 
-    def __init__(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, folder: str | Path, dtype: str | None = None) -> None:
         """Create the folder, mode 0700, with its marker.
 
         Args:
-            dtype: dtype of the engines, in which checksums are computed; None: as published.
+            dtype: dtype of the engines, such as "bfloat16", in which checksums are computed; None: as published.
 
         Raises ConfigError if the folder belongs to another user, is a link, or contains files but no marker.
         """
-        self.folder, self._dtype = Path(folder), dtype
+        self.folder = Path(folder)
+        self._dtype: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
         self._claim()
 
     def _claim(self) -> None:

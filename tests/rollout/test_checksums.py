@@ -45,7 +45,7 @@ def test_a_checksum_sees_a_last_bit_and_no_order(dtype: torch.dtype) -> None:
 
 def test_a_checksum_is_that_of_the_engines_dtype(tmp_path: Path) -> None:
     tensor = torch.randn(20, 64, generator=torch.Generator().manual_seed(2))
-    path = WeightStore(tmp_path / "w", torch.bfloat16).write([("a", tensor)], VERSION)
+    path = WeightStore(tmp_path / "w", "bfloat16").write([("a", tensor)], VERSION)
     with safe_open(path, framework="pt") as file:
         assert from_metadata(file.metadata()) == {"a": published(tensor.bfloat16(), VERSION, torch.bfloat16)}
 

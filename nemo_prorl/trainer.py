@@ -23,6 +23,8 @@ from nemo_prorl.algorithms.diagnostics import (
     policy_diagnostics,
     reference_gap,
     sums_by_task,
+    temperature_ratio,
+    temperature_sums,
 )
 from nemo_prorl.algorithms.entropy import AdaptiveEntropy
 from nemo_prorl.algorithms.losses import denominator_terms, grpo_loss
@@ -33,7 +35,7 @@ from nemo_prorl.config import Config, GRPOConfig
 from nemo_prorl.errors import RolloutAbandoned, StoppedCleanly
 from nemo_prorl.lifecycle.control import reset_reason
 from nemo_prorl.lifecycle.no_signal import diagnosis
-from nemo_prorl.lifecycle.tolerances import RATIO_PER_GAP, engine_gap_alarm
+from nemo_prorl.lifecycle.tolerances import RATIO_PER_GAP, TEMPERATURE, engine_gap_alarm
 from nemo_prorl.metrics import Metrics, MetricsState
 from nemo_prorl.schema import Count
 
@@ -218,7 +220,7 @@ class Trainer:
             batch = batch.with_targets(
                 old_logp_BT=old_logp_BT, ref_logp_BT=ref_logp_BT, advantage_B=advantage_B, weight_BT=weight_BT
             )
-            self.report_gaps(metrics, batch, groups.version_B[row_B])
+            self.report_gaps(metrics, batch, entropy_BT, groups.version_B[row_B])
 
         with metrics.phase("updates"):
             config = self.before_updates(metrics)
@@ -239,13 +241,14 @@ class Trainer:
         metrics.put("policy/entropy_coef", coefficient)
         return replace(grpo, entropy_coef=coefficient)
 
-    def report_gaps(self, metrics: Metrics, batch: Batch, version_B: Tensor) -> None:
+    def report_gaps(self, metrics: Metrics, batch: Batch, entropy_BT: Tensor, version_B: Tensor) -> None:
         """Report the gap between the log-probabilities of engine and trainer; raise an alarm if it is too large.
 
         `engine_gap` covers responses that the engine made with the trainer's present weights, and only it can raise the
         alarm.  `stale_gap` covers responses made with older weights.
 
         Args:
+            entropy_BT: entropy of the trainer's distribution of each token, in nats.
             version_B: int64, version of the weights that made each response.
         """
         fresh_BT = batch.mask_BT & (version_B == metrics.step - 1)[:, None]
@@ -264,7 +267,15 @@ class Trainer:
             metrics.put("stale_gap/share", gaps["stale_gap"]["tokens"] / tokens)
         mean, limit = gaps["engine_gap"]["mean_abs"], engine_gap_alarm(self.cfg)  # type: ignore[arg-type]
         ratio, most = gaps["engine_gap"].get("mean_ratio", 1.0), 1.0 + RATIO_PER_GAP * limit
-        if mean > limit:
+        sums = temperature_sums(batch.engine_logp_BT, batch.old_logp_BT, entropy_BT, fresh_BT)
+        warmer = temperature_ratio(self.policy.data_ranks.reduce(sums))
+        if abs(warmer - 1.0) > TEMPERATURE:
+            self.records.alarm(
+                metrics.step,
+                f"the engine samples as at {warmer:.3g} times trainer.grpo.temperature (mean difference:"
+                f" {mean:.3g} nats per token)",
+            )
+        elif mean > limit:
             self.records.alarm(
                 metrics.step,
                 f"engine and trainer differ by {mean:.3g} nats per token; {limit:g} is allowed (correction.alarm)",

@@ -14,6 +14,8 @@ from nemo_prorl.config import GRPOConfig
 _QUARTERS = 4
 _GAP_EDGES = torch.logspace(-9, 2, 11 * 24 + 1, dtype=torch.float64)  # nats; a difference belongs to the next edge
 _MAX_GAP = 50.0  # nats; limits exp(|difference|)
+_MAX_OF_TEMPERATURE = 0.5  # nats; limits the part of a single token in the estimate of a temperature
+_SIGMAS = 6.0  # certainty of a difference of temperatures
 _REDUCTIONS = {"mean_": "mean", "fraction_": "mean", "max_": "max", "min_": "min"}
 
 
@@ -123,6 +125,36 @@ def gap_numbers(profile: Tensor) -> dict[str, float]:
         if of_quarters[quarter]:
             found[f"mean_abs_quarter{quarter + 1}"] = float(profile[quarter, 0] / of_quarters[quarter])
     return found
+
+
+def temperature_sums(
+    engine_logp_BT: Tensor, old_logp_BT: Tensor, entropy_BT: Tensor, mask_BT: Tensor
+) -> dict[str, Tensor]:
+    """Return sums from which `temperature_ratio` estimates the engine's temperature.
+
+    At temperature T / (1 + c) a log-probability is larger by c (log p + H) than at T, to first order in c.  H is the
+    entropy of the token's distribution.  The mean of log p + H is 0, so c is the slope of a line through 0.
+
+    Args:
+        engine_logp_BT: log-probabilities by the engine in nats, ignored where the mask is False.
+        old_logp_BT: log-probabilities by the trainer of the same tokens, likewise.
+        entropy_BT: entropy of the trainer's distributions in nats, likewise.
+        mask_BT: bool, the response tokens that count.
+    """
+    x_N = (old_logp_BT + entropy_BT).detach().double()[mask_BT]
+    y_N = (engine_logp_BT - old_logp_BT).detach().double()[mask_BT].clamp(-_MAX_OF_TEMPERATURE, _MAX_OF_TEMPERATURE)
+    return {"tokens": mask_BT.sum().double(), "xx": (x_N * x_N).sum(), "xy": (x_N * y_N).sum(), "yy": (y_N * y_N).sum()}
+
+
+def temperature_ratio(sums: Mapping[str, float]) -> float:
+    """Return the engine's temperature divided by the trainer's, estimated from the sums of `temperature_sums`.
+
+    The result is 1 unless the difference is certain (6 standard deviations).
+    """
+    xx, xy, yy = sums["xx"], sums["xy"], sums["yy"]
+    if sums["tokens"] * xy * xy <= _SIGMAS**2 * xx * yy:
+        return 1.0
+    return 1.0 / max(0.01, 1.0 + xy / xx)
 
 
 def policy_diagnostics(

@@ -28,6 +28,9 @@ ENGINE = {
 # In 16 bits it is 1.1; NeMo-RL stops at 1.05 (token_mult_prob_error), and bfloat16 on a CPU comes close to that.
 RATIO_PER_GAP = 2.0
 
+# The engine's temperature may differ by this share.  In 16 bits, rounding looks like less than a tenth of it.
+TEMPERATURE = 0.02
+
 
 def kl_after_reset(cfg: DictConfig) -> float:
     """Return the allowed mean absolute difference per token between policy and reference.

@@ -17,10 +17,12 @@ from nemo_prorl.algorithms.diagnostics import (
     reference_gap,
     repetition,
     sums_by_task,
+    temperature_ratio,
+    temperature_sums,
 )
 from nemo_prorl.algorithms.losses import clipped_surrogate
 from nemo_prorl.config import CorrectionConfig, GRPOConfig
-from nemo_prorl.lifecycle.tolerances import RATIO_PER_GAP
+from nemo_prorl.lifecycle.tolerances import RATIO_PER_GAP, TEMPERATURE
 
 
 def test_clip_counts_by_hand() -> None:
@@ -114,6 +116,43 @@ class TestGapProfile:
     def test_no_tokens_no_numbers(self) -> None:
         zero = torch.zeros(2, 3)
         assert gap_numbers(gap_profile(zero, zero, torch.zeros(2, 3, dtype=torch.bool))) == {}
+
+
+class TestTemperature:
+    """4 responses of 100 tokens, sampled at one temperature."""
+
+    def estimate(self, factor: float, noise: float = 0.0, scale: float = 1.0, outlier: float = 0.0) -> float:
+        generator = torch.Generator().manual_seed(3)
+        logits = scale * torch.randn(4, 100, 50, generator=generator)
+        theirs = logits / factor + noise * torch.randn(4, 100, 50, generator=generator)
+        trainers, engines = logits.log_softmax(-1), theirs.log_softmax(-1)
+        tokens = torch.multinomial(engines.exp().view(-1, 50), 1, generator=generator).view(4, 100, 1)
+        engine, old = engines.gather(-1, tokens)[..., 0], trainers.gather(-1, tokens)[..., 0]
+        engine[0, 0] += outlier
+        entropy, mask = -(trainers.exp() * trainers).sum(-1), torch.ones(4, 100, dtype=torch.bool)
+        mask[3, 40:] = False
+        engine[3, 40:] = old[3, 41:42] = math.nan
+        parts = [temperature_sums(*(t[rows] for t in (engine, old, entropy, mask))) for rows in ([0, 1], [2, 3])]
+        return temperature_ratio({key: float(parts[0][key] + parts[1][key]) for key in parts[0]})
+
+    @pytest.mark.parametrize("factor", [0.9, 0.95, 1.05, 1.1])
+    @pytest.mark.parametrize("scale", [0.7, 2.0, 6.0])
+    def test_another_temperature_is_found(self, factor: float, scale: float) -> None:
+        assert self.estimate(factor, noise=0.01, scale=scale) == pytest.approx(factor, abs=0.02)
+
+    @pytest.mark.parametrize("scale", [0.7, 2.0, 6.0])
+    @pytest.mark.parametrize("noise", [0.0, 0.003, 0.03, 0.1])
+    def test_rounding_is_no_temperature(self, noise: float, scale: float) -> None:
+        assert abs(self.estimate(1.0, noise, scale) - 1.0) < TEMPERATURE / 2
+
+    @pytest.mark.parametrize("outlier", [-8.0, 3.0])
+    def test_one_token_is_no_temperature(self, outlier: float) -> None:
+        assert abs(self.estimate(1.0, 0.003, 2.0, outlier) - 1.0) < TEMPERATURE / 2
+
+    def test_no_tokens_say_nothing(self) -> None:
+        zero = torch.zeros(2, 3)
+        sums = temperature_sums(zero, zero, zero, torch.zeros(2, 3, dtype=torch.bool))
+        assert temperature_ratio({key: float(value) for key, value in sums.items()}) == 1.0
 
 
 TASKS = ("code", "math", "max_task")  # the last one's name must not change how it is reduced

@@ -160,6 +160,64 @@ def test_a_configuration_is_converted(
     assert all(key in printed for key in left)
 
 
+TRL_SCRIPT = """
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+
+MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+BS = 16
+STEPS: int = BS // 4
+
+def main(group):
+    dataset = load_dataset("openai/gsm8k", "main", split="train")
+    training_args = GRPOConfig(output_dir="out", learning_rate=1e-6, per_device_train_batch_size=BS,
+        gradient_accumulation_steps=STEPS * 2, num_generations=8, max_prompt_length=256,
+        max_completion_length=BS * 32, beta=0.01, reward_weights=[0.1, 1.0], bf16=True, gradient_checkpointing=True,
+        use_vllm=True, logging_steps=10)
+    trainer = GRPOTrainer(model=MODEL, reward_funcs=[form, accuracy], args=training_args, train_dataset=dataset)
+    trainer.train()
+"""
+
+
+def converted(trainer: str, text: str, file: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[str], list[str]]:
+    """Return the overrides and the comment lines that `prorl convert` prints for a file with this text."""
+    file.write_text(text)
+    assert cli.main(["convert", trainer, str(file)]) == 0
+    printed = capsys.readouterr().out
+    comments = [line.removeprefix("# ") for line in printed.splitlines() if line.startswith("#")]
+    return shlex.split(printed.replace("\\\n", " "), comments=True)[2:], comments
+
+
+def test_constants_of_a_script_are_resolved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides, _ = converted("trl", TRL_SCRIPT, tmp_path / "train.py", capsys)
+    assert {
+        f"{GRPO}.prompts_per_step=16",
+        f"{GRPO}.max_response_tokens=512",
+        "pretrained_checkpoint.restore_from_path=Qwen/Qwen2.5-0.5B-Instruct",
+    } <= set(overrides)
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "comment", "absent"),
+    [
+        ("BS = 16", "BS = args.batch", "per_device_train_batch_size=BS", "prompts_per_step"),
+        ("BS = 16", "BS = 16; BS += 1", "per_device_train_batch_size=BS", "prompts_per_step"),
+        ("_steps=STEPS", "_steps=args.steps", "gradient_accumulation_steps=args.steps * 2", "prompts_per_step"),
+        ("num_generations=8", "num_generations=group", "num_generations=group", "prompts_per_step"),
+        ("beta=0.01", "beta=args.beta", "beta=args.beta", "kl_coef"),
+    ],
+)
+def test_a_value_that_is_not_a_literal_has_no_default_in_its_place(
+    was: str, becomes: str, comment: str, absent: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = TRL_SCRIPT.replace(was, becomes)
+    assert text != TRL_SCRIPT
+    overrides, comments = converted("trl", text, tmp_path / "train.py", capsys)
+    assert not [override for override in overrides if absent in override]
+    assert absent == "kl_coef" or not [override for override in overrides if "updates_per_step" in override]
+    assert any(line.startswith(f"{comment} is not a literal: set trainer.grpo.") for line in comments)
+
+
 def test_every_key_of_the_table_is_a_key_here() -> None:
     known = {key.name for key in all_keys()}
     for keys in names().values():

@@ -1,9 +1,13 @@
 """Reads another trainer's configuration: YAML, JSON, a shell script with its command, or Python with a GRPOConfig."""
 
 import ast
+import copy
+import operator
 import re
 import shlex
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,13 @@ from nemo_prorl.errors import ConfigError
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
+_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+}
 
 
 class Expression(str):
@@ -59,16 +70,55 @@ def _plain_leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 def _of_python(text: str) -> Iterator[tuple[str, Any]]:
     """Yield the named arguments of each call whose name ends in GRPOConfig or GRPOTrainer.
 
-    A value that is no constant is an `Expression`.
+    A value that does not follow from literals of the file is an `Expression`.
     """
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    fold = _Fold(tree)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("GRPOConfig", "GRPOTrainer")):
             for keyword in node.keywords:
+                if keyword.arg == "args":  # the GRPOConfig itself
+                    continue
                 try:
-                    if keyword.arg and keyword.arg != "args":  # the GRPOConfig itself
-                        yield keyword.arg, ast.literal_eval(keyword.value)
+                    yield keyword.arg or "**", fold.value(keyword.value)
                 except ValueError:
-                    yield str(keyword.arg), Expression(ast.unparse(keyword.value))
+                    yield keyword.arg or "**", Expression(ast.unparse(keyword.value))
+
+
+class _Fold(ast.NodeTransformer):
+    """Replaces names by their constants, and arithmetic of constants by its result.
+
+    A constant is a name that the file binds only once, by `NAME = VALUE` outside of a class.
+    """
+
+    def __init__(self, tree: ast.Module) -> None:
+        nodes = list(ast.walk(tree))
+        fields = {id(one) for node in nodes if isinstance(node, ast.ClassDef) for one in node.body}
+        bound = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+        bound.update(node.arg for node in nodes if isinstance(node, ast.arg))
+        bound.update(node.asname or node.name for node in nodes if isinstance(node, ast.alias))
+        self._known: dict[str, Any] = {}
+        simple = (ast.Assign, ast.AnnAssign)
+        for node in sorted((n for n in nodes if isinstance(n, simple) and id(n) not in fields), key=lambda n: n.lineno):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if isinstance(target, ast.Name) and bound[target.id] == 1 and node.value is not None:
+                with suppress(ValueError):
+                    self._known[target.id] = self.value(node.value)
+
+    def value(self, node: ast.expr) -> Any:
+        """Return the value of an expression; raises ValueError if it does not follow from literals."""
+        return ast.literal_eval(self.visit(copy.deepcopy(node)))
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.parse(repr(self._known[node.id]), mode="eval").body if node.id in self._known else node
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        self.generic_visit(node)
+        left, right = (one.value if isinstance(one, ast.Constant) else None for one in (node.left, node.right))
+        if type(node.op) in _ARITHMETIC and isinstance(left, int | float) and isinstance(right, int | float):
+            with suppress(ArithmeticError):
+                return ast.Constant(_ARITHMETIC[type(node.op)](left, right))
+        return node
 
 
 def _of_shell(text: str) -> Iterator[tuple[str, Any]]:

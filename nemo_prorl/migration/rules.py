@@ -53,6 +53,15 @@ _ALWAYS = {
     "gamma",
     "logger.log_dir",
 }
+# Settings of a Python file from which a rule below derives a key.
+_DERIVED = {
+    "per_device_train_batch_size": "trainer.grpo.prompts_per_step",
+    "gradient_accumulation_steps": "trainer.grpo.prompts_per_step",
+    "generation_batch_size": "trainer.grpo.prompts_per_step",
+    "loss_type": "trainer.grpo.aggregation",
+    "bf16": "trainer.precision",
+    "model": "pretrained_checkpoint.restore_from_path",
+}
 
 
 @dataclass
@@ -79,9 +88,15 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
     """
     computed = {key: value for key, value in given.items() if isinstance(value, Expression)}
     made, rest = Converted(), {k: v for k, v in given.items() if v is not None and k not in computed}
+    for theirs, ours in (_DERIVED | names()[trainer]).items():
+        if theirs in computed:
+            made.overrides[ours] = None  # so that no default takes its place
+            made.notes.append(f"{theirs}={computed.pop(theirs)} is not a literal: set {ours} yourself")
     for theirs, ours in names()[trainer].items():
         if theirs in rest:
-            made.overrides.setdefault(ours, rest.pop(theirs))
+            value = rest.pop(theirs)
+            if made.overrides.get(ours) is None:
+                made.overrides[ours] = value
     _RULES[trainer](rest, made)
     made.overrides = {key: value for key, value in made.overrides.items() if value is not None}
     _context(made.overrides)
@@ -148,12 +163,7 @@ def _trl(rest: dict[str, Any], made: Converted) -> None:
         made.overrides["exp_manager.create_wandb_logger"] = True
     if (model := rest.pop("model", None)) is not None:
         made.overrides.setdefault("pretrained_checkpoint.restore_from_path", model)
-    batch = rest.pop("per_device_train_batch_size", 8) * rest.pop("gradient_accumulation_steps", 1)
-    group = made.overrides.setdefault("trainer.grpo.samples_per_prompt", 8)
-    generated = rest.pop("generation_batch_size", None) or batch
-    made.overrides["trainer.grpo.prompts_per_step"] = max(1, generated // group)
-    made.overrides["trainer.grpo.updates_per_step"] = max(1, generated // batch)
-    made.notes.append("TRL's batch is that of one process: multiply trainer.grpo.prompts_per_step by the processes")
+    _trl_batch(rest, made)
     _chosen(rest, made, "loss_type", "trainer.grpo.aggregation", _AGGREGATIONS)
     if rest.pop("mask_truncated_completions", False):
         made.notes.append("mask_truncated_completions: trainer.grpo.unfinished_factor=0 scores them 0 instead")
@@ -161,6 +171,20 @@ def _trl(rest: dict[str, Any], made: Converted) -> None:
         made.overrides.pop("trainer.resets.every", None)
     if rest.pop("bf16", False):
         made.overrides |= {"trainer.precision": "bf16", "model.megatron_amp_O2": True}
+
+
+def _trl_batch(rest: dict[str, Any], made: Converted) -> None:
+    """Set the prompts and updates of a step, unless one of the sizes that they follow from is unknown."""
+    batch = rest.pop("per_device_train_batch_size", 8) * rest.pop("gradient_accumulation_steps", 1)
+    group = made.overrides.setdefault("trainer.grpo.samples_per_prompt", 8)
+    generated = rest.pop("generation_batch_size", None) or batch
+    prompts = "trainer.grpo.prompts_per_step"
+    if prompts in made.overrides or group is None:  # `convert` sets the prompts to None if a size is not a literal
+        made.notes.append(f"{prompts} and trainer.grpo.updates_per_step are omitted: they follow from these sizes")
+        return
+    made.overrides[prompts] = max(1, generated // group)
+    made.overrides["trainer.grpo.updates_per_step"] = max(1, generated // batch)
+    made.notes.append(f"TRL's batch is that of one process: multiply {prompts} by the processes")
 
 
 def _verl(rest: dict[str, Any], made: Converted) -> None:

@@ -1,6 +1,7 @@
 """Settings of other trainers: what `prorl convert` makes of their files, and what an unknown key suggests."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from nemo_prorl.migration.files import read
 from nemo_prorl.migration.names import meant, names
 from nemo_prorl.migration.rules import convert
 from tests import paper_model
+from tests.conftest import ROOT
 
 TRL = """
 from trl import GRPOConfig
@@ -70,12 +72,7 @@ GRPO = "trainer.grpo"
                 "pretrained_checkpoint.restore_from_path": "Qwen/Qwen2-0.5B-Instruct",
                 "exp_manager.create_wandb_logger": True,
             },
-            {
-                "reward_weights": [1, 0.5],
-                "reward_funcs": "length",
-                "train_dataset": "load_dataset('trl-lib/tldr')",
-                "callbacks": "[unknown]",
-            },
+            {"callbacks": "[unknown]"},
         ),
         (
             "verl",
@@ -177,6 +174,44 @@ def main(group):
     trainer = GRPOTrainer(model=MODEL, reward_funcs=[form, accuracy], args=training_args, train_dataset=dataset)
     trainer.train()
 """
+VERL_SCRIPT = r"""
+set -x
+python3 -m verl.trainer.main_ppo \
+    algorithm.adv_estimator=grpo \
+    data.train_files=$HOME/data/gsm8k/train.parquet \
+    data.val_files=$HOME/data/gsm8k/test.parquet \
+    data.train_batch_size=256 \
+    data.max_prompt_length=512 \
+    data.max_response_length=1024 \
+    data.filter_overlong_prompts=True \
+    data.truncation='error' \
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-1.5B-Instruct \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.model.use_remove_padding=True \
+    actor_rollout_ref.actor.ppo_mini_batch_size=64 \
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16 \
+    actor_rollout_ref.actor.use_kl_loss=True \
+    actor_rollout_ref.actor.kl_loss_coef=0.001 \
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \
+    actor_rollout_ref.actor.entropy_coeff=0 \
+    actor_rollout_ref.model.enable_gradient_checkpointing=True \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
+    actor_rollout_ref.rollout.name=sglang \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
+    actor_rollout_ref.rollout.n=5 \
+    actor_rollout_ref.ref.fsdp_config.param_offload=True \
+    algorithm.use_kl_in_reward=False \
+    custom_reward_function.path=my_reward.py \
+    custom_reward_function.name=compute_score \
+    trainer.critic_warmup=0 \
+    trainer.logger='["console","wandb"]' \
+    trainer.project_name='verl_grpo_example_gsm8k' \
+    trainer.n_gpus_per_node=4 \
+    trainer.nnodes=1 \
+    trainer.save_freq=20 \
+    trainer.test_freq=5 \
+    trainer.total_epochs=15 $@
+"""
 
 
 def converted(trainer: str, text: str, file: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[str], list[str]]:
@@ -216,6 +251,94 @@ def test_a_value_that_is_not_a_literal_has_no_default_in_its_place(
     assert not [override for override in overrides if absent in override]
     assert absent == "kl_coef" or not [override for override in overrides if "updates_per_step" in override]
     assert any(line.startswith(f"{comment} is not a literal: set trainer.grpo.") for line in comments)
+
+
+def test_rewards_data_and_dynamic_sampling_of_trl_are_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, comments = converted("trl", TRL_SCRIPT, tmp_path / "train.py", capsys)
+    reward = next(line for line in comments if line.startswith("reward (reward_funcs=[form, accuracy], reward_weights="))
+    assert "'rewards.functions.TASK=FILE.py:form*0.1 + FILE.py:accuracy*1'" in reward
+    assert 'docs/howto/reward_function.md, "A reward function of TRL"' in reward
+    assert "## A reward function of TRL\n" in (ROOT / "docs/howto/reward_function.md").read_text()
+    data = next(line for line in comments if line.startswith("data (train_dataset=dataset): make prompt records with"))
+    assert "without data.train=[...] cluster=laptop trains on its puzzles" in data
+    assert any(line.endswith("add trainer.grpo.dynamic_sampling.enabled=false") for line in comments)
+    assert "no override needed: use_vllm=True, logging_steps=10" in comments
+    assert not any("without a counterpart" in line for line in comments)
+
+
+def test_a_reward_model_of_trl_has_no_counterpart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = TRL_SCRIPT.replace("[form, accuracy]", '"org/reward-model"')
+    _, comments = converted("trl", text, tmp_path / "train.py", capsys)
+    assert "  reward_funcs=org/reward-model" in comments
+    assert not any(line.startswith("reward (") for line in comments)
+
+
+def test_no_setting_of_verl_vanishes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides, comments = converted("verl", VERL_SCRIPT, tmp_path / "run.sh", capsys)
+    assert {"rollout.engines=2", "trainer.num_nodes=1", "exp_manager.create_wandb_logger=true"} <= set(overrides)
+    assert "  actor_rollout_ref.rollout.name=sglang" in comments
+    for start in (
+        "actor_rollout_ref.model.enable_gradient_checkpointing=True: the key here is model.activations_checkpoint_",
+        "reward (custom_reward_function.path=my_reward.py, custom_reward_function.name=compute_score): add rewards.fun",
+        "data (data.train_files=",
+        "dynamic sampling is on by default",
+        "no override needed: data.filter_overlong_prompts=True, data.truncation=error, ",
+    ):
+        assert any(line.startswith(start) for line in comments), start
+
+    more = "custom_reward_function.path=my_reward.py algorithm.filter_groups.enable=True"
+    text = VERL_SCRIPT.replace("custom_reward_function.path=my_reward.py", more).replace("wandb", "swanlab")
+    text = text.replace("trainer.nnodes=1", "").replace("=sglang", "=vllm")
+    overrides, comments = converted("verl", text, tmp_path / "run.sh", capsys)
+    assert {"trainer.grpo.dynamic_sampling.enabled=true", "trainer.num_nodes=1"} <= set(overrides)
+    assert not any(line.startswith("dynamic sampling") for line in comments)
+    assert "  trainer.logger=['swanlab']" in comments
+    assert any("no override needed" in line and "rollout.name=vllm" in line for line in comments)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "file", "text", "message"),
+    [
+        ("verl", "train.py", TRL_SCRIPT, r"settings of verl; this looks like TRL \(.*Fix: prorl convert trl .*train.py"),
+        ("trl", "run.sh", VERL_SCRIPT, r"settings of TRL; this looks like verl \(.*Fix: prorl convert verl .*run.sh"),
+    ],
+)
+def test_a_file_of_another_trainer_is_refused(
+    trainer: str, file: str, text: str, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / file).write_text(text)
+    assert cli.main(["convert", trainer, str(tmp_path / file)]) == 2
+    assert re.search(message, caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "file", "text", "cluster", "rows"),
+    [
+        ("trl", "train.py", TRL_SCRIPT, "laptop", ["machines 1 x 1 cpu", "a step 16 prompts x 8 = 128 responses"]),
+        ("verl", "run.sh", VERL_SCRIPT, "h100_4x8", ["machines 1 x 4 gpu", "rollout engines 2 x TP 2"]),
+    ],
+)
+def test_the_printed_command_can_be_planned(
+    trainer: str,
+    file: str,
+    text: str,
+    cluster: str,
+    rows: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    overrides, comments = converted(trainer, text, tmp_path / file, capsys)
+    (functions,) = re.findall(r"rewards\.functions\.TASK=[^',]*", " ".join(comments))
+    source = "".join(f"def {name}(prompt, response, truth):\n    return 1.0\n" for name in ("form", "accuracy", "score"))
+    (tmp_path / "wrapped.py").write_text(source)
+    functions = functions.replace("TASK", "mine").replace("FILE.py", str(tmp_path / "wrapped.py"))
+    record = {"id": "1", "task": "mine", "prompt": "How many?", "truth": {"answer": "3"}}
+    (tmp_path / "mine.jsonl").write_text(json.dumps(record) + "\n")
+    data = [f"data.train=[{{name: mine, path: {tmp_path / 'mine.jsonl'}}}]", "data.validation=[]"]
+    model = f"pretrained_checkpoint.restore_from_path={paper_model.write(tmp_path / 'model')}"
+    assert cli.main(["plan", *overrides, f"cluster={cluster}", model, functions, *data]) == 0
+    shown = capsys.readouterr()
+    assert all(row in " ".join(shown.out.split()) for row in rows), shown.err
 
 
 def test_every_key_of_the_table_is_a_key_here() -> None:

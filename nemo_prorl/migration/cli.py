@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.migration.files import read
-from nemo_prorl.migration.names import TITLES
+from nemo_prorl.migration.names import TITLES, looks_like
 from nemo_prorl.migration.rules import Converted, convert
 
 
@@ -25,6 +25,12 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     given = read(args.file)
+    if found := looks_like(args.trainer, given):
+        other, keys = found
+        raise ConfigError(
+            f"{args.file}: expected settings of {TITLES[args.trainer]}; this looks like {TITLES[other]}"
+            f" ({', '.join(keys[:3])}). Fix: prorl convert {other} {shlex.quote(str(args.file))}"
+        )
     made = convert(args.trainer, given)
     if len(made.left) == len(given):
         raise ConfigError(f"{args.file}: expected settings of {TITLES[args.trainer]}; got only unknown settings")

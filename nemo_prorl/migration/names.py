@@ -1,6 +1,8 @@
 """The names that other trainers give to this project's keys."""
 
 import functools
+from collections import Counter
+from collections.abc import Iterable
 from importlib.resources import files
 
 import yaml
@@ -36,6 +38,17 @@ def names() -> dict[str, dict[str, str]]:
     text = (files(__package__) / "names.yaml").read_text(encoding="utf-8")
     found: dict[str, dict[str, str]] = yaml.safe_load(text)
     return found
+
+
+def looks_like(trainer: str, given: Iterable[str]) -> tuple[str, list[str]] | None:
+    """Return another trainer and its keys among the given ones; None if `trainer` is as likely.
+
+    Only keys that a single trainer has count.  If one of `trainer`'s is given, the result is None.
+    """
+    of_all = Counter(key for keys in names().values() for key in keys)
+    own = {one: [key for key in given if key in keys and of_all[key] == 1] for one, keys in names().items()}
+    likely = max(own, key=lambda one: len(own[one]))
+    return (likely, own[likely]) if own[likely] and not own[trainer] else None
 
 
 def meant(key: str) -> str | None:

@@ -1,5 +1,6 @@
 """Conversion of another trainer's settings into overrides of this project."""
 
+import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,14 +30,10 @@ _AGGREGATIONS = {
 _ALWAYS = {
     "use_vllm",
     "vllm_mode",
-    "name",
     "critic_warmup",
     "use_remove_padding",
-    "enable_gradient_checkpointing",
-    "gradient_checkpointing",
     "packing_samples",
     "use_kl_loss",
-    "logger",
     "project_name",
     "experiment_name",
     "logging_steps",
@@ -53,6 +50,7 @@ _ALWAYS = {
     "gamma",
     "logger.log_dir",
 }
+_RECOMPUTE = "enable_gradient_checkpointing", "gradient_checkpointing"
 # Settings of a Python file from which a rule below derives a key.
 _DERIVED = {
     "per_device_train_batch_size": "trainer.grpo.prompts_per_step",
@@ -62,6 +60,8 @@ _DERIVED = {
     "bf16": "trainer.precision",
     "model": "pretrained_checkpoint.restore_from_path",
 }
+# Settings that a note quotes, so that they need not be literals.
+_QUOTED = "reward_funcs", "reward_weights", "train_dataset", "eval_dataset", "dataset_name"
 
 
 @dataclass
@@ -97,18 +97,41 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
             value = rest.pop(theirs)
             if made.overrides.get(ours) is None:
                 made.overrides[ours] = value
+    rest |= {key: computed.pop(key) for key in _QUOTED if key in computed}
     _RULES[trainer](rest, made)
     made.overrides = {key: value for key, value in made.overrides.items() if value is not None}
     _context(made.overrides)
+    _devices(made.overrides)
     if (value := made.overrides.get("trainer.grpo.kl_estimator")) is not None:
         made.overrides["trainer.grpo.kl_estimator"] = _ESTIMATORS.get(str(value), value)
+    if (key := "trainer.grpo.dynamic_sampling.enabled") not in made.overrides:
+        made.notes.append(f"dynamic sampling is on by default: to train without it, as this file does, add {key}=false")
     made.notes.append("cluster=h100_4x8 is for GPUs; without a GPU take cluster=laptop")
-    made.left = {key: value for key, value in (rest | computed).items() if not _needs_nothing(key)}
+    rest |= computed
+    for key in [one for one in rest if one.rsplit(".", 1)[-1] in _RECOMPUTE]:
+        made.notes.append(f"{key}={rest.pop(key)}: the key here is model.activations_checkpoint_granularity")
+    if needless := [f"{key}={rest.pop(key)}" for key in list(rest) if _needs_nothing(key, rest[key])]:
+        made.notes.append(f"no override needed: {', '.join(needless)}")
+    made.left = rest
     return made
 
 
-def _needs_nothing(key: str) -> bool:
+def _needs_nothing(key: str, value: Any) -> bool:
+    if key.endswith("rollout.name"):
+        return str(value) == "vllm"
     return key in _ALWAYS or key.rsplit(".", 1)[-1] in _ALWAYS
+
+
+def _devices(overrides: dict[str, Any]) -> None:
+    """Set the nodes and engines, if not set yet, to those that fit the GPUs and the tensor parallelism that are set."""
+    nodes, devices, tensor_parallel = "trainer.num_nodes", "trainer.devices", "rollout.tensor_parallel_size"
+    if devices in overrides:
+        overrides.setdefault(nodes, 1)  # the default of the other trainers
+    elif nodes not in overrides and overrides.get(tensor_parallel, 1) == 1:
+        return
+    sizes = overrides.get(nodes, 4), overrides.get(devices, 8), overrides.get(tensor_parallel, 1)  # 4 x 8: the cluster
+    if all(isinstance(size, int) and size > 0 for size in sizes):
+        overrides.setdefault("rollout.engines", max(1, sizes[0] * sizes[1] // sizes[2]))
 
 
 def _context(overrides: dict[str, Any]) -> None:
@@ -171,6 +194,27 @@ def _trl(rest: dict[str, Any], made: Converted) -> None:
         made.overrides.pop("trainer.resets.every", None)
     if rest.pop("bf16", False):
         made.overrides |= {"trainer.precision": "bf16", "model.megatron_amp_O2": True}
+    if isinstance(functions := rest.get("reward_funcs"), Expression):
+        _trl_rewards(functions, rest, made)
+    _data(rest, made, "train_dataset", "eval_dataset", "dataset_name", "dataset_config")
+
+
+def _trl_rewards(functions: Expression, rest: dict[str, Any], made: Converted) -> None:
+    """Add a note with the override for TRL's reward functions and their weights.
+
+    Args:
+        functions: the source text of a function or of a list of functions.
+    """
+    node = ast.parse(functions, mode="eval").body
+    parts = [f"FILE.py:{one.id if isinstance(one, ast.Name) else 'FUNCTION'}" for one in getattr(node, "elts", [node])]
+    weights = rest.get("reward_weights")
+    if isinstance(weights, list) and len(weights) == len(parts):
+        parts = [f"{part}*{weight:g}" for part, weight in zip(parts, weights, strict=True)]
+    given = [f"{key}={rest.pop(key)}" for key in ("reward_funcs", "reward_weights") if key in rest]
+    made.notes.append(
+        f"reward ({', '.join(given)}): add 'rewards.functions.TASK={' + '.join(parts)}', with functions of one"
+        ' response made as in docs/howto/reward_function.md, "A reward function of TRL"'
+    )
 
 
 def _trl_batch(rest: dict[str, Any], made: Converted) -> None:
@@ -204,7 +248,27 @@ def _verl(rest: dict[str, Any], made: Converted) -> None:
     _updates(made, prompts * group if isinstance(prompts, int) else None, "ppo_mini_batch_size")
     if not rest.pop("reward_model.overlong_buffer.enable", True):
         made.overrides.pop("trainer.grpo.shaping.overlong_tokens", None)
+    _verl_rewards(rest, made)
+    if loggers := rest.pop("trainer.logger", None):
+        loggers = loggers if isinstance(loggers, list) else [loggers]
+        if "wandb" in loggers:
+            made.overrides["exp_manager.create_wandb_logger"] = True
+        if others := [one for one in loggers if one not in ("console", "tensorboard", "wandb")]:
+            rest["trainer.logger"] = others
     _data(rest, made, "data.train_files", "data.val_files")
+
+
+def _verl_rewards(rest: dict[str, Any], made: Converted) -> None:
+    """Add a note with the override for verl's own reward function, if the file has one."""
+    prefixes = "custom_reward_function", "reward.custom_reward_function"
+    keys = [f"{prefix}.{key}" for prefix in prefixes for key in ("path", "name")]
+    if given := {key: rest.pop(key) for key in keys if key in rest}:
+        name = next((value for key, value in given.items() if key.endswith(".name")), "compute_score")
+        made.notes.append(
+            f"reward ({', '.join(f'{key}={value}' for key, value in given.items())}): add"
+            " rewards.functions.TASK=FILE.py:score, where score(prompt, response, truth) calls"
+            f" {name} (docs/howto/reward_function.md)"
+        )
 
 
 def _nemo_rl(rest: dict[str, Any], made: Converted) -> None:
@@ -247,11 +311,11 @@ def _two(value: Any) -> tuple[Any, Any]:
 
 def _data(rest: dict[str, Any], made: Converted, *keys: str) -> None:
     """Remove these keys from `rest`, and add a note on how to make prompt records from their data."""
-    if found := [f"{key}={rest.pop(key)}" for key in keys if key in rest]:
-        made.notes.append(
-            f"data ({', '.join(found)}): make prompt records with `prorl data prepare math --from FILE --out DIR`, then"
-            " set data.train and data.validation"
-        )
+    found = ", ".join(f"{key}={rest.pop(key)}" for key in keys if key in rest)
+    made.notes.append(
+        f"data{f' ({found})' if found else ''}: make prompt records with `prorl data prepare math --from FILE --out"
+        " DIR`, then set data.train and data.validation; without data.train=[...] cluster=laptop trains on its puzzles"
+    )
 
 
 _RULES: dict[str, Callable[[dict[str, Any], Converted], None]] = {

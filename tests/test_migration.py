@@ -255,7 +255,9 @@ def test_a_value_that_is_not_a_literal_has_no_default_in_its_place(
 
 def test_rewards_data_and_dynamic_sampling_of_trl_are_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, comments = converted("trl", TRL_SCRIPT, tmp_path / "train.py", capsys)
-    reward = next(line for line in comments if line.startswith("reward (reward_funcs=[form, accuracy], reward_weights="))
+    reward = next(
+        line for line in comments if line.startswith("reward (reward_funcs=[form, accuracy], reward_weights=")
+    )
     assert "'rewards.functions.TASK=FILE.py:form*0.1 + FILE.py:accuracy*1'" in reward
     assert 'docs/howto/reward_function.md, "A reward function of TRL"' in reward
     assert "## A reward function of TRL\n" in (ROOT / "docs/howto/reward_function.md").read_text()
@@ -299,7 +301,12 @@ def test_no_setting_of_verl_vanishes(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("trainer", "file", "text", "message"),
     [
-        ("verl", "train.py", TRL_SCRIPT, r"settings of verl; this looks like TRL \(.*Fix: prorl convert trl .*train.py"),
+        (
+            "verl",
+            "train.py",
+            TRL_SCRIPT,
+            r"settings of verl; this looks like TRL \(.*Fix: prorl convert trl .*train.py",
+        ),
         ("trl", "run.sh", VERL_SCRIPT, r"settings of TRL; this looks like verl \(.*Fix: prorl convert verl .*run.sh"),
     ],
 )
@@ -329,7 +336,9 @@ def test_the_printed_command_can_be_planned(
 ) -> None:
     overrides, comments = converted(trainer, text, tmp_path / file, capsys)
     (functions,) = re.findall(r"rewards\.functions\.TASK=[^',]*", " ".join(comments))
-    source = "".join(f"def {name}(prompt, response, truth):\n    return 1.0\n" for name in ("form", "accuracy", "score"))
+    source = "".join(
+        f"def {name}(prompt, response, truth):\n    return 1.0\n" for name in ("form", "accuracy", "score")
+    )
     (tmp_path / "wrapped.py").write_text(source)
     functions = functions.replace("TASK", "mine").replace("FILE.py", str(tmp_path / "wrapped.py"))
     record = {"id": "1", "task": "mine", "prompt": "How many?", "truth": {"answer": "3"}}

@@ -1,7 +1,7 @@
 """`on_event`: the hook command that is called with each alarm, reset, failure, stop and finish of a run.
 
-The supervisor calls the hook, after new lines of the run's journal and after failures of processes.  So a hook can
-neither delay nor end the training, and is also called if the trainer was killed.  The command is split into words as
+The supervisor calls the hook, after new lines of the run's journal and after failures of processes.  The supervisor
+also writes a failure to the journal, because the trainer may have been killed.  So a hook can neither delay nor end the training, and is also called if the trainer was killed.  The command is split into words as
 by a shell and started without a shell, in a new session.  Its standard input is the event as one JSON object.
 
     python -m nemo_prorl.launcher.events COMMAND RUN WHAT     report a failure that only the batch script sees
@@ -10,6 +10,7 @@ by a shell and started without a shell, in a new session.  Its standard input is
 import json
 import logging
 import os
+import re
 import shlex
 import signal
 import socket
@@ -18,13 +19,15 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Unpack
 
 from nemo_prorl.launcher.formats import HookEvent, HookFields, HookName
-from nemo_prorl.lifecycle.records import Tail, last_lines
+from nemo_prorl.lifecycle.records import Journal, Tail, last_lines
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +43,8 @@ _HOOK_EVENTS: dict[str, tuple[HookName, str]] = {
     "reset_commit": ("reset", "reason"),
     "stop": ("stop", "reason"),
 }
+# The error in a line of a process's log: a message of our own, or the last line of a Python traceback.
+_ERROR = re.compile(r" ERROR [\w.]+: (.+)|^((?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Failure|Exit|Interrupt)\b.*)")
 
 
 @dataclass
@@ -83,9 +88,13 @@ class Events:
         self.close()
 
     def failure(self, what: str, **fields: Unpack[HookFields]) -> None:
-        """Call the hook with the failure that ends the run."""
+        """Write the failure that ends the run to the journal, and call the hook with it."""
         self.update()  # events of the journal come first
-        self.emit("failure", last_step(self.dir), what, **fields)
+        step, journal = last_step(self.dir), Journal(self.dir)
+        if (self.dir / "config.yaml").is_file():  # otherwise no run has begun in this folder
+            with suppress(OSError):  # the disk may be full, and the failure is also in the log
+                journal.append("failure", step, reason=_reason(what, fields.get("log", ())))
+        self.emit("failure", step, what, **fields)
 
     def emit(self, event: HookName, step: int, what: str, **fields: Unpack[HookFields]) -> None:
         """Call the hook in the background, now or when an earlier call has ended.
@@ -214,6 +223,14 @@ class Events:
 def _ignore_stop() -> None:
     """Ignore SIGUSR1, Slurm's signal to stop.  Blocking the signal is not enough, because a shell unblocks it."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def _reason(what: str, log: Sequence[str]) -> str:
+    """Return a failure in one line.  The error that the failed process logged last, if any, comes before `what`."""
+    for line in reversed(log):
+        if found := _ERROR.search(line):
+            return f"{found[1] or found[2]} ({what})"
+    return what
 
 
 def last_step(run_dir: Path) -> int:

@@ -1,8 +1,10 @@
 """The `prorl` command from outside: exit codes, what goes where, and what it says."""
 
 import json
+import os
 import re
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from omegaconf import DictConfig
 
 import nemo_prorl.launcher.job
 from nemo_prorl import cli, errors, settings
+from nemo_prorl.launcher import job
+from nemo_prorl.lifecycle.records import Journal
 from nemo_prorl.report import status
 
 pytestmark = pytest.mark.starts
@@ -166,6 +170,48 @@ def test_status_reads_the_files_of_a_run(tmp_path: Path) -> None:
     assert re.search(r"^last event +stop, step 23$", status.status(run), re.M)
     (run / "summary.json").write_text(json.dumps({"finished": True}))
     assert "23 of 40, finished" in status.status(run)
+
+
+def test_status_tells_a_live_run_from_one_that_ended(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with job.locked(run):
+        (run / "config.yaml").write_text(settings.resolved_yaml(settings.load([])))
+        journal = Journal(run)
+        journal.append("start", 0, stage="none", version="0")
+        assert re.search(r"^state +running$", status.status(run), re.M)
+    state = json.loads(status.status(run, as_json=True))
+    assert state["state"] == "killed"
+    assert "(killed?); the same command begins again" in state["state_detail"]
+    (run / "checkpoints" / "step-000020").mkdir(parents=True)
+    (run / "checkpoints" / "step-000020" / "state.json").write_text("{}")
+    assert "the same command continues from step-000020" in status.status(run)
+    for event, fields, shown in (
+        ("failure", {"reason": "RewardFailure: x"}, "not running: failed after step 22: RewardFailure: x"),
+        ("stop", {"reason": "SIGTERM"}, "not running: stopped after step 22 (SIGTERM); the same command continues"),
+        ("finish", {}, "not running: finished after step 22"),
+    ):
+        journal.append(event, 22, **fields)  # type: ignore[call-overload]
+        assert re.search(rf"^state +{re.escape(shown)}", status.status(run), re.M)
+    journal.append("resume", 20, stage="none", version="0")
+    end = {"event": "end", "job": "7", "attempt": 1, "restart": 0, "nodes": ["a"], "time": time.time(), "code": 1}
+    end |= {"what": "all supervisors were killed", "host": "a", "next": "give_up"}
+    (run / "launches.jsonl").write_text(json.dumps(end) + "\n")
+    assert "failed after step 0: all supervisors were killed" in status.status(run)
+
+
+def test_status_of_a_run_on_another_machine_goes_by_signs_of_life(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(settings.resolved_yaml(settings.load([])))
+    Journal(tmp_path).append("stop", 3, reason="SIGTERM")  # by an earlier process
+    lock = tmp_path / ".lock"
+    lock.write_text("process 12 on elsewhere, Slurm job 7\n")
+    os.utime(lock, (time.time() + 1, time.time() + 1))
+    assert "running; last sign of life on elsewhere 0 s ago" in status.status(tmp_path)
+    Journal(tmp_path).append("resume", 3, stage="none", version="0")
+    old = time.time() - 4000
+    os.utime(lock, (old, old))
+    assert re.search(r"not running: .*killed\?\); last sign of life on elsewhere 400\d s ago", status.status(tmp_path))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 4}\n')
+    assert re.search(r"^state +running; last sign", status.status(tmp_path), re.M)
 
 
 @pytest.mark.parametrize("run_dir", ["/dev/null/x", str(Path(__file__))])

@@ -60,9 +60,9 @@ class ReasonFields(TypedDict):
 
 
 class Reasoned(_Line, ReasonFields):
-    """One of two events that have a reason: a hard reset begins after `step`, or the run stops cleanly after it."""
+    """An event with a reason: a hard reset begins after `step`, or the run stops cleanly or fails after it."""
 
-    event: Literal["reset_intent", "stop"]
+    event: Literal["reset_intent", "stop", "failure"]
 
 
 class ResetFields(TypedDict):

@@ -72,7 +72,9 @@ def _policy(script: str, live: bool) -> str:
 
 def _summary(data: dict[str, Any]) -> str:
     """Return outcome and last value of each main metric of each curve as HTML, for a browser without scripts."""
-    rows, outcomes = [], [f"<p>{html.escape(text)}</p>" for text in map(_outcome, data["curves"]) if text]
+    failures = [f"{s['name']} failed {s['failed']}" for c in data["curves"] for s in c["stages"] if s["failed"]]
+    texts = [*failures, *map(_outcome, data["curves"])]
+    rows, outcomes = [], [f"<p>{html.escape(text)}</p>" for text in texts if text]
     for curve in data["curves"]:
         known = {key: curve["metrics"][key]["stats"].get("last") for key in _TELLING if key in curve["metrics"]}
         cells = [curve["name"], str(curve["steps"]), *(_text(known.get(key)) for key in _TELLING)]

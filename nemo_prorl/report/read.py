@@ -46,6 +46,13 @@ class RunRecord:
             value = value.get(part) if isinstance(value, dict) else None
         return value
 
+    @property
+    def ending(self) -> dict[str, Any] | None:
+        """Return the event with which the last process of the run ended; None if it still runs or was killed."""
+        kinds = ("start", "resume", "stop", "failure", "finish")
+        last = next((event for event in reversed(self.events) if event["event"] in kinds), None)
+        return None if last is None or last["event"] in ("start", "resume") else last
+
     def counted(self, kind: str) -> list[dict[str, Any]]:
         """Return the events of one kind that have a step, except events of steps that a resume discarded."""
         found: list[dict[str, Any]] = []

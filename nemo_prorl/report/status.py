@@ -2,7 +2,9 @@
 
 import json
 import logging
+import re
 import shutil
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,16 @@ from nemo_prorl.errors import ConfigError, UnfitMachine
 from nemo_prorl.launcher.chain_slurm import JobState, job_states, read_record
 from nemo_prorl.launcher.formats import ChainRecord
 from nemo_prorl.lifecycle.bottleneck import bottleneck
+from nemo_prorl.lifecycle.control import is_locked
 from nemo_prorl.lifecycle.retention import complete
 from nemo_prorl.planning.columns import columns
-from nemo_prorl.report.read import RunRecord, read_run
+from nemo_prorl.report.read import RunRecord, number, read_run
 
 _log = logging.getLogger(__name__)
 
 _UNKNOWN = JobState("-", "")  # no Slurm, or never submitted
 _RECENT = 10  # steps that the bottleneck is computed from
+_ALIVE_S = 300.0  # a run writes a sample of its memory more often than this
 _ALARM_LENGTH = 60  # characters of an alarm in a chain's table
 
 
@@ -43,12 +47,17 @@ def run_state(run_dir: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{run_dir}: neither a run (it has no config.yaml) nor a chain of runs (it has no chain.json)"
         )
+    locked = is_locked(run_dir)  # before the journal: a run writes its last event first and then frees the lock
     run = read_run(run_dir)
     checkpoints = complete(run_dir / "checkpoints")
+    resumes = f"the same command {f'continues from {checkpoints[-1].name}' if checkpoints else 'begins again'}"
+    state, detail = _state(run, locked, resumes)
     heldout = run.summary.get("heldout")
     return {
         "run_dir": str(run_dir),
         "stage": run.setting("stage"),
+        "state": state,
+        "state_detail": detail,
         "step": run.last_step,
         "max_steps": run.setting("trainer.grpo.max_steps"),
         "finished": run.summary.get("finished", False),
@@ -60,6 +69,65 @@ def run_state(run_dir: Path) -> dict[str, Any]:
         "alarm": next((event for event in reversed(run.events) if event["event"] == "alarm"), None),
         **_launches(run),
     }
+
+
+def _state(run: RunRecord, locked: bool, resumes: str) -> tuple[str, str]:
+    """Return the state of a run and a sentence about it.
+
+    Args:
+        locked: whether this machine sees a process that has locked the run directory.
+        resumes: what the next start does, in words.
+
+    Returns:
+        `running`, `finished`, `stopped`, `failed` or `killed`, and the sentence.
+    """
+    if locked:
+        return "running", "running"
+    end, seen = run.ending or _launch_failure(run), ""
+    host, began = _last_start(run.folder)
+    if host not in ("", socket.gethostname()) and (end is None or (number(end.get("time")) or 0.0) < began):
+        # Many file systems do not show locks of other machines.
+        files = [*run.folder.glob("endpoints/usage-*.json"), run.folder / "metrics.jsonl", run.folder / ".lock"]
+        seconds = max(0.0, time.time() - max(_modified(file) for file in files))
+        seen = f"last sign of life on {host} {seconds:.0f} s ago; "
+        if seconds < _ALIVE_S:
+            return "running", f"running; {seen}this machine does not see its lock"
+    if end is None:
+        return "killed", f"not running: it ended without saying why (killed?); {seen}{resumes}"
+    after = f"after step {end.get('step', run.last_step)}"
+    if end["event"] == "finish":
+        return "finished", f"not running: finished {after}"
+    if end["event"] == "stop":
+        return "stopped", f"not running: stopped {after} ({end.get('reason', 'no reason')}); {resumes}"
+    return "failed", f"not running: failed {after}: {end.get('reason', 'no reason')}"
+
+
+def _launch_failure(run: RunRecord) -> dict[str, Any] | None:
+    """Return a failure that only the batch script has recorded, as an event; None if there is none."""
+    last, began = (lines[-1] if lines else {} for lines in (run.launches, run.events))
+    if last.get("event") != "end" or last.get("code") in (0, 75):
+        return None
+    if (number(last.get("time")) or 0.0) < (number(began.get("time")) or 0.0):
+        return None  # the run was started again without Slurm
+    return {"event": "failure", "step": run.last_step, "time": last.get("time"), "reason": last.get("what")}
+
+
+def _last_start(run_dir: Path) -> tuple[str, float]:
+    """Return the host on which the newest process of the run started, and when; the host is empty if unknown."""
+    file = run_dir / ".lock"
+    try:
+        found = re.match(r"process \d+ on ([^\s,]+)", file.read_text())
+    except (OSError, ValueError):
+        found = None
+    return found[1] if found else "", _modified(file)
+
+
+def _modified(file: Path) -> float:
+    """Return the modification time of a file; 0 if there is no such file."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _launches(run: RunRecord) -> dict[str, Any]:
@@ -80,6 +148,7 @@ def _run_table(run: dict[str, Any]) -> str:
     rows: dict[str, Any] = {
         "run directory": run["run_dir"],
         "stage": run["stage"],
+        "state": run["state_detail"],
         "step": _step(run),
         "last checkpoint": run["checkpoint"] or "none",
     }

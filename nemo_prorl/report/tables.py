@@ -14,6 +14,7 @@ from nemo_prorl.rewards.canaries import SIDES, CanaryWatch, interval
 _EVENTS = 1000  # events on the page: first the alarms and resets that fit, then the newest
 _TEXT = 1000
 _VALUE = 1000  # characters of a setting
+_ALARMS = ("alarm", "failure")
 _COMMON = ("event", "step", "time")  # common fields of events
 # Keys of places, names and people instead of settings of the training; they are not compared.
 _PLACES = (
@@ -36,6 +37,8 @@ def stage_rows(curve: Curve) -> list[dict[str, Any]]:
 def _row(run: RunRecord, changes: dict[str, str]) -> dict[str, Any]:
     heldout = part_of(run.summary, "heldout")
     starts = [event for event in run.events if event["event"] in ("start", "resume")]
+    ending = run.ending or {}
+    is_failed = ending.get("event") == "failure"
     origin = next((str(e["start_from"]) for e in starts if e.get("start_from")), None)
     times = [t for event in run.events if (t := number(event.get("time"))) is not None]
     return {
@@ -43,7 +46,8 @@ def _row(run: RunRecord, changes: dict[str, str]) -> dict[str, Any]:
         "step": run.last_step,
         "max_steps": number(run.setting("trainer.grpo.max_steps")),
         "finished": run.summary.get("finished") is True,
-        "stopped": bool(run.events) and run.events[-1]["event"] == "stop",
+        "stopped": ending.get("event") == "stop",
+        "failed": f"after step {ending.get('step')}: {ending.get('reason')}"[:_TEXT] if is_failed else "",
         "starts": len(starts),
         "from": _origin(origin) if origin else None,
         "began": min(times, default=None),
@@ -159,19 +163,20 @@ def events(curve: Curve) -> dict[str, Any]:
     """Return the events of journal.jsonl and launches.jsonl in order of time.
 
     Returns:
-        `rows`: at most 1,000 events.  `left_out`: number of the other events.  `alarms`: number of all alarms.
+        `rows`: at most 1,000 events.  `left_out`: number of the other events.  `alarms`: number of all alarms and
+        failures.
     """
     rows = []
     for run, offset in zip(curve.runs, curve.offsets, strict=True):
         rows += [_event(run, offset, event) for event in run.events]
-        rows += [_launch(run, launch) for launch in run.launches if launch.get("event") in ("begin", "end")]
+        rows += _launches(run)
     rows.sort(key=lambda row: row["time"] or 0.0)  # stable: events without time come first
-    telling = [row for row in rows if row["event"] in ("alarm", "reset_commit", "failure")][-_EVENTS // 2 :]
+    telling = [row for row in rows if row["event"] in (*_ALARMS, "reset_commit")][-_EVENTS // 2 :]
     wanted = {id(row) for row in telling}
     others = [row for row in rows if id(row) not in wanted]
     wanted |= {id(row) for row in others[-(_EVENTS - len(telling)) :]}
     kept = [row for row in rows if id(row) in wanted]
-    return {"rows": kept, "left_out": len(rows) - len(kept), "alarms": sum(r["event"] == "alarm" for r in rows)}
+    return {"rows": kept, "left_out": len(rows) - len(kept), "alarms": sum(r["event"] in _ALARMS for r in rows)}
 
 
 def _event(run: RunRecord, offset: int, event: dict[str, Any]) -> dict[str, Any]:
@@ -192,6 +197,21 @@ def _event(run: RunRecord, offset: int, event: dict[str, Any]) -> dict[str, Any]
         "event": event["event"][:40],
         "what": what[:_TEXT],
     }
+
+
+def _launches(run: RunRecord) -> list[dict[str, Any]]:
+    """Return the rows of the event table for launches.jsonl.  A failure that is in the journal too counts once."""
+    failures = [number(event.get("time")) or 0.0 for event in run.events if event["event"] == "failure"]
+    rows, began = [], 0.0
+    for launch in run.launches:
+        if launch.get("event") not in ("begin", "end"):
+            continue
+        row = _launch(run, launch)
+        if row["event"] == "failure" and any(began <= at <= (row["time"] or 0.0) for at in failures):
+            row["event"] = "launch end"
+        began = row["time"] or 0.0
+        rows.append(row)
+    return rows
 
 
 def _launch(run: RunRecord, launch: dict[str, Any]) -> dict[str, Any]:

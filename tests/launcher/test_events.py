@@ -240,6 +240,7 @@ SLEEP = "import time; time.sleep(60)"
 
 def test_a_trainer_that_is_killed_is_told(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = json.dumps({"event": "alarm", "step": 4, "time": 0.0, "what": "before"})
+    (tmp_path / "config.yaml").touch()
     code = (
         f"import os; open('journal.jsonl', 'a').write({line!r} + '\\n'); open('metrics.jsonl', 'w')\n"
         "print('its last words', flush=True); os.kill(os.getpid(), 9)"
@@ -253,6 +254,31 @@ def test_a_trainer_that_is_killed_is_told(script: Script, tmp_path: Path, monkey
     assert failure["log"] == ["its last words"]
     log = (tmp_path / "logs" / "on_event.log").read_text()
     assert log.index("alarm of step 4: before") < log.index("failure of step 0: trainer-0 ended")
+    last = Journal(tmp_path).events()[-1]
+    assert last["event"] == "failure"
+    assert last["reason"] == failure["what"]
+
+
+def test_a_failure_is_in_the_journal_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a hook, too; a folder in which no run has begun gets no journal."""
+    with pytest.raises(DataError), Events(None, tmp_path):
+        raise DataError("file, line")
+    assert not (tmp_path / "journal.jsonl").exists()
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    what = "trainer-0 ended with status 1"
+    logged = "2026-11-25 14:00:00,000 ERROR nemo_prorl.rank: RewardFailure: sums raised ValueError"
+    with Events(None, tmp_path) as events:
+        events.failure(what, log=["INFO before", logged, "of another thread"])
+        events.failure(what, log=["Traceback (most recent call last):", '  File "x"', "torch.OutOfMemoryError: 3 GB"])
+        events.failure(what)
+    found = Journal(tmp_path).events()
+    assert {(event["event"], event["step"]) for event in found} == {("failure", 7)}
+    assert [event["reason"] for event in found] == [
+        f"RewardFailure: sums raised ValueError ({what})",
+        f"torch.OutOfMemoryError: 3 GB ({what})",
+        what,
+    ]
 
 
 def test_a_service_that_dies_for_good_is_told(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -272,6 +272,23 @@ def test_a_job_that_failed_is_among_the_events(tmp_path: Path) -> None:
     assert (last["event"], last["what"]) == ("failure", "a rank died; code 1, next: again")
 
 
+def test_a_failure_is_an_alarm_and_the_state_of_its_run(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", 7)
+    failure = {"event": "failure", "step": 7, "time": 1.76e9, "reason": "RewardFailure: x"}
+    with (folder / "journal.jsonl").open("a") as file:
+        file.write(json.dumps(failure) + "\n")
+    end = {"event": "end", "job": "5", "attempt": 1, "time": 1.77e9, "code": 1, "what": "a rank died", "next": "again"}
+    write_lines(folder / "launches.jsonl", [end])
+    curve = curve_of(folder)
+    assert tables.stage_rows(curve)[0]["failed"] == "after step 7: RewardFailure: x"
+    found = tables.events(curve)
+    assert found["alarms"] == 2  # with the alarm of make_run; the launch's end is the same failure
+    assert [row["event"] for row in found["rows"][-2:]] == ["failure", "launch end"]
+    with (folder / "journal.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "resume", "step": 5, "time": 1.78e9}) + "\n")
+    assert tables.stage_rows(curve_of(folder))[0]["failed"] == ""
+
+
 # --- samples ---------------------------------------------------------------------------------------------------------
 
 

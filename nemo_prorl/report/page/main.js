@@ -228,8 +228,8 @@ class Report {
   }
 
   showOutcome() {
-    const { name, outcome, forecast, metrics } = this.curve;
-    const key = JSON.stringify([name, outcome, forecast, metrics["reward/all"]?.stats]);
+    const { name, outcome, forecast, metrics, stages } = this.curve;
+    const key = JSON.stringify([name, outcome, forecast, metrics["reward/all"]?.stats, stages.map((stage) => stage.failed)]);
     if (key === this.outcomeKey) return; // nothing that is read moves
     this.outcomeKey = key;
     this.outcome.replaceChildren(...outcomeNodes(this.curve));
@@ -265,7 +265,7 @@ function factsOf(stage) {
   const { before, after, before_se: from, after_se: to, prompts } = stage.heldout;
   const error = (value) => (value === null ? "" : ` ± ${value.toFixed(3)}`);
   const heldout = before === null || after === null ? "–" : `${before.toFixed(3)}${error(from)} → ${after.toFixed(3)}${error(to)}`;
-  const state = stage.finished ? "finished" : stage.stopped ? "stopped" : stage.step ? "not finished" : "no step yet";
+  const state = stage.finished ? "finished" : stage.failed ? "failed" : stage.stopped ? "stopped" : stage.step ? "not finished" : "no step yet";
   const changes = Object.entries(stage.changes).map(([key, change]) => `${key}: ${change}`).join("\n");
   return [{ text: stage.name, head: true }, stage.max_steps ? `${stage.step} of ${stage.max_steps}` : stage.step, stage.starts > 1 ? `${state}, ${stage.starts} starts` : state, heldout, numeric(prompts ?? "–"),
     numeric(stage.tokens ? stage.tokens.toLocaleString("en") : "–"), numeric(duration(stage.seconds)), clock(stage.began).replace(/:\d\d UTC/, ""), stage.from || "–", { text: changes || "–", wrap: Boolean(changes) }];

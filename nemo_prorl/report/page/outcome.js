@@ -2,9 +2,9 @@
 const signed = (value) => `${value > 0 ? "+" : ""}${value.toFixed(3)}`;
 const withError = (value, error) => (value === null ? "–" : `${value.toFixed(3)}${error === null ? "" : ` ± ${error.toFixed(3)}`}`);
 
-function outcomeNodes({ outcome, forecast, metrics, steps }) {
+function outcomeNodes({ outcome, forecast, metrics, steps, stages }) {
   const { scores, words, note, updated } = outcome;
-  const nodes = [];
+  const nodes = stages.filter((stage) => stage.failed).map((stage) => el("p", { class: "alarm" }, "The run ", stages.length > 1 ? visible(`${stage.name} `) : "", visible(`failed ${stage.failed}`)));
   if (steps && !updated) nodes.push(el("p", { class: "alarm" }, "No update was made: in no step did responses to one prompt get different rewards."));
   if (!scores.length) {
     const reward = metrics["reward/all"]?.stats;

@@ -1,8 +1,9 @@
 """`on_event`: the hook command that is called with each alarm, reset, failure, stop and finish of a run.
 
-The supervisor calls the hook, after new lines of the run's journal and after failures of processes.  The supervisor
-also writes a failure to the journal, because the trainer may have been killed.  So a hook can neither delay nor end the training, and is also called if the trainer was killed.  The command is split into words as
-by a shell and started without a shell, in a new session.  Its standard input is the event as one JSON object.
+The supervisor calls the hook, after new lines of the run's journal and after failures of processes, and writes these
+failures to the journal.  So a hook can neither delay nor end the training, and a failure is also reported if the
+trainer was killed.  The command is split into words as by a shell and started without a shell, in a new session.  Its
+standard input is the event as one JSON object.
 
     python -m nemo_prorl.launcher.events COMMAND RUN WHAT     report a failure that only the batch script sees
 """

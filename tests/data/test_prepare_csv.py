@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_prorl import cli, settings
+from nemo_prorl.data.prepare.answers import is_worded
 from tests.data.preparing import records
 
 pytestmark = pytest.mark.starts
@@ -59,7 +60,7 @@ def test_answers_that_no_response_has(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert prepare(tmp_path, WORDS) == 0
-    assert "1 of the answers are words only, such as 'two apples'" in caplog.text
+    assert "1 of the answers are ordinary words, such as 'two apples'" in caplog.text
     assert "mine.csv:4" in caplog.text
     dropped = [json.loads(line) for line in (tmp_path / "out" / "dropped.jsonl").read_text().splitlines()]
     assert [(row["line"], row["reason"]) for row in dropped] == [(3, "no answer")]
@@ -71,3 +72,37 @@ def test_answers_that_no_response_has(
 def test_answers_in_words_are_left_out_if_so_asked(tmp_path: Path) -> None:
     assert prepare(tmp_path, WORDS, "--drop-worded") == 0
     assert [record["truth"]["answer"] for record in records(tmp_path / "out")] == ["4", "\\text{east}"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["two apples", "four or so, it depends", "blue", "four", "Red", "TWO APPLES", "yes, it is closed", "zwei Äpfel"],
+)
+def test_an_answer_in_ordinary_words_is_found(answer: str) -> None:
+    assert is_worded({"answer": answer})
+    assert is_worded({"answer": [answer, "azure"]})
+    assert not is_worded({"answer": [answer, "4"]})
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(
+            "4",
+            "x = 2",
+            r"\frac{1}{2}",
+            "(a, b)",
+            "3 m",
+            "5 eggs",
+            "June 20",
+            r"\text{east}",
+            "A",
+            "A or C",
+            "AB and CD",
+        ),
+        *("even", "Yes.", "True", "infinity", "meters", "pi", "theta", "sin x"),
+        *("xy", "abc", "VW", "km", "αβ", "iii", "NaCl"),
+    ],
+)
+def test_an_answer_of_another_form_is_not_taken_for_words(answer: str) -> None:
+    assert not is_worded({"answer": answer})

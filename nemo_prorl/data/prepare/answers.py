@@ -18,7 +18,24 @@ _PROBLEM = ("problem", "question", "prompt", "Question")
 _ANSWER = ("answer", "expected_answer", "final_answer")
 _ID = ("id", "task_id", "key", "uuid", "hash_id", "Record ID")
 _PLACEHOLDERS = {"n/a", "na", "nan", "null", "tbd", "todo", "?", "unknown", "no answer", "not available"}
-_WORDED = re.compile(r"[^\W\d_]{2,}([\s-]+[^\W\d_]{2,})+[.!]?")  # "two apples", without any number or formula
+_BETWEEN_WORDS = r"[\s,.;:!?'\"\u2018-\u201d\u2013\u2014-]"
+_PROSE = re.compile(rf"[^\W\d_]+(?:{_BETWEEN_WORDS}+[^\W\d_]+)*{_BETWEEN_WORDS}*")  # no digit and no sign of a formula
+_WORD = re.compile(r"[^\W\d_]{2,}")
+# Products, points, units, Roman numerals and chemical formulas: xy, ABCD, km, αβ, iii, NaCl.
+_SYMBOLS = re.compile(
+    r"[A-Za-z]{2}|[A-Z]{3,4}|(?:(?![AEIOUYaeiouy])[A-Za-z])+|[\u0370-\u03ff]+|[ivxlc]+|[A-Z][a-z]+[A-Z][A-Za-z]*"
+)
+_KNOWN = (
+    "yes no true false none neither both always never sometimes odd even prime composite positive negative"
+    " and or undefined infinity infinite inf nan increasing decreasing convergent divergent converges diverges"
+    " alpha beta gamma delta epsilon zeta eta theta iota kappa lambda omicron rho sigma tau upsilon omega"
+    " sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan asin acos atan exp log max min sup mod det dim ker"
+    " arg meter meters metre metres kilometer kilometers centimeter centimeters mile miles foot feet inch inches yard"
+    " yards gram grams kilogram kilograms pound pounds ounce ounces ton tons liter liters litre litres second seconds"
+    " minute minutes hour hours day days week weeks month months year years degree degrees radian radians percent dollar"
+    " dollars cent cents euro euros newton newtons joule joules watt watts volt volts ampere amperes kelvin"
+)
+_KNOWN_WORDS = frozenset(_KNOWN.split())
 _OPTIONS = string.ascii_uppercase
 
 
@@ -51,9 +68,26 @@ def _braces_balance(text: str) -> bool:
 
 
 def is_worded(truth: dict[str, Any]) -> bool:
-    """Return whether an answer consists of words only, which a comparison of mathematical expressions cannot judge."""
+    """Return whether an answer consists of ordinary words, which a comparison of mathematical expressions cannot judge.
+
+    An answer with a digit, a sign of a formula or a TeX command does not count, nor does one whose words are all known:
+    units, functions, names of variables, and words with one usual spelling such as `yes` and `even`.  If several
+    answers are accepted, all of them must consist of words.
+    """
     answer = truth.get("answer")
-    return isinstance(answer, str) and _WORDED.fullmatch(answer) is not None
+    accepted = answer if isinstance(answer, list) else [answer]
+    return all(isinstance(text, str) and _is_prose(text) for text in accepted)
+
+
+def _is_prose(text: str) -> bool:
+    return _PROSE.fullmatch(text) is not None and any(map(_is_ordinary, _WORD.findall(text)))
+
+
+def _is_ordinary(word: str) -> bool:
+    """Return whether a word of letters is neither a symbol (`xy`, `ABCD`) nor a known word (`even`)."""
+    if word.lower() in _KNOWN_WORDS or _SYMBOLS.fullmatch(word):
+        return False
+    return len(word) > 3 or list(word) != sorted(set(word))  # `abc` is a product: its letters follow the alphabet
 
 
 def _final(row: Row, task: str, truth: dict[str, Any], answer: str, question: str) -> Draft | Drop:

@@ -64,7 +64,7 @@ def add_parser(commands: Any) -> None:
     one.add_argument("--overlap", type=float, default=0.6, metavar="X", help=text)
     text = "number of gold answers to judge; default: 200"
     one.add_argument("--check", type=_all_or_count, default=200, metavar="N|all", help=text)
-    text = "leave out mathematical problems whose answer is words only; default: a warning counts them"
+    text = "leave out mathematical problems whose answer is ordinary words; default: a warning counts them"
     one.add_argument("--drop-worded", action="store_true", help=text)
     one.add_argument(
         "--workers", type=_count, default=1, help="processes that judge gold answers and generate puzzles; default: 1"

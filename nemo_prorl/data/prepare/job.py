@@ -296,7 +296,7 @@ class Preparation:
         self._drop_where(None if at in chosen else Drop("beyond --size") for at in range(len(self.items)))
 
     def drop_worded(self) -> None:
-        """Count the mathematical answers that are words only; drop them with --drop-worded."""
+        """Count the mathematical answers in ordinary words; drop them with --drop-worded."""
         if self.options.source.task != "math":
             return
         worded = [item for item in self.items if answers.is_worded(item.draft.truth)]
@@ -306,8 +306,9 @@ class Preparation:
         elif worded:
             first = worded[0]
             _log.warning(
-                "%d of the answers are words only, such as %r (%s:%d): a response must have the same words.  Fix:"
-                " correct them, or leave these problems out with --drop-worded",
+                "%d of the answers are ordinary words, such as %r (%s:%d): a response must have the same words; a"
+                " number is wrong.  Not counted: answers with a digit, a formula or \\text{}, and words such as yes or"
+                " even.  Fix: correct them, or leave these problems out with --drop-worded",
                 len(worded),
                 first.draft.truth["answer"],
                 first.file,

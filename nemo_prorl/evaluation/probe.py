@@ -174,7 +174,7 @@ def probe(cfg: DictConfig, out: Path, prompts: int, samples: int) -> dict[str, A
     cfg.pretrained_checkpoint.restore_from_path = str(folder.resolve())  # the engines' model
     check_node(cfg, trains=False)
     with locked(out):
-        engines = local_engines(cfg, open_model(folder, out, "newest"))
+        engines = local_engines(cfg, open_model(folder, out, "newest"), cfg.trainer.grpo.context_tokens)
         train = without_long(
             of_tasks(load_sources(cfg.data).train, cfg.data), engines.length, cfg.data.max_prompt_tokens
         )

@@ -212,13 +212,16 @@ async def _work(
         await source.close()
 
 
-def local_engines(cfg: DictConfig, model: Model) -> "LocalEngines":
-    """Return a source of responses from this machine's engines; call `connect` once the engines run."""
+def local_engines(cfg: DictConfig, model: Model, context_tokens: int = 1 << 30) -> "LocalEngines":
+    """Return a source of responses from this machine's engines; call `connect` once the engines run.
+
+    A prompt that leaves no room in `context_tokens` is refused; LocalEngines checks the context of each benchmark.
+    """
     from nemo_prorl.data.render import PromptRenderer
     from nemo_prorl.evaluation.sources import LocalEngines
 
     assert model.folder is not None
-    renderer = PromptRenderer(model.folder, 1 << 30, cfg.data)  # LocalEngines checks each benchmark's context
+    renderer = PromptRenderer(model.folder, context_tokens, cfg.data)
     stop = models.stop_tokens(model.folder) | {renderer.eos_id}
     per_engine = 2 * cfg.rollout.max_num_seqs  # a full batch is running and another is waiting
     return LocalEngines(renderer, sorted(stop), per_engine, cfg.rollout.engines, cfg.trainer.deadlines.rollout_s)

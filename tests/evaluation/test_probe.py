@@ -73,6 +73,16 @@ def test_a_run_without_a_model_says_how_to_get_one(tmp_path: Path) -> None:
     assert "Fix: prorl warmup" in found.stderr
 
 
+@pytest.mark.starts
+def test_a_context_that_is_too_small_is_named_as_train_names_it(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", MODELS[next(iter(MODELS))] | {"max_position_embeddings": 512})
+    model = f"pretrained_checkpoint.restore_from_path={tmp_path / 'model'}"
+    tiny = ("trainer.warmup.steps=0", "trainer.grpo.context_tokens=8", "trainer.grpo.max_response_tokens=4")
+    found = run(tmp_path, model, *tiny, "data.prompt=text")
+    assert "the context of 8 (trainer.grpo.context_tokens) leaves no room for a response" in found.stderr
+    assert "--context" not in found.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_a_whole_probe(tmp_path: Path) -> None:

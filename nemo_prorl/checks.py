@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.config import RESET_RULES, ConfigKey, all_keys
 from nemo_prorl.data.hf_config import model_keys
+from nemo_prorl.data.prepared import GENERATORS
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.sizing.memory import device_bytes
 from nemo_prorl.sizing.memory_check import check_memory
@@ -377,6 +378,9 @@ def _source(key: str, source: DictConfig) -> None:
     if (source.path is None) == (source.generator is None):
         both = "both" if source.path else "neither"
         raise ConfigError(f"{key} ({source.name}): expected either path or generator; got {both}")
+    if source.generator not in (None, *GENERATORS) and not source.generator.startswith("reasoning_gym:"):
+        why = f"expected one of {', '.join(GENERATORS)}, reasoning_gym:DATASET"
+        raise _wrong(f"{key}.generator", source.generator, why)
     if source.generator is not None and source.size is None:
         raise _wrong(f"{key}.size", None, "expected the number of records that the generator makes")
 

@@ -384,6 +384,8 @@ def _require_known(cfg: DictConfig, key: str, value: Any) -> Any:
 
 def _unknown(cfg: DictConfig, key: str, here: str, part: str, node: Any, value: Any) -> str:
     where = here or "the configuration"
+    if isinstance(node, ListConfig) and not part.isdigit():
+        return f"{key}={value}: {where} is a list. Fix: write {where}=[{{{part}: {value}, ...}}]"
     if not isinstance(node, DictConfig):
         length = f"a list of {len(node)}" if isinstance(node, ListConfig) else "a single value"
         return f"unknown key {key} (={value}): {where} is {length}"

@@ -250,6 +250,14 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["data.retire_rate=1.1", "data.retire_after=1"], ["data.retire_rate=1.1", "at most 1"]),
     (["data.train=[{name: x}]"], ["data.train.0 (x)", "expected either path or generator; got neither"]),
     (["data.train=[{name: x, generator: arithmetic}]"], ["data.train.0.size", "number of records"]),
+    (
+        ["data.train={name: units, path: a}"],
+        ["data.train.name=units: data.train is a list. Fix: write data.train=[{name: units, ...}]"],
+    ),
+    (
+        ["data.train=[{name: x, generator: arithmetik, size: 3}]"],
+        ["data.train.0.generator=arithmetik", "expected one of arithmetic, code", "reasoning_gym:DATASET"],
+    ),
     (["data.train=[{name: x, pth: a}]"], ["data.train: unknown key pth. Did you mean path?"]),
     (["data.train=[{generator: arithmetic, size: 3}]"], ["data.train", "name"]),
     (["data.train=[{name: x, generator: arithmetic, size: 3, weight: 0}]"], ["data.train.0.weight=0", "above 0"]),

@@ -19,6 +19,7 @@ from nemo_prorl.data.laptop.problems.arithmetic import arithmetic
 from nemo_prorl.data.laptop.problems.code import code
 from nemo_prorl.data.laptop.problems.instructions import instructions
 from nemo_prorl.data.laptop.problems.stem import stem
+from nemo_prorl.data.prepared import GENERATORS
 from nemo_prorl.errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
@@ -35,12 +36,8 @@ LAPTOP_TEMPLATES = {
 
 _DRAWS_PER_RECORD = 20  # a generator fails after this many repeated problems in a row, per record made so far
 _REASONING_GYM = "reasoning_gym:"
-_PROBLEMS: dict[str, Callable[[DataSource], Draw]] = {
-    "arithmetic": arithmetic,
-    "code": code,
-    "instructions": instructions,
-    "stem": stem,
-}
+_MAKERS = (arithmetic, code, instructions, stem)
+_PROBLEMS: dict[str, Callable[[DataSource], Draw]] = dict(zip(GENERATORS, _MAKERS, strict=True))
 
 
 def generate(

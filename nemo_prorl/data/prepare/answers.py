@@ -32,8 +32,8 @@ _KNOWN = (
     " sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan asin acos atan exp log max min sup mod det dim ker"
     " arg meter meters metre metres kilometer kilometers centimeter centimeters mile miles foot feet inch inches yard"
     " yards gram grams kilogram kilograms pound pounds ounce ounces ton tons liter liters litre litres second seconds"
-    " minute minutes hour hours day days week weeks month months year years degree degrees radian radians percent dollar"
-    " dollars cent cents euro euros newton newtons joule joules watt watts volt volts ampere amperes kelvin"
+    " minute minutes hour hours day days week weeks month months year years degree degrees radian radians percent"
+    " dollar dollars cent cents euro euros newton newtons joule joules watt watts volt volts ampere amperes kelvin"
 )
 _KNOWN_WORDS = frozenset(_KNOWN.split())
 _OPTIONS = string.ascii_uppercase

@@ -31,6 +31,15 @@ _FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<function>\w+)(\*(?P<weight>[\d.]+)
 _TASK = re.compile(r"([\w.-]+)=(.+)")
 
 
+class WrongValue(ValueError):
+    """A value that a reward function must not return; `place` is FILE:LINE of the function."""
+
+    def __init__(self, function: Callable[..., Any], value: Any) -> None:
+        super().__init__(f"{function.__name__} returned {value!r}: expected a number from 0 to 1")
+        if (code := getattr(inspect.unwrap(function), "__code__", None)) is not None:
+            self.place = f"{code.co_filename}:{code.co_firstlineno}"
+
+
 def is_function(name: str) -> bool:
     """Return whether a plugin's name has the form TASK=FILE.py:FUNCTION, or several of them with weights."""
     match = _TASK.fullmatch(name)
@@ -87,18 +96,27 @@ def function_plugin(name: str) -> type[RewardPlugin]:
         def score(self, request: RewardRequest) -> RewardResult:
             if (text := request.answer_text) is None:
                 return no_answer()
-            values = [float(function(request.prompt, text, request.truth)) for function, _ in functions]
+            values = [_number(function, function(request.prompt, text, request.truth)) for function, _ in functions]
             if len(functions) == 1:
                 return RewardResult(score=values[0], correct=values[0] >= 1.0)
             parts = dict(zip(names, values, strict=True))
-            if wrong := [f"{part} returned {value}" for part, value in parts.items() if not 0.0 <= value <= 1.0]:
-                raise ValueError(f"{', '.join(wrong)}: expected a number from 0 to 1")
             score = sum(w * value for (_, w), value in zip(functions, values, strict=True)) / whole
             return RewardResult(score=min(1.0, score), correct=all(value >= 1.0 for value in values), parts=parts)
 
     FunctionPlugin.name = name
     FunctionPlugin.__module__ = functions[0][0].__module__  # an exception is located in the user's file
     return FunctionPlugin
+
+
+def _number(function: Callable[..., Any], value: Any) -> float:
+    """Return the value of a reward function as a float.  Raises WrongValue unless it is a number from 0 to 1."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise WrongValue(function, value) from error
+    if not 0.0 <= number <= 1.0:
+        raise WrongValue(function, value)
+    return number
 
 
 def _distinct(names: list[str]) -> list[str]:

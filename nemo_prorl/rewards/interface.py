@@ -362,7 +362,12 @@ _shown: set[str] = set()  # places whose traceback is in the log
 
 
 def _place_of(error: Exception, plugin: RewardPlugin) -> str:
-    """Return FILE:LINE of the innermost frame of an exception that is in the plugin's own folder."""
+    """Return FILE:LINE of the innermost frame of an exception that is in the plugin's own folder.
+
+    An exception that no line of the plugin raised has the place in its attribute `place`.
+    """
+    if isinstance(place := getattr(error, "place", None), str):
+        return place
     frames = traceback.extract_tb(error.__traceback__)
     own = Path(getattr(sys.modules[type(plugin).__module__], "__file__", None) or "").parent
     inner = [frame for frame in frames if Path(frame.filename).is_relative_to(own)] or frames[-1:]

@@ -61,6 +61,15 @@ def test_an_exception_is_located_in_the_users_file(place: str) -> None:
     assert f"raised ZeroDivisionError ({place.split(':')[0]}:6): division by zero" in verdict["detail"]
 
 
+@pytest.mark.parametrize("value", ["None", "1.5", "'good'", "float('nan')"])
+def test_a_value_that_is_no_score_is_located_in_the_users_file(value: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text(f"# a comment\ndef score(prompt, response, truth):\n    return {value}\n")
+    plugin = make_plugin(discover((), {"units": f"{tmp_path / 'bad.py'}:score"}).plugin_of_task("units"))
+    verdict = judge(plugin, request("100"))
+    assert verdict["failure"] == "infrastructure"
+    assert f"({tmp_path / 'bad.py'}:2): score returned {eval(value)!r}: expected a number" in verdict["detail"]
+
+
 def test_a_worker_judges_by_it(place: str) -> None:
     async def judged() -> Verdict:
         registry = discover((), {"units": place})

@@ -370,6 +370,8 @@ def test_every_key_of_the_table_is_a_key_here() -> None:
         ("num_generations", "trainer.grpo.samples_per_prompt"),
         ("actor_rollout_ref.rollout.n", "trainer.grpo.samples_per_prompt"),
         ("max_completion_length", "trainer.grpo.max_response_tokens"),
+        ("per_device_train_batch_size", "trainer.grpo.prompts_per_step"),
+        ("gradient_accumulation_steps", "trainer.grpo.prompts_per_step"),
         ("trainer.grpo.max_step", "trainer.grpo.max_steps"),
         ("trainer.gropo.max_steps", "trainer.grpo.max_steps"),
     ],

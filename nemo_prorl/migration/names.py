@@ -12,6 +12,8 @@ _MORE = {  # short and common forms
     "lr": "model.optim.lr",
     "batch_size": "trainer.grpo.prompts_per_step",
     "train_batch_size": "trainer.grpo.prompts_per_step",
+    "per_device_train_batch_size": "trainer.grpo.prompts_per_step",
+    "gradient_accumulation_steps": "trainer.grpo.prompts_per_step",  # the product of both is the batch
     "kl_coef": "trainer.grpo.kl_coef",
     "clip_ratio": "trainer.grpo.clip_low",
     "eps_clip": "trainer.grpo.clip_low",

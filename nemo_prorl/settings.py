@@ -292,7 +292,7 @@ def _compose(groups: list[Override], own: Path | None) -> DictConfig:
         if name not in options[group]:
             raise ConfigError(
                 f"{group}={name}: no such option.{_did_you_mean(str(name), options[group])} "
-                f"Known: {', '.join(options[group])}"
+                f"Known: {', '.join(options[group])}{_for_a_model(group, name)}"
             )
     choices = tuple(f"{o.key_or_group}={o.value()}" for o in groups)
     if own is None:
@@ -472,6 +472,12 @@ def _type_message(cfg: DictConfig, key: str, value: Any, error: OmegaConfBaseExc
     if child is None or isinstance(child, list):
         return f"{label}: {_first_line(error)}"
     return f"{label}: expected {_kind(child._metadata.ref_type, child._metadata.optional)} ({_first_line(error)})"
+
+
+def _for_a_model(group: str, name: Any) -> str:
+    """Return the key for the folder or hub name of a model that is given as an option of the group `model`."""
+    is_model = group == "model" and "/" in str(name)
+    return f". Fix for a model's folder or hub name: pretrained_checkpoint.restore_from_path={name}" if is_model else ""
 
 
 def _did_you_mean(name: str, known: list[str]) -> str:

@@ -251,6 +251,10 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["data.train=[{name: x}]"], ["data.train.0 (x)", "expected either path or generator; got neither"]),
     (["data.train=[{name: x, generator: arithmetic}]"], ["data.train.0.size", "number of records"]),
     (
+        ["model=Qwen/Qwen2.5-0.5B"],
+        ["no such option", "Known: laptop", "pretrained_checkpoint.restore_from_path=Qwen/Qwen2.5-0.5B"],
+    ),
+    (
         ["data.train={name: units, path: a}"],
         ["data.train.name=units: data.train is a list. Fix: write data.train=[{name: units, ...}]"],
     ),

@@ -48,8 +48,18 @@ class Run:
         return sorted(self._rollouts())
 
     def samples(self, step: int) -> list[dict[str, Any]]:
-        """Return a step's stored responses, each with prompt, truth and verdict; raises KeyError if none are stored."""
-        lines = self._rollouts()[step].read_text(encoding="utf-8").splitlines()
+        """Return a step's stored responses, each with prompt, truth and verdict.
+
+        Raises:
+            KeyError: The step has no stored responses; the message names the steps that have some.
+        """
+        stored = self._rollouts()
+        if step not in stored:
+            have = (
+                f"{len(stored)} steps have: {min(stored)} to {max(stored)}; see Run.steps" if stored else "no step has"
+            )
+            raise KeyError(f"step {step} has no stored responses; {have}")
+        lines = stored[step].read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines]
 
     def frame(self) -> "pandas.DataFrame":

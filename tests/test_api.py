@@ -19,7 +19,7 @@ def test_a_run_is_read(tmp_path: Path) -> None:
     assert [event["event"] for event in run.journal][:2] == ["start", "validation"]
     assert run.steps == list(range(1, 13))
     assert {sample["verdict"]["score"] for sample in run.samples(3)} == {0.0, 0.25, 1.0}
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match=r"step 99 has no stored responses; 12 steps have: 1 to 12"):
         run.samples(99)
     assert run.frame().loc[12, "kl"] == pytest.approx(0.011)
 

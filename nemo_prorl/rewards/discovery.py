@@ -50,12 +50,16 @@ class Registry:
         """
         known = self.tasks()
         if task not in known:
-            broken = "".join(f"; plugin {name!r} is broken: {why}" for name, why in sorted(self.broken.items()))
             raise ConfigError(
-                f"no reward plugin judges task {task!r}; known: {_names(known)}{broken}. Fix: correct the"
-                f" field 'task' of the records, or rewards.functions.{task}=FILE.py:FUNCTION for a function of your own"
+                f"{self.unknown(task)}. Fix: install the plugin of this task, correct the field 'task' of the records,"
+                f" or rewards.functions.{task}=FILE.py:FUNCTION for a function of your own"
             )
         return self.plugins[known[task]]
+
+    def unknown(self, task: str) -> str:
+        """Return the message for a task that no plugin judges, without the fix."""
+        broken = "".join(f"; plugin {name!r} is broken: {why}" for name, why in sorted(self.broken.items()))
+        return f"no reward plugin judges task {task!r}; known: {_names(self.tasks())}{broken}"
 
 
 def _names(names: Iterable[str]) -> str:

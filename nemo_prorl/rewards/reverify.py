@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         DataError: A file or line is wrong; the message names file, line and field.  No worker was started.
+        ConfigError: No installed plugin judges the task of a response.
     """
     files = rollout_files(args.source)
     tasks = sorted({stored.request.task for stored in read_all(files)})
@@ -69,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     configured = _rewards_of(files[0], args.settings is None)
     settings = configured.get("plugins", {}) if args.settings is None else args.settings
     registry = discover(functions=configured.get("functions"))
+    if missing := [task for task in tasks if task not in registry.tasks()]:
+        raise ConfigError(f"{registry.unknown(missing[0])}. Fix: install the plugin that judged these responses")
     specs = plan_pools(registry, tasks, args.workers, settings, unsafe_no_sandbox=args.unsafe_no_sandbox)
     service = RewardService(specs, registry)
     with opened(args.out) if args.out else contextlib.nullcontext() as out:

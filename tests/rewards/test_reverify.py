@@ -194,4 +194,6 @@ def test_an_unknown_task_is_refused(tmp_path: Path, prorl: Prorl) -> None:
     told = prorl("reverify", "step-1.jsonl")
     assert (told.returncode, told.stdout) == (2, "")
     assert "no reward plugin judges task 'nothing'; known: " in told.stderr
+    assert "Fix: install the plugin that judged these responses" in told.stderr
+    assert "rewards.functions" not in told.stderr
     assert "Traceback" not in told.stderr

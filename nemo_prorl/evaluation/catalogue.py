@@ -9,7 +9,7 @@ import importlib.metadata
 import importlib.resources
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -103,6 +103,12 @@ class Benchmark:
 def _wrong(where: object, error: ValidationError) -> ConfigError:
     first = error.errors()[0]
     key = ".".join(map(str, first["loc"]))
+    if first["type"] == "unexpected_keyword_argument":
+        inner = Sampling if first["loc"][0] == "sampling" else Benchmark
+        known = [one.name for one in fields(inner) if one.name not in ("name", "sha256", "file")]
+        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
+        guess = f" Did you mean {near[0]}?" if near else ""
+        return ConfigError(f"{where}: unknown key {key} (={first['input']}).{guess} Known: {', '.join(known)}")
     value = f"{key} is {first['input']!r}: " if key and first["type"] != "missing" else f"{key}: " if key else ""
     return ConfigError(f"{where}: {value}{first['msg'].removeprefix('Value error, ')}")
 

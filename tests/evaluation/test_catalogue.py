@@ -100,11 +100,12 @@ def test_a_record_of_another_task_is_refused(tmp_path: Path) -> None:
     [
         ({"domain": "maths"}, "domain is 'maths': Input should be 'math', 'code'"),
         ({"metric": "bleu"}, "metric is 'bleu'"),
-        ({"colour": 1}, "colour is 1: Unexpected keyword"),
+        ({"colour": 1}, "unknown key colour (=1). Known: task, title, "),
+        ({"metrik": "pass@1"}, "unknown key metrik (=pass@1). Did you mean metric? Known: "),
         ({"prompts": None}, "expected exactly one of 'prompts'"),
         ({"generate": {"generator": "arithmetic"}}, "expected exactly one of 'prompts'"),
         ({"sampling": {"temperature": -1}}, "sampling.temperature is -1: Input should be greater than or equal to 0"),
-        ({"sampling": {"tokens": 5}}, "sampling.tokens is 5: Unexpected"),
+        ({"sampling": {"tokens": 5}}, "unknown key sampling.tokens (=5). Known: samples, temperature"),
         ({"sampling": {"max_response": 9, "context": 9}}, "max_response is 9; expected 1 to 8"),
         ({"task": ...}, "task"),
     ],
@@ -150,7 +151,7 @@ def test_a_file_of_records_is_a_benchmark(tmp_path: Path) -> None:
     [
         ("nowhere.yaml", None, "expected the yaml file of a benchmark"),
         ("mine.yaml", "{task: math}", "expected exactly one of 'prompts'"),
-        ("mine.yaml", "{task: math, prompts: x, colour: red}", "colour is 'red'"),
+        ("mine.yaml", "{task: math, prompts: x, colour: red}", r"unknown key colour \(=red\)"),
         ("mine.jsonl", "{}", "expected prompt records"),
         ("acre.yaml", "{task: math, prompts: x}", "another benchmark has this name"),
     ],

@@ -207,6 +207,8 @@ def _check(value: Any, kind: Any, where: str, field: str) -> None:
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     message = fault["msg"]  # pydantic's message if the type does not have an `Expected`
     right = message.replace("Input should be", "it must be") if " should " in message else f"it must be {message}"
+    if name == "truth" and isinstance(found, str | int | float):
+        right += f". For an answer write {json.dumps({'answer': str(found)[:80]})}"
     raise DataError(f"{where}: field {name!r} is {shown}; {right}")
 
 

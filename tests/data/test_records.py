@@ -37,6 +37,11 @@ GOOD_TRUTHS: list[tuple[str, dict[str, Any]]] = [
 ]
 BAD_TRUTHS: list[tuple[str, Any, str]] = [
     ("math", {}, "field 'truth.answer' is missing"),
+    (
+        "math",
+        "3000 m",
+        '"3000 m"; it must be an object: the truth that responses are judged by. For an answer write {"',
+    ),
     ("math", {"answer": ""}, "field 'truth.answer' is \"\""),
     ("math", {"answer": 2}, "field 'truth.answer' is 2"),
     ("math", {"answer": ["1", ""]}, "field 'truth.answer'"),

@@ -107,6 +107,11 @@ def _fetched(
         wanted = f"{repo} at revision {revision}" if revision else repo
         raise ConfigError(f"{option}: the hub has no {named} {wanted}; {by_hand}") from error
     except Exception as error:  # errors of the network, the hub or the disk: in all cases the files are missing
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UnfitMachine(f"{option}: {repo} cannot be fetched ({reason[:200]}): {by_hand}") from error
+        raise UnfitMachine(f"{option}: {repo} cannot be fetched ({_reason(error)}). Fix: {by_hand}") from error
     return Path(folder), commit
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of an error; a line of more than 200 characters ends at a word, in `...`."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return line if len(line) <= 200 else f"{line[:200].rpartition(' ')[0] or line[:200]} ..."

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from nemo_prorl.checks import check_shape
 from nemo_prorl.config import Config
 from nemo_prorl.data import parquet as tables
-from nemo_prorl.data.prepared import missing_files
+from nemo_prorl.data.prepared import missing_files, task_of
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask
 from nemo_prorl.lifecycle.base_model import initial_model
 from nemo_prorl.rewards.interface import opened_thought
@@ -132,7 +132,9 @@ def source_with_messages(cfg: DictConfig) -> str | None:
     """Return the name of the first source that needs a chat template, for message lists; None if there is none."""
     if cfg.data.prompt in ("text", "r1"):  # message lists become texts
         return None
-    for source in (*cfg.data.train, *cfg.data.validation):
+    tasks = cfg.data.tasks  # training sources of other tasks are left out; validation keeps all its records
+    drawn = [one for one in cfg.data.train if tasks is None or one.path is not None or task_of(one.generator) in tasks]
+    for source in (*drawn, *cfg.data.validation):
         if cfg.data.prompt == "chat":
             return str(source.name)
         if source.path is None or not Path(source.path).is_file():  # the check `data` reports missing files

@@ -233,6 +233,13 @@ def test_message_lists_need_a_chat_template(tmp_path: Path) -> None:
     assert [judged(plain, False), judged(chat, True), judged(chat, False)] == ["pass", "pass", "fail"]
 
 
+def test_a_source_whose_task_is_left_out_needs_no_chat_template() -> None:
+    sources = "[{name: sums, generator: arithmetic, size: 3}, {name: rules, generator: instructions, size: 3}]"
+    chat = ["data.prompt=chat", f"data.train={sources}", "data.validation=[]"]
+    assert model.source_with_messages(settings.load(chat)) == "sums"
+    assert model.source_with_messages(settings.load([*chat, "data.tasks=[instructions]"])) == "rules"
+
+
 def test_missing_files_may_need_a_chat_template(tmp_path: Path) -> None:
     (tmp_path / "plain.jsonl").write_text(json.dumps({"prompt": "?"}) + "\n")
     check = model.judge_chat(replace(TOKENIZER, chat=False), None, missing=2)

@@ -209,9 +209,9 @@ def run(args: argparse.Namespace) -> Iterator[str]:
     export, check = statistics.median(exported), statistics.median(own) - statistics.median(exported)
     yield f"of publishing: {export:.2f} s for the export, {check:.3f} s for checksums"
     if cpu["load"]:
-        checked, unchecked = (statistics.median(cpu[key]) for key in ("load", "unchecked"))
-        share = checked / unchecked - 1
-        yield f"CPU time of a load: {checked:.2f} s; without the check {unchecked:.2f} s: {share:+.1%} (bar: 3 %)"
+        with_it, without = (statistics.median(cpu[key]) for key in ("load", "unchecked"))
+        more = with_it / without - 1
+        yield f"CPU time of a load: {with_it:.2f} s; without the check {without:.2f} s: {more:+.1%} (bar: 3 %)"
     plain = {"write": "a plain write", "copy": "cp"}
     ratios = ", ".join(f"{medians['publish'] / medians[key]:.2f} times {name}" for key, name in plain.items())
     yield f"publication takes {ratios} (bar: 1.5)"

@@ -278,6 +278,9 @@ def test_a_reward_model_of_trl_has_no_counterpart(tmp_path: Path, capsys: pytest
 def test_no_setting_of_verl_vanishes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides, comments = converted("verl", VERL_SCRIPT, tmp_path / "run.sh", capsys)
     assert {"rollout.engines=2", "trainer.num_nodes=1", "exp_manager.create_wandb_logger=true"} <= set(overrides)
+    assert "exp_manager.wandb_logger_kwargs.project=verl_grpo_example_gsm8k" in overrides
+    assert any("WANDB_API_KEY" in line for line in comments)
+    assert any("`--task TASK` for a reward function of your own" in line for line in comments)
     assert "  actor_rollout_ref.rollout.name=sglang" in comments
     for start in (
         "actor_rollout_ref.model.enable_gradient_checkpointing=True: the key here is model.activations_checkpoint_",

@@ -147,7 +147,7 @@ def run_disturbed(root: Path, undisturbed: Path, *overrides: str) -> Path:
     does not know it yet; the supervisor after step 3; the engine after the next start."""
     first = Job(root, undisturbed.with_name("disturbed"), *overrides, kill_at="reset:checkpointed")
     assert first.wait() == 1, first.text()
-    assert [e["event"] for e in events_of(first.run_dir)][-1] == "reset_intent"
+    assert [e["event"] for e in events_of(first.run_dir)][-2:] == ["reset_intent", "failure"]
     job = Job(root, first.run_dir, *overrides)
     job.until(lambda: len(metrics_of(job.run_dir)) >= STEPS - 1)
     job.kill_supervisor()

@@ -183,7 +183,7 @@ def _trl(rest: dict[str, Any], made: Converted) -> None:
     made.overrides.setdefault(_CLIP[1], clip)
     made.overrides.setdefault("trainer.grpo.temperature", 1.0)
     if "wandb" in str(rest.pop("report_to", "")):
-        made.overrides["exp_manager.create_wandb_logger"] = True
+        _wandb(made)
     if (model := rest.pop("model", None)) is not None:
         made.overrides.setdefault("pretrained_checkpoint.restore_from_path", model)
     _trl_batch(rest, made)
@@ -197,6 +197,13 @@ def _trl(rest: dict[str, Any], made: Converted) -> None:
     if isinstance(functions := rest.get("reward_funcs"), Expression):
         _trl_rewards(functions, rest, made)
     _data(rest, made, "train_dataset", "eval_dataset", "dataset_name", "dataset_config")
+
+
+def _wandb(made: Converted, project: Any = None) -> None:
+    made.overrides["exp_manager.create_wandb_logger"] = True
+    if project is not None:
+        made.overrides["exp_manager.wandb_logger_kwargs.project"] = project
+    made.notes.append("Weights & Biases: run `wandb login`, or set WANDB_API_KEY, before the start; else leave it out")
 
 
 def _trl_rewards(functions: Expression, rest: dict[str, Any], made: Converted) -> None:
@@ -252,7 +259,7 @@ def _verl(rest: dict[str, Any], made: Converted) -> None:
     if loggers := rest.pop("trainer.logger", None):
         loggers = loggers if isinstance(loggers, list) else [loggers]
         if "wandb" in loggers:
-            made.overrides["exp_manager.create_wandb_logger"] = True
+            _wandb(made, rest.pop("trainer.project_name", None))
         if others := [one for one in loggers if one not in ("console", "tensorboard", "wandb")]:
             rest["trainer.logger"] = others
     _data(rest, made, "data.train_files", "data.val_files")
@@ -314,7 +321,8 @@ def _data(rest: dict[str, Any], made: Converted, *keys: str) -> None:
     found = ", ".join(f"{key}={rest.pop(key)}" for key in keys if key in rest)
     made.notes.append(
         f"data{f' ({found})' if found else ''}: make prompt records with `prorl data prepare math --from FILE --out"
-        " DIR`, then set data.train and data.validation; without data.train=[...] cluster=laptop trains on its puzzles"
+        " DIR` (with `--task TASK` for a reward function of your own), then set data.train and data.validation; without"
+        " data.train=[...] cluster=laptop trains on its puzzles"
     )
 
 

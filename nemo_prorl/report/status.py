@@ -98,7 +98,8 @@ def _state(run: RunRecord, locked: bool, resumes: str) -> tuple[str, str]:
     if end["event"] == "finish":
         return "finished", f"not running: finished {after}"
     if end["event"] == "stop":
-        return "stopped", f"not running: stopped {after} ({end.get('reason', 'no reason')}); {resumes}"
+        reason = str(end.get("reason", "no reason")).partition("; the same command")[0]
+        return "stopped", f"not running: stopped {after} ({reason}); {resumes}"
     return "failed", f"not running: failed {after}: {end.get('reason', 'no reason')}"
 
 

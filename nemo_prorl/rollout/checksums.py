@@ -116,13 +116,14 @@ def _sum(parts: Iterable[Checksum]) -> Checksum:
     return sum(counts), sum(totals) % _MODULO, sum(squares) % _MODULO
 
 
-def to_metadata(checksums: Mapping[str, Checksum]) -> dict[str, str]:
-    """Return the metadata of a safetensors file with these checksums."""
-    return {_KEY: json.dumps(checksums, separators=(",", ":"))}
+def to_metadata(version: int, checksums: Mapping[str, Checksum]) -> dict[str, str]:
+    """Return the metadata of a safetensors file with these checksums; `version` tells which columns they read."""
+    return {_KEY: json.dumps({"version": version, "tensors": checksums}, separators=(",", ":"))}
 
 
-def from_metadata(metadata: Mapping[str, str] | None) -> dict[str, Checksum]:
-    """Return the checksums in the metadata of a safetensors file; a file of another program has none."""
+def from_metadata(metadata: Mapping[str, str] | None) -> tuple[int, dict[str, Checksum]]:
+    """Return version and checksums from the metadata of a safetensors file; a file of another program has none."""
     if metadata is None or _KEY not in metadata:
-        return {}
-    return {name: (n, total, squares) for name, (n, total, squares) in json.loads(metadata[_KEY]).items()}
+        return 0, {}
+    found = json.loads(metadata[_KEY])
+    return found["version"], {name: (n, total, squares) for name, (n, total, squares) in found["tensors"].items()}

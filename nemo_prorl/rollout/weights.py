@@ -123,7 +123,7 @@ class WeightStore:
                 "data_offsets": [offset, offset + size],
             }
             offset += size
-        header["__metadata__"] = to_metadata(checksums)
+        header["__metadata__"] = to_metadata(version, checksums)
         text = json.dumps(header, separators=(",", ":")).encode()
         if len(text) > _HEADER_BYTES:
             raise ValueError(

@@ -69,6 +69,16 @@ def test_answers_that_no_response_has(
     assert settings.load([override]).data.train[0].name == "math"
 
 
+def test_records_of_an_own_task_are_not_checked_by_the_plugin_of_the_source(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert prepare(tmp_path, "problem,answer\nWhere?,two steps east\n", "--task", "places", "--check", "all") == 0
+    (record,) = records(tmp_path / "out")
+    assert (record["task"], record["truth"]) == ("places", {"answer": "two steps east"})
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["task"] == "places"
+    assert "ordinary words" not in caplog.text
+
+
 def test_answers_in_words_are_left_out_if_so_asked(tmp_path: Path) -> None:
     assert prepare(tmp_path, WORDS, "--drop-worded") == 0
     assert [record["truth"]["answer"] for record in records(tmp_path / "out")] == ["4", "\\text{east}"]

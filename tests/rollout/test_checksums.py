@@ -47,7 +47,8 @@ def test_a_checksum_is_that_of_the_engines_dtype(tmp_path: Path) -> None:
     tensor = torch.randn(20, 64, generator=torch.Generator().manual_seed(2))
     path = WeightStore(tmp_path / "w", "bfloat16").write([("a", tensor)], VERSION)
     with safe_open(path, framework="pt") as file:
-        assert from_metadata(file.metadata()) == {"a": published(tensor.bfloat16(), VERSION, torch.bfloat16)}
+        expected = {"a": published(tensor.bfloat16(), VERSION, torch.bfloat16)}
+        assert from_metadata(file.metadata()) == (VERSION, expected)
 
 
 class Shard(nn.Module):

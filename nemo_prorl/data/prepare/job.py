@@ -37,6 +37,7 @@ class PrepareOptions:
     `size`: None means all records, or the source's default if the source is generated.
     `holdout`: None means the source's default, `ALL` means all records.
     `form`: --format.
+    `task`: task of the records; None: that of the source, whose plugin then checks truths and gold answers.
     `columns`: --field: field -> name of its column in the source.
     `check`: number of gold answers to judge; None means all.
     `agreement`: judge | grader | none.
@@ -53,6 +54,7 @@ class PrepareOptions:
     seed: int = 0
     prompt: str = "messages"
     form: str = "jsonl"
+    task: str | None = None
     columns: dict[str, str] = field(default_factory=dict)
     licence: str = ""
     revision: str | None = None
@@ -168,7 +170,7 @@ class Preparation:
         meta = dict(drafted.meta) | ({"row": drafted.row_id} if drafted.row_id else {})
         record: PromptRecord = {
             "id": identity,
-            "task": drafted.task,
+            "task": self.options.task or drafted.task,
             "prompt": [{"role": "user", "content": text}] if self.options.prompt == "messages" else text,
             "truth": drafted.truth,
             "source": self.options.source.name,
@@ -370,7 +372,7 @@ class Preparation:
         manifest: PreparedManifest = {
             "format": 1,
             "source": opts.source.name,
-            "task": opts.source.task,
+            "task": opts.task or opts.source.task,
             "licence": opts.licence or opts.source.licence,
             "command": list(command),
             "version": __version__,
@@ -391,14 +393,17 @@ def prepare(options: PrepareOptions, command: Sequence[str]) -> PreparedManifest
     job = Preparation(options)
     job.read_source()
     _log.info("read %d rows; made a record from %d of them", job.read, len(job.items))
-    job.drop_invalid_truths()
-    job.drop_worded()
+    own_task = options.task not in (None, options.source.task)  # no plugin of the source judges these records
+    if not own_task:
+        job.drop_invalid_truths()
+        job.drop_worded()
     job.drop_duplicates()
     job.drop_contaminated()
     job.drop_long()
     job.drop_disagreeing()
     job.drop_beyond_size()
-    job.drop_wrong_golds()
+    if not own_task:
+        job.drop_wrong_golds()
     return job.write(command)
 
 

@@ -209,7 +209,7 @@ class EngineServer:
     async def _load(self, request: WeightsRequest) -> dict[str, Any]:
         self.updating_since = began = time.monotonic()
         path = os.path.realpath(request.path)
-        unread = check_held(path, await self.engine.collective_rpc("prorl_load_weights", args=(path, request.version)))
+        unread = check_held(path, await self.engine.collective_rpc("prorl_load_weights", args=(path,)))
         if unread and self.version == UNPUBLISHED:
             _log.warning("%d loaded tensors cannot be compared with the file: %s", len(unread), ", ".join(unread[:3]))
         # Cached prefixes were computed by the old weights.  The reset returns false while blocks are in use.

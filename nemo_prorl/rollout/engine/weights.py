@@ -80,7 +80,7 @@ def check_held(path: str, ranks: "list[list[Held]]") -> list[str]:
     from nemo_prorl.rollout.checksums import compare, from_metadata
 
     with safe_open(path, framework="np") as file:
-        expected = from_metadata(file.metadata())
+        _, expected = from_metadata(file.metadata())
     wrong, unread = compare(expected, ranks)
     if wrong:
         raise RuntimeError(
@@ -102,7 +102,7 @@ class WeightLoader:
 
         return int(torch.cuda.mem_get_info()[0])
 
-    def prorl_load_weights(self, path: str, version: int) -> "list[Held]":
+    def prorl_load_weights(self, path: str) -> "list[Held]":
         """Load a checked file into the running model; return the checksums of what the model then holds.
 
         A file without checksums, which is not published by a trainer, is not compared: the result is empty.
@@ -120,10 +120,10 @@ class WeightLoader:
         with safe_open(path, framework="pt") as file:
             tensors = ((name, file.get_tensor(name).to(dtype)) for name in file.keys())  # noqa: SIM118
             self.reload_weights(weights_iterator=tensors)
-            has_checksums = bool(from_metadata(file.metadata()))
+            version, checksums = from_metadata(file.metadata())
         model = self.model_runner.get_model()
         _repack_tied_head(model)
-        if not has_checksums:
+        if not checksums:
             return []
         return list(held(model, read_header(path), version, dtype, get_tensor_model_parallel_rank()))
 

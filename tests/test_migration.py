@@ -268,6 +268,13 @@ def test_rewards_data_and_dynamic_sampling_of_trl_are_notes(tmp_path: Path, caps
     assert not any("without a counterpart" in line for line in comments)
 
 
+def test_scaled_rewards_of_trl_are_group_norm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = TRL_SCRIPT.replace("GRPOConfig(", 'GRPOConfig(scale_rewards="group", ', 1)
+    overrides, comments = converted("trl", text, tmp_path / "train.py", capsys)
+    assert "trainer.grpo.advantage=group_norm" in overrides
+    assert not any("scale_rewards" in line for line in comments)
+
+
 def test_a_reward_model_of_trl_has_no_counterpart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = TRL_SCRIPT.replace("[form, accuracy]", '"org/reward-model"')
     _, comments = converted("trl", text, tmp_path / "train.py", capsys)

@@ -184,6 +184,9 @@ def _trl(rest: dict[str, Any], made: Converted) -> None:
     made.overrides.setdefault("trainer.grpo.temperature", 1.0)
     if "wandb" in str(rest.pop("report_to", "")):
         _wandb(made)
+    if str(rest.get("scale_rewards")) in ("True", "group"):
+        made.overrides["trainer.grpo.advantage"] = "group_norm"
+        del rest["scale_rewards"]
     if (model := rest.pop("model", None)) is not None:
         made.overrides.setdefault("pretrained_checkpoint.restore_from_path", model)
     _trl_batch(rest, made)

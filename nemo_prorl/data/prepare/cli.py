@@ -24,7 +24,7 @@ def add_parser(commands: Any) -> None:
     one.add_argument("source", metavar="SOURCE", help="a name from `prorl data sources`")
     one.add_argument("--from", dest="origin", metavar="PATH", help="file or folder to read, or 'hub' (Hugging Face)")
     one.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder for the output")
-    one.add_argument("--name", help="prefix of the records' ids; default: SOURCE")
+    one.add_argument("--name", help="prefix of the records' ids; default: --task, or SOURCE")
     one.add_argument(
         "--size", type=_count, metavar="N", help="number of records, drawn at random by --seed; default: all"
     )
@@ -64,7 +64,7 @@ def add_parser(commands: Any) -> None:
     one.add_argument("--overlap", type=float, default=0.6, metavar="X", help=text)
     text = "number of gold answers to judge; default: 200"
     one.add_argument("--check", type=_all_or_count, default=200, metavar="N|all", help=text)
-    text = "task of the records, for a reward function or plugin of your own; default: that of SOURCE"
+    text = "task of the records, for your own reward; prompts are the problems as they are; default: that of SOURCE"
     one.add_argument("--task", metavar="TASK", help=text)
     text = "leave out mathematical problems whose answer is ordinary words; default: a warning counts them"
     one.add_argument("--drop-worded", action="store_true", help=text)
@@ -136,7 +136,11 @@ def _options(arguments: argparse.Namespace) -> Any:
         )
     given = {field.name: getattr(arguments, field.name) for field in fields(PrepareOptions) if field.name in arguments}
     needs_judge = source.judged and arguments.agreement == "judge"
-    derived = {"source": source, "name": arguments.name or source.name, "columns": _columns(arguments.field)}
+    derived = {
+        "source": source,
+        "name": arguments.name or arguments.task or source.name,
+        "columns": _columns(arguments.field),
+    }
     return PrepareOptions(**{**given, **derived, "judge": _judge(arguments) if needs_judge else None})
 
 

@@ -37,7 +37,8 @@ class PrepareOptions:
     `size`: None means all records, or the source's default if the source is generated.
     `holdout`: None means the source's default, `ALL` means all records.
     `form`: --format.
-    `task`: task of the records; None: that of the source, whose plugin then checks truths and gold answers.
+    `task`: task of the records; None: that of the source, whose plugin then checks truths and gold answers, and whose
+        form of the answer is written into the prompts.
     `columns`: --field: field -> name of its column in the source.
     `check`: number of gold answers to judge; None means all.
     `agreement`: judge | grader | none.
@@ -96,6 +97,11 @@ class Preparation:
         self.origin, self.hub, self.inputs = "", HubSource(), list[InputFile]()
         self.checks: Checks = {"gold": {"checked": 0, "failed": 0, "without": 0}}
         self._oracles = Oracles(options.unsafe_no_sandbox)
+
+    @property
+    def own_task(self) -> bool:
+        """Whether the records get another task than the source's, so that its plugin and its form do not apply."""
+        return self.options.task not in (None, self.options.source.task)
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
@@ -166,7 +172,7 @@ class Preparation:
         if isinstance(drafted, Drop):
             self._drop(file, line, drafted)
             return
-        text = drafted.prompt_text
+        text = drafted.question if self.own_task else drafted.prompt_text
         meta = dict(drafted.meta) | ({"row": drafted.row_id} if drafted.row_id else {})
         record: PromptRecord = {
             "id": identity,
@@ -393,8 +399,7 @@ def prepare(options: PrepareOptions, command: Sequence[str]) -> PreparedManifest
     job = Preparation(options)
     job.read_source()
     _log.info("read %d rows; made a record from %d of them", job.read, len(job.items))
-    own_task = options.task not in (None, options.source.task)  # no plugin of the source judges these records
-    if not own_task:
+    if not job.own_task:
         job.drop_invalid_truths()
         job.drop_worded()
     job.drop_duplicates()
@@ -402,7 +407,7 @@ def prepare(options: PrepareOptions, command: Sequence[str]) -> PreparedManifest
     job.drop_long()
     job.drop_disagreeing()
     job.drop_beyond_size()
-    if not own_task:
+    if not job.own_task:
         job.drop_wrong_golds()
     return job.write(command)
 

@@ -64,8 +64,7 @@ def add_parser(commands: Any) -> None:
     one.add_argument("--overlap", type=float, default=0.6, metavar="X", help=text)
     text = "number of gold answers to judge; default: 200"
     one.add_argument("--check", type=_all_or_count, default=200, metavar="N|all", help=text)
-    text = "task of the records, for your own reward; prompts are the problems as they are; default: that of SOURCE"
-    one.add_argument("--task", metavar="TASK", help=text)
+    one.add_argument("--task", help="task of the records, for your own reward; prompts are the bare problems")
     text = "leave out mathematical problems whose answer is ordinary words; default: a warning counts them"
     one.add_argument("--drop-worded", action="store_true", help=text)
     one.add_argument(

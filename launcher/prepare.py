@@ -104,7 +104,7 @@ def _check_rewards(
     tasks = sorted({record["task"] for _, records in sources for record in records})
     classes = {task: known.plugin_of_task(task) for task in tasks}
     settings = plain(cfg.rewards.plugins)
-    for name, given in settings.items():  # those of unused plugins, too
+    for name, given in settings.items():  # unused plugins have settings, too
         make_plugin(known.plugin(name), given)
     plugins = {task: make_plugin(plugin, settings.get(plugin.name)) for task, plugin in classes.items()}
     _check_truths(sources, plugins)

@@ -39,7 +39,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has made all its steps."""
+        """Tell whether the run has made all its steps."""
         return self.summary.get("finished") is True
 
     @property

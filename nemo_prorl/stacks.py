@@ -22,7 +22,7 @@ def register() -> None:
     hangs.  Forked processes inherit the handler, other child processes do not.
     """
     if path := os.environ.get(VARIABLE):
-        with contextlib.suppress(OSError):  # without the file, a run still works
+        with contextlib.suppress(OSError):  # a run works without the file, too
             faulthandler.register(SIGNAL, open(path, "a"), all_threads=True)  # noqa: SIM115  it keeps the file open
 
 

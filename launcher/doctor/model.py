@@ -129,7 +129,7 @@ def _listed(ids: set[int]) -> str:
 
 
 def source_with_messages(cfg: DictConfig) -> str | None:
-    """Return the name of the first source that needs a chat template, for message lists; None if there is none."""
+    """Return the name of the first source whose message lists need a chat template; None if no source does."""
     if cfg.data.prompt in ("text", "r1"):  # message lists become texts
         return None
     tasks = cfg.data.tasks  # training sources of other tasks are left out; validation keeps all its records

@@ -86,7 +86,7 @@ def _stale_weights(run_dir: Path) -> int:
     from nemo_prorl.rollout.weights import weights_folder
 
     folder = weights_folder(run_dir)
-    return sum(map(_bytes_under, folder.parent.glob(f"{folder.name}*")))  # one folder for each node of this machine
+    return sum(map(_bytes_under, folder.parent.glob(f"{folder.name}*")))  # this machine may be several nodes of a run
 
 
 def measure_folder(run_dir: Path) -> FolderFacts:

@@ -25,7 +25,7 @@ PAPER = {
     "ifeval": "ifeval --from hub --holdout all",
     "graph_color": "reasoning-gym --from graph_color.yaml --name graph_color --size 0 --holdout 100",
 }
-GENERATORS = ("arithmetic", "code", "instructions", "stem")  # and reasoning_gym:DATASET
+GENERATORS = ("arithmetic", "code", "instructions", "stem")  # reasoning_gym:DATASET is a generator, too
 _GENERATED = {"arithmetic": "math"}  # generator: task, if the names differ
 
 

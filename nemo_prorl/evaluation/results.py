@@ -33,7 +33,7 @@ class Sample:
     tokens: int | None  # None: the endpoint did not report it
     finished: bool  # False: cut off before its end
     failure: str | None  # of the verdict; "infrastructure" also if the response has no verdict
-    has_form: bool | None = None  # whether it has the answer's form (`FORMS`); None: the task has no form
+    has_form: bool | None = None  # it has the answer's form (`FORMS`); None: the task has no form
 
 
 @dataclass

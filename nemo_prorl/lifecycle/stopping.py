@@ -17,7 +17,7 @@ JOB_START = "PRORL_JOB_START"  # start of the job, in seconds since 1970; set by
 FORWARDED_AS = {
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGUSR1: signal.SIGUSR1,
-    signal.SIGINT: signal.SIGRTMIN,  # without a meaning of its own
+    signal.SIGINT: signal.SIGRTMIN,  # no program gives this signal another meaning
 }
 _NAMES = {signal.SIGRTMIN: "SIGINT (Ctrl-C)"}
 _STEPS_RESERVED = 1.5  # longest steps that must fit before the job's end: one step, and half for checkpoint and exit

@@ -137,7 +137,7 @@ class Watchdog:
 
 
 def culprits(where: Mapping[int, Whereabouts], ranks: int) -> list[str]:
-    """Return what the ranks do, as texts: first the ranks that the others may be waiting for, last those that wait.
+    """Describe the ranks: first those that the others may be waiting for, last those that wait.
 
     Args:
         where: by rank; a rank that has not reported is absent.

@@ -90,7 +90,7 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
     made, rest = Converted(), {k: v for k, v in given.items() if v is not None and k not in computed}
     for theirs, ours in (_DERIVED | names()[trainer]).items():
         if theirs in computed:
-            made.overrides[ours] = None  # so that no default takes its place
+            made.overrides[ours] = None  # no default may take its place
             made.notes.append(f"{theirs}={computed.pop(theirs)} is not a literal: set {ours} yourself")
     for theirs, ours in names()[trainer].items():
         if theirs in rest:
@@ -123,7 +123,7 @@ def _needs_nothing(key: str, value: Any) -> bool:
 
 
 def _devices(overrides: dict[str, Any]) -> None:
-    """Set the nodes and engines, if not set yet, to those that fit the GPUs and the tensor parallelism that are set."""
+    """Set the numbers of nodes and engines that fit the GPUs and the tensor parallelism; keep those that are set."""
     nodes, devices, tensor_parallel = "trainer.num_nodes", "trainer.devices", "rollout.tensor_parallel_size"
     if devices in overrides:
         overrides.setdefault(nodes, 1)  # the default of the other trainers

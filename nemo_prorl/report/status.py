@@ -104,7 +104,7 @@ def _state(run: RunRecord, locked: bool, resumes: str) -> tuple[str, str]:
 
 
 def _launch_failure(run: RunRecord) -> dict[str, Any] | None:
-    """Return a failure that only the batch script has recorded, as an event; None if there is none."""
+    """Return, as an event, a failure that only the batch script has recorded; None if it recorded no failure."""
     last, began = (lines[-1] if lines else {} for lines in (run.launches, run.events))
     if last.get("event") != "end" or last.get("code") in (0, 75):
         return None
@@ -124,7 +124,7 @@ def _last_start(run_dir: Path) -> tuple[str, float]:
 
 
 def _modified(file: Path) -> float:
-    """Return the modification time of a file; 0 if there is no such file."""
+    """Return the modification time of a file; 0 if it does not exist."""
     try:
         return file.stat().st_mtime
     except OSError:

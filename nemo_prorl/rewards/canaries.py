@@ -34,8 +34,8 @@ MOST_PER_STEP = 40  # limits the false alarms of a run with very large batches
 BOUND = 0.001  # tolerated error rate; a plugin that passes `prorl rewards test` has an error rate of 0
 ALARM_RATE = 0.01  # error rate that the alarm is tuned for
 ERROR = 250  # log(ALARM_RATE / BOUND) / log((1 - BOUND) / (1 - ALARM_RATE)), rounded
-FULL = 1050  # with 1,000, false alarms at BOUND would be more frequent than 1 % in 40,000 verdicts
-CONFIDENCE = 0.95  # of the intervals that people see
+FULL = 1050  # 1,000 would make false alarms at BOUND more frequent than 1 % in 40,000 verdicts
+CONFIDENCE = 0.95  # level of the intervals that people see
 # Side -> name of its errors.
 SIDES = {"right": "false_rejects", "wrong": "false_accepts"}
 _EXACT = 1e-9
@@ -97,7 +97,10 @@ class CanarySchedule:
 async def ask(
     canary: SentCanary, score: Callable[[dict[str, Any], Deadline], Awaitable[Verdict]], seconds: float
 ) -> Counter[str]:
-    """Return the counts of one canary (see `CanaryWatch.observe`); empty if there is no verdict within `seconds`."""
+    """Send one canary and return its counts, as `CanaryWatch.observe` takes them.
+
+    The counts are empty if there is no verdict within `seconds`.
+    """
     task, side = canary.request["task"], "right" if canary.right else "wrong"
     deadline = Deadline(seconds, f"the verdict on {canary.request['id']}")
     error = None
@@ -121,8 +124,8 @@ class Tally:
 
     judged: int = 0
     errors: int = 0
-    level: int = 0  # of the CUSUM test, from 0 to FULL
-    alarmed: bool = False  # since the level was last 0
+    level: int = 0  # level of the CUSUM test, 0 to FULL
+    alarmed: bool = False  # counted since the level was 0
 
     def add(self, judged: int, errors: int) -> bool:
         """Count verdicts; return whether they raise the alarm.
@@ -146,7 +149,7 @@ class CanaryWatch:
     """The counts of a run by task and side, and the alarm."""
 
     def __init__(self) -> None:
-        self.tallies: dict[str, Tally] = {}  # by "SIDE/TASK"
+        self.tallies: dict[str, Tally] = {}  # tallies by "SIDE/TASK"
 
     @classmethod
     def replay(cls, lines: Iterable[Mapping[str, Any]]) -> "CanaryWatch":
@@ -179,7 +182,7 @@ class CanaryWatch:
 
 def interval(errors: int, judged: int) -> tuple[float, float]:
     """Return the exact (Clopper-Pearson) interval of an error rate, with confidence CONFIDENCE."""
-    from scipy.special import betaincinv  # here, because the import is slow
+    from scipy.special import betaincinv  # the import is slow
 
     half = (1.0 - CONFIDENCE) / 2
     low = float(betaincinv(errors, judged - errors + 1, half)) if errors else 0.0

@@ -225,7 +225,7 @@ class RewardPlugin(ABC):
     needs_sandbox: ClassVar[bool] = False
     sandbox_packages: tuple[str, ...] = ()  # installed packages that programs in the sandbox may import
     sandbox: Sandbox  # set before `prepare` if `needs_sandbox` is True
-    _noun: ClassVar[str] = "plugin"  # what error messages call it
+    _noun: ClassVar[str] = "plugin"  # error messages use this name
 
     @dataclass(frozen=True)
     class Config:

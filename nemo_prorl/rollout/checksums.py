@@ -16,7 +16,7 @@ from torch import Tensor
 _KEY = "checksums"  # in the metadata of a published file
 _COLUMNS = 4  # more cost CPU engines 9 % of a load, most of it for the head
 _MODULO = 1 << 64
-_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # by bytes of a value
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # keys: bytes of a value
 
 # Number of the values; sum and sum of squares of their bits as integers, modulo 2**64.
 Checksum = tuple[int, int, int]
@@ -88,7 +88,7 @@ def _values(module: Any, kind: str, shape: Sequence[int], version: int, rank: in
 
 
 def compare(expected: Mapping[str, Checksum], ranks: Iterable[Iterable[Held]]) -> tuple[list[str], list[str]]:
-    """Return the names of the published tensors that an engine holds otherwise, and of those that `held` did not find.
+    """Return the names of the published tensors whose checksums differ, and of those that `held` did not find.
 
     Args:
         expected: checksums of the published tensors by name.
@@ -104,7 +104,7 @@ def compare(expected: Mapping[str, Checksum], ranks: Iterable[Iterable[Held]]) -
             unread.pop(name, None)
         count, *wanted = _sum(expected[name] for name in names)
         found = [checksum for _, checksum in copies]
-        if any(values < count for values, *_ in found):  # each rank has a part; padding may add zeros
+        if any(values < count for values, *_ in found):  # the ranks have parts; padding may add zeros
             found = [_sum(found)]
         if any(sums != wanted for _, *sums in found):
             wrong["+".join(names)] = None

@@ -75,7 +75,7 @@ def test_records_of_an_own_task_are_not_checked_by_the_plugin_of_the_source(
     assert prepare(tmp_path, "problem,answer\nWhere?,two steps east\n", "--task", "places", "--check", "all") == 0
     (record,) = records(tmp_path / "out")
     assert (record["id"], record["task"], record["truth"]) == ("places-0", "places", {"answer": "two steps east"})
-    assert record["prompt"] == [{"role": "user", "content": "Where?"}]  # without "put the final answer in \\boxed{}"
+    assert record["prompt"] == [{"role": "user", "content": "Where?"}]  # lacks "put the final answer in \\boxed{}"
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["task"] == "places"
     assert "ordinary words" not in caplog.text
 

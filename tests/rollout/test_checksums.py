@@ -102,7 +102,7 @@ def compared(publish: dict[str, Tensor], hold: dict[str, Tensor], ranks: int) ->
     return compare(expected, found)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])  # with 4 ranks, two have the same key-value head
+@pytest.mark.parametrize("ranks", [1, 2, 4])  # two of 4 ranks have the same key-value head
 def test_merged_and_shared_tensors_are_compared(ranks: int) -> None:
     publish = weights_of(1)
     assert compared(publish, publish, ranks) == ([], [])

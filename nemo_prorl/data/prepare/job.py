@@ -100,7 +100,7 @@ class Preparation:
 
     @property
     def own_task(self) -> bool:
-        """Whether the records get another task than the source's, so that its plugin and its form do not apply."""
+        """Tell whether the records get another task than the source's; then its plugin and its form do not apply."""
         return self.options.task not in (None, self.options.source.task)
 
     # --- reading ---------------------------------------------------------------------------------------------------

@@ -27,11 +27,12 @@ def test_the_separator_is_that_of_the_first_line(separator: str, tmp_path: Path)
     assert [record["truth"] for record in records(tmp_path / "out")] == [{"answer": "4"}]
 
 
-def test_a_row_with_more_values_than_columns_is_named_by_its_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("row", "values"), [("4+4?,8,9", 3), ("4+4?", 1)])
+def test_a_row_with_too_many_or_too_few_values_is_named_by_its_line(
+    row: str, values: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert prepare(tmp_path, 'problem,answer\n"two\nlines?",4\n4+4?,8,9\n') == 4
-    assert "mine.csv:4: the row has 3 values for 2 columns" in caplog.text
+    assert prepare(tmp_path, f'problem,answer\n"two\nlines?",4\n{row}\n') == 4
+    assert f"mine.csv:4: the row has {values} values for 2 columns" in caplog.text
     assert not (tmp_path / "out").exists()
 
 

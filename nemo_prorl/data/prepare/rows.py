@@ -152,10 +152,12 @@ def _table(file: Path, text: TextIO) -> Iterator[tuple[int, Any]]:
     names = rows.fieldnames or []
     line = rows.line_num + 1
     for values in rows:
-        if None in values:
+        surplus, absent = values.get(None, ()), sum(value is None for value in values.values())
+        if surplus or absent:
             raise DataError(
-                f"{file}:{line}: the row has {len(names) + len(values[None])} values for {len(names)} columns.  Fix:"
-                f" put a value that contains {separator!r} in quotation marks"
+                f"{file}:{line}: the row has {len(names) + len(surplus) - absent} values for {len(names)} columns."
+                f"  Fix: put a value that contains {separator!r} or a line break in quotation marks; write"
+                f" {separator!r} between the values of all columns, also the empty ones"
             )
         yield line, values
         line = rows.line_num + 1

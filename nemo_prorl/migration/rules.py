@@ -36,6 +36,7 @@ _ALWAYS = {
     "use_kl_loss",
     "project_name",
     "experiment_name",
+    "run_name",
     "logging_steps",
     "colocate_all_models",
     "vllm_sync_backend",

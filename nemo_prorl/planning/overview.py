@@ -83,7 +83,14 @@ def run_rows(cfg: DictConfig) -> dict[str, str]:
         "data": _data(cfg),
         "held out": ", ".join(s.name for s in cfg.data.validation) or "nothing",
         "data files": _files(cfg),
+        **_functions(cfg),
     }
+
+
+def _functions(cfg: DictConfig) -> dict[str, str]:
+    """Return {"reward functions": the user's functions by task}; {} if there are none."""
+    texts = [f"{task} by {function}" for task, function in cfg.rewards.functions.items()]
+    return {"reward functions": "; ".join(texts)} if texts else {}
 
 
 def _cores(cfg: DictConfig) -> dict[str, str]:

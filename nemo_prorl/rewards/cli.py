@@ -10,6 +10,7 @@ import importlib.util
 import json
 import logging
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -180,7 +181,7 @@ def _functions(overrides: list[str]) -> dict[str, str]:
 
 
 async def _score(args: argparse.Namespace) -> int:
-    """Judge all requests and return 0, whatever the verdicts are.
+    """Judge all requests, log how many have which score, and return 0, whatever the verdicts are.
 
     All requests of a file are checked before a worker starts; a request from standard input is checked once it is read.
     """
@@ -195,6 +196,7 @@ async def _score(args: argparse.Namespace) -> int:
     unsafe = args.unsafe_no_sandbox
     specs = plan_pools(registry, tasks, args.workers, args.settings, unsafe_no_sandbox=unsafe, on_demand=streamed)
     service = RewardService(specs, registry)
+    scores: Counter[float | None] = Counter()
     with opened(args.out) as out:
         try:
             if not streamed:
@@ -202,6 +204,12 @@ async def _score(args: argparse.Namespace) -> int:
             source = _from_stdin() if streamed else _from_file(requests)
             async for _, verdict in service.in_order(source, lambda request: request, args.workers):
                 _write(out, json.dumps(verdict))
+                scores[verdict["score"]] += 1
         finally:
             await service.close()
+    failed = scores.pop(None, 0)
+    judged, full, none = scores.total(), scores[1.0], scores[0.0]
+    _log.info("%d responses: %d score 1, %d score 0, %d between", judged, full, none, judged - full - none)
+    if failed:
+        _log.warning("%d responses have no score, because their plugin or its worker failed; `detail` says why", failed)
     return 0

@@ -60,13 +60,25 @@ def test_list_and_describe(broken_plugins: Path, capsys: pytest.CaptureFixture[s
         run("describe", "maths")
 
 
-def test_score_a_file_in_order(plugins: Path, tmp_path: Path) -> None:
+def test_score_a_file_in_order(plugins: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     count = 40
     requests = [request_of("echo", str(at / count), f"r{at}", meta={"sleep_s": 0.02 * (at % 3)}) for at in range(count)]
     source, out = write(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl"
     assert run("score", "--in", str(source), "--out", str(out), "--workers", "3") == 0
     verdicts = lines_of(out.read_text())
     assert [(v["id"], v["score"]) for v in verdicts] == [(f"r{at}", at / count) for at in range(count)]
+    assert caplog.messages[-1] == "40 responses: 0 score 1, 1 score 0, 39 between"
+
+
+def test_score_says_how_many_responses_have_no_score(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    (tmp_path / "mine.py").write_text("def score(prompt, response, truth):\n    return 1 / (response != 'zero')\n")
+    source = write(tmp_path / "in.jsonl", [request_of("mine", "one"), request_of("mine", "zero", "r2")])
+    function = f"rewards.functions.mine={tmp_path / 'mine.py'}:score"
+    assert run("score", function, "--in", str(source), "--out", str(tmp_path / "out.jsonl")) == 0
+    assert caplog.messages[-2] == "1 responses: 1 score 1, 0 score 0, 0 between"
+    assert caplog.messages[-1].startswith("1 responses have no score")
 
 
 def test_a_bad_line_is_named_before_anything_is_judged(plugins: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from nemo_prorl.errors import ConfigError
 from nemo_prorl.lifecycle.checkpoints import Checkpoints
 from nemo_prorl.lifecycle.records import code_sha256
 from nemo_prorl.rewards.discovery import discover, make_plugin
+from nemo_prorl.planning.overview import run_rows
 from nemo_prorl.rewards.functions import files_sha256, is_function
 from nemo_prorl.rewards.interface import RewardRequest, Verdict, judge
 from nemo_prorl.rewards.service import RewardService, plan_pools
@@ -146,6 +147,7 @@ def test_the_path_of_an_override_counts_from_here(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     cfg = settings.load(["rewards.functions.units=units.py:score"])
     assert cfg.rewards.functions.units == f"{tmp_path}/units.py:score"
+    assert run_rows(cfg)["reward functions"] == f"units by {tmp_path}/units.py:score"
     assert is_function(f"units={cfg.rewards.functions.units}")
 
 

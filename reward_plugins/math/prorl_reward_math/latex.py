@@ -68,6 +68,7 @@ STYLE = r"\\(?:text(?:rm|bf|it|normal)?|math(?:rm|bf|it|sf)|operatorname|mbox|hb
 TEXT = re.compile(STYLE + r"\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z\s'.-]{2,}|no", re.IGNORECASE)
 _THOUSANDS = re.compile(r"([+-]?\d{1,3})((?:(?:,|\{,\}|\\,|\s)\d{3})+)(\.\d+)?")
+_EDGES = re.compile(r"^(?:\\[,;: ]|\s)+|(?:(?<!\\)\\(?:[,;: ]|$)|\s)+$")
 _SPACES = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad(?![A-Za-z])|~|\s")
 
 
@@ -88,7 +89,7 @@ def clean(answer: str) -> str:
     `x>2`, and `2i` as `2 i`.
     """
     text = _LAYOUT.sub(" ", re.sub(r"\\!\s*", "", answer)).replace("np.", "\\").replace("./", "/")
-    text = text.strip().rstrip(".,;: \n")
+    text = _EDGES.sub("", text).rstrip(".,;: \n")
     while text.startswith("{") and len(text) <= MAX_WRAPPED_CHARS and wrapped(text):
         text = text[1:-1].strip(" .,;:\n")
     if found := TEXT.fullmatch(text):

@@ -13,8 +13,8 @@ from nemo_prorl.config import Config, RewardsConfig
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.lifecycle.checkpoints import Checkpoints
 from nemo_prorl.lifecycle.records import code_sha256
-from nemo_prorl.rewards.discovery import discover, make_plugin
 from nemo_prorl.planning.overview import run_rows
+from nemo_prorl.rewards.discovery import discover, make_plugin
 from nemo_prorl.rewards.functions import files_sha256, is_function
 from nemo_prorl.rewards.interface import RewardRequest, Verdict, judge
 from nemo_prorl.rewards.service import RewardService, plan_pools

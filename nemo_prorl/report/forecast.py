@@ -123,11 +123,11 @@ def forecast(curve: Curve) -> dict[str, Any]:
     """Return the forecast of a curve from its last segment.
 
     Returns:
-        `refused`: why no forecast is made, or null; then all following fields are absent.  `unit`: "GPU hours" or
-        "hours".  `begin`: first step of the segment.  `now`, `asymptote`: [value, low, high] of the 90 % interval.
-        `midpoint`: hours from the segment's beginning to half of its gain.  `exponent`.  `ahead`: hours of `gain`,
-        [median, low, high].  `advice`: what to do, in words.  `backtests`: forecasts from a part of the segment.
-        Always there: `name`, and `segments`, a list of {begin, asymptote} of all segments with a forecast.
+        Always: `name`; `refused`, why no asymptote is given, or null; `segments`, a list of {begin, asymptote} of all
+        segments with an asymptote.  With enough validations: `unit`, "GPU hours" or "hours"; `begin`, first step of the
+        segment; `spent`, its hours; `now`, [value, low, high] of the 90 % interval; `ahead`, the hours of `gain`,
+        [median, low, high]; `backtests`.  If nothing is refused: `asymptote`, as `now`; `midpoint`, hours to half of
+        the gain; `exponent`; `advice`, what to do, in words.
     """
     parts = segments(curve)
     found: dict[str, Any] = {"name": curve.name, "refused": None, "segments": []}
@@ -140,23 +140,26 @@ def forecast(curve: Curve) -> dict[str, Any]:
     last, curves = fitted[-1]
     if curves is None:
         return found | {"refused": f"{len(last.steps)} validations since step {last.begin}; {LEAST_POINTS} are needed"}
-    if curves.refusal is not None:
-        return found | {"refused": curves.refusal}
     on_gpus = curve.runs[-1].setting("trainer.accelerator") == "gpu"
     ahead = AHEAD_HOURS if on_gpus else curves.end
     gain = curves.gain(ahead)
-    return found | {
+    found |= {
+        "refused": curves.refusal,
         "unit": "GPU hours" if on_gpus else "hours",
         "begin": last.begin,
         "spent": round(curves.end, 4),
         "now": _rounded(curves.score_at(curves.end)),
+        "ahead": float(f"{ahead:.4g}"),
+        "gain": _rounded(gain),
+        "backtests": backtests(last),
+    }
+    if curves.refusal is not None:
+        return found
+    return found | {
         "asymptote": _rounded(curves.asymptote),
         "midpoint": float(f"{curves.best[1]:.4g}"),
         "exponent": float(f"{curves.best[2]:.3g}"),
-        "ahead": float(f"{ahead:.4g}"),
-        "gain": _rounded(gain),
         "advice": advice(gain, curves.noise, found["segments"], last.keep_rate),
-        "backtests": backtests(last),
     }
 
 
@@ -165,17 +168,25 @@ def _rounded(values: Sequence[float]) -> list[float]:
 
 
 def forecast_text(curve: Curve) -> list[str]:
-    """Return the forecast of a curve as sentences for the report; empty if it is refused."""
+    """Return the forecast of a curve as sentences for the report; empty if there are too few validations."""
     found = forecast(curve)
-    if found["refused"] is not None:
+    if "now" not in found:
         return []
-    now, end, unit = found["now"], found["asymptote"], found["unit"]
+    if found["refused"] is None:
+        low, high = found["asymptote"][1:]
+        end, advised = f"it approaches {found['asymptote'][0]:.3f} ({low:.3f} to {high:.3f})", found["advice"]
+    else:
+        end, advised = f"no asymptote yet: {found['refused']}", None
     return [
-        f"Forecast: it approaches {end[0]:.3f} ({end[1]:.3f} to {end[2]:.3f}); it is at {now[0]:.3f} now, after"
-        f" {found['spent']:.3g} {unit} since step {found['begin']}. The next {found['ahead']:.3g} {unit} bring"
-        f" {found['gain'][0]:+.3f} ({found['gain'][1]:+.3f} to {found['gain'][2]:+.3f}), if all stays as it is.",
-        f"What to do: {found['advice']}.",
+        f"Forecast: {end}; it is at {found['now'][0]:.3f} now, after {found['spent']:.3g} {found['unit']} since step"
+        f" {found['begin']}. T{_gain(found)[1:]}, if all stays as it is.",
+        *([f"What to do: {advised}."] if advised else []),
     ]
+
+
+def _gain(found: dict[str, Any]) -> str:
+    gain, low, high = found["gain"]
+    return f"the next {found['ahead']:.3g} {found['unit']} bring {gain:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
 def advice(
@@ -209,14 +220,14 @@ def backtests(segment: Segment) -> list[dict[str, Any]]:
 
     Returns:
         for each: `share`; `end`, the mean of the last three scores; `interval` of the forecast of this mean, or null
-        if the forecast was refused; `hit`, whether the end lies in the interval, null without one.
+        if the share has too few scores; `hit`, whether the end lies in the interval, null without one.
     """
     found: list[dict[str, Any]] = []
     end = sum(segment.scores[-_LAST:]) / _LAST
     for share in _BACKTESTS:
         curves = segment.curves(max(2, round(share * len(segment.scores))))
         entry: dict[str, Any] = {"share": share, "end": round(end, 4), "interval": None, "hit": None}
-        if curves is not None and curves.refusal is None:
+        if curves is not None:
             _, low, high = curves.score_at(segment.hours[-2])
             margin = 1.64 * curves.noise / _LAST**0.5  # of the measured mean itself
             entry |= {
@@ -240,30 +251,32 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the forecasts; return 0, also if a forecast is refused.  Raises ConfigError for a folder that is no run."""
+    """Print the forecasts; return 0, also if they have no asymptote.  Raises ConfigError for a folder that is no run."""
     found = [forecast(curve) for curve in read_curves(args.runs)]
     if args.json:
         sys.stdout.write("".join(json.dumps(one) + "\n" for one in found))
     else:
         sys.stdout.write("\n".join("\n".join(text_of(one)) for one in found) + "\n")
-        if len(found) > 1:
+        if sum(one["refused"] is None for one in found) > 1:
             sys.stdout.write("\n" + comparison(found))
     return 0
 
 
 def text_of(found: dict[str, Any]) -> list[str]:
     """Return a forecast as lines of text."""
-    if found["refused"] is not None:
+    if "now" not in found:
         return [f"{found['name']}: no forecast: {found['refused']}"]
-    now, end, unit = found["now"], found["asymptote"], found["unit"]
-    lines = [
-        f"{found['name']}, from step {found['begin']}: {now[0]:.3f} now, after {found['spent']:.3g} {unit};"
-        f" it approaches {end[0]:.3f} ({end[1]:.3f} to {end[2]:.3f})",
-        f"  half of the gain came after {found['midpoint']:.3g} {unit}; exponent {found['exponent']:.2g}",
-        f"  the next {found['ahead']:.3g} {unit} bring {found['gain'][0]:+.3f}"
-        f" ({found['gain'][1]:+.3f} to {found['gain'][2]:+.3f})",
-        f"  {found['advice']}",
-    ]
+    place = f"{found['name']}, from step {found['begin']}: {found['now'][0]:.3f} now, after {found['spent']:.3g}"
+    if found["refused"] is None:
+        end, low, high = found["asymptote"]
+        lines = [
+            f"{place} {found['unit']}; it approaches {end:.3f} ({low:.3f} to {high:.3f})",
+            f"  half of the gain came after {found['midpoint']:.3g} {found['unit']}; exponent {found['exponent']:.2g}",
+            f"  {_gain(found)}",
+            f"  {found['advice']}",
+        ]
+    else:
+        lines = [f"{place} {found['unit']}; no asymptote: {found['refused']}", f"  {_gain(found)}"]
     for test in found["backtests"]:
         share = f"  from the first {test['share']:.0%}: "
         if test["hit"] is None:
@@ -277,7 +290,7 @@ def text_of(found: dict[str, Any]) -> list[str]:
 
 
 def comparison(found: Sequence[dict[str, Any]]) -> str:
-    """Return a table of the runs, the highest asymptote first: how far a recipe gets, apart from how fast."""
+    """Return a table of the runs with an asymptote, the highest first: how far a recipe gets, apart from how fast."""
     whole = sorted((one for one in found if one["refused"] is None), key=lambda one: -one["asymptote"][0])
     rows = [("run", "asymptote", "90 %", "half after", "exponent", "now")]
     rows += [

@@ -113,7 +113,7 @@ def fit(compute: Floats, scores: Floats, errors: Floats, seed: int = 0) -> Curve
     random = np.random.default_rng(seed)
     picked = random.choice(len(chance), DRAWS, p=chance / chance.sum())
     spread = np.sqrt(a / determinant * variance)[picked] * random.standard_normal(DRAWS)
-    drawn = np.minimum(asymptote[picked] + spread, TOP)
+    drawn = np.clip(asymptote[picked] + spread, 0.0, TOP)
     # Given A, the best R0 follows.
     starts = (u[picked] - b[picked] * drawn) / a[picked]
     return Curves(

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from nemo_prorl.cli import main
-from nemo_prorl.report.forecast import advice, backtests, forecast, segments
+from nemo_prorl.report.forecast import advice, backtests, forecast, forecast_text, segments, text_of
 from nemo_prorl.report.read import Curve, read_curves
 from nemo_prorl.report.scaling import at, fit
 
@@ -131,6 +131,20 @@ class TestRuns:
     def test_few_validations_are_refused(self, tmp_path: Path) -> None:
         found = forecast(curve_of(run_folder(tmp_path / "run", {s: 0.1 + s / 1000 for s in range(0, 61, 10)})))
         assert found["refused"] == "7 validations since step 0; 8 are needed"
+
+    def test_scores_that_do_not_bend_have_a_gain_but_no_asymptote(self, tmp_path: Path) -> None:
+        curve = curve_of(run_folder(tmp_path / "run", {s: 0.1 + s / 1000 for s in range(0, 301, 10)}))
+        found = forecast(curve)
+        assert found["refused"].startswith("the scores do not bend yet")
+        assert not {"asymptote", "advice"} & found.keys()
+        assert 0.03 < found["gain"][1] < found["gain"][2] < 0.1  # over the next 100 hours
+        assert all(test["interval"] for test in found["backtests"])
+        lines = text_of(found)
+        assert "no asymptote: the scores do not bend yet" in lines[0]
+        assert "the next 100 GPU hours bring +0." in lines[1]
+        (sentence,) = forecast_text(curve)
+        assert sentence.startswith("Forecast: no asymptote yet: the scores do not bend")
+        assert "The next 100 GPU hours bring" in sentence
 
     def test_a_run_that_forecasts_its_own_end(self, saturated: Path) -> None:
         tests = backtests(segments(curve_of(saturated))[0])

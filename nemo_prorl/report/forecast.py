@@ -251,7 +251,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the forecasts; return 0, also if they have no asymptote.  Raises ConfigError for a folder that is no run."""
+    """Print the forecasts; return 0, also without an asymptote.  Raises ConfigError for a folder that is no run."""
     found = [forecast(curve) for curve in read_curves(args.runs)]
     if args.json:
         sys.stdout.write("".join(json.dumps(one) + "\n" for one in found))

@@ -155,7 +155,7 @@ class Collector:
             self._surplus = [await _judged(group) for group in undecided]
         batch.canaries = total(task.result() for task in canaries)
         batch.wall_s = time.monotonic() - began
-        batch.load = self._engines.load.end()
+        batch.load, batch.kv_cache_peak = self._engines.load.end(), self._engines.load.kv_cache_peak
         batch.carried, batch.drawn, batch.surplus = sampler.carried, sampler.started, len(self._surplus)
         batch.generated_tokens, batch.engine_s = work.generated_tokens, work.clock.engine_s
         batch.reward_open_s, batch.reward_wait_s = work.clock.reward_s, work.clock.waited_s

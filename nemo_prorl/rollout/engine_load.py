@@ -23,6 +23,7 @@ class EngineLoad:
         self._total, self._requested = 0, 0
         self._seen: list[tuple[float, int, int, int]] = []  # time, open responses, busy engines, lost engines
         self._began: float | None = None
+        self.kv_cache_peak: float | None = None  # of the last measurement; None if no engine reported it
 
     def changed(self, engine: str, by: int) -> None:
         """Record that the number of open responses of this engine changed by `by`."""
@@ -44,8 +45,14 @@ class EngineLoad:
             self._lost.discard(engine)
             self._note()
 
+    def kv_cache_used(self, share: float) -> None:
+        """Record that an engine had up to this share (0 to 1) of its KV cache in use."""
+        if self._began is not None:
+            self.kv_cache_peak = max(share, self.kv_cache_peak or 0.0)
+
     def begin(self) -> None:
         self._requested, self._began, self._seen = self._total, time.monotonic(), []
+        self.kv_cache_peak = None
         self._note()
 
     def _note(self) -> None:

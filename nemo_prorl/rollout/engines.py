@@ -218,7 +218,9 @@ class EnginePool:
             if await self._bring_up_to_date(slot, deadline):
                 self.load.answered(slot.name)
             wanted = [seeds[i] for i in share.indexes]
-            stream = slot.client.generate(prompt_ids, wanted, sampling, version, slot.progressed)
+            stream = slot.client.generate(
+                prompt_ids, wanted, sampling, version, slot.progressed, self.load.kv_cache_used
+            )
             async with contextlib.aclosing(stream) as replies:
                 async for reply in replies:
                     self.load.answered(slot.name)

@@ -23,6 +23,8 @@ def report_rollout(metrics: Metrics, batch: CollectedBatch) -> None:
     for name in ("engine_s", "reward_open_s", "reward_wait_s"):
         metrics.put(f"time/rollout/{name}", getattr(batch, name))
     metrics.add("time/rollout", batch.load)
+    if batch.kv_cache_peak is not None:
+        metrics.put("system/engine_kv_cache_peak", batch.kv_cache_peak)
     metrics.put("time/rollout/tokens_per_s", batch.generated_tokens / max(batch.wall_s, 1e-9))
 
 

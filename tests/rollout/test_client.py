@@ -30,6 +30,7 @@ class Fake:
         self.calls: list[tuple[str, Any]] = []
         self.in_flight = self.peak = self.weight_faults = self.wake_faults = 0
         self.hold: asyncio.Event | None = None
+        self.kv_cache_peak: float | None = None
 
     async def start(self) -> "Fake":
         app = web.Application()
@@ -83,7 +84,8 @@ class Fake:
             if fault is None or await fault(self, body, reply):
                 for index, seed in reversed(list(enumerate(body["seeds"]))):
                     await self.say(reply, index, seed)
-                await reply.write(b'{"done": true}\n')
+                told = {} if self.kv_cache_peak is None else {"kv_cache_peak": self.kv_cache_peak}
+                await reply.write(json.dumps({"done": len(body["seeds"]), **told}).encode() + b"\n")
         finally:
             self.in_flight -= len(body["seeds"])
         return reply
@@ -216,6 +218,32 @@ def test_announced_weights_are_loaded_before_the_next_response_and_by_whoever_is
         calls = sorted((fake.calls for fake in fakes), key=len)
         assert calls[0] == [("weights", 3)]  # the other had room for both
         assert [name for name, _ in calls[1]] == ["weights", "weights", "generate", "weights", "generate"]
+
+    run(work, tmp_path)
+
+
+def test_the_fullest_cache_of_all_engines_is_that_of_the_measurement(tmp_path: Path) -> None:
+    async def work(folder: Path) -> None:
+        fakes = [await Fake(folder, index).start() for index in range(3)]
+        pool = EnginePool(folder, "t", engines=3)
+
+        async def measured(*peaks: float | None) -> float | None:
+            for fake, peak in zip(fakes, peaks, strict=True):
+                fake.kv_cache_peak = peak
+            pool.load.begin()
+            await pool.generate([5], range(6), SAMPLING, Deadline(30, "a group"))
+            pool.load.end()
+            return pool.load.kv_cache_peak
+
+        assert await measured(0.25, 0.75, None) == 0.75
+        assert await measured(0.25, 0.0, None) == 0.25
+        fakes[0].kv_cache_peak = 1.0
+        await pool.generate([5], range(6), SAMPLING, Deadline(30, "a validation"))  # between two measurements
+        assert pool.load.kv_cache_peak == 0.25
+        assert await measured(None, None, None) is None
+        await pool.close()
+        for fake in fakes:
+            await fake.stop()
 
     run(work, tmp_path)
 

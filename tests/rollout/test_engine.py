@@ -347,6 +347,25 @@ def test_bad_requests_are_refused_and_the_engine_lives_on(engine: EngineProcess)
         asyncio.run(with_client(engine, refused))
 
 
+def test_the_use_of_the_kv_cache_grows_with_the_open_responses_and_falls_again(engine: EngineProcess) -> None:
+    sampling = SamplingParams(1.0, max_tokens=120, stop_token_ids=())
+    blocks = (256 << 20) // (32 * 2048)  # a block has 32 tokens of 2 KiB
+
+    async def peak(client: EngineClient, responses: int) -> float:
+        told: list[float] = []
+        stream = client.generate(SHORT[0], range(responses), sampling, None, on_kv_cache_peak=told.append)
+        assert len([response async for response in stream]) == responses
+        return max(told)
+
+    async def work(client: EngineClient) -> list[float]:
+        await peak(client, 1)  # takes what earlier tests left
+        return [await peak(client, responses) for responses in (1, 40, 1)]
+
+    one, many, again = asyncio.run(with_client(engine, work))
+    assert one == again == pytest.approx(4 / blocks, abs=2e-4)  # 127 tokens
+    assert many == pytest.approx(40 * 4 / blocks, abs=2e-3)
+
+
 def test_a_client_that_hangs_up_takes_its_work_out_of_the_engine(engine: EngineProcess) -> None:
     async def work(client: EngineClient) -> None:
         sampling = SamplingParams(1.0, max_tokens=480, stop_token_ids=())

@@ -56,6 +56,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
+from nemo_prorl.rollout.engine.vllm_internals import kv_cache_peak
 from nemo_prorl.rollout.engine.vllm_internals.scheduler import AsyncWholeResponses, WholeResponses
 
 def step(scheduler, *outputs):
@@ -74,10 +75,13 @@ for Kind, base in ((AsyncWholeResponses, AsyncScheduler), (WholeResponses, Sched
     base.finish_requests = lambda self, ids, status: ids
     scheduler = Kind.__new__(Kind)
     scheduler._held, scheduler.requests, scheduler._released = {}, {}, time.monotonic()
+    scheduler._kv_peak, scheduler.kv_cache_manager = 0.0, SimpleNamespace(usage=0.5)
     assert step(scheduler, sampled("a", 5, -1.5), sampled("b", 6)) == []
+    scheduler.kv_cache_manager.usage = 0.25
     assert step(scheduler, sampled("c", 1, -1.0), sampled("d", 1)) == []
     done = step(scheduler, sampled("a", 7, -2.5, FinishReason.STOP), sampled("b", 8))
     assert [(o.request_id, o.new_token_ids, o.finish_reason) for o in done] == [("a", [5, 7], FinishReason.STOP)]
+    assert kv_cache_peak(done[0]) == 0.5  # the largest since a response ended
     assert done[0].new_logprobs.logprobs.tolist() == [[-1.5], [-2.5]]
     assert done[0].new_logprobs.logprob_token_ids.tolist() == [[5], [7]]
     assert sorted(scheduler._held) == ["b", "c", "d"]
@@ -85,10 +89,12 @@ for Kind, base in ((AsyncWholeResponses, AsyncScheduler), (WholeResponses, Sched
     assert sorted(scheduler._held) == ["b", "d"]
     (done,) = step(scheduler, sampled("b", 2, None, FinishReason.LENGTH))
     assert (done.new_token_ids, done.new_logprobs) == ([6, 8, 2], None)
+    assert kv_cache_peak(done) == 0.25
     assert step(scheduler, sampled("e", 5, -1.5)) == []
     scheduler._released -= 60  # seconds: tokens of unfinished responses are due
     (some,) = step(scheduler, sampled("e", 6, -2.5))
     assert (some.new_token_ids, some.finish_reason, len(some.new_logprobs.logprobs)) == ([5, 6], None, 2)
+    assert kv_cache_peak(some) is None
     assert step(scheduler, sampled("e", 7, -3.5)) == []
     (rest,) = step(scheduler, sampled("e", 1, -0.5, FinishReason.STOP))
     assert (rest.new_token_ids, rest.new_logprobs.logprobs.tolist()) == ([7, 1], [[-3.5], [-0.5]])
@@ -145,6 +151,7 @@ def steps(kind, columns, **counts):
     'Run requests through steps in which they sample these tokens; return their outputs.'
     scheduler = kind.__new__(kind)
     scheduler._held, scheduler.max_model_len, scheduler._released = {}, 9, time.monotonic()
+    scheduler._kv_peak, scheduler.kv_cache_manager = 0.0, SimpleNamespace(usage=0.5)
     scheduler.requests = {name: Request(name, 4, None if name == "quiet" else 0) for name in columns}
     scheduler.requests["long"].max_tokens = 100  # the context ends it
     done, requests = {}, dict(scheduler.requests)

@@ -68,6 +68,13 @@ def test_a_batch_by_hand() -> None:
     }
 
 
+def test_the_use_of_the_kv_cache_is_absent_if_no_engine_told_it() -> None:
+    key = "system/engine_kv_cache_peak"
+    assert reported(CollectedBatch(3, 2, 4, kv_cache_peak=0.75))[key] == 0.75
+    assert reported(CollectedBatch(3, 2, 4, kv_cache_peak=0.0))[key] == 0.0
+    assert key not in reported(CollectedBatch(3, 2, 4))
+
+
 def test_nothing_judged_has_no_reward() -> None:
     tally = TaskTally(decided=1, masked=2, finished=1, tokens=6)
     values = reported(CollectedBatch(3, 2, 4, tasks={"math": tally}))

@@ -35,6 +35,7 @@ const TIME = [
   { id: "generated", title: "Generated tokens a step", unit: "tokens", keys: [["rollout/generated_tokens", "tokens"]], help: "Dropped groups included." },
   { id: "memory", title: "Memory of the largest process", unit: "GB", keys: [["system/rank_gb", "trainer rank"], ["system/engine_gb", "engine"], ["system/rewards_gb", "reward server"]], help: "Host memory, with the processes that it started. GPU memory is not included." },
   { id: "free", title: "Memory left, and disk used", unit: "GB", keys: [["system/free_gb", "free on the fullest node"], ["system/run_dir_gb", "run directory"]] },
+  { id: "kv-cache", title: "KV cache used at most", unit: "share of the cache", share: true, keys: [["system/engine_kv_cache_peak", "fullest engine"]], help: "At 100 %, responses wait for room or are computed again." },
 ];
 
 const STABILITY = [

@@ -1,9 +1,9 @@
 """Changes to vLLM's internals, made for one version of vLLM and switched off under any other.
 
-`scheduler.py` returns tokens every few seconds instead of one by one.  `cpu.py` is for vLLM's CPU build: faster norms,
-and log-probabilities that do not depend on the number of running responses.  Both use names that vLLM may change in any
-release.  The functions below return the engine options that switch the changes on; under another version of vLLM they
-return no options.
+`scheduler.py` returns tokens every few seconds instead of one by one, and gives the peak use of the KV cache.  `cpu.py`
+is for vLLM's CPU build: faster norms, and log-probabilities that do not depend on the number of running responses.
+Both use names that vLLM may change in any release.  The functions below return the engine options that switch the
+changes on; under another version of vLLM they return no options.
 
 Importing this module imports neither torch nor vLLM.
 """
@@ -17,6 +17,7 @@ _log = logging.getLogger(__name__)
 
 MADE_FOR = "0.32.0"  # version of vLLM
 NORMS = "prorl_cpu"  # name under which cpu.py registers its norms in vLLM
+KV_CACHE_PEAK = "prorl_kv_cache_peak"  # key under which scheduler.py puts the peak use into a finished response
 
 
 def vllm_version() -> str:
@@ -48,6 +49,12 @@ def scheduler_options() -> dict[str, Any]:
     if not fits_installed_vllm():
         return {}
     return {"scheduler_cls": f"{__name__}.scheduler.make_scheduler"}
+
+
+def kv_cache_peak(output: Any) -> float | None:
+    """Return the peak use of the KV cache, 0 to 1, from the last output of a response; None without our scheduler."""
+    peak: float | None = (output.kv_transfer_params or {}).get(KV_CACHE_PEAK)
+    return peak
 
 
 def cpu_options(eager: bool) -> dict[str, Any]:

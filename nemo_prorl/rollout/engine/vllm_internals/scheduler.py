@@ -4,7 +4,8 @@ vLLM returns each token of each response as soon as it is sampled.  With each to
 log-probability from one process of the engine to the other.  This project uses only finished responses.  With a small
 model on a CPU, holding the tokens back saves a fifth of the engine's time.  vLLM's bookkeeping for the tokens in the
 middle of a response takes another tenth; `_store_middle_tokens` replaces this bookkeeping.  The tokens of unfinished
-responses are returned every `RELEASE_S` seconds, so that the server can count the tokens.
+responses are returned every `RELEASE_S` seconds, so that the server can count the tokens.  Finished responses carry the
+peak use of the KV cache, which vLLM itself reports only if its statistics are on.
 
 Runs in the engine core's process.
 """
@@ -19,6 +20,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
+
+from nemo_prorl.rollout.engine.vllm_internals import KV_CACHE_PEAK
 
 RELEASE_S = 5.0  # seconds between two returns of the tokens of unfinished responses
 
@@ -46,8 +49,11 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._held: dict[str, _Held] = {}  # by request id
         self._released = time.monotonic()
+        self._kv_peak = 0.0  # largest share of the KV cache in use since a response ended
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        # Read first, because vLLM's method frees the blocks of the responses that end in this step.
+        self._kv_peak = max(self._kv_peak, self.kv_cache_manager.usage)
         release = time.monotonic() - self._released > RELEASE_S
         if release:
             self._released = time.monotonic()
@@ -56,6 +62,10 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for client in outputs.values():
             client.outputs = [output for output in client.outputs if self._hold(output, release)]
+            ended = [output for output in client.outputs if output.finish_reason is not None]
+            for output in ended:  # vLLM passes this field on unchanged; only its KV connectors use it
+                output.kv_transfer_params = {KV_CACHE_PEAK: self._kv_peak}
+            self._kv_peak = 0.0 if ended else self._kv_peak
         return outputs
 
     def _store_middle_tokens(self, scheduler_output: Any, sampled: Any) -> Any:

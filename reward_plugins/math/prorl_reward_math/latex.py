@@ -62,6 +62,7 @@ def boxed(text: str) -> str | None:
 
 
 _LAYOUT = re.compile(r"(?<!\\)(?:\$|\\[()\[\]])|\\(?:left|right|[bB]igg?[lrm]?|displaystyle|checkmark)(?![A-Za-z])\.?")
+_MIXED = re.compile(r"(?<![\d.,/^_{\\])(\d{1,9}) +([1-9]\d{0,8})/([1-9]\d{0,8})(?![\d.])", re.ASCII)
 _BUILDER = re.compile(r"^\\\{\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\})?\s*(?:\||:|\\mid)(.+)\\\}$")
 _UNITLESS = re.compile(r"(?:\^?\{?\\circ\}?|\\?%)$|(?<![^+-])\\\$")  # degrees, percent, dollars
 STYLE = r"\\(?:text(?:rm|bf|it|normal)?|math(?:rm|bf|it|sf)|operatorname|mbox|hbox)\s*"
@@ -86,7 +87,7 @@ def clean(answer: str) -> str:
     r"""Remove typesetting from an answer: `$`, `\(`, `\left`, `\!`, braces around it, punctuation at its end.
 
     Also rewrites notation that math-verify cannot read: `np.arcsin` as `\arcsin`, `7./4` as `7/4`, `\{x|x>2\}` as
-    `x>2`, and `2i` as `2 i`.
+    `x>2`, `2i` as `2 i`, and the mixed number `2 2/5` as `2\frac{2}{5}`.
     """
     text = _LAYOUT.sub(" ", re.sub(r"\\!\s*", "", answer)).replace("np.", "\\").replace("./", "/")
     text = _EDGES.sub("", text).rstrip(".,;: \n")
@@ -94,7 +95,13 @@ def clean(answer: str) -> str:
         text = text[1:-1].strip(" .,;:\n")
     if found := TEXT.fullmatch(text):
         text = found[1].strip()
-    return re.sub(r"(?<![A-Za-z\\{])i(?![A-Za-z])", " i ", _BUILDER.sub(r"\1", text)).strip()
+    text = _MIXED.sub(_mixed, _BUILDER.sub(r"\1", text))
+    return re.sub(r"(?<![A-Za-z\\{])i(?![A-Za-z])", " i ", text).strip()
+
+
+def _mixed(found: re.Match[str]) -> str:
+    whole, over, under = found.groups()
+    return rf"{whole}\frac{{{over}}}{{{under}}}" if int(over) < int(under) else found[0]
 
 
 def canonical(answer: str) -> str:

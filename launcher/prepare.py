@@ -5,14 +5,14 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.config import Config, DataSource
-from nemo_prorl.errors import DataError, UnfitMachine
+from nemo_prorl.errors import ConfigError, DataError, UnfitMachine
 from nemo_prorl.launcher.environment import cache_folder
 from nemo_prorl.sizing.cores import Cores
 
@@ -26,7 +26,7 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     """Check data, rewards and the rollout environment; make the run directory and the model that training starts from.
 
     Returns:
-        The tasks of the data, sorted.
+        The tasks of the data and of their second verifiers, sorted.
 
     Raises:
         ConfigError: the configuration is wrong.
@@ -77,10 +77,11 @@ def check_files(cfg: DictConfig) -> None:
     Generated sources and missing files are left out: generated records are right, and take seconds to make.
 
     Raises:
-        ConfigError: a reward function cannot be loaded, or no plugin judges a task.
+        ConfigError: a reward function cannot be loaded, or no plugin judges a task or is its second verifier.
         DataError: a record is wrong.
     """
     from nemo_prorl.data.blend import load_sources, of_tasks
+    from nemo_prorl.data.prepared import generated_tasks
 
     data = copy.deepcopy(cfg.data)
     for part in ("train", "validation"):
@@ -91,18 +92,32 @@ def check_files(cfg: DictConfig) -> None:
     else:  # the sources that are left out may have the other tasks
         tasks = data.tasks
         train = [(one, [r for r in records if tasks is None or r["task"] in tasks]) for one, records in loaded.train]
-    _check_rewards(cfg, [*train, *loaded.validation])
+    _check_rewards(cfg, [*train, *loaded.validation], generated_tasks(cfg))
 
 
 def _check_rewards(
-    cfg: DictConfig, sources: "Sequence[tuple[DataSource, list[dict[str, Any]]]]"
+    cfg: DictConfig, sources: "Sequence[tuple[DataSource, list[dict[str, Any]]]]", others: Collection[str] = ()
 ) -> "dict[str, RewardPlugin]":
-    """Check reward functions, settings of plugins and the truth of each record; return the plugin of each task."""
+    """Check reward functions, settings of plugins and the truth of each record.
+
+    Args:
+        others: tasks without records in `sources`.
+
+    Returns:
+        The plugin of each task, with the tasks of second verifiers.
+    """
     from nemo_prorl.rewards.discovery import discover, make_plugin
 
     known = discover(functions=plain(cfg.rewards.functions))
-    tasks = sorted({record["task"] for _, records in sources for record in records})
+    tasks = sorted({record["task"] for _, records in sources for record in records}.union(others))
     classes = {task: known.plugin_of_task(task) for task in tasks}
+    seconds = {second: task for task in tasks if (second := known.second_of(task))}
+    if both := sorted(seconds.keys() & classes.keys()):
+        raise ConfigError(
+            f"data has records of task {both[0]!r}, the second verifier of task {seconds[both[0]]!r}: it has one worker"
+            f" per node, for a sample of the responses. Fix: leave one of them out, as data.tasks=[{seconds[both[0]]}]"
+        )
+    classes |= {second: known.plugin_of_task(second) for second in seconds}
     settings = plain(cfg.rewards.plugins)
     for name, given in settings.items():  # unused plugins have settings, too
         make_plugin(known.plugin(name), given)

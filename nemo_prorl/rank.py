@@ -45,6 +45,7 @@ from nemo_prorl.rewards.canaries import CanarySchedule
 from nemo_prorl.rewards.client import RewardClient
 from nemo_prorl.rewards.connections import allow_connections
 from nemo_prorl.rewards.discovery import discover
+from nemo_prorl.rewards.second import SecondVerifiers
 from nemo_prorl.rollout.collector import Collector
 from nemo_prorl.rollout.endpoints import read_token
 from nemo_prorl.rollout.engines import EnginePool
@@ -171,13 +172,20 @@ def rollout_source(cfg: Config, run_dir: Path, data: LoadedData, renderer: Promp
     draws = [PromptDraw(record, renderer.prompt_ids(record), 0) for _, record in heldout]
     tasks = {record["task"] for _, records in train for record in records} - cfg.rewards.functions.keys()
     responses = cfg.trainer.grpo.prompts_per_step * cfg.trainer.grpo.samples_per_prompt
-    canaries = CanarySchedule(discover(), tasks, responses, cfg.seed)  # functions have no canaries
-    collector = connect(cfg, run_dir, blend, renderer, canaries)
+    registry = discover(functions=cfg.rewards.functions)
+    canaries = CanarySchedule(registry, tasks, responses, cfg.seed)  # functions have no canaries and no second verifier
+    second = SecondVerifiers(registry, tasks, cfg.rewards.plugins, cfg.seed)
+    collector = connect(cfg, run_dir, blend, renderer, canaries, second)
     return RolloutSource(blend, HeldOut([name for name, _ in heldout], draws, collector), collector)
 
 
 def connect(
-    cfg: Config, run_dir: Path, blend: Blend, renderer: PromptRenderer, canaries: CanarySchedule | None = None
+    cfg: Config,
+    run_dir: Path,
+    blend: Blend,
+    renderer: PromptRenderer,
+    canaries: CanarySchedule | None = None,
+    second: SecondVerifiers | None = None,
 ) -> Collector:
     """Wait on rank 0 until every engine and reward server is ready, and return the collector.
 
@@ -193,7 +201,7 @@ def connect(
     engines = EnginePool(endpoints, read_token(token_file), cfg.rollout.engines)
     kind = OneStepOff if cfg.rollout.own_devices else Collector
     rewards = RewardClient(endpoints, token_file)
-    return kind(cfg, engines, rewards, blend, renderer, canaries)
+    return kind(cfg, engines, rewards, blend, renderer, canaries, second)
 
 
 def _exist(folder: Path, pattern: str, count: int) -> bool:

@@ -57,6 +57,7 @@ METRICS = (
     "rollout/(groups|truncated|repetition|response_tokens|masked|drawn|carried|stale|surplus|generated_tokens|staleness)",
     "data/retired",
     "canaries/(right|wrong|false_accepts|false_rejects)/[^/]+",
+    "second/(judged|disagreed)/[^/]+",
     "stale_gap/(tokens|share|mean_abs|max_abs|mean_k3)",
     "engine_gap/(tokens|mean_abs|max_abs|mean_k3|mean_ratio|p999|mean_abs_quarter[1-4])",
     "correction/(tokens|mean_abs|max_abs|mean_k3|fraction_capped|fraction_masked)",

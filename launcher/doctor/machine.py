@@ -101,5 +101,10 @@ def plugins() -> Iterator[Check]:
         yield Check("rewards", "pass", ", ".join(sorted(registry.plugins)))
     else:
         yield Check("rewards", "fail", "no reward plugin is installed", "run `make setup`")
+    known = registry.tasks()
+    for second, name in sorted(registry.seconds().items()):
+        if second not in known:
+            text = f"plugin {name!r} names the second verifier {second!r}, which no plugin judges"
+            yield Check("rewards", "fail", text, f"install the plugin of task {second!r}, or {name!r} again")
     for name, why in sorted(registry.broken.items()):
         yield Check("rewards", "warn", f"plugin {name!r} cannot be used: {why}", "repair or uninstall it")

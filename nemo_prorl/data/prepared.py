@@ -49,6 +49,12 @@ def task_of(generator: str) -> str:
     return "puzzles" if generator.startswith("reasoning_gym:") else _GENERATED.get(generator, generator)
 
 
+def generated_tasks(cfg: DictConfig) -> set[str]:
+    """Return the tasks of the generated training sources that data.tasks does not leave out."""
+    tasks = {task_of(source.generator) for source in cfg.data.train if source.path is None}
+    return tasks if cfg.data.tasks is None else tasks & set(cfg.data.tasks)
+
+
 def missing_tasks(cfg: DictConfig) -> list[str]:
     """Return the tasks of data.tasks that no training source generates; empty if a source is a file.
 

@@ -121,6 +121,17 @@ class Records:
             first = sorted([*groups, *dropped], key=lambda group: group.draw_index)[: None if most < 0 else most]
             write_rollouts(self.dir, step, first, {group.draw_index for group in groups}, judged_text)
 
+    def disagreements(self, step: int, found: Sequence[dict[str, Any]]) -> None:
+        """Write the responses of a step on which a second verifier disagrees; a repeated step replaces its file."""
+        if not self._writes:
+            return
+        path = self.dir / "disagreements" / f"step-{step}.jsonl"
+        if found:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("".join(json.dumps(one) + "\n" for one in found))
+        else:
+            path.unlink(missing_ok=True)
+
     def checkpoint_took(self, seconds: float) -> None:
         self._checkpoint_s += seconds
 

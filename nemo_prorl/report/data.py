@@ -9,6 +9,7 @@ from nemo_prorl.report.forecast import forecast_text
 from nemo_prorl.report.outcome import outcome
 from nemo_prorl.report.probe import probe
 from nemo_prorl.report.read import Curve, read_curves
+from nemo_prorl.report.second import second
 
 POINTS = 256  # points of a curve; fewer with many runs, so that the file stays small
 _ALL_POINTS = 1024
@@ -39,7 +40,7 @@ def page_data(folders: list[Path], evaluations: list[Path], limit: int) -> dict[
 def _curve(curve: Curve, points: int, limit: int) -> dict[str, Any]:
     grid = series.grid_of(curve, points)
     found = {key: series.metric(curve, key, grid) for key in series.keys_of(curve)}
-    shown = samples.samples(curve, limit)  # read before the tables, which list its problems
+    shown, again = samples.samples(curve, limit), second(curve)  # before the tables, which list their problems
     return {
         "name": curve.name,
         "steps": sum(run.last_step for run in curve.runs),
@@ -56,6 +57,7 @@ def _curve(curve: Curve, points: int, limit: int) -> dict[str, Any]:
         "phases": tables.phases(curve),
         "events": tables.events(curve),
         "canaries": tables.canaries(curve),
+        "second": again,
         "samples": shown,
         "probe": probe(curve),
     }

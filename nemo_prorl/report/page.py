@@ -20,6 +20,7 @@ _SCRIPTS = (
     "samples.js",
     "evaluation.js",
     "probe.js",
+    "second.js",
     "outcome.js",
     "main.js",
 )

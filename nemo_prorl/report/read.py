@@ -32,6 +32,7 @@ class RunRecord:
     launches: list[dict[str, Any]] = field(default_factory=list)  # launches.jsonl: starts and ends of Slurm attempts
     summary: dict[str, Any] = field(default_factory=dict)  # summary.json
     rollouts: dict[int, Path] = field(default_factory=dict)  # files of stored responses by step
+    disagreements: dict[int, Path] = field(default_factory=dict)  # likewise, of those with a second verdict
     probe: dict[str, Any] = field(default_factory=dict)  # probe/probe.json, written by `prorl probe`
     problems: list[str] = field(default_factory=list)  # missing files and unreadable lines, shown in the report
 
@@ -150,11 +151,12 @@ def read_run(folder: Path) -> RunRecord:
     if isinstance(stage := run.config.get("stage"), str) and stage != "none":
         run.name = stage
     run.metrics = _steps(folder / "metrics.jsonl", run.problems)
-    run.events = [e for e in _lines(folder / "journal.jsonl", run.problems) if isinstance(e.get("event"), str)]
-    run.launches = list(_lines(folder / "launches.jsonl", [], missing_is_fine=True))
+    run.events = [e for e in objects_of(folder / "journal.jsonl", run.problems) if isinstance(e.get("event"), str)]
+    run.launches = list(objects_of(folder / "launches.jsonl", [], missing_is_fine=True))
     run.summary = _mapping(folder / "summary.json", run.problems, missing_is_fine=True)  # written at the end of a run
     run.probe = _mapping(folder / "probe" / "probe.json", run.problems, missing_is_fine=True)
     run.rollouts = rollout_files(folder / "rollouts")
+    run.disagreements = rollout_files(folder / "disagreements")
     return run
 
 
@@ -178,7 +180,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _lines(path: Path, problems: list[str], missing_is_fine: bool = False) -> Iterator[dict[str, Any]]:
+def objects_of(path: Path, problems: list[str], missing_is_fine: bool = False) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON-lines file; lines that are not objects are added to `problems`.
 
     A last line without a line end is skipped silently, because the run is still writing it.
@@ -212,7 +214,7 @@ def _steps(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     """
     lines: list[dict[str, Any]] = []
     odd = 0
-    for line in _lines(path, problems):
+    for line in objects_of(path, problems):
         if (step := step_of(line)) is None:
             odd += 1
             continue
@@ -225,7 +227,7 @@ def _steps(path: Path, problems: list[str]) -> list[dict[str, Any]]:
 
 
 def rollout_files(folder: Path) -> dict[int, Path]:
-    """Return the files of stored responses in a run's folder rollouts/, by step."""
+    """Return the files of stored responses in a run's folder rollouts/ or disagreements/, by step."""
     found = [(re.fullmatch(r"step-(\d{1,15})\.jsonl", path.name), path) for path in folder.glob("*.jsonl")]
     return dict(sorted((int(match[1]), path) for match, path in found if match))
 

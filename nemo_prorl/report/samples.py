@@ -114,7 +114,7 @@ def _group(lines: list[dict[str, Any]]) -> Group:
         "id": cut(str(first.get("id", "?")), 200),
         "task": cut(str(first.get("task", "?")), 100),
         "source": cut(str(first.get("source") or ""), 100),
-        "prompt": cut(_prompt(first.get("prompt")), _TEXT),
+        "prompt": cut(prompt_text(first.get("prompt")), _TEXT),
         "truth": "" if truth is None else cut(json.dumps(truth, ensure_ascii=False), _TRUTH),
         "n": len(lines),
         "trained": first["trained"] if isinstance(first.get("trained"), bool) else None,
@@ -123,7 +123,7 @@ def _group(lines: list[dict[str, Any]]) -> Group:
     return group, items
 
 
-def _prompt(prompt: Any) -> str:
+def prompt_text(prompt: Any) -> str:
     """Return a prompt as text, each message of a list with its role in brackets above it."""
     if isinstance(prompt, list):
         messages = [m for m in prompt if isinstance(m, dict)]

@@ -77,7 +77,7 @@ class PageSource:
         """Yield (path, time of last change, size) of each file that the data comes from, to notice changed files."""
         folders = [folder for argument in self._runs for folder in run_folders(argument)[0]]
         names = ["config.yaml", "metrics.jsonl", "journal.jsonl", "launches.jsonl", "summary.json"]
-        names += ["rollouts", "probe/probe.json"]
+        names += ["rollouts", "disagreements", "probe/probe.json"]
         paths = [folder / name for folder in folders for name in names]
         paths += [file for folder in folders for file in sorted(folder.glob("evaluations/*/results.json"))]
         paths += [folder / name for folder in self._evaluations for name in ("results.json", "comparison.json")]

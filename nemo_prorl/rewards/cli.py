@@ -95,12 +95,16 @@ def _write(out: TextIO, text: str) -> None:
 
 def _list(as_json: bool) -> int:
     registry = discover()
+    seconds = registry.seconds()
     for name, plugin in sorted(registry.plugins.items()):
         budget_s = make_plugin(plugin).time_budget_s
         row = {"name": name, "tasks": list(plugin.tasks), "time_budget_s": budget_s}
-        row |= {"needs_sandbox": plugin.needs_sandbox, "state": "ok"}
+        row |= {"needs_sandbox": plugin.needs_sandbox, "state": "ok", "second": plugin.second}
+        row["second_of"] = next((seconds[task] for task in plugin.tasks if task in seconds), "")
         text = f"{name:<16} {'ok':<8} tasks {', '.join(plugin.tasks)}; {budget_s:g} s per answer"
         text += "; sandboxed" if plugin.needs_sandbox else ""
+        text += f"; second verifier: {plugin.second}" if plugin.second else ""
+        text += f"; is the second verifier of {row['second_of']}, not for training" if row["second_of"] else ""
         _write(sys.stdout, json.dumps(row) if as_json else text)
     for name, why in sorted(registry.broken.items()):
         row = {"name": name, "state": "broken", "why": why}
@@ -117,6 +121,8 @@ def _describe(name: str) -> int:
     description = (plugin.__doc__ or "no description").strip().splitlines()[0]
     _write(sys.stdout, f"{name}: {description}")
     _write(sys.stdout, f"  tasks     {', '.join(plugin.tasks)}")
+    if plugin.second:
+        _write(sys.stdout, f"  second    a sample of the responses is judged again as task {plugin.second}")
     _write(sys.stdout, f"  budget    {instance.time_budget_s:g} s of CPU time per answer; {sandbox}")
     _write(sys.stdout, f"  code      {plugin.__module__}:{plugin.__qualname__}")
     for field in dataclasses.fields(plugin.Config):

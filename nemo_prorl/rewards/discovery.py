@@ -41,6 +41,25 @@ class Registry:
         """Return the name of the responsible plugin for each known task."""
         return {task: name for name, plugin in sorted(self.plugins.items()) for task in plugin.tasks}
 
+    def seconds(self) -> dict[str, str]:
+        """Return the name of the plugin that names it for each task of a second verifier, installed or not."""
+        return {plugin.second: name for name, plugin in sorted(self.plugins.items()) if plugin.second}
+
+    def second_of(self, task: str) -> str:
+        """Return the task of the second verifier that judges a sample of a task's responses; empty if there is none.
+
+        Raises:
+            ConfigError: No working plugin judges the task, or that of its second verifier.
+        """
+        plugin = self.plugin_of_task(task)
+        if plugin.second and plugin.second not in self.tasks():
+            raise ConfigError(
+                f"reward plugin {plugin.name!r} names a second verifier, second={plugin.second!r}, that is not there:"
+                f" {self.unknown(plugin.second)}. Fix: install the plugin of task {plugin.second!r} (its package may"
+                f" have to be installed again), or correct `second` of {plugin.__module__}:{plugin.__qualname__}"
+            )
+        return plugin.second
+
     def plugin_of_task(self, task: str) -> type[RewardPlugin]:
         """Return the plugin class that judges a task.
 
@@ -59,7 +78,9 @@ class Registry:
     def unknown(self, task: str) -> str:
         """Return the message for a task that no plugin judges, without the fix."""
         broken = "".join(f"; plugin {name!r} is broken: {why}" for name, why in sorted(self.broken.items()))
-        return f"no reward plugin judges task {task!r}; known: {_names(self.tasks())}{broken}"
+        seconds = self.seconds()
+        tasks = (f"{one} (second verifier of {seconds[one]})" if one in seconds else one for one in self.tasks())
+        return f"no reward plugin judges task {task!r}; known: {_names(tasks)}{broken}"
 
 
 def _names(names: Iterable[str]) -> str:
@@ -75,6 +96,8 @@ def _fault(name: str, plugin: Any) -> str | None:
     tasks = getattr(plugin, "tasks", None)
     if not (isinstance(tasks, tuple) and tasks and all(isinstance(task, str) for task in tasks)):
         return f"tasks is {tasks!r}; it must be a tuple of task names"
+    if not isinstance(plugin.second, str) or plugin.second in tasks:
+        return f"second is {plugin.second!r}; it must be a task of another plugin, or empty"
     if getattr(plugin, "__abstractmethods__", None):
         return f"it does not define {', '.join(sorted(plugin.__abstractmethods__))}"
     if not dataclasses.is_dataclass(plugin.Config):

@@ -222,6 +222,7 @@ class RewardPlugin(ABC):
     name: ClassVar[str]  # equal to the name of the entry point
     tasks: ClassVar[tuple[str, ...]]  # values of `task` in prompt records that this plugin judges
     time_budget_s: float = 10.0  # CPU seconds for one response; the limit of wall time is 4 times as long
+    second: ClassVar[str] = ""  # task of another plugin that judges a sample of the responses again; empty: none
     needs_sandbox: ClassVar[bool] = False
     sandbox_packages: tuple[str, ...] = ()  # installed packages that programs in the sandbox may import
     sandbox: Sandbox  # set before `prepare` if `needs_sandbox` is True

@@ -40,7 +40,7 @@ def plan_pools(
 
     Args:
         tasks: Tasks to judge; empty: all known tasks.
-        workers: Worker processes of all pools together.
+        workers: Worker processes of all pools together.  A second verifier of these tasks gets one more.
         settings: Settings by plugin name.
         max_queue: Maximum waiting requests per plugin.
         on_demand: The pools will be started by `RewardService.ready`.  Then each pool gets `workers` workers, and the
@@ -58,7 +58,10 @@ def plan_pools(
     if not classes:
         raise ConfigError("no reward plugin is installed.  Fix: pip install one, for example from reward_plugins/")
     specs = []
-    shares = dict.fromkeys(classes, workers) if on_demand else share_out(workers, list(classes))
+    seconds = {plugin.second for plugin in classes.values()}
+    few = [name for name, plugin in classes.items() if seconds.intersection(plugin.tasks)]  # they judge samples only
+    others = [name for name in classes if name not in few]
+    shares = dict.fromkeys(classes, workers) if on_demand else share_out(workers, others) | dict.fromkeys(few, 1)
     for name, count in shares.items():
         budget = make_plugin(classes[name], settings.get(name)).time_budget_s
         own = dict(settings.get(name, {}))

@@ -38,6 +38,7 @@ from nemo_prorl.errors import RewardFailure, RolloutAbandoned
 from nemo_prorl.rewards.canaries import CanarySchedule, ask, total
 from nemo_prorl.rewards.client import RewardClient
 from nemo_prorl.rewards.interface import Verdict
+from nemo_prorl.rewards.second import SecondVerdicts, SecondVerifiers
 from nemo_prorl.rollout.background import BackgroundLoop
 from nemo_prorl.rollout.endpoints import Response, SamplingParams, response_seed
 from nemo_prorl.rollout.engines import EnginePool
@@ -88,9 +89,11 @@ class Collector:
         blend: Blend,
         renderer: PromptRenderer,
         canaries: CanarySchedule | None = None,
+        second: SecondVerifiers | None = None,
     ) -> None:
         self.cfg, self.keep_rates, self.renderer = cfg, KeepRates(), renderer
         self._engines, self._rewards, self._blend, self._canaries = engines, rewards, blend, canaries
+        self._second = second or SecondVerifiers.none()
         self._surplus: list[Group] = []
         self._draws = 0
         self._failures_in_a_row = 0
@@ -137,6 +140,7 @@ class Collector:
             1.0,
             self._deadline("the rollout", step),
             self._clock,
+            second := self._second_verdicts(),
         )
         fresh = [group for group in self._surplus if is_fresh(group.version, step, dynamic.max_staleness)]
         batch = CollectedBatch(step, version, needed, stale=len(self._surplus) - len(fresh))
@@ -145,7 +149,7 @@ class Collector:
             sampler.carry(group.task)
         undecided: deque[Group | asyncio.Task[Group]] = deque(fresh)
         began = time.monotonic()
-        async with asyncio.TaskGroup() as running:
+        async with second, asyncio.TaskGroup() as running:
             canaries = self._send_canaries(step, running)
             while not sampler.done:
                 while sampler.wants_more():
@@ -154,6 +158,7 @@ class Collector:
                 undecided.popleft()
             self._surplus = [await _judged(group) for group in undecided]
         batch.canaries = total(task.result() for task in canaries)
+        batch.second, batch.disagreements = second.counts, second.disagreements
         batch.wall_s = time.monotonic() - began
         batch.load, batch.kv_cache_peak = self._engines.load.end(), self._engines.load.kv_cache_peak
         batch.carried, batch.drawn, batch.surplus = sampler.carried, sampler.started, len(self._surplus)
@@ -179,6 +184,10 @@ class Collector:
         sent = self._canaries.of_step(step) if self._canaries else []
         seconds = self.cfg.trainer.deadlines.reward_s
         return [running.create_task(ask(canary, self._rewards.score, seconds)) for canary in sent]
+
+    def _second_verdicts(self) -> SecondVerdicts:
+        first = self._draws * self.cfg.trainer.grpo.samples_per_prompt
+        return SecondVerdicts(self._second, self._rewards.score, self.cfg.trainer.deadlines.reward_s, first)
 
     def _draw(self, sampler: DynamicSampler, running: asyncio.TaskGroup, work: "_Work") -> "asyncio.Task[Group]":
         record, visit = self._blend.next()
@@ -220,7 +229,8 @@ class Collector:
 
             def on_response(response: Response) -> None:
                 work.generated_tokens += len(response.token_ids)
-                open_verdicts[response.index] = judging.create_task(self._judge(draw, response, work.clock))
+                number = draw_index * work.samples + response.index
+                open_verdicts[response.index] = judging.create_task(self._judge(draw, response, number, work))
 
             with work.clock.open(engine=1):
                 responses = await self._engines.generate(
@@ -246,13 +256,20 @@ class Collector:
             stop_token_ids=(self.renderer.eos_id,),
         )
 
-    async def _judge(self, draw: PromptDraw, response: Response, clock: "WaitClock") -> Verdict:
-        """Return the verdict on one response.  Raises RewardFailure if too many responses in a row have no score."""
+    async def _judge(self, draw: PromptDraw, response: Response, number: int, work: "_Work") -> Verdict:
+        """Return the verdict on one response; have it judged again if it is in the sample for second verifiers.
+
+        Args:
+            number: Number of the response in the run.
+
+        Raises:
+            RewardFailure: Too many responses in a row have no score.
+        """
         record, text = draw.record, self.renderer.judged_text(draw.prompt_ids, response.token_ids)
         request = {**record, "response": text, "finished": response.finished}
         what = f"the verdict on {record['id']}, task {record['task']} (trainer.deadlines.reward_s)"
         deadline = Deadline(self.cfg.trainer.deadlines.reward_s, what)
-        with clock.open(reward=1):
+        with work.clock.open(reward=1):
             try:
                 async with asyncio.timeout(deadline.remaining + _GRACE_S):
                     verdict = await self._rewards.score(request, deadline)
@@ -266,6 +283,8 @@ class Collector:
                 f" rewards.max_infrastructure_failures; the last: task {record['task']}, prompt {record['id']}:"
                 f" {verdict['detail']}"
             )
+        if work.second is not None:
+            work.second.offer(number, request, verdict)
         return verdict
 
     def sample(
@@ -357,6 +376,7 @@ class _Work:
     top_p: float
     deadline: Deadline
     clock: "WaitClock"
+    second: SecondVerdicts | None = None  # of a collection
     generated_tokens: int = 0
 
 

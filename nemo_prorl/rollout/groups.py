@@ -169,6 +169,8 @@ class CollectedBatch:
     reward_open_s: float = 0.0
     reward_wait_s: float = 0.0
     canaries: dict[str, int] = field(default_factory=dict)  # counts of `rewards.canaries` by SIDE/TASK and ERROR/TASK
+    second: dict[str, int] = field(default_factory=dict)  # counts of `rewards.second` by judged/TASK, disagreed/TASK
+    disagreements: list[dict[str, Any]] = field(default_factory=list)  # the first of them, with texts
     dropped: list[Group] = field(default_factory=list)  # dropped groups among the first `save_rollout_groups`
 
     @property
@@ -178,7 +180,8 @@ class CollectedBatch:
     def without_tokens(self) -> "CollectedBatch":
         """Return a copy without texts, tokens and verdicts, small enough to send to all ranks."""
         left_out: dict[str, Any] = {"record": {}, "prompt_ids": [], "responses": [], "verdicts": []}
-        return replace(self, groups=[replace(group, **left_out) for group in self.groups], dropped=[])
+        groups = [replace(group, **left_out) for group in self.groups]
+        return replace(self, groups=groups, dropped=[], disagreements=[])
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "CollectedBatch":

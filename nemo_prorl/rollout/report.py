@@ -18,6 +18,7 @@ def report_rollout(metrics: Metrics, batch: CollectedBatch) -> None:
     for name in ("drawn", "carried", "stale", "surplus", "generated_tokens"):
         metrics.put(f"rollout/{name}", getattr(batch, name))
     metrics.add("canaries", batch.canaries)
+    metrics.add("second", batch.second)
     ages = [batch.step - 1 - group.version for group in batch.groups]
     metrics.put("rollout/staleness", sum(ages) / max(1, len(ages)))
     for name in ("engine_s", "reward_open_s", "reward_wait_s"):

@@ -45,6 +45,7 @@ class _Records(Protocol):
     def rollouts(
         self, step: int, groups: Sequence[Any], dropped: Sequence[Any], judged_text: Callable[[Any, Any], str]
     ) -> None: ...
+    def disagreements(self, step: int, found: Sequence[Any]) -> None: ...
 
 
 class Rollouts:
@@ -160,6 +161,7 @@ class Rollouts:
         """Collect the batch of a step on rank 0; return what each data-parallel rank gets, in order of ranks."""
         batch = collector.take(step, step - 1)
         self._records.rollouts(step, batch.groups, batch.dropped, collector.renderer.judged_text)
+        self._records.disagreements(step, batch.disagreements)
         judged, summary = JudgedGroups.of(batch.groups), batch.without_tokens()
         updates = judged.rows_of_updates(self._cfg.trainer.grpo.updates_per_step, self._policy.data_ranks.size)
         return [(summary, mine) for mine in judged.dealt([torch.cat(rows).tolist() for rows in updates])]

@@ -52,6 +52,7 @@ class Report {
     this.charts("stability", "Stability", "Engine gap, clipping and gradient norms are the first to move when something is wrong.", STABILITY);
     this.canaries = el("div");
     document.getElementById("stability").append(this.canaries);
+    this.judgedAgain = this.section("second", "Second verifier", "Another verifier judges a sample of the responses; training does not use its verdicts. The newest disagreements come first.", this.second = el("div"));
     this.buildEvents();
     this.probed = this.section("probe", "Probe of the starting model", "", this.probe = el("div"));
     this.section("samples", "Samples", "", ...this.samples.nodes);
@@ -137,6 +138,7 @@ class Report {
     this.showConfiguration();
     this.showPhases();
     this.showCanaries();
+    this.showSecond();
     this.showEvents();
     this.showProbe();
     this.samples.update(this.curve);
@@ -196,6 +198,15 @@ class Report {
     const rows = this.curve.canaries.map(({ task, kind, errors, judged, low, high }) => [{ text: task, head: true }, kind, numeric(errors), numeric(judged), numeric(`${percent(low, 2)} to ${percent(high, 2)}`)]);
     const heads = ["task", "error of the verifier", numeric("errors"), numeric("canaries"), numeric("rate, 95 % interval")];
     this.canaries.replaceChildren(rows.length ? table("Responses whose verdict is known", heads, rows) : "");
+  }
+
+  showSecond() {
+    const { name, second } = this.curve;
+    this.judgedAgain.hidden = !second.rows.length;
+    const key = JSON.stringify([name, second]);
+    if (key === this.secondKey) return;
+    this.secondKey = key;
+    this.second.replaceChildren(...secondNodes(second));
   }
 
   showEvents() {

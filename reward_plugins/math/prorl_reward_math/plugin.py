@@ -33,6 +33,7 @@ class MathReward(RewardPlugin):
 
     name = "math"
     tasks = ("math",)
+    second = "math_second"
 
     @dataclass(frozen=True)
     class Config:

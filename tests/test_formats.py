@@ -327,7 +327,8 @@ def metrics_line() -> dict[str, Any]:
     tally = TaskTally(decided=4, kept=2, judged=8, score_sum=3.0, finished=7, tokens=40)
     canaries = {"right/math": 2, "false_rejects/math": 0, "wrong/math": 2, "false_accepts/math": 1}
     collected = CollectedBatch(3, 2, 2, tasks={"math": tally}, drawn=4, generated_tokens=40, wall_s=1.0)
-    report_rollout(metrics, replace(collected, canaries=canaries, kv_cache_peak=0.5))
+    second = {"judged/math": 3, "disagreed/math": 1}
+    report_rollout(metrics, replace(collected, canaries=canaries, second=second, kv_cache_peak=0.5))
     batch = Batch.from_sequences([[1, 2]] * 2, [[3, 4]] * 2, [[-1.0, -1.0]] * 2)
     logp_BT = torch.where(batch.mask_BT, -1.0, 0.0)
     batch = batch.with_targets(

@@ -30,6 +30,7 @@ def metrics_line(step: int, **changed: Any) -> dict[str, Any]:
     line |= {"rollout/generated_tokens": 5000.0, "policy/grad_norm": 1.0, "policy/max_grad_norm": 2.0 + wave}
     line |= {"engine_gap/mean_abs": 1e-3, "time/rollout": 3.0, "time/updates": 1.0, "time/step": 4.0}
     line |= {"canaries/wrong/math": 4.0, "canaries/false_accepts/math": float(step == 2)}
+    line |= {"second/judged/math": 4.0, "second/disagreed/math": float(step in (2, 3))}
     if step % 5 == 0:
         line |= {"validation/all": 0.3, "time/validate": 2.0}
     return line | changed
@@ -58,7 +59,16 @@ def make_run(folder: Path, steps: int = 12, config: dict[str, Any] | None = None
     (folder / "probe" / "probe.json").write_text(json.dumps(probe()))
     for step in range(1, min(steps, 12) + 1):
         write_lines(folder / "rollouts" / f"step-{step}.jsonl", rollouts(step))
+    (folder / "disagreements").mkdir()
+    for step in (2, 3):
+        write_lines(folder / "disagreements" / f"step-{step}.jsonl", [disagreement(rollouts(step)[-2])])
     return folder
+
+
+def disagreement(line: dict[str, Any]) -> dict[str, Any]:
+    """The response of a line of rollouts/ with a second verdict of the same texts: right."""
+    right = line["verdict"] | {"score": 1.0, "correct": True}
+    return line | {"second_task": f"{line['task']}_second", "second_verdict": right}
 
 
 def probe(text: str = "one and one is 2") -> dict[str, Any]:
@@ -128,6 +138,7 @@ def make_hostile(folder: Path) -> Path:
         line |= {"id": text, "task": HOSTILE[0], "prompt": text, "response": text, "truth": {text: text}}
         line |= {"source": text, "verdict": verdict}
     write_lines(folder / "rollouts" / "step-7.jsonl", lines)
+    write_lines(folder / "disagreements" / "step-7.jsonl", [disagreement(lines[0])])
     return folder
 
 
@@ -187,7 +198,7 @@ def make_spoilt(chain: Path, seed: int) -> Path:
     folder = make_run(chain / "run1", 7)
     launches = [{"event": "begin", "job": "1", "attempt": 1, "nodes": ["a"], "time": 1.0}, {"event": "end", "code": 1}]
     write_lines(folder / "launches.jsonl", launches)
-    for path in (*folder.glob("*.jsonl"), *folder.glob("rollouts/*.jsonl")):
+    for path in (*folder.glob("*.jsonl"), *folder.glob("rollouts/*.jsonl"), *folder.glob("disagreements/*.jsonl")):
         lines = [json.loads(text) for text in path.read_text().splitlines()]
         write_lines(path, [spoilt(line, draw, 0.1) for line in lines])
     for path in (folder / "summary.json", folder / "config.yaml", folder / "probe" / "probe.json"):

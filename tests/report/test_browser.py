@@ -374,6 +374,29 @@ def test_the_errors_of_verifiers_are_a_table(chromium: Browser, tmp_path: Path) 
     chromium.visit(write(make_run(tmp_path / "run")), look)
 
 
+def test_disagreements_of_a_second_verifier_are_shown(chromium: Browser, tmp_path: Path) -> None:
+    async def look(page: Page) -> None:
+        shown = await text(page, "#second")
+        assert "0.51 % to 14.25 %" in shown  # 2 of 48
+        assert shown.index("response 2 of step 3") < shown.index("response 2 of step 2")
+        assert "math_second: score 1, correct" in shown
+        assert await count(page, "#second details") == 2
+        await quiet(page)
+
+    async def without(page: Page) -> None:
+        assert await page.evaluate("document.getElementById('second').hidden") is True
+        await quiet(page)
+
+    folder = make_run(tmp_path / "run")
+    chromium.visit(write(folder), look)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    write_lines(
+        folder / "metrics.jsonl",
+        [{key: value for key, value in line.items() if not key.startswith("second/")} for line in lines],
+    )
+    chromium.visit(write(folder), without)
+
+
 def test_the_probe_is_a_table_with_samples(chromium: Browser, tmp_path: Path) -> None:
     async def look(page: Page) -> None:
         shown = await text(page, "#probe")

@@ -78,11 +78,12 @@ def collector_of(
     cfg: Config | None = None,
     keep_rate: float | None = None,
     canaries: Any = None,
+    second: Any = None,
 ) -> Collector:
     """Return a collector of these stand-ins."""
     drawn_from: Any = prompts or Numbered()
     plain: Any = Plain()
-    collector = Collector(cfg or config(), engines, rewards, drawn_from, plain, canaries)
+    collector = Collector(cfg or config(), engines, rewards, drawn_from, plain, canaries, second)
     if keep_rate is not None:
         collector.keep_rates = expecting(keep_rate)
     return collector
@@ -183,10 +184,11 @@ def collected(
     start: int = 0,
     keep_rate: float | None = None,
     canaries: Any = None,
+    second: Any = None,
 ) -> tuple[list[CollectedBatch], dict[str, Any], int]:
     """Batches of some steps, the state after them, and how many prompts were drawn."""
     prompts = Numbered(start)
-    collector = collector_of(engines, rewards, prompts, cfg, keep_rate, canaries)
+    collector = collector_of(engines, rewards, prompts, cfg, keep_rate, canaries, second)
     if state is not None:
         collector.load_state_dict(state)
     first = 1 if state is None else state["next"]

@@ -320,7 +320,7 @@ def pretrained_config(cfg: DictConfig, need_weights: bool) -> dict[str, Any]:
     folder = Path(path)
     if not folder.is_dir():
         why = "expected a Hugging Face model folder, the name of a model on the hub, or null for random weights"
-        raise _wrong(key, path, f"{why}; got no folder")
+        raise _wrong(key, path, f"{why}; {folder.absolute()} does not exist")
     if not (folder / "config.json").is_file():
         raise _wrong(key, path, "expected a Hugging Face model folder; got a folder without config.json")
     if need_weights and not any(folder.glob("*.safetensors")):

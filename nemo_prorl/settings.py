@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -31,7 +31,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_prorl.checks import check, check_shape, pretrained_config, pretrained_name
-from nemo_prorl.config import Config, all_keys
+from nemo_prorl.config import Config, DataSource, all_keys
 from nemo_prorl.data.hf_config import model_keys
 from nemo_prorl.data.hub import model_folder
 from nemo_prorl.data.prepared import check_data
@@ -452,6 +452,8 @@ def _kind(kind: Any, optional: bool) -> str:
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     if kind in names:
         name = names[kind]
+    elif get_origin(kind) is list and get_args(kind) == (DataSource,):
+        name = "a list of sources, such as [{name: mine, path: FILE}]"
     elif kind is ListConfig or get_origin(kind) is list:
         name = "a list [a, b, ...]"
     else:

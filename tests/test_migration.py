@@ -265,6 +265,7 @@ def test_rewards_data_and_dynamic_sampling_of_trl_are_notes(tmp_path: Path, caps
     assert "without data.train=[...] cluster=laptop trains on its puzzles" in data
     assert any(line.endswith("add trainer.grpo.dynamic_sampling.enabled=false") for line in comments)
     assert "no override needed: use_vllm=True, logging_steps=10" in comments
+    assert not any(line.startswith("run_dir=DIR") for line in comments)  # output_dir names it
     assert not any("without a counterpart" in line for line in comments)
 
 
@@ -293,6 +294,7 @@ def test_no_setting_of_verl_vanishes(tmp_path: Path, capsys: pytest.CaptureFixtu
         "actor_rollout_ref.model.enable_gradient_checkpointing=True: the key here is model.activations_checkpoint_",
         "reward (custom_reward_function.path=my_reward.py, custom_reward_function.name=compute_score): add rewards.fun",
         "data (data.train_files=",
+        "run_dir=DIR names the folder of the run",
         "dynamic sampling is on by default",
         "no override needed: data.filter_overlong_prompts=True, data.truncation=error, ",
     ):

@@ -107,6 +107,8 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
         made.overrides["trainer.grpo.kl_estimator"] = _ESTIMATORS.get(str(value), value)
     if (key := "trainer.grpo.dynamic_sampling.enabled") not in made.overrides:
         made.notes.append(f"dynamic sampling is on by default: to train without it, as this file does, add {key}=false")
+    if "run_dir" not in made.overrides:
+        made.notes.append("run_dir=DIR names the folder of the run; without it, it is runs/laptop")
     made.notes.append("cluster=h100_4x8 is for GPUs; without a GPU take cluster=laptop")
     rest |= computed
     for key in [one for one in rest if one.rsplit(".", 1)[-1] in _RECOMPUTE]:

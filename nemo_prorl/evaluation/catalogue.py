@@ -194,7 +194,12 @@ def check_files(chosen: Iterable[Benchmark], data: Path | None) -> None:
     lacking = [one for one in chosen if one.prompts is not None and file_of(one, data) is None]
     if not lacking:
         return
-    lines = [f"  {one.name}: {one.prompts}.jsonl or {one.prompts}/validation.jsonl ({one.prepare})" for one in lacking]
+    lines = [
+        f"  {one.name}: {one.prompts}.jsonl or {one.prompts}/validation.jsonl ({one.prepare})"
+        if one.file is None
+        else f"  {one.name}: {Path(one.file).parent / str(one.prompts)}, which {one.file} names (prompts)"
+        for one in lacking
+    ]
     where = "--data DIR was not given" if data is None else f"{data} (--data) does not contain it"
     raise DataError(
         f"{len(lacking)} of the benchmarks need a file of prompt records, and {where}:\n" + "\n".join(lines)

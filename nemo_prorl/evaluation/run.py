@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from nemo_prorl import settings
 from nemo_prorl.data.hub import model_folder
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.errors import DataError, StoppedCleanly
+from nemo_prorl.errors import ConfigError, DataError, StoppedCleanly
 from nemo_prorl.evaluation import models
 from nemo_prorl.evaluation.catalogue import Benchmark, check_files, load_records
 from nemo_prorl.evaluation.formats import EvaluationManifest, EvaluationResults, EvaluationTime
@@ -68,6 +68,7 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
     kind, folder = ("endpoint", None) if is_url else models.find(path, options.checkpoint)
     check_files(options.benchmarks, options.data)
     cfg = configuration(options, folder if kind == "hf" else None)
+    _check_tasks(cfg, options.benchmarks)
     records = {one.name: load_records(one, options.data, options.limit) for one in options.benchmarks}
     _check_rewards(cfg, [record for some in records.values() for record in some])
     with locked(options.out):
@@ -104,6 +105,19 @@ def configuration(options: EvaluationOptions, folder: Path | None) -> DictConfig
     engines = options.engines or max(1, cfg.rollout.engines // cfg.trainer.num_nodes)
     cfg.trainer.num_nodes, cfg.rollout.engines = 1, engines
     return cfg
+
+
+def _check_tasks(cfg: DictConfig, benchmarks: Sequence[Benchmark]) -> None:
+    """Raise ConfigError if no plugin and no function judges the task of a benchmark."""
+    from nemo_prorl.launcher.prepare import plain
+    from nemo_prorl.rewards.discovery import discover
+
+    known = discover(functions=plain(cfg.rewards.functions))
+    for one in benchmarks:
+        try:
+            known.plugin_of_task(one.task)
+        except ConfigError as error:
+            raise ConfigError(f"{one.file or one.name}: task is {one.task!r}: {error}") from None
 
 
 def _check_rewards(cfg: DictConfig, records: Sequence[Mapping[str, Any]]) -> None:

@@ -51,6 +51,12 @@ _ALWAYS = {
     "gamma",
     "logger.log_dir",
 }
+# Key here: note if the file does not set it.
+_IF_ABSENT = {
+    "trainer.grpo.dynamic_sampling.enabled": "dynamic sampling is on by default: to train without it, as this file"
+    " does, add trainer.grpo.dynamic_sampling.enabled=false",
+    "run_dir": "run_dir=DIR names the folder of the run; without it, the folder is runs/laptop",
+}
 _RECOMPUTE = "enable_gradient_checkpointing", "gradient_checkpointing"
 # Settings of a Python file from which a rule below derives a key.
 _DERIVED = {
@@ -105,10 +111,7 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
     _devices(made.overrides)
     if (value := made.overrides.get("trainer.grpo.kl_estimator")) is not None:
         made.overrides["trainer.grpo.kl_estimator"] = _ESTIMATORS.get(str(value), value)
-    if (key := "trainer.grpo.dynamic_sampling.enabled") not in made.overrides:
-        made.notes.append(f"dynamic sampling is on by default: to train without it, as this file does, add {key}=false")
-    if "run_dir" not in made.overrides:
-        made.notes.append("run_dir=DIR names the folder of the run; without it, it is runs/laptop")
+    made.notes += [note for key, note in _IF_ABSENT.items() if key not in made.overrides]
     made.notes.append("cluster=h100_4x8 is for GPUs; without a GPU take cluster=laptop")
     rest |= computed
     for key in [one for one in rest if one.rsplit(".", 1)[-1] in _RECOMPUTE]:

@@ -34,7 +34,7 @@ class Registry:
         if name in self.broken:
             raise ConfigError(f"reward plugin {name!r} is broken: {self.broken[name]}")
         if name not in self.plugins:
-            raise ConfigError(f"unknown reward plugin {name!r}; known: {_names(self.plugins)}")
+            raise ConfigError(f"unknown reward plugin {name!r}; known: {_names(self.plugins)}. Fix: pip install it")
         return self.plugins[name]
 
     def tasks(self) -> dict[str, str]:

@@ -130,6 +130,10 @@ RECORD = {"id": "a", "task": "math", "prompt": "1 + 1?", "truth": {"answer": "2"
 def test_a_yaml_file_of_the_user_s_is_a_benchmark(tmp_path: Path) -> None:
     (tmp_path / "sums.jsonl").write_text(json.dumps(RECORD) + "\n")
     (tmp_path / "mine.yaml").write_text("{task: math, prompts: sums.jsonl, metric: pass@1, sampling: {samples: 2}}")
+    (tmp_path / "other.yaml").write_text("{task: math, prompts: nothere.jsonl}")
+    told = f"other: {tmp_path}/nothere.jsonl, which {tmp_path}/other.yaml names (prompts)"
+    with pytest.raises(DataError, match=re.escape(told)):
+        check_files(choose(str(tmp_path / "other.yaml")), None)
     [acre, mine] = choose(f"acre,{tmp_path / 'mine.yaml'}")
     assert (acre.name, mine.name, mine.metric, mine.sampling.samples) == ("acre", "mine", "pass@1", 2)
     assert mine.about()["title"] == "mine"

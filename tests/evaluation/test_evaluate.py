@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from nemo_prorl.deadlines import Deadline
+from tests import paper_model
 from tests.test_formats import against
 
 pytestmark = pytest.mark.starts
@@ -134,6 +135,12 @@ def test_wrong_use_is_told(tmp_path: Path) -> None:
     assert "aime24.jsonl" in err
     assert "--data DIR" in err
     assert wrong("http://127.0.0.1:1/v1", "--benchmarks", "laptop", *out)[0] == 2
+    (tmp_path / "mine.jsonl").write_text('{"id": "a", "task": "math", "prompt": "?", "truth": {"answer": "1"}}\n')
+    (tmp_path / "own.yaml").write_text("{task: maths, prompts: mine.jsonl}")
+    paper_model.write(tmp_path)
+    code, err = wrong(str(tmp_path), "--benchmarks", str(tmp_path / "own.yaml"), *out)
+    assert code == 2
+    assert f"{tmp_path}/own.yaml: task is 'maths': no reward plugin judges task 'maths'; known: code, " in err
     assert not (tmp_path / "out").exists()
 
 

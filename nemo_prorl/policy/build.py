@@ -17,9 +17,10 @@ from nemo_prorl.policy.cpu import shims as cpu
 
 _log = logging.getLogger(__name__)
 
-LIGHTNING_KEYS = {  # values of trainer.* that users cannot set: Lightning's loggers, sampler and checkpoints are off
+LIGHTNING_KEYS = {  # values of trainer.* that users cannot set: Lightning's own features are off
     "logger": False,
     "enable_checkpointing": False,
+    "enable_model_summary": False,
     "use_distributed_sampler": False,
     "max_epochs": 1,
     "max_steps": 1_000_000_000,

@@ -43,8 +43,8 @@ def set_environment(threads: int, eager: bool) -> None:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the worker in the core process: one process fewer
             # oneDNN keeps kernels of 0.3 MB for each number of rows.  With 8192 an engine grew by 1 GB in 2,000 steps;
-            # 512 take equal CPU time.
-            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "512",
+            # 128 take equal CPU time.
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
             "VLLM_CPU_ATTN_SPLIT_KV": "0",  # results do not depend, to the bit, on concurrent responses
         }
         if eager:

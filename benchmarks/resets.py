@@ -26,6 +26,8 @@ from typing import Any
 from ablations import prorl, with_error
 from machine import describe
 
+from nemo_prorl.report.forecast import Segment, backtests
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "resets.jsonl"
 PAGE, PICTURE = ROOT / "docs" / "explanation" / "reset_experiment.md", ROOT / "docs" / "images" / "resets.png"
@@ -246,7 +248,7 @@ def table(found: list[dict[str, Any]]) -> str:
                 f"{statistics.mean(r['tokens'] for r in mine) / 1e6:.2f} M",
             ]
             lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *passes(found)]) + "\n"
+    return "\n".join([*lines, "", *passes(found), "", *forecasts(found)]) + "\n"
 
 
 def passes(found: list[dict[str, Any]]) -> Iterator[str]:
@@ -270,6 +272,31 @@ def passes(found: list[dict[str, Any]]) -> Iterator[str]:
 
 def _pass(result: dict[str, Any], when: str, names: Sequence[str], k: str) -> float:
     return statistics.mean(result["pass_at_k"][when][name][k] for name in names)
+
+
+def forecasts(found: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of the table of forecasts, made from the beginning of each run that has no resets.
+
+    Compute is counted in steps.  A run with the same validations as an earlier one is left out.
+    """
+    yield "| run | from 40 % | from 60 % | from 80 % | it became |"
+    yield "|---|---|---|---|---|"
+    seen: list[dict[str, float]] = []
+    hits, tests = [0, 0, 0], 0
+    for result in found:
+        if result["resets"] or result["validation"] in seen:
+            continue
+        seen.append(result["validation"])
+        steps = sorted(map(int, result["validation"]))
+        scores, errors = (tuple(result[key][str(step)] for step in steps) for key in ("validation", "validation_se"))
+        tested = backtests(Segment(0, tuple(steps), tuple(map(float, steps)), scores, errors, None))
+        cells = [
+            f"{max(0.0, test['interval'][0]):.3f} to {test['interval'][1]:.3f}{'' if test['hit'] else ', missed'}"
+            for test in tested
+        ]
+        hits, tests = [sum(pair) for pair in zip(hits, (test["hit"] for test in tested), strict=True)], tests + 1
+        yield f"| {result['arm']}, seed {result['seed']} | {' | '.join(cells)} | {tested[0]['end']:.3f} |"
+    yield f"| held the end | {' | '.join(f'{hit} of {tests}' for hit in hits)} | |"
 
 
 def draw(found: list[dict[str, Any]]) -> None:

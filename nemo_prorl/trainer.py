@@ -118,7 +118,7 @@ class Trainer:
                     self.checkpoints.save(0)
             for step in range(progress.step + 1, self.cfg.trainer.grpo.max_steps + 1):
                 with self.traces.step(step):
-                    with self.watchdog.step(step):
+                    with self.watchdog.watch(step):
                         metrics = self.train_step(step)
                         self.rollouts.await_next(metrics)
                     self.finish_step(metrics)
@@ -131,14 +131,17 @@ class Trainer:
         """Do the work that follows a step's updates: validation, log, hard reset or checkpoint, control requests."""
         step, self.progress.unfinished = metrics.step, metrics
         if self.validation.due(step):
-            self.validate(metrics)
+            with self.watchdog.watch(step, "validation"):
+                self.validate(metrics)
         self.records.log(metrics)  # before the checkpoint, which records the length of metrics.jsonl
         self.progress.unfinished = None
         requests = self.control.pending(step)
         if reason := reset_reason(requests, self.resets.due(metrics)):  # after the log, whose lines the rules use
-            self.resets.perform(step, reason, self.checkpoints)  # includes a checkpoint
+            with self.watchdog.watch(step, "reset"):
+                self.resets.perform(step, reason, self.checkpoints)  # includes a checkpoint
         elif self.checkpoints.due(step):
-            self.checkpoints.save(step)
+            with self.watchdog.watch(step, "checkpoint"):
+                self.checkpoints.save(step)
         self.control.serve(requests, step)
         self.stop_if_requested(step)
 

@@ -1,4 +1,4 @@
-"""Tells when a step takes far longer than the steps before, long before a deadline ends the run.
+"""Tells when a step, validation or checkpoint takes far longer than those before, long before a deadline ends the run.
 
 A rank that hangs in a collective, an engine that makes no token and a reward that never comes look alike from outside:
 nothing happens.  The watchdogs of all ranks then say where their rank is, the alarm of rank 0 names the culprit, and
@@ -25,8 +25,8 @@ from nemo_prorl.metrics import Metrics
 _log = logging.getLogger(__name__)
 
 LEAST_S = 60.0  # shorter waits are never reported
-FACTOR = 5.0  # times the longest of the last steps
-_REMEMBERED, _LEAST_STEPS = 50, 3
+FACTOR = 5.0  # times the longest of the last ones
+_REMEMBERED, _LEAST = 50, 3
 _LISTEN = 0.1  # share of the limit, 5 s at least, that rank 0 waits for the other ranks: their limits differ a little
 _SHOWN = 5  # groups of ranks in the alarm
 _PACKAGE = str(Path(nemo_prorl.__file__).parent)
@@ -34,9 +34,10 @@ _PACKAGE = str(Path(nemo_prorl.__file__).parent)
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """The place of a rank in a step that takes too long: the phase, and the functions of its main thread.
+    """The place of a rank that takes too long: the phase, and the functions of its main thread.
 
     Attributes:
+        phase: phase of the step; outside of a phase "validation", "reset" or "checkpoint".
         waits: whether the rank waits for other ranks in a collective.
     """
 
@@ -46,15 +47,15 @@ class Whereabouts:
     waits: bool
 
     @classmethod
-    def now(cls, step: int) -> "Whereabouts":
-        """Return the whereabouts of this rank.  Any thread may call this."""
+    def now(cls, step: int, what: str) -> "Whereabouts":
+        """Return the whereabouts of this rank; `what`: phase if Metrics has none.  Any thread may call this."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         waits = frame is not None and "/torch/distributed/" in frame.f_code.co_filename
         inner = _where(frame)
         while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
             frame = frame.f_back
         own = _where(frame)
-        return cls(step, Metrics.current or "none", inner if own in ("", inner) else f"{own} > {inner}", waits)
+        return cls(step, Metrics.current or what, inner if own in ("", inner) else f"{own} > {inner}", waits)
 
 
 def _where(frame: FrameType | None) -> str:
@@ -62,7 +63,7 @@ def _where(frame: FrameType | None) -> str:
 
 
 class Watchdog:
-    """One object per rank.  It is not saved: after a resume it waits for three steps again.
+    """One object per rank.  It is not saved: after a resume it waits for three steps, validations and so on again.
 
     Args:
         rank: trainer rank of this process, of `ranks`.
@@ -76,22 +77,24 @@ class Watchdog:
     ) -> None:
         self._rank, self._ranks, self._dir, self._alarm, self._least_s = rank, ranks, run_dir, alarm, least_s
         self._waiting: Callable[[], str] | None = None
-        self._past: deque[float] = deque(maxlen=_REMEMBERED)
+        self._past: dict[str, deque[float]] = {}  # seconds, by `what`
 
     def set_waiting(self, waiting: Callable[[], str]) -> None:
         """Register the function that says what a rollout waits for; rank 0 only."""
         self._waiting = waiting
 
     @contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        """Context manager of rollout and updates: reports once if they take 5 times the longest of the last 50 steps.
+    def watch(self, step: int, what: str = "step") -> Iterator[None]:
+        """Context manager that reports once if it takes 5 times the longest of the last 50 with the same `what`.
 
-        Validations and checkpoints do not belong into it: they take longer, and only some steps have them.
+        Args:
+            what: "step" for rollout and updates, "validation", "reset" or "checkpoint".
         """
+        past = self._past.setdefault(what, deque(maxlen=_REMEMBERED))
         began, timer = time.monotonic(), None
-        if len(self._past) >= _LEAST_STEPS:
-            limit = max(self._least_s, FACTOR * max(self._past))
-            timer = threading.Timer(limit, self._report, (step, limit))
+        if len(past) >= _LEAST:
+            limit = max(self._least_s, FACTOR * max(past))
+            timer = threading.Timer(limit, self._report, (step, what, limit))
             timer.daemon = True
             timer.start()
         try:
@@ -99,22 +102,23 @@ class Watchdog:
         finally:
             if timer is not None:
                 timer.cancel()
-        self._past.append(time.monotonic() - began)
+        past.append(time.monotonic() - began)
 
-    def _report(self, step: int, limit: float) -> None:
+    def _report(self, step: int, what: str, limit: float) -> None:
         stacks.request()
-        mine = Whereabouts.now(step)
+        mine = Whereabouts.now(step, what)
         if self._rank > 0:
             try:
                 write_json(self._file(self._rank), asdict(mine))
             except OSError as error:
                 _log.warning("%s cannot be written: %s", self._file(self._rank), error)
             return
-        waiting = self._waiting() if self._waiting is not None and mine.phase == "rollout" and not mine.waits else ""
+        generates = mine.phase in ("rollout", "validate") and not mine.waits
+        waiting = self._waiting() if self._waiting is not None and generates else ""
         where = {0: mine, **self._others(step, max(5.0, _LISTEN * limit))}
         self._alarm(
             step,
-            f"no progress for {limit:.0f} s, {FACTOR:g} times the longest of the last steps:"
+            f"no progress for {limit:.0f} s, {FACTOR:g} times the longest of the last {what}s:"
             f" {'; '.join(filter(None, (waiting, *culprits(where, self._ranks))))};"
             f" the stacks of all processes are in {self._dir}/logs/stacks-*.txt",
         )

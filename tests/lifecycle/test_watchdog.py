@@ -27,13 +27,13 @@ def watchdog(folder: Path, alarms: Alarms, rank: int = 0, ranks: int = 1, steps:
     (folder / "endpoints").mkdir(exist_ok=True)
     made = Watchdog(rank, ranks, folder, lambda step, what: alarms.append((step, what)), least_s=0.2)
     for step in range(1, 1 + steps):
-        with made.step(step):
+        with made.watch(step):
             pass
     return made
 
 
 def hang(dog: Watchdog, phase: str, seconds: float = 0.6) -> None:
-    with dog.step(9), Metrics(9, "none").phase(phase):
+    with dog.watch(9), Metrics(9, "none").phase(phase):
         time.sleep(seconds)
 
 
@@ -56,6 +56,17 @@ def test_in_a_rollout_it_says_what_is_open(tmp_path: Path) -> None:
     assert ": engine-3 has 12 open responses, no token for 400 s; rank 0: in phase rollout, " in alarms[0][1]
 
 
+def test_a_checkpoint_is_compared_with_checkpoints(tmp_path: Path) -> None:
+    alarms: Alarms = []
+    dog = watchdog(tmp_path, alarms)
+    for step in (3, 6, 9, 12):
+        with dog.watch(step, "checkpoint"):
+            time.sleep(0.3 if step < 12 else 2.2)  # 0.3 s would be too long for a step
+    [(step, what)] = alarms
+    assert step == 12
+    assert what.startswith("no progress for 2 s, 5 times the longest of the last checkpoints: rank 0: in phase checkp")
+
+
 def test_another_rank_only_reports_to_rank_0(tmp_path: Path) -> None:
     alarms: Alarms = []
     hang(watchdog(tmp_path, alarms, rank=1, ranks=2), "updates")
@@ -68,7 +79,7 @@ def test_another_rank_only_reports_to_rank_0(tmp_path: Path) -> None:
 def test_a_report_of_another_step_does_not_count(tmp_path: Path) -> None:
     alarms: Alarms = []
     dog = watchdog(tmp_path, alarms, rank=1, ranks=2)
-    with dog.step(8), Metrics(8, "none").phase("updates"):
+    with dog.watch(8), Metrics(8, "none").phase("updates"):
         time.sleep(0.6)
     hang(watchdog(tmp_path, alarms, rank=0, ranks=2), "updates", 7.0)  # rank 0 waits 5 s for the report
     assert "; rank 1: no report, so hanging in native code or not in this step;" in alarms[0][1]
@@ -99,7 +110,7 @@ rank = int(os.environ["RANK"])
 dist.init_process_group("gloo")
 dog = Watchdog(rank, 3, Path(sys.argv[1]), lambda step, what: (print(what, flush=True), os._exit(0)), least_s=1.0)
 for step in range(1, 5):
-    with dog.step(step), Metrics(step, "none").phase("updates"):
+    with dog.watch(step), Metrics(step, "none").phase("updates"):
         if (step, rank) == (4, 1):
             nap()
         dist.all_reduce(torch.ones(3))
@@ -171,7 +182,7 @@ def test_without_a_past_there_is_no_limit(tmp_path: Path) -> None:
 def test_a_step_that_fails_is_no_past(tmp_path: Path) -> None:
     alarms: Alarms = []
     dog = watchdog(tmp_path, alarms, steps=2)
-    with pytest.raises(ZeroDivisionError), dog.step(3):
+    with pytest.raises(ZeroDivisionError), dog.watch(3):
         raise ZeroDivisionError
     hang(dog, "updates")
     assert alarms == []

@@ -17,7 +17,7 @@ from nemo_prorl.lifecycle.records import write_json
 from nemo_prorl.usage import NodeUsage, ProcessUsage
 
 _EVERY_S = 10.0  # seconds between samples
-_SHARE = 0.005  # of the time may be spent on a sample, and on the size of the run directory
+_SHARE = 0.005  # share of the time that samples take at most, and likewise the size of the run directory
 _FIRST_S = 2.0
 
 

@@ -98,7 +98,7 @@ class SecondVerdicts:
         """
         self._verifiers, self._score, self._seconds = verifiers, score, seconds
         self._end = first + RESPONSES_PER_SECOND * MOST_PER_STEP  # number after the last response that may be chosen
-        self._open: dict[int, asyncio.Task[dict[str, Any] | None]] = {}  # by number of the response
+        self._open: dict[int, asyncio.Task[dict[str, Any] | None]] = {}  # keys: numbers of responses
         self.counts: dict[str, int] = {}  # judged/TASK and disagreed/TASK; TASK is the task that the run trains on
         self.disagreements: list[dict[str, Any]] = []  # the first KEPT_PER_STEP, each a request with both verdicts
 

@@ -376,7 +376,7 @@ class _Work:
     top_p: float
     deadline: Deadline
     clock: "WaitClock"
-    second: SecondVerdicts | None = None  # of a collection
+    second: SecondVerdicts | None = None  # only collections for training have second verdicts
     generated_tokens: int = 0
 
 

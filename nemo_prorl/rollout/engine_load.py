@@ -23,7 +23,7 @@ class EngineLoad:
         self._total, self._requested = 0, 0
         self._seen: list[tuple[float, int, int, int]] = []  # time, open responses, busy engines, lost engines
         self._began: float | None = None
-        self.kv_cache_peak: float | None = None  # of the last measurement; None if no engine reported it
+        self.kv_cache_peak: float | None = None  # None: no engine has reported it since `begin`
 
     def changed(self, engine: str, by: int) -> None:
         """Record that the number of open responses of this engine changed by `by`."""

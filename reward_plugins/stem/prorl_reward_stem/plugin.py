@@ -86,7 +86,7 @@ class StemReward(MathReward):
 
     name = "stem"
     tasks = ("stem",)
-    second = ""  # that of math does not know the forms of science answers
+    second = ""  # math_second does not know the forms of science answers
 
     def validate_truth(self, truth: dict[str, Any]) -> None:
         super().validate_truth(truth)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 
 
 class ProrlError(Exception):
@@ -82,3 +83,8 @@ class CheckpointError(ProrlError, RuntimeError):
 
 class ResetFailure(ProrlError, RuntimeError):
     """A hard reset that did not work: the KL divergence to the new reference is not about 0 on the next step."""
+
+
+def json_fault(error: Exception) -> str:
+    """Return what is wrong in a line of JSON, with the character; the parser's own line number would mislead."""
+    return f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)

@@ -269,6 +269,14 @@ def test_rewards_data_and_dynamic_sampling_of_trl_are_notes(tmp_path: Path, caps
     assert not any("without a counterpart" in line for line in comments)
 
 
+def test_steps_per_generation_of_trl_are_updates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "args = GRPOConfig(per_device_train_batch_size=8, gradient_accumulation_steps=4, steps_per_generation=8,"
+    overrides, comments = converted("trl", f"{text} num_generations=6)", tmp_path / "train.py", capsys)
+    assert {"trainer.grpo.prompts_per_step=10", "trainer.grpo.updates_per_step=2"} <= set(overrides)
+    assert any(line.startswith("64 responses of a process are no whole groups of 6") for line in comments)
+    assert any(line.startswith("a step here makes 2 updates; TRL counts each as a step") for line in comments)
+
+
 def test_scaled_rewards_of_trl_are_group_norm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = TRL_SCRIPT.replace("GRPOConfig(", 'GRPOConfig(scale_rewards="group", ', 1)
     overrides, comments = converted("trl", text, tmp_path / "train.py", capsys)
@@ -291,7 +299,7 @@ def test_no_setting_of_verl_vanishes(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert any("`--task TASK` for a reward function of your own" in line for line in comments)
     assert "  actor_rollout_ref.rollout.name=sglang" in comments
     for start in (
-        "actor_rollout_ref.model.enable_gradient_checkpointing=True: the key here is model.activations_checkpoint_",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=True: add +model.activations_checkpoint_granul",
         "reward (custom_reward_function.path=my_reward.py, custom_reward_function.name=compute_score): add rewards.fun",
         "data (data.train_files=",
         "run_dir=DIR names the folder of the run",
@@ -384,6 +392,8 @@ def test_every_key_of_the_table_is_a_key_here() -> None:
         ("max_completion_length", "trainer.grpo.max_response_tokens"),
         ("per_device_train_batch_size", "trainer.grpo.prompts_per_step"),
         ("gradient_accumulation_steps", "trainer.grpo.prompts_per_step"),
+        ("scale_rewards", "trainer.grpo.advantage"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size", "trainer.grpo.updates_per_step"),
         ("trainer.grpo.max_step", "trainer.grpo.max_steps"),
         ("trainer.gropo.max_steps", "trainer.grpo.max_steps"),
     ],

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, Validat
 from pydantic_core import core_schema
 from typing_extensions import TypedDict  # pydantic does not support Python 3.11's typing.TypedDict
 
-from nemo_prorl.errors import DataError
+from nemo_prorl.errors import DataError, json_fault
 
 
 class Expected:
@@ -258,7 +258,7 @@ def _parse(raw: bytes, where: str) -> Any:
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8: {error}; the file must be JSON Lines in UTF-8") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON: {error}; each line must be one JSON object") from None
+        raise DataError(f"{where}: not JSON: {json_fault(error)}; each line must be one JSON object") from None
 
 
 def _objects(path: str | Path) -> Iterator[tuple[str, int, Any]]:
@@ -269,6 +269,11 @@ def _objects(path: str | Path) -> Iterator[tuple[str, int, Any]]:
         for number, row in parquet.read_rows(path):
             yield f"{path}:{number}", number, parquet.record_of(row, f"{path}:{number}")
         return
+    if Path(path).suffix in (".csv", ".tsv"):
+        raise DataError(
+            f"{path}: prompt records are .jsonl or .parquet files. Fix: make them with prorl data prepare math --from"
+            f" {path} --out DIR, and take DIR/train.jsonl"
+        )
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
             if raw.strip():

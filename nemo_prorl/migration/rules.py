@@ -115,7 +115,9 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
     made.notes.append("cluster=h100_4x8 is for GPUs; without a GPU take cluster=laptop")
     rest |= computed
     for key in [one for one in rest if one.rsplit(".", 1)[-1] in _RECOMPUTE]:
-        made.notes.append(f"{key}={rest.pop(key)}: the key here is model.activations_checkpoint_granularity")
+        made.notes.append(
+            f"{key}={rest.pop(key)}: add +model.activations_checkpoint_granularity=full if memory is short"
+        )
     if needless := [f"{key}={rest.pop(key)}" for key in list(rest) if _needs_nothing(key, rest[key])]:
         made.notes.append(f"no override needed: {', '.join(needless)}")
     made.left = rest
@@ -235,9 +237,10 @@ def _trl_rewards(functions: Expression, rest: dict[str, Any], made: Converted) -
 
 def _trl_batch(rest: dict[str, Any], made: Converted) -> None:
     """Set the prompts and updates of a step, unless one of the sizes that they follow from is unknown."""
-    batch = rest.pop("per_device_train_batch_size", 8) * rest.pop("gradient_accumulation_steps", 1)
+    device, accumulated = rest.pop("per_device_train_batch_size", 8), rest.pop("gradient_accumulation_steps", 1)
     group = made.overrides.setdefault("trainer.grpo.samples_per_prompt", 8)
-    generated = rest.pop("generation_batch_size", None) or batch
+    batch = device * accumulated
+    generated = rest.pop("generation_batch_size", None) or device * rest.pop("steps_per_generation", accumulated)
     prompts = "trainer.grpo.prompts_per_step"
     if prompts in made.overrides or group is None:  # `convert` sets the prompts to None if a size is not a literal
         made.notes.append(f"{prompts} and trainer.grpo.updates_per_step are omitted: they follow from these sizes")
@@ -245,6 +248,14 @@ def _trl_batch(rest: dict[str, Any], made: Converted) -> None:
     made.overrides[prompts] = max(1, generated // group)
     made.overrides["trainer.grpo.updates_per_step"] = max(1, generated // batch)
     made.notes.append(f"TRL's batch is that of one process: multiply {prompts} by the processes")
+    if generated % group:
+        made.notes.append(
+            f"{generated} responses of a process are no whole groups of {group}: {prompts} is rounded down"
+        )
+    if generated > batch:
+        made.notes.append(
+            f"a step here makes {generated // batch} updates; TRL counts each as a step: divide trainer.grpo.max_steps"
+        )
 
 
 def _verl(rest: dict[str, Any], made: Converted) -> None:

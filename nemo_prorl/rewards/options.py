@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from nemo_prorl.errors import DataError
+from nemo_prorl.errors import DataError, json_fault
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ def read_line(line: str, where: str, read: Callable[[Any], T]) -> T:
     try:
         return read(json.loads(line))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON: {error}; each line must be one JSON object") from error
+        raise DataError(f"{where}: not JSON: {json_fault(error)}; each line must be one JSON object") from error
     except ValueError as error:
         raise DataError(f"{where}: {error}") from error
 

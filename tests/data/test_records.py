@@ -170,7 +170,7 @@ def test_all_missing_fields_are_named_at_once() -> None:
     [
         (b"", "has no records"),
         (b"\n \n", "has no records"),
-        (b'{"id": 1', ":1: not JSON"),
+        (b'{"id": 1\n', ":1: not JSON: Expecting ',' delimiter at character 10; each line"),
         (b"[1]\n", ":1: a record must be a JSON object, not list"),
         (json.dumps(GOOD).encode() + b"\n\xff\xfe\n", ":2: not UTF-8"),
         (json.dumps({**GOOD, "meta": {"x": float("nan")}}).encode(), ":1: not JSON: NaN is not JSON"),
@@ -185,6 +185,12 @@ def test_a_bad_file_is_named_with_its_line(tmp_path: Path, content: bytes, says:
         read_records(path)
     assert str(path) in str(caught.value)
     assert says in str(caught.value)
+
+
+def test_a_csv_file_is_no_file_of_records(tmp_path: Path) -> None:
+    (tmp_path / "own.csv").write_text("problem,answer\n1+1?,2\n")
+    with pytest.raises(DataError, match=r"own.csv: prompt records are .* prorl data prepare math --from .*own.csv"):
+        read_records(tmp_path / "own.csv")
 
 
 def test_an_absent_file_is_named(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nemo_prorl.data import parquet as tables
-from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.errors import ConfigError, DataError, json_fault
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".jsonl.gz")
 _SHOWN = 12  # most columns that an error message lists
@@ -182,7 +182,9 @@ def _lines(file: Path, raw: Iterable[bytes]) -> Iterator[tuple[int, Any]]:
         try:
             yield number, json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{file}:{number}: not JSON: {error}; each line must be one JSON object") from None
+            raise DataError(
+                f"{file}:{number}: not JSON: {json_fault(error)}; each line must be one JSON object"
+            ) from None
 
 
 def sha256_of(file: Path) -> str:

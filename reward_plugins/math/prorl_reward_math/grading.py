@@ -12,7 +12,7 @@ from typing import Any
 
 from prorl_reward_math.doubts import MAX_PARSED_CHARS, is_huge, skips_math_verify
 from prorl_reward_math.forms import Same, choice_verdict, listed, matched, same_elements
-from prorl_reward_math.latex import canonical, clean, number
+from prorl_reward_math.latex import CURRENCIES, canonical, clean, number
 from prorl_reward_math.units import power_of_ten, same_unit, split_unit
 
 _NAMED = re.compile(
@@ -63,6 +63,7 @@ def _same_value(truth: str, answer: str, tolerance: float | None, unit: str) -> 
             truth, own = number_only, letters
     exponent, wanted = power_of_ten(unit)
     wanted = wanted.strip(" $") or own
+    wanted = CURRENCIES.get(wanted, wanted)
     value, given = split_unit(answer, loose=bool(wanted))
     if given and wanted and not same_unit(given, wanted):
         return False
@@ -80,7 +81,17 @@ def _same_value(truth: str, answer: str, tolerance: float | None, unit: str) -> 
         return any(abs(total - right) <= (tolerance or 0) * abs(right) for right in accepted)
     if tolerance is not None and (near := _value(truth)) is not None and (close := _value(value)) is not None:
         return abs(close - near) <= tolerance * abs(near)
+    if "%" in truth + value:
+        return _same_percentage(truth, value)
     return verify_with_math_verify(truth, value)
+
+
+def _same_percentage(truth: str, value: str) -> bool:
+    """Compare values with a percent sign on one side at least; without the other, `12.5` and `0.125` are `12.5 %`."""
+    expected, found = canonical(truth), canonical(value)  # these have no percent signs
+    hundredth = {(False, True): (expected, f"({found})/100"), (True, False): (f"({expected})/100", found)}
+    pairs = [(expected, found), hundredth.get(("%" in truth, "%" in value), (expected, found))]
+    return any(verify_with_math_verify(*pair) for pair in pairs)
 
 
 def _value(text: str) -> float | None:

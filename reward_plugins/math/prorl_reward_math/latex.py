@@ -69,6 +69,7 @@ STYLE = r"\\(?:text(?:rm|bf|it|normal)?|math(?:rm|bf|it|sf)|operatorname|mbox|hb
 TEXT = re.compile(STYLE + r"\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z\s'.-]{2,}|no", re.IGNORECASE)
 _THOUSANDS = re.compile(r"([+-]?\d{1,3})((?:(?:,|\{,\}|\\,|\s)\d{3})+)(\.\d+)?")
+CURRENCIES = {"€": "euros", "£": "pounds", "¥": "yen"}
 _EDGES = re.compile(r"^(?:\\[,;: ]|\s)+|(?:(?<!\\)\\(?:[,;: ]|$)|\s)+$")
 _SPACES = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad(?![A-Za-z])|~|\s")
 
@@ -87,7 +88,7 @@ def clean(answer: str) -> str:
     r"""Remove typesetting from an answer: `$`, `\(`, `\left`, `\!`, braces around it, punctuation at its end.
 
     Also rewrites notation that math-verify cannot read: `np.arcsin` as `\arcsin`, `7./4` as `7/4`, `\{x|x>2\}` as
-    `x>2`, `2i` as `2 i`, and the mixed number `2 2/5` as `2\frac{2}{5}`.
+    `x>2`, `2i` as `2 i`, `€5` as `5 euros`, and the mixed number `2 2/5` as `2\frac{2}{5}`.
     """
     text = _LAYOUT.sub(" ", re.sub(r"\\!\s*", "", answer)).replace("np.", "\\").replace("./", "/")
     text = _EDGES.sub("", text).rstrip(".,;: \n")
@@ -95,6 +96,9 @@ def clean(answer: str) -> str:
         text = text[1:-1].strip(" .,;:\n")
     if found := TEXT.fullmatch(text):
         text = found[1].strip()
+    for symbol, word in CURRENCIES.items():
+        if text.startswith(symbol) or text.endswith(symbol):
+            text = f"{text.strip(symbol).strip()} {word}"
     text = _MIXED.sub(_mixed, _BUILDER.sub(r"\1", text))
     return re.sub(r"(?<![A-Za-z\\{])i(?![A-Za-z])", " i ", text).strip()
 

@@ -129,9 +129,9 @@ def report(run: Path, samples: Path, equal: bool) -> Iterator[str]:
     yield from (f"  {count} x {kind}" for kind, count in kinds.most_common())
     yield " ".join(RECIPE)
     yield f"\n{'':34s}{'first':>10s}{'last':>10s}     {'slope a step':>12s}  (interval)"
-    for title, part in parts_of(late):
+    for title, names, part in parts_of(late):
         yield title
-        for name in sorted({name for sample in part for name in sample["processes"]}):
+        for name in names:
             mine = [(s["step"], s["processes"][name]) for s in part if name in s["processes"]]
             for key, unit, size in FIELDS:
                 yield slope_line(f"  {name} {key}", [(step, p[key] / size) for step, p in mine], unit)
@@ -153,15 +153,22 @@ FIELDS = (
 )
 
 
-def parts_of(samples: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Return the samples before and after the engine's restart, which begins a new process, each with a title."""
+def parts_of(samples: list[dict[str, Any]]) -> list[tuple[str, list[str], list[dict[str, Any]]]]:
+    """Return (title, processes, samples): the engine before and after its restart, and the others over all steps."""
 
     def pid(sample: dict[str, Any]) -> Any:
         return sample["processes"].get("engine-0", {}).get("pid")
 
+    def steps(part: list[dict[str, Any]]) -> str:
+        return f"steps {part[0]['step']} to {part[-1]['step']}"
+
     pids = [p for p in dict.fromkeys(map(pid, samples)) if p is not None]
     parts = [[s for s in samples if pid(s) == p] for p in pids]
-    return [(f"engine process {k + 1}, steps {p[0]['step']} to {p[-1]['step']}", p) for k, p in enumerate(parts)]
+    others = sorted({name for sample in samples for name in sample["processes"]} - {"engine-0"})
+    return [
+        *((f"engine process {k + 1}, {steps(part)}", ["engine-0"], part) for k, part in enumerate(parts)),
+        (f"the other processes, {steps(samples)}", others, samples),
+    ]
 
 
 def main() -> None:

@@ -38,7 +38,8 @@ def record(**changes: Any) -> str:
 
 
 def test_a_good_file_makes_the_first_model_and_says_its_tasks(tmp_path: Path) -> None:
-    assert prepared(tmp_path, [record(), record(id="a-2", prompt="Compute 2 + 2.", truth={"answer": "4"})]) == ["math"]
+    records = [record(), record(id="a-2", prompt="Compute 2 + 2.", truth={"answer": "4"})]
+    assert prepared(tmp_path, records) == ["math", "math_second"]  # with the task of its second verifier
     assert (tmp_path / "run" / "init" / "model.safetensors").is_file()
     assert (tmp_path / "run" / "config.yaml").is_file()
 

@@ -101,7 +101,7 @@ def _check_rewards(
     """Check reward functions, settings of plugins and the truth of each record.
 
     Args:
-        others: tasks without records in `sources`.
+        others: tasks without records in `sources`; those that no plugin judges are left out.
 
     Returns:
         The plugin of each task, with the tasks of second verifiers.
@@ -109,7 +109,8 @@ def _check_rewards(
     from nemo_prorl.rewards.discovery import discover, make_plugin
 
     known = discover(functions=plain(cfg.rewards.functions))
-    tasks = sorted({record["task"] for _, records in sources for record in records}.union(others))
+    present = {record["task"] for _, records in sources for record in records}
+    tasks = sorted(present.union(task for task in others if task in known.tasks()))
     classes = {task: known.plugin_of_task(task) for task in tasks}
     seconds = {second: task for task in tasks if (second := known.second_of(task))}
     if both := sorted(seconds.keys() & classes.keys()):

@@ -70,6 +70,8 @@ TEXT = re.compile(STYLE + r"\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z\s'.-]{2,}|no", re.IGNORECASE)
 _THOUSANDS = re.compile(r"([+-]?\d{1,3})((?:(?:,|\{,\}|\\,|\s)\d{3})+)(\.\d+)?")
 CURRENCIES = {"€": "euros", "£": "pounds", "¥": "yen"}
+_SYMBOL = re.compile(STYLE + r"\{\s*([€£¥])\s*\}")
+_POWERS = str.maketrans({"²": "^2", "³": "^3"})
 _EDGES = re.compile(r"^(?:\\[,;: ]|\s)+|(?:(?<!\\)\\(?:[,;: ]|$)|\s)+$")
 _SPACES = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad(?![A-Za-z])|~|\s")
 
@@ -96,6 +98,7 @@ def clean(answer: str) -> str:
         text = text[1:-1].strip(" .,;:\n")
     if found := TEXT.fullmatch(text):
         text = found[1].strip()
+    text = _SYMBOL.sub(r"\1", text.replace("\\euro{}", "€").replace("\\euro", "€")).translate(_POWERS)
     for symbol, word in CURRENCIES.items():
         if text.startswith(symbol) or text.endswith(symbol):
             text = f"{text.strip(symbol).strip()} {word}"

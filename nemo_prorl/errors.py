@@ -86,5 +86,5 @@ class ResetFailure(ProrlError, RuntimeError):
 
 
 def json_fault(error: Exception) -> str:
-    """Return what is wrong in a line of JSON, with the character; the parser's own line number would mislead."""
+    """Describe the error in a line of JSON with its character.  The parser's own line number would mislead."""
     return f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)

@@ -110,7 +110,7 @@ class SecondVerdicts:
             self._open[number] = asyncio.create_task(self._ask(request, verdict, second))
 
     async def _ask(self, request: dict[str, Any], verdict: Verdict, second: str) -> dict[str, Any] | None:
-        """Return the request with both verdicts; None if there is no second verdict."""
+        """Return the request with both verdicts; None if the second verdict is missing."""
         deadline = Deadline(self._seconds, f"the second verdict on {request['id']}")
         found = await self._score({**request, "task": second}, deadline)
         if found["failure"] in ("timeout", "infrastructure"):

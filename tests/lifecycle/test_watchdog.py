@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,7 +152,7 @@ class Steps(Trainer):
     def stop_without_signal(self, metrics: Metrics) -> None: ...
 
 
-def test_the_trainer_watches_its_steps_and_nothing_else(tmp_path: Path) -> None:
+def test_the_trainer_watches_a_step_without_what_follows(tmp_path: Path) -> None:
     alarms: Alarms = []
     no: Any = None
     cfg, progress = Config(), TrainerState(step=1)
@@ -162,6 +162,32 @@ def test_the_trainer_watches_its_steps_and_nothing_else(tmp_path: Path) -> None:
     dog = watchdog(tmp_path, alarms)
     Steps(cfg, no, progress, rollouts, no, no, no, no, no, no, no, traces, dog, no).train()
     assert [step for step, _ in alarms] == [4]
+
+
+class Finished(Trainer):
+    """The trainer's work after a step, with a validation that does nothing."""
+
+    def validate(self, metrics: Metrics) -> None: ...
+    def stop_if_requested(self, step: int) -> None: ...
+
+
+@pytest.mark.parametrize(("reset", "kinds"), [("every", ["validation", "reset"]), (None, ["validation", "checkpoint"])])
+def test_the_trainer_watches_what_follows_a_step(reset: str | None, kinds: list[str]) -> None:
+    seen: list[str] = []
+
+    def watch(step: int, what: str) -> AbstractContextManager[None]:
+        seen.append(what)
+        return nullcontext()
+
+    no: Any = None
+    due: Any = SimpleNamespace(due=lambda step: True, save=lambda step: None)
+    resets: Any = SimpleNamespace(due=lambda metrics: reset, perform=lambda *given: None)
+    control: Any = SimpleNamespace(pending=lambda step: [], serve=lambda *given: None)
+    records: Any = SimpleNamespace(log=lambda metrics: None)
+    dog: Any = SimpleNamespace(watch=watch)
+    trainer = Finished(Config(), no, TrainerState(step=1), no, due, resets, due, control, records, no, no, no, dog, no)
+    trainer.finish_step(Metrics(1, "none"))
+    assert seen == kinds
 
 
 def test_a_step_like_those_before_is_not_reported(tmp_path: Path) -> None:

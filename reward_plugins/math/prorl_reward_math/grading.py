@@ -81,16 +81,19 @@ def _same_value(truth: str, answer: str, tolerance: float | None, unit: str) -> 
         return any(abs(total - right) <= (tolerance or 0) * abs(right) for right in accepted)
     if tolerance is not None and (near := _value(truth)) is not None and (close := _value(value)) is not None:
         return abs(close - near) <= tolerance * abs(near)
-    if "%" in truth + value:
-        return _same_percentage(truth, value)
+    percent = truth.endswith("%"), value.endswith("%")
+    if any(percent):
+        return _same_percentage(expected, found, *percent)
     return verify_with_math_verify(truth, value)
 
 
-def _same_percentage(truth: str, value: str) -> bool:
-    """Compare values with a percent sign on one side at least; without the other, `12.5` and `0.125` are `12.5 %`."""
-    expected, found = canonical(truth), canonical(value)  # these have no percent signs
-    hundredth = {(False, True): (expected, f"({found})/100"), (True, False): (f"({expected})/100", found)}
-    pairs = [(expected, found), hundredth.get(("%" in truth, "%" in value), (expected, found))]
+def _same_percentage(expected: str, found: str, truth_has: bool, answer_has: bool) -> bool:
+    """Compare canonical forms, one of a percentage at least; a number without `%` may be meant in hundredths."""
+    pairs = [(expected, found)]
+    if not answer_has:
+        pairs.append((f"({expected})/100", found))
+    if not truth_has:
+        pairs.append((expected, f"({found})/100"))
     return any(verify_with_math_verify(*pair) for pair in pairs)
 
 

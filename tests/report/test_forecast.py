@@ -61,6 +61,10 @@ class TestFit:
         assert refusal is not None
         assert "noise may explain" in refusal
 
+    def test_no_asymptote_is_below_0(self) -> None:
+        scores = np.array([0.152, 0.171, 0.181, 0.153, 0.166, 0.18, 0.169, 0.161])  # rise by no more than their noise
+        assert fit(np.arange(8.0), scores, np.full(8, 0.016)).asymptote[1] >= 0.0
+
     def test_no_asymptote_is_above_1(self) -> None:
         compute = np.linspace(0.0, 4.0, 30)
         curves = fit(compute, np.minimum(0.99, 0.3 + 0.25 * compute), np.full(30, 0.02))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_prorl import cli, settings
-from nemo_prorl.data.prepare.answers import is_worded
+from nemo_prorl.data.prepare.answers import has_letter_for_unit, is_worded
 from tests.data.preparing import records
 
 pytestmark = pytest.mark.starts
@@ -118,3 +118,22 @@ def test_an_answer_in_ordinary_words_is_found(answer: str) -> None:
 )
 def test_an_answer_of_another_form_is_not_taken_for_words(answer: str) -> None:
     assert not is_worded({"answer": answer})
+
+
+def test_a_letter_that_may_be_a_unit_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = "problem,answer,u\n1+2?,3,m\nFar?,3 m,\nLong?,5 kg,\n"
+    assert prepare(tmp_path, text) == 0
+    assert "1 of the answers are a number and a letter, such as '3 m'" in caplog.text
+    assert "mine.csv:3" in caplog.text
+    assert "--field unit=COLUMN" in caplog.text
+
+
+@pytest.mark.parametrize("answer", ["3 m", "3m", "$3.5 s$", "1,200 m^2", "-3\\,K", "10 m²", ["3 m", "3 s"]])
+def test_a_number_with_the_letter_of_a_unit_is_found(answer: str | list[str]) -> None:
+    assert has_letter_for_unit({"answer": answer})
+    assert not has_letter_for_unit({"answer": answer, "unit": "m"})
+
+
+@pytest.mark.parametrize("answer", ["3", "3x", "3 cm", "3 \\text{ m}", "m", "3 m/s", "5 n", ["3 m", "3"]])
+def test_other_letters_are_not_taken_for_units(answer: str | list[str]) -> None:
+    assert not has_letter_for_unit({"answer": answer})

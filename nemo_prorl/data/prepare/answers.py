@@ -25,6 +25,7 @@ _WORD = re.compile(r"[^\W\d_]{2,}")
 _SYMBOLS = re.compile(
     r"[A-Za-z]{2}|[A-Z]{3,4}|(?:(?![AEIOUYaeiouy])[A-Za-z])+|[\u0370-\u03ff]+|[ivxlc]+|[A-Z][a-z]+[A-Z][A-Za-z]*"
 )
+_NUMBER_AND_LETTER = re.compile(r"[+-]?[\d.,]*\d(?:\s|~|\\[,;: ])*[msghlLJNWVKCFA](?:[²³]|\^\{?[23]\}?)?")
 _KNOWN = (
     "yes no true false none neither both always never sometimes odd even prime composite positive negative"
     " and or undefined infinity infinite inf nan increasing decreasing convergent divergent converges diverges"
@@ -88,6 +89,17 @@ def _is_ordinary(word: str) -> bool:
     if word.lower() in _KNOWN_WORDS or _SYMBOLS.fullmatch(word):
         return False
     return len(word) > 3 or list(word) != sorted(set(word))  # `abc` is a product: its letters follow the alphabet
+
+
+def has_letter_for_unit(truth: dict[str, Any]) -> bool:
+    """Return whether an answer without a unit of its own ends with a letter that may be one, as in `3 m`.
+
+    A response `3` is wrong for it, because the letter may be a factor.
+    """
+    answer = truth.get("answer")
+    accepted = answer if isinstance(answer, list) else [answer]
+    found = (isinstance(text, str) and _NUMBER_AND_LETTER.fullmatch(text.strip(" $.")) for text in accepted)
+    return "unit" not in truth and all(found)
 
 
 def _final(row: Row, task: str, truth: dict[str, Any], answer: str, question: str) -> Draft | Drop:

@@ -323,6 +323,23 @@ class Preparation:
                 first.line,
             )
 
+    def warn_of_letters(self) -> None:
+        """Name the mathematical answers with a letter that the plugin takes for a factor, and the user for a unit."""
+        if self.options.source.task != "math":
+            return
+        found = [item for item in self.items if answers.has_letter_for_unit(item.draft.truth)]
+        if found:
+            first = found[0]
+            _log.warning(
+                "%d of the answers are a number and a letter, such as %r (%s:%d).  The letter counts as a factor: a"
+                " response without it is wrong.  Fix, if it is a unit: write a word (3 meters) or 3 \\text{ m}, or give"
+                " units in a column of their own (--field unit=COLUMN)",
+                len(found),
+                first.draft.truth["answer"],
+                first.file,
+                first.line,
+            )
+
     def drop_wrong_golds(self) -> None:
         """Drop records whose gold answer the plugin does not accept; judge at most --check of them."""
         opts = self.options
@@ -402,6 +419,7 @@ def prepare(options: PrepareOptions, command: Sequence[str]) -> PreparedManifest
     if not job.own_task:
         job.drop_invalid_truths()
         job.drop_worded()
+        job.warn_of_letters()
     job.drop_duplicates()
     job.drop_contaminated()
     job.drop_long()

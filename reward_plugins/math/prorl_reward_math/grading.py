@@ -62,9 +62,10 @@ def _same_value(truth: str, answer: str, tolerance: float | None, unit: str) -> 
         if letters and same_unit(written, letters):
             truth, own = number_only, letters
     exponent, wanted = power_of_ten(unit)
-    wanted = wanted.strip(" $") or own
-    wanted = CURRENCIES.get(wanted, wanted)
+    wanted = CURRENCIES.get(wanted.strip(), wanted.strip(" $")) or own
     value, given = split_unit(answer, loose=bool(wanted))
+    percent = truth.endswith("%"), value.endswith("%")
+    given = given or ("%" if percent == (False, True) else "")
     if given and wanted and not same_unit(given, wanted):
         return False
     expected, found = canonical(truth), canonical(value)
@@ -81,7 +82,6 @@ def _same_value(truth: str, answer: str, tolerance: float | None, unit: str) -> 
         return any(abs(total - right) <= (tolerance or 0) * abs(right) for right in accepted)
     if tolerance is not None and (near := _value(truth)) is not None and (close := _value(value)) is not None:
         return abs(close - near) <= tolerance * abs(near)
-    percent = truth.endswith("%"), value.endswith("%")
     if any(percent):
         return _same_percentage(expected, found, *percent)
     return verify_with_math_verify(truth, value)

@@ -34,6 +34,9 @@ _REPLACED = {
     r"\b(?:square|sq\.?)\s+([A-Za-z]+)": r"\1^2",
     r"\bcubic\s+([A-Za-z]+)": r"\1^3",
     r"\bper\b": "/",
+    r"\bUS(?:D| dollars?)\b": "dollars",
+    r"\bGBP\b": "pounds",
+    r"\bJPY\b": "yen",
 }
 
 # Units that begin with the letter of another: `min` is no spelling of `m`.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_prorl import cli, settings
-from nemo_prorl.data.prepare.answers import has_letter_for_unit, is_worded
+from nemo_prorl.data.prepare.answers import has_decimal_comma, has_letter_for_unit, is_worded
 from tests.data.preparing import records
 
 pytestmark = pytest.mark.starts
@@ -137,3 +137,17 @@ def test_a_number_with_the_letter_of_a_unit_is_found(answer: str | list[str]) ->
 @pytest.mark.parametrize("answer", ["3", "3x", "3 cm", "3 \\text{ m}", "m", "3 m/s", "5 n", ["3 m", "3"]])
 def test_other_letters_are_not_taken_for_units(answer: str | list[str]) -> None:
     assert not has_letter_for_unit({"answer": answer})
+
+
+def test_a_decimal_comma_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert prepare(tmp_path, "problem;answer\nhalf of 7?;3,5\n7*500?;3,500\n") == 0
+    assert "1 of the answers are two numbers with a comma, such as '3,5'" in caplog.text
+    assert "mine.csv:2" in caplog.text
+    assert "write a point" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"), [("0,25", True), ("$-3,5$", True), ("3,5000", True), ("3,500", False), ("1, 2", False)]
+)
+def test_a_comma_between_thousands_or_before_a_space_is_no_decimal_comma(answer: str, found: bool) -> None:
+    assert has_decimal_comma({"answer": answer}) == found

@@ -26,6 +26,8 @@ _SYMBOLS = re.compile(
     r"[A-Za-z]{2}|[A-Z]{3,4}|(?:(?![AEIOUYaeiouy])[A-Za-z])+|[\u0370-\u03ff]+|[ivxlc]+|[A-Z][a-z]+[A-Z][A-Za-z]*"
 )
 _NUMBER_AND_LETTER = re.compile(r"[+-]?[\d.,]*\d(?:\s|~|\\[,;: ])*[msghlLJNWVKCFA](?:[²³]|\^\{?[23]\}?)?")
+_COMMA = re.compile(r"[+-]?\d+,\d+")
+_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2},\d{3}")
 _KNOWN = (
     "yes no true false none neither both always never sometimes odd even prime composite positive negative"
     " and or undefined infinity infinite inf nan increasing decreasing convergent divergent converges diverges"
@@ -92,14 +94,32 @@ def _is_ordinary(word: str) -> bool:
 
 
 def has_letter_for_unit(truth: dict[str, Any]) -> bool:
-    """Return whether an answer without a unit of its own ends with a letter that may be one, as in `3 m`.
+    """Return whether an answer without `unit` ends with a letter that may be one, as `3 m`: the plugin multiplies."""
+    return "unit" not in truth and _has_form(truth, _NUMBER_AND_LETTER)
 
-    A response `3` is wrong for it, because the letter may be a factor.
-    """
+
+def has_decimal_comma(truth: dict[str, Any]) -> bool:
+    """Return whether a comma may be a decimal point, as in `3,5`: the plugin reads a list.  `3,500` is a number."""
+    return _has_form(truth, _COMMA) and not _has_form(truth, _THOUSANDS)
+
+
+# Answers that the plugin may read otherwise than they are meant, and what `prorl data prepare` says of them.
+DOUBTS: dict[Callable[[dict[str, Any]], bool], str] = {
+    is_worded: "are ordinary words, such as {}: a response must have the same words; a number is wrong.  Not counted:"
+    " answers with a digit, a formula or \\text{{}}, and words such as yes or even.  Fix: correct them, or leave these"
+    " problems out with --drop-worded",
+    has_letter_for_unit: "are a number and a letter, such as {}.  The letter counts as a factor: a response without it"
+    " is wrong.  Fix, if it is a unit: write a word (3 meters) or 3 \\text{{ m}}, or give units in a column of their own"
+    " (--field unit=COLUMN)",
+    has_decimal_comma: "are two numbers with a comma, such as {}: they count as a list in any order.  Fix, if each is"
+    " one decimal number: write a point",
+}
+
+
+def _has_form(truth: dict[str, Any], form: re.Pattern[str]) -> bool:
     answer = truth.get("answer")
     accepted = answer if isinstance(answer, list) else [answer]
-    found = (isinstance(text, str) and _NUMBER_AND_LETTER.fullmatch(text.strip(" $.")) for text in accepted)
-    return "unit" not in truth and all(found)
+    return all(isinstance(text, str) and form.fullmatch(text.strip(" $.")) for text in accepted)
 
 
 def _final(row: Row, task: str, truth: dict[str, Any], answer: str, question: str) -> Draft | Drop:

@@ -304,41 +304,21 @@ class Preparation:
         self._drop_where(None if at in chosen else Drop("beyond --size") for at in range(len(self.items)))
 
     def drop_worded(self) -> None:
-        """Count the mathematical answers in ordinary words; drop them with --drop-worded."""
-        if self.options.source.task != "math":
-            return
-        worded = [item for item in self.items if answers.is_worded(item.draft.truth)]
-        if self.options.drop_worded:
-            gone = {id(item) for item in worded}
-            self._drop_where(Drop("answer in words") if id(item) in gone else None for item in self.items)
-        elif worded:
-            first = worded[0]
-            _log.warning(
-                "%d of the answers are ordinary words, such as %r (%s:%d): a response must have the same words; a"
-                " number is wrong.  Not counted: answers with a digit, a formula or \\text{}, and words such as yes or"
-                " even.  Fix: correct them, or leave these problems out with --drop-worded",
-                len(worded),
-                first.draft.truth["answer"],
-                first.file,
-                first.line,
+        """Leave out the mathematical answers in ordinary words, with --drop-worded."""
+        if self.options.drop_worded and self.options.source.task == "math":
+            self._drop_where(
+                Drop("answer in words") if answers.is_worded(item.draft.truth) else None for item in self.items
             )
 
-    def warn_of_letters(self) -> None:
-        """Name the mathematical answers with a letter that the plugin takes for a factor, and the user for a unit."""
+    def warn_of_answers(self) -> None:
+        """Name the mathematical answers that the plugin may read otherwise than they are meant."""
         if self.options.source.task != "math":
             return
-        found = [item for item in self.items if answers.has_letter_for_unit(item.draft.truth)]
-        if found:
-            first = found[0]
-            _log.warning(
-                "%d of the answers are a number and a letter, such as %r (%s:%d).  The letter counts as a factor: a"
-                " response without it is wrong.  Fix, if it is a unit: write a word (3 meters) or 3 \\text{ m}, or give"
-                " units in a column of their own (--field unit=COLUMN)",
-                len(found),
-                first.draft.truth["answer"],
-                first.file,
-                first.line,
-            )
+        for doubted, text in answers.DOUBTS.items():
+            if found := [item for item in self.items if doubted(item.draft.truth)]:
+                first = found[0]
+                example = f"{first.draft.truth['answer']!r} ({first.file}:{first.line})"
+                _log.warning("%d of the answers %s", len(found), text.format(example))
 
     def drop_wrong_golds(self) -> None:
         """Drop records whose gold answer the plugin does not accept; judge at most --check of them."""
@@ -419,7 +399,7 @@ def prepare(options: PrepareOptions, command: Sequence[str]) -> PreparedManifest
     if not job.own_task:
         job.drop_invalid_truths()
         job.drop_worded()
-        job.warn_of_letters()
+        job.warn_of_answers()
     job.drop_duplicates()
     job.drop_contaminated()
     job.drop_long()

@@ -109,8 +109,8 @@ DOUBTS: dict[Callable[[dict[str, Any]], bool], str] = {
     " answers with a digit, a formula or \\text{{}}, and words such as yes or even.  Fix: correct them, or leave these"
     " problems out with --drop-worded",
     has_letter_for_unit: "are a number and a letter, such as {}.  The letter counts as a factor: a response without it"
-    " is wrong.  Fix, if it is a unit: write a word (3 meters) or 3 \\text{{ m}}, or give units in a column of their own"
-    " (--field unit=COLUMN)",
+    " is wrong.  Fix, if it is a unit: write a word (3 meters) or 3 \\text{{ m}}, or give units in a column"
+    " of their own (--field unit=COLUMN)",
     has_decimal_comma: "are two numbers with a comma, such as {}: they count as a list in any order.  Fix, if each is"
     " one decimal number: write a point",
 }

@@ -6,7 +6,7 @@ A record is `{"id", "task", "prompt", "truth", "source", "meta"}`; `source` and 
 
 import functools
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, get_type_hints
 
@@ -226,24 +226,18 @@ def _check_truth(task: str, truth: dict[str, Any], where: str) -> None:
         )
 
 
-def validate_record(obj: Any, where: str, tasks: Collection[str] | None = None) -> dict[str, Any]:
+def validate_record(obj: Any, where: str) -> dict[str, Any]:
     """Return the record with defaults for `source` and `meta`, and without the null fields of its truth.
 
     Raises DataError naming `where`, the field and the expected value.
-
-    Args:
-        tasks: tasks that are accepted; None accepts any.
     """
     if not isinstance(obj, dict):
         raise DataError(f"{where}: a record must be a JSON object, not {type(obj).__name__}")
     record = {"source": "", "meta": {}, **obj}
     _check(record, PromptRecord, where, "")
-    task = record["task"]
-    if tasks is not None and task not in tasks:
-        raise DataError(f"{where}: field 'task' is {json.dumps(task)}; it must be one of: {', '.join(sorted(tasks))}")
     # A Parquet table stores null for an absent field; plugins expect the field to be absent.
     record["truth"] = {name: value for name, value in record["truth"].items() if value is not None}
-    if task in TRUTHS:
+    if (task := record["task"]) in TRUTHS:
         _check_truth(task, record["truth"], where)
     return record
 
@@ -280,7 +274,7 @@ def _objects(path: str | Path) -> Iterator[tuple[str, int, Any]]:
                 yield f"{path}:{number}", number, _parse(raw, f"{path}:{number}")
 
 
-def read_records(path: str | Path, tasks: Collection[str] | None = None) -> list[dict[str, Any]]:
+def read_records(path: str | Path) -> list[dict[str, Any]]:
     """Return the records of a JSON Lines or Parquet (`.parquet`) file, in order; blank lines are skipped.
 
     Raises DataError, naming file, line or row, and field, for an unreadable or empty file, bad JSON, a bad field or a
@@ -290,7 +284,7 @@ def read_records(path: str | Path, tasks: Collection[str] | None = None) -> list
     line_of: dict[str, int] = {}
     try:
         for where, number, found in _objects(path):
-            record = validate_record(found, where, tasks)
+            record = validate_record(found, where)
             first = line_of.setdefault(record["id"], number)
             if first != number:
                 raise DataError(f"{where}: field 'id' is {record['id']!r}, as in line {first}; ids must differ")

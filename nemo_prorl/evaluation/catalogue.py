@@ -223,7 +223,10 @@ def file_of(benchmark: Benchmark, data: Path | None) -> Path | None:
 
 
 def load_records(benchmark: Benchmark, data: Path | None, limit: int | None = None) -> list[dict[str, Any]]:
-    """Return the first `limit` prompt records, in order.  Raises DataError naming file, line and field."""
+    """Return the first `limit` prompt records, in order.
+
+    Raises DataError naming file, line and field; ConfigError if a record has another task than the benchmark.
+    """
     if benchmark.generate is not None:
         from nemo_prorl.config import DataConfig, DataSource
         from nemo_prorl.data.laptop.generators import LAPTOP_TEMPLATES, generate
@@ -234,7 +237,14 @@ def load_records(benchmark: Benchmark, data: Path | None, limit: int | None = No
 
     file = file_of(benchmark, data)
     assert file is not None, "call check_files first"
-    return read_records(file, {benchmark.task})[:limit]
+    records = read_records(file)
+    for record in records:
+        if record["task"] != benchmark.task:
+            raise ConfigError(
+                f"{benchmark.file or benchmark.name}: task is {benchmark.task!r}, but record {record['id']!r} of {file}"
+                f" has the task {record['task']!r}.  Fix: make them equal"
+            )
+    return records[:limit]
 
 
 def records_sha256(records: Iterable[Mapping[str, Any]]) -> str:

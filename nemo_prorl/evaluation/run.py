@@ -22,7 +22,9 @@ from nemo_prorl.evaluation.formats import EvaluationManifest, EvaluationResults,
 from nemo_prorl.evaluation.manifest import check_expected, manifest_of, merged
 from nemo_prorl.evaluation.models import Model
 from nemo_prorl.evaluation.store import Store
+from nemo_prorl.launcher.prepare import plain
 from nemo_prorl.lifecycle.records import write_json
+from nemo_prorl.rewards.discovery import Registry, discover, make_plugin
 from nemo_prorl.rewards.interface import Verdict
 from nemo_prorl.sizing.memory_check import check_memory
 
@@ -68,9 +70,10 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
     kind, folder = ("endpoint", None) if is_url else models.find(path, options.checkpoint)
     check_files(options.benchmarks, options.data)
     cfg = configuration(options, folder if kind == "hf" else None)
-    _check_tasks(cfg, options.benchmarks)
+    known = discover(functions=plain(cfg.rewards.functions))
+    _check_tasks(known, options.benchmarks)
     records = {one.name: load_records(one, options.data, options.limit) for one in options.benchmarks}
-    _check_rewards(cfg, [record for some in records.values() for record in some])
+    _check_rewards(cfg, known, [record for some in records.values() for record in some])
     with locked(options.out):
         model = served or models.open_model(path, options.out, options.checkpoint)
         benchmarks = [_fitting(one, model) for one in options.benchmarks]
@@ -107,12 +110,8 @@ def configuration(options: EvaluationOptions, folder: Path | None) -> DictConfig
     return cfg
 
 
-def _check_tasks(cfg: DictConfig, benchmarks: Sequence[Benchmark]) -> None:
+def _check_tasks(known: Registry, benchmarks: Sequence[Benchmark]) -> None:
     """Raise ConfigError if no plugin and no function judges the task of a benchmark."""
-    from nemo_prorl.launcher.prepare import plain
-    from nemo_prorl.rewards.discovery import discover
-
-    known = discover(functions=plain(cfg.rewards.functions))
     for one in benchmarks:
         try:
             known.plugin_of_task(one.task)
@@ -120,13 +119,11 @@ def _check_tasks(cfg: DictConfig, benchmarks: Sequence[Benchmark]) -> None:
             raise ConfigError(f"{one.file or one.name}: task is {one.task!r}: {error}") from None
 
 
-def _check_rewards(cfg: DictConfig, records: Sequence[Mapping[str, Any]]) -> None:
+def _check_rewards(cfg: DictConfig, known: Registry, records: Sequence[Mapping[str, Any]]) -> None:
     """Let the reward plugins validate the truth of every record, and try the sandbox if a plugin needs it."""
-    from nemo_prorl.launcher.prepare import plain
-    from nemo_prorl.rewards.discovery import discover, make_plugin
     from nemo_prorl.rewards.service import check_sandbox
 
-    known, configured = discover(functions=plain(cfg.rewards.functions)), plain(cfg.rewards.plugins)
+    configured = plain(cfg.rewards.plugins)
     classes = {task: known.plugin_of_task(task) for task in sorted({record["task"] for record in records})}
     plugins = {task: make_plugin(one, configured.get(one.name)) for task, one in classes.items()}
     for record in records:

@@ -91,7 +91,9 @@ def test_missing_files_are_told_all_together(tmp_path: Path) -> None:
 
 def test_a_record_of_another_task_is_refused(tmp_path: Path) -> None:
     (tmp_path / "gsm8k.jsonl").write_text('{"id": "a", "task": "stem", "prompt": "?", "truth": {"answer": "1"}}\n')
-    with pytest.raises(DataError, match=r"gsm8k.jsonl:1: field 'task' is \"stem\""):
+    with pytest.raises(
+        ConfigError, match=r"gsm8k: task is .math., but record .a. of .*gsm8k.jsonl has the task .stem."
+    ):
         load_records(ALL["gsm8k"], tmp_path)
 
 

@@ -36,6 +36,7 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     from nemo_prorl.checks import check_shape
     from nemo_prorl.data.blend import load_sources, of_tasks, without_long
     from nemo_prorl.data.render import PromptRenderer
+    from nemo_prorl.launcher.doctor.network import wandb_fault
     from nemo_prorl.launcher.doctor.storage import check_storage
     from nemo_prorl.lifecycle.base_model import make_initial_model
     from nemo_prorl.lifecycle.retention import check_continuable, clean, complete
@@ -43,6 +44,8 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     from nemo_prorl.rewards.service import check_sandbox
 
     check_node(cfg)
+    if fault := wandb_fault(cfg, os.environ):
+        raise ConfigError(fault)
     for check in check_storage(cfg):
         if check.state == "fail":  # an estimate, so it does not refuse the run
             _log.warning("%s: %s. Fix: %s", check.name, check.text, check.cure)

@@ -1,8 +1,11 @@
-"""Checks of ports, network interfaces and the Slurm allocation."""
+"""Checks of ports, network interfaces, the Slurm allocation and the login of Weights & Biases."""
 
+import netrc
 import os
 import socket
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
 
 from omegaconf import DictConfig
 
@@ -30,6 +33,33 @@ def check_network(cfg: DictConfig, environment: Mapping[str, str]) -> Iterator[C
     yield from judge_interfaces(environment, os.listdir("/sys/class/net"))
     if "SLURM_JOB_ID" in environment:
         yield from judge_allocation(environment, cfg)
+    if fault := wandb_fault(cfg, environment):
+        yield Check("wandb", "fail", fault)
+
+
+def wandb_fault(cfg: DictConfig, environment: Mapping[str, str]) -> str | None:
+    """Return why Weights & Biases would refuse the run's log; None if it has a key, is off, or has settings of its own.
+
+    Without this check the trainer would fail at its start, on allocated nodes.
+    """
+    environment = {**environment, **dict(cfg.launch.env)}
+    home = Path(environment.get("HOME") or Path.home())
+    settings = Path(environment.get("WANDB_CONFIG_DIR") or home / ".config" / "wandb") / "settings"
+    offline = environment.get("WANDB_MODE", "online") not in ("online", "run")
+    known = environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE") or settings.is_file()
+    keys = cfg.exp_manager
+    if not keys.get("create_wandb_logger") or offline or known or keys.wandb_logger_kwargs.get("offline"):
+        return None
+    host = urlsplit(environment.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    try:
+        if netrc.netrc(environment.get("NETRC") or home / ".netrc").authenticators(host):
+            return None
+    except (OSError, netrc.NetrcParseError):
+        pass  # no key can be read from it
+    return (
+        f"exp_manager.create_wandb_logger=true, but there is no key for {host} in WANDB_API_KEY or ~/.netrc. Fix: run"
+        f" `wandb login`, set WANDB_API_KEY, or log without a network: WANDB_MODE=offline"
+    )
 
 
 def own_address() -> str:
